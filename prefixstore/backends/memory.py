@@ -7,10 +7,11 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from weakref import WeakValueDictionary
 
 from prefixstore.backends import refusals
 from prefixstore.backends.contract import Backend, Change, Costs, Draft, Range, Row, View
-from prefixstore.backends.forks import ForkLevel, ForkLock, register_at_fork
+from prefixstore.backends.forks import ForkLock
 from prefixstore.backends.location import without_password
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.record import Buffer
@@ -28,19 +29,14 @@ class _Costs(Costs):
 
 
 COSTS = _Costs(payload=1000)
-# A block of more rows becomes two: a change copies one block, and the list of all blocks.
+# a block of more rows becomes two
 ROWS_OF_BLOCK = 512
 
 
-def _cost(row: Change) -> int:
-    return COSTS.of(row.key, row.value or b"", None if row.payload is None else len(row.payload))
+class _View(View):
+    """Rows in order, in blocks. A row is kept as the change that would write it.
 
-
-class _Rows:
-    """All rows in order. They never change: `changed` makes others, which share all blocks but those that differ.
-
-    So a view is the rows as they were when it opened, without a lock; and a commit is one assignment, which neither an
-    interrupt nor a fork can divide. A row is kept as the change that would write it.
+    What is committed never changes: an update has its own copy of the blocks that differ.
 
     Parameters
     ----------
@@ -55,17 +51,26 @@ class _Rows:
     def __init__(self, bounds: list[bytes], blocks: list[list[Change]], used: int) -> None:
         self._bounds = bounds
         self._blocks = blocks
-        self.used = used
+        self._used = used
+        # the ids of the blocks that no other view has
+        self._own: set[int] = set()
 
-    def find(self, key: bytes) -> Change | None:
-        """The row of a key."""
+    @property
+    def used(self) -> int:
+        return self._used
+
+    def _row(self, key: bytes) -> Change | None:
         block = self._blocks[bisect_right(self._bounds, key) - 1]
         at = bisect_left(block, (key,))
         return block[at] if at < len(block) and block[at].key == key else None
 
-    def range(self, wanted: Range) -> list[Row]:
-        """The rows of a range."""
-        start, stop, limit, reverse = wanted
+    def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        return [row.value if (row := self._row(key)) else None for key in keys]
+
+    def ranges(self, wanted: Sequence[Range]) -> list[list[Row]]:
+        return [self._range(*one) for one in wanted]
+
+    def _range(self, start: bytes, stop: bytes, limit: int | None, reverse: bool) -> list[Row]:
         found: list[Change] = []
         numbers = range(bisect_right(self._bounds, start) - 1, bisect_left(self._bounds, stop))
         for number in reversed(numbers) if reverse else numbers:
@@ -76,27 +81,40 @@ class _Rows:
                 break
         return [Row(row.key, row.value or b"") for row in found[:limit]]
 
-    def changed(self, changes: Sequence[Change]) -> _Rows:
-        """The rows with these changes made, one after the other."""
-        bounds, blocks, used = self._bounds.copy(), self._blocks.copy(), self.used
-        own: list[Change] = []
+    def payloads(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, Buffer | None] | None]:
+        for key in keys:
+            row = self._row(key)
+            yield None if row is None or row.value is None else (row.value, row.payload)
+
+    def apply(self, changes: Sequence[Change]) -> None:
+        """Write changes into these rows, which are those of an update."""
         for change in changes:
-            number = bisect_right(bounds, change.key) - 1
-            if blocks[number] is not own:
-                own = blocks[number] = blocks[number].copy()
-            at = bisect_left(own, (change.key,))
-            before = [row for row in own[at : at + 1] if row.key == change.key]
+            number = bisect_right(self._bounds, change.key) - 1
+            block = self._blocks[number]
+            if id(block) not in self._own:
+                block = self._blocks[number] = block.copy()
+                self._own.add(id(block))
+            at = bisect_left(block, (change.key,))
+            before = [row for row in block[at : at + 1] if row.key == change.key]
             after = [] if change.value is None else [_kept(change, before)]
-            own[at : at + len(before)] = after
-            used += sum(map(_cost, after)) - sum(map(_cost, before))
-            if len(own) > ROWS_OF_BLOCK:
-                upper = own[ROWS_OF_BLOCK // 2 :]
-                del own[ROWS_OF_BLOCK // 2 :]
-                blocks.insert(number + 1, upper)
-                bounds.insert(number + 1, upper[0].key)
-            elif number and not own:
-                del blocks[number], bounds[number]
-        return _Rows(bounds, blocks, used)
+            block[at : at + len(before)] = after
+            self._used += sum(map(_cost, after)) - sum(map(_cost, before))
+            if len(block) > ROWS_OF_BLOCK:
+                upper = block[ROWS_OF_BLOCK // 2 :]
+                del block[ROWS_OF_BLOCK // 2 :]
+                self._own.add(id(upper))
+                self._blocks.insert(number + 1, upper)
+                self._bounds.insert(number + 1, upper[0].key)
+            elif number and not block:
+                del self._blocks[number], self._bounds[number]
+
+    def copy(self) -> _View:
+        """The same rows, for an update to change."""
+        return _View(self._bounds.copy(), self._blocks.copy(), self._used)
+
+
+def _cost(row: Change) -> int:
+    return COSTS.of(row.key, row.value or b"", None if row.payload is None else len(row.payload))
 
 
 def _kept(change: Change, before: Sequence[Change]) -> Change:
@@ -105,106 +123,48 @@ def _kept(change: Change, before: Sequence[Change]) -> Change:
     return change if payload is None else change._replace(payload=bytes(payload))
 
 
-class _View(View):
-    """Some rows; those of an update change as its draft writes its changes."""
-
-    def __init__(self, rows: _Rows) -> None:
-        self.rows = rows
-
-    def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        return [row.value if (row := self.rows.find(key)) else None for key in keys]
-
-    def ranges(self, wanted: Sequence[Range]) -> list[list[Row]]:
-        return [self.rows.range(one) for one in wanted]
-
-    def payloads(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, Buffer | None] | None]:
-        for key in keys:
-            row = self.rows.find(key)
-            yield None if row is None or row.value is None else (row.value, row.payload)
-
-    @property
-    def used(self) -> int:
-        return self.rows.used
-
-    def apply(self, changes: Sequence[Change]) -> None:
-        """Show changes; nobody else sees them."""
-        self.rows = self.rows.changed(changes)
-
-
 class _Memory:
     """The committed rows; shared by the backends that name it.
 
     Attributes
     ----------
     rows
-        What is committed.
+        What is committed. A commit is one assignment, which neither an interrupt nor a fork can divide.
     writing
-        Held by the one update at a time. A fork does not wait for it: what is committed is always whole.
+        Held by the one update at a time.
     max_bytes
         The budget of the stores that write to it; None until one does.
-    users
-        How many backends are open.
     """
 
     def __init__(self) -> None:
-        self.rows = _Rows([b""], [[]], 0)
+        self.rows = _View([b""], [[]], 0)
         self.writing = threading.Lock()
         self.max_bytes: int | None = None
-        self.users = 0
-        register_at_fork(self, ForkLevel.HANDLE)
-
-    def before_fork(self) -> None:
-        """Nothing to wait for."""
-
-    def after_fork_in_parent(self) -> None:
-        """Nothing to undo."""
-
-    def after_fork_in_child(self) -> None:
-        self.writing = threading.Lock()
 
 
-class _Names:
-    """The memories of this process that have a name. A forked child has copies of them."""
-
-    def __init__(self) -> None:
-        self._memories: dict[str, _Memory] = {}
-        self._lock = ForkLock()
-
-    def open(self, name: str, max_bytes: int, *, read_only: bool) -> _Memory:
-        """The memory of this name. Raises `InvalidParameterError` if the options do not fit those that are open."""
-        with self._lock.held:
-            memory = self._memories.get(name)
-            if memory is None:
-                if read_only:
-                    raise InvalidParameterError(
-                        f"read_only=True: no store memory://{name} is open in this process; open one for writing first"
-                    )
-                memory = self._memories[name] = _Memory()
-            if not read_only:
-                if memory.max_bytes not in (None, max_bytes):
-                    raise InvalidParameterError(
-                        f"max_bytes={max_bytes}: memory://{name} is open with max_bytes={memory.max_bytes}, and what "
-                        "opens it shares one memory; pass the same, or another name"
-                    )
-                memory.max_bytes = max_bytes
-            memory.users += 1
-            return memory
-
-    def close(self, name: str, memory: _Memory) -> None:
-        """Close a backend; the last one releases the memory."""
-        with self._lock.held:
-            memory.users -= 1
-            if not memory.users and self._memories.get(name) is memory:
-                del self._memories[name]
-
-    def max_bytes_of(self, name: str) -> int | None:
-        """The budget of the stores that are open under a name; None if there are none."""
-        with self._lock.held:
-            memory = self._memories.get(name)
-            return memory.max_bytes if memory is not None else None
+# the memories that have a name, for as long as a backend has them open; a forked child has copies of them
+_named: WeakValueDictionary[str, _Memory] = WeakValueDictionary()
+_naming = ForkLock()
 
 
-_NAMES = _Names()
+def _shared(name: str, max_bytes: int, *, read_only: bool) -> _Memory:
+    """The memory of this name. Raises `InvalidParameterError` if the options do not fit those that are open."""
+    with _naming.held:
+        memory = _named.get(name)
+        if memory is None:
+            if read_only:
+                raise InvalidParameterError(
+                    f"read_only=True: no store memory://{name} is open in this process; open one for writing first"
+                )
+            memory = _named[name] = _Memory()
+        if not read_only:
+            if memory.max_bytes not in (None, max_bytes):
+                raise InvalidParameterError(
+                    f"max_bytes={max_bytes}: memory://{name} is open with max_bytes={memory.max_bytes}, and what "
+                    "opens it shares one memory; pass the same, or another name"
+                )
+            memory.max_bytes = max_bytes
+        return memory
 
 
 class MemoryBackend(Backend):
@@ -230,7 +190,7 @@ class MemoryBackend(Backend):
     def __init__(self, name: str | None = None, *, max_bytes: int = 0, read_only: bool = False) -> None:
         self._name = name
         self._memory: _Memory | None
-        self._memory = _Memory() if name is None else _NAMES.open(name, max_bytes, read_only=read_only)
+        self._memory = _Memory() if name is None else _shared(name, max_bytes, read_only=read_only)
 
     @property
     def location(self) -> str:
@@ -243,25 +203,27 @@ class MemoryBackend(Backend):
 
     @contextmanager
     def view(self) -> Iterator[View]:
-        yield _View(self._opened().rows)
+        yield self._opened().rows
 
     @contextmanager
     def update(self) -> Iterator[Draft]:
         memory = self._opened()
         with memory.writing:
-            view = _View(memory.rows)
-            draft = Draft(view, COSTS, view.apply)
+            rows = memory.rows.copy()
+            draft = Draft(rows, COSTS, rows.apply)
             yield draft
             draft.flush()
-            memory.rows = view.rows
+            memory.rows = rows
 
     def sync(self) -> None:
         """Nothing to do: memory does not outlive the process."""
 
+    def after_fork(self) -> None:
+        if self._memory is not None:
+            self._memory.writing = threading.Lock()
+
     def close(self) -> None:
-        memory, self._memory = self._memory, None
-        if memory is not None and self._name is not None:
-            _NAMES.close(self._name, memory)
+        self._memory = None
 
 
 def name_of(location: str) -> str | None:
@@ -286,8 +248,8 @@ def name_of(location: str) -> str | None:
 
 def agreed_bytes(location: str) -> int | None:
     """The `max_bytes` with which a named store in memory is open; None if none is."""
-    name = name_of(location)
-    return _NAMES.max_bytes_of(name) if name is not None else None
+    memory = _named.get(name_of(location) or "")
+    return memory.max_bytes if memory is not None else None
 
 
 def open_memory(location: str, *, max_bytes: int, read_only: bool) -> MemoryBackend:

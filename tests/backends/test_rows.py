@@ -71,14 +71,14 @@ def test_rows_stay_in_order_while_blocks_are_divided_and_emptied():
                     sorted(rows.items()),
                     sorted(rows.items(), reverse=True),
                 ]
-                blocks = view.rows._blocks
+                blocks = view._blocks
                 assert max(map(len, blocks)) <= ROWS_OF_BLOCK
                 assert all(blocks[1:])
         with backend.update() as draft:
             for key in rows:
                 draft.delete(key)
         with backend.view() as view:
-            assert (view.ranges([ALL]), view.used, len(view.rows._blocks)) == ([[]], 0, 1)
+            assert (view.ranges([ALL]), view.used, len(view._blocks)) == ([[]], 0, 1)
 
 
 def test_a_view_of_memory_stays_as_it_was_when_it_opened():
@@ -114,6 +114,7 @@ def test_a_fork_does_not_wait_for_an_update_and_the_child_may_write_at_once():
     is_open.wait(PATIENCE)
     pid = os.fork()
     if pid == 0:
+        backend.after_fork()
         with backend.update() as draft:
             draft.put(b"b", b"child")
         with backend.view() as view:
@@ -147,7 +148,8 @@ def open_draft(request):
     """Opens drafts over rows, whose changes are in the view already, or are not."""
 
     def opened(keys, **payloads):
-        with filled(keys, **payloads).view() as view:
+        with filled(keys, **payloads).view() as committed:
+            view = committed.copy()
             return Draft(view, COSTS, view.apply if request.param == "flushed" else None)
 
     return opened

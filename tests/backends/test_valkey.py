@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import valkey
+from valkey.connection import Connection, SSLConnection, UnixDomainSocketConnection
 
 from prefixstore.backends.contract import ConflictError, Range
 from prefixstore.backends.valkey import backend as backend_module
@@ -58,7 +59,7 @@ class Locations:
     def locations(self, new_valkey, monkeypatch):
         self.new, self.urls = new_valkey, {}
         # of those that are killed
-        monkeypatch.setattr(backend_module, "LOCK_SECONDS", 2.0)
+        monkeypatch.setattr(backend_module, "LOCK_MILLISECONDS", 2000)
         monkeypatch.setattr(backend_module, "RENEW_SECONDS", 0.5)
 
     def url(self, tmp_path):
@@ -150,12 +151,17 @@ def check(backend):
             {"host": "h", "port": 6379, "db": 0, "ssl_ca_certs": "/a.pem", "ssl_check_hostname": False},
         ),
         ("unix:///run/v.sock?db=3", "unix", {"path": "/run/v.sock", "db": 3}),
-        ("unix://me:pw@/run/v.sock", "unix", {"path": "/run/v.sock", "db": 0, "username": "me", "password": "pw"}),
+        (
+            "unix://me:pw@/run/v.sock",
+            "unix",
+            {"path": "/run/v.sock", "db": 0, "username": "me", "password": "pw"},
+        ),
     ],
 )
 def test_a_url_says_where_the_server_is(url, kind, options):
     address = Address.parse(url)
-    assert (address.kind, address.options) == (kind, options)
+    assert address.options == options
+    assert address.kind is {"tcp": Connection, "tls": SSLConnection, "unix": UnixDomainSocketConnection}[kind]
     assert address.name == "prefixstore"
     for secret in ("pw", "a%40b", "a@b"):
         assert secret not in repr(address) + str(address) + address.shown
@@ -246,6 +252,7 @@ def test_a_wrong_password_is_refused_and_not_shown(client, valkey_server):
     ("command", "says"),
     [
         (("SET", "meta", "mine"), "another application"),
+        (("SET", "rows", "mine"), "another application"),
         (("HSET", "meta", "a", "b"), "another application"),
         (("HSET", "meta", "magic", "prefixstore", "format", "1"), "format 1"),
         (("HSET", "meta", "magic", "prefixstore", "format", "99"), "format 99"),
@@ -310,6 +317,7 @@ def test_every_read_of_many_rows_is_one_round_trip(url, monkeypatch):
             for read in (
                 lambda: view.get([b"%04d" % n for n in range(500)]),
                 lambda: view.ranges([Range(b"%04d" % n, b"%04d" % (n + 10)) for n in range(0, 900, 10)]),
+                lambda: view.ranges([ALL, ALL._replace(reverse=True)]),
                 lambda: view.used,
             ):
                 del sent[:]
@@ -319,18 +327,6 @@ def test_every_read_of_many_rows_is_one_round_trip(url, monkeypatch):
         change_rows(backend, a=(b"1",), b=(b"2",))
         # the lock, and the commit
         assert len(sent) == 2
-
-
-def test_a_range_of_many_rows_is_read_in_parts(url, monkeypatch):
-    monkeypatch.setattr(view_module, "ROWS_AT_ONCE", 7)
-    rows = {f"{n:02}": (b"%d" % n,) for n in range(50)}
-    with rows_of(url) as backend:
-        change_rows(backend, **rows)
-        keys = sorted(key.encode() for key in rows)
-        with backend.view() as view:
-            wanted = [ALL, ALL._replace(reverse=True), Range(b"1", b"2"), Range(b"3", b"3"), ALL._replace(limit=15)]
-            found = [[row.key for row in some] for some in view.ranges(wanted)]
-        assert found == [keys, keys[::-1], keys[10:20], [], keys[:15]]
 
 
 def test_a_lookup_takes_few_round_trips(url, monkeypatch):
@@ -432,9 +428,9 @@ def test_a_commit_whose_answer_is_lost_is_sent_again_and_counts_once(url, monkey
 def test_what_was_sent_and_is_evicted_is_not_committed(url, client, monkeypatch):
     with rows_of(url) as backend:
 
-        def evict(changes, real=backend_module.packed):
-            client.delete(*client.keys(named(url, "new:*"))[:1])
-            return real(changes)
+        def evict(change, real=backend_module.packed):
+            client.delete(*client.keys(named(url, "new:*"))[:1] or ["none"])
+            return real(change)
 
         with monkeypatch.context() as patch:
             patch.setattr(backend_module, "packed", evict)

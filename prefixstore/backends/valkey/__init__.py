@@ -17,9 +17,8 @@ def open_valkey(location: str, *, max_bytes: int, read_only: bool) -> Backend:
         If valkey-py is not installed.
     """
     try:
-        from prefixstore.backends.valkey.backend import ValkeyBackend  # noqa: PLC0415 - needs an extra
+        from prefixstore.backends.valkey.address import Address  # noqa: PLC0415 - needs an extra
+        from prefixstore.backends.valkey.backend import ValkeyBackend  # noqa: PLC0415 - as above
     except ImportError as error:
         raise MissingExtraError.of_location(error, "valkey") from error
-    from prefixstore.backends.valkey.address import Address  # noqa: PLC0415 - as above
-
     return ValkeyBackend(Address.parse(location), read_only=read_only)

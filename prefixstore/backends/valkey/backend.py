@@ -9,26 +9,28 @@ from __future__ import annotations
 
 import os
 import random
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
+
+from valkey.exceptions import NoPermissionError, ResponseError
 
 from prefixstore.backends import refusals
 from prefixstore.backends.contract import Backend, Change, ConflictError, Draft
 from prefixstore.backends.valkey.address import Address
-from prefixstore.backends.valkey.connections import Connections
+from prefixstore.backends.valkey.connections import Connections, asked
 from prefixstore.backends.valkey.payloads import LARGEST_VALUE, KeptBuffers, send
-from prefixstore.backends.valkey.scripts import BEGIN, COMMIT, HEAD, RELEASE, START
+from prefixstore.backends.valkey.scripts import BEGIN, COMMIT, HEAD, KEEP, TICK
 from prefixstore.backends.valkey.sizes import COSTS, packed
-from prefixstore.backends.valkey.view import MAGIC, VALKEY_VERSION, ServerView, bytes_in
+from prefixstore.backends.valkey.view import ServerView, bytes_in
 from prefixstore.errors import CorruptError, StorageError, UnavailableError
 from prefixstore.format.record import Buffer
 
 __all__ = ["ValkeyBackend"]
 
 # a process that stops in the middle of an update keeps others from writing no longer than this
-LOCK_SECONDS = 15.0
+LOCK_MILLISECONDS = 15_000
 RENEW_SECONDS = 3.0
 # a writer that waits longer for its turn gives up
 WAIT_SECONDS = 30.0
@@ -68,7 +70,6 @@ class ValkeyBackend(Backend):
         self._connections = Connections(address)
         self._buffers = KeptBuffers()
         self._read_only = read_only
-        self._writing = threading.Lock()
         try:
             self._open()
         except BaseException:
@@ -90,40 +91,48 @@ class ValkeyBackend(Backend):
 
     @contextmanager
     def view(self) -> Iterator[ServerView]:
-        with self._connections.handle_lock.shared():
-            self._connections.require_open()
-            yield ServerView(self._connections, self._buffers)
+        self._connections.require_open()
+        yield ServerView(self._connections, self._buffers)
 
     @contextmanager
     def update(self) -> Iterator[Draft]:
         if self._read_only:
             raise refusals.read_only(self.location)
-        with self._connections.handle_lock.shared(), self._writing:
-            self._connections.require_open()
-            turn = Turn(self._connections)
-            try:
-                view = ServerView(self._connections, self._buffers, turn.keep)
-                view.n_bytes = turn.begin()
-                draft = Draft(view, COSTS)
-                yield draft
-                turn.commit(draft.changes)
-            except BaseException:
-                turn.abort()
-                raise
+        turn = Turn(self._connections)
+        try:
+            view = ServerView(self._connections, self._buffers, turn.keep)
+            view.n_bytes = turn.begin()
+            draft = Draft(view, COSTS)
+            yield draft
+            turn.commit(draft.changes)
+        except BaseException:
+            turn.abort()
+            raise
 
     def sync(self) -> None:
         """Wait until the server's log is on its disk, if it keeps one; without it nothing outlives a loss of power."""
         if self._read_only:
             return
         until = time.monotonic() + SYNC_SECONDS
-        while not self._connections.synced(SYNC_MILLISECONDS):
+        while not self._connections.use(self._is_synced):
             if time.monotonic() > until:
                 raise UnavailableError(f"{self.location}: the server's disk has not answered for {SYNC_SECONDS:.0f} s")
 
+    def _is_synced(self, connection: Any) -> bool:
+        """Whether the server's log is on its disk after a while; true if it keeps none."""
+        # the server waits for what this connection has written
+        names = self._connections.names
+        asked(connection, "EVAL", TICK, len(names), *names)
+        try:
+            return bool(asked(connection, "WAITAOF", 1, 0, SYNC_MILLISECONDS)[0])
+        except NoPermissionError:
+            raise
+        except ResponseError:
+            # without a log; or Redis before 7.2
+            return True
+
     def check(self) -> None:
-        with self._connections.handle_lock.shared():
-            self._connections.require_open()
-            head = self._connections.run(HEAD)
+        head = self._connections.run(HEAD)
         # nothing at all is an empty location
         if bytes_in(head, self.location) is None and head[-1]:
             raise CorruptError(
@@ -131,7 +140,6 @@ class ValkeyBackend(Backend):
             )
 
     def after_fork(self) -> None:
-        self._writing = threading.Lock()
         self._connections.after_fork()
 
     def close(self) -> None:
@@ -157,42 +165,41 @@ class Turn:
 
     def begin(self) -> int:
         """Wait for the lock, and make the location if it is incomplete; returns its bytes."""
+        n_bytes = self._lock()
+        if n_bytes is None:
+            # payloads of an older one go first: if this ends half way, it is still incomplete
+            self._unlink_payloads()
+            n_bytes = self._lock(is_new=True)
+        return n_bytes or 0
+
+    def _lock(self, *, is_new: bool = False) -> int | None:
         until, pause = time.monotonic() + WAIT_SECONDS, FIRST_PAUSE
         while True:
             self._renewed = time.monotonic()
-            answer = self._connections.run(BEGIN, self._token, round(1000 * LOCK_SECONDS), MAGIC, VALKEY_VERSION)
+            answer = self._connections.run(BEGIN, self._token, LOCK_MILLISECONDS, int(is_new))
             if answer is not None:
-                break
+                return bytes_in(answer, self._connections.location)
             if self._renewed > until:
                 raise UnavailableError(
                     f"{self._connections.location}: another process has been writing for {WAIT_SECONDS:.0f} s"
                 )
             time.sleep(pause * random.uniform(0.5, 1))
             pause = min(1.5 * pause, LONGEST_PAUSE)
-        n_bytes = bytes_in(answer, self._connections.location)
-        if n_bytes is None:
-            self._start_over()
-        return n_bytes or 0
 
-    def _start_over(self) -> None:
-        """Make an empty location. Payloads of an older one go first: if this ends half way, it is still incomplete."""
-        cursor, pattern = b"0", self._connections.names.payloads + b"*"
-        while True:
+    def _unlink_payloads(self) -> None:
+        cursor, pattern = b"", self._connections.names.payloads + b"*"
+        while cursor != b"0":
             self.keep()
-            cursor, names = self._connections.call("SCAN", cursor, "MATCH", pattern, "COUNT", SCANNED_AT_ONCE)
+            cursor, names = self._connections.call("SCAN", cursor or 0, "MATCH", pattern, "COUNT", SCANNED_AT_ONCE)
             if names:
                 self._connections.call("UNLINK", *names)
-            if cursor == b"0":
-                break
-        if not self._connections.run(START, self._token, MAGIC, VALKEY_VERSION):
-            raise self._lost()
 
     def keep(self) -> None:
         """Renew the lock, if some time has passed. Raises `ConflictError` if it is lost."""
         now = time.monotonic()
         if now - self._renewed < RENEW_SECONDS:
             return
-        if not self._connections.run(RELEASE, self._token, round(1000 * LOCK_SECONDS)):
+        if not self._connections.run(KEEP, self._token, LOCK_MILLISECONDS):
             raise self._lost()
         self._renewed = now
 
@@ -205,14 +212,13 @@ class Turn:
     def commit(self, changes: Sequence[Change]) -> None:
         """Write the changes, in one step, and end the turn."""
         if not changes:
-            self._connections.run(RELEASE, self._token, 0)
+            self._connections.run(KEEP, self._token, 0)
             return
         for change in changes:
             if change.value is not None and change.payload is not None:
                 self._send(change.value, change.payload)
-        answer = self._connections.run(
-            COMMIT, self._token, self._staged, self._n_staged, b"".join(map(packed, changes))
-        )
+        rows = b"".join(map(packed, changes))
+        answer = self._connections.run(COMMIT, self._token, self._staged, self._n_staged, rows)
         if answer == b"evicted":
             raise UnavailableError(
                 f"{self._connections.location}: the server has evicted data that was just written; give it more memory "
@@ -243,4 +249,4 @@ class Turn:
             names = [b"%s%d" % (self._staged, number + 1) for number in range(self._n_staged)]
             if names:
                 self._connections.call("UNLINK", *names)
-            self._connections.run(RELEASE, self._token, 0)
+            self._connections.run(KEEP, self._token, 0)

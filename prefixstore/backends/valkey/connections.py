@@ -10,14 +10,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from valkey.backoff import NoBackoff
-from valkey.connection import Connection, SSLConnection, UnixDomainSocketConnection
+from valkey.cluster import ClusterParser
+from valkey.connection import UnixDomainSocketConnection
 from valkey.exceptions import (
     AuthenticationError,
     BusyLoadingError,
+    MovedError,
     NoPermissionError,
     OutOfMemoryError,
     ReadOnlyError,
@@ -29,15 +31,13 @@ from valkey.exceptions import TimeoutError as SilentError
 from valkey.retry import Retry
 
 from prefixstore.backends import refusals
-from prefixstore.backends.handle_lock import HandleLock
 from prefixstore.backends.valkey.address import Address
-from prefixstore.backends.valkey.scripts import TICK, Names
+from prefixstore.backends.valkey.scripts import Names
 from prefixstore.errors import FullError, IncompatibleError, LocationError, StorageError, UnavailableError
 
 __all__ = ["Connections", "translated"]
 
 T = TypeVar("T")
-KINDS: dict[str, Any] = {"tcp": Connection, "tls": SSLConnection, "unix": UnixDomainSocketConnection}
 CONNECT_SECONDS = 5.0
 # A server that works sends something within so many seconds. TCP alone would wait for a quarter of an hour.
 SILENT_SECONDS = 5.0
@@ -49,13 +49,14 @@ IDLE = 8
 ATTEMPTS = 4
 # what a server says of a command that it does not know ends with the arguments: of AUTH, with the password
 ARGUMENTS = ", with args beginning with"
+TOO_OLD = "Valkey 7.2 or Redis 7.0 is needed"
 # what the server answers, by its first words
 _ANSWERS: tuple[tuple[str, type[StorageError], str], ...] = (
+    ("OOM ", FullError, "the server is out of memory"),
     ("WRONGTYPE", IncompatibleError, "a key of this name belongs to another application; pass another ?name="),
-    ("CROSSSLOT", IncompatibleError, ""),
-    ("unknown command", IncompatibleError, "Valkey 7.2 or Redis 7.0 is needed"),
-    ("ERR unknown command", IncompatibleError, "Valkey 7.2 or Redis 7.0 is needed"),
-    ("Unexpected engine", IncompatibleError, "Valkey 7.2 or Redis 7.0 is needed"),
+    ("unknown command", IncompatibleError, TOO_OLD),
+    ("ERR unknown command", IncompatibleError, TOO_OLD),
+    ("Unexpected engine", IncompatibleError, TOO_OLD),
     ("DB index is out of range", LocationError, "the server has fewer databases"),
     ("invalid DB index", LocationError, "the server has fewer databases"),
     ("SELECT is not allowed", LocationError, "a cluster has database 0 only"),
@@ -65,7 +66,7 @@ _ANSWERS: tuple[tuple[str, type[StorageError], str], ...] = (
 def translate(error: Exception, where: str) -> StorageError:
     """Translate an error of valkey-py, or of a socket, into a prefixstore error."""
     text = " ".join(str(error).partition(ARGUMENTS)[0].split())
-    if isinstance(error, OutOfMemoryError) or text.startswith("OOM "):
+    if isinstance(error, OutOfMemoryError):
         return FullError(f"{where}: the server is out of memory: {text}")
     if isinstance(error, AuthenticationError):
         return LocationError(f"{where}: the server refuses user and password: {text}")
@@ -76,7 +77,7 @@ def translate(error: Exception, where: str) -> StorageError:
     if isinstance(error, ResponseError):
         for beginning, kind, advice in _ANSWERS:
             if text.startswith(beginning):
-                return kind(f"{where}: {text}" + (f"; {advice}" if advice else ""))
+                return kind(f"{where}: {text}; {advice}")
     return UnavailableError(f"{where}: {text or type(error).__name__}")
 
 
@@ -113,50 +114,24 @@ class Connections:
         self._moved: dict[str, Any] = {}
         self._closed = False
         self._idle: deque[Any] = deque()
-        self.handle_lock = HandleLock()
 
     def after_fork(self) -> None:
         """In a forked child: the connections are the parent's. Closing their sockets here does not end them."""
         self._idle = deque()
-        self.handle_lock = HandleLock()
 
     def close(self) -> None:
-        """Close all connections once none is in use."""
-        with self.handle_lock.exclusive():
-            self._closed = True
-            self._drop_idle()
+        """Close all connections; one that another thread uses, once it gives it back."""
+        self._closed = True
+        self._drop_idle()
 
     def require_open(self) -> None:
         """Raise `UnavailableError` if they were closed."""
         if self._closed:
             raise refusals.closed(self.location)
 
-    def synced(self, milliseconds: int) -> bool:
-        """Whether the server's log is on its disk within this time; true if it keeps none."""
-
-        def work(connection: Any) -> bool:
-            # The server waits for what this connection has written. A key of its own: any other may have been evicted.
-            connection.send_command("EVAL", TICK, len(self.names), *self.names, self.names.staged + b"sync")
-            connection.read_response()
-            connection.send_command("WAITAOF", 1, 0, milliseconds)
-            try:
-                return bool(connection.read_response()[0])
-            except NoPermissionError:
-                raise
-            except ResponseError:
-                # without a log; or Redis before 7.2
-                return True
-
-        return self.use(work)
-
     def call(self, *command: Any) -> Any:
         """The server's reply to a command."""
-
-        def work(connection: Any) -> Any:
-            connection.send_command(*command)
-            return connection.read_response()
-
-        return self.use(work)
+        return self.use(lambda connection: asked(connection, *command))
 
     def run(self, script: str, *arguments: Any) -> Any:
         """What a script returns."""
@@ -170,10 +145,10 @@ class Connections:
 
     def take(self, work: Callable[[Any], T]) -> tuple[Any, T]:
         """As `use`, but the caller gets the connection: `give_back` it when all replies are read, or disconnect it."""
-        with translated(self.location), self.handle_lock.shared():
+        with translated(self.location):
             started = time.monotonic()
-            connection = self._idle_one() or self._new()
             for left in reversed(range(ATTEMPTS)):
+                connection = self._connection()
                 try:
                     return connection, self._use(connection, work)
                 except (LostError, ResponseError, SilentError) as error:
@@ -181,16 +156,19 @@ class Connections:
                         raise
                 # the others are as old
                 self._drop_idle()
-                connection = self._new()
             raise AssertionError("the last attempt raises")
 
     def _may_help(self, error: Exception, seconds: float) -> bool:
         """Whether another connection may do what this one did not, after so many seconds."""
+        if isinstance(error, MovedError) and self._address.kind is not UnixDomainSocketConnection:
+            # without a host it is that of the node that has answered
+            self._moved = {"port": error.port} | ({"host": error.host} if error.host else {})
+            return True
         if isinstance(error, AuthenticationError | BusyLoadingError):
             # the server has said something
             return False
         if isinstance(error, ResponseError) and not isinstance(error, ReadOnlyError):
-            return self._follow(str(error))
+            return False
         # a server that has become a replica: its address, or the node of the cluster, may be that of another one by now
         self._moved = {}
         # not if it took long to find out: a caller waits
@@ -214,39 +192,35 @@ class Connections:
         else:
             connection.disconnect()
 
-    def _idle_one(self) -> Any:
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return None
-
     def _drop_idle(self) -> None:
-        while connection := self._idle_one():
-            connection.disconnect()
+        with suppress(IndexError):
+            while True:
+                self._idle.pop().disconnect()
 
-    def _new(self) -> Any:
+    def _connection(self) -> Any:
+        """An idle connection, or a new one."""
+        with suppress(IndexError):
+            return self._idle.pop()
         self.require_open()
-        return KINDS[self._address.kind](
+        return self._address.kind(
             **{
                 **self._address.options,
                 **self._moved,
                 "socket_timeout": SILENT_SECONDS,
                 "socket_connect_timeout": CONNECT_SECONDS,
                 "retry": Retry(NoBackoff(), 0),
-                # answers are those to commands, and nothing else: this module reads some of them from the socket
+                # answers are those to commands, and nothing else: `payloads` reads some of them from the socket
                 "protocol": 2,
+                # of one node, which may not have the keys
+                "parser_class": ClusterParser,
                 "lib_name": None,
                 "lib_version": None,
                 "client_name": "prefixstore",
             }
         )
 
-    def _follow(self, answer: str) -> bool:
-        """Whether a node of a cluster has said which one has the keys; the next connection goes there."""
-        words = answer.split()
-        if len(words) != 3 or words[0] != "MOVED" or self._address.kind == "unix":
-            return False
-        host, _, port = words[2].rpartition(":")
-        # without a host it is that of the node that has answered
-        self._moved = {"port": int(port)} | ({"host": host.strip("[]")} if host else {})
-        return True
+
+def asked(connection: Any, *command: Any) -> Any:
+    """The reply to a command on this connection."""
+    connection.send_command(*command)
+    return connection.read_response()

@@ -59,21 +59,19 @@ class KeptBuffers:
 
     def acquire(self, size: int) -> memoryview:
         """Memory of this size; it is taken back when no view of it is left."""
-        for _ in range(len(self._kept)):
-            try:
+        with suppress(IndexError):  # other threads have taken out what is left
+            for _ in range(len(self._kept)):
                 memory = self._kept.popleft()
-            except IndexError:
-                break
-            fits = size <= len(memory) <= 2 * size and _is_free(memory)
-            view = memoryview(memory)[:size] if fits else None
-            self._kept.append(memory)
-            if view is not None:
-                return view
+                fits = size <= len(memory) <= 2 * size and _is_free(memory)
+                view = memoryview(memory)[:size] if fits else None
+                self._kept.append(memory)
+                if view is not None:
+                    return view
         memory = bytearray(size)
         view = memoryview(memory)
         self._kept.append(memory)
-        # the oldest ones stay with those who refer to them; another thread may have taken the last one out
         with suppress(IndexError):
+            # the oldest ones stay with those who refer to them
             while sum(map(len, list(self._kept))) > KEPT_BYTES:
                 self._kept.popleft()
         return view
@@ -118,10 +116,11 @@ def send(
     connections.use(work)
 
 
-def parted(stored: bytes) -> Stored | None:
+def parted(stored: Buffer) -> Stored | None:
     """What is stored with a payload, taken apart; None if it is nothing of ours."""
-    end = LENGTH.size + int.from_bytes(stored[: LENGTH.size], "little")
-    return (stored[LENGTH.size : end], memoryview(stored)[end:]) if LENGTH.size <= len(stored) >= end else None
+    view = memoryview(stored)
+    end = LENGTH.size + int.from_bytes(view[: LENGTH.size], "little")
+    return (bytes(view[LENGTH.size : end]), view[end:]) if LENGTH.size <= len(view) >= end else None
 
 
 def receive(
@@ -177,7 +176,7 @@ class _Replies:
     def __init__(self, connection: Any, buffers: KeptBuffers, view: View) -> None:
         self._connection = connection
         connection.connect()
-        # it receives straight into memory, but for the first few bytes
+        # It receives straight into memory, but for the first few bytes. Not `makefile`, which keeps the socket open.
         self._file = BufferedReader(SocketIO(connection._sock, "r"))  # noqa: SLF001 - valkey-py has no way to do that
         self._buffers = buffers
         self._view = view
@@ -196,16 +195,9 @@ class _Replies:
         size = int(line[1:])
         if size < 0:
             return None
-        value = None
-        if size >= LENGTH.size:
-            n_value = LENGTH.unpack(self._exactly(LENGTH.size))[0]
-            size -= LENGTH.size
-            if n_value <= size:
-                value = bytes(self._exactly(n_value))
-                size -= n_value
-        payload = self._exactly(size)
+        stored = self._exactly(size)
         self._exactly(len(_CRLF))
-        return (value, payload) if value is not None else None
+        return parted(stored)
 
     def _exactly(self, size: int) -> memoryview:
         """The next bytes."""

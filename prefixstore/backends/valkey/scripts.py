@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["BEGIN", "COMMIT", "HEAD", "RANGES", "RELEASE", "ROW", "START", "TICK", "Names"]
+__all__ = ["BEGIN", "COMMIT", "HEAD", "KEEP", "MAGIC", "RANGES", "ROW", "TICK", "VALKEY_VERSION", "Names"]
+
+MAGIC = b"prefixstore"
+# of the keys of a location and what is in them
+VALKEY_VERSION = 3
 
 
 class Names(NamedTuple):
@@ -32,130 +36,120 @@ class Names(NamedTuple):
         return cls(*(f"{{{name}}}:{kind}".encode() for kind in ("meta", "rows", "order", "lock", "payload:", "new:")))
 
 
-_NAMES = """
-local META, ROWS, ORDER, LOCK, PAYLOADS, STAGED = unpack(KEYS)
--- what a row weighs, and its payload, stand before its value
-local WEIGHTS = '<I4I8'
-local function weights(row)
-  if not row or #row < 12 then return 0, 0 end
-  local own, payload = struct.unpack(WEIGHTS, row)
-  return own, payload
-end
--- how many rows and bytes there are; nothing if the server has evicted a part of them
+_NAMES = "local META, ROWS, ORDER, LOCK, PAYLOADS, STAGED = unpack(KEYS)\n"
+# also by a replica, and by a server that is out of memory
+_READER = f"#!lua flags=no-writes\n{_NAMES}"
+# What a script writes is small, and it must not end half way. Payloads are written without a script, and refused by a
+# server that is out of memory.
+_WRITER = f"#!lua flags=allow-oom\n{_NAMES}"
+
+# How many rows and bytes there are, nothing if the server has evicted a part of them; and what the location is.
+# Of keys that are another application's it raises an error.
+_COUNTS = f"local MAGIC, FORMAT = '{MAGIC.decode()}', '{VALKEY_VERSION}'\n"
+_COUNTS += """
 local function counts()
   local counted = redis.call('HMGET', META, 'rows', 'bytes')
+  local n_hashed, n_ordered = redis.call('HLEN', ROWS), redis.call('ZCARD', ORDER)
   for _, number in ipairs(counted) do
     if not number or not string.match(number, '^%d+$') then return nil end
   end
   local n_rows, n_bytes = tonumber(counted[1]), tonumber(counted[2])
-  if redis.call('HLEN', ROWS) ~= n_rows or redis.call('ZCARD', ORDER) ~= n_rows then return nil end
-  return n_rows, n_bytes
+  if n_hashed == n_rows and n_ordered == n_rows then return n_rows, n_bytes end
 end
 local function head()
-  local meta, n_rows = redis.call('HMGET', META, 'magic', 'format', 'bytes'), counts()
-  return {redis.call('EXISTS', META), meta[1], meta[2], n_rows and meta[3] or false,
+  local meta, n_rows, n_bytes = redis.call('HMGET', META, 'magic', 'format'), counts()
+  return {redis.call('EXISTS', META), meta[1], meta[2], n_rows and string.format('%.0f', n_bytes) or false,
     redis.call('EXISTS', META, ROWS, ORDER)}
 end
 """
 
-# Why nothing may be written, if so. A script that fails in the middle leaves what it has written until then: so it is
-# found out before whether all of it can be.
-_REFUSAL = """
-local function refusal()
-  for name, kind in pairs({[META] = 'hash', [ROWS] = 'hash', [ORDER] = 'zset', [LOCK] = 'string'}) do
-    local found = redis.call('TYPE', name)['ok']
-    if found ~= kind and found ~= 'none' then
-      return redis.error_reply('WRONGTYPE ' .. name .. ' is not a ' .. kind .. ' but a ' .. found)
-    end
-  end
-  for _, command in ipairs({{'RENAME', STAGED, PAYLOADS}, {'PERSIST', PAYLOADS}, {'UNLINK', PAYLOADS},
-      {'EXISTS', STAGED}, {'GET', PAYLOADS}, {'SET', PAYLOADS, ''}, {'HGET', ROWS, ''}, {'HSET', ROWS, '', ''},
-      {'HDEL', ROWS, ''}, {'ZADD', ORDER, '0', ''}, {'ZREM', ORDER, ''}, {'DEL', LOCK}}) do
-    if not redis.acl_check_cmd(unpack(command)) then
-      return redis.error_reply('NOPERM this user has no permissions to run the ' .. string.lower(command[1])
-        .. ' command on ' .. command[2])
-    end
-  end
-end
-"""
-
-
-def _reader(body: str) -> str:
-    # also by a replica, and by a server that is out of memory
-    return f"#!lua flags=no-writes\n{_NAMES}{body}"
-
-
-def _writer(body: str) -> str:
-    # What a script writes is small, and it must not end half way. Payloads are written without a script, and refused
-    # by a server that is out of memory.
-    return f"#!lua flags=allow-oom\n{_NAMES}{_REFUSAL}{body}"
-
-
 # What the location is: whether anything says so, its magic and format, its bytes if it is complete, and how many of its
 # keys there are.
-HEAD = _reader("return head()")
+HEAD = _READER + _COUNTS + "return head()"
 
-# The rows of ranges. ARGV: after how many rows the answer ends, since others wait meanwhile; then of each range its
-# start, its stop, how many rows, -1 for all, and 'R' if it is walked from its end. Of each range: its keys, its rows.
-RANGES = _reader("""
-local left, answer = tonumber(ARGV[1]), {}
-for at = 2, #ARGV, 4 do
-  local start, stop, most = '[' .. ARGV[at], '(' .. ARGV[at + 1], tonumber(ARGV[at + 2])
-  if most < 0 or most > left then most = left end
-  local keys
-  if ARGV[at + 3] == 'R' then keys = redis.call('ZREVRANGEBYLEX', ORDER, stop, start, 'LIMIT', 0, most)
-  else keys = redis.call('ZRANGEBYLEX', ORDER, start, stop, 'LIMIT', 0, most) end
-  answer[#answer + 1] = {keys, #keys > 0 and redis.call('HMGET', ROWS, unpack(keys)) or {}}
-  left = left - #keys
-  if left == 0 then break end
+# The rows of ranges. ARGV: of each range its start, its stop, how many rows, -1 for all, and 'R' if it is walked from
+# its end. Of each range: how many rows; of each row the length of its key and of what is stored, and these. It is one
+# string, which a client reads much faster than thousands.
+RANGES = (
+    _READER
+    + """
+local answer = {}
+for at = 1, #ARGV, 4 do
+  local start, stop, keys = '[' .. ARGV[at], '(' .. ARGV[at + 1]
+  if ARGV[at + 3] == 'R' then keys = redis.call('ZREVRANGEBYLEX', ORDER, stop, start, 'LIMIT', 0, ARGV[at + 2])
+  else keys = redis.call('ZRANGEBYLEX', ORDER, start, stop, 'LIMIT', 0, ARGV[at + 2]) end
+  local rows = {}
+  for _, key in ipairs(keys) do
+    local row = redis.call('HGET', ROWS, key)
+    if row then rows[#rows + 1] = struct.pack('<I4I4', #key, #row) .. key .. row end
+  end
+  answer[#answer + 1] = struct.pack('<I4', #rows) .. table.concat(rows)
 end
-return answer
-""")
+return table.concat(answer)
+"""
+)
 
 # A row, and what is stored with its payload. ARGV: its key.
-ROW = _reader("return {redis.call('HGET', ROWS, ARGV[1]), redis.call('GET', PAYLOADS .. ARGV[1])}")
+ROW = _READER + "return {redis.call('HGET', ROWS, ARGV[1]), redis.call('GET', PAYLOADS .. ARGV[1])}"
 
-# Take the lock, unless another one has it. ARGV: whose; for how long, in milliseconds; magic and format. Another
-# application's location, or one of another version, stays as it is.
-BEGIN = _writer("""
-if redis.call('EXISTS', META) == 1 then
-  local meta = redis.call('HMGET', META, 'magic', 'format')
-  if meta[1] ~= ARGV[3] or meta[2] ~= ARGV[4] then return head() end
+# Take the lock, unless another one has it. ARGV: whose; for how long, in milliseconds; and 1 to make an empty location
+# in the place of one that is incomplete. Another application's location, or one of another version, stays as it is. A
+# script that fails in the middle leaves what it has written until then: so it is found out here whether the user may do
+# all that a commit does.
+BEGIN = (
+    _WRITER
+    + _COUNTS
+    + """
+local found = head()
+if found[1] == 1 and (found[2] ~= MAGIC or found[3] ~= FORMAT) then return found end
+for _, command in ipairs({{'RENAME', STAGED, PAYLOADS}, {'PERSIST', PAYLOADS}, {'UNLINK', PAYLOADS},
+    {'EXISTS', STAGED}, {'GET', PAYLOADS}, {'SET', PAYLOADS, ''}, {'HGET', ROWS, ''}, {'HSET', ROWS, '', ''},
+    {'HDEL', ROWS, ''}, {'ZADD', ORDER, '0', ''}, {'ZREM', ORDER, ''}, {'DEL', LOCK}}) do
+  if not redis.acl_check_cmd(unpack(command)) then
+    return redis.error_reply('NOPERM this user has no permissions to run the ' .. string.lower(command[1])
+      .. ' command on ' .. command[2])
+  end
 end
-local why_not = refusal()
-if why_not then return why_not end
 local owner = redis.call('GET', LOCK)
 if owner and owner ~= ARGV[1] then return false end
 redis.call('SET', LOCK, ARGV[1], 'PX', ARGV[2])
-return head()
-""")
-
-# Make an empty location, in the place of what is left of an older one. ARGV: whose turn it is; magic and format.
-START = _writer("""
-if redis.call('GET', LOCK) ~= ARGV[1] then return 0 end
-redis.call('UNLINK', META, ROWS, ORDER)
-redis.call('HSET', META, 'magic', ARGV[2], 'format', ARGV[3], 'last', '', 'rows', 0, 'bytes', 0)
-return 1
-""")
+if not found[4] and ARGV[3] == '1' then
+  redis.call('UNLINK', META, ROWS, ORDER)
+  redis.call('HSET', META, 'magic', MAGIC, 'format', FORMAT, 'last', '', 'rows', 0, 'bytes', 0)
+  return head()
+end
+return found
+"""
+)
 
 # Keep the lock or release it. ARGV: whose; for how long it goes on, 0 to end it.
-RELEASE = _writer("""
+KEEP = (
+    _WRITER
+    + """
 if redis.call('GET', LOCK) ~= ARGV[1] then return 0 end
-if ARGV[2] == '0' then return redis.call('DEL', LOCK) end
 return redis.call('PEXPIRE', LOCK, ARGV[2])
-""")
+"""
+)
 
 # Write all changes or nothing, and release the lock. ARGV: whose; what the names of its payloads begin with; how many
-# there are; and the changes: key, weight (0 to delete the row), weight of the payload (0 for none), value. If the
+# there are; and the changes: a key, and what is stored in its row, nothing to delete it, each with its length. If the
 # answer is lost and this is sent again, it is known to be done.
-COMMIT = _writer("""
+COMMIT = (
+    _WRITER
+    + _COUNTS
+    + """
 if redis.call('HGET', META, 'last') == ARGV[1] then return 'committed' end
-local why_not = refusal()
-if why_not then return why_not end
 local n_rows, n_bytes = counts()
 if redis.call('GET', LOCK) ~= ARGV[1] or not n_rows then return 'lost' end
 for number = 1, tonumber(ARGV[3]) do
   if redis.call('EXISTS', ARGV[2] .. number) == 0 then return 'evicted' end
+end
+-- what a row and its payload weigh stands before its value
+local WEIGHTS = '<I4I8'
+local function weights(row)
+  if not row or #row < 12 then return 0, 0 end
+  local weight, payload = struct.unpack(WEIGHTS, row)
+  return weight, payload
 end
 local function rewrite_head(name, value)
   -- pcall: it may be another application's by now
@@ -163,40 +157,41 @@ local function rewrite_head(name, value)
   if type(stored) ~= 'string' or #stored < 4 then return end
   redis.call('SET', name, struct.pack('<I4', #value) .. value .. string.sub(stored, 5 + struct.unpack('<I4', stored)))
 end
-local at, changes, number = 1, ARGV[4], 0
-while at <= #changes do
-  local key, weight, payload, value
-  key, weight, payload, value, at = struct.unpack('<I2c0I4I8I4c0', changes, at)
+local at, number = 1, 0
+while at <= #ARGV[4] do
+  local key, row
+  key, row, at = struct.unpack('<I4c0I4c0', ARGV[4], at)
   local name, old = PAYLOADS .. key, redis.call('HGET', ROWS, key)
+  local weight, payload = weights(row)
   local old_weight, old_payload = weights(old)
-  if weight == 0 then
-    if old then
-      redis.call('HDEL', ROWS, key)
-      redis.call('ZREM', ORDER, key)
-      redis.call('UNLINK', name)
-      n_rows = n_rows - 1
-    end
-  else
+  if row ~= '' then
     if payload > 0 then
       number = number + 1
       redis.call('RENAME', ARGV[2] .. number, name)
       redis.call('PERSIST', name)
     elseif old_payload > 0 then
-      payload = old_payload
-      if string.sub(old, 13) ~= value then rewrite_head(name, value) end
+      local value = string.sub(row, 13)
+      payload, row = old_payload, struct.pack(WEIGHTS, weight, old_payload) .. value
+      if value ~= string.sub(old, 13) then rewrite_head(name, value) end
     end
-    redis.call('HSET', ROWS, key, struct.pack(WEIGHTS, weight, payload) .. value)
+    redis.call('HSET', ROWS, key, row)
     if not old then
       redis.call('ZADD', ORDER, 0, key)
       n_rows = n_rows + 1
     end
+  elseif old then
+    redis.call('HDEL', ROWS, key)
+    redis.call('ZREM', ORDER, key)
+    redis.call('UNLINK', name)
+    n_rows = n_rows - 1
   end
   n_bytes = n_bytes + weight + payload - old_weight - old_payload
 end
 redis.call('HSET', META, 'last', ARGV[1], 'rows', n_rows, 'bytes', string.format('%.0f', n_bytes))
 redis.call('DEL', LOCK)
 return 'committed'
-""")
+"""
+)
 
-# Write something that means nothing. ARGV: a name.
-TICK = _writer("return redis.call('SET', ARGV[1], '', 'PX', 60000)")
+# Write something that means nothing. A key of its own: any other may have been evicted.
+TICK = _WRITER + "return redis.call('SET', STAGED .. 'sync', '', 'PX', 60000)"

@@ -1,4 +1,4 @@
-"""What rows take in the server, as its ``used_memory`` counts it, and how changes of them are sent."""
+"""What rows take in the server, as its ``used_memory`` counts it, and how they are stored with that."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from dataclasses import dataclass
 
 from prefixstore.backends.contract import Change, Costs
 
-__all__ = ["COSTS", "packed"]
+__all__ = ["COSTS", "VALUE_AT", "packed"]
 
 # What a row takes beside its bytes: its slots in a hash and a sorted set; and a payload: its name, and its slot in the
 # database. Measured with 50,000 of each.
 ROW_BYTES = 120
 PAYLOAD_BYTES = 100
-_KEY = struct.Struct("<H")
-# what the row weighs and its payload, and the length of its value
-_REST = struct.Struct("<IQI")
+# in a row: what it and its payload weigh, and then its value
+_WEIGHTS = struct.Struct("<IQ")
+VALUE_AT = _WEIGHTS.size
+_LENGTH = struct.Struct("<I")
 
 
 @dataclass(frozen=True)
@@ -23,28 +24,24 @@ class ServerCosts(Costs):
     """As the server allocates memory."""
 
     def of(self, key: bytes, value: bytes, payload: int | None = None) -> int:
-        return self.of_row(key, value) + self.of_payload(key, value, payload)
+        return sum(self.parts(key, value, payload))
 
-    def of_row(self, key: bytes, value: bytes) -> int:
-        """A row without its payload."""
-        return self.row + 2 * len(key) + _allocated(len(value))
-
-    def of_payload(self, key: bytes, value: bytes, payload: int | None) -> int:
-        """The payload of a row."""
-        return self.payload + len(key) + _allocated(len(value) + payload) if payload is not None else 0
+    def parts(self, key: bytes, value: bytes, payload: int | None) -> tuple[int, int]:
+        """Of a row, and of its payload."""
+        own = self.row + 2 * len(key) + _allocated(len(value))
+        return own, 0 if payload is None else self.payload + len(key) + _allocated(len(value) + payload)
 
 
 COSTS = ServerCosts(row=ROW_BYTES, payload=PAYLOAD_BYTES)
 
 
 def packed(change: Change) -> bytes:
-    """A change, as the script takes it."""
+    """A change, as the script takes it: a key, and what is stored in the row, each with its length."""
     key, value, payload = change
-    if value is None:
-        weights, value = (0, 0), b""
-    else:
-        weights = COSTS.of_row(key, value), COSTS.of_payload(key, value, len(payload) if payload is not None else None)
-    return _KEY.pack(len(key)) + key + _REST.pack(*weights, len(value)) + value
+    row = b""
+    if value is not None:
+        row = _WEIGHTS.pack(*COSTS.parts(key, value, None if payload is None else len(payload))) + value
+    return _LENGTH.pack(len(key)) + key + _LENGTH.pack(len(row)) + row
 
 
 def _allocated(n_bytes: int) -> int:

@@ -1,31 +1,28 @@
-"""A view of the rows in a Valkey server: each call is one script, which sees one moment."""
+"""A view of the rows in a Valkey server: each call is one command or script, which sees one moment."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from operator import lt
 from typing import Any
 
 from prefixstore.backends import refusals
 from prefixstore.backends.contract import Range, Row, View
 from prefixstore.backends.valkey.connections import Connections
 from prefixstore.backends.valkey.payloads import KeptBuffers, parted, receive
-from prefixstore.backends.valkey.scripts import HEAD, RANGES, ROW
+from prefixstore.backends.valkey.scripts import HEAD, MAGIC, RANGES, ROW, VALKEY_VERSION
+from prefixstore.backends.valkey.sizes import VALUE_AT
 from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.record import Buffer
 
-__all__ = ["MAGIC", "VALKEY_VERSION", "ServerView", "bytes_in"]
+__all__ = ["ServerView", "bytes_in"]
 
-MAGIC = b"prefixstore"
-# of the keys of a location and what is in them
-VALKEY_VERSION = 3
-# in a row: what it and its payload weigh comes first
-VALUE_AT = 12
 # of an empty location
 BASE_BYTES = 4096
-# rows of ranges that the server reads in one step: others wait meanwhile
-ROWS_AT_ONCE = 2000
+# what the script answers: how many rows; of each the lengths of its key and of what is stored
+_COUNT = struct.Struct("<I")
+_LENGTHS = struct.Struct("<II")
 
 
 def bytes_in(answer: Sequence[Any], where: str) -> int | None:
@@ -79,33 +76,32 @@ class ServerView(View):
         if not keys:
             return []
         self._before()
-        return [
-            row[VALUE_AT:] if row is not None else None
-            for row in self._connections.call("HMGET", self._connections.names.rows, *keys)
-        ]
+        rows = self._connections.call("HMGET", self._connections.names.rows, *keys)
+        return [row[VALUE_AT:] if row is not None else None for row in rows]
 
     def ranges(self, wanted: Sequence[Range]) -> list[list[Row]]:
-        found: list[list[Row]] = [[] for _ in wanted]
-        # those that are not complete yet
-        left = list(zip(found, wanted, strict=True))
-        while left:
-            self._before()
-            arguments = [argument for _, one in left for argument in _arguments(one)]
-            answer = self._connections.run(RANGES, ROWS_AT_ONCE, *arguments)
-            for (rows, one), (keys, some) in zip(left, answer, strict=False):
-                self._require_order(one, keys)
-                rows += [Row(key, row[VALUE_AT:]) for key, row in zip(keys, some, strict=True) if row is not None]
-            if sum(len(keys) for keys, _ in answer) < ROWS_AT_ONCE:
-                break
-            # the last one may go on
-            rows, one = left[len(answer) - 1]
-            left = [(rows, _after(one, answer[-1][0])), *left[len(answer) :]]
+        self._before()
+        arguments: list[bytes | int] = []
+        for start, stop, limit, reverse in wanted:
+            arguments += start, stop, -1 if limit is None else limit, b"R" if reverse else b""
+        answer, at, found = self._connections.run(RANGES, *arguments), 0, []
+        for one in wanted:
+            rows: list[Row] = []
+            (n_rows,) = _COUNT.unpack_from(answer, at)
+            at += _COUNT.size
+            for _ in range(n_rows):
+                n_key, n_stored = _LENGTHS.unpack_from(answer, at)
+                value_at = at + _LENGTHS.size + n_key
+                rows.append(Row(answer[value_at - n_key : value_at], answer[value_at + VALUE_AT : value_at + n_stored]))
+                at = value_at + n_stored
+            self._require_order(one, [row.key for row in rows])
+            found.append(rows)
         return found
 
     def _require_order(self, wanted: Range, keys: Sequence[bytes]) -> None:
-        """Raise `CorruptError` for keys that are not in order: some of them would be read again and again."""
-        ordered = [wanted.start, *(keys[::-1] if wanted.reverse else keys), wanted.stop]
-        if keys and not (ordered[0] <= ordered[1] and all(map(lt, ordered[1:], ordered[2:]))):
+        """Raise `CorruptError` for keys that are not in order: who goes on after the last one would never end."""
+        ordered = sorted(keys, reverse=wanted.reverse)
+        if keys and not (wanted.start <= min(keys) and max(keys) < wanted.stop and keys == ordered):
             raise CorruptError(f"{self._connections.location}: the rows are out of order")
 
     def payloads(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, Buffer | None] | None]:
@@ -120,16 +116,3 @@ class ServerView(View):
         if row is None:
             return None
         return (stored and parted(stored)) or (row[VALUE_AT:], None)
-
-
-def _arguments(wanted: Range) -> tuple[bytes | int, ...]:
-    """A range, as the script takes it."""
-    return wanted.start, wanted.stop, -1 if wanted.limit is None else wanted.limit, b"R" if wanted.reverse else b""
-
-
-def _after(wanted: Range, keys: Sequence[bytes]) -> Range:
-    """What is left of a range after these keys."""
-    limit = None if wanted.limit is None else wanted.limit - len(keys)
-    if wanted.reverse:
-        return wanted._replace(stop=keys[-1], limit=limit)
-    return wanted._replace(start=keys[-1] + b"\0", limit=limit)
