@@ -383,13 +383,25 @@ class Environment:
             self.env.close()
 
     def before_fork(self) -> None:
+        """Wait for the open transactions, and free the reader slots of those that have ended.
+
+        py-lmdb frees the slot of a transaction only when nothing refers to it any more, as the variable of a ``with``
+        block does for long. A child that closes the handle would free that slot, too, and it may be another view's in
+        the parent by then: writers would reuse the pages which that one reads.
+        """
         self._handle_lock.acquire_exclusive(self)
+        if not self._is_broken:
+            try:
+                # this ends them
+                self.env.set_mapsize(self.env.info()["map_size"])
+            except lmdb.Error:
+                self._is_broken = True  # it cannot be used any more, and is opened again
 
     def after_fork_in_parent(self) -> None:
         self._handle_lock.release_exclusive(self)
 
     def after_fork_in_child(self) -> None:
-        """A child must not use its parent's handle. Without a transaction, closing it takes nothing from the parent."""
+        """A child must not use its parent's handle; closed without a transaction, it takes nothing from the parent."""
         _open.pop(self.path, None)
         if self._handle_lock.is_exclusive(self):
             self.env.close()
