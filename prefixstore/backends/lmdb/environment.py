@@ -8,6 +8,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -83,7 +84,7 @@ class Environment:
                 map_size=max(map_size, SMALLEST_MAP),
                 max_dbs=len(DATABASES),
                 max_readers=MAX_READERS,
-                # a cached one would hold a reader slot, which a forked child would free for its parent
+                # a cached one would hold a reader slot for as long as the handle is open
                 max_spare_txns=0,
                 mode=0o600,
                 # one flush per commit; LMDB keeps its integrity, and `Backend.sync` flushes the rest
@@ -217,7 +218,7 @@ class Environment:
                         if before is not None:
                             self._checked.end(self.env.info()["last_txnid"])
                 except lmdb.MapResizedError:
-                    repair = self._follow_growth  # raised by begin only: another process has let the file grow
+                    repair = partial(self.resize, 0)  # raised by begin only: another process has let the file grow
                 except lmdb.PanicError:
                     # the state on the disk could not be written: every use of this handle fails from now on
                     self._is_broken = True
@@ -288,9 +289,6 @@ class Environment:
             self._is_broken = True
             self.env.close()
             self._open()
-
-    def _follow_growth(self) -> None:
-        self.resize(0)
 
     def resize(self, map_size: int) -> None:
         """Make the map at least this large (0: as large as another process has made it)."""
