@@ -26,7 +26,7 @@ from prefixstore.backends import refusals
 from prefixstore.backends.contract import LONGEST_KEY, Backend, Change, Costs, Draft, Range, Row, View
 from prefixstore.backends.files import absolute
 from prefixstore.backends.lmdb.environment import DATABASES, FILE_EXTRA, SCRUBS, Environment, acquire, release
-from prefixstore.backends.lmdb.file import read_layout
+from prefixstore.backends.lmdb.file import check_trees, read_layout
 from prefixstore.backends.lmdb.free_space import overwrite, punch
 from prefixstore.backends.lmdb.write_back import WriteBack
 from prefixstore.backends.location import path_of
@@ -254,7 +254,7 @@ class LMDBBackend(Backend):
     def check(self) -> None:
         environment = self._open()
         with environment.begin(write=False) as txn:
-            environment.check(txn)
+            check_trees(self._path / "data.mdb", txn.id())
 
     def _clear_free_space(self, clear: Callable[[int, int, int], int], *, gaps: bool) -> int:
         """Call `clear(handle, start, end)` for all bytes that nothing refers to; returns the sum of its results."""

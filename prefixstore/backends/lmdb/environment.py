@@ -119,20 +119,6 @@ class Environment:
                     self._checked.found_sound(state)
                     return
 
-    def check(self, txn: lmdb.Transaction) -> None:
-        """Walk the whole file as this transaction sees it.
-
-        Raises
-        ------
-        CorruptError
-            If it is not sound.
-        """
-        try:
-            check_trees(self.path / DATA, txn.id())
-        except CorruptError:
-            self._checked.forget()
-            raise
-
     def _open_databases(self) -> dict[bytes, Any]:
         self._check_trees()
         with self.begin(write=False) as txn:
