@@ -249,6 +249,8 @@ class Environment:
         CorruptError
             If the file, which never shrinks, was truncated: reading beyond its end would end the process.
         """
+        # before: another thread may see it grow meanwhile
+        size = self._size
         try:
             found = os.stat(self.file)  # noqa: PTH116 - with a str: a microsecond for each transaction
         except (FileNotFoundError, NotADirectoryError):
@@ -257,9 +259,9 @@ class Environment:
             return True  # the open handle still works
         if (found.st_dev, found.st_ino) != self._identity:
             return False
-        if found.st_size < self._size:
+        if found.st_size < size:
             raise CorruptError(
-                f"{self.path} was truncated from {self._size} to {found.st_size} bytes while it was open; stop all "
+                f"{self.path} was truncated from {size} to {found.st_size} bytes while it was open; stop all "
                 "processes using it, and delete data.mdb and lock.mdb there"
             )
         self._size = found.st_size
