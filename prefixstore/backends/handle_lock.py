@@ -8,9 +8,9 @@ and then looks into the other, so of two threads at least one sees the other.
 
 from __future__ import annotations
 
-import queue
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +19,9 @@ from prefixstore.errors import MisuseError
 
 __all__ = ["HandleLock"]
 
-# How often a thread that waits looks again without being woken: an interrupt may prevent that.
+# How often a thread that waits looks again. Nobody wakes it: an interrupt could prevent that, and it waits rarely.
+POLL_SECONDS = 0.001
+# how long it waits before it asks whether an interrupt has left something unreleased, and between two such times
 RECHECK_SECONDS = 0.5
 
 
@@ -33,8 +35,6 @@ class HandleLock:
         self._alone: dict[object, int] = {}
         # holds for which the waiting is over
         self._got: dict[object, None] = {}
-        # what wakes the threads that wait; `put` of a SimpleQueue is one operation, which no interrupt can divide
-        self._bells: dict[queue.SimpleQueue[None], None] = {}
 
     @property
     def is_held(self) -> bool:
@@ -59,8 +59,6 @@ class HandleLock:
                 self._inside.pop(entry, None)
         finally:
             self._inside.pop(entry, None)
-            if self._alone:
-                self._wake()
 
     def _enter(self, entry: object) -> None:
         me = threading.get_ident()
@@ -68,8 +66,7 @@ class HandleLock:
         # a thread that waits to be alone comes first, or it would wait forever
         while self._alone and not self._holds(me, entry):
             self._inside.pop(entry, None)
-            self._wake()
-            self._wait(lambda: not self._alone)
+            _wait(lambda: not self._alone)
             self._inside[entry] = me
 
     def _holds(self, me: int, entry: object) -> bool:
@@ -105,16 +102,13 @@ class HandleLock:
                 # it would wait for itself
                 raise MisuseError("this thread is inside a view or a transaction of the location; leave it first")
         self._alone[hold] = me
-        self._wait(
-            lambda: not self._inside and list(self._alone.values())[:1] == [me], or_else=_release_interrupted_frames
-        )
+        _wait(lambda: not self._inside and list(self._alone.values())[:1] == [me], or_else=_release_interrupted_frames)
         self._got[hold] = None
 
     def release_exclusive(self, hold: object) -> None:
         """Undo `acquire_exclusive`, also an interrupted one. A second call does nothing."""
         self._got.pop(hold, None)
         self._alone.pop(hold, None)
-        self._wake()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -135,27 +129,16 @@ class HandleLock:
         self._inside.clear()
         self._got.clear()
         self._alone.clear()
-        self._bells.clear()
 
-    def _wake(self) -> None:
-        for bell in list(self._bells):
-            bell.put(None)
 
-    def _wait(self, is_over: Callable[[], bool], *, or_else: Callable[[], None] = lambda: None) -> None:
-        """Wait until a condition holds; call `or_else` each time that it did not for a while."""
-        if is_over():
-            return
-        bell: queue.SimpleQueue[None] = queue.SimpleQueue()
-        try:
-            self._bells[bell] = None
-            while not is_over():
-                try:
-                    bell.get(timeout=RECHECK_SECONDS)
-                except queue.Empty:
-                    or_else()
-        finally:
-            # one that is left by an interrupt costs a few bytes
-            self._bells.pop(bell, None)
+def _wait(is_over: Callable[[], bool], *, or_else: Callable[[], None] = lambda: None) -> None:
+    """Wait until a condition holds; call `or_else` each time that it did not for a while."""
+    since = time.monotonic()
+    while not is_over():
+        time.sleep(POLL_SECONDS)
+        if time.monotonic() - since > RECHECK_SECONDS:
+            or_else()
+            since = time.monotonic()
 
 
 def _release_interrupted_frames() -> None:

@@ -29,7 +29,7 @@ __all__ = ["NEEDED", "Finding", "Level", "examine"]
 
 # the oldest versions that are tested
 NEEDED = {
-    "lmdb": (2, 0),
+    "lmdb": (3, 0),
     "numpy": (1, 26),
     "xxhash": (3, 4),
     "zstandard": (0, 22),

@@ -188,7 +188,6 @@ def test_an_interrupt_at_any_step_of_waiting_lets_the_others_go_on(waiting, monk
             with pytest.raises(KeyboardInterrupt):
                 interrupted(use, [handle_lock], step)
             assert not handle.is_held
-            assert handle._bells.keys() == set() or len(handle._bells) <= step
     finally:
         leave.set()
         thread.join(PATIENCE)

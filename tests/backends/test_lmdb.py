@@ -188,7 +188,19 @@ def test_a_file_that_is_not_lmdb_is_refused_and_untouched(tmp_path):
     assert (tmp_path / "data.mdb").read_bytes() == b"something else " * 1000
 
 
-@pytest.mark.parametrize("names", [(b"theirs",), (b"meta", b"rows"), DATABASES])
+@pytest.mark.parametrize("size", [0, 513, 1 << 31])
+def test_a_file_with_a_page_size_that_lmdb_cannot_have_is_refused_and_untouched(tmp_path, size):
+    LMDBBackend(tmp_path, MIB).close()
+    data = bytearray((tmp_path / "data.mdb").read_bytes())
+    data[40:44] = size.to_bytes(4, "little")
+    (tmp_path / "data.mdb").write_bytes(data)
+    for options in ({}, {"read_only": True}):
+        assert refusal(tmp_path, **options).startswith("IncompatibleError: ")
+        assert "delete data.mdb and lock.mdb" in refusal(tmp_path, **options)
+    assert (tmp_path / "data.mdb").read_bytes() == data
+
+
+@pytest.mark.parametrize("names", [(), (b"theirs",), (b"meta", b"rows"), DATABASES])
 def test_the_database_of_another_application_is_refused_and_untouched(tmp_path, names):
     with lmdb.open(str(tmp_path), max_dbs=8) as env, env.begin(write=True) as txn:
         for name in names:
@@ -337,6 +349,24 @@ def test_the_map_is_not_replaced_while_a_view_is_open(tmp_path):
             assert seen == []
         reader.join(PATIENCE)
         assert seen == [{key, new}]
+
+
+def test_a_child_that_drops_the_inherited_handle_takes_no_view_from_its_parent(tmp_path):
+    with closing(LMDBBackend(tmp_path, 16 * MIB)) as backend, Process(tmp_path, 16 * MIB) as other:
+        key = write(backend, 1, 500_000)
+        with backend.view() as ended:
+            pass
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+        with backend.view() as view:
+            [(_, payload)] = view.payloads([key])
+            # py-lmdb frees the reader slot of a transaction when nothing refers to it any more
+            del ended
+            for number in range(6):
+                other.write(number % 3, 500_000 - number)
+            assert payload == payload_of(1, 500_000)
 
 
 @pytest.mark.parametrize("work", ["reclaim", "compact", "check", "sync"])

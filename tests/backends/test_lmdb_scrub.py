@@ -16,7 +16,6 @@ import pytest
 from prefixstore.backends.lmdb import backend as lmdb_module
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.lmdb.file import read_layout
-from prefixstore.backends.lmdb.free_space import common, split
 from prefixstore.errors import CorruptError, UnavailableError
 from tests.support import PATIENCE, seeds
 from tests.support.rows import key_of, rows_of
@@ -334,12 +333,3 @@ def test_compaction_gives_the_disk_back_what_is_free(tmp_path):
         backend.check()
         write(backend, range(10, 120))
         backend.check()
-
-
-def test_ranges_are_split_and_intersected():
-    assert common([(0, 10), (20, 30)], [(5, 25), (28, 40)]) == [(5, 10), (20, 25), (28, 30)]
-    assert common([(0, 4)], []) == []
-    assert common([(0, 4), (6, 8)], [(4, 6)]) == []
-    assert common([(0, 3), (4, 9)], [(1, 2), (2, 3), (8, 12)]) == [(1, 2), (2, 3), (8, 9)]
-    assert split([(0, 10), (20, 30)], 15) == ([(0, 10), (20, 25)], [(25, 30)])
-    assert split([(0, 10)], 10) == ([(0, 10)], [])

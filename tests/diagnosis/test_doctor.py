@@ -227,7 +227,7 @@ def test_packages_that_are_missing_or_too_old_are_found(served, monkeypatch):
 
     monkeypatch.setattr(metadata, "version", version)
     assert problems(location) == ["lmdb", "xxhash"]
-    assert found("lmdb", location).advice == 'pip install -U "lmdb>=2.0"'
+    assert found("lmdb", location).advice == 'pip install -U "lmdb>=3.0"'
 
 
 def test_the_oldest_versions_are_those_of_the_package():

@@ -15,7 +15,6 @@ written can be deleted.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -25,13 +24,13 @@ import lmdb
 
 from prefixstore.backends import refusals
 from prefixstore.backends.contract import LONGEST_KEY, Backend, Change, Costs, Draft, Range, Row, View
-from prefixstore.backends.files import absolute, make_directory
+from prefixstore.backends.files import absolute
 from prefixstore.backends.lmdb.environment import DATABASES, FILE_EXTRA, SCRUBS, Environment, acquire, release
-from prefixstore.backends.lmdb.file import read_layout
-from prefixstore.backends.lmdb.free_space import common, overwrite, punch, split
+from prefixstore.backends.lmdb.file import check_trees, read_layout
+from prefixstore.backends.lmdb.free_space import overwrite, punch
 from prefixstore.backends.lmdb.write_back import WriteBack
 from prefixstore.backends.location import path_of
-from prefixstore.errors import LocationError, UnavailableError
+from prefixstore.errors import UnavailableError
 from prefixstore.format.record import Buffer
 
 __all__ = ["LMDBBackend", "open_lmdb"]
@@ -167,48 +166,19 @@ class LMDBBackend(Backend):
         self._map_size = (int(max_bytes * FILE_FACTOR) + FILE_EXTRA) // 4096 * 4096
         self._read_only = read_only
         self._closed = False
-        self._start()
-        self._prepare_directory()
-        self._open()
-
-    def _start(self) -> None:
-        """What belongs to this process."""
         self._environment: Environment | None = None
-        self._opening = threading.Lock()
-
-    def _prepare_directory(self) -> None:
-        try:
-            if not self._read_only:
-                make_directory(self._path)
-            if not self._path.exists():
-                raise refusals.missing(self._path, "an LMDB directory")
-            if not self._path.is_dir():
-                raise LocationError(f"{self._path} is not a directory; an LMDB store is a directory of its own")
-        except (FileExistsError, NotADirectoryError):
-            raise LocationError(f"{self._path} is a file; an LMDB store is a directory of its own") from None
-        except OSError as error:
-            done = "read" if self._read_only else "created"
-            raise LocationError(f"{self._path} cannot be {done}: {error.strerror}; choose another location") from error
-        if not os.access(self._path, os.R_OK | os.X_OK):
-            raise LocationError(
-                f"{self._path} is not readable for this user; run as its owner, have the owner run: "
-                f"chmod g+rx '{self._path}', or choose another location"
-            )
-        if not self._read_only and not os.access(self._path, os.W_OK):
-            raise LocationError(
-                f"{self._path} is not writable for this user; run as its owner, have the owner run: "
-                f"chmod g+rwx '{self._path}', or choose another location. To read, open it with read_only=True, as "
-                "prefixstore ls, tree, show, check and export do"
-            )
+        self._open()
 
     def _open(self) -> Environment:
         """The shared environment of this process, opened if necessary."""
-        with self._opening:
-            if self._closed:
-                raise refusals.closed(self._path)
-            if self._environment is None:
-                self._environment = acquire(self._path, self._map_size, read_only=self._read_only, user=self)
-            return self._environment
+        environment = self._environment
+        if environment is None and not self._closed:
+            environment = self._environment = acquire(self._path, self._map_size, read_only=self._read_only, user=self)
+            if self._closed:  # by another thread, meanwhile
+                self.close()
+        if environment is None or self._closed:
+            raise refusals.closed(self._path)
+        return environment
 
     def _writable(self) -> Environment:
         environment = self._open()
@@ -284,7 +254,7 @@ class LMDBBackend(Backend):
     def check(self) -> None:
         environment = self._open()
         with environment.begin(write=False) as txn:
-            environment.check(txn)
+            check_trees(self._path / "data.mdb", txn.id())
 
     def _clear_free_space(self, clear: Callable[[int, int, int], int], *, gaps: bool) -> int:
         """Call `clear(handle, start, end)` for all bytes that nothing refers to; returns the sum of its results."""
@@ -293,17 +263,27 @@ class LMDBBackend(Backend):
         self.reclaim()
         self.sync()
         path = self._path / "data.mdb"
-        left: list[tuple[int, int]] | None = None
-        cleared = 0
+        # up to here it is clear
+        at = cleared = 0
+        is_done = False
         handle = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
         try:
-            while left is None or left:
+            while not is_done:
                 # others wait for this transaction, so it is short; the next one reads the layout again
                 with self._alone_with_the_newest(environment):
                     layout = read_layout(path)
-                    inside = layout.gaps if gaps and left is None else []
-                    now, left = split(layout.free if left is None else common(left, layout.free), CLEARED_AT_ONCE)
-                    cleared += sum(clear(handle, start, end) for start, end in (*inside, *now))
+                    if gaps and at == 0:
+                        cleared += sum(clear(handle, *gap) for gap in layout.gaps)
+                    left = CLEARED_AT_ONCE
+                    for first, end in layout.free:
+                        start = max(first, at)
+                        at = max(at, min(end, start + left))
+                        if start < at:
+                            cleared += clear(handle, start, at)
+                            left -= at - start
+                        if left == 0:
+                            break
+                    is_done = left > 0
             os.fsync(handle)
         finally:
             os.close(handle)
@@ -330,12 +310,11 @@ class LMDBBackend(Backend):
             environment.free_readers()
 
     def after_fork(self) -> None:
-        self._start()
+        self._environment = None
 
     def close(self) -> None:
-        with self._opening:
-            self._closed = True
-            self._environment = None
+        self._closed = True
+        self._environment = None
         # also if an interrupt has kept the environment from being noted here
         release(self)
 

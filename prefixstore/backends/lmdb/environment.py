@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
-import shutil
 import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,21 +17,15 @@ from weakref import WeakSet
 import lmdb
 
 from prefixstore.backends import refusals
-from prefixstore.backends.files import make_directory, publish
+from prefixstore.backends.files import publish
 from prefixstore.backends.forks import ForkLevel, ForkLock, register_at_fork
 from prefixstore.backends.handle_lock import HandleLock
 from prefixstore.backends.lmdb.checked import CheckedFile
-from prefixstore.backends.lmdb.file import allowed_size, check_head, check_trees
+from prefixstore.backends.lmdb.faults import not_opened, prepare_directory, translate
+from prefixstore.backends.lmdb.file import allowed_size, check_trees
 from prefixstore.backends.lmdb.lock_file import writer_of
 from prefixstore.backends.trusted import require_trusted_directory, require_trusted_files
-from prefixstore.errors import (
-    CorruptError,
-    FullError,
-    IncompatibleError,
-    LocationError,
-    StorageError,
-    UnavailableError,
-)
+from prefixstore.errors import CorruptError, LocationError, StorageError, UnavailableError
 
 __all__ = ["DATABASES", "FILE_EXTRA", "LMDB_VERSION", "SCRUBS", "Environment", "acquire", "release"]
 
@@ -40,8 +33,6 @@ SMALLEST_MAP = 1 << 20
 # what the file may have more than its budget needs, so that there is space to delete
 FILE_EXTRA = 256 * mmap.PAGESIZE
 DATA, LOCK = "data.mdb", "lock.mdb"
-# a disk with less free space than this counts as full
-SMALLEST_DISK = 32 << 20
 MAX_READERS = 512
 # how long opening a store waits for another process that writes to it
 OPEN_SECONDS = 10.0
@@ -56,39 +47,6 @@ LMDB_VERSION = 4
 META_FORMAT = struct.Struct("<I")
 
 
-def translate(error: lmdb.Error, path: Path) -> StorageError:
-    """The prefixstore error for an LMDB error."""
-    if isinstance(error, (lmdb.MapFullError, lmdb.TxnFullError, lmdb.DiskError)) or _is_disk_full(error, path):
-        if isinstance(error, (lmdb.MapFullError, lmdb.TxnFullError)):
-            why = "the file has reached the limit that follows from max_bytes, and no gap in it is large enough"
-            # whatever the disk has
-            return FullError(f"{path}: {why}; raise max_bytes", available=0)
-        return FullError(f"{path}: {error}", available=_disk_space(path))
-    if isinstance(error, (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.BadTxnError)):
-        return CorruptError(f"{path}: {error}")
-    if isinstance(error, (lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.IncompatibleError)):
-        return IncompatibleError(
-            f"{path} is not an LMDB environment that this version can read: {error}; choose another "
-            "location, or, if it is a store, delete data.mdb and lock.mdb there"
-        )
-    return UnavailableError(f"{path}: {error}")
-
-
-def _disk_space(path: Path) -> int | None:
-    try:
-        return shutil.disk_usage(path).free
-    except OSError:
-        return None
-
-
-def _is_disk_full(error: lmdb.Error, path: Path) -> bool:
-    """Whether an I/O error is a write that LMDB could not complete because the disk is full."""
-    try:
-        return os.strerror(errno.EIO) in str(error) and shutil.disk_usage(path).free < SMALLEST_DISK
-    except OSError:
-        return False  # the directory is gone
-
-
 class Environment:
     """One open environment of this process. LMDB allows a process one handle per file, so backends share it."""
 
@@ -101,24 +59,19 @@ class Environment:
         self._handle_lock = HandleLock()
         self.file = str(path / DATA)
         self._map_size = map_size
-        self._is_broken = False
         self._checked = CheckedFile(path / DATA, read_only=read_only)
-        self._open(map_size)
+        with self._handle_lock.exclusive():
+            self._open()
         register_at_fork(self, ForkLevel.HANDLE)
 
-    def _open(self, map_size: int) -> None:
-        path, read_only = self.path, self.read_only
+    def _open(self) -> None:
+        path, map_size, read_only = self.path, self._map_size, self.read_only
         self.databases: dict[bytes, Any] = {}
         self._scrubs = b""
-        # inode number and size of the file; another file may get the number when this one is gone
-        self._bytes = (0, 0)
         try:
-            if not read_only:
-                # it may have been deleted since it was created
-                make_directory(path)
+            prepare_directory(path, read_only=read_only)
             require_trusted_directory(path)
             require_trusted_files(path / DATA, path / LOCK)
-            check_head(path / DATA)
             if not read_only:
                 self._wait_for_writer()
                 if not (path / DATA).exists():
@@ -131,7 +84,7 @@ class Environment:
                 map_size=max(map_size, SMALLEST_MAP),
                 max_dbs=len(DATABASES),
                 max_readers=MAX_READERS,
-                # a cached one would hold a reader slot, which a forked child would free for its parent
+                # a cached one would hold a reader slot for as long as the handle is open
                 max_spare_txns=0,
                 mode=0o600,
                 # one flush per commit; LMDB keeps its integrity, and `Backend.sync` flushes the rest
@@ -140,7 +93,7 @@ class Environment:
                 create=not read_only,
             )
         except (lmdb.Error, OSError) as error:
-            raise _not_opened(error, path, map_size, read_only=read_only) from error
+            raise not_opened(error, path, map_size, read_only=read_only) from error
         try:
             if not read_only:
                 self.env.reader_check()
@@ -152,7 +105,7 @@ class Environment:
             self.env.close()
             raise
         found = (path / DATA).stat()
-        self._identity = found.st_dev, found.st_ino
+        self._identity, self._size = (found.st_dev, found.st_ino), found.st_size
         self._is_broken = False
 
     def _check_trees(self) -> None:
@@ -166,30 +119,10 @@ class Environment:
                     self._checked.found_sound(state)
                     return
 
-    def check(self, txn: lmdb.Transaction) -> None:
-        """Walk the whole file as this transaction sees it.
-
-        Raises
-        ------
-        CorruptError
-            If it is not sound.
-        """
-        try:
-            check_trees(self.path / DATA, txn.id())
-        except CorruptError:
-            self._checked.forget()
-            raise
-
     def _open_databases(self) -> dict[bytes, Any]:
         self._check_trees()
         with self.begin(write=False) as txn:
             names = {bytes(name) for name, _ in txn.cursor()}
-        if not names:
-            if self.read_only:
-                raise refusals.no_store(self.path)
-            # in one transaction, so that no process sees half of a new store
-            with self.begin(write=True) as txn:
-                return _make_databases(self.env, txn)
         databases = {name: self.env.open_db(name, create=False) for name in DATABASES if name in names}
         with self.begin(write=False) as txn:
             self._require_format(txn, databases)
@@ -254,12 +187,11 @@ class Environment:
     def _begun(self, write: bool) -> Iterator[lmdb.Transaction]:
         begun = has_panicked = False
         while True:
-            if not self._handle_lock.is_held and (self._is_broken or self._is_replaced()):
+            if not self._handle_lock.is_held and (self._is_broken or not self._is_current()):
                 self._renew()
             repair: Callable[[], None] = self._renew
             with self._handle_lock.shared():
                 try:
-                    self._check_size()
                     before = None
                     try:
                         with self.env.begin(write=write, buffers=True) as txn:
@@ -272,7 +204,7 @@ class Environment:
                         if before is not None:
                             self._checked.end(self.env.info()["last_txnid"])
                 except lmdb.MapResizedError:
-                    repair = self._follow_growth  # raised by begin only: another process has let the file grow
+                    repair = partial(self.resize, 0)  # raised by begin only: another process has let the file grow
                 except lmdb.PanicError:
                     # the state on the disk could not be written: every use of this handle fails from now on
                     self._is_broken = True
@@ -301,24 +233,6 @@ class Environment:
             finally:
                 trial.abort()
 
-    def _check_size(self) -> None:
-        """Check that the file, which never shrinks, was not truncated: reading beyond its end would end the process."""
-        before = self._bytes
-        try:
-            found = (self.path / DATA).stat()
-        except OSError:
-            return  # only its name is gone
-        if found.st_ino != before[0]:
-            self._bytes = (found.st_ino, 0) if not before[0] else before
-        elif found.st_size < before[1]:
-            raise CorruptError(
-                f"{self.path} was truncated from {before[1]} to {found.st_size} bytes while it was open; stop all "
-                "processes using it, and delete data.mdb and lock.mdb there"
-            )
-        else:
-            self._bytes = (found.st_ino, found.st_size)
-        self._checked.note(found)
-
     def _was_scrubbed(self, txn: lmdb.Transaction) -> bool:
         """Whether the file was scrubbed after the handle was opened.
 
@@ -327,17 +241,32 @@ class Environment:
         """
         return bool(self.databases) and bytes(txn.get(SCRUBS, b"", db=self.databases[b"meta"])) != self._scrubs
 
-    def _is_replaced(self) -> bool:
-        """Whether the file was deleted or replaced: no other process would see what is written."""
-        if not self.databases:
-            return False  # being opened
+    def _is_current(self) -> bool:
+        """Whether the open file is the one at the path: if not, no other process would see what is written.
+
+        Raises
+        ------
+        CorruptError
+            If the file, which never shrinks, was truncated: reading beyond its end would end the process.
+        """
+        # before: another thread may see it grow meanwhile
+        size = self._size
         try:
             found = os.stat(self.file)  # noqa: PTH116 - with a str: a microsecond for each transaction
         except (FileNotFoundError, NotADirectoryError):
-            return True
+            return False
         except OSError:
-            return False  # the open handle still works
-        return (found.st_dev, found.st_ino) != self._identity
+            return True  # the open handle still works
+        if (found.st_dev, found.st_ino) != self._identity:
+            return False
+        if found.st_size < size:
+            raise CorruptError(
+                f"{self.path} was truncated from {size} to {found.st_size} bytes while it was open; stop all "
+                "processes using it, and delete data.mdb and lock.mdb there"
+            )
+        self._size = found.st_size
+        self._checked.note(found)
+        return True
 
     def _renew(self) -> None:
         """Open another handle in place of this one, and create another file if that one is gone."""
@@ -347,15 +276,14 @@ class Environment:
             # first: an interrupt may come at any step
             self._is_broken = True
             self.env.close()
-            self._open(self._map_size)
-
-    def _follow_growth(self) -> None:
-        self.resize(0)
+            self._open()
 
     def resize(self, map_size: int) -> None:
         """Make the map at least this large (0: as large as another process has made it)."""
-        with self._handle_lock.exclusive():
-            if map_size == 0 or map_size > self.env.info()["map_size"]:
+        with self.translated(), self._handle_lock.exclusive():
+            if self._is_broken:
+                self._map_size = max(self._map_size, map_size)
+            elif map_size == 0 or map_size > self.env.info()["map_size"]:
                 self.env.set_mapsize(map_size)
 
     def readers(self) -> dict[int, int]:
@@ -383,13 +311,25 @@ class Environment:
             self.env.close()
 
     def before_fork(self) -> None:
+        """Wait for the open transactions, and free the reader slots of those that have ended.
+
+        py-lmdb frees the slot of a transaction only when nothing refers to it any more, as the variable of a ``with``
+        block does for long. A child that closes the handle would free that slot, too, and it may be another view's in
+        the parent by then: writers would reuse the pages which that one reads.
+        """
         self._handle_lock.acquire_exclusive(self)
+        if not self._is_broken:
+            try:
+                # this ends them
+                self.env.set_mapsize(self.env.info()["map_size"])
+            except lmdb.Error:
+                self._is_broken = True  # it cannot be used any more, and is opened again
 
     def after_fork_in_parent(self) -> None:
         self._handle_lock.release_exclusive(self)
 
     def after_fork_in_child(self) -> None:
-        """A child must not use its parent's handle. Without a transaction, closing it takes nothing from the parent."""
+        """A child must not use its parent's handle; closed without a transaction, it takes nothing from the parent."""
         _open.pop(self.path, None)
         if self._handle_lock.is_exclusive(self):
             self.env.close()
@@ -400,26 +340,6 @@ class Environment:
         self._handle_lock.renew()
 
 
-def _not_opened(error: Exception, path: Path, map_size: int, *, read_only: bool) -> StorageError:
-    if isinstance(error, lmdb.MemoryError):
-        return LocationError(
-            f"{path}: this system cannot map a file of {map_size:,} bytes into memory; lower max_bytes"
-        )
-    if read_only and _is_denied(error, path / LOCK):
-        return LocationError(
-            f"{path / LOCK} cannot be written by this user: LMDB registers readers there, so that no writer "
-            f"overwrites their pages; run as its owner, have the owner run: chmod g+rw '{path / LOCK}' (to write as "
-            f"well: chmod -R g+rwX '{path}'), or read a copy of the directory"
-        )
-    if isinstance(error, lmdb.Error) and type(error) not in (lmdb.Error, lmdb.ReadonlyError):
-        return translate(error, path)
-    return LocationError(f"{path} cannot be opened: {error}; choose another location")
-
-
-def _is_denied(error: Exception, lock: Path) -> bool:
-    return os.strerror(errno.EACCES) in str(error) and not os.access(lock if lock.exists() else lock.parent, os.W_OK)
-
-
 def _create(path: Path) -> None:
     """Create the file under a temporary name; it gets its own when it is complete and on disk, unless another has it.
 
@@ -428,7 +348,11 @@ def _create(path: Path) -> None:
     with TemporaryDirectory(dir=path, prefix=".new.") as directory:
         new = lmdb.open(directory, map_size=SMALLEST_MAP, max_dbs=len(DATABASES), mode=0o600)
         with new, new.begin(write=True) as txn:
-            _make_databases(new, txn)
+            for name in DATABASES:
+                new.open_db(name, txn)
+            meta = new.open_db(b"meta", txn)
+            txn.put(b"magic", MAGIC, db=meta)
+            txn.put(b"format", META_FORMAT.pack(LMDB_VERSION), db=meta)
         publish(Path(directory) / DATA, path / DATA)
 
 
@@ -440,16 +364,6 @@ def _size_to_delete(file: Path) -> int:
     return min(allowed_size(file), (file.stat().st_size + FILE_EXTRA) // mmap.PAGESIZE * mmap.PAGESIZE)
 
 
-def _make_databases(env: lmdb.Environment, txn: lmdb.Transaction) -> dict[bytes, Any]:
-    """The databases of a store; an environment without any becomes one."""
-    new = txn.stat()["entries"] == 0
-    databases = {name: env.open_db(name, txn) for name in DATABASES}
-    if new:
-        txn.put(b"magic", MAGIC, db=databases[b"meta"])
-        txn.put(b"format", META_FORMAT.pack(LMDB_VERSION), db=databases[b"meta"])
-    return databases
-
-
 # handles of a parent process that must not be closed
 _abandoned: list[lmdb.Environment] = []
 # the environments of this process, by path
@@ -459,7 +373,7 @@ _open_lock = ForkLock()
 
 def acquire(path: Path, map_size: int, *, read_only: bool, user: object) -> Environment:
     """The environment at this path, opened if this process has not opened it yet. To be given back to `release`."""
-    path = path.resolve()
+    path = Path(os.path.realpath(path))  # that of pathlib raises for a link to itself
     with _open_lock.held:
         environment = _open.get(path)
         if environment is not None and environment.read_only and not read_only and environment.users:

@@ -26,7 +26,7 @@ import numpy as np
 from prefixstore.backends.lmdb.trees import DATABASE, META, PAGE, Array, Trees, damaged
 from prefixstore.errors import CorruptError, UnavailableError
 
-__all__ = ["allowed_size", "check_head", "check_trees", "read_layout"]
+__all__ = ["allowed_size", "check_trees", "read_layout"]
 
 MAGIC = 0xBEEFC0DE
 DATA_VERSION = 1
@@ -53,29 +53,6 @@ class Layout:
 
     free: list[tuple[int, int]]
     gaps: list[tuple[int, int]]
-
-
-def check_head(path: Path) -> None:
-    """Check that LMDB can open a file, if it is one of LMDB's.
-
-    Raises
-    ------
-    CorruptError
-        If the page size in it is not valid.
-    """
-    try:
-        with path.open("rb") as file:
-            head = file.read(1 << 17)
-    except OSError:
-        return  # LMDB reports it in its own words
-    at = PAGE.size
-    if len(head) < at + META_HEAD.size + DATABASE.size:
-        return
-    magic, version, _, _ = META_HEAD.unpack_from(head, at)
-    if (magic, version) == (MAGIC, DATA_VERSION):
-        size = DATABASE.unpack_from(head, at + META_HEAD.size)[0]
-        if size not in PAGE_SIZES:
-            raise damaged(path, f"{size} is not a valid page size")
 
 
 def allowed_size(path: Path) -> int:

@@ -1,47 +1,18 @@
-"""Ranges of bytes in a file: intersected, split, overwritten with zeros, or given back to the disk."""
+"""Ranges of bytes in a file: overwritten with zeros, or given back to the disk."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import sys
-from collections.abc import Iterable
 
 from prefixstore.errors import UnavailableError
 
-__all__ = ["common", "overwrite", "punch", "split"]
+__all__ = ["overwrite", "punch"]
 
 ZEROS = bytes(1 << 20)
 # of fallocate(2)
 KEEP_SIZE, PUNCH_HOLE = 0x01, 0x02
-
-
-def common(some: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The intersection of two ordered lists of ranges."""
-    found: list[tuple[int, int]] = []
-    waiting = iter(others)
-    other = next(waiting, None)
-    for start, end in some:
-        while other is not None and other[1] <= start:
-            other = next(waiting, None)
-        while other is not None and other[0] < end:
-            found.append((max(start, other[0]), min(end, other[1])))
-            if other[1] > end:
-                break
-            other = next(waiting, None)
-    return found
-
-
-def split(ranges: Iterable[tuple[int, int]], size: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """The first `size` bytes of ranges, or a little more, and the rest."""
-    first: list[tuple[int, int]] = []
-    rest: list[tuple[int, int]] = []
-    for start, end in ranges:
-        taken = min(max(size, 0), end - start)
-        size -= taken
-        first += [(start, start + taken)] if taken else []
-        rest += [(start + taken, end)] if start + taken < end else []
-    return first, rest
 
 
 def overwrite(handle: int, start: int, end: int) -> int:

@@ -1,0 +1,110 @@
+"""What LMDB and the file system say when something fails, as errors of prefixstore that say what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import lmdb
+
+from prefixstore.backends import refusals
+from prefixstore.backends.files import make_directory
+from prefixstore.errors import (
+    CorruptError,
+    FullError,
+    IncompatibleError,
+    LocationError,
+    StorageError,
+    UnavailableError,
+)
+
+__all__ = ["not_opened", "prepare_directory", "translate"]
+
+# a disk with less free space than this counts as full
+SMALLEST_DISK = 32 << 20
+
+
+def translate(error: lmdb.Error, path: Path) -> StorageError:
+    """The prefixstore error for an LMDB error."""
+    if isinstance(error, (lmdb.MapFullError, lmdb.TxnFullError, lmdb.DiskError)) or _is_disk_full(error, path):
+        if isinstance(error, (lmdb.MapFullError, lmdb.TxnFullError)):
+            why = "the file has reached the limit that follows from max_bytes, and no gap in it is large enough"
+            # whatever the disk has
+            return FullError(f"{path}: {why}; raise max_bytes", available=0)
+        return FullError(f"{path}: {error}", available=_disk_space(path))
+    if isinstance(error, (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.BadTxnError)):
+        return CorruptError(f"{path}: {error}")
+    if isinstance(error, (lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.IncompatibleError)):
+        return IncompatibleError(
+            f"{path} is not an LMDB environment that this version can read: {error}; choose another "
+            "location, or, if it is a store, delete data.mdb and lock.mdb there"
+        )
+    return UnavailableError(f"{path}: {error}")
+
+
+def _disk_space(path: Path) -> int | None:
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return None
+
+
+def _is_disk_full(error: lmdb.Error, path: Path) -> bool:
+    """Whether an I/O error is a write that LMDB could not complete because the disk is full."""
+    try:
+        return os.strerror(errno.EIO) in str(error) and shutil.disk_usage(path).free < SMALLEST_DISK
+    except OSError:
+        return False  # the directory is gone
+
+
+def prepare_directory(path: Path, *, read_only: bool) -> None:
+    """Create the directory, unless it is there, or say why it cannot be used."""
+    try:
+        if not read_only:
+            make_directory(path)
+        if not path.exists():
+            raise refusals.missing(path, "an LMDB directory")
+        if not path.is_dir():
+            raise LocationError(f"{path} is not a directory; an LMDB store is a directory of its own")
+    except (FileExistsError, NotADirectoryError):
+        raise LocationError(f"{path} is a file; an LMDB store is a directory of its own") from None
+    except OSError as error:
+        done = "read" if read_only else "created"
+        raise LocationError(f"{path} cannot be {done}: {error.strerror}; choose another location") from error
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise LocationError(
+            f"{path} is not readable for this user; run as its owner, have the owner run: "
+            f"chmod g+rx '{path}', or choose another location"
+        )
+    if not read_only and not os.access(path, os.W_OK):
+        raise LocationError(
+            f"{path} is not writable for this user; run as its owner, have the owner run: "
+            f"chmod g+rwx '{path}', or choose another location. To read, open it with read_only=True, as "
+            "prefixstore ls, tree, show, check and export do"
+        )
+
+
+def not_opened(error: Exception, path: Path, map_size: int, *, read_only: bool) -> StorageError:
+    """The prefixstore error for an environment that could not be opened."""
+    lock = path / "lock.mdb"
+    if isinstance(error, lmdb.MemoryError):
+        return LocationError(
+            f"{path}: this system cannot map a file of {map_size:,} bytes into memory; lower max_bytes"
+        )
+    if read_only and _is_denied(error, lock):
+        return LocationError(
+            f"{lock} cannot be written by this user: LMDB registers readers there, so that no writer "
+            f"overwrites their pages; run as its owner, have the owner run: chmod g+rw '{lock}' (to write as "
+            f"well: chmod -R g+rwX '{path}'), or read a copy of the directory"
+        )
+    if isinstance(error, lmdb.InvalidParameterError):
+        error = lmdb.InvalidError(f"{error}: a page size that no LMDB has")
+    if isinstance(error, lmdb.Error) and type(error) not in (lmdb.Error, lmdb.ReadonlyError):
+        return translate(error, path)
+    return LocationError(f"{path} cannot be opened: {error}; choose another location")
+
+
+def _is_denied(error: Exception, lock: Path) -> bool:
+    return os.strerror(errno.EACCES) in str(error) and not os.access(lock if lock.exists() else lock.parent, os.W_OK)
