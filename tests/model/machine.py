@@ -78,12 +78,16 @@ class Place(NamedTuple):
         Makes a process for another store; None if only this process can use the location.
     disks
         Makes the disks whose power fails; then there is only the store in the other process.
+    limits, policy
+        Those of `Machine.open`, if they are not to be drawn.
     """
 
     locations: Callable[[], Callable[[int], list[str]]]
     is_shared: bool = True
     process: Callable[[], Process] | None = None
     disks: Callable[[], Disks] | None = None
+    limits: str = ""
+    policy: str = ""
 
 
 class Machine(RuleBasedStateMachine):
@@ -99,12 +103,12 @@ class Machine(RuleBasedStateMachine):
     )
     def open(self, limits: str, policy: str, codec: str) -> None:
         Machine.n_examples += 1
-        self.limits, self.policy = LIMITS[limits], policy
+        self.limits, self.policy = LIMITS[self.place.limits or limits], self.place.policy or policy
         of = {"namespace": self.limits.of_space, "salt": self.limits.of_tenant}
         common = {
             "max_bytes": self.limits.n_bytes,
             "max_entries": self.limits.entries,
-            "policy": policy,
+            "policy": self.policy,
             "codec": codec,
             "quota": of if self.limits.of_space else None,
             "queue_bytes": 4 << 20,
@@ -155,21 +159,17 @@ class Machine(RuleBasedStateMachine):
 
     # -- what always holds --------------------------------------------------------------------------------------------
 
-    def seen(self, which: int) -> dict[Page, Facts]:
-        """All that is in the locations of one store."""
-        return _together([pages for pages, _ in self.stores[which].look()])
-
     @invariant()
     def what_is_stored_is_legal(self) -> None:
-        looks = [store.look() for store in (self.stores[:1] if self.place.is_shared else self.stores)]
-        seen = _together([pages for look in looks for pages, _ in look])
+        self.looks = [store.look() for store in (self.stores[:1] if self.place.is_shared else self.stores)]
+        seen = _together([pages for look in self.looks for pages, _ in look])
         # the number of pages is limited in the nearest location only
         places = [
             (pages, used if i == 0 else used._replace(entries=0))
-            for look in looks
+            for look in self.looks
             for i, (pages, used) in enumerate(look)
         ]
-        self.used = looks[0][0][1]
+        self.used = self.looks[0][0][1]
         expected, self.expected = self.expected, {}
         self.model.settle(seen, places, CLOCK.now, **expected)
 
@@ -186,8 +186,8 @@ class Machine(RuleBasedStateMachine):
         self.judge(who, space, tokens, self.stores[who].match(space, tokens))
 
     def judge(self, who: int, space: Space, tokens: tuple[int, ...], n: int) -> None:
-        here = self.model.stored if self.place.is_shared else self.seen(who)
-        self.model.found(who, space, tokens, n, CLOCK.now, here)
+        here = self.looks[0 if self.place.is_shared else who]
+        self.model.found(who, space, tokens, n, CLOCK.now, [pages for pages, _ in here])
 
     @rule(who=stores, prompt=prompts)
     def restore(self, who: int, prompt: Job | Like) -> None:
@@ -419,7 +419,7 @@ class Machine(RuleBasedStateMachine):
     def lose_power(self, moment: float, mode: str, seed: int) -> None:
         self.disks.lose_power(self.process, moment, mode, seed)
         self.stores = [self.start(2)]
-        self.model.lose_power(self.seen(0))
+        self.model.lose_power(self.stores[0].look()[0][0])
 
 
 def _together(looks: list[dict[Page, Facts]]) -> dict[Page, Facts]:
@@ -443,13 +443,12 @@ def run(place: Place, examples: int, steps: int = 30, **options: Any) -> None:
         run_state_machine_as_test(machine, settings=bounds)
 
 
-def play(place: Place, steps: Iterable[tuple[Any, ...]], **options: Any) -> None:
-    """Take given steps, each the name of a rule and its arguments; with these options of `Machine.open`."""
+def play(place: Place, steps: Iterable[tuple[Any, ...]]) -> None:
+    """Take given steps: each the name of a rule, and its arguments."""
     machine = type("At", (Machine,), {"place": place})()
     with driven_time():
         try:
-            machine.open(**{"limits": "none", "policy": "lru", "codec": "raw"} | options)
-            for name, *arguments in steps:
+            for name, *arguments in [("open", "none", "lru", "raw"), *steps]:
                 getattr(machine, name)(*arguments)
                 machine.what_is_stored_is_legal()
                 machine.stores_find_nothing_wrong()

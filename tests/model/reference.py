@@ -160,15 +160,29 @@ class Reference:
 
     # -- what lookups and restores find -------------------------------------------------------------------------------
 
-    def found(self, who: int, space: Space, tokens: tuple[int, ...], n: int, now: int, here: Collection[Page]) -> None:
-        """Judge that a store, to whose places these pages belong, has found the first `n` tokens."""
-        waiting = self.waiting.get(who, set())
-        known = {page for page in (*here, *waiting) if page.space == space}
+    def found(
+        self,
+        who: int,
+        space: Space,
+        tokens: tuple[int, ...],
+        n: int,
+        now: int,
+        here: Sequence[Mapping[Page, Facts]],
+    ) -> None:
+        """Judge that a store, with these pages in each of its locations, has found the first `n` tokens."""
+        here = [{page: facts for page, facts in pages.items() if page.space == space} for pages in here]
+        waiting = {page for page in self.waiting.get(who, ()) if page.space == space}
+        known = waiting.union(*here)
         alive = {page for page in known if not any(self.has_expired(one, now) for one in page.lineage)}
         promise(
             n <= longest(space, tokens, alive), "a lookup finds only what is stored, in its own space, and alive:", n
         )
-        certain = {page for page in known if all(self.is_certain(who, one, now) for one in page.lineage)}
+        certain = {
+            page
+            for pages in here
+            for page in (*pages, *waiting)
+            if all(self.is_certain(one, pages[one], now) if one in pages else one in waiting for one in page.lineage)
+        }
         if certain != known and not space.has_snapshots:
             # which of several siblings is found may depend on one that is not certain
             certain = {
@@ -183,11 +197,8 @@ class Reference:
             return False
         return max(facts.expires, self.used_at[page] + TTL) <= now
 
-    def is_certain(self, who: int, page: Page, now: int) -> bool:
-        """Whether each lookup of a store has to find a page. That it is in use may become known late."""
-        facts = self.stored.get(page)
-        if facts is None:
-            return page in self.waiting.get(who, ())
+    def is_certain(self, page: Page, facts: Facts, now: int) -> bool:
+        """Whether each lookup has to find a page of which a location has these facts. It may learn late of a use."""
         return page not in self.damaged and (facts.pinned or not facts.expires or facts.expires - TTL // 4 > now)
 
     def restored(self, space: Space, tokens: tuple[int, ...], n: int, states: Sequence[tuple[Page, bytes]]) -> None:

@@ -3,48 +3,28 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 
 import pytest
 
-from tests.attacks.power import shim
 from tests.model.machine import Place, run
-from tests.model.process import Disks, Processes
+from tests.model.process import Disks
 from tests.support.models import TORTURE
 from tests.support.places import place
 
 # examples, and steps of each: in a run of all tests, and in one of the attacks
 FAST = {"memory": (16, 20), "lmdb": (6, 15), "sqlite": (3, 15)}
-# the others at length in make torture only, until each of them has been seen to pass on many machines
-LONG = (
-    {"memory": (150, 40)}
-    if TORTURE == 1
-    else {
-        "memory": (150, 40),
-        "lmdb": (60, 30),
-        "sqlite": (40, 30),
-        "postgresql": (15, 30),
-        "valkey": (25, 30),
-        "s3": (15, 30),
-        "lmdb, sqlite": (30, 30),
-        "lmdb, valkey": (15, 30),
-        "lmdb, s3": (10, 30),
-    }
-)
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    with closing(Processes()) as started:
-        yield started
-
-
-@pytest.fixture
-def recorded(tmp_path) -> Iterator[Processes]:
-    """As `processes`, and what they write to files is recorded."""
-    with closing(Processes(shim(tmp_path))) as started:
-        yield started
+LONG = {
+    "memory": (150, 40),
+    "lmdb": (20, 30),
+    "sqlite": (15, 30),
+    "postgresql": (5, 30),
+    "valkey": (8, 30),
+    "s3": (5, 30),
+    "lmdb, sqlite": (5, 30),
+    "lmdb, valkey": (5, 30),
+    "lmdb, s3": (5, 30),
+}
 
 
 @pytest.fixture

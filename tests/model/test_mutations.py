@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import closing
+import itertools
+from collections.abc import Callable
 
 import pytest
 from hypothesis import Phase
 
 from prefixstore import StorageError
-from tests.attacks.power import shim
 from tests.model.machine import Machine, Place, play, run
 from tests.model.mutations import MUTATIONS, Mutation
-from tests.model.process import Disks, Processes
+from tests.model.process import Disks
 from tests.support.models import TORTURE
 
 EXAMPLES = 300
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    with closing(Processes()) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory) -> Iterator[Processes]:
-    """As `processes`, and what they write to files is recorded."""
-    with closing(Processes(shim(tmp_path_factory.mktemp("shim")))) as started:
-        yield started
 
 
 @pytest.fixture
@@ -36,16 +22,24 @@ def place_of(tmp_path, monkeypatch, request) -> Callable[[Mutation, str], Place]
     """What it takes to show a mutation; it is put in, if its name is given."""
 
     def of(mutation: Mutation, name: str = "") -> Place:
+        numbers = itertools.count()
+        urls = {"power": "lmdb://{root}/kv", "process": f"lmdb://{tmp_path}/{name}%d"}
+        url = urls.get(mutation.where, "memory://mutations")
+        near = ["memory:"] if mutation.where == "two" else []
+
+        def locations() -> Callable[[int], list[str]]:
+            all_ = [*near, url.replace("%d", str(next(numbers)))]
+            return lambda _: all_
+
+        place = Place(locations, is_shared=not near, **mutation.options)
         if mutation.where in ("memory", "two"):
             if name:
                 mutation.put_in(monkeypatch)
-            near = ["memory:"] if mutation.where == "two" else []
-            return Place(lambda: lambda _: [*near, "memory://mutations"], is_shared=not near)
+            return place
         processes = request.getfixturevalue("recorded" if mutation.where == "power" else "processes")
         processes.mutate(name)
-        if mutation.where == "power":
-            return Place(lambda: lambda _: ["lmdb://{root}/kv"], process=processes, disks=lambda: Disks(tmp_path))
-        return Place(lambda: lambda _: [f"lmdb://{tmp_path}/{name or 'sound'}"], process=processes)
+        disks = (lambda: Disks(tmp_path)) if mutation.where == "power" else None
+        return place._replace(process=processes, disks=disks)
 
     return of
 
@@ -60,9 +54,9 @@ KNOWN = [
 @pytest.mark.parametrize("name", KNOWN)
 def test_known_steps_show_a_fault(name, place_of):
     mutation = MUTATIONS[name]
-    play(place_of(mutation), mutation.steps, **mutation.options)
+    play(place_of(mutation), mutation.steps)
     with pytest.raises((AssertionError, StorageError), match=mutation.message):
-        play(place_of(mutation, name), mutation.steps, **mutation.options)
+        play(place_of(mutation, name), mutation.steps)
 
 
 @pytest.mark.attack
