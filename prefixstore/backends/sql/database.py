@@ -44,6 +44,8 @@ META, PAYLOADS, ROWS = TABLES = ("prefixstore_meta", "prefixstore_payloads", "pr
 PIECE_BYTES = 1 << 20
 # so many connections are kept open while they are not used
 IDLE = 5
+# those of a file that is gone, or of a parent: closing them would do harm
+_abandoned: list[deque[Any]] = []
 
 # SQLSTATE of PostgreSQL, or the beginning of one
 _STATES: tuple[tuple[str, type[StorageError]], ...] = (
@@ -322,6 +324,11 @@ class Database(Backend, Generic[D]):
     def after_fork(self) -> None:
         self._writing = threading.Lock()
         self._buffers = BufferPool(limit=None)
+
+    def abandon_idle(self) -> None:
+        """Use the idle connections no more, but leave them open."""
+        _abandoned.append(self.idle)
+        self.idle = deque()
 
     def close_idle(self) -> None:
         """Close the connections that nobody uses."""

@@ -287,6 +287,5 @@ class PostgreSQL(Database[_Connection]):
 
     def after_fork(self) -> None:
         super().after_fork()
-        # psycopg closes no connection of the parent
-        self.idle.clear()
+        self.abandon_idle()
         self._handle_lock = HandleLock()

@@ -49,8 +49,6 @@ OLDEST = (3, 35, 0)
 
 # held while a file is created, recognized or upgraded
 _opening = ForkLock()
-# idle connections whose file is gone, or that are a parent's: closing them would do harm
-_abandoned: list[deque[sqlite3.Connection]] = []
 
 
 class SQLite(Database[sqlite3.Connection]):
@@ -170,7 +168,7 @@ class SQLite(Database[sqlite3.Connection]):
             with self._handle_lock.exclusive():
                 if self._found()[0] != self._identity:
                     self._identity, self._size = None, 0
-                    self._abandon()
+                    self.abandon_idle()
             self.open()
             return
         if size < self._size:
@@ -179,10 +177,6 @@ class SQLite(Database[sqlite3.Connection]):
                 old.pop().close()
         # last: a thread that finds nothing to do must not take an old connection
         self._size = size
-
-    def _abandon(self) -> None:
-        _abandoned.append(self.idle)
-        self.idle = deque()
 
     # -- connections --------------------------------------------------------------------------------------------------
 
@@ -329,7 +323,7 @@ class SQLite(Database[sqlite3.Connection]):
     def after_fork_in_child(self) -> None:
         if not self._handle_lock.is_exclusive(self):
             # interrupts kept the fork from closing the connections
-            self._abandon()
+            self.abandon_idle()
         self._handle_lock.renew()
 
 
