@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import chain, groupby
+from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import psycopg
 from psycopg.abc import Buffer as Received
 from psycopg.adapt import Loader
@@ -24,6 +25,7 @@ from psycopg.pq import Format
 
 from prefixstore.backends.contract import Change, Costs, Range, Row, View
 from prefixstore.backends.sql.database import pieces_of
+from prefixstore.errors import UnavailableError
 from prefixstore.format.record import Buffer
 
 if TYPE_CHECKING:
@@ -170,8 +172,8 @@ class PostgreSQLView(View):
         self._receiving.add(driver)
         try:
             rows = self._received(driver, keys)
-            for position, pieces in groupby(rows, itemgetter(0)):
-                found = self._row_of(pieces)
+            for position, lines in groupby(rows, itemgetter(0)):
+                found = self._row_of(lines)
                 if position == len(keys):
                     # the end of the answer: a caller who asked for one payload does not ask for another
                     deque(rows, maxlen=0)
@@ -188,21 +190,22 @@ class PostgreSQLView(View):
             cursor.adapters.register_loader("bytea", _Shown)
             yield from cursor.stream(_PAYLOADS, {"keys": list(keys)}, binary=True)
 
-    def _row_of(self, pieces: Iterator[tuple[Any, ...]]) -> tuple[bytes, Buffer | None] | None:
+    def _row_of(self, lines: Iterator[tuple[Any, ...]]) -> tuple[bytes, Buffer | None] | None:
         """Value and payload of the row to which these lines belong: no more is received than belongs to it."""
-        _, value, has_payload, size, first = next(pieces)
-        if value is None or not has_payload:
-            return None if value is None else (bytes(value), None)
-        if not size:
-            return bytes(value), b""
-        payload, end = self._database.memory(size), 0
-        for data in chain((first,), map(itemgetter(-1), pieces)):
+        payload: npt.NDArray[np.uint8] | None = None
+        end = 0
+        # no piece is referred to for longer than it is copied: the next one takes its memory, which the CPU has cached
+        for _, value, has_payload, size, data in lines:
+            if value is None or not size:
+                return None if value is None else (bytes(value), b"" if has_payload else None)
+            if payload is None:
+                payload = self._database.memory(size)
             start, end = end, end + len(data)
             payload[start:end] = np.frombuffer(data, np.uint8)
             self.arrived = end
             if end >= size:
-                break
-        return bytes(value), payload.data
+                return bytes(value), payload.data
+        raise UnavailableError(f"{self._database.location}: the answer of the server ended in the middle of a payload")
 
     @property
     def used(self) -> int:
