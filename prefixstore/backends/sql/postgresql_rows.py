@@ -196,7 +196,7 @@ class PostgreSQLView(View):
         end = 0
         # no piece is referred to for longer than it is copied: the next one takes its memory, which the CPU has cached
         for _, value, has_payload, size, data in lines:
-            if value is None or not size:
+            if not (has_payload and size):
                 return None if value is None else (bytes(value), b"" if has_payload else None)
             if payload is None:
                 payload = self._database.memory(size)
