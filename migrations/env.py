@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from alembic import context
 
-from prefixstore.backends.sql.schema import METADATA, VERSION_TABLE
+from prefixstore.backends.sql.migrations import VERSION_TABLE
 
 connection = context.config.attributes.get("connection")
 if context.is_offline_mode():
@@ -16,9 +16,7 @@ if context.is_offline_mode():
         transactional_ddl=True,
     )
 else:
-    context.configure(
-        connection=connection, target_metadata=METADATA, version_table=VERSION_TABLE, transactional_ddl=True
-    )
+    context.configure(connection=connection, version_table=VERSION_TABLE, transactional_ddl=True)
 
 with context.begin_transaction():
     context.run_migrations()

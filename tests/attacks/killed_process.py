@@ -19,37 +19,39 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from tests.attacks.kill_workload import TASKS, Points, Report
 from tests.support import ROOT
+from tests.support.sql_rows import before_statements
 
 # beginnings of statements that change something
-CHANGES = ("INSERT", "UPDATE", "DELETE", "CREATE", "ALTER", "DROP", "COMMIT", "VACUUM", "PRAGMA wal_", "SET")
+CHANGES = ("INSERT", "UPDATE", "DELETE", "CREATE", "ALTER", "DROP", "COMMIT", "VACUUM", "PRAGMA wal_", "BEGIN; SET")
+
+
+# of a child, to its end
+_patches = ExitStack()
 
 
 def _points_at_statements(point: Points) -> None:
-    """Before each statement that writes; alembic's and SQLAlchemy's too."""
-    from sqlalchemy import Engine as SQLEngine
-    from sqlalchemy import event
+    """Before each statement that writes; Alembic's too."""
 
     def happens(statement: str) -> None:
         if statement.lstrip().startswith(CHANGES):
             point()
 
-    def watch(driver: Any, _: Any) -> None:
-        if isinstance(driver, sqlite3.Connection):
-            # rows are written through the driver, many by one call
-            driver.set_trace_callback(happens)
+    connect = sqlite3.connect
 
-    def about(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
-        if connection.dialect.name != "sqlite":
-            happens(statement)
+    def watched(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        driver = connect(*arguments, **options)
+        # many rows are written by one call
+        driver.set_trace_callback(happens)
+        return driver
 
-    event.listen(SQLEngine, "connect", watch)
-    event.listen(SQLEngine, "before_cursor_execute", about)
+    sqlite3.connect = watched
+    _patches.enter_context(before_statements(happens))
 
 
 def _points_at_commands(point: Points) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from sqlalchemy import Engine, event
 
 from prefixstore.backends.sql import migrations as migrate
 from prefixstore.engine.pages import open_pages
@@ -26,6 +25,7 @@ from tests.support.models import TORTURE
 from tests.support.places import SCHEMES, place
 from tests.support.postgres import database, until_alone
 from tests.support.revisions import LATER, OLD, a_later_version, write_old
+from tests.support.sql_rows import TERMINATE, before_statements
 from tests.support.timeouts import wait_for
 from tests.support.valkey import forget_lock
 
@@ -254,16 +254,11 @@ def test_a_killed_server_has_all_it_committed_and_its_clients_reconnect(killable
 def test_a_server_that_fails_during_opening_is_not_taken_for_another_application(new_database):
     location = new_database()
 
-    def cut(connection, cursor, statement, *_) -> None:
+    def cut(statement: str) -> None:
         if "version_num" in statement:
-            server = location.replace("+psycopg", "")
-            with psycopg.connect(server, autocommit=True) as other:
-                other.execute("SELECT pg_terminate_backend(%s, 5000)", (cursor.connection.info.backend_pid,))
+            with psycopg.connect(location.replace("+psycopg", ""), autocommit=True) as other:
+                other.execute(TERMINATE)
 
-    event.listen(Engine, "before_cursor_execute", cut)
-    try:
-        with pytest.raises(UnavailableError):
-            open_pages(location, max_bytes=1 << 24)
-    finally:
-        event.remove(Engine, "before_cursor_execute", cut)
+    with before_statements(cut), pytest.raises(UnavailableError):
+        open_pages(location, max_bytes=1 << 24)
     open_pages(location, max_bytes=1 << 24).close()

@@ -170,15 +170,15 @@ def test_temporary_tables_do_not_hide_ours(new_database):
         store.put(A)
         with store.backend.rows.connection() as connection:
             for name in ("meta", "rows", "payloads"):
-                connection.exec_driver_sql(
+                connection.execute(
                     f"CREATE TEMPORARY TABLE prefixstore_{name} AS SELECT * FROM public.prefixstore_{name} LIMIT 0"
                 )
         assert store.fetch(A) == 3
         assert store.put(B) == 3
         assert store.fetch(B) == 3
         with store.backend.rows.connection() as connection:
-            left = connection.exec_driver_sql("SELECT count(*) FROM pg_temp.prefixstore_rows").scalar_one()
-        assert left == 0
+            left = connection.execute("SELECT count(*) FROM pg_temp.prefixstore_rows").fetchone()
+        assert left == (0,)
 
 
 def test_functions_in_our_schema_are_not_called(new_database):

@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager, suppress
 
 import psycopg
 import pytest
-from sqlalchemy import event, make_url
+from sqlalchemy import make_url
 
 from prefixstore.backends.sql import postgresql
 from prefixstore.engine.pages import open_pages
@@ -19,6 +19,7 @@ from tests.support.models import TORTURE
 from tests.support.places import refusal
 from tests.support.postgres import Standby, private_server, server_program, small_disk_server, store_on
 from tests.support.proxy import Line
+from tests.support.sql_rows import before_statements, statements
 from tests.support.timeouts import wait_for
 
 READ_ONLY = {"read_only": True}
@@ -103,9 +104,8 @@ WORK = {
 
 def statements_of(store, work) -> int:
     """How many statements a piece of work sends."""
-    sent = []
-    event.listen(store.backend.rows.engine, "before_cursor_execute", lambda *_: sent.append(1))
-    work(store)
+    with statements() as sent:
+        work(store)
     return len(sent)
 
 
@@ -137,15 +137,15 @@ def test_a_session_that_is_ended_before_any_statement_costs_no_more_than_a_miss(
         with stored(url, A) as store:
             left = [k]
 
-            def end_before(*_, left=left):
-                left[0] -= 1
-                if left[0] == -1:
-                    session.execute(TERMINATE)
+            def end_before(statement, left=left):
+                if statement != TERMINATE:
+                    left[0] -= 1
+                    if left[0] == -1:
+                        session.execute(TERMINATE)
 
-            event.listen(store.backend.rows.engine, "before_cursor_execute", end_before)
-            WORK[name](store)
             # the next one finds a server that works
-            left[0] = -1
+            with before_statements(end_before):
+                WORK[name](store)
             assert store.match(A) in ((0, 12) if name in ("clear", "evict") else (12,))
             assert store.put(C) == 3
             assert store.fetch(C) == 3

@@ -9,8 +9,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+import psycopg
 import pytest
-from sqlalchemy import create_engine
 
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.invariants import violations
@@ -208,31 +208,31 @@ def test_opening_a_store_read_only_does_not_grow_its_file(tmp_path):
 
 
 def ask(connection, question: str) -> list[str]:
-    return [str(value) for value in connection.exec_driver_sql(question).one()]
+    return [str(value) for value in connection.execute(question).fetchone()]
 
 
 def test_a_session_keeps_the_durability_of_the_server(new_database):
     location = new_database()
-    engine = create_engine(location)
-    with closing(open_pages(location, max_bytes=1 << 24)) as backend:
+    with (
+        closing(open_pages(location, max_bytes=1 << 24)) as backend,
+        psycopg.connect(location.replace("+psycopg", "")) as plain,
+        backend.rows.connection() as ours,
+    ):
         settings = "SELECT " + ", ".join(
             f"current_setting('{name}')"
             for name in ("fsync", "synchronous_commit", "full_page_writes", "commit_delay", "wal_sync_method")
         )
-        with backend.rows.connection() as ours, engine.connect() as plain:
-            assert ask(ours, settings) == ask(plain, settings)
-            kinds = "SELECT DISTINCT relpersistence FROM pg_class WHERE relname LIKE 'prefixstore%%' AND relkind = 'r'"
-            # no table is left out of the server's log
-            assert ask(plain, kinds) == ["p"]
-    engine.dispose()
+        assert ask(ours, settings) == ask(plain, settings)
+        kinds = "SELECT DISTINCT relpersistence FROM pg_class WHERE relname LIKE 'prefixstore%' AND relkind = 'r'"
+        # no table is left out of the server's log
+        assert ask(plain, kinds) == ["p"]
 
 
 def test_a_flush_is_durable_in_postgresql_where_a_commit_is_not(new_database):
     location = new_database()
-    engine = create_engine(location, isolation_level="AUTOCOMMIT")
     behind = []
-    with engine.connect() as connection:
-        connection.exec_driver_sql(f'ALTER DATABASE "{engine.url.database}" SET synchronous_commit = off')
+    with psycopg.connect(location.replace("+psycopg", ""), autocommit=True) as connection:
+        connection.execute(f'ALTER DATABASE "{connection.info.dbname}" SET synchronous_commit = off')
         with closing(open_pages(location, max_bytes=1 << 24)) as backend:
             for n in range(30):
                 fill(backend, space(), [[n, 2, 3, 4]])
@@ -241,6 +241,5 @@ def test_a_flush_is_durable_in_postgresql_where_a_commit_is_not(new_database):
                 behind.append(ask(connection, flushed) == ["False"])
                 backend.sync()
                 assert ask(connection, flushed) == ["True"]
-    engine.dispose()
     # or the setting was not as it should be, and nothing was tested
     assert any(behind)

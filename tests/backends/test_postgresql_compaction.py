@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import contextmanager
 
 import pytest
-from sqlalchemy import text
 
 from prefixstore.backends.sql import compaction
 from prefixstore.backends.sql.postgresql import PostgreSQL
@@ -45,7 +44,7 @@ def churned(half_deleted):
 
 def between_steps(monkeypatch, work):
     """Call this in each transaction of a compaction before it commits, and after it."""
-    step, writing = compaction.Compaction._step, PostgreSQL.writing
+    step, writing = compaction._step, PostgreSQL.writing
 
     @contextmanager
     def writing_and_work(self):
@@ -54,13 +53,13 @@ def between_steps(monkeypatch, work):
             monkeypatch.setattr(PostgreSQL, "writing", writing)
             work("before")
 
-    def step_and_work(self, after):
+    def step_and_work(*arguments):
         monkeypatch.setattr(PostgreSQL, "writing", writing_and_work)
-        found = step(self, after)
+        found = step(*arguments)
         work("after")
         return found
 
-    monkeypatch.setattr(compaction.Compaction, "_step", step_and_work)
+    monkeypatch.setattr(compaction, "_step", step_and_work)
 
 
 @pytest.mark.slow
@@ -130,8 +129,8 @@ def test_while_somebody_reads_an_older_state_the_table_hardly_grows(churned):
         put(backend, *(row(number, SIZE) for number in range(100, 110)))
         kept = contents(backend)
     with opened(url) as backend, opened(url) as other, other.connection() as reader:
-        reader.exec_driver_sql("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-        reader.exec_driver_sql("SELECT count(*) FROM prefixstore_payloads").one()
+        reader.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        reader.execute("SELECT count(*) FROM prefixstore_payloads")
         before = backend.disk_bytes()
         assert backend.compact() == 0
         # by what is written between two or three vacuums, and not by all payloads
@@ -145,12 +144,12 @@ def test_only_the_owner_of_the_tables_can(churned):
     url, kept = churned
     with opened(url) as backend:
         with backend.connection() as connection:
-            connection.exec_driver_sql("DROP ROLE IF EXISTS compaction_guest")
-            connection.exec_driver_sql("CREATE ROLE compaction_guest LOGIN")
-            names = connection.exec_driver_sql(
-                "SELECT string_agg(tablename, ', ') FROM pg_tables WHERE tablename LIKE 'prefixstore_%%'"
-            ).scalar_one()
-            connection.execute(text(f"GRANT SELECT, INSERT, UPDATE, DELETE ON {names} TO compaction_guest"))
+            connection.execute("DROP ROLE IF EXISTS compaction_guest")
+            connection.execute("CREATE ROLE compaction_guest LOGIN")
+            names = connection.execute(
+                "SELECT string_agg(tablename, ', ') FROM pg_tables WHERE tablename LIKE 'prefixstore_%'"
+            ).fetchone()[0]
+            connection.execute(f"GRANT SELECT, INSERT, UPDATE, DELETE ON {names} TO compaction_guest")
         try:
             with (
                 opened(url.replace("postgres@", "compaction_guest@")) as guest,
@@ -159,8 +158,8 @@ def test_only_the_owner_of_the_tables_can(churned):
                 guest.compact()
         finally:
             with backend.connection() as connection:
-                connection.exec_driver_sql("DROP OWNED BY compaction_guest")
-                connection.exec_driver_sql("DROP ROLE compaction_guest")
+                connection.execute("DROP OWNED BY compaction_guest")
+                connection.execute("DROP ROLE compaction_guest")
         assert contents(backend) == kept
 
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from prefixstore.backends import open_backend
-from prefixstore.backends.sql import open_sql
-from prefixstore.backends.sql.postgresql_rows import PostgreSQLTurn
+from prefixstore.backends.sql import open_sql, postgresql
 from prefixstore.buffers import BufferPool
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
@@ -210,15 +209,15 @@ def test_a_lookup_is_few_round_trips_while_others_write(new_database, snapshots)
                 put_snapshots(writer, [number] * (3 * P), [3 * P])
             else:
                 writer.put([number] * (3 * P), 1)
-            with statements(backend.rows) as sent:
+            with statements() as sent:
                 assert match([number] * (3 * P)) == 3 * P
             assert len(sent) <= 8
             # and some that are not there
             writer.put([100 + number] * (3 * P), 1)
-            with statements(backend.rows) as sent:
+            with statements() as sent:
                 match([number] * P + [7] * P)
             assert len(sent) <= 8
-            with statements(backend.rows) as sent:
+            with statements() as sent:
                 match([number] * P + [7] * P)
             assert len(sent) == 1
 
@@ -243,14 +242,14 @@ def test_the_engine_continues_when_a_connection_drops_in_mid_write(new_database)
             new = new_page(buffers, 1, 2 * MIB)
             assert engine.announce(new)
             inner = engine._backend
-            write = PostgreSQLTurn.write
+            write = postgresql.write
 
-            def write_and_end(turn, changes):
-                write(turn, changes)
+            def write_and_end(*arguments):
+                write(*arguments)
                 end_others(other.rows)
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(PostgreSQLTurn, "write", write_and_end)
+                patch.setattr(postgresql, "write", write_and_end)
                 assert engine.commit([new]) == 0
             assert counters.group("dropped") == {"unavailable": 1}
             assert keys_of(inner) == set()

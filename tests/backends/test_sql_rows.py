@@ -12,15 +12,15 @@ from types import SimpleNamespace
 import numpy as np
 import psycopg
 import pytest
-from sqlalchemy import text
 
 from prefixstore.backends.contract import Range, Row
 from prefixstore.backends.sql import postgresql, postgresql_rows, sqlite, sqlite_rows
-from prefixstore.backends.sql.schema import APPLICATION_ID
+from prefixstore.backends.sql.database import APPLICATION_ID
 from prefixstore.errors import CorruptError, FullError, IncompatibleError, UnavailableError
 from prefixstore.format.record import FORMAT_VERSION
 from tests.support.sql_rows import (
     MIB,
+    before_statements,
     change,
     contents,
     delete,
@@ -70,7 +70,7 @@ def test_read_only_writes_nothing(url):
                         work()
                 reader.sync()
                 with reader.connection() as connection, pytest.raises(Exception, match=r"read-?only"):
-                    connection.execute(text("UPDATE prefixstore_meta SET format = 0"))
+                    connection.execute("UPDATE prefixstore_meta SET format = 0")
     with opened(url, read_only=True) as reader:
         assert keys_of(reader) == set(keys)
 
@@ -81,7 +81,7 @@ def test_a_sqlite_file_that_is_truncated_does_not_end_the_process(tmp_path, shar
         with opened(f"sqlite:///{tmp_path / 'kv.db'}") as backend:
             keys = put(backend, *(row(i, MIB) for i in range(8)))
             with backend.connection() as connection:
-                connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").all()
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             assert len(contents(backend)) == len(keys)
             # it is mapped: reading beyond its end would end this process
             os.truncate(tmp_path / "kv.db", int((tmp_path / "kv.db").stat().st_size * share))
@@ -96,7 +96,7 @@ def test_a_sqlite_file_that_is_truncated_does_not_end_the_process(tmp_path, shar
 
 
 def test_nothing_is_asked_for_nothing(url):
-    with opened(url) as backend, backend.view() as view, statements(backend) as sent:
+    with opened(url) as backend, backend.view() as view, statements() as sent:
         assert view.get([]) == view.ranges([]) == list(view.payloads([])) == []
     assert sent == []
 
@@ -105,8 +105,8 @@ def test_payloads_are_stored_in_pieces_of_a_mebibyte(url):
     with opened(url) as backend:
         put(backend, row(1, 3 * MIB + 5), row(2, 0))
         with backend.connection() as connection:
-            sizes = connection.execute(text("SELECT length(data) FROM prefixstore_payloads ORDER BY key, piece"))
-            assert sizes.scalars().all() == [MIB, MIB, MIB, 5]
+            sizes = connection.execute("SELECT length(data) FROM prefixstore_payloads ORDER BY key, piece")
+            assert sizes.fetchall() == [(MIB,), (MIB,), (MIB,), (5,)]
 
 
 def test_deleted_and_replaced_payloads_leave_nothing(url):
@@ -116,8 +116,8 @@ def test_deleted_and_replaced_payloads_leave_nothing(url):
         put(backend, (keys[1], b"value"))
         delete(backend, keys[2:])
         with backend.connection() as connection:
-            sizes = connection.execute(text("SELECT length(data) FROM prefixstore_payloads ORDER BY key, piece"))
-            assert sizes.scalars().all() == [5, MIB, MIB]
+            sizes = connection.execute("SELECT length(data) FROM prefixstore_payloads ORDER BY key, piece")
+            assert sizes.fetchall() == [(5,), (MIB,), (MIB,)]
         assert contents(backend) == {keys[0]: (b"value", b"short"), keys[1]: (b"value", row(1, 2 * MIB)[2])}
 
 
@@ -250,7 +250,7 @@ def test_each_question_is_one_round_trip(new_database):
             "what is used": lambda view: view.used > 30_000,
         }
         for what, ask in asked.items():
-            with statements(backend) as sent, backend.view() as view:
+            with statements() as sent, backend.view() as view:
                 assert ask(view), what
             assert len(sent) == 1, what
 
@@ -258,11 +258,11 @@ def test_each_question_is_one_round_trip(new_database):
 def test_a_commit_is_few_statements_however_many_rows_it_writes(new_database):
     with opened(new_database()) as backend:
         for n in (1, 300):
-            with statements(backend) as sent:
+            with statements() as sent:
                 put(backend, *(row(i) for i in range(n)))
             # its beginning, its turn, what there was, rows, pieces, the count, and its end
             assert len(sent) <= 8
-        with statements(backend) as sent:
+        with statements() as sent:
             delete(backend, [row(i)[0] for i in range(300)])
         assert len(sent) <= 7
 
@@ -279,14 +279,14 @@ def explained(backend, statement, parameters):
     """The plan of a statement."""
     with backend.connection() as connection:
         prefix = "EXPLAIN QUERY PLAN " if backend.is_local else "EXPLAIN "
-        return "\n".join(str(found[-1]) for found in connection.exec_driver_sql(prefix + statement, parameters))
+        return "\n".join(str(found[-1]) for found in connection.execute(prefix + statement, parameters))
 
 
 def test_every_statement_uses_an_index(url):
     with opened(url) as backend:
         keys = put(backend, *((b"r%06d" % i, bytes(1000), bytes(1000)) for i in range(3000)))
         with backend.connection() as connection:
-            connection.execute(text("ANALYZE"))
+            connection.execute("ANALYZE")
         if backend.is_local:
             ours = {
                 sqlite_rows._FORWARD: (keys[5], b"s", 10),
@@ -341,22 +341,19 @@ def test_a_connection_that_drops_between_the_statements_of_a_commit_leaves_nothi
     with opened(url) as backend, opened(url) as other:
         put(backend, row(1))
         before = contents(backend)
-        with statements(backend) as sent:
+        with statements() as sent:
             put(backend, row(1, 2 * MIB), row(2))
         for k in range(len(sent)):
             put(backend, row(1))
             delete(backend, [row(2)[0]])
             left = [k]
-            run = postgresql_rows.PostgreSQLTurn._run
 
-            def end_before(turn, *arguments, left=left, run=run):
+            def end_before(_, left=left):
                 left[0] -= 1
                 if left[0] == -1:
                     end_others(other)
-                run(turn, *arguments)
 
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(postgresql_rows.PostgreSQLTurn, "_run", end_before)
+            with before_statements(end_before):
                 try:
                     put(backend, row(1, 2 * MIB), row(2))
                 except UnavailableError:
@@ -459,7 +456,7 @@ def test_a_full_disk_is_an_error_that_leaves_no_trace(tmp_path):
     with opened(f"sqlite:///{tmp_path}/kv.db") as backend:
         keys = put(backend, row(1, MIB))
         with backend.connection() as connection:
-            connection.exec_driver_sql("PRAGMA max_page_count=200").all()
+            connection.execute("PRAGMA max_page_count=200").fetchall()
         with pytest.raises(FullError):
             put(backend, row(2, 4 * MIB))
         assert keys_of(backend) == set(keys)
@@ -486,7 +483,7 @@ def test_used_is_at_least_what_postgresql_reports(new_database):
                 ),
             )
             with backend.view() as view, backend.connection() as connection:
-                taken = connection.execute(text(sizes)).scalar()
+                taken = connection.execute(sizes).fetchone()[0]
                 print(n, n_key, n_value, n_payload, "rows:", taken, "of", view.used)
                 assert taken <= view.used
 

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sqlalchemy import BigInteger, Column, MetaData, SmallInteger
 
 from prefixstore.backends.sql import migrations as migrate
-from prefixstore.backends.sql import postgresql_tables, schema
+from prefixstore.backends.sql import postgresql_tables
 from prefixstore.engine.pages import open_pages
 from prefixstore.format.record import Usage
 from tests.support.pages import make_page
@@ -21,7 +20,7 @@ from tests.support.sql_rows import contents, opened
 NAMESPACE = bytes(range(32))
 # what the pages of `write_old` weigh
 SIZES = (700, 900, 0)
-OLD, LATER = schema.HEAD, "9001"
+OLD, LATER = migrate.HEAD, "9001"
 REVISION = f'''"""Columns, a table, and a count of what is there."""
 
 import sqlalchemy as sa
@@ -40,16 +39,11 @@ def upgrade():
 '''
 
 
-def later_tables() -> MetaData:
-    """The tables of the later version."""
-    tables = MetaData()
-    for table in schema.METADATA.sorted_tables:
-        table.to_metadata(tables)
-    added = [Column(name, SmallInteger, nullable=False, server_default="0") for name in ("one", "two", "three", "four")]
-    for column in added:
-        tables.tables["prefixstore_rows"].append_column(column)
-    tables.tables["prefixstore_meta"].append_column(Column("counted", BigInteger, nullable=False, server_default="0"))
-    return tables
+# the columns of the later version, as PostgreSQL describes them
+LATER_COLUMNS = {
+    *(("prefixstore_rows", f"{name} smallint NOT NULL with a default") for name in ("one", "two", "three", "four")),
+    ("prefixstore_meta", "counted bigint NOT NULL with a default"),
+}
 
 
 @contextmanager
@@ -61,9 +55,8 @@ def a_later_version(directory: Path) -> Iterator[None]:
         (migrations / "versions" / f"r{LATER}_later.py").write_text(REVISION)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(migrate, "migrations_directory", lambda: migrations)
-        patch.setattr(schema, "REVISIONS", (*schema.REVISIONS, LATER))
-        patch.setattr(schema, "HEAD", LATER)
-        patch.setattr(postgresql_tables, "METADATA", later_tables())
+        patch.setattr(migrate, "HEAD", LATER)
+        patch.setattr(postgresql_tables, "COLUMNS", postgresql_tables.COLUMNS | LATER_COLUMNS)
         yield
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
 import numpy as np
-from sqlalchemy import event, text
+import psycopg
+import pytest
 
 from prefixstore.backends.contract import Range
 from prefixstore.backends.sql import open_sql, postgresql_rows
@@ -66,30 +68,40 @@ def contents(backend):
 
 
 @contextmanager
-def statements(backend) -> Iterator[list[str]]:
-    """What is sent to the database in the block."""
-    sent = []
+def before_statements(work) -> Iterator[None]:
+    """Call this with each statement that is about to be sent to a PostgreSQL server in the block."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("execute", "executemany", "stream"):
+            real = getattr(psycopg.Cursor, name)
 
-    def note(connection, cursor, statement, parameters, context, executemany):
-        sent.append(statement)
+            def told(cursor, statement, *arguments, real=real, **options):
+                work(statement)
+                return real(cursor, statement, *arguments, **options)
 
-    event.listen(backend.engine, "before_cursor_execute", note)
-    try:
+            patch.setattr(psycopg.Cursor, name, told)
+        yield
+
+
+@contextmanager
+def statements() -> Iterator[list[str]]:
+    """What is sent to PostgreSQL servers in the block."""
+    sent: list[str] = []
+    with before_statements(sent.append):
         yield sent
-    finally:
-        event.remove(backend.engine, "before_cursor_execute", note)
 
 
 def change(backend, statement: str, **parameters: Any) -> None:
     """Something that no store of ours does to its tables."""
-    with backend.writing() as connection:
-        connection.execute(text(statement), parameters)
+    if not backend.is_local:
+        statement = re.sub(r":(\w+)", r"%(\1)s", statement)
+    with backend.writing() as driver:
+        driver.execute(statement, parameters)
 
 
 def end_others(backend):
     """End all other sessions in a PostgreSQL database."""
-    with backend.connection() as connection:
-        connection.execute(text(TERMINATE)).all()
+    with backend.connection() as driver:
+        driver.execute(TERMINATE)
 
 
 def require_intact(backend):
@@ -100,9 +112,9 @@ def require_intact(backend):
         "(SELECT coalesce(sum(length(data)), 0) FROM prefixstore_payloads AS pieces WHERE pieces.key = stored.key)"
     )
     orphans = "SELECT count(*) FROM prefixstore_payloads WHERE key NOT IN (SELECT key FROM prefixstore_rows)"
-    with backend.connection() as connection:
-        assert connection.execute(text(wrong)).scalar_one() == 0
-        assert connection.execute(text(orphans)).scalar_one() == 0
+    with backend.connection() as driver:
+        assert driver.execute(wrong).fetchone() == (0,)
+        assert driver.execute(orphans).fetchone() == (0,)
         if not backend.is_local:
-            counted = connection.execute(text("SELECT bytes FROM prefixstore_meta")).scalar_one()
-            assert connection.exec_driver_sql(postgresql_rows._SUM).scalar_one() == counted
+            counted = driver.execute("SELECT bytes FROM prefixstore_meta").fetchone()
+            assert driver.execute(postgresql_rows.SUM).fetchone() == counted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prefixstore.backends.contract import Backend
 from prefixstore.backends.location import scheme_of
@@ -25,11 +25,15 @@ def open_sql(location: str, *, max_bytes: int, read_only: bool) -> Backend:
         If SQLAlchemy, Alembic or psycopg is not installed.
     """
     database = database_of(location, read_only=read_only)
-    database.open()
+    try:
+        database.open()
+    except BaseException:
+        database.close()
+        raise
     return database
 
 
-def database_of(location: str, *, read_only: bool) -> Database:
+def database_of(location: str, *, read_only: bool) -> Database[Any]:
     """The database that a location names; nothing is opened yet.
 
     Raises

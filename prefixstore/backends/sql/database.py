@@ -1,25 +1,26 @@
-"""What the two SQL databases have in common: connections, turns, retries, memory, and the translation of errors."""
+"""What the two SQL databases have in common: connections, turns, the revision, memory, the translation of errors."""
 
 from __future__ import annotations
 
-import sqlite3
 import threading
-import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import TypeVar
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import URL, Connection, Engine
+from sqlalchemy import URL
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError
 
 from prefixstore.backends import refusals
-from prefixstore.backends.contract import Backend, ConflictError
+from prefixstore.backends.contract import Backend, Change, ConflictError
 from prefixstore.backends.handle_lock import HandleLock
+from prefixstore.backends.sql import migrations
+from prefixstore.backends.sql.migrations import VERSION_TABLE
 from prefixstore.buffers import BufferPool
 from prefixstore.errors import (
     CorruptError,
@@ -30,12 +31,22 @@ from prefixstore.errors import (
     StorageError,
     UnavailableError,
 )
+from prefixstore.format.record import FORMAT_VERSION
 
-__all__ = ["Database", "again", "parse_url", "translate", "translated"]
+__all__ = ["APPLICATION_ID", "PIECE_BYTES", "TABLES", "Database", "parse_url", "pieces_of", "translate"]
 
-T = TypeVar("T")
-# a connection that the server has closed is known to be dead within so many seconds
-AT_ONCE = 1.0
+MAGIC = "prefixstore"
+# of a SQLite file, in its header: "pfxs"
+APPLICATION_ID = 0x70667873
+# their names begin with ``prefixstore_``, because a PostgreSQL database may hold the tables of others as well
+META, PAYLOADS, ROWS = TABLES = ("prefixstore_meta", "prefixstore_payloads", "prefixstore_rows")
+# a payload is stored in pieces of this size: no row is huge, and a piece stays in the CPU's cache while it is copied
+PIECE_BYTES = 1 << 20
+# so many connections are kept open while they are not used
+IDLE = 5
+# those of a file that is gone, or of a parent: closing them would do harm
+_abandoned: list[deque[Any]] = []
+
 # SQLSTATE of PostgreSQL, or the beginning of one
 _STATES: tuple[tuple[str, type[StorageError]], ...] = (
     ("53100", FullError),
@@ -83,8 +94,8 @@ def parse_url(location: str) -> URL:
 
 
 def translate(error: Exception, where: str) -> StorageError:
-    """Translate a database error into a prefixstore error."""
-    cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+    """Translate an error of a driver, or one that SQLAlchemy has made of it, into a prefixstore error."""
+    cause = getattr(error, "orig", None) or error
     text = " ".join(str(cause).split())
     state = getattr(cause, "sqlstate", None) or ""
     for beginning, kind in _STATES:
@@ -97,40 +108,35 @@ def translate(error: Exception, where: str) -> StorageError:
     return UnavailableError(f"{where}: {text}")
 
 
-@contextmanager
-def translated(where: str) -> Iterator[None]:
-    """Translate the database errors of the block into prefixstore errors."""
-    try:
-        yield
-    except (SQLAlchemyError, sqlite3.Error) as error:
-        raise translate(error, where) from error
+def pieces_of(changes: Sequence[Change]) -> Iterator[tuple[bytes, int, memoryview]]:
+    """Key, number and bytes of each piece of the payloads that are written; an empty payload has none."""
+    for change in changes:
+        if change.payload is not None:
+            view = memoryview(change.payload).cast("B")
+            for piece, start in enumerate(range(0, len(view), PIECE_BYTES)):
+                yield change.key, piece, view[start : start + PIECE_BYTES]
 
 
-def again(connection: Connection, work: Callable[[], T]) -> T:
-    """Do the first work on this connection; if the connection turns out to be dead, do it again on a new one.
+class Driver(Protocol):
+    """What a connection of either driver can do."""
 
-    Not if that took long to find out: a caller waits, and the next connection would not answer either.
-    """
-    started = time.monotonic()
-    try:
-        return work()
-    except DBAPIError as error:
-        if not error.connection_invalidated or time.monotonic() - started > AT_ONCE:
-            raise
-    # the server closed it while it was idle, or was restarted: SQLAlchemy reconnects
-    connection.rollback()
-    return work()
+    def execute(self, statement: str, /) -> Any: ...
+
+    def close(self) -> None: ...
 
 
-class Database(Backend):
+D = TypeVar("D", bound=Driver)
+
+
+class Database(Backend, Generic[D]):
     """Rows in one database, and the connections to it.
 
     All connections are in autocommit mode; a transaction begins with a BEGIN that is sent here. So everything that is
     sent is visible here: the drivers would begin transactions of their own otherwise.
     """
 
-    # what begins a transaction that writes
-    BEGIN: str
+    # what the driver raises, and SQLAlchemy in a migration
+    ERRORS: ClassVar[tuple[type[Exception], ...]]
 
     def __init__(self, location: str, *, read_only: bool) -> None:
         self._location = location
@@ -139,32 +145,26 @@ class Database(Backend):
         self._handle_lock = HandleLock()
         self._writing = threading.Lock()
         self._buffers = BufferPool(limit=None)
-        self._engine = self.connect()
+        # the one that was used last is taken first: its caches are warm
+        self.idle: deque[D] = deque()
 
     @property
     def location(self) -> str:
         return self._location
 
-    @abstractmethod
-    def connect(self) -> Engine:
-        """A new pool of connections."""
-
-    @property
-    def engine(self) -> Engine:
-        """The pool of connections."""
-        return self._engine
-
-    def open(self) -> None:
-        """Make sure that there is a store that this version can read. Closes everything if there is not."""
+    @contextmanager
+    def translated(self) -> Iterator[None]:
+        """Translate the database errors of the block into prefixstore errors."""
         try:
-            self.prepare()
-        except BaseException:
-            self.close()
-            raise
+            yield
+        except self.ERRORS as error:
+            raise translate(error, self.location) from error
+
+    # -- the schema ---------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def prepare(self) -> None:
-        """`open`, without cleanup on failure."""
+    def open(self) -> None:
+        """Make sure that there is a store that this version can read."""
 
     @abstractmethod
     def revision(self) -> str | None:
@@ -178,45 +178,131 @@ class Database(Backend):
     def statements(self, revision: str | None) -> str:
         """What `upgrade` runs on a schema of this revision, as text; empty if there is nothing to do."""
 
+    def require_head(self, revision: str | None) -> None:
+        """Raise the error that names the command to run, if this is not the revision that is needed.
+
+        Raises
+        ------
+        LocationError
+            If there is no store.
+        IncompatibleError
+            If its schema is older.
+        """
+        where = self.location
+        if revision is None:
+            raise LocationError(f'{where} holds no store; create one with: prefixstore migrate "{where}"')
+        if revision != migrations.HEAD:
+            raise IncompatibleError(
+                f"{where} has schema {revision}, this prefixstore needs {migrations.HEAD}; stop all writers and run: "
+                f'prefixstore migrate "{where}"'
+            )
+
+    def revision_of(self, driver: D, tables: Collection[str]) -> str | None:
+        """The revision of the schema, in a database that has these tables; None if they are not of a store.
+
+        Raises
+        ------
+        IncompatibleError
+            If the tables are another application's, or of a newer version.
+        """
+        found = [name in tables for name in (VERSION_TABLE, META)]
+        if not any(found):
+            return None
+        foreign = refusals.foreign(self.location, "tables")
+        if not all(found):
+            raise foreign
+        try:
+            revisions = driver.execute(f"SELECT version_num FROM {VERSION_TABLE}").fetchall()  # noqa: S608 - a constant
+            meta = driver.execute(f"SELECT magic, format FROM {META}").fetchall()  # noqa: S608 - a constant
+        except self.ERRORS as error:
+            # an unreachable server or a lock says nothing about the tables
+            if isinstance(translate(error, self.location), IncompatibleError):
+                raise foreign from None
+            raise
+        if [magic for magic, _ in meta] != [MAGIC] or len(revisions) != 1:
+            raise foreign
+        ((revision,),) = revisions
+        migrations.require_known(revision, self.location)
+        self.require_format(meta)
+        return str(revision)
+
+    def require_format(self, meta: Sequence[Any]) -> None:
+        """The last column of the row about the whole store, which must exist, has to be the format of this version.
+
+        Raises
+        ------
+        IncompatibleError
+            If it is not.
+        """
+        if len(meta) != 1:
+            raise IncompatibleError(f"{self.location} has {len(meta)} rows in {META}; it is not a store of prefixstore")
+        if meta[0][-1] != FORMAT_VERSION:
+            raise refusals.other_format(self.location, meta[0][-1], FORMAT_VERSION)
+
+    # -- connections --------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def connect(self) -> D:
+        """A new connection."""
+
+    @abstractmethod
+    def reset(self, driver: D) -> bool:
+        """End the transaction of a connection, if it is in one; whether it can be used again."""
+
     @contextmanager
-    def connection(self) -> Iterator[Connection]:
-        """A connection out of the pool; what is not committed on it when the block ends is rolled back."""
+    def using(self) -> Iterator[None]:
+        """In the block the location stays open."""
         with self._handle_lock.shared():
             if self._closed:
                 raise refusals.closed(self.location)
-            with translated(self.location):
-                connection = self._engine.connect()
-            try:
-                yield connection
-            finally:
-                with translated(self.location):
-                    connection.close()
+            yield
+
+    def take(self) -> D:
+        """An idle connection, or a new one."""
+        try:
+            return self.idle.pop()
+        except IndexError:
+            with self.translated():
+                return self.connect()
+
+    def give_back(self, driver: D, idle: deque[D]) -> None:
+        """Keep a connection for the next one who needs it, if it is sound and not too many are kept."""
+        with self.translated():
+            if self.reset(driver) and idle is self.idle and len(idle) < IDLE:
+                idle.append(driver)
+            else:
+                driver.close()
 
     @contextmanager
-    def writing(self) -> Iterator[Connection]:
-        """A connection in a transaction, one at a time in this process; committed unless the block raises."""
+    def connection(self) -> Iterator[D]:
+        """A connection; what is not committed on it when the block ends is rolled back."""
+        with self.using():
+            idle = self.idle
+            driver = self.take()
+            try:
+                yield driver
+            finally:
+                self.give_back(driver, idle)
+
+    def require_writable(self) -> None:
+        """Refuse to write to a location that was opened read-only. Raises `UnavailableError`."""
         if self.read_only:
             raise refusals.read_only(self.location)
-        with self.connection() as connection, self._writing:
-            try:
-                with translated(self.location):
-                    self.begin(connection)
-                yield connection
-                with translated(self.location):
-                    connection.exec_driver_sql("COMMIT")
-            except FullError:
-                # SQLite has mostly done that itself
-                with suppress(SQLAlchemyError):
-                    connection.exec_driver_sql("ROLLBACK")
-                self.after_full(connection)
-                raise
 
-    def begin(self, connection: Connection) -> None:
+    @contextmanager
+    def writing(self) -> Iterator[D]:
+        """A connection in a transaction, one at a time in this process; committed unless the block raises."""
+        self.require_writable()
+        with self.connection() as driver, self._writing:
+            with self.translated():
+                self.begin(driver)
+            yield driver
+            with self.translated():
+                driver.execute("COMMIT")
+
+    @abstractmethod
+    def begin(self, driver: D) -> None:
         """Begin a transaction that writes."""
-        connection.exec_driver_sql(self.BEGIN)
-
-    def after_full(self, connection: Connection) -> None:
-        """Free disk space after a transaction that found none."""
 
     def memory(self, size: int) -> npt.NDArray[np.uint8]:
         """Reused memory for a payload: it is free once nothing refers to it. Fresh memory is slower by half.
@@ -235,25 +321,26 @@ class Database(Backend):
         weakref.finalize(array, buffer.release).atexit = False
         return array
 
-    @abstractmethod
-    def disk_bytes(self) -> int:
-        """The size of the files or tables."""
-
-    def compact(self, *, erase: bool = False) -> int:
-        before = self.disk_bytes()
-        self.rewrite(erase=erase)
-        return max(before - self.disk_bytes(), 0)
-
-    @abstractmethod
-    def rewrite(self, *, erase: bool) -> None:
-        """`compact`, without the number of bytes."""
-
     def after_fork(self) -> None:
         self._writing = threading.Lock()
         self._buffers = BufferPool(limit=None)
+
+    def abandon_idle(self) -> None:
+        """Use the idle connections no more, but leave them open."""
+        _abandoned.append(self.idle)
+        self.idle = deque()
+
+    def close_idle(self) -> None:
+        """Close the connections that nobody uses."""
+        while self.idle:
+            try:
+                driver = self.idle.pop()
+            except IndexError:
+                return
+            driver.close()
 
     def close(self) -> None:
         """Close all connections once none is in use."""
         with self._handle_lock.exclusive():
             self._closed = True
-            self._engine.dispose()
+            self.close_idle()

@@ -3,36 +3,39 @@
 from __future__ import annotations
 
 import io
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from prefixstore.backends import refusals
 from prefixstore.backends.sql import database_of, extra_needed
 from prefixstore.errors import IncompatibleError, LocationError
 
 with extra_needed("sql"):
     from alembic import command
     from alembic.config import Config
-    from sqlalchemy import Connection, inspect, select, text
-    from sqlalchemy.exc import SQLAlchemyError
-
-    from prefixstore.backends.sql import schema
-    from prefixstore.backends.sql.database import translate
-    from prefixstore.backends.sql.schema import MAGIC, META, VERSION_TABLE
+    from alembic.script import ScriptDirectory
+    from alembic.util import CommandError
+    from sqlalchemy import Connection, create_engine
+    from sqlalchemy.pool import StaticPool
 
 __all__ = [
+    "HEAD",
+    "VERSION_TABLE",
     "Status",
     "check",
-    "is_head",
     "migrations_directory",
-    "require_head",
-    "revision_of",
+    "require_known",
     "sql_between",
+    "transaction",
     "upgrade",
     "upgrade_connection",
     "upgrade_sql",
 ]
+
+# the newest revision; a test compares it with the files in migrations/versions
+HEAD = "3"
+VERSION_TABLE = "prefixstore_schema"
 
 
 def migrations_directory() -> Path:
@@ -50,105 +53,58 @@ def migrations_directory() -> Path:
     raise LocationError(f"{package / 'migrations'} is missing: reinstall prefixstore")
 
 
-def _config(buffer: io.StringIO | None = None) -> Config:
-    config = Config(output_buffer=buffer) if buffer is not None else Config()
+def _config(output: io.StringIO | None = None, **attributes: Any) -> Config:
+    config = Config(output_buffer=output, attributes=attributes)
     # percent signs are escapes in the configuration
     config.set_main_option("script_location", str(migrations_directory()).replace("%", "%%"))
     return config
 
 
-def revision_of(connection: Connection, where: str) -> str | None:
-    """The revision of the schema on a connection; None if it has none of the tables.
+def require_known(revision: str, where: str) -> None:
+    """Refuse a revision that is not one of ours: it is that of a newer version.
 
     Raises
     ------
     IncompatibleError
-        If the tables are another application's, or of a newer version.
+        If it is.
     """
-    tables = inspect(connection)
-    found = [tables.has_table(name) for name in (VERSION_TABLE, META.name)]
-    if not any(found):
-        return None
-    foreign = refusals.foreign(where, "tables")
-    if not all(found):
-        raise foreign
+    if revision == HEAD:
+        return
     try:
-        revisions = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalars().all()  # noqa: S608 - a constant
-        meta = connection.execute(select(META.c.magic, META.c.format)).all()
-    except SQLAlchemyError as error:
-        # an unreachable server or a lock says nothing about the tables
-        if isinstance(translate(error, where), IncompatibleError):
-            raise foreign from None
-        raise
-    if [row.magic for row in meta] != [MAGIC] or len(revisions) != 1:
-        raise foreign
-    if revisions[0] in schema.UNRELEASED:
+        ScriptDirectory.from_config(_config()).get_revision(revision)
+    except CommandError:
         raise IncompatibleError(
-            f"{where} was written by a development version of prefixstore (schema {revisions[0]}); delete it, or "
-            "choose another location"
-        )
-    if revisions[0] not in schema.REVISIONS:
-        raise IncompatibleError(
-            f"{where} has schema {revisions[0]}, this prefixstore knows up to {schema.HEAD}; upgrade "
-            "prefixstore, or choose another location"
-        )
-    schema.require_format(meta, where)
-    return str(revisions[0])
+            f"{where} has schema {revision}, this prefixstore knows up to {HEAD}; upgrade prefixstore, or choose "
+            "another location"
+        ) from None
 
 
-def is_head(revision: str | None) -> bool:
-    """Whether this is the newest revision."""
-    return revision == schema.HEAD
-
-
-def require_head(revision: str | None, where: str) -> None:
-    """Raise the error that names the command to run, if this is not the revision that is needed.
-
-    Raises
-    ------
-    LocationError
-        If there is no store.
-    IncompatibleError
-        If its schema is older.
-    """
-    if revision is None:
-        raise LocationError(f'{where} holds no store; create one with: prefixstore migrate "{where}"')
-    if revision != schema.HEAD:
-        raise IncompatibleError(
-            f"{where} has schema {revision}, this prefixstore needs {schema.HEAD}; stop all writers and run: "
-            f'prefixstore migrate "{where}"'
-        )
+@contextmanager
+def transaction(driver: Any, dialect: str, begin: str, **options: Any) -> Iterator[Connection]:
+    """A transaction on a connection of a driver, for `upgrade_connection`. Alembic leaves it to us to commit it."""
+    engine = create_engine(f"{dialect}://", creator=lambda: driver, poolclass=StaticPool, **options)
+    with engine.connect() as connection:
+        connection.exec_driver_sql(begin)
+        yield connection
+        connection.exec_driver_sql("COMMIT")
 
 
 def upgrade_connection(connection: Connection) -> None:
     """Bring the schema to `HEAD` within the transaction that is open on a connection."""
-    config = _config()
-    config.attributes["connection"] = connection
-    command.upgrade(config, "head")
+    command.upgrade(_config(connection=connection), "head")
 
 
 def sql_between(revision: str | None, dialect: str) -> str:
     """The statements that bring a schema of this revision to `HEAD`; empty if it is there."""
-    if revision == schema.HEAD:
+    if revision == HEAD:
         return ""
-    buffer = io.StringIO()
-    config = _config(buffer)
-    config.attributes["dialect"] = dialect
-    command.upgrade(config, f"{revision or 'base'}:head", sql=True)
-    return buffer.getvalue()
+    output = io.StringIO()
+    command.upgrade(_config(output, dialect=dialect), f"{revision or 'base'}:head", sql=True)
+    return output.getvalue()
 
 
-@dataclass(frozen=True)
-class Status:
-    """The schema of a store.
-
-    Attributes
-    ----------
-    revision
-        The revision of the store; None if there is no store yet.
-    head
-        The revision that this version of prefixstore needs.
-    """
+class Status(NamedTuple):
+    """The revision that a store has, None if there is no store yet, and the one that this version needs."""
 
     revision: str | None
     head: str
@@ -168,7 +124,7 @@ def check(url: str) -> Status:
         If the database cannot be opened, or is another application's or of a newer version.
     """
     with closing(database_of(url, read_only=True)) as database:
-        return Status(database.revision(), schema.HEAD)
+        return Status(database.revision(), HEAD)
 
 
 def upgrade(url: str) -> Status:

@@ -1,31 +1,30 @@
 """A store in a PostgreSQL database.
 
-A view sends nothing until it is read, and each read is one statement that commits by itself. As such a read depends on
-nothing before it, it is sent again on a new connection if the server has closed the old one.
+A view sends nothing until it is read, and each read is one statement that commits by itself. So does an update: what it
+reads does not change, because it is its turn to write, and what it writes is sent when it ends.
 """
 
 from __future__ import annotations
 
+import selectors
 import time
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import psycopg
-from sqlalchemy import Connection, Engine, create_engine, event
+from psycopg.pq import TransactionStatus
+from sqlalchemy.dialects.postgresql.psycopg import dialect
+from sqlalchemy.exc import SQLAlchemyError
 
-from prefixstore.backends import refusals
 from prefixstore.backends.contract import Draft, View
 from prefixstore.backends.handle_lock import HandleLock
 from prefixstore.backends.location import require_plain_password, without_password
-from prefixstore.backends.sql.compaction import Compaction
-from prefixstore.backends.sql.database import Database, again, parse_url, translated
-from prefixstore.backends.sql.idle_pool import IdlePool
-from prefixstore.backends.sql.migrations import is_head, require_head, revision_of, sql_between, upgrade_connection
-from prefixstore.backends.sql.postgresql_rows import COSTS, PostgreSQLTurn, PostgreSQLView
-from prefixstore.backends.sql.postgresql_tables import SET_SEARCH_PATH, require_our_columns, require_plain_tables
-from prefixstore.backends.sql.schema import APPLICATION_ID, METADATA
-from prefixstore.backends.sql.streaming import Cursor, StreamedCursor, StreamingConnection
+from prefixstore.backends.sql import migrations
+from prefixstore.backends.sql.compaction import compact
+from prefixstore.backends.sql.database import APPLICATION_ID, TABLES, Database, parse_url
+from prefixstore.backends.sql.postgresql_rows import COSTS, COUNT_AGAIN, META_ROW, PostgreSQLView, write
+from prefixstore.backends.sql.postgresql_tables import SET_SEARCH_PATH, plain_tables, require_our_columns
 from prefixstore.errors import InvalidParameterError, LocationError
 
 __all__ = ["PostgreSQL"]
@@ -43,11 +42,8 @@ LONGEST_POLL = 0.5
 # of the advisory lock under which the schema changes
 UPGRADE_LOCK = APPLICATION_ID
 
-# of a forked child's parent: never closed, because that would end the parent's sessions
-_inherited: list[Engine] = []
 
-
-class _Connection(StreamingConnection):
+class _Connection(psycopg.Connection[Any]):
     """A connection that is dropped when the server is silent for too long."""
 
     silence: float | None = SILENT_READING
@@ -81,31 +77,14 @@ def _heard(gen: Generator[Any, Any, Any], silence: float) -> Generator[Any, Any,
         return end.value
 
 
-def _connected(options: dict[str, Any]) -> _Connection:
-    """A new connection, which finds names in one schema only."""
-    connection = _Connection.connect(**options)
-    connection.server_cursor_factory = StreamedCursor  # type: ignore[assignment] # it takes the same parameters
-    try:
-        connection.autocommit = True
-        connection.execute(SET_SEARCH_PATH)
-        connection.autocommit = False
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+def _is_over(driver: _Connection) -> bool:
+    """Whether the server has closed an idle connection: there is something to read where nothing was asked."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(driver, selectors.EVENT_READ)
+        return bool(selector.select(0))
 
 
-def _driver(connection: Connection) -> _Connection:
-    driver = connection.connection.driver_connection
-    assert isinstance(driver, _Connection)
-    return driver
-
-
-def _accept_silence(connection: Connection, seconds: float | None) -> None:
-    _driver(connection).silence = seconds
-
-
-class PostgreSQL(Database):
+class PostgreSQL(Database[_Connection]):
     """Rows in a PostgreSQL database.
 
     Parameters
@@ -126,166 +105,197 @@ class PostgreSQL(Database):
         If the server cannot be reached.
     """
 
-    BEGIN = "BEGIN"
+    ERRORS = (psycopg.Error, SQLAlchemyError)
 
     def __init__(self, location: str, *, read_only: bool) -> None:
         require_plain_password(location)
         url = parse_url(location)
         if url.drivername not in ("postgresql", "postgres", "postgresql+psycopg", "postgres+psycopg"):
             raise InvalidParameterError("location: unknown driver; pass postgresql+psycopg://user@host/db (psycopg 3)")
-        self._url = url.set(drivername="postgresql+psycopg")
-        super().__init__(without_password(self._url.render_as_string(hide_password=True)), read_only=read_only)
-
-    def prepare(self) -> None:
-        require_head(self.revision(), self.location)
-
-    def revision(self) -> str | None:
-        with self.connection() as connection, translated(self.location):
-            return self._revision(connection)
-
-    def _revision(self, connection: Connection) -> str | None:
-        """The revision of tables that are as the migrations made them."""
-        require_plain_tables(connection, self.location)
-        revision = revision_of(connection, self.location)
-        if is_head(revision):
-            require_our_columns(connection, self.location)
-        return revision
-
-    def upgrade(self) -> None:
-        with self.writing() as connection, translated(self.location):
-            connection.exec_driver_sql(f"SELECT pg_catalog.pg_advisory_xact_lock({UPGRADE_LOCK})").all()
-            # another process may have been faster
-            if not is_head(self._revision(connection)):
-                _accept_silence(connection, None)
-                upgrade_connection(connection)
-
-    def statements(self, revision: str | None) -> str:
-        return sql_between(revision, "postgresql")
-
-    def connect(self) -> Engine:
-        given = self._url.query
-        options = given.get("options", "")
+        url = url.set(drivername="postgresql+psycopg")
+        super().__init__(without_password(url.render_as_string(hide_password=True)), read_only=read_only)
         settings = {
             "lock_timeout": f"{LOCK_SECONDS}s",
             "idle_in_transaction_session_timeout": f"{IDLE_SECONDS}s",
-            "default_transaction_read_only": "on" if self.read_only else "off",
+            "default_transaction_read_only": "on" if read_only else "off",
         }
-        ours = " ".join(f"-c {name}={value}" for name, value in settings.items())
-        defaults: dict[str, Any] = {"connect_timeout": CONNECT_SECONDS, "application_name": "prefixstore"}
-        arguments = {name: value for name, value in defaults.items() if name not in given}
-        arguments |= {"cursor_factory": Cursor, "options": f"{options} {ours}".strip()}
-        engine = create_engine(
-            self._url,
-            connect_args=arguments,
-            isolation_level="AUTOCOMMIT",
-            use_native_hstore=False,
-            poolclass=IdlePool,
-            hide_parameters=True,
-        )
-        event.listen(engine, "do_connect", lambda _dialect, _record, _, options: _connected(options))
-        return engine
+        given = dialect().create_connect_args(url)[1]  # type: ignore[no-untyped-call] # SQLAlchemy does not annotate it
+        defaults = {"connect_timeout": CONNECT_SECONDS, "application_name": "prefixstore", "options": ""}
+        self._options: dict[str, Any] = defaults | given
+        self._options["options"] += "".join(f" -c {name}={value}" for name, value in settings.items())
+
+    # -- the schema ---------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        self.require_head(self.revision())
+
+    def revision(self) -> str | None:
+        with self.connection() as driver, self.translated():
+            return self._revision(driver)
+
+    def _revision(self, driver: _Connection) -> str | None:
+        """The revision of tables that are as the migrations made them."""
+        revision = self.revision_of(driver, plain_tables(driver, self.location))
+        if revision == migrations.HEAD:
+            require_our_columns(driver, self.location)
+        return revision
+
+    def upgrade(self) -> None:
+        with (
+            self.connection() as driver,
+            self.translated(),
+            migrations.transaction(driver, "postgresql+psycopg", "BEGIN", use_native_hstore=False) as connection,
+        ):
+            driver.silence = SILENT_WRITING
+            driver.execute(f"SELECT pg_catalog.pg_advisory_xact_lock({UPGRADE_LOCK})")
+            # another process may have been faster
+            if self._revision(driver) != migrations.HEAD:
+                driver.silence = None
+                migrations.upgrade_connection(connection)
+
+    def statements(self, revision: str | None) -> str:
+        return migrations.sql_between(revision, "postgresql")
+
+    # -- connections --------------------------------------------------------------------------------------------------
+
+    def connect(self) -> _Connection:
+        driver = _Connection.connect(autocommit=True, **self._options)
+        try:
+            # it finds names in one schema only
+            driver.execute(SET_SEARCH_PATH)
+        except BaseException:
+            driver.close()
+            raise
+        return driver
+
+    def take(self) -> _Connection:
+        driver = super().take()
+        while _is_over(driver):
+            driver.close()
+            driver = super().take()
+        # the one that used it before may have accepted more
+        driver.silence = SILENT_READING
+        return driver
+
+    def reset(self, driver: _Connection) -> bool:
+        status = driver.info.transaction_status
+        if status in (TransactionStatus.INTRANS, TransactionStatus.INERROR):
+            driver.rollback()
+        elif driver.closed:
+            self.close_idle()
+        return driver.info.transaction_status == TransactionStatus.IDLE
+
+    def ask(
+        self, statement: str, parameters: dict[str, Any] | None = None, *, is_again: bool = False
+    ) -> list[tuple[Any, ...]]:
+        """The rows that a statement returns; it is sent again, once, if the server turns out to have closed the connection.
+
+        Not if it is silent: a caller waits, and would wait as long again.
+        """
+        with self.connection() as driver, self.translated():
+            try:
+                return driver.execute(statement, parameters, binary=True).fetchall()
+            except psycopg.OperationalError as error:
+                if is_again or not driver.closed or isinstance(error, _SilenceError):
+                    raise
+        return self.ask(statement, parameters, is_again=True)
+
+    def begin(self, driver: _Connection) -> None:
+        driver.execute("BEGIN")
+        # what follows may wait for a lock
+        driver.silence = SILENT_WRITING
 
     @contextmanager
-    def connection(self) -> Iterator[Connection]:
-        with super().connection() as connection:
-            # the one that used it before may have accepted more
-            _accept_silence(connection, SILENT_READING)
-            try:
-                yield connection
-            finally:
-                if not connection.invalidated and _driver(connection).streamed is not None:
-                    # the caller who asked for payloads has lost interest
-                    connection.invalidate()
+    def turn(self) -> Iterator[tuple[_Connection, int]]:
+        """A transaction in which nobody else writes, and what all rows weigh."""
+        with self.writing() as driver:
+            with self.translated():
+                meta = driver.execute(f"{META_ROW} FOR UPDATE").fetchall()
+            self.require_format(meta)
+            yield driver, meta[0][0]
+
+    # -- the contract of a backend ------------------------------------------------------------------------------------
 
     @contextmanager
     def view(self) -> Iterator[View]:
-        with self.connection() as connection:
-            yield PostgreSQLView(self, connection)
+        with self.using(), closing(PostgreSQLView(self)) as view:
+            yield view
 
     @contextmanager
     def update(self) -> Iterator[Draft]:
-        with self.writing() as connection:
-            turn = PostgreSQLTurn(self, connection)
-            draft = Draft(turn, COSTS)
+        with self.turn() as (driver, total), closing(PostgreSQLView(self, total)) as view:
+            draft = Draft(view, COSTS)
             yield draft
-            turn.write(draft.changes)
-
-    def begin(self, connection: Connection) -> None:
-        # what follows may wait for a lock
-        again(connection, lambda: connection.exec_driver_sql(self.BEGIN))
-        _accept_silence(connection, SILENT_WRITING)
+            with self.translated():
+                write(driver, draft.changes, total)
 
     def sync(self) -> None:
         """The server flushes commits, unless configured not to; then one flushed commit flushes those before it."""
         if self.read_only:
             return
-        with self.connection() as connection, translated(self.location):
-            self.begin(connection)
-            connection.exec_driver_sql("SET LOCAL synchronous_commit = on")
+        with self.connection() as driver, self.translated():
+            driver.silence = SILENT_WRITING
             # a transaction that has written nothing is not flushed, whatever number it has
-            connection.exec_driver_sql(
-                "SELECT pg_catalog.pg_logical_emit_message(true, 'prefixstore'::text, ''::text)"
-            ).all()
-            connection.exec_driver_sql("COMMIT")
+            driver.execute(
+                "BEGIN; SET LOCAL synchronous_commit = on; "
+                "SELECT pg_catalog.pg_logical_emit_message(true, 'prefixstore'::text, ''::text); COMMIT"
+            )
 
-    def reclaim(self) -> None:
-        """Have the server vacuum the tables now."""
-        self._vacuum("VACUUM")
-
-    def rewrite(self, *, erase: bool) -> None:
+    def compact(self, *, erase: bool = False) -> int:
         """Rewrite payloads, some at a time, so that a vacuum can cut off the end of the table.
 
         With `erase` the server rewrites all tables, and all others wait; its log and its backups are not covered. Only
         the owner of the tables can do either. What was counted is counted again.
         """
+        self.require_writable()
+        before = self.disk_bytes()
         if erase:
-            self._vacuum_or_fail("VACUUM FULL", "deleted data is still in the files")
+            self._vacuum("VACUUM FULL", "deleted data is still in the files")
         else:
-            Compaction(self, lambda: self._vacuum_or_fail("VACUUM", "no space was returned")).run()
-        with self.writing() as connection:
-            _accept_silence(connection, None)
-            PostgreSQLTurn(self, connection).count_again()
-
-    def _vacuum_or_fail(self, command: str, otherwise: str) -> None:
-        # the server skips a table that it must not rewrite, and calls that a success
-        if warnings := self._vacuum(command):
-            raise LocationError(
-                f"{self.location}: {otherwise}, since the server says: {warnings[0]}; compact as "
-                "the owner of the tables"
-            )
+            compact(self, lambda: self._vacuum("VACUUM", "no space was returned"))
+        with self.turn() as (driver, _), self.translated():
+            driver.silence = None
+            driver.execute(COUNT_AGAIN)
+        return max(before - self.disk_bytes(), 0)
 
     def disk_bytes(self) -> int:
-        sizes = " + ".join(f"pg_catalog.pg_total_relation_size('{name}'::regclass)" for name in sorted(METADATA.tables))
-        with self.connection() as connection, translated(self.location):
-            return int(again(connection, lambda: connection.exec_driver_sql(f"SELECT {sizes}").scalar_one()))
+        """The size of the tables."""
+        sizes = " + ".join(f"pg_catalog.pg_total_relation_size('{name}'::regclass)" for name in TABLES)
+        ((size,),) = self.ask(f"SELECT {sizes}")
+        return int(size)
 
-    def _vacuum(self, command: str) -> list[str]:
-        """Vacuum all tables; the server's warnings."""
-        if self.read_only:
-            raise refusals.read_only(self.location)
-        tables = ", ".join(sorted(METADATA.tables))
+    def reclaim(self) -> None:
+        self.require_writable()
+        self._vacuum("VACUUM")
+
+    def _vacuum(self, command: str, otherwise: str | None = None) -> None:
+        """Vacuum all tables.
+
+        Raises
+        ------
+        LocationError
+            With `otherwise`, which says what follows, if the server skips a table: it calls that a success, and warns.
+        """
         warnings: list[str] = []
 
         def note(diagnostic: psycopg.errors.Diagnostic) -> None:
             if diagnostic.severity_nonlocalized == "WARNING":
                 warnings.append(str(diagnostic.message_primary))
 
-        def vacuum() -> None:
-            # of a new connection too, if the server has closed the old one
-            _accept_silence(connection, None)
-            driver = _driver(connection)
+        with self.connection() as driver, self.translated():
+            driver.silence = None
             driver.add_notice_handler(note)
             try:
-                connection.exec_driver_sql(f"{command} {tables}")
+                driver.execute(f"{command} {', '.join(TABLES)}")
             finally:
                 driver.remove_notice_handler(note)
-
-        with self.connection() as connection, translated(self.location):
-            again(connection, vacuum)
-        return warnings
+        if otherwise and warnings:
+            raise LocationError(
+                f"{self.location}: {otherwise}, since the server says: {warnings[0]}; compact as "
+                "the owner of the tables"
+            )
 
     def after_fork(self) -> None:
         super().after_fork()
-        _inherited.append(self._engine)
+        self.abandon_idle()
         self._handle_lock = HandleLock()
-        self._engine = self.connect()

@@ -2,30 +2,44 @@
 
 Lists are sent as arrays. ``unnest`` is qualified with its schema: a function of the same name in another one would be
 preferred if its parameters fit better.
+
+An answer that is received as a whole takes fresh memory for all of it, twice, and is of no use before it is complete.
+So the payloads of a restore are one query, whose rows are received one by one. The contents of a row are copied once,
+out of the memory of libpq.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
 
-import sqlalchemy
-from sqlalchemy import Connection
+import numpy as np
+import numpy.typing as npt
+import psycopg
+from psycopg.abc import Buffer as Received
+from psycopg.adapt import Loader
+from psycopg.pq import Format
 
 from prefixstore.backends.contract import Change, Costs, Range, Row, View
-from prefixstore.backends.sql.database import Database, again, translated
-from prefixstore.backends.sql.schema import pieces_of, require_format
-from prefixstore.backends.sql.streaming import STREAMED, StreamingConnection, payloads_of
+from prefixstore.backends.sql.database import pieces_of
+from prefixstore.errors import UnavailableError
 from prefixstore.format.record import Buffer
 
-__all__ = ["COSTS", "PostgreSQLTurn", "PostgreSQLView"]
+if TYPE_CHECKING:
+    from prefixstore.backends.sql.postgresql import PostgreSQL
+
+__all__ = ["COSTS", "COUNT_AGAIN", "META_ROW", "PostgreSQLView", "write"]
 
 # The most that a row, and a payload, takes besides its bytes: its key in the index, the last chunk; measured.
 ROW_BYTES = PAYLOAD_BYTES = 1280
 BASE_BYTES = 256 << 10
+# bytes that are shown where they are, and not copied
+SHOWN_BYTES = 16 << 10
 
-_META = "SELECT format, bytes FROM prefixstore_meta WHERE id = 1"
+META_ROW = "SELECT bytes, format FROM prefixstore_meta WHERE id = 1"
 _GET = "SELECT key, value FROM prefixstore_rows WHERE key = ANY (%(keys)s::bytea[])"
 _RANGES = """
 SELECT wanted.position, found.key, found.value
@@ -56,7 +70,7 @@ FROM found LEFT JOIN prefixstore_payloads AS pieces ON pieces.key = found.key
 ORDER BY found.position, pieces.piece
 """
 _SIZES = """
-SELECT key, octet_length(value) AS value_bytes, payload_bytes
+SELECT key, octet_length(value), payload_bytes
 FROM prefixstore_rows WHERE key = ANY (%(keys)s::bytea[])
 """
 _DELETE = "DELETE FROM prefixstore_rows WHERE key = ANY (%(keys)s::bytea[])"
@@ -69,15 +83,16 @@ SELECT * FROM ROWS FROM (
 ON CONFLICT (key) DO UPDATE
 SET value = excluded.value, payload_bytes = coalesce(excluded.payload_bytes, prefixstore_rows.payload_bytes)
 """
-_PUT_PIECE = "INSERT INTO prefixstore_payloads (key, piece, data) VALUES (%(key)s, %(piece)s, %(data)s)"
+_PUT_PIECE = "INSERT INTO prefixstore_payloads (key, piece, data) VALUES (%s, %s, %s)"
 _COUNT = "UPDATE prefixstore_meta SET bytes = %(total)s WHERE id = 1"
 # the sum of `_weight` over all rows
-_SUM = f"""
-SELECT coalesce(sum(n_bytes + n_bytes / 16), 0)::bigint AS total FROM (
+SUM = f"""
+SELECT coalesce(sum(n_bytes + n_bytes / 16), 0)::bigint FROM (
     SELECT {ROW_BYTES} + octet_length(key) + octet_length(value) + coalesce({PAYLOAD_BYTES} + payload_bytes, 0)
     AS n_bytes FROM prefixstore_rows
 ) AS sizes
 """  # noqa: S608 - a constant
+COUNT_AGAIN = f"UPDATE prefixstore_meta SET bytes = ({SUM}) WHERE id = 1"  # noqa: S608 - a constant
 
 
 def _weight(n_bytes: int, payload: int | None) -> int:
@@ -99,142 +114,132 @@ class _Costs(Costs):
 COSTS = _Costs()
 
 
+class _Shown(Loader):
+    """Bytes where libpq has received them, as long as anything refers to them."""
+
+    format = Format.BINARY
+
+    def load(self, data: Received) -> Received:
+        return data if len(data) >= SHOWN_BYTES else bytes(data)
+
+
 class PostgreSQLView(View):
     """What is committed.
 
     Parameters
     ----------
     database
-        Where.
-    connection
-        By which it is read.
+        Where. Each answer has a connection of its own while it is received.
+    total
+        What all rows weigh, if it is known.
     """
 
-    # a read may be sent again on another connection, as it does not depend on an earlier one
-    _retry = True
-
-    def __init__(self, database: Database, connection: Connection) -> None:
+    def __init__(self, database: PostgreSQL, total: int | None = None) -> None:
         self._database = database
-        self._connection = connection
-        self._total: int | None = None
+        self._total = total
+        # those by which payloads arrive
+        self._receiving: set[psycopg.Connection[Any]] = set()
 
-    def _rows(self, statement: str, **parameters: Any) -> Sequence[sqlalchemy.Row[Any]]:
-        def execute() -> Sequence[sqlalchemy.Row[Any]]:
-            return self._connection.exec_driver_sql(statement, parameters).all()
+    def close(self) -> None:
+        """Receive no more payloads."""
+        for driver in list(self._receiving):
+            self._give_up(driver)
 
-        with translated(self._database.location):
-            return again(self._connection, execute) if self._retry else execute()
+    def _give_up(self, driver: psycopg.Connection[Any]) -> None:
+        # a new connection costs some milliseconds, the rest of the answer as much time as it takes
+        if driver in self._receiving:
+            driver.close()
+            self._receiving.discard(driver)
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        found = {row.key: row.value for row in self._rows(_GET, keys=list(keys))} if keys else {}
+        found = dict(self._database.ask(_GET, {"keys": list(keys)})) if keys else {}
         return [found.get(key) for key in keys]
 
     def ranges(self, wanted: Sequence[Range]) -> list[list[Row]]:
         found: list[list[Row]] = [[] for _ in wanted]
         if wanted:
-            starts, stops, limits, reverse = map(list, zip(*wanted, strict=True))
-            for row in self._rows(_RANGES, starts=starts, stops=stops, limits=limits, reverse=reverse):
-                found[row.position - 1].append(Row(row.key, row.value))
+            columns = map(list, zip(*wanted, strict=True))
+            asked = dict(zip(("starts", "stops", "limits", "reverse"), columns, strict=True))
+            for position, key, value in self._database.ask(_RANGES, asked):
+                found[position - 1].append(Row(key, value))
         # the server need not keep the order of what it joins
         return [sorted(rows, reverse=one.reverse) for one, rows in zip(wanted, found, strict=True)]
 
     def payloads(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, Buffer | None] | None]:
         if not keys:
             return
-
-        def execute() -> sqlalchemy.CursorResult[Any]:
-            return self._connection.exec_driver_sql(_PAYLOADS, {"keys": list(keys)}, execution_options=STREAMED)
-
-        with translated(self._database.location):
-            result = again(self._connection, execute) if self._retry else execute()
-        rows = self._arriving(result)
+        idle, driver = self._database.idle, self._database.take()
+        self._receiving.add(driver)
         try:
-            for value, payload in payloads_of(rows, len(keys), self._database.memory, self._note_arrived):
-                yield None if value is None else (value, payload)
+            rows = self._received(driver, keys)
+            for position, lines in groupby(rows, itemgetter(0)):
+                found = self._row_of(lines)
+                if position == len(keys):
+                    # the end of the answer: a caller who asked for one payload does not ask for another
+                    deque(rows, maxlen=0)
+                    self._receiving.discard(driver)
+                    self._database.give_back(driver, idle)
+                yield found
+                self.arrived = 0
         finally:
-            self._end(rows)
+            self._give_up(driver)
 
-    def _note_arrived(self, n_bytes: int) -> None:
-        self.arrived = n_bytes
+    def _received(self, driver: psycopg.Connection[Any], keys: Sequence[bytes]) -> Iterator[tuple[Any, ...]]:
+        with self._database.translated():
+            cursor = driver.cursor()
+            cursor.adapters.register_loader("bytea", _Shown)
+            yield from cursor.stream(_PAYLOADS, {"keys": list(keys)}, binary=True)
 
-    def _arriving(self, result: sqlalchemy.CursorResult[Any]) -> Iterator[sqlalchemy.Row[Any]]:
-        # a query that returns nothing is not known to have columns
-        while result.returns_rows:
-            with translated(self._database.location):
-                row = result.fetchone()
-            if row is None:
-                return
-            yield row
-
-    def _end(self, rows: Iterator[sqlalchemy.Row[Any]]) -> None:
-        """Receive no more rows, or drop them if the transaction must continue."""
-        connection = self._connection
-        if connection.closed or connection.invalidated:
-            return
-        driver = connection.connection.driver_connection
-        assert isinstance(driver, StreamingConnection)
-        if driver.streamed is None:
-            return
-        if not self._retry:
-            deque(rows, maxlen=0)
-            return
-        # a new connection costs some milliseconds, the rest of the answer as much time as it takes
-        connection.invalidate()
-        connection.rollback()
+    def _row_of(self, lines: Iterator[tuple[Any, ...]]) -> tuple[bytes, Buffer | None] | None:
+        """Value and payload of the row to which these lines belong: no more is received than belongs to it."""
+        payload: npt.NDArray[np.uint8] | None = None
+        end = 0
+        # no piece is referred to for longer than it is copied: the next one takes its memory, which the CPU has cached
+        for _, value, has_payload, size, data in lines:
+            if not (has_payload and size):
+                return None if value is None else (bytes(value), b"" if has_payload else None)
+            if payload is None:
+                payload = self._database.memory(size)
+            start, end = end, end + len(data)
+            payload[start:end] = np.frombuffer(data, np.uint8)
+            self.arrived = end
+            if end >= size:
+                return bytes(value), payload.data
+        raise UnavailableError(f"{self._database.location}: the answer of the server ended in the middle of a payload")
 
     @property
     def used(self) -> int:
         if self._total is None:
-            self._total = self._read_total(_META)
+            meta = self._database.ask(META_ROW)
+            self._database.require_format(meta)
+            self._total = meta[0][0]
         return BASE_BYTES + self._total
 
-    def _read_total(self, statement: str) -> int:
-        rows = self._rows(statement)
-        require_format(rows, self._database.location)
-        return int(rows[0].bytes)
 
+def write(driver: psycopg.Connection[Any], changes: Sequence[Change], total: int) -> None:
+    """Write changes into the open transaction; where a key has two of them, the first deletes its row.
 
-class PostgreSQLTurn(PostgreSQLView):
-    """What the open transaction sees, from the time that it is its turn: nobody else writes until it ends."""
-
-    _retry = False
-
-    def __init__(self, database: Database, connection: Connection) -> None:
-        super().__init__(database, connection)
-        self._total = self._read_total(f"{_META} FOR UPDATE")
-
-    def _run(self, statement: str, parameters: dict[str, Any] | list[dict[str, Any]]) -> None:
-        with translated(self._database.location):
-            self._connection.exec_driver_sql(statement, parameters)
-
-    def write(self, changes: Sequence[Change]) -> None:
-        """Write changes; where a key has two of them, the first deletes its row."""
-        if not changes:
-            return
-        total = self._total or 0
-        stored = {row.key: row for row in self._rows(_SIZES, keys=[change.key for change in changes])}
-        written: dict[str, list[Any]] = {"keys": [], "values": [], "sizes": []}
-        for change in changes:
-            size, kept = None if change.payload is None else memoryview(change.payload).nbytes, None
-            if (before := stored.pop(change.key, None)) is not None:
-                kept = before.payload_bytes
-                total -= _weight(len(change.key) + before.value_bytes, kept)
-            if change.value is not None:
-                total += _weight(len(change.key) + len(change.value), kept if size is None else size)
-                for name, value in zip(written, (change.key, change.value, size), strict=True):
-                    written[name].append(value)
-        if deleted := [change.key for change in changes if change.value is None]:
-            self._run(_DELETE, {"keys": deleted})
-        if emptied := [change.key for change in changes if change.value is None or change.payload is not None]:
-            self._run(_DELETE_PAYLOADS, {"keys": emptied})
-        if written["keys"]:
-            self._run(_PUT, written)
-        pieces = [{"key": key, "piece": piece, "data": data} for key, piece, data in pieces_of(changes)]
-        if pieces:
-            self._run(_PUT_PIECE, pieces)
-        self._run(_COUNT, {"total": total})
-
-    def count_again(self) -> None:
-        """Replace what was counted by what there is."""
-        ((total,),) = self._rows(_SUM)
-        self._run(_COUNT, {"total": total})
+    `total` is what all rows weigh before that.
+    """
+    if not changes:
+        return
+    stored = {key: sizes for key, *sizes in driver.execute(_SIZES, {"keys": [change.key for change in changes]})}
+    written: dict[str, list[Any]] = {"keys": [], "values": [], "sizes": []}
+    for change in changes:
+        size, kept = None if change.payload is None else memoryview(change.payload).nbytes, None
+        if change.key in stored:
+            value_bytes, kept = stored.pop(change.key)
+            total -= _weight(len(change.key) + value_bytes, kept)
+        if change.value is not None:
+            total += _weight(len(change.key) + len(change.value), kept if size is None else size)
+            for name, value in zip(written, (change.key, change.value, size), strict=True):
+                written[name].append(value)
+    if deleted := [change.key for change in changes if change.value is None]:
+        driver.execute(_DELETE, {"keys": deleted})
+    if emptied := [change.key for change in changes if change.value is None or change.payload is not None]:
+        driver.execute(_DELETE_PAYLOADS, {"keys": emptied})
+    if written["keys"]:
+        driver.execute(_PUT, written)
+    if pieces := list(pieces_of(changes)):
+        driver.cursor().executemany(_PUT_PIECE, pieces)
+    driver.execute(_COUNT, {"total": total})

@@ -9,21 +9,19 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from sqlalchemy import Connection, Engine, create_engine, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from prefixstore.backends import refusals
 from prefixstore.backends.contract import Change, Draft, View
 from prefixstore.backends.files import sync_path
 from prefixstore.backends.forks import ForkLevel, ForkLock, register_at_fork
-from prefixstore.backends.sql.database import Database, translated
-from prefixstore.backends.sql.idle_pool import IdlePool
-from prefixstore.backends.sql.migrations import is_head, require_head, revision_of, sql_between, upgrade_connection
-from prefixstore.backends.sql.schema import APPLICATION_ID, META, ROWS, require_format
+from prefixstore.backends.sql import migrations
+from prefixstore.backends.sql.database import APPLICATION_ID, META, ROWS, Database
 from prefixstore.backends.sql.sqlite_file import (
     BUSY_SECONDS,
     PAGE_BYTES,
@@ -36,7 +34,7 @@ from prefixstore.backends.sql.sqlite_file import (
     require_trusted,
 )
 from prefixstore.backends.sql.sqlite_rows import COSTS, SQLiteView, space_of, write
-from prefixstore.errors import CorruptError, FullError, LocationError, UnavailableError
+from prefixstore.errors import CorruptError, FullError, LocationError, StorageError, UnavailableError
 
 __all__ = ["SQLite"]
 
@@ -49,15 +47,11 @@ CHECKPOINT_BYTES = 1 << 20
 RESERVE_BYTES = 4 << 20
 OLDEST = (3, 35, 0)
 
-_META = select(META.c.format).where(META.c.id == 1)
-
 # held while a file is created, recognized or upgraded
 _opening = ForkLock()
-# pools whose file is gone, or whose connections are a parent's
-_abandoned: list[Engine] = []
 
 
-class SQLite(Database):
+class SQLite(Database[sqlite3.Connection]):
     """Rows in a SQLite file.
 
     Parameters
@@ -76,7 +70,7 @@ class SQLite(Database):
         If another program has made it, or it is of another version.
     """
 
-    BEGIN = "BEGIN IMMEDIATE"
+    ERRORS = (sqlite3.Error, SQLAlchemyError)
     is_local = True
 
     def __init__(self, location: str, *, read_only: bool) -> None:
@@ -89,70 +83,45 @@ class SQLite(Database):
         self._size = 0
         register_at_fork(self, ForkLevel.HANDLE)
 
-    def connect(self) -> Engine:
-        return create_engine("sqlite+pysqlite://", creator=self._new, poolclass=IdlePool, isolation_level="AUTOCOMMIT")
-
-    def _new(self) -> sqlite3.Connection:
-        found, _ = self._found()
-        if self._identity not in (None, found):
-            raise sqlite3.OperationalError("the file was replaced")
-        self._identity = found
-        connection = connect(self.path, read_mode(self.path) if self.read_only else "mode=rw")
-        try:
-            for pragma in (
-                "synchronous=NORMAL",
-                f"mmap_size={MAP_BYTES}",
-                f"journal_size_limit={LOG_BYTES}",
-                f"wal_autocheckpoint={CHECKPOINT_BYTES // PAGE_BYTES}",
-                # Debian's SQLite writes zeros over everything that is deleted
-                "secure_delete=OFF",
-                "trusted_schema=OFF",
-                f"query_only={self.read_only:d}",
-            ):
-                connection.execute(f"PRAGMA {pragma}")
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
     # -- the file -----------------------------------------------------------------------------------------------------
 
-    def prepare(self) -> None:
+    def open(self) -> None:
         if not self.read_only:
             self.upgrade()
             return
         revision = self.revision()
         if revision is None:
-            if not self._exists():
-                raise refusals.missing(self.path, "a SQLite file")
-            raise refusals.no_store(self.path)
-        require_head(revision, self.location)
+            raise refusals.no_store(self.path) if self._exists() else refusals.missing(self.path, "a SQLite file")
+        self.require_head(revision)
 
     def revision(self) -> str | None:
         with _opening.held:
             if not self._exists():
                 return None
-            require_trusted(self.path)
             recognize(self.path)
-            with self.connection() as connection, translated(self.location):
-                return revision_of(connection, self.location)
+            with self.connection() as driver, self.translated():
+                return self._revision(driver)
+
+    def _revision(self, driver: sqlite3.Connection) -> str | None:
+        return self.revision_of(driver, [name for (name,) in driver.execute("SELECT name FROM sqlite_master")])
 
     def upgrade(self) -> None:
         with _opening.held:
             if not self._exists():
-                require_trusted(self.path)
-                create(self.path)
-            if not is_head(self.revision()):
-                with self.writing() as connection, translated(self.location):
-                    # another process may have been faster
-                    if not is_head(revision_of(connection, self.location)):
-                        upgrade_connection(connection)
-            with self.connection() as connection, translated(self.location):
+                with self.translated():
+                    create(self.path)
+            is_head = self.revision() == migrations.HEAD
+            with self.connection() as driver, self.translated():
+                if not is_head:
+                    with migrations.transaction(driver, "sqlite+pysqlite", "BEGIN IMMEDIATE") as connection:
+                        # another process may have been faster
+                        if self._revision(driver) != migrations.HEAD:
+                            migrations.upgrade_connection(connection)
                 # set when the file was created, unless something else has changed it
-                connection.exec_driver_sql("PRAGMA journal_mode=WAL").all()
+                driver.execute("PRAGMA journal_mode=WAL").fetchall()
 
     def statements(self, revision: str | None) -> str:
-        text = sql_between(revision, "sqlite")
+        text = migrations.sql_between(revision, "sqlite")
         if revision is not None:
             return text
         return (
@@ -160,19 +129,17 @@ class SQLite(Database):
         )
 
     def _exists(self) -> bool:
+        """Whether there is a file, which can be read and trusted."""
+        require_trusted(self.path)
         try:
-            if self.path.exists() and not self.path.is_file():
-                raise LocationError(f"{self.path} is not a regular file; a SQLite store is one file")
             found = self.path.exists()
-            if found and not os.access(self.path, os.R_OK):
-                # that it is another user's file matters more
-                require_trusted(self.path)
-                raise LocationError(
-                    f"{self.path} is not readable for this user; run as its owner, or choose another location"
-                )
-            return found
         except OSError as error:
             raise LocationError(f"{self.path} cannot be read: {error.strerror}; choose another location") from error
+        if found and not os.access(self.path, os.R_OK):
+            raise LocationError(
+                f"{self.path} is not readable for this user; run as its owner, or choose another location"
+            )
+        return found
 
     def _found(self) -> tuple[tuple[int, int] | None, int]:
         """Which file is there now, and how long it is; None for none."""
@@ -185,71 +152,106 @@ class SQLite(Database):
         return (found.st_dev, found.st_ino), found.st_size
 
     def _follow_the_file(self) -> None:
-        """Reconnect if the file was deleted or replaced: no other process would see what is written into the old one.
+        """Reconnect if the file was deleted, replaced or truncated.
 
-        Its connections stay open. Closing them would delete the log of the new one, which has the same name.
+        No other process would see what is written into a file that was replaced. Its connections stay open: closing
+        them would delete the log of the new one, which has the same name.
+
+        A file that has become shorter was compacted, or truncated by another program. The old connections map its
+        former length, and reading beyond the end would kill the process. New ones map the present length, and report
+        what is missing as damage. Threads that are reading keep their old connections.
         """
         if self._identity is None:
             return
         found, size = self._found()
-        if found == self._identity:
-            self._follow_size(size)
+        if found != self._identity:
+            with self._handle_lock.exclusive():
+                if self._found()[0] != self._identity:
+                    self._identity, self._size = None, 0
+                    self.abandon_idle()
+            self.open()
             return
-        with self._handle_lock.exclusive():
-            if self._found()[0] != self._identity:
-                self._identity, self._size = None, 0
-                _abandoned.append(self._engine)
-                self._engine = self.connect()
-        self.prepare()
-
-    def _follow_size(self, size: int) -> None:
-        """Reconnect if the file has become shorter: it was compacted, or truncated by another program.
-
-        The old connections map its former length, and reading beyond the end would kill the process. New ones map the
-        present length, and report what is missing as damage. Threads that are reading keep their old connections.
-        """
         if size < self._size:
-            old, self._engine = self._engine, self.connect()
-            # second: a thread that finds nothing to do must not take an old connection
-            self._size = size
-            old.dispose()
-        else:
-            self._size = size
+            old, self.idle = self.idle, deque()
+            while old:
+                old.pop().close()
+        # last: a thread that finds nothing to do must not take an old connection
+        self._size = size
 
-    # -- the contract of Database -------------------------------------------------------------------------------------
+    # -- connections --------------------------------------------------------------------------------------------------
+
+    def connect(self) -> sqlite3.Connection:
+        found, _ = self._found()
+        if self._identity not in (None, found):
+            raise sqlite3.OperationalError("the file was replaced")
+        self._identity = found
+        driver = connect(self.path, read_mode(self.path) if self.read_only else "mode=rw")
+        try:
+            for pragma in (
+                "synchronous=NORMAL",
+                f"mmap_size={MAP_BYTES}",
+                f"journal_size_limit={LOG_BYTES}",
+                f"wal_autocheckpoint={CHECKPOINT_BYTES // PAGE_BYTES}",
+                # Debian's SQLite writes zeros over everything that is deleted
+                "secure_delete=OFF",
+                "trusted_schema=OFF",
+                f"query_only={self.read_only:d}",
+            ):
+                driver.execute(f"PRAGMA {pragma}")
+        except BaseException:
+            driver.close()
+            raise
+        return driver
+
+    def reset(self, driver: sqlite3.Connection) -> bool:
+        driver.rollback()
+        return True
 
     @contextmanager
-    def connection(self) -> Iterator[Connection]:
+    def connection(self) -> Iterator[sqlite3.Connection]:
         self._follow_the_file()
-        with super().connection() as connection:
-            yield connection
+        with super().connection() as driver:
+            yield driver
+
+    # -- the contract of a backend ------------------------------------------------------------------------------------
 
     @contextmanager
     def view(self) -> Iterator[View]:
-        with self.connection() as connection:
-            with translated(self.location):
-                wait_for_locks(connection, READ_SECONDS)
-                connection.exec_driver_sql("BEGIN")
-            yield SQLiteView(_driver(connection), self.location, self.memory)
+        with self.connection() as driver:
+            with self.translated():
+                wait_for_locks(driver, READ_SECONDS)
+                driver.execute("BEGIN")
+            yield SQLiteView(self, driver)
 
     @contextmanager
     def update(self) -> Iterator[Draft]:
-        with self.writing() as connection:
-            with translated(self.location):
-                require_format(connection.execute(_META).all(), self.location)
-            driver = _driver(connection)
+        with self.writing() as driver:
+            with self.translated():
+                self.require_format(driver.execute(f"SELECT format FROM {META}").fetchall())  # noqa: S608 - a constant
 
             def apply(changes: Sequence[Change]) -> None:
-                with translated(self.location):
+                with self.translated():
                     write(driver, changes, lambda n_bytes: self._require_space(driver, n_bytes))
 
-            draft = Draft(SQLiteView(driver, self.location, self.memory, is_cached=False), COSTS, apply)
+            draft = Draft(SQLiteView(self, driver, is_cached=False), COSTS, apply)
             yield draft
             draft.flush()
 
-    def begin(self, connection: Connection) -> None:
-        wait_for_locks(connection, BUSY_SECONDS)
-        super().begin(connection)
+    @contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        try:
+            with super().writing() as driver:
+                yield driver
+        except FullError:
+            # free some disk space
+            with suppress(StorageError), self.connection() as driver, self.translated():
+                wait_for_locks(driver, READ_SECONDS)
+                driver.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            raise
+
+    def begin(self, driver: sqlite3.Connection) -> None:
+        wait_for_locks(driver, BUSY_SECONDS)
+        driver.execute("BEGIN IMMEDIATE")
 
     def _require_space(self, driver: sqlite3.Connection, n_bytes: int) -> None:
         """Raise `FullError` if the disk has no space for so many bytes, and for deletions afterwards."""
@@ -275,17 +277,12 @@ class SQLite(Database):
                 available=left,
             )
 
-    def after_full(self, connection: Connection) -> None:
-        with suppress(SQLAlchemyError):
-            wait_for_locks(connection, READ_SECONDS)
-            connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").all()
-
     def sync(self) -> None:
         if self.read_only:
             return
-        with self.connection() as connection:
-            with translated(self.location):
-                connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)").all()
+        with self.connection() as driver:
+            with self.translated():
+                driver.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
             try:
                 # what readers prevent from moving into the file is safe in the log
                 with suppress(FileNotFoundError):
@@ -295,36 +292,30 @@ class SQLite(Database):
                 raise UnavailableError(f"{self.location} cannot be flushed: {error.strerror}") from error
 
     def check(self) -> None:
-        with self.connection() as connection, translated(self.location):
-            messages = connection.exec_driver_sql(f"PRAGMA integrity_check({ROWS.name})").scalars().all()
-        if messages != ["ok"]:
-            raise CorruptError(f"{self.location}: {messages[0]}")
+        with self.connection() as driver, self.translated():
+            ((message,), *_) = driver.execute(f"PRAGMA integrity_check({ROWS})")
+        if message != "ok":
+            raise CorruptError(f"{self.location}: {message}")
 
-    def disk_bytes(self) -> int:
-        with self.connection():
-            try:
-                return self.path.stat().st_size
-            except OSError as error:
-                raise UnavailableError(f"{self.location} cannot be read: {error.strerror}") from error
-
-    def rewrite(self, *, erase: bool) -> None:
+    def compact(self, *, erase: bool = False) -> int:
         """Rewrite the whole file without its free pages; needs as much disk space again while it runs."""
-        if self.read_only:
-            raise refusals.read_only(self.location)
-        with self.connection() as connection, self._writing, translated(self.location):
+        self.require_writable()
+        with self.connection() as driver, self._writing, self.translated():
+            before = self._found()[1]
             # the connection may have read before, and have waited less
-            wait_for_locks(connection, BUSY_SECONDS)
-            connection.exec_driver_sql("VACUUM")
+            wait_for_locks(driver, BUSY_SECONDS)
+            driver.execute("VACUUM")
             # other writers wait while this waits for readers
-            wait_for_locks(connection, READ_SECONDS)
-            busy = connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").one()[0]
+            wait_for_locks(driver, READ_SECONDS)
+            ((busy, _, _),) = driver.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         if busy:
             raise UnavailableError(f"{self.location}: a reader still sees deleted pages; try again, or stop it first")
+        return max(before - self._found()[1], 0)
 
     def before_fork(self) -> None:
         """Close all connections, when none is used."""
         self._handle_lock.acquire_exclusive(self)
-        self._engine.dispose()
+        self.close_idle()
 
     def after_fork_in_parent(self) -> None:
         self._handle_lock.release_exclusive(self)
@@ -332,17 +323,10 @@ class SQLite(Database):
     def after_fork_in_child(self) -> None:
         if not self._handle_lock.is_exclusive(self):
             # interrupts kept the fork from closing the connections
-            _abandoned.append(self._engine)
-            self._engine = self.connect()
+            self.abandon_idle()
         self._handle_lock.renew()
 
 
-def _driver(connection: Connection) -> sqlite3.Connection:
-    driver = connection.connection.driver_connection
-    assert isinstance(driver, sqlite3.Connection)
-    return driver
-
-
-def wait_for_locks(connection: Connection, seconds: float) -> None:
+def wait_for_locks(driver: sqlite3.Connection, seconds: float) -> None:
     """Set how long the statements of a connection wait for locks."""
-    _driver(connection).execute(f"PRAGMA busy_timeout={seconds * 1000:.0f}")
+    driver.execute(f"PRAGMA busy_timeout={seconds * 1000:.0f}")

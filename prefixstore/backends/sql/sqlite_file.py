@@ -13,14 +13,10 @@ from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote
 
-from sqlalchemy import create_engine
-from sqlalchemy.pool import NullPool
-
 from prefixstore.backends.files import absolute, make_directory, publish
 from prefixstore.backends.location import without_password
-from prefixstore.backends.sql.database import parse_url, translate, translated
-from prefixstore.backends.sql.migrations import upgrade_connection
-from prefixstore.backends.sql.schema import APPLICATION_ID
+from prefixstore.backends.sql.database import APPLICATION_ID, parse_url, translate
+from prefixstore.backends.sql.migrations import transaction, upgrade_connection
 from prefixstore.backends.trusted import require_trusted_directory, require_trusted_files
 from prefixstore.errors import CorruptError, IncompatibleError, InvalidParameterError, LocationError
 
@@ -63,18 +59,6 @@ def path_of_url(location: str) -> Path:
     return absolute(url.database)
 
 
-class _Connection(sqlite3.Connection):
-    """A connection whose locks end when it is closed."""
-
-    def close(self) -> None:
-        # Otherwise they last as long as any cursor, and one may be in the traceback of an interrupted statement.
-        try:
-            if self.in_transaction:
-                self.rollback()
-        finally:
-            super().close()
-
-
 def connect(path: Path, mode: str) -> sqlite3.Connection:
     """A connection that begins no transactions by itself; `mode` is what SQLite takes in a URI."""
     return sqlite3.connect(
@@ -83,7 +67,6 @@ def connect(path: Path, mode: str) -> sqlite3.Connection:
         timeout=BUSY_SECONDS,
         isolation_level=None,
         check_same_thread=False,
-        factory=_Connection,
     )
 
 
@@ -98,20 +81,12 @@ def create(path: Path) -> None:
         raise LocationError(f"{path} cannot be created: {error.strerror}; choose another location") from error
     new = Path(name)
     try:
-        with translated(str(path)):
-            engine = create_engine(
-                "sqlite+pysqlite://",
-                creator=lambda: connect(new, "mode=rw"),
-                poolclass=NullPool,
-                isolation_level="AUTOCOMMIT",
-            )
-            with engine.connect() as connection:
-                connection.exec_driver_sql(f"PRAGMA page_size={PAGE_BYTES}")
-                connection.exec_driver_sql("BEGIN IMMEDIATE")
-                connection.exec_driver_sql(f"PRAGMA application_id={APPLICATION_ID}")
+        with closing(connect(new, "mode=rw")) as driver:
+            driver.execute(f"PRAGMA page_size={PAGE_BYTES}")
+            with transaction(driver, "sqlite+pysqlite", "BEGIN IMMEDIATE") as connection:
+                driver.execute(f"PRAGMA application_id={APPLICATION_ID}")
                 upgrade_connection(connection)
-                connection.exec_driver_sql("COMMIT")
-                connection.exec_driver_sql("PRAGMA journal_mode=WAL")
+            driver.execute("PRAGMA journal_mode=WAL")
         publish(new, path)
     finally:
         for suffix in ("", "-wal", "-shm", "-journal"):

@@ -10,11 +10,9 @@ from itertools import chain
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from prefixstore.backends.contract import Change, Costs, Range, Row, View
-from prefixstore.backends.sql.database import translated
-from prefixstore.backends.sql.schema import PIECE_BYTES, pieces_of
+from prefixstore.backends.sql.database import PIECE_BYTES, Database, pieces_of
 from prefixstore.backends.sql.sqlite_file import PAGE_BYTES
 from prefixstore.format.record import Buffer
 
@@ -98,32 +96,22 @@ class SQLiteView(View):
 
     Parameters
     ----------
+    database
+        Where.
     driver
         The connection that it is open on.
-    where
-        The location, for messages.
-    memory
-        Makes memory for a payload of so many bytes.
     is_cached
         Whether payloads may come from the cache of the connection, in which a page that is damaged on the disk may
         still be intact.
     """
 
-    def __init__(
-        self,
-        driver: sqlite3.Connection,
-        where: str,
-        memory: Callable[[int], npt.NDArray[np.uint8]],
-        *,
-        is_cached: bool = True,
-    ) -> None:
+    def __init__(self, database: Database[Any], driver: sqlite3.Connection, *, is_cached: bool = True) -> None:
+        self._database = database
         self._driver = driver
-        self._where = where
-        self._memory = memory
         self._is_cached = is_cached
 
     def _rows(self, statement: str, parameters: Sequence[Any]) -> list[Row]:
-        with translated(self._where):
+        with self._database.translated():
             return [Row(key, value or b"") for key, value in self._driver.execute(statement, parameters)]
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
@@ -144,10 +132,10 @@ class SQLiteView(View):
 
     def payloads(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, Buffer | None] | None]:
         if not self._is_cached:
-            with translated(self._where):
+            with self._database.translated():
                 self._driver.execute("PRAGMA shrink_memory")
         for key in keys:
-            with translated(self._where):
+            with self._database.translated():
                 row = self._driver.execute(_ROW, (key,)).fetchone()
             if row is None:
                 yield None
@@ -159,11 +147,11 @@ class SQLiteView(View):
         """The pieces of a payload, which have so many bytes."""
         if not size:
             return b""
-        with translated(self._where), closing(self._pieces(key)) as pieces:
+        with self._database.translated(), closing(self._pieces(key)) as pieces:
             first = next(pieces)
             if len(first) == size:
                 return first
-            payload, filled = self._memory(size), 0
+            payload, filled = self._database.memory(size), 0
             for piece in chain((first,), pieces):
                 end = filled + len(piece)
                 # NumPy copies without holding the GIL
@@ -184,5 +172,5 @@ class SQLiteView(View):
 
     @property
     def used(self) -> int:
-        with translated(self._where):
+        with self._database.translated():
             return space_of(self._driver)[0]
