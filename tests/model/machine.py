@@ -202,6 +202,9 @@ class Machine(RuleBasedStateMachine):
         self.stores[who].settle()
         if reached >= n and "ttl" in self.options[self.numbers[who]]:
             self.expected["renewed"] = used
+        if not self.place.is_shared and self.limits != LIMITS["none"]:
+            # what comes from the far location is kept in the near one, which makes space for it
+            self.expected["evicts"] = lambda page: True
 
     @rule(who=stores)
     def restore_all(self, who: int) -> None:

@@ -280,7 +280,7 @@ def closing_drops_what_waits(patch: Patch) -> None:
     wrap(patch, WriteQueue, "close", close)
 
 
-@leads_to("what was captured is stored", ("capture", 0, [PAGE]), where="two")
+@leads_to("what was captured is stored far away", ("capture", 0, [PAGE]), where="two")
 def nothing_goes_to_the_far_location(patch: Patch) -> None:
     patch.setattr(FarEngine, "offer", lambda *_: None)
 

@@ -281,9 +281,11 @@ class Reference:
                 evicted.add(page)
         for page in must:
             is_lost = not self.damaged.isdisjoint(page.lineage)
-            for here in (seen, places[-1][0]):
-                # of two locations, in the far one as well
-                promise(is_lost or page in here or self._is_covered(page, here), "what was captured is stored:", page)
+            promise(is_lost or page in seen or self._is_covered(page, seen), "what was captured is stored:", page)
+            # of two locations, the far one has it, too, unless a damaged or mortal page that goes now stood in for it
+            if not self.damaged and not any(facts.expires for facts in self.stored.values()):
+                far = places[-1][0]
+                promise(page in far or self._is_covered(page, far), "what was captured is stored far away:", page)
         for page in doomed:
             promise(page not in seen, "what is deleted is gone:", page)
         self._judge_pins(seen, pins, {page for page in imported if imported[page].pinned and page not in self.stored})
