@@ -375,7 +375,7 @@ def _tokens(raw: bytes) -> tuple[int, ...]:
     return tuple(np.frombuffer(raw, "<i4").tolist())
 
 
-def _contents(backend: Any) -> tuple[dict[Page, Facts], Used]:
+def _contents(backend: Any, attempts: int = 3) -> tuple[dict[Page, Facts], Used]:
     found: dict[Page, Facts] = {}
     with backend.view() as view:
         pages: dict[bytes, Page] = {}
@@ -385,8 +385,12 @@ def _contents(backend: Any) -> tuple[dict[Page, Facts], Used]:
             pages[key] = page = Page(_space(record.namespace), before + _tokens(record.tokens), record.form == SNAPSHOT)
             # of a page whose parent is missing, the tokens are not known
             assert _key(page) == key, "parents outlive their children"
+            payload = view.payload(key)
+            if payload is None and attempts > 1:
+                # another process has deleted it since: object storage shows that to an open view
+                return _contents(backend, attempts - 1)
             try:
-                is_whole = bytes(decode(record, view.payload(key))) == page.state
+                is_whole = payload is not None and bytes(decode(record, payload)) == page.state
             except StorageError:
                 is_whole = False
             size = record.stored_bytes + len(record.tokens)

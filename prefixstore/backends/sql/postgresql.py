@@ -188,9 +188,10 @@ class PostgreSQL(Database[_Connection]):
     def ask(
         self, statement: str, parameters: dict[str, Any] | None = None, *, is_again: bool = False
     ) -> list[tuple[Any, ...]]:
-        """The rows that a statement returns; it is sent again, once, if the server turns out to have closed the connection.
+        """The rows that a statement returns.
 
-        Not if it is silent: a caller waits, and would wait as long again.
+        It is sent again, once, if the server turns out to have closed the connection; not if the server is silent, since
+        a caller would wait as long again.
         """
         with self.connection() as driver, self.translated():
             try:
