@@ -388,14 +388,16 @@ def _contents(backend: Any, attempts: int = 3) -> tuple[dict[Page, Facts], Used]
             payload = view.payload(key)
             if payload is None and attempts > 1:
                 # another process has deleted it since: object storage shows that to an open view
-                return _contents(backend, attempts - 1)
+                break
             try:
                 is_whole = payload is not None and bytes(decode(record, payload)) == page.state
             except StorageError:
                 is_whole = False
             size = record.stored_bytes + len(record.tokens)
             found[page] = Facts(size, is_whole, usage.pinned, usage.priority, usage.expires)
-        return found, Used(view.used.bytes, view.used.entries)
+        else:
+            return found, Used(view.used.bytes, view.used.entries)
+    return _contents(backend, attempts - 1)
 
 
 def contents_of_export(exported: bytes) -> dict[Page, Facts]:

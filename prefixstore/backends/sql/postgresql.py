@@ -190,7 +190,7 @@ class PostgreSQL(Database[_Connection]):
     ) -> list[tuple[Any, ...]]:
         """The rows that a statement returns.
 
-        It is sent again, once, if the server turns out to have closed the connection; not if the server is silent, since
+        It is sent again, once, if the server turns out to have closed the connection; not if the server is silent, as
         a caller would wait as long again.
         """
         with self.connection() as driver, self.translated():
