@@ -343,7 +343,8 @@ def facts_of(entry: Entry) -> tuple[object, ...]:
 class Transaction(View):
     """Exclusive and all or nothing."""
 
-    # of its first changes in an empty location: the generation before, which no other location has had
+    # Set by the update that fills an empty location, if generations begin with the time there: the one before its own,
+    # which no other location has had.
     began = 0
 
     @abstractmethod

@@ -207,13 +207,12 @@ class MemoryBackend(Backend):
 
     @contextmanager
     def update(self) -> Iterator[Draft]:
-        memory = self._opened()
-        with memory.writing:
-            rows = memory.rows.copy()
+        with self._opened().writing:
+            rows = self._opened().rows.copy()
             draft = Draft(rows, COSTS, rows.apply)
             yield draft
             draft.flush()
-            memory.rows = rows
+            self._opened().rows = rows
 
     def sync(self) -> None:
         """Nothing to do: memory does not outlive the process."""

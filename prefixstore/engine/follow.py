@@ -215,7 +215,7 @@ class Follower:
             else:
                 self._end_journal(None, transaction.began)
 
-    def _end_journal(self, error: BaseException | None, began: int = -1) -> None:
+    def _end_journal(self, error: BaseException | None, began: int = 0) -> None:
         journal = self._contents.journal
         try:
             self._enter_outcome(error, began)
@@ -238,7 +238,7 @@ class Follower:
                 self._trusted = False
             if journal is not None and error is None:
                 journal.commit()
-                # what it has put into an empty location is not taken for that of another one that was empty, too
+                # or the generations of another location, which was empty as well, would seem to follow those of this one
                 self._generation = max(self._generation, began)
                 self._counters.count("frees", len(journal.deleted))
             elif journal is not None:

@@ -79,7 +79,7 @@ class Room:
         self._high, self._low = budget.share(budget.high_water), budget.share(budget.low_water)
         # Below this, pages are stored raw again: as far from the low mark as that is from the high mark, or each page
         # would be written raw first and packed soon after.
-        self._relaxed = 2 * self._low.bytes - self._high.bytes
+        self._relaxed = max(2 * self._low.bytes - self._high.bytes, self._low.bytes // 2)
         self._lease = Lease(b"room")
         # what the location should hold at most
         self._wanted = NOTHING_WANTED
@@ -92,7 +92,7 @@ class Room:
     # -- what there is to do ------------------------------------------------------------------------------------------
 
     def note(self, used: Used, n_bytes: int) -> None:
-        """Note how much a transaction has left in the location, and how many bytes of it were new."""
+        """Note how much a transaction has left in the location, and how many bytes it was to write."""
         self.saw(used)
         # or there is no space for as much again, where a few pages fill the budget
         if used.bytes > min(self._high.bytes, self._max_bytes - n_bytes):

@@ -1,1 +1,1 @@
-"""Pages in an LMDB environment."""
+"""Rows in an LMDB environment."""

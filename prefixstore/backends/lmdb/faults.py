@@ -28,11 +28,11 @@ SMALLEST_DISK = 32 << 20
 
 def translate(error: lmdb.Error, path: Path) -> StorageError:
     """The prefixstore error for an LMDB error."""
-    if isinstance(error, (lmdb.MapFullError, lmdb.TxnFullError, lmdb.DiskError)) or _is_disk_full(error, path):
-        if isinstance(error, (lmdb.MapFullError, lmdb.TxnFullError)):
-            why = "the file has reached the limit that follows from max_bytes, and no gap in it is large enough"
-            # whatever the disk has
-            return FullError(f"{path}: {why}; raise max_bytes", available=0)
+    if isinstance(error, (lmdb.MapFullError, lmdb.TxnFullError)):
+        why = "the file has reached the limit that follows from max_bytes, and no gap in it is large enough"
+        # whatever the disk has
+        return FullError(f"{path}: {why}; raise max_bytes", available=0)
+    if isinstance(error, lmdb.DiskError) or _is_disk_full(error, path):
         return FullError(f"{path}: {error}", available=_disk_space(path))
     if isinstance(error, (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.BadTxnError)):
         return CorruptError(f"{path}: {error}")

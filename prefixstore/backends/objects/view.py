@@ -41,8 +41,6 @@ class ObjectsView(View):
         self._log = log
         self._client = client
         self._read_only = read_only
-        # the pages of the last walk with payloads
-        self._walked: set[bytes] | None = None
 
     # what a transaction has changed lies over these four
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -33,7 +34,9 @@ from prefixstore.errors import (
 )
 from prefixstore.format.record import FORMAT_VERSION
 
-__all__ = ["APPLICATION_ID", "PIECE_BYTES", "TABLES", "Database", "parse_url", "pieces_of", "translate"]
+__all__ = ["APPLICATION_ID", "META", "PIECE_BYTES", "ROWS", "TABLES", "Database", "parse_url", "pieces_of", "translate"]
+
+log = logging.getLogger("prefixstore")
 
 MAGIC = "prefixstore"
 # of a SQLite file, in its header: "pfxs"
@@ -267,11 +270,17 @@ class Database(Backend, Generic[D]):
 
     def give_back(self, driver: D, idle: deque[D]) -> None:
         """Keep a connection for the next one who needs it, if it is sound and not too many are kept."""
-        with self.translated():
-            if self.reset(driver) and idle is self.idle and len(idle) < IDLE:
+        is_sound = False
+        try:
+            is_sound = self.reset(driver)
+        except self.ERRORS:
+            log.info("%s: a connection is dropped, as its transaction cannot be ended", self.location, exc_info=True)
+        finally:
+            if is_sound and idle is self.idle and len(idle) < IDLE:
                 idle.append(driver)
             else:
-                driver.close()
+                with self.translated():
+                    driver.close()
 
     @contextmanager
     def connection(self) -> Iterator[D]:
@@ -332,12 +341,11 @@ class Database(Backend, Generic[D]):
 
     def close_idle(self) -> None:
         """Close the connections that nobody uses."""
-        while self.idle:
-            try:
-                driver = self.idle.pop()
-            except IndexError:
-                return
-            driver.close()
+        idle, self.idle = self.idle, deque()
+        # another thread may take the last one
+        with suppress(IndexError):
+            while True:
+                idle.pop().close()
 
     def close(self) -> None:
         """Close all connections once none is in use."""

@@ -35,6 +35,8 @@ __all__ = [
 
 # the newest revision; a test compares it with the files in migrations/versions
 HEAD = "3"
+# of development versions
+UNRELEASED = ("0001", "0002", "1", "2")
 VERSION_TABLE = "prefixstore_schema"
 
 
@@ -61,7 +63,7 @@ def _config(output: io.StringIO | None = None, **attributes: Any) -> Config:
 
 
 def require_known(revision: str, where: str) -> None:
-    """Refuse a revision that is not one of ours: it is that of a newer version.
+    """Refuse a revision that cannot be read, nor upgraded: that of a development version, or of a newer one.
 
     Raises
     ------
@@ -70,6 +72,11 @@ def require_known(revision: str, where: str) -> None:
     """
     if revision == HEAD:
         return
+    if revision in UNRELEASED:
+        raise IncompatibleError(
+            f"{where} was written by a development version of prefixstore (schema {revision}); delete it, or choose "
+            "another location"
+        )
     try:
         ScriptDirectory.from_config(_config()).get_revision(revision)
     except CommandError:

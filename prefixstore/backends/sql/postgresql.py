@@ -1,7 +1,7 @@
 """A store in a PostgreSQL database.
 
-A view sends nothing until it is read, and each read is one statement that commits by itself. So does an update: what it
-reads does not change, because it is its turn to write, and what it writes is sent when it ends.
+A view sends nothing until it is read, and each read is one statement that commits by itself. An update reads in its
+transaction, in which nobody else writes, and receives payloads by another connection. Its changes are sent when it ends.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class PostgreSQL(Database[_Connection]):
 
     @contextmanager
     def update(self) -> Iterator[Draft]:
-        with self.turn() as (driver, total), closing(PostgreSQLView(self, total)) as view:
+        with self.turn() as (driver, total), closing(PostgreSQLView(self, driver, total)) as view:
             draft = Draft(view, COSTS)
             yield draft
             with self.translated():

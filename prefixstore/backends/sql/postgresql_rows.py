@@ -36,7 +36,7 @@ __all__ = ["COSTS", "COUNT_AGAIN", "META_ROW", "PostgreSQLView", "write"]
 # The most that a row, and a payload, takes besides its bytes: its key in the index, the last chunk; measured.
 ROW_BYTES = PAYLOAD_BYTES = 1280
 BASE_BYTES = 256 << 10
-# bytes that are shown where they are, and not copied
+# so many bytes, or more, are handed out in the memory of libpq; fewer are copied
 SHOWN_BYTES = 16 << 10
 
 META_ROW = "SELECT bytes, format FROM prefixstore_meta WHERE id = 1"
@@ -130,12 +130,18 @@ class PostgreSQLView(View):
     ----------
     database
         Where. Each answer has a connection of its own while it is received.
+    driver
+        The connection of an update, by which it reads rows: its session, which holds a lock, is not idle then. Payloads
+        arrive by another one.
     total
         What all rows weigh, if it is known.
     """
 
-    def __init__(self, database: PostgreSQL, total: int | None = None) -> None:
+    def __init__(
+        self, database: PostgreSQL, driver: psycopg.Connection[Any] | None = None, total: int | None = None
+    ) -> None:
         self._database = database
+        self._driver = driver
         self._total = total
         # those by which payloads arrive
         self._receiving: set[psycopg.Connection[Any]] = set()
@@ -151,8 +157,14 @@ class PostgreSQLView(View):
             driver.close()
             self._receiving.discard(driver)
 
+    def _ask(self, statement: str, parameters: dict[str, Any]) -> list[tuple[Any, ...]]:
+        if self._driver is None:
+            return self._database.ask(statement, parameters)
+        with self._database.translated():
+            return self._driver.execute(statement, parameters, binary=True).fetchall()
+
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        found = dict(self._database.ask(_GET, {"keys": list(keys)})) if keys else {}
+        found = dict(self._ask(_GET, {"keys": list(keys)})) if keys else {}
         return [found.get(key) for key in keys]
 
     def ranges(self, wanted: Sequence[Range]) -> list[list[Row]]:
@@ -160,7 +172,7 @@ class PostgreSQLView(View):
         if wanted:
             columns = map(list, zip(*wanted, strict=True))
             asked = dict(zip(("starts", "stops", "limits", "reverse"), columns, strict=True))
-            for position, key, value in self._database.ask(_RANGES, asked):
+            for position, key, value in self._ask(_RANGES, asked):
                 found[position - 1].append(Row(key, value))
         # the server need not keep the order of what it joins
         return [sorted(rows, reverse=one.reverse) for one, rows in zip(wanted, found, strict=True)]

@@ -172,9 +172,7 @@ class SQLite(Database[sqlite3.Connection]):
             self.open()
             return
         if size < self._size:
-            old, self.idle = self.idle, deque()
-            while old:
-                old.pop().close()
+            self.close_idle()
         # last: a thread that finds nothing to do must not take an old connection
         self._size = size
 

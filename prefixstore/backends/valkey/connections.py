@@ -35,7 +35,7 @@ from prefixstore.backends.valkey.address import Address
 from prefixstore.backends.valkey.scripts import Names
 from prefixstore.errors import FullError, IncompatibleError, LocationError, StorageError, UnavailableError
 
-__all__ = ["Connections", "translated"]
+__all__ = ["Connections", "asked", "translated"]
 
 T = TypeVar("T")
 CONNECT_SECONDS = 5.0
