@@ -200,7 +200,7 @@ def require_a_true_table(store: PrefixStore) -> list[str]:
         table = catalog._table.table
         known = {table.key(slot) for slot in table}
         # a view of PostgreSQL sees what others commit meanwhile
-        is_quiet = view.generation == generation == catalog._generation
+        is_quiet = view.generation == generation == catalog._generation and catalog._contents.journal is None
         if not catalog._table.is_loaded or not is_quiet or known == pages:
             return []
     return [f"the table lacks {len(pages - known)} pages, and has {len(known - pages)} that are gone"]
