@@ -350,7 +350,7 @@ class Backend(ABC):
 
         With `erase`, what deletions have freed is overwritten, so that nothing of it can be read from the files.
         Raises `UnavailableError` if that is not possible now, because a reader still sees it. What the location cannot
-        promise is described in ``docs/backends.md``.
+        promise is described in ``docs/operations.md``.
         """
         return 0
 

@@ -238,7 +238,7 @@ class Follower:
                 self._trusted = False
             if journal is not None and error is None:
                 journal.commit()
-                # or the generations of another location, which was empty as well, would seem to follow those of this one
+                # or the generations of another location that was empty, too, would seem to follow those of this one
                 self._generation = max(self._generation, began)
                 self._counters.count("frees", len(journal.deleted))
             elif journal is not None:

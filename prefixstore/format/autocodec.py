@@ -160,7 +160,8 @@ class AutoCodec(Encoder):
     """Measures all codecs on the first pages of each namespace, and again at intervals, and uses the best one.
 
     It compresses only where that hardly slows down restores from this location: not where pages are in a local file
-    that the system keeps in memory. The read rate is not bound to those intervals: it is considered for every page.
+    that the system keeps in memory. While space is short it uses the codec that saves most. The read rate is not bound
+    to those intervals: it is considered for every page.
     """
 
     PAGES_MEASURED = 2

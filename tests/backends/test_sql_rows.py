@@ -18,6 +18,7 @@ from prefixstore.backends.sql import postgresql, postgresql_rows, sqlite, sqlite
 from prefixstore.backends.sql.database import APPLICATION_ID
 from prefixstore.errors import CorruptError, FullError, IncompatibleError, UnavailableError
 from prefixstore.format.record import FORMAT_VERSION
+from tests.support import PATIENCE, in_thread, outcome
 from tests.support.sql_rows import (
     MIB,
     before_statements,
@@ -33,6 +34,7 @@ from tests.support.sql_rows import (
     row,
     statements,
 )
+from tests.support.timeouts import wait_for
 from tests.support.worker import in_fork
 
 
@@ -359,6 +361,63 @@ def test_a_connection_that_drops_between_the_statements_of_a_commit_leaves_nothi
                 except UnavailableError:
                     assert contents(backend) == before
             require_intact(backend)
+
+
+def test_an_interrupt_stays_one_although_the_connection_is_lost(new_database):
+    url = new_database()
+    with opened(url) as backend, opened(url) as other:
+
+        def interrupted():
+            with backend.update() as draft:
+                draft.put(*row(1))
+                end_others(other)
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+        assert keys_of(backend) == set()
+
+
+def test_a_view_in_another_thread_goes_on_while_the_location_waits_to_be_closed(url):
+    with opened(url) as backend:
+        (key,) = put(backend, row(1))
+        with backend.view() as view:
+            closing_it = in_thread(backend.close)
+            wait_for(lambda: backend._handle_lock._alone, "the thread that closes it")
+            assert outcome(lambda: view.get([key]), "a reader") == [row(1)[1]]
+            assert outcome(lambda: held(view, [key]), "a reader") == [row(1)[1:]]
+        closing_it.join(PATIENCE)
+        with pytest.raises(UnavailableError), backend.view():
+            pass
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limit of file descriptors")
+def test_an_idle_connection_is_used_when_no_file_descriptor_is_left(new_database):
+    import resource
+
+    with opened(new_database()) as backend:
+        (key,) = put(backend, row(1))
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # the lowest number that is free is the next one
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+        try:
+            with backend.view() as view:
+                assert view.get([key]) == [row(1)[1]]
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_closed_sqlite_location_does_not_make_a_file_again_that_was_deleted(tmp_path):
+    with opened(f"sqlite:///{tmp_path}/kv.db") as backend:
+        put(backend, row(1))
+    for file in tmp_path.iterdir():
+        file.unlink()
+    for use in (backend.view, backend.update):
+        with pytest.raises(UnavailableError), use():
+            pass
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

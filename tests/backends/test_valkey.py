@@ -853,3 +853,19 @@ def test_tls_is_verified(certificate):
             open_pages(f"valkeys://127.0.0.1:{port}?ssl_ca_certs={cert}", max_bytes=MIB)
     finally:
         server.__exit__(None, None, None)
+
+
+def test_an_update_that_has_begun_ends_although_another_thread_closes_the_location(url, client):
+    with rows_of(url) as backend, rows_of(url) as other:
+        change_rows(backend, backend.close, a=(b"1", b"x"))
+        assert stored(other) == {b"a": (b"1", b"x")}
+    with rows_of(url) as backend:
+
+        def fail():
+            backend.close()
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            change_rows(backend, fail, b=(b"2", b"y"))
+        # or nobody could write for as long as the lock lasts
+        assert not client.exists(named(url, "lock"))

@@ -21,7 +21,7 @@ from prefixstore.backends.files import publish
 from prefixstore.backends.forks import ForkLevel, ForkLock, register_at_fork
 from prefixstore.backends.handle_lock import HandleLock
 from prefixstore.backends.lmdb.checked import CheckedFile
-from prefixstore.backends.lmdb.faults import not_opened, prepare_directory, translate
+from prefixstore.backends.lmdb.errors import not_opened, prepare_directory, translate
 from prefixstore.backends.lmdb.file import allowed_size, check_trees
 from prefixstore.backends.lmdb.lock_file import writer_of
 from prefixstore.backends.trusted import require_trusted_directory, require_trusted_files

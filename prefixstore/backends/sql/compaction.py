@@ -69,7 +69,8 @@ def compact(database: PostgreSQL, vacuum: Callable[[], object]) -> None:
 
 
 def _space_of(database: PostgreSQL) -> _Space:
-    ((size, needed),) = database.ask(_SPACE)
+    with database.using():
+        ((size, needed),) = database.ask(_SPACE)
     return _Space(size, max(size - needed, 0))
 
 

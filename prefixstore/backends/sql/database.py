@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from abc import abstractmethod
@@ -35,8 +34,6 @@ from prefixstore.errors import (
 from prefixstore.format.record import FORMAT_VERSION
 
 __all__ = ["APPLICATION_ID", "META", "PIECE_BYTES", "ROWS", "TABLES", "Database", "parse_url", "pieces_of", "translate"]
-
-log = logging.getLogger("prefixstore")
 
 MAGIC = "prefixstore"
 # of a SQLite file, in its header: "pfxs"
@@ -272,26 +269,30 @@ class Database(Backend, Generic[D]):
         """Keep a connection for the next one who needs it, if it is sound and not too many are kept."""
         is_sound = False
         try:
-            is_sound = self.reset(driver)
-        except self.ERRORS:
-            log.info("%s: a connection is dropped, as its transaction cannot be ended", self.location, exc_info=True)
+            # if it is lost, whoever used it has got an error, or has all that was asked for; an interrupt stays one
+            with suppress(*self.ERRORS):
+                is_sound = self.reset(driver)
         finally:
             if is_sound and idle is self.idle and len(idle) < IDLE:
                 idle.append(driver)
             else:
-                with self.translated():
-                    driver.close()
+                driver.close()
 
     @contextmanager
     def connection(self) -> Iterator[D]:
         """A connection; what is not committed on it when the block ends is rolled back."""
-        with self.using():
-            idle = self.idle
-            driver = self.take()
-            try:
-                yield driver
-            finally:
-                self.give_back(driver, idle)
+        with self.using(), self.taken() as driver:
+            yield driver
+
+    @contextmanager
+    def taken(self) -> Iterator[D]:
+        """As `connection`, inside `using`, which another thread may have entered."""
+        idle = self.idle
+        driver = self.take()
+        try:
+            yield driver
+        finally:
+            self.give_back(driver, idle)
 
     def require_writable(self) -> None:
         """Refuse to write to a location that was opened read-only. Raises `UnavailableError`."""
@@ -341,11 +342,11 @@ class Database(Backend, Generic[D]):
 
     def close_idle(self) -> None:
         """Close the connections that nobody uses."""
-        idle, self.idle = self.idle, deque()
-        # another thread may take the last one
+        # those of a new deque are new; other threads may take the old ones meanwhile
+        old, self.idle = self.idle, deque()
         with suppress(IndexError):
             while True:
-                idle.pop().close()
+                old.pop().close()
 
     def close(self) -> None:
         """Close all connections once none is in use."""

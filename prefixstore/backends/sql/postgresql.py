@@ -1,7 +1,7 @@
 """A store in a PostgreSQL database.
 
 A view sends nothing until it is read, and each read is one statement that commits by itself. An update reads in its
-transaction, in which nobody else writes, and receives payloads by another connection. Its changes are sent when it ends.
+transaction, in which nobody else writes, and receives payloads by another connection. It sends its changes at its end.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ SILENT_READING = 5.0
 SILENT_WRITING = 60.0
 # it is listened to ten times a second; a process that did not listen for longer has paused, and heard nothing
 LONGEST_POLL = 0.5
+# it needs no file descriptor of its own, of which there may be none left; Windows has no poll
+_Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
 # of the advisory lock under which the schema changes
 UPGRADE_LOCK = APPLICATION_ID
 
@@ -79,7 +81,7 @@ def _heard(gen: Generator[Any, Any, Any], silence: float) -> Generator[Any, Any,
 
 def _is_over(driver: _Connection) -> bool:
     """Whether the server has closed an idle connection: there is something to read where nothing was asked."""
-    with selectors.DefaultSelector() as selector:
+    with _Selector() as selector:
         selector.register(driver, selectors.EVENT_READ)
         return bool(selector.select(0))
 
@@ -188,12 +190,12 @@ class PostgreSQL(Database[_Connection]):
     def ask(
         self, statement: str, parameters: dict[str, Any] | None = None, *, is_again: bool = False
     ) -> list[tuple[Any, ...]]:
-        """The rows that a statement returns.
+        """The rows that a statement returns; inside `using`, which another thread may have entered.
 
         It is sent again, once, if the server turns out to have closed the connection; not if the server is silent, as
         a caller would wait as long again.
         """
-        with self.connection() as driver, self.translated():
+        with self.taken() as driver, self.translated():
             try:
                 return driver.execute(statement, parameters, binary=True).fetchall()
             except psycopg.OperationalError as error:
@@ -262,7 +264,8 @@ class PostgreSQL(Database[_Connection]):
     def disk_bytes(self) -> int:
         """The size of the tables."""
         sizes = " + ".join(f"pg_catalog.pg_total_relation_size('{name}'::regclass)" for name in TABLES)
-        ((size,),) = self.ask(f"SELECT {sizes}")
+        with self.using():
+            ((size,),) = self.ask(f"SELECT {sizes}")
         return int(size)
 
     def reclaim(self) -> None:

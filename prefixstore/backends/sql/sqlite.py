@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -161,7 +160,7 @@ class SQLite(Database[sqlite3.Connection]):
         former length, and reading beyond the end would kill the process. New ones map the present length, and report
         what is missing as damage. Threads that are reading keep their old connections.
         """
-        if self._identity is None:
+        if self._identity is None or self._closed:
             return
         found, size = self._found()
         if found != self._identity:

@@ -98,6 +98,7 @@ class ValkeyBackend(Backend):
     def update(self) -> Iterator[Draft]:
         if self._read_only:
             raise refusals.read_only(self.location)
+        self._connections.require_open()
         turn = Turn(self._connections)
         try:
             view = ServerView(self._connections, self._buffers, turn.keep)
@@ -111,6 +112,7 @@ class ValkeyBackend(Backend):
 
     def sync(self) -> None:
         """Wait until the server's log is on its disk, if it keeps one; without it nothing outlives a loss of power."""
+        self._connections.require_open()
         if self._read_only:
             return
         until = time.monotonic() + SYNC_SECONDS
@@ -132,6 +134,7 @@ class ValkeyBackend(Backend):
             return True
 
     def check(self) -> None:
+        self._connections.require_open()
         head = self._connections.run(HEAD)
         # nothing at all is an empty location
         if bytes_in(head, self.location) is None and head[-1]:

@@ -201,7 +201,7 @@ class Connections:
         """An idle connection, or a new one."""
         with suppress(IndexError):
             return self._idle.pop()
-        self.require_open()
+        # also when this is closed: what another thread has begun ends, and gives back its lock
         return self._address.kind(
             **{
                 **self._address.options,

@@ -53,7 +53,7 @@ class ServerView(View):
     buffers
         Memory for payloads.
     before
-        Called before each request.
+        Called often while this reads: an update renews its lock.
     """
 
     def __init__(
