@@ -33,7 +33,7 @@ from prefixstore.errors import (
 )
 from prefixstore.format.record import FORMAT_VERSION
 
-__all__ = ["APPLICATION_ID", "META", "PIECE_BYTES", "ROWS", "TABLES", "Database", "parse_url", "pieces_of", "translate"]
+__all__ = ["APPLICATION_ID", "PIECE_BYTES", "TABLES", "Database", "parse_url", "pieces_of", "translate"]
 
 MAGIC = "prefixstore"
 # of a SQLite file, in its header: "pfxs"
