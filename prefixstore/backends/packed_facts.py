@@ -21,17 +21,12 @@ def facts_of(
     keys: Sequence[bytes],
     records: Sequence[Buffer],
     usages: Sequence[Buffer | None],
-    sizes: npt.NDArray[np.int64] | None = None,
 ) -> npt.NDArray[np.void]:
-    """The facts of pages, as `View.facts` returns them, from their stored bytes; the usage may be missing.
-
-    With `sizes`, those of the records, only the beginnings of the records are needed.
-    """
+    """The facts of pages, as `View.facts` returns them, from their stored bytes; the usage may be missing."""
     facts = np.zeros(len(keys), FACTS)
     facts["key"] = np.frombuffer(b"".join(keys), FACTS["key"])
     record = _fields(records, RECORD.size, RECORDS)
-    if sizes is None:
-        sizes = np.fromiter(map(len, records), np.int64, len(records))
+    sizes = np.fromiter(map(len, records), np.int64, len(records))
     is_used = np.fromiter((each is not None for each in usages), bool, len(usages))
     usage = _fields([each or b"" for each in usages], USAGE.size, USAGES)
     usage_sizes = np.fromiter((USAGE.size if each is None else len(each) for each in usages), np.int64, len(usages))

@@ -629,11 +629,11 @@ class Pages(Backend):
         for _ in range(SUMS):
             # while others write, if possible
             with self._viewing() as view:
-                generation, totals = view.generation, view.summed()
-            if before := self._start_over(generation, totals):
+                counted = view.generation, view.summed()
+            if before := self._start_over(counted):
                 break
         else:
-            before = self._start_over(None, None)
+            before = self._start_over(None)
         self._work_on_all(keyspace.CHANGE, partial(_PageTransaction.forget, before=before))
 
     def _work_on_all(self, kind: bytes, work: Callable[[_PageTransaction, Sequence[bytes]], bool]) -> bool:
@@ -660,12 +660,11 @@ class Pages(Backend):
             return (rows[-1] + b"\0", work(transaction, rows)) if rows else None
 
     @retried
-    def _start_over(self, generation: int | None, totals: Totals | None) -> int:
-        """Write down the totals, or add them up without any; the generation that begins, 0 if others have written."""
+    def _start_over(self, counted: tuple[int, Totals] | None) -> int:
+        """Write down what was counted at a generation, or count now; the one that begins, 0 if others have written."""
         with self._changing() as transaction:
-            if generation is not None and transaction.generation != generation:
-                return 0
-            return transaction.start_over(transaction.summed() if totals is None else totals)
+            generation, totals = counted or (transaction.generation, transaction.summed())
+            return transaction.start_over(totals) if generation == transaction.generation else 0
 
     def after_fork(self) -> None:
         self._backend.after_fork()

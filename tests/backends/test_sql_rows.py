@@ -123,17 +123,22 @@ def test_deleted_and_replaced_payloads_leave_nothing(url):
         assert contents(backend) == {keys[0]: (b"value", b"short"), keys[1]: (b"value", row(1, 2 * MIB)[2])}
 
 
+def spoil(path, statement, *parameters):
+    """Change a SQLite file whose columns may be NULL from now on."""
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("PRAGMA writable_schema=ON")
+        connection.execute("UPDATE sqlite_master SET sql = replace(sql, ' NOT NULL', '')")
+        connection.execute("PRAGMA writable_schema=RESET")
+        connection.execute(statement, parameters)
+
+
 @pytest.mark.parametrize("wrong", ["text", "CAST(x'ff00' AS TEXT)", 5, None])
 def test_a_sqlite_value_that_is_something_else_than_bytes_is_read_as_other_bytes(tmp_path, wrong):
     """There any column may hold anything."""
     url = f"sqlite:///{tmp_path}/kv.db"
     with opened(url) as backend:
         keys = put(backend, row(1), row(2))
-    with closing(sqlite3.connect(tmp_path / "kv.db")) as connection, connection:
-        connection.execute("PRAGMA writable_schema=ON")
-        connection.execute("UPDATE sqlite_master SET sql = replace(sql, ' NOT NULL', '')")
-        connection.execute("PRAGMA writable_schema=RESET")
-        connection.execute("UPDATE prefixstore_rows SET value = ? WHERE key = ?", (wrong, keys[0]))
+    spoil(tmp_path / "kv.db", "UPDATE prefixstore_rows SET value = ? WHERE key = ?", wrong, keys[0])
     with opened(url) as backend, backend.view() as view:
         value, other = view.get(keys)
         assert type(value) is bytes
@@ -147,11 +152,7 @@ def test_a_sqlite_key_that_is_something_else_than_bytes_is_not_there(tmp_path, w
     url = f"sqlite:///{tmp_path}/kv.db"
     with opened(url) as backend:
         keys = put(backend, row(1), row(2))
-    with closing(sqlite3.connect(tmp_path / "kv.db")) as connection, connection:
-        connection.execute("PRAGMA writable_schema=ON")
-        connection.execute("UPDATE sqlite_master SET sql = replace(sql, ' NOT NULL', '')")
-        connection.execute("PRAGMA writable_schema=RESET")
-        connection.execute("UPDATE prefixstore_rows SET key = ? WHERE key = ?", (wrong, keys[0]))
+    spoil(tmp_path / "kv.db", "UPDATE prefixstore_rows SET key = ? WHERE key = ?", wrong, keys[0])
     with opened(url) as backend:
         assert contents(backend) == {keys[1]: row(2)[1:]}
         put(backend, row(1))
