@@ -27,7 +27,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import wraps
 from itertools import takewhile
-from typing import NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,10 @@ from prefixstore.backends.contract import ConflictError
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
 from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT, TOKEN_BYTES
 from prefixstore.format.record import Buffer, Record, Usage
+
+if TYPE_CHECKING:
+    from prefixstore.backends.contract import View as RowView
+    from prefixstore.engine.keyspace import Count
 
 __all__ = [
     "CHANGES_KEPT",
@@ -286,6 +290,19 @@ class View(ABC):
         return iter(())
 
     @property
+    def rows(self) -> RowView:
+        """The rows of the location, for what eviction samples."""
+        raise NotImplementedError
+
+    def count(self, namespace: bytes | None = None) -> Count:
+        """What a namespace holds, or all of them."""
+        raise NotImplementedError
+
+    def namespaces_of(self, salt: str) -> set[bytes]:
+        """The namespaces with this salt that have pages."""
+        raise NotImplementedError
+
+    @property
     @abstractmethod
     def sizes(self) -> tuple[int, int]:
         """The bytes of all payloads as stored, and of the states that they decode to."""
@@ -358,6 +375,12 @@ class Transaction(View):
     @abstractmethod
     def delete(self, key: bytes) -> bool:
         """Delete a page, its usage and payload; returns whether anything of it was stored."""
+
+    def read_ahead(self, keys: Sequence[bytes]) -> None:
+        """Read what touching these pages needs, at once."""
+
+    def drop_leaf(self, namespace: bytes, key: bytes) -> None:
+        """Have eviction no longer choose a page that is not stored."""
 
     @abstractmethod
     def touch(self, key: bytes, usage: Usage, *, announce: bool = False) -> None:

@@ -15,6 +15,8 @@ from __future__ import annotations
 import math
 import struct
 import time
+from array import array
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -29,15 +31,12 @@ from prefixstore.engine.hazards import (
     CLASSES,
     CLASSES_PER_LEVEL,
     Hazards,
-    age_bin,
     age_bins,
     level,
     use_level,
 )
-from prefixstore.engine.key_table import Slots
-from prefixstore.engine.page_columns import SHIFT, Block, Column
-from prefixstore.engine.page_table import MASK, PageTable
-from prefixstore.engine.policy import Columns, PageFacts, Policy, Ranks
+from prefixstore.engine.keyspace import LEAVES, Leaf
+from prefixstore.engine.policy import Leaves, PageFacts, Policy, Ranks
 
 __all__ = ["Adaptive"]
 
@@ -53,12 +52,15 @@ ENOUGH = 0.97
 PROMPT_NS = 10**10
 # the clock starts here: pages from before the start are older than it
 EPOCH = 1 << 24
-# prompts that pages may still be added to
+# Prompts that pages may still be added to.
 PROMPTS_KEPT = 64
+# at least so many prompts are told apart by their times
+TIMES_KEPT = 1 << 16
 CLOCK_MASK = (1 << 32) - 1
 # in the middle of a prompt, and with a gap of middle length: the class of a page whose last prompt is not known
 MIDDLE = 2 + 4 * 2
 MOST_USES = 255
+LEVEL_OF_USES = np.array([use_level(max(n, 1)) for n in range(MOST_USES + 1)])
 
 # clock, prompts seen, nanoseconds for a prompt, microseconds for a token, tokens of a page, mode, scores, share, reach
 SAVED = struct.Struct("<QQdddB3dQd")
@@ -76,13 +78,15 @@ class _Prompt(NamedTuple):
 class Adaptive(Policy):
     """Pages with the fewest expected hits for their space are evicted first, weighted by the time that a hit saves."""
 
-    drifts = True
     name = "adaptive"
     note = b"policy/adaptive"
 
     def __init__(self) -> None:
         self._clock = self._began = EPOCH
         self._ns = time.time_ns()
+        # when each of the last prompts began, from the one with the clock `_first` on; the start counts as one
+        self._times = array("q", [self._ns])
+        self._first = EPOCH
         self._prompts: OrderedDict[int, _Prompt] = OrderedDict()
         self._latest: OrderedDict[bytes, _Prompt] = OrderedDict()
         self._ghosts = GhostTable()
@@ -107,11 +111,15 @@ class Adaptive(Policy):
 
     # -- observing ----------------------------------------------------------------------------------------------------
 
-    def looked_up(self, table: PageTable, namespace: bytes, pages: Sequence[PageFacts], n_tokens: int | None) -> None:
-        now = time.time_ns()
+    def looked_up(self, namespace: bytes, pages: Sequence[PageFacts], n_tokens: int | None, now: int) -> None:
         self._ns_per_prompt += (min(max(now - self._ns, 0), 100 * PROMPT_NS) - self._ns_per_prompt) / 64
         self._ns = now
+        clocks = [self._clock_at(page.last_used) for page in pages]
         self._clock += 1
+        self._times.append(now)
+        if len(self._times) == 2 * TIMES_KEPT:
+            del self._times[:TIMES_KEPT]
+            self._first += TIMES_KEPT
         prompt = _Prompt(self._clock, n_tokens)
         self._prompts[self._clock] = prompt
         self._latest[namespace] = prompt
@@ -119,45 +127,46 @@ class Adaptive(Policy):
         for prompts in (self._prompts, self._latest):
             if len(prompts) > PROMPTS_KEPT:
                 prompts.popitem(last=False)
-        for page in pages:
-            gain: float
-            slot = table.find(page.key)
-            if slot >= 0:
-                block, at = table.blocks[slot >> SHIFT], slot & MASK
-                uses, gap, gain = block.uses[at], self._clock - block.clock[at], block.gain[at]
-            else:
-                uses, gap, gain = page.hits + 1, round(self._age_by_time(page.last_used)), self._gain(page)
-            self._use(table, page, slot, prompt, uses + 1, gap, gain)
+        for page, clock in zip(pages, clocks, strict=True):
+            self._use(page, prompt, page.uses + 1, self._clock - clock)
 
-    def added(self, table: PageTable, namespace: bytes, page: PageFacts) -> None:
+    def added(self, namespace: bytes, page: PageFacts, parent: PageFacts | None) -> None:
         if page.compute_us and page.n_tokens:
             us_per_token = page.compute_us / page.n_tokens
             self._us_per_token += (us_per_token - self._us_per_token) / (64 if self._us_per_token else 1)
         self._page_tokens = max(self._page_tokens * 0.999, page.n_tokens)
         ghost = self._ghosts.recall(page.key, self._clock)
         uses, clock = ghost if ghost is not None else (0, self._clock)
-        prompt = self._prompt_of(table, namespace, page)
-        gap = max(prompt.clock - clock, 0)
-        self._use(table, page, table.find(page.key), prompt, uses + 1, gap, self._gain(page))
+        prompt = self._prompt_of(namespace, parent)
+        self._use(page, prompt, max(uses + 1, page.uses), max(prompt.clock - clock, 0))
 
-    def _prompt_of(self, table: PageTable, namespace: bytes, page: PageFacts) -> _Prompt:
+    def _prompt_of(self, namespace: bytes, parent: PageFacts | None) -> _Prompt:
         """The prompt that a new page belongs to: that of its parent, as several may be computed at the same time."""
-        above = table.find(page.parent) if page.parent != namespace else -1
-        if above >= 0:
-            found = self._prompts.get(table.blocks[above >> SHIFT].clock[above & MASK])
+        if parent is not None:
+            found = self._prompts.get(self._clock_at(parent.last_used))
             if found is not None:
                 return found
         return self._latest.get(namespace, _Prompt(self._clock, None))
 
-    def _use(
-        self, table: PageTable, page: PageFacts, slot: int, prompt: _Prompt, uses: int, gap: int, gain: float
-    ) -> None:
+    def _clock_at(self, time: int) -> int:
+        """The clock at a time: of the prompt that began last; before those that are known, by their average."""
+        n = bisect_right(self._times, time)
+        return self._first + n - 1 if n else max(self._first - 1 - round(self._prompts_before(time)), 0)
+
+    def _clocks(self, times: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """As `_clock_at`, of many times."""
+        n = np.searchsorted(np.frombuffer(self._times, np.int64), times, side="right")
+        before = self._first - 1 - np.rint(self._prompts_before(times)).astype(np.int64)
+        return np.where(n > 0, self._first + n - 1, np.maximum(before, 0))
+
+    def _prompts_before(self, times: Any) -> Any:
+        """How many prompts there were between these times and the first one that is known."""
+        return np.maximum(self._times[0] - times, 0) / max(self._ns_per_prompt, 1.0)
+
+    def _use(self, page: PageFacts, prompt: _Prompt, uses: int, gap: int) -> None:
         page_class = self._class_of(page, prompt, uses, gap)
-        uses = min(uses, MOST_USES)
-        if slot >= 0:
-            block, at = table.blocks[slot >> SHIFT], slot & MASK
-            block.uses[at], block.page_class[at] = uses, page_class
-            block.clock[at], block.gain[at] = prompt.clock, gain
+        page.uses = uses = min(uses, MOST_USES)
+        page.page_class = page_class + 1
         number = int.from_bytes(page.key[:8], "little")
         if _share_of(number) < self._share:
             last = self._samples.pop(number, None)
@@ -168,6 +177,7 @@ class Adaptive(Policy):
                 _, last = self._samples.popitem(last=False)
                 self._hazards.observe(last >> 32, self._clock - (last & CLOCK_MASK), hit=False)
         if self._duel.samples(page.key):
+            gain = self._gain(page)
             self._duel.access(Access(number, page_class, uses, prompt.clock, page.end, gain), self._worth)
 
     def _class_of(self, page: PageFacts, prompt: _Prompt, uses: int, gap: int) -> int:
@@ -178,28 +188,12 @@ class Adaptive(Policy):
         after = level((prompt.end - page.end) / self._page_tokens, 0.01, 4.01, 16.01) if prompt.end is not None else 2
         return use_level(uses) * CLASSES_PER_LEVEL + where + 4 * after
 
-    def used_elsewhere(self, table: PageTable, slot: int) -> None:
-        block, at = table.blocks[slot >> SHIFT], slot & MASK
-        age = min(round(self._age_by_time(block.last_used[at])), EPOCH)
-        block.clock[at] = max(block.clock[at], self._clock - age)
-
-    def found(self, table: PageTable, slot: int, page: PageFacts) -> None:
-        block, at = table.blocks[slot >> SHIFT], slot & MASK
-        uses = min(page.hits + 1, MOST_USES)
-        block.uses[at], block.gain[at] = uses, self._gain(page)
-        block.clock[at] = max(self._clock - round(self._age_by_time(page.last_used)), 0)
-        block.page_class[at] = use_level(uses) * CLASSES_PER_LEVEL + MIDDLE
-
-    def stored(self, table: PageTable, slot: int, page: PageFacts) -> None:
-        table.blocks[slot >> SHIFT].gain[slot & MASK] = self._gain(page)
-
-    def evicted(self, key: bytes, uses: int, clock: int) -> None:
-        self._ghosts.remember(key, uses, clock)
+    def evicted(self, key: bytes, uses: int, last_used: int) -> None:
+        self._ghosts.remember(key, uses, self._clock_at(last_used))
 
     # -- learning -----------------------------------------------------------------------------------------------------
 
-    def prepare(self, table: PageTable) -> None:
-        pages = table.totals.of(None).stored
+    def prepare(self, pages: int) -> None:
         self._pages = pages
         self._ghosts.grow(pages)
         self._duel.resize(pages)
@@ -226,54 +220,38 @@ class Adaptive(Policy):
 
     # -- ranking ------------------------------------------------------------------------------------------------------
 
-    def ranks(self, columns: Columns, at: Slots) -> Ranks:
+    def ranks(self, leaves: Leaves) -> Ranks:
         if self._duel.mode is Mode.LRU:
-            return np.zeros(len(at))
+            return np.zeros(len(leaves))
         if self._duel.mode is Mode.LFU:
-            return columns["uses"][at].astype(np.float64)
-        ages = self._clock - columns["clock"][at].astype(np.int64)
-        worth: Ranks = self._worth[columns["page_class"][at].astype(np.int64) * AGES + age_bins(np.maximum(ages, 0))]
-        return worth * columns["gain"][at]
+            uses: Ranks = leaves["uses"].astype(np.float64)
+            return uses
+        return self._worths(leaves)
 
-    def rank(self, block: Block, at: int) -> float:
-        if self._duel.mode is Mode.LRU:
-            return 0.0
-        if self._duel.mode is Mode.LFU:
-            return float(block.uses[at])
-        age = age_bin(self._clock - block.clock[at])
-        return float(self._worth[block.page_class[at] * AGES + age]) * float(block.gain[at])
+    def _worths(self, leaves: Leaves) -> Ranks:
+        ages = self._clock - self._clocks(leaves["last_used"].astype(np.int64))
+        # of pages that another policy, or another process, has put: of the middle class with as many uses
+        unknown = LEVEL_OF_USES[np.minimum(leaves["uses"], MOST_USES)] * CLASSES_PER_LEVEL + MIDDLE
+        known = leaves["page_class"].astype(np.int64) - 1
+        classes = np.where((known >= 0) & (known < CLASSES), known, unknown)
+        usual = leaves["n_tokens"] * (self._us_per_token or 1.0)
+        saved = np.where(leaves["compute_us"] > 0, np.clip(leaves["compute_us"], usual / 2, usual * 2), usual)
+        worth: Ranks = self._worth[classes * AGES + age_bins(np.maximum(ages, 0))]
+        return worth * saved / np.maximum(leaves["stored_bytes"], 1)
 
-    def admits(self, table: PageTable, new: int, victim: int) -> bool:
-        mine, other = table.blocks[new >> SHIFT], table.blocks[victim >> SHIFT]
+    def admits(self, new: Leaf, victim: Leaf) -> bool:
         if self._duel.mode is Mode.LRU:
             return True
         if self._duel.mode is Mode.LFU:
-            return admits_by_use(mine.uses[new & MASK], other.uses[victim & MASK])
-        return self.rank(mine, new & MASK) >= self.rank(other, victim & MASK)
-
-    def _age_by_time(self, last_used: int) -> float:
-        """Prompts since another process used a page, estimated from the time."""
-        return max(self._ns - last_used, 0) / max(self._ns_per_prompt, 1.0)
+            return admits_by_use(new.uses, victim.uses)
+        worths = self._worths(np.array([tuple(new), tuple(victim)], LEAVES))
+        return bool(worths[0] >= worths[1])
 
     def _gain(self, page: PageFacts) -> float:
         """The time that a hit saves, for each byte; a measured time far from the average is clipped."""
         usual = page.n_tokens * (self._us_per_token or 1.0)
         saved = min(max(page.compute_us, usual / 2), usual * 2) if page.compute_us else usual
         return saved / (page.stored_bytes or page.raw_bytes or 1)
-
-    def describe(self, facts: npt.NDArray[Any], now: int) -> dict[str, Column]:
-        # no use was seen by this process
-        usual = facts["n_tokens"] * (self._us_per_token or 1.0)
-        saved = np.where(facts["compute_us"] > 0, np.clip(facts["compute_us"], usual / 2, usual * 2), usual)
-        ages = np.maximum(now - facts["last_used"].astype(np.int64), 0) / max(self._ns_per_prompt, 1.0)
-        uses = np.minimum(facts["hits"].astype(np.int64) + 1, MOST_USES)
-        levels = np.array([use_level(max(n, 1)) for n in range(MOST_USES + 1)])
-        return {
-            "uses": uses,
-            "gain": saved / np.maximum(facts["stored_bytes"], 1),
-            "clock": np.maximum(self._clock - ages, 0),
-            "page_class": levels[uses] * CLASSES_PER_LEVEL + MIDDLE,
-        }
 
     # -- keeping what was learned -------------------------------------------------------------------------------------
 

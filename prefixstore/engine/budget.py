@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from prefixstore.backends.base import CONFLICTS, Backend, Transaction, Used
 from prefixstore.backends.contract import ConflictError
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.contents import DropReason
+from prefixstore.engine.eviction import Group, Victim, Victims
 from prefixstore.engine.evictions import Cause
 from prefixstore.engine.index import Page
+from prefixstore.engine.keyspace import Count
 from prefixstore.engine.pending import PackedPage
-from prefixstore.engine.stored_pages import Victim
-from prefixstore.engine.totals import Group, Total
 from prefixstore.errors import CorruptError, FullError, InvalidParameterError, StorageError
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.namespace import Namespace
-from prefixstore.format.record import CHECKSUM_BYTES, Record
+from prefixstore.format.record import CHECKSUM_BYTES, Record, time_of_use
 from prefixstore.stats import Counters, Shortage
 from prefixstore.units import parse_bytes
 
@@ -36,8 +38,6 @@ PAGES_AT_ONCE = 512
 BYTES_AT_ONCE = 256 << 20
 # so many stored pages say what a page takes beside its payload and tokens
 PAGES_TO_JUDGE_BY = 16
-# The share of the budget in use from which what eviction needs is read, so that it is there when something is evicted.
-LOAD_TABLE_AT = 0.75
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Evictor:
     Parameters
     ----------
     catalog
-        Knows the victims.
+        Chooses the victims.
     budget
         What the location may hold.
     counters
@@ -204,21 +204,6 @@ class Evictor:
         self._counters = counters
         self._on_evicted = on_evicted
         self.used: Used | None = None
-
-    def needs_table(self, backend: Backend) -> bool:
-        """Whether the next commit may need to know all pages."""
-        if self._catalog.has_table:
-            return False
-        if self.used is None:
-            with backend.view() as view:
-                self.used = view.used
-        budget, used = self._budget, self.used
-        if budget.quota != Quota() or self._catalog.has_expired:
-            return True
-        share = used.bytes / budget.max_bytes
-        if budget.max_entries:
-            share = max(share, used.entries / budget.max_entries)
-        return share > LOAD_TABLE_AT
 
     def make_space(
         self,
@@ -261,19 +246,20 @@ class Evictor:
             return self._budget.exceeded(transaction.used, adding=cost - freed.bytes, entries=1 - freed.entries)
 
         quotas = self._quotas(transaction, record.namespace, settings)
+        if not quotas and not exceeded():
+            return None
+        own = self._catalog.path_of(record.parent)
         # Known before anything is evicted: the page fits if all were evicted that can be.
-        for group, limit in quotas:
-            total = self._catalog.total(group)
-            if total.bytes - total.evictable_bytes > limit - n_bytes:
+        for quota in quotas:
+            total = quota.held()
+            if total.quota_bytes - _evictable(total, own).bytes > quota.limit - n_bytes:
                 return DropReason.QUOTA
-        if exceeded():
-            self._catalog.require_table(transaction)
-            if self._is_hopeless(transaction, cost - freed.bytes, 1 - freed.entries):
-                return DropReason.BUDGET
-        for group, limit in quotas:
-            if not self._shrink(transaction, group, limit - n_bytes):
+        if exceeded() and self._is_hopeless(transaction, cost - freed.bytes, 1 - freed.entries, own):
+            return DropReason.BUDGET
+        for quota in quotas:
+            if not self._shrink(transaction, quota, n_bytes):
                 return DropReason.QUOTA
-        if quotas and self._evict(transaction, exceeded, quotas[-1][0]):
+        if quotas and self._evict(transaction, exceeded, quotas[-1]):
             return None
         return None if self._evict(transaction, exceeded) else DropReason.BUDGET
 
@@ -297,21 +283,22 @@ class Evictor:
             Why not the others.
         """
         self._catalog.load_beside(transaction, chain[0].pending.page)
-        bounds = [self._bound(transaction, chain, group, limit) for group, limit in self._quotas_of(transaction, chain)]
+        quotas = self._quotas(transaction, chain[0].record.namespace, chain[0].pending.settings)
+        bounds = [self._bound_of_quota(chain, quota) for quota in quotas]
         bounds.append(self._bound(transaction, chain))
         n, reason = len(chain), DropReason.ADMISSION
         if not any(bound.exceeded(n) for bound in bounds):
             return n, reason
-        self._catalog.require_table(transaction)
+        own = self._catalog.path_of(chain[0].record.parent)
         for bound in bounds:
             # more than can ever fit: nothing is evicted for that
-            while n and bound.is_hopeless(n):
+            while n and bound.is_hopeless(n, own):
                 n, reason = n - 1, bound.reason
         for i, bound in enumerate(bounds):
-            groups = [bound.group] if i < len(bounds) - 1 or i == 0 else [bounds[i - 1].group, None]
-            for group in groups:
+            whose = [bound.quota] if i < len(quotas) or not quotas else [quotas[-1], None]
+            for quota in whose:
                 n_before = n
-                n = self._contest(transaction, chain, n, bound, group)
+                n = self._contest(transaction, chain, n, bound, quota)
                 if n < n_before:
                     reason = DropReason.ADMISSION
         return n, reason
@@ -324,82 +311,72 @@ class Evictor:
         size = len(one.payload)
         if reason is DropReason.QUOTA:
             left = [
-                limit - total.bytes + total.evictable_bytes
-                for group, limit in self._quotas_of(transaction, [one])
-                for total in [self._catalog.total(group)]
+                quota.limit - total.quota_bytes + _evictable(total).bytes
+                for quota in self._quotas(transaction, one.record.namespace, one.pending.settings)
+                for total in [quota.held()]
             ]
             return Shortage(reason.value, n_pages, size, max(min(left, default=0), 0))
         available = self._budget.max_bytes - transaction.used.bytes
         if reason is DropReason.BUDGET:
-            available += _most_freed(transaction, self._catalog.total())
+            available += _most_freed(transaction, _evictable(transaction.count()))
         return Shortage(reason.value, n_pages, transaction.cost(one.record, size), max(available, 0))
 
     def _contest(
-        self, transaction: Transaction, chain: Sequence[PackedPage], n: int, bound: _Bound, group: Group
+        self, transaction: Transaction, chain: Sequence[PackedPage], n: int, bound: _Bound, quota: _Quota | None
     ) -> int:
         """How many of the first `n` pages are admitted, if they are too much for a bound."""
         if not bound.exceeded(n):
             return n
         # a tail is deleted when the page that continues it is written, and stays if that is refused
         tail = self._catalog.tail_before(chain[0].pending)
-        victims = self._catalog.victims(group)
-        try:
-            victim = victims.next()
-            while n and victim is not None and bound.exceeded(n):
-                if tail is not None and victim.key == tail.key:
-                    victim = victims.next()
-                elif self._catalog.admits(chain[n - 1].pending, victim):
-                    self._delete(transaction, victim, self._cause if group is None else Cause.QUOTA)
-                    victim = victims.next()
-                else:
-                    victims.spared()
-                    n -= 1
-        finally:
-            victims.close()
-            if tail is not None:
-                self._catalog.put_back(tail.key)
+        victims = self._catalog.victims(transaction, quota.group() if quota is not None else None)
+        victim = victims.next()
+        while n and victim is not None and bound.exceeded(n):
+            if tail is not None and victim.key == tail.key:
+                victim = victims.next()
+            elif self._catalog.admits(chain[n - 1], victim):
+                self._take(transaction, victims, victim, self._cause if quota is None else Cause.QUOTA)
+                victim = victims.next()
+            else:
+                n -= 1
         return n
 
-    def _quotas_of(self, transaction: Transaction, chain: Sequence[PackedPage]) -> list[tuple[bytes | str, int]]:
-        first = chain[0]
-        return self._quotas(transaction, first.record.namespace, first.pending.settings)
-
-    def _bound(
-        self, transaction: Transaction, chain: Sequence[PackedPage], group: Group = None, limit: int = 0
-    ) -> _Bound:
-        """What the first pages of a chain may not exceed: a quota, or the budget of the location."""
+    def _bound_of_quota(self, chain: Sequence[PackedPage], quota: _Quota) -> _Bound:
+        """What the first pages of a chain may not exceed: a quota."""
         sizes = [0, *itertools.accumulate(len(one.payload) for one in chain)]
-        if group is not None:
 
-            def too_much(n: int, evictable: Total) -> bool:
-                return self._catalog.total(group).bytes - evictable.evictable_bytes + sizes[n] > limit
+        def too_much(n: int, evictable: _Evictable) -> bool:
+            return quota.held().quota_bytes - evictable.bytes + sizes[n] > quota.limit
 
-            return _Bound(group, DropReason.QUOTA, too_much, partial(self._catalog.total, group))
+        return _Bound(DropReason.QUOTA, too_much, quota.held, quota)
+
+    def _bound(self, transaction: Transaction, chain: Sequence[PackedPage]) -> _Bound:
+        """What the first pages of a chain may not exceed: the budget of the location."""
         least, likely = self._costs(transaction, chain)
         # the tail that the first page continues is deleted when that is written
         tail = self._catalog.tail_before(chain[0].pending)
         freed = Used(_cost(transaction, len(tail.tokens), tail.stored_bytes), 1) if tail is not None else Used(0, 0)
 
-        def exceeded(n: int, evictable: Total) -> bool:
+        def exceeded(n: int, evictable: _Evictable) -> bool:
             used, adding, entries = transaction.used, likely[n], n
-            if evictable.evictable:
+            if evictable.pages:
                 adding = least[n]
                 # the tail is among them
                 most = _most_freed(transaction, evictable)
-                used = Used(max(used.bytes - most, 0), used.entries - evictable.evictable)
+                used = Used(max(used.bytes - most, 0), used.entries - evictable.pages)
             else:
                 adding, entries = adding - freed.bytes, entries - freed.entries
             return self._budget.exceeded(used, adding=adding, entries=entries)
 
-        return _Bound(None, DropReason.BUDGET, exceeded, self._catalog.total)
+        return _Bound(DropReason.BUDGET, exceeded, transaction.count)
 
     def _costs(self, transaction: Transaction, chain: Sequence[PackedPage]) -> tuple[list[int], list[int]]:
         """What the first pages of a chain take, by their number: at least, and judging by the pages that are here.
 
         The last one of them counts as much as it can take: so much has to be free when it is put.
         """
-        used, total = transaction.used.bytes, self._catalog.total()
-        usual = used / total.bytes if total.stored >= PAGES_TO_JUDGE_BY and total.bytes else 1.0
+        used, total = transaction.used.bytes, transaction.count()
+        usual = used / total.quota_bytes if total.pages >= PAGES_TO_JUDGE_BY and total.quota_bytes else 1.0
         least, likely = [0], [0]
         sum_least = sum_likely = 0
         for one in chain:
@@ -410,11 +387,11 @@ class Evictor:
             sum_likely += min(math.ceil(size * max(usual, 1.0)), most)
         return least, likely
 
-    def _is_hopeless(self, transaction: Transaction, adding: int, entries: int) -> bool:
-        """Whether there is too much even if all is evicted that can be. False if that is not certain."""
-        used, total = transaction.used, self._catalog.total()
-        left = used.bytes - _most_freed(transaction, total)
-        return self._budget.exceeded(Used(max(left, 0), used.entries - total.evictable), adding=adding, entries=entries)
+    def _is_hopeless(self, transaction: Transaction, adding: int, entries: int, own: Sequence[Page] = ()) -> bool:
+        """Whether there is too much even if all is evicted but these pages, and what is pinned."""
+        used, evictable = transaction.used, _evictable(transaction.count(), own)
+        left = used.bytes - _most_freed(transaction, evictable)
+        return self._budget.exceeded(Used(max(left, 0), used.entries - evictable.pages), adding=adding, entries=entries)
 
     def shrink(self, backend: Backend, max_bytes: int) -> int:
         """Evict, in transactions of bounded length, until the location holds `max_bytes`, or nothing is left to evict.
@@ -432,7 +409,6 @@ class Evictor:
         at_once, conflicts = PAGES_AT_ONCE, 0
         while True:
             try:
-                self._catalog.load_table(backend)
                 with self._catalog.update(backend) as transaction:
                     enough = max(max_bytes, transaction.used.bytes - BYTES_AT_ONCE)
                     is_left = self._evict(transaction, partial(_holds_more, transaction, enough), at_most=at_once)
@@ -453,7 +429,6 @@ class Evictor:
 
         It is tried in one transaction, which is taken back; other writers wait meanwhile. Raises `FullError`.
         """
-        self._catalog.load_table(backend)
         chosen: list[bytes] = []
         used = 0
         try:
@@ -471,7 +446,6 @@ class Evictor:
         """
         if self.used is None or self.used.bytes <= self._budget.max_bytes:
             return
-        self._catalog.load_table(backend)
         with self._catalog.update(backend) as transaction:
             is_hopeless = self._is_hopeless(transaction, 0, 0)
         if not is_hopeless:
@@ -486,60 +460,41 @@ class Evictor:
 
         return self._evict(transaction, exceeded, at_most=at_most)
 
-    def has_expired(self) -> bool:
-        """Whether `delete_expired` may find something."""
-        expiring = self._catalog.expiring()
-        try:
-            page = expiring.next()
-            return page is not None and page.expires <= time.time_ns()
-        finally:
-            expiring.close()
-
     def delete_expired(self, transaction: Transaction, at_most: int) -> bool:
-        """Delete expired leaves, and parents that become such leaves; returns whether more may be left."""
-        if not self._catalog.has_table:
-            return True
-        now = time.time_ns()
-        expiring = self._catalog.expiring()
-        try:
-            for _ in range(at_most):
-                page = expiring.next()
-                if page is None:
-                    return False
-                if page.expires > now:
-                    return False
-                self._delete(transaction, page, Cause.EXPIRED)
-        finally:
-            expiring.close()
+        """Delete expired leaves, and parents that become such leaves, as far as they are found.
+
+        Returns whether more may be left.
+        """
+        victims = self._catalog.victims(transaction)
+        for _ in range(at_most):
+            victim = victims.next()
+            if victim is None or not victim.is_expired:
+                return False
+            self._take(transaction, victims, victim, Cause.EXPIRED)
         return True
 
-    def _quotas(self, transaction: Transaction, namespace: bytes, settings: bytes) -> list[tuple[bytes | str, int]]:
-        """The groups that a quota bounds and this namespace belongs to, and the limits; the largest group last."""
+    def _quotas(self, transaction: Transaction, namespace: bytes, settings: bytes) -> list[_Quota]:
+        """The quotas that bound a namespace; that for the largest group last."""
         quota = self._budget.quota
-        if quota != Quota():
-            self._catalog.require_table(transaction)
-        found: list[tuple[bytes | str, int]] = []
+        found: list[_Quota] = []
         if quota.namespace is not None:
-            found.append((namespace, quota.namespace))
+            found.append(_Quota(transaction, namespace, {namespace}, quota.namespace))
         # without a salt there is no tenant
-        mine = _salt(settings) if quota.salt is not None else None
-        if quota.salt is not None and mine is not None:
-            self._catalog.set_salt(namespace, mine)
-            for other in self._catalog.namespaces_without_salt():
-                stored = transaction.namespace(other)
-                self._catalog.set_salt(other, _salt(stored) if stored is not None else None)
-            found.append((mine, quota.salt))
+        salt = _salt(settings) if quota.salt is not None else None
+        if quota.salt is not None and salt is not None:
+            spaces = transaction.namespaces_of(salt) | {namespace}
+            found.append(_Quota(transaction, b"salt " + salt.encode("utf-8", "surrogatepass"), spaces, quota.salt))
         return found
 
-    def _shrink(self, transaction: Transaction, group: bytes | str, limit: int) -> bool:
-        """Evict until this group holds at most `limit` bytes; whether it does."""
-        return self._evict(transaction, lambda: self._catalog.total(group).bytes > limit, group)
+    def _shrink(self, transaction: Transaction, quota: _Quota, n_bytes: int) -> bool:
+        """Evict until there is space for so many bytes in a quota; whether there is."""
+        return self._evict(transaction, lambda: quota.held().quota_bytes > quota.limit - n_bytes, quota)
 
     def _evict(
         self,
         transaction: Transaction,
         exceeded: Callable[[], bool],
-        group: Group = None,
+        quota: _Quota | None = None,
         *,
         at_most: int | None = None,
         chosen: list[bytes] | None = None,
@@ -550,71 +505,103 @@ class Evictor:
         """
         if not exceeded():
             return True
-        self._catalog.require_table(transaction)
-        cause = self._cause if group is None else Cause.QUOTA
-        victims = self._catalog.victims(group)
-        turns = itertools.count() if at_most is None else range(at_most)
-        try:
-            for _ in turns:
-                if not exceeded():
-                    break
-                victim = victims.next()
-                if victim is None:
-                    return False
-                if self._delete(transaction, victim, cause) and chosen is not None:
-                    chosen.append(victim.key)
-        finally:
-            victims.close()
+        cause = self._cause if quota is None else Cause.QUOTA
+        victims = self._catalog.victims(transaction, quota.group() if quota is not None else None)
+        for _ in itertools.count() if at_most is None else range(at_most):
+            if not exceeded():
+                break
+            victim = victims.next()
+            if victim is None:
+                return False
+            if self._take(transaction, victims, victim, cause) and chosen is not None:
+                chosen.append(victim.key)
         return True
 
-    def _delete(self, transaction: Transaction, victim: Victim, cause: Cause) -> bool:
-        # asked before the catalog's lock is taken: a completion may wait for that
-        usage = transaction.usage(victim.key)
+    def _take(self, transaction: Transaction, victims: Victims, victim: Victim, cause: Cause) -> bool:
+        """Delete a victim, unless it is in use; whether it was deleted."""
         # the index first, so that the page is not matched, nor continued, while it is deleted
-        if not self._catalog.remove_victim(victim, usage, evicting=cause is not Cause.EXPIRED):
+        if not self._catalog.remove_victim(victim):
+            victims.spare(victim)
             return False
-        transaction.delete(victim.key)
+        if not transaction.delete(victim.key):
+            transaction.drop_leaf(victim.namespace, victim.key)
+        victims.taken(victim)
+        cause = Cause.EXPIRED if victim.is_expired else cause
         self._catalog.after_commit(partial(self._deleted, victim, time.time_ns(), cause))
         return True
 
     def _deleted(self, victim: Victim, now: int, cause: Cause) -> None:
         """Count and report a page that is deleted, and how long after its last use it is evicted, if that is known."""
         evicting = cause is not Cause.EXPIRED
-        self._catalog.evictions.add(victim.key, cause, now / 1e9)
+        self._catalog.evicted(victim, cause, now)
         self._counters.count("evictions" if evicting else "expired", namespace=victim.namespace)
-        if evicting and victim.last_used:
+        if evicting and time_of_use(victim.leaf.last_used, now):
             self._counters.observe("eviction_age", ((now - victim.last_used) / 1e9,))
         if evicting and self._on_evicted is not None:
             self._on_evicted(victim.key)
+
+
+class _Quota(NamedTuple):
+    """What some namespaces may hold together, in bytes."""
+
+    transaction: Transaction
+    name: bytes
+    spaces: Iterable[bytes]
+    limit: int
+
+    def held(self) -> Count:
+        """What they hold now."""
+        return functools.reduce(Count.plus, map(self.transaction.count, self.spaces), Count())
+
+    def group(self) -> Group:
+        """Their leaves."""
+        return Group(self.name, {space: self.transaction.count(space).leaves for space in self.spaces})
+
+
+class _Evictable(NamedTuple):
+    """How many pages, and how many bytes as a quota counts them, eviction could delete."""
+
+    pages: int = 0
+    bytes: int = 0
+
+
+def _evictable(total: Count, own: Iterable[Page] = ()) -> _Evictable:
+    """What eviction could delete of these pages: not what is pinned, and not these."""
+    free = [page for page in own if not page.pinned]
+    n_bytes = sum(page.stored_bytes + len(page.tokens) for page in free)
+    return _Evictable(
+        max(total.pages - total.pinned - len(free), 0),
+        max(total.quota_bytes - total.pinned_bytes - n_bytes, 0),
+    )
 
 
 @dataclass(frozen=True)
 class _Bound:
     """A bound for the first pages of a chain: whether `n` of them are too much, with all that is evictable gone."""
 
-    group: Group
     reason: DropReason
-    too_much: Callable[[int, Total], bool]
-    evictable: Callable[[], Total]
+    too_much: Callable[[int, _Evictable], bool]
+    count: Callable[[], Count]
+    quota: _Quota | None = None
 
     def exceeded(self, n: int) -> bool:
         """Whether `n` pages are too much as it is."""
-        return self.too_much(n, Total())
+        return self.too_much(n, _Evictable())
 
-    def is_hopeless(self, n: int) -> bool:
-        """Whether `n` pages are too much even if everything evictable is evicted."""
-        return self.too_much(n, self.evictable())
+    def is_hopeless(self, n: int, own: Iterable[Page]) -> bool:
+        """Whether `n` pages are too much even if everything is evicted but these pages, and what is pinned."""
+        return self.too_much(n, _evictable(self.count(), own))
 
 
 def _holds_more(transaction: Transaction, n_bytes: int) -> bool:
     return transaction.used.bytes > n_bytes
 
 
-def _most_freed(transaction: Transaction, total: Total) -> int:
+def _most_freed(transaction: Transaction, evictable: _Evictable) -> int:
     """The most that deleting all evictable pages can free: no more than putting them can have cost."""
     empty = _cost(transaction, 0, 0)
     per_byte = (_cost(transaction, 0, MANY_BYTES) - empty) / MANY_BYTES
-    return total.evictable * empty + math.ceil(total.evictable_bytes * per_byte)
+    return evictable.pages * empty + math.ceil(evictable.bytes * per_byte)
 
 
 def _cost(transaction: Transaction, n_token_bytes: int, n_bytes: int) -> int:

@@ -2,8 +2,8 @@
 
 Two kinds of pages are in the index: committed ones, as far as lookups have found them, and pending ones, whose bytes
 wait in a buffer. Both are matched and restored alike. The catalog is built in four modules, each extending the one
-before: `engine.follow` keeps up with the location, `engine.load` reads what the index lacks, `engine.table_load` fills
-the page table, and this one looks pages up, takes captured ones, and records their commits and deletions.
+before: `engine.follow` keeps up with the location, `engine.load` reads what the index lacks, `engine.choose` chooses
+what is evicted, and this one looks pages up, takes captured ones, and records their commits and deletions.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from typing import NamedTuple
 
 from prefixstore.backends.base import Backend, Entry, View
 from prefixstore.buffers import PooledBuffer
+from prefixstore.engine.choose import Chooser
 from prefixstore.engine.contents import DropReason, Outdated, Taken
-from prefixstore.engine.evictions import EvictionLog
 from prefixstore.engine.index import Index, Page, Path, branches, depth_first, is_same
 from prefixstore.engine.pending import Deferred, PendingPage, Suspicion
+from prefixstore.engine.policy import Policy
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.snapshot_policy import thin
-from prefixstore.engine.stored_pages import StoredPages, Victim
-from prefixstore.engine.table_load import TableLoader
 from prefixstore.errors import CorruptError
 from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES, Tokens
-from prefixstore.format.record import Record, Usage, time_of_use
+from prefixstore.format.record import Record, Usage
 from prefixstore.stats import Counters
 
 __all__ = ["Catalog", "Claim", "Placement"]
@@ -55,15 +54,13 @@ class Claim(NamedTuple):
     taken: tuple[Taken, ...] = ()
 
 
-class Catalog(TableLoader):
-    """What is known of the location, kept up to date, and what waits for a commit. Parameters as for `Follower`."""
+class Catalog(Chooser):
+    """What is known of the location, kept up to date, and what waits for a commit. Parameters as for `Chooser`."""
 
-    def __init__(self, table: StoredPages, counters: Counters, ram: RamTier) -> None:
-        super().__init__(table, counters, ram)
-        self._counters = counters
+    def __init__(self, policy: Policy, counters: Counters, ram: RamTier) -> None:
+        super().__init__(policy, counters, ram)
         # since the start of this process
         self.n_lookups = 0
-        self.evictions = EvictionLog()
 
     # -- looking pages up ---------------------------------------------------------------------------------------------
 
@@ -127,6 +124,11 @@ class Catalog(TableLoader):
             while (parent := self._contents.index.get(path[-1].parent)) is not None:
                 path.append(parent)
         return path[::-1]
+
+    def path_of(self, key: bytes) -> list[Page]:
+        """The pages from the start of a sequence up to the one with this key; none if it is not in the index."""
+        page = self.get(key)
+        return self.path(page) if page is not None else []
 
     def pages(self, backend: Backend) -> list[Page]:
         """All pages, parents before their children; see `with_all`."""
@@ -199,7 +201,7 @@ class Catalog(TableLoader):
                 # it is not stored, so nothing is stored after it
                 new.page.has_no_other_dependents()
             self._contents.pending[new.page.key] = new
-            self._table.announced(new.page)
+            self._announced(new.page)
             older = self._contents.index.superseded_by(new.page)
             if older is not None and older.is_leaf and not self._contents.may_be_stored(older):
                 # not written yet, and not needed any more; a stored one is deleted when the new page is written
@@ -230,13 +232,12 @@ class Catalog(TableLoader):
         with self._lock, self._guard:
             now = self._contents.time_of_use()
             expires = time.time_ns() + ttl_ns if ttl_ns is not None else 0
-            self._table.looked_up(namespace, pages, n_tokens)
+            self._policy.looked_up(namespace, pages, n_tokens, now)
             self.n_lookups += 1
             for page in reversed(pages):
                 page.last_used = max(page.last_used, now)
                 if page.expires and page.expires < expires:
                     page.expires = expires
-                self._table.used(page)
                 if not page.hits:
                     fresh.append(page.created)
                 page.hits += 1
@@ -376,15 +377,12 @@ class Catalog(TableLoader):
         with self._lock, self._guard:
             self._contents.put_back(claim.taken)
 
-    def put(self, new: PendingPage, record: Record, usage: Usage, *, may_be_victim: bool) -> None:
-        """Record that the open transaction has put a page with this record and usage, or found them stored.
-
-        An imported page competes with the others for the space from now on.
-        """
+    def put(self, new: PendingPage, record: Record, usage: Usage) -> None:
+        """Record that the open transaction has put a page with this record and usage, or found them stored."""
         with self._lock, self._guard:
             if not new.page.is_stored:
                 self._contents.uncommitted.add(new.page.key)
-            self._contents.put(new.page, Entry(new.page.key, record, usage), may_be_victim=may_be_victim)
+            self._contents.put(new.page, Entry(new.page.key, record, usage))
 
     def after_commit(self, step: Callable[[], None]) -> None:
         """Have a function called when the open transaction is committed; not if it fails."""
@@ -406,7 +404,6 @@ class Catalog(TableLoader):
                 self._contents.uncommitted.discard(new.page.key)
                 if self._contents.is_pending(new):
                     del self._contents.pending[new.page.key]
-                    self._table.committed(new.page.key)
                     new.page.announced_expiry = new.page.expires
             self._contents.deferred.subtract(deferred)
 
@@ -415,7 +412,7 @@ class Catalog(TableLoader):
         with self._lock, self._guard:
             if self._contents.is_pending(new):
                 if reason is DropReason.ADMISSION:
-                    self._table.not_admitted(new.page)
+                    self._not_admitted(new.page)
                 self._contents.drop(new.page.key, reason)
                 if reason is DropReason.BUDGET:
                     self._refused.add(new.page.key)
@@ -433,7 +430,6 @@ class Catalog(TableLoader):
             # all of them first: their buffers go back to the pool now
             pages = [self._contents.pending.pop(new.page.key).page for new in batch if self._contents.is_pending(new)]
             for page in pages:
-                self._table.given_up(page.key)
                 if self._contents.index.get(page.key) is page:
                     self._contents.drop(page.key, DropReason.ORPHAN)
 
@@ -445,28 +441,6 @@ class Catalog(TableLoader):
             self._contents.uncommitted -= keys
 
     # -- deleting -----------------------------------------------------------------------------------------------------
-
-    def remove_victim(self, victim: Victim, usage: Usage | None, *, evicting: bool) -> bool:
-        """Take a victim out of the index, so that it is no longer matched; returns whether it may be deleted.
-
-        It is spared if it is not a leaf any more, or if its stored usage says that another process has used or pinned
-        it.
-        """
-        with self._lock, self._guard:
-            page = self._contents.index.get(victim.key)
-            if self._contents.is_held(victim.key) or (page is not None and not page.is_leaf):
-                return False
-            last_used = time_of_use(usage.last_used, time.time_ns()) if usage is not None else 0
-            if usage is not None and (last_used > victim.last_used or usage.expires > victim.expires or usage.pinned):
-                if page is not None:
-                    page.last_used, page.hits = max(last_used, page.last_used), max(usage.hits, page.hits)
-                    page.pinned, page.expires = usage.pinned, max(usage.expires, page.expires)
-                self._table.spare(victim, usage, last_used)
-                return False
-            if evicting:
-                self.after_commit(partial(self._table.evicted, victim.key, *self._table.noted(victim.key)))
-            self._contents.delete(victim.key, victim.namespace)
-            return True
 
     def remove_leaf(self, key: bytes, namespace: bytes) -> bool:
         """Take a page without stored descendants out of the index, pinned or not; returns whether it may be deleted."""
@@ -516,19 +490,6 @@ class Catalog(TableLoader):
     def _set_pinned(self, page: Page, *, pinned: bool) -> None:
         self._contents.undo(partial(self._contents.set_pinned, page, pinned=page.pinned))
         self._contents.set_pinned(page, pinned=pinned)
-
-    def keep(self, owner: str, keys: Collection[bytes]) -> None:
-        """Have these pages evicted after all others, stored or not yet, instead of those that this owner named before.
-
-        Several owners may name one page. Only this process knows of it, as long as it lives.
-        """
-        with self._lock, self._guard:
-            self._table.keep(owner, keys)
-
-    def keep_nothing(self) -> None:
-        """Undo every `keep`."""
-        with self._lock, self._guard:
-            self._table.keep_nothing()
 
     def pinned_with(self, page: Page, *, pinned: bool) -> list[Page]:
         """What changes when a page is pinned or unpinned: its descendants too, and its ancestors; see `load_all`.

@@ -117,10 +117,6 @@ class Committer:
         # what is written at the end of the transaction is not to be given back before
         held = [new.buffer for new in batch if new.buffer is not None and new.buffer.hold()]
         try:
-            # if that fails, the transaction reads it
-            with suppress(StorageError):
-                if self._evictor.needs_table(self._backend):
-                    catalog.load_table(self._backend)
             # Pack before the transaction: other processes wait while it is open.
             packed = [new.pack(self._encode) for new in catalog.still_pending(batch)]
             if packed:
@@ -222,11 +218,14 @@ class Committer:
             if self._housekeeping:
                 deferred = catalog.deferred()
                 n_damaged = self._clean_up(transaction, deferred)
+            # Record uses: what is evicted depends on them.
+            fresh = {one.record.key for one in packed}
+            self._write_uses(transaction, {key: n for key, n in deferred.uses.items() if key not in fresh})
             # Write the pages, parents first, making space for each.
             refused = self._put_all(transaction, packed, written, put)
             shortage = self._shortage(transaction, packed, refused)
-            # Record uses, those of the new pages included.
-            self._write_uses(transaction, deferred)
+            # And their uses.
+            self._write_uses(transaction, {key: n for key, n in deferred.uses.items() if key in fresh})
             # Take out pages that were given up meanwhile: their parents may have been evicted for the next one.
             for new in catalog.no_longer_pending(written):
                 written.remove(new)
@@ -258,7 +257,7 @@ class Committer:
             deferred.damaged -= left
             deferred.suspicions = {key: one for key, one in deferred.suspicions.items() if key not in left}
         # Expired leaves.
-        if self._evictor.delete_expired(transaction, EXPIRED_AT_ONCE):
+        if self._catalog.expects_expiry and self._evictor.delete_expired(transaction, EXPIRED_AT_ONCE):
             deferred.expired = False
         return n_damaged
 
@@ -339,13 +338,7 @@ class Committer:
             self._use_stored(transaction, page, tail)
         stored = found.get(page.key)
         usage = transaction.usage(page.key)
-        # An imported page competes with the others at once: it may be the first victim of the next one.
-        self._catalog.put(
-            new,
-            stored if isinstance(stored, Record) else record,
-            usage or _usage_of(one),
-            may_be_victim=not is_stored and one.usage is not None,
-        )
+        self._catalog.put(new, stored if isinstance(stored, Record) else record, usage or _usage_of(one))
         self._keep_ancestors(transaction, page)
         written.append(new)
         return None
@@ -413,15 +406,18 @@ class Committer:
         known = self._catalog.get(page.parent)
         return isinstance(stored, Record) and known is not None and is_same(known, stored)
 
-    def _write_uses(self, transaction: Transaction, deferred: Deferred) -> None:
+    def _write_uses(self, transaction: Transaction, uses: Mapping[bytes, int]) -> None:
         now = time.time_ns()
-        for key, hits in deferred.uses.items():
+        transaction.read_ahead(list(uses))
+        for key, hits in uses.items():
             usage = transaction.usage(key)
             page = self._catalog.get(key)
             if usage is not None and page is not None:
                 expires = max(usage.expires, page.expires) if usage.expires else 0
                 last_used = max(time_of_use(usage.last_used, now), page.last_used)
                 used = replace(usage, last_used=last_used, hits=usage.hits + hits, expires=expires)
+                if last_used == page.last_used:
+                    used = replace(used, uses=max(page.uses, usage.uses), page_class=page.page_class)
                 # Others would take a page for expired that is kept alive; but telling them at each use is too much.
                 announce = (expires - page.announced_expiry) * ANNOUNCED_PER_TTL >= expires - now > 0
                 transaction.touch(key, used, announce=announce)
@@ -432,7 +428,7 @@ def _usage_of(one: PackedPage) -> Usage:
     page = one.pending.page
     if one.usage is not None:
         return replace(one.usage, pinned=page.pinned)
-    return Usage(page.last_used, 0, page.pinned, page.priority, page.expires)
+    return Usage(page.last_used, 0, page.pinned, page.priority, page.expires, page.uses, page.page_class)
 
 
 def _copy_of(transaction: Transaction, key: bytes) -> tuple[Record, Usage, bytes] | None:

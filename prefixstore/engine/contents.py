@@ -2,9 +2,8 @@
 
 Used by the catalog, under its lock: nothing here takes a lock, or calls the backend.
 
-The index has the pages that lookups have found and the pending ones, whose bytes wait in a buffer. The page table has
-what eviction needs of all stored pages, once it was loaded. What the open transaction changes is recorded in its
-journal, so that a failure undoes exactly that.
+The index has the pages that lookups have found and the pending ones, whose bytes wait in a buffer. What the open
+transaction changes is recorded in its journal, so that a failure undoes exactly that.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from prefixstore.engine.index import Index, Page, is_same
 from prefixstore.engine.journal import Journal
 from prefixstore.engine.pending import Deferred, PendingPage
 from prefixstore.engine.ram import RamTier
-from prefixstore.engine.stored_pages import StoredPages
 from prefixstore.errors import CorruptError, StorageError
 from prefixstore.format.keys import PAGE
 from prefixstore.format.record import Record, Usage, time_of_use
@@ -64,7 +62,7 @@ class Taken(NamedTuple):
 
 
 class Contents:
-    """The index, the pages that wait for a commit, and the table of stored pages.
+    """The index, and the pages that wait for a commit.
 
     Parameters
     ----------
@@ -72,8 +70,6 @@ class Contents:
         Counts what is dropped.
     ram
         Drops pages that were deleted from the location.
-    table
-        Kept up to date with the stored pages.
 
     Attributes
     ----------
@@ -97,14 +93,16 @@ class Contents:
         How many need all pages to stay in the index.
     sweeps
         Whether there may be settings of namespaces without pages.
+    expects_expiry
+        Whether there may be pages that have expired: one that expires was seen.
     latest
         Time of the last use of any page: what is used later is newer, even if the clock was set back meanwhile.
     """
 
-    def __init__(self, counters: Counters, ram: RamTier, table: StoredPages) -> None:
+    def __init__(self, counters: Counters, ram: RamTier) -> None:
         self._counters = counters
         self._ram = ram
-        self.table = table
+        self.expects_expiry = False
         self.index = Index(CACHED_PAGES)
         self.is_complete = False
         self.n_keeping_all = 0
@@ -148,7 +146,6 @@ class Contents:
         if page is None:
             return self._add(stored)
         self._take_over(page, stored)
-        self.table.follow(key, entry, is_pending=key in self.pending)
         return True
 
     def _add(self, stored: Page) -> bool:
@@ -167,7 +164,6 @@ class Contents:
         # it may have been replaced: if it is still damaged, the next restore finds that again
         self.deferred.damaged.discard(key)
         self.deferred.suspicions.pop(key, None)
-        self.table.follow(key, entry, is_pending=key in self.pending)
         if entry is not None:
             self.learn(entry)
             return
@@ -247,6 +243,7 @@ class Contents:
         stored = Page.stored(key, record, usage)
         # a time that is not believable: no use of it was seen by this process
         stored.last_used = last_used or self.started
+        self.expects_expiry = self.expects_expiry or stored.expires > 0
         return stored
 
     def _unreadable(self, key: bytes, error: StorageError) -> None:
@@ -263,7 +260,8 @@ class Contents:
         """A page that is in the index is stored: what is stored of it holds."""
         here.priority = stored.priority
         here.announced_expiry = stored.announced_expiry
-        here.last_used = max(here.last_used, stored.last_used)
+        if stored.last_used > here.last_used:
+            here.last_used, here.uses, here.page_class = stored.last_used, stored.uses, stored.page_class
         here.stored_bytes, here.pinned, here.is_stored = stored.stored_bytes, stored.pinned, True
         # an expiry that is to be written with the next uses is later than the stored one
         here.expires = max(here.expires, stored.expires) if here.expires and stored.expires else stored.expires
@@ -299,7 +297,6 @@ class Contents:
             self.keep_as_stored(page)
             return
         lost = 1 if self.pending.pop(key, None) is not None else 0
-        self.table.given_up(key)
         lost += sum(1 for one in self.forget(key, is_deleted=False) if one.new is not None)
         if lost:
             self._counters.count(f"dropped:{reason.value}", lost)
@@ -316,7 +313,6 @@ class Contents:
     def keep_as_stored(self, page: Page) -> None:
         """End the wait of a pending page that another process has stored."""
         self.pending.pop(page.key, None)
-        self.table.given_up(page.key)
 
     # -- taking out ---------------------------------------------------------------------------------------------------
 
@@ -335,13 +331,9 @@ class Contents:
         self.is_complete = self.is_complete and is_deleted and len(lost_pages) < 2
         self.contested -= {lost.key for lost in lost_pages}
         self._ram.drop(lost.key for lost in lost_pages)
-        taken = [
+        return [
             Taken(lost, self.pending.pop(lost.key, None), self.deferred.uses.pop(lost.key, 0)) for lost in lost_pages
         ]
-        for one in taken:
-            if one.new is not None or not one.page.is_stored:
-                self.table.given_up(one.page.key)
-        return taken
 
     def delete(self, key: bytes, namespace: bytes | None) -> list[Taken]:
         """Take a page that the open transaction deletes out of the index; returns what was taken."""
@@ -353,43 +345,35 @@ class Contents:
 
     def note_deleted(self, key: bytes, namespace: bytes | None) -> None:
         """Record that the open transaction deletes a page, whatever happens to its place in the index."""
-        self.table.deleted(key)
         if self.journal is not None:
             self.journal.deleted.add(key)
-            self.journal.undo(partial(self.table.restore, key))
             if namespace is not None:
                 self.journal.deleted_from.add(namespace)
 
-    def put(self, page: Page, entry: Entry, *, may_be_victim: bool) -> None:
+    def put(self, page: Page, entry: Entry) -> None:
         """Record that the open transaction has put a page, or found it stored."""
         assert isinstance(entry.record, Record)
         self.contested.discard(page.key)
         before = page.stored_bytes, page.pinned, page.priority, page.expires, page.announced_expiry
         self.undo(partial(self.take_back, page, before, is_stored=page.is_stored))
         self._take_over(page, Page.stored(page.key, entry.record, entry.usage))
-        # a page that was given up meanwhile has no owner
-        is_free = may_be_victim or page.key not in self.pending
-        known = self.table.put(page, may_be_victim=is_free)
-        self.undo(lambda: self.table.take_back(page.key, known, is_pending=page.key in self.pending))
+        self.expects_expiry = self.expects_expiry or page.expires > 0
         if self.journal is not None:
             self.journal.deleted.discard(page.key)
 
     def set_expiry(self, page: Page, expires: int) -> None:
         """Set when a page expires, 0 for never."""
         page.expires = page.announced_expiry = expires
-        self.table.set_expiry(page.key, expires)
 
     def set_pinned(self, page: Page, *, pinned: bool) -> None:
         """Record that a page is pinned now, or no longer."""
         page.pinned = pinned
-        self.table.set_pinned(page.key, pinned=pinned)
 
     def put_back(self, taken: Sequence[Taken]) -> None:
         """Put stored pages back into the index, because they are not deleted after all."""
         for page, new, n_uses in reversed(taken):
             if self.journal is not None:
                 self.journal.deleted.discard(page.key)
-            self.table.restore(page.key)
             here = self.index.get(page.key)
             if not page.is_stored:
                 continue

@@ -41,7 +41,6 @@ from prefixstore.engine.ram import RamTier
 from prefixstore.engine.readers import Admit, Look
 from prefixstore.engine.relay import Keep, Relays
 from prefixstore.engine.room import Room
-from prefixstore.engine.stored_pages import StoredPages
 from prefixstore.engine.tap import Tap
 from prefixstore.errors import ClosedError, CorruptError, StorageError
 from prefixstore.format.autocodec import Encoder
@@ -179,7 +178,7 @@ class Engine:
         # held by the thread that closes the engine
         self._ending = threading.RLock()
         self._ram = RamTier(self._ram_bytes)
-        self._catalog = catalog = Catalog(StoredPages(self._policy), counters, self._ram)
+        self._catalog = catalog = Catalog(self._policy, counters, self._ram)
         patience = LOCAL_PATIENCE if backend.is_local else 1
         self._breaker = CircuitBreaker(self._probe, counters, patience=patience, clock=self._clock)
         self._fetcher = Fetcher(backend, catalog, self._ram, counters, self._encode.read_rate, self._breaker)

@@ -1,23 +1,32 @@
-"""The order of eviction: queues that give out the lowest-ranked leaves of the page table, ranked in steps."""
+"""The order of eviction: the leaves that a policy ranks lowest, found by samples of leaf rows.
+
+The keys of pages are hashes, so the rows after a random key are an unbiased sample of the leaves of a namespace, and
+the namespace is drawn by how many it has. For each leaf that is taken, 64 are read; the lowest of all that were read
+are kept in a pool, from one transaction to the next. Of up to 256 leaves all are read, so that the order is exact.
+Nothing here grows with the number of pages.
+"""
 
 from __future__ import annotations
 
 import heapq
+import random
 import sys
-from collections.abc import Callable, Generator, Iterator
-from enum import Enum
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from prefixstore.backends.base import View
+from prefixstore.backends.contract import Range, Row
+from prefixstore.engine import keyspace
 from prefixstore.engine.adaptive_policy import Adaptive
-from prefixstore.engine.key_table import Slots
-from prefixstore.engine.page_columns import PINNED, SHIFT, VICTIM
-from prefixstore.engine.page_table import MASK, PageTable
-from prefixstore.engine.policy import Policy, Ranks, by_expiry, lfu, longest_first, lru, priority
-from prefixstore.engine.totals import Group
+from prefixstore.engine.keyspace import LEAVES, Count, Leaf, leaf_row, leaves_of
+from prefixstore.engine.policy import Leaves, Policy, Ranks, lfu, longest_first, lru, priority
+from prefixstore.format.keys import KEY_BYTES
 
-__all__ = ["BUSY", "POLICIES", "Busy", "Candidates", "VictimQueue"]
+__all__ = ["KEPT", "POLICIES", "Group", "Rank", "Sampler", "Victim", "Victims"]
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "adaptive": Adaptive,
@@ -27,317 +36,214 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "priority": priority,
 }
 
-# a rank, the time of the last use, and the end as a negative number: the deepest first
-Order: TypeAlias = "tuple[float, int, int]"
-LAST: Order = (float("inf"), 0, 0)
-# of pages that are evicted after all others, in the order of their last use
-KEPT = sys.float_info.max
+# leaves that are read for each one that is taken, and for how many at once: in one round trip
+SAMPLE, AT_ONCE = 64, 4
+# the lowest leaves that are kept for later; of so many, or fewer, all are read
+POOL = 256
+# namespaces from which one is drawn: of more, those after a random one
+SPACES = 1024
+# groups, beside all pages, whose pools are kept
+GROUPS = 64
+# the ranks of pages that have expired, and of those that are evicted after all others
+EXPIRED, KEPT = float("-inf"), sys.float_info.max
 
-# one in so many leaves is ranked at a time, and so many at least, or at most
-SHARE, FEWEST, MOST = 16, 1024, 32768
-# a policy that drifts ranks again after one in so many was taken or spared, and not before so many
-TAKEN, FEWEST_TAKEN = 16, 16
-# leaves of a block whose ranks are looked at to find out which ranks are low
-SAMPLED = 512
-
-
-class Busy(Enum):
-    """The leaves are being ranked: ask again."""
-
-    BUSY = "busy"
+Rank: TypeAlias = Callable[[Sequence[bytes], Leaves], Ranks]
+"""Ranks leaves with these page keys, after it has entered into them what is to be written of their uses."""
 
 
-BUSY = Busy.BUSY
+class Group(NamedTuple):
+    """Some namespaces whose pages are evicted for each other: with how many leaves each."""
+
+    name: bytes
+    spaces: Mapping[bytes, int]
 
 
-class _Ranked(NamedTuple):
-    """Leaves in the order of their ranks."""
+class Victim(NamedTuple):
+    """A leaf to be evicted: as it is stored, when it was used last, and whether it has expired."""
 
-    slots: list[int]
-    order: list[Order]
+    key: bytes
+    namespace: bytes
+    leaf: Leaf
+    last_used: int
+    is_expired: bool
+
+    @property
+    def row(self) -> bytes:
+        """Its leaf row."""
+        return leaf_row(self.namespace, self.key)
 
 
-class VictimQueue:
-    """The leaves of a table in the order of a policy.
-
-    Only the lowest leaves are ranked and sorted; when they are used up, the next ones are. Pages that change meanwhile
-    join them if they are low enough, which is why a table has to tell its queues (`offer`). A rank is looked at again
-    when the turn of its page comes. Ranking is done in steps of one block, so that a lock can be released in between.
+class Sampler:
+    """Chooses leaves to evict. One transaction at a time uses it.
 
     Parameters
     ----------
-    table
-        Has the pages.
-    policy
-        The order.
-    namespaces
-        Whose pages: their numbers in the table, called at each ranking; None for all.
-    expiring
-        Whether only leaves that expire are wanted.
+    rank
+        Ranks leaves.
     """
 
-    def __init__(
-        self,
-        table: PageTable,
-        policy: Policy,
-        namespaces: Callable[[], list[int]] | None = None,
-        *,
-        expiring: bool = False,
-    ) -> None:
-        self._table = table
-        self._policy = policy
-        self._namespaces = namespaces
-        self._expiring = expiring
-        self._ranked = _Ranked([], [])
-        self._at = 0
-        self._heap: list[tuple[Order, int]] = []
-        # every leaf that is in neither has at least this rank
-        self._limit: Order = (float("-inf"), 0, 0)
-        # asked for since the leaves were ranked, and after how many they are ranked again
-        self._taken, self._enough = 0, 0
-        # given out, and not offered since: a page that could not be deleted is not given out for ever
-        self._given: set[int] = set()
-        self._ranking: Iterator[None] | None = None
-        self._numbers: set[int] = set()
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._pools: OrderedDict[bytes, dict[bytes, bytes]] = OrderedDict()
 
-    # -- giving out ---------------------------------------------------------------------------------------------------
+    def victims(self, view: View, group: Group | None = None) -> Victims:
+        """The leaves of a group, or all, in the order in which to evict them."""
+        name = b"" if group is None else group.name
+        pool = self._pools.setdefault(name, {})
+        self._pools.move_to_end(name)
+        if len(self._pools) > GROUPS:
+            self._pools.popitem(last=False)
+        return Victims(view, self._rank, pool, group)
 
-    def offer(self, slot: int) -> None:
-        """A page has become a leaf, or may be a victim again."""
-        self._given.discard(slot)
-        if not self._is_mine(slot):
-            return
-        order = self._order_of(slot)
-        if order <= self._limit:
-            heapq.heappush(self._heap, (order, slot))
-            if len(self._heap) > 64 + 2 * len(self._ranked.slots) and len(self._heap) > 2 * self._n_leaves():
-                self._clear_heap()
 
-    def next(self) -> int | Busy | None:
-        """The slot of the next victim; `BUSY` if there is more to rank, None if there are no more.
+class Victims:
+    """The leaves of a group in one transaction, the lowest first.
 
-        The caller removes it from the table, or offers it again.
-        """
-        if self._ranking is not None:
-            if next(self._ranking, self) is not self:
-                return BUSY
-            self._ranking = None
+    Parameters
+    ----------
+    view
+        The transaction.
+    rank
+        Ranks leaves.
+    pool
+        Low leaves that were found earlier, by the keys of their rows; any of them may be gone, or used since.
+    group
+        Whose leaves; None for all.
+    """
+
+    def __init__(self, view: View, rank: Rank, pool: dict[bytes, bytes], group: Group | None) -> None:
+        self._view = view
+        self._rows = view.rows
+        self._rank = rank
+        self._pool = pool
+        self._group = group
+        # those of the pool, and others while all are read, in the order in which they are taken
+        self._heap: list[tuple[float, int, int, bytes, bytes]] = []
+        # how many may be taken before more are read; None where all were read
+        self._left: int | None = 0
+        # that are not to be taken in this transaction
+        self._spared: set[bytes] = set()
+
+    def next(self) -> Victim | None:
+        """The next leaf, as it is stored now; None when there are no more."""
         while True:
-            if self._policy.drifts and self._taken >= self._enough and (self._at or self._heap or self._ranked.slots):
-                return self._start()
-            slot = self._pop()
-            if slot is None:
-                return None if self._limit == LAST else self._start()
-            self._taken += 1
-            self._given.add(slot)
-            return slot
-
-    def victims(self) -> Generator[int, None, None]:
-        """The slots of all victims, in order, as `next` gives them out."""
-        while (slot := self.next()) is not None:
-            if isinstance(slot, int):
-                yield slot
-
-    def spared(self) -> None:
-        """Note that the next victim was compared with a new page, and kept."""
-        self._taken += 1
-
-    def _start(self) -> Busy:
-        self._ranking = self._rank()
-        return BUSY
-
-    def _pop(self) -> int | None:
-        """The lowest of the ranked leaves that is still one, and still ranks so low."""
-        while True:
-            ranked = self._ranked.order[self._at] if self._at < len(self._ranked.slots) else None
-            if ranked is not None and (not self._heap or ranked <= self._heap[0][0]):
-                order, slot = ranked, self._ranked.slots[self._at]
-                self._at += 1
-            elif self._heap:
-                order, slot = heapq.heappop(self._heap)
-            else:
+            if self._left == 0:
+                self._read()
+            if not self._heap and self._left is not None:
+                # nothing but what was spared was found
+                self._read_all()
+            if not self._heap:
                 return None
-            # one that was offered while the leaves were ranked may be here twice
-            if slot in self._given or not self._is_mine(slot):
+            rank, last_used, _, row, value = heapq.heappop(self._heap)
+            stored = self._rows.get([row])[0]
+            if stored != value:
+                # gone, or used since
+                self._pool.pop(row, None)
+                self.offer(row, stored)
                 continue
-            # without a use since, it ranks as low, or lower, unless it is kept from now on
-            is_used = self._table.blocks[slot >> SHIFT].last_used[slot & MASK] != order[1]
-            if is_used or self._is_kept(slot) != (order[0] == KEPT):
-                now = self._order_of(slot)
-                if now > order:
-                    if now <= self._limit:
-                        heapq.heappush(self._heap, (now, slot))
-                    continue
-            return slot
+            if self._left is not None:
+                self._left -= 1
+            leaf = Leaf.unpack(value)
+            if leaf is not None:
+                return Victim(row[1 + KEY_BYTES :], row[1 : 1 + KEY_BYTES], leaf, last_used, rank == EXPIRED)
 
-    # -- ranking ------------------------------------------------------------------------------------------------------
+    def offer(self, row: bytes, value: bytes | None) -> None:
+        """A leaf has this row now; None for none."""
+        if value is not None and row not in self._spared:
+            self._push([Row(row, value)])
 
-    def _rank(self) -> Generator[None, None, None]:
-        """Rank the lowest leaves, a block at each step."""
-        table = self._table
-        self._given = {slot for slot in self._given if table.is_victim(slot)}
-        self._numbers = set(self._namespaces()) if self._namespaces is not None else set()
-        self._ranked, self._at, self._heap, self._taken = _Ranked([], []), 0, [], 0
-        self._limit = LAST
-        n_leaves = 0
-        if len(table.blocks) > 1:
-            samples: list[tuple[float, int, int]] = []
-            for block in range(len(table.blocks)):
-                at = self._leaves_of(block)
-                n_leaves += len(at)
-                some = at[:: max(len(at) // SAMPLED, 1)]
-                if len(some):
-                    columns = table.blocks[block].columns
-                    ranks = self._ranks(block, some).tolist()
-                    weight = len(at) // len(some) + 1
-                    samples += zip(ranks, columns["last_used"][some].tolist(), [weight] * len(some), strict=True)
-                yield
-            self._limit = self._lowest(samples, min(max(n_leaves // SHARE, FEWEST), MOST))
-        found: list[Slots] = []
-        ranks_of: list[np.ndarray[tuple[int], np.dtype[np.float64]]] = []
-        n_leaves = 0
-        for block in range(len(table.blocks)):
-            at = self._leaves_of(block)
-            n_leaves += len(at)
-            columns = table.blocks[block].columns
-            ranks = self._ranks(block, at)
-            if self._limit != LAST:
-                limit, last_used, _ = self._limit
-                low = (ranks < limit) | ((ranks == limit) & (columns["last_used"][at] <= last_used))
-                at, ranks = at[low], ranks[low]
-            found.append(at + (block << SHIFT))
-            ranks_of.append(ranks)
-            yield
-        self._sort(np.concatenate(found or [np.empty(0, np.int64)]), np.concatenate(ranks_of or [np.empty(0)]))
-        self._enough = max(FEWEST_TAKEN, min(n_leaves // TAKEN, len(self._ranked.slots)))
+    def taken(self, victim: Victim) -> None:
+        """A victim was deleted: the page that it followed may be a leaf now."""
+        self._pool.pop(victim.row, None)
+        row = leaf_row(victim.namespace, victim.leaf.parent)
+        self.offer(row, self._rows.get([row])[0])
 
-    def _sort(self, slots: Slots, ranks: np.ndarray[tuple[int], np.dtype[np.float64]]) -> None:
-        if self._given:
-            here = ~np.isin(slots, list(self._given))
-            slots, ranks = slots[here], ranks[here]
-        if not len(slots):
+    def spare(self, victim: Victim) -> None:
+        """A victim was not deleted: it is not chosen again in this transaction."""
+        self._pool.pop(victim.row, None)
+        self._spared.add(victim.row)
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        """Read some more leaves, or all where there are few."""
+        if self._n_leaves() <= POOL:
+            self._read_all()
             return
-        last_used, ends = self._table.gather("last_used", slots), -self._table.gather("end", slots).astype(np.int64)
-        by_rank = np.lexsort((ends, last_used, ranks))
-        if len(slots) > MOST:
-            # few blocks with many leaves: the rest waits for the next ranking
-            by_rank = by_rank[:MOST]
-            last = by_rank[-1]
-            self._limit = float(ranks[last]), int(last_used[last]), int(ends[last])
-        order = list(zip(ranks[by_rank].tolist(), last_used[by_rank].tolist(), ends[by_rank].tolist(), strict=True))
-        self._ranked = _Ranked(slots[by_rank].tolist(), order)
-
-    @staticmethod
-    def _lowest(samples: list[tuple[float, int, int]], wanted: int) -> Order:
-        """Below which rank there are about so many leaves."""
-        n = 0
-        for rank, last_used, weight in sorted(samples):
-            n += weight
-            if n >= wanted:
-                # all of those that were last used then, whatever their depth
-                return rank, last_used, 1
-        return LAST
-
-    def _ranks(self, block: int, at: Slots) -> Ranks:
-        """The ranks of pages of a block: of those that are kept, the highest."""
-        ranks = self._policy.ranks(self._table.blocks[block].columns, at)
-        kept = [slot & MASK for slot in self._table.kept if slot >> SHIFT == block] if not self._expiring else []
-        if kept:
-            ranks = np.where(np.isin(at, kept), KEPT, ranks)
-        return ranks
-
-    def _is_kept(self, slot: int) -> bool:
-        return slot in self._table.kept and not self._expiring
-
-    def _leaves_of(self, block: int) -> Slots:
-        at = self._table.victims_of(block)
-        columns = self._table.blocks[block].columns
-        if self._namespaces is not None:
-            at = at[np.isin(columns["namespace"][at], list(self._numbers))]
-        return at[columns["expires"][at] > 0] if self._expiring else at
-
-    def _is_mine(self, slot: int) -> bool:
-        block, at = self._table.blocks[slot >> SHIFT], slot & MASK
-        if block.n_children[at] or block.flags[at] & (VICTIM | PINNED) != VICTIM:
-            return False
-        if self._expiring and not block.expires[at]:
-            return False
-        return self._namespaces is None or block.namespace[at] in self._numbers
-
-    def _order_of(self, slot: int) -> Order:
-        block, at = self._table.blocks[slot >> SHIFT], slot & MASK
-        rank = KEPT if self._is_kept(slot) else self._policy.rank(block, at)
-        return rank, block.last_used[at], -block.end[at]
+        spaces = self._spaces()
+        found = self._sample(spaces)
+        if not found:
+            self._read_all()
+            return
+        self._left = AT_ONCE
+        self._merge(found)
 
     def _n_leaves(self) -> int:
-        return len({slot for _, slot in self._heap})
+        return self._view.count().leaves if self._group is None else sum(self._group.spaces.values())
 
-    def _clear_heap(self) -> None:
-        """Remove what pages have left behind that were offered again."""
-        slots = {slot for _, slot in self._heap if self._is_mine(slot)}
-        self._heap = [(self._order_of(slot), slot) for slot in slots]
+    def _read_all(self) -> None:
+        """Read as many leaves as a pool has, the first ones: mostly that is all."""
+        if self._group is None:
+            ranges = [keyspace.everything(keyspace.LEAF)._replace(limit=POOL + 1)]
+        else:
+            ranges = [leaves_of(space, limit=POOL + 1) for space in self._group.spaces]
+        rows = [row for some in self._rows.ranges(ranges) for row in some]
+        self._left = None if len(rows) <= POOL else AT_ONCE
+        self._pool.clear()
+        self._merge(rows)
+
+    def _spaces(self) -> Mapping[bytes, int]:
+        """How many leaves namespaces have: all of them, or of very many those after a random one."""
+        if self._group is not None:
+            return self._group.spaces
+        start = random.randbytes(keyspace.TENANT_BYTES)
+        after, first = self._rows.ranges(
+            [keyspace.counts_from(start, SPACES), keyspace.counts_from(b"", SPACES)],
+        )
+        found: dict[bytes, int] = {}
+        for row in (*after, *first)[:SPACES] if len(after) < SPACES else after:
+            count = Count.unpack(row.value)
+            if count is not None and count.leaves > 0:
+                found[row.key[-KEY_BYTES:]] = count.leaves
+        return found
+
+    def _sample(self, spaces: Mapping[bytes, int]) -> list[Row]:
+        """Some leaves after random keys."""
+        if not spaces:
+            return []
+        drawn = random.choices(list(spaces), list(spaces.values()), k=AT_ONCE)
+        wanted = [leaves_of(space, random.randbytes(KEY_BYTES), SAMPLE) for space in drawn]
+        found = self._rows.ranges(wanted)
+        # those that ended before there were enough go on with the first ones
+        rest = [
+            Range(leaf_row(space, b""), one.start, SAMPLE - len(rows))
+            for space, one, rows in zip(drawn, wanted, found, strict=True)
+            if len(rows) < SAMPLE
+        ]
+        return [row for some in (*found, *(self._rows.ranges(rest) if rest else ())) for row in some]
+
+    def _merge(self, rows: Iterable[Row]) -> None:
+        """Rank the pool anew with these leaves, and keep the lowest."""
+        both = self._pool | {row.key: row.value for row in rows}
+        self._heap = []
+        self._push([Row(key, value) for key, value in both.items() if key not in self._spared])
+        if self._left is not None:
+            self._heap = heapq.nsmallest(POOL, self._heap)
+            self._pool.clear()
+            self._pool.update((row, value) for *_, row, value in self._heap)
+            # their values now, in one request
+            self._rows.get([row for *_, row, _ in self._heap[: 2 * AT_ONCE]])
+
+    def _push(self, rows: Sequence[Row]) -> None:
+        rows = [row for row in rows if len(row.value) == LEAVES.itemsize and len(row.key) == 1 + 2 * KEY_BYTES]
+        if not rows:
+            return
+        leaves = np.frombuffer(bytearray(b"".join(row.value for row in rows)), LEAVES)
+        ranks = self._rank([row.key[-KEY_BYTES:] for row in rows], leaves)
+        expires = leaves["expires"]
+        ranks = np.where((expires > 0) & (expires <= time.time_ns()), EXPIRED, ranks)
+        order = zip(
+            ranks.tolist(), leaves["last_used"].tolist(), (-leaves["end"].astype(np.int64)).tolist(), rows, strict=True
+        )
+        self._heap += [(rank, last_used, end, row.key, row.value) for rank, last_used, end, row in order]
         heapq.heapify(self._heap)
-
-
-class Candidates:
-    """The pages of a table that may be deleted, in several orders. Used under the lock of the catalog.
-
-    Parameters
-    ----------
-    table
-        Has the pages.
-    policy
-        The order in which they are evicted.
-    """
-
-    def __init__(self, table: PageTable, policy: Policy) -> None:
-        self._table = table
-        self._policy = policy
-        self._victims = VictimQueue(table, policy)
-        self._expiring = VictimQueue(table, by_expiry(), expiring=True)
-        # for namespaces, and for salts, with a quota: made when they first need space
-        self._victims_of: dict[bytes | str, VictimQueue] = {}
-        table.on_candidate.append(self.offer)
-
-    def offer(self, slot: int) -> None:
-        """A page has become a leaf, or may be a victim again."""
-        self._victims.offer(slot)
-        if self._table.blocks[slot >> SHIFT].expires[slot & MASK]:
-            self._expiring.offer(slot)
-        if self._victims_of:
-            namespace = self._table.entry(slot).namespace
-            for group in (namespace, self._table.totals.salt_of(namespace)):
-                if group is not None and group in self._victims_of:
-                    self._victims_of[group].offer(slot)
-
-    def add(self, key: bytes) -> None:
-        """A page may be a victim again."""
-        slot = self._table.find(key)
-        if slot >= 0:
-            self.offer(slot)
-
-    def victims(self, group: Group = None) -> VictimQueue:
-        """Pages to evict, of a group or of all."""
-        self._policy.prepare(self._table)
-        if group is None:
-            return self._victims
-        if group not in self._victims_of:
-            self._victims_of[group] = VictimQueue(self._table, self._policy, lambda: self._numbers_of(group))
-        return self._victims_of[group]
-
-    def _numbers_of(self, group: bytes | str) -> list[int]:
-        return [self._table.number(namespace) for namespace in self._table.totals.namespaces(group)]
-
-    def joined(self, namespace: bytes) -> None:
-        """Note that the salt of a namespace is known now: the pages of that salt are ranked again."""
-        salt = self._table.totals.salt_of(namespace)
-        if salt is not None:
-            self._victims_of.pop(salt, None)
-
-    def forget(self, group: bytes | str) -> None:
-        """Forget a group that has no pages any more."""
-        self._victims_of.pop(group, None)
-
-    def expiring(self) -> VictimQueue:
-        """Pages that expire, the first one first."""
-        return self._expiring

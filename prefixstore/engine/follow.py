@@ -23,7 +23,6 @@ from prefixstore.engine.contents import Contents
 from prefixstore.engine.index import Page
 from prefixstore.engine.journal import Journal
 from prefixstore.engine.ram import RamTier
-from prefixstore.engine.stored_pages import StoredPages
 from prefixstore.errors import StorageError
 from prefixstore.format.record import Record
 from prefixstore.stats import Counters
@@ -59,22 +58,19 @@ class Follower:
 
     Parameters
     ----------
-    table
-        What eviction knows of the stored pages.
     counters
         Counts what is dropped.
     ram
         Drops pages that were deleted from the location.
     """
 
-    def __init__(self, table: StoredPages, counters: Counters, ram: RamTier) -> None:
-        self._table = table
+    def __init__(self, counters: Counters, ram: RamTier) -> None:
         self._ram = ram
         self._lock: Lock = threading.RLock()
         # around each change: what is left in the middle, by an interrupt or a fault, is not used any more
         self._guard: Lock = _Unfinished(self._start_over)
         self._counters = counters
-        self._contents = Contents(counters, ram, table)
+        self._contents = Contents(counters, ram)
         # pages for which there was no space
         self._refused: set[bytes] = set()
         self._generation = -1
@@ -136,7 +132,6 @@ class Follower:
                     continue  # found to be wrong meanwhile: the changes alone are not enough any more
                 if changed is None:
                     self._contents.forget_stored()
-                    self._table.unload(new.page for new in self._contents.pending.values())
                     self._contents.rebuild(found)
                     self._ram.drop(set(self._ram.keys()) - found.keys())
                 else:
@@ -177,7 +172,6 @@ class Follower:
         log.warning("the index was left in the middle of a change; reloading it")
         self._distrust()
         self._contents.forget_stored()
-        self._table.unload(new.page for new in self._contents.pending.values())
 
     @contextmanager
     def update(self, backend: Backend, on_commit: Callable[[], None] | None = None) -> Iterator[Transaction]:
@@ -246,8 +240,6 @@ class Follower:
                 # if it was committed in spite of the error, the log of changes says so at the next refresh
                 journal.roll_back()
                 self._trusted = trusted
-            if not self._table.end_transaction():
-                self._table.unload(new.page for new in self._contents.pending.values())
 
     def _drop_empty_namespaces(self, transaction: Transaction) -> None:
         """Drop the settings of namespaces from which the transaction has deleted the last page."""

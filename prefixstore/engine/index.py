@@ -44,6 +44,8 @@ class Page:
         Nanoseconds since the epoch.
     hits
         How often the page was restored.
+    uses, page_class
+        As the eviction policy counts; see `prefixstore.format.record.Usage`.
     pinned
         Whether the page is exempt from eviction and expiry.
     priority
@@ -84,6 +86,8 @@ class Page:
     form: int = PAGE
     announced_expiry: int = 0
     is_stored: bool = False
+    uses: int = 1
+    page_class: int = 0
     child_tokens: list[bytes] = field(default_factory=list, repr=False)
     children: list[Page] = field(default_factory=list, repr=False)
     sealed: list[bool] = field(default_factory=lambda: [False], repr=False)
@@ -111,6 +115,8 @@ class Page:
             form=record.form,
             announced_expiry=usage.expires,
             is_stored=True,
+            uses=usage.uses,
+            page_class=usage.page_class,
         )
 
     @property

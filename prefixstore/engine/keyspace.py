@@ -8,9 +8,13 @@ usage       ``u`` page key                     a usage
 child       ``c`` node, up to 112 tokens       one page, or several that share these tokens
 namespace   ``n`` namespace key                canonical settings
 note        ``o`` name                         what was noted
-totals      ``t``                              how many pages there are, and their sizes
+leaf        ``l`` namespace, page key          a `Leaf`: what eviction ranks by
+count       ``t``; ``t`` tenant, namespace     a `Count`: of all pages; of those of a namespace
 change      ``g`` generation, big-endian       keys of the pages that it changed
 ==========  =================================  ==========================================
+
+Only pages that no other one follows, and that are not pinned, have a leaf row. A tenant is a hash of a salt, or the
+beginning of a namespace that has none.
 
 The children of a page are a trie, in steps of 32 tokens, then 112 at a time, so that the one that shares most tokens
 with a prompt is found among thousands, and a row has a key short enough for LMDB. Most pages have one row, of the first
@@ -25,24 +29,31 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from operator import add
 from typing import NamedTuple
 
+import numpy as np
 import xxhash
 
 from prefixstore.backends.contract import Draft, Range, Row, View
 from prefixstore.format.keys import KEY_BYTES, TOKEN_BYTES
-from prefixstore.format.record import Buffer, place_of
+from prefixstore.format.record import MOST_USES, Buffer, Head, Usage, place_of
 
 __all__ = [
     "CHANGE",
     "CHILD",
+    "COUNT",
+    "LEAF",
+    "LEAVES",
     "NAMESPACE",
     "NOTE",
     "RECORD",
-    "TOTALS",
+    "TENANT_BYTES",
+    "UNKNOWN",
     "Child",
+    "Count",
+    "Leaf",
     "Nearest",
-    "Totals",
     "add_child",
     "all_children",
     "around",
@@ -51,11 +62,16 @@ __all__ = [
     "child_bytes",
     "child_path",
     "children_of",
+    "count_row",
+    "counts_from",
+    "counts_of",
     "everything",
     "first_node",
     "generation_of",
     "hollow",
     "leads_to",
+    "leaf_row",
+    "leaves_of",
     "mend_child",
     "namespace_row",
     "nearest",
@@ -64,6 +80,7 @@ __all__ = [
     "record_row",
     "remove_child",
     "take_out",
+    "tenant_of",
     "under",
     "usage_row",
     "walk",
@@ -74,13 +91,16 @@ USAGE = b"u"
 CHILD = b"c"
 NAMESPACE = b"n"
 NOTE = b"o"
-TOTALS = b"t"
+LEAF = b"l"
+COUNT = b"t"
 CHANGE = b"g"
 # of the tokens in the key of a child row: of the first step, and of the others
 FIRST_BYTES = 32 * TOKEN_BYTES
 STEP_BYTES = 112 * TOKEN_BYTES
 NODE_BYTES = 16
 _OF_NODE = b"prefixstore node"
+TENANT_BYTES = 16
+_OF_TENANT = b"prefixstore salt"
 _GENERATION = struct.Struct(">Q")
 # steps of the longest page, of 450,000 tokens: a location that somebody has forged may have more
 DEEPEST = 4096
@@ -140,44 +160,154 @@ def walk(view: View, kind: bytes, after: bytes = b"") -> Iterator[list[Row]]:
         start = rows[-1].key + b"\0"
 
 
-class Totals(NamedTuple):
-    """How many pages there are, the bytes of their payloads as stored, and of the states that these stand for.
+def leaf_row(namespace: bytes, key: bytes) -> bytes:
+    """The row with what eviction ranks a page by."""
+    return LEAF + namespace + key
 
-    The sizes are `UNKNOWN` after a page was deleted whose record was damaged.
+
+def leaves_of(namespace: bytes, start: bytes = b"", limit: int | None = None) -> Range:
+    """The leaf rows of a namespace, from this page key on."""
+    return Range(leaf_row(namespace, start), _after(leaf_row(namespace, b"")), limit)
+
+
+def count_row(tenant: bytes, namespace: bytes) -> bytes:
+    """The row with what a namespace holds."""
+    return COUNT + tenant + namespace
+
+
+def tenant_of(salt: str | None, namespace: bytes) -> bytes:
+    """Whose pages those of a namespace are, with this salt or without one."""
+    if salt is None:
+        return namespace[:TENANT_BYTES]
+    return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=TENANT_BYTES, person=_OF_TENANT).digest()
+
+
+def counts_from(start: bytes, limit: int) -> Range:
+    """The rows with what namespaces hold, from this tenant on."""
+    return Range(COUNT + (start or b"\0"), everything(COUNT).stop, limit)
+
+
+def counts_of(tenant: bytes) -> Range:
+    """The rows with what the namespaces of a tenant hold."""
+    return under(COUNT + tenant)
+
+
+class Count(NamedTuple):
+    """What a group of pages holds, or by how much that changes.
+
+    Attributes
+    ----------
+    pages
+        How many pages.
+    stored_bytes, raw_bytes
+        The bytes of their payloads as stored, and of the states that these stand for. In the row of all pages they are
+        `UNKNOWN` after a page was deleted whose record was damaged.
+    quota_bytes
+        What they count against a quota: stored bytes and tokens.
+    pinned, pinned_bytes
+        How many of them are pinned, and what these count against a quota.
+    leaves
+        How many have a leaf row.
     """
 
-    entries: int = 0
+    pages: int = 0
     stored_bytes: int = 0
     raw_bytes: int = 0
+    quota_bytes: int = 0
+    pinned: int = 0
+    pinned_bytes: int = 0
+    leaves: int = 0
 
     @property
     def has_sizes(self) -> bool:
         """Whether the sizes are known."""
         return self.stored_bytes != UNKNOWN
 
-    def changed(self, entries: int, sizes: tuple[int, int] | None, *, sign: int = 1) -> Totals:
-        """With some more pages of these sizes, which may be unknown; or with the `sign` -1, without them."""
-        entries = self.entries + sign * entries
-        if sizes is None or not self.has_sizes:
-            return Totals(entries, UNKNOWN, UNKNOWN)
-        return Totals(entries, self.stored_bytes + sign * sizes[0], self.raw_bytes + sign * sizes[1])
+    def plus(self, other: Count) -> Count:
+        """With the pages of another one; their sizes are unknown if those of one are."""
+        both = Count(*map(add, self, other))
+        if self.has_sizes and other.has_sizes:
+            return both
+        return both._replace(stored_bytes=UNKNOWN, raw_bytes=UNKNOWN)
 
     def pack(self) -> bytes:
-        """The stored form: three numbers of 8 bytes and an xxh3-64 of them."""
-        body = _TOTALS.pack(*self)
+        """The stored form: numbers of 8 bytes and an xxh3-64 of them."""
+        body = _COUNT.pack(*self)
         return body + xxhash.xxh3_64_digest(body)
 
     @classmethod
-    def unpack(cls, stored: bytes | None) -> Totals | None:
+    def unpack(cls, stored: bytes | None) -> Count | None:
         """Read the stored form; None if it is missing or damaged."""
-        if stored is None or len(stored) != _TOTALS.size + 8:
+        if stored is None or len(stored) != _COUNT.size + 8:
             return None
-        body = stored[: _TOTALS.size]
-        return cls(*_TOTALS.unpack(body)) if xxhash.xxh3_64_digest(body) == stored[_TOTALS.size :] else None
+        body = stored[: _COUNT.size]
+        return cls(*_COUNT.unpack(body)) if xxhash.xxh3_64_digest(body) == stored[_COUNT.size :] else None
 
 
 UNKNOWN = -1
-_TOTALS = struct.Struct("<qqq")
+_COUNT = struct.Struct("<7q")
+
+
+class Leaf(NamedTuple):
+    """What eviction ranks a page by that no other one follows. The fields are those of its record and its usage.
+
+    A wrong one costs a good order, and nothing else: what is deleted follows from the record.
+    """
+
+    parent: bytes
+    last_used: int
+    expires: int
+    stored_bytes: int
+    end: int
+    n_tokens: int
+    compute_us: int
+    uses: int
+    priority: int
+    page_class: int
+
+    @classmethod
+    def of(cls, head: Head, usage: Usage) -> Leaf:
+        """The leaf of a page with this record and usage."""
+        return cls(
+            head.parent,
+            usage.last_used,
+            usage.expires,
+            head.stored_bytes,
+            min(head.start + head.n_tokens, MOST_TOKENS),
+            head.n_tokens,
+            min(head.compute_us, MOST_TOKENS),
+            min(usage.uses, MOST_USES),
+            usage.priority,
+            usage.page_class,
+        )
+
+    def pack(self) -> bytes:
+        """The stored form, `LEAVES`."""
+        return _LEAF.pack(*self)
+
+    @classmethod
+    def unpack(cls, stored: bytes | None) -> Leaf | None:
+        """Read the stored form; None if it is missing, or has another length."""
+        return cls(*_LEAF.unpack(stored)) if stored is not None and len(stored) == _LEAF.size else None
+
+
+MOST_TOKENS = 2**32 - 1
+_LEAF = struct.Struct(f"<{KEY_BYTES}sQQQIIIHhB")
+# the same for NumPy, to rank many at once
+LEAVES = np.dtype(
+    [
+        ("parent", f"V{KEY_BYTES}"),
+        ("last_used", "<u8"),
+        ("expires", "<u8"),
+        ("stored_bytes", "<u8"),
+        ("end", "<u4"),
+        ("n_tokens", "<u4"),
+        ("compute_us", "<u4"),
+        ("uses", "<u2"),
+        ("priority", "<i2"),
+        ("page_class", "u1"),
+    ]
+)
 
 
 # -- children ---------------------------------------------------------------------------------------------------------

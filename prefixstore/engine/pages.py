@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice, takewhile
 
@@ -33,9 +33,12 @@ from prefixstore.backends.packed_facts import facts_of
 from prefixstore.engine import keyspace
 from prefixstore.engine.budget import fewer
 from prefixstore.engine.keyspace import (
-    Totals,
+    UNKNOWN,
+    Count,
+    Leaf,
     change_row,
     generation_of,
+    leaf_row,
     namespace_row,
     note_row,
     record_row,
@@ -43,7 +46,8 @@ from prefixstore.engine.keyspace import (
 )
 from prefixstore.errors import CorruptError, FullError, StorageError
 from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT
-from prefixstore.format.record import USAGE, Buffer, Record, Usage, place_of, record_bytes, sizes_of
+from prefixstore.format.namespace import Namespace
+from prefixstore.format.record import USAGE, Buffer, Head, Record, Usage, head_of, namespace_in, place_of, record_bytes
 
 __all__ = ["Pages", "open_pages"]
 
@@ -82,6 +86,8 @@ class _PageView(View):
         self._check = check
         # what is read later is at least as new: it is read once
         self._generation: int | None = None
+        # of namespaces whose settings were read
+        self._tenants: dict[bytes, bytes] = {}
 
     # -- pages --------------------------------------------------------------------------------------------------------
 
@@ -252,28 +258,69 @@ class _PageView(View):
     def note(self, name: bytes) -> bytes | None:
         return self._rows.get([note_row(name)])[0]
 
-    def _counted(self) -> Totals | None:
-        """The totals as they were counted; None if they are missing or damaged."""
-        return Totals.unpack(self._rows.get([keyspace.TOTALS])[0])
+    @property
+    def rows(self) -> contract.View:
+        """The rows, for what eviction samples."""
+        return self._rows
 
-    def summed(self) -> Totals:
-        """The totals, added up; of pages whose records are damaged, the sizes are taken for 0."""
-        totals = Totals()
+    def _all(self) -> Count | None:
+        """What all pages hold, as it was counted; None if that is missing or damaged."""
+        return Count.unpack(self._rows.get([keyspace.COUNT])[0])
+
+    def count(self, namespace: bytes | None = None) -> Count:
+        if namespace is None:
+            counted = self._all()
+            return self.recount()[keyspace.COUNT] if counted is None else counted
+        return Count.unpack(self._rows.get([self._count_row(namespace)])[0]) or Count()
+
+    def namespaces_of(self, salt: str) -> set[bytes]:
+        rows = self._rows.ranges([keyspace.counts_of(keyspace.tenant_of(salt, b""))])[0]
+        return {row.key[-KEY_BYTES:] for row in rows}
+
+    def _tenant(self, namespace: bytes) -> bytes:
+        """Whose pages those of a namespace are: settings that are missing, or damaged, name no salt."""
+        if namespace not in self._tenants:
+            settings = self._rows.get([namespace_row(namespace)])[0]
+            salt = None
+            if settings is not None:
+                with suppress(CorruptError):
+                    salt = Namespace.parse(settings).salt
+            self._tenants[namespace] = keyspace.tenant_of(salt, namespace)
+        return self._tenants[namespace]
+
+    def _count_row(self, namespace: bytes) -> bytes:
+        return keyspace.count_row(self._tenant(namespace), namespace)
+
+    def recount(self) -> dict[bytes, Count]:
+        """All rows of counts as they should be; pages whose records are damaged count with all pages only."""
+        found: dict[bytes, Count] = {}
+        every = damaged = Count()
         for rows in keyspace.walk(self._rows, keyspace.RECORD):
+            usages = self._rows.get([usage_row(row.key[1:]) for row in rows])
+            for row, usage in zip(rows, usages, strict=True):
+                head = head_of(row.value)
+                if head is None:
+                    damaged = damaged.plus(Count(1))
+                else:
+                    found[head.namespace] = found.get(head.namespace, Count()).plus(_counted_as(head, usage))
+        for rows in keyspace.walk(self._rows, keyspace.LEAF):
             for row in rows:
-                totals = totals.changed(1, sizes_of(row.value) or (0, 0))
-        return totals
+                namespace = row.key[1 : 1 + KEY_BYTES]
+                found[namespace] = found.get(namespace, Count()).plus(Count(leaves=1))
+        for one in found.values():
+            every = every.plus(one)
+        return {self._count_row(key): one for key, one in found.items()} | {keyspace.COUNT: every.plus(damaged)}
 
     @property
     def sizes(self) -> tuple[int, int]:
-        counted = self._counted()
-        totals = counted if counted is not None and counted.has_sizes else self.summed()
-        return totals.stored_bytes, totals.raw_bytes
+        counted = self.count()
+        if not counted.has_sizes:
+            counted = self.recount()[keyspace.COUNT]
+        return counted.stored_bytes, counted.raw_bytes
 
     @property
     def used(self) -> Used:
-        counted = self._counted()
-        return Used(self._rows.used, (self.summed() if counted is None else counted).entries)
+        return Used(self._rows.used, self.count().pages)
 
     def flaws(self) -> Iterator[tuple[str, bytes, str]]:
         self._check()
@@ -282,6 +329,7 @@ class _PageView(View):
                 yield "index", key, "it is not found among the children of its parent"
         yield from self._wrong_children()
         yield from self._orphans()
+        yield from self._flaws_of_leaves()
         for rows in keyspace.walk(self._rows, keyspace.CHANGE):
             if not all(generation_of(row.key) and _is_whole(row.value) for row in rows):
                 yield "index", b"", "the changes of a generation cannot be read"
@@ -332,20 +380,82 @@ class _PageView(View):
                 if usage is not None and record is None:
                     yield "orphan", key, "a usage without a record"
 
+    def _wrong_leaves(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Those of these pages that have a leaf row and should have none, or the other way round."""
+        followed = self.followed(keys)
+        wrong: list[bytes] = []
+        stored = self._rows.get([row for key in keys for row in (record_row(key), usage_row(key))])
+        pages = [_leaf_of(key, *some) for key, *some in zip(keys, stored[::2], stored[1::2], strict=True)]
+        here = self._rows.get([row if row is not None else b"" for row, _ in pages])
+        for key, (row, leaf), value in zip(keys, pages, here, strict=True):
+            if row is not None and (value is not None) != (leaf is not None and key not in followed):
+                wrong.append(key)
+        return wrong
+
+    def _stray_leaves(self, rows: Sequence[contract.Row]) -> list[bytes]:
+        """Those of these leaf rows whose pages are not there, or in another namespace."""
+        stored = self._rows.get([record_row(row.key[1 + KEY_BYTES :]) for row in rows])
+        heads = [head_of(record) if record is not None else None for record in stored]
+        return [
+            row.key
+            for row, record, head in zip(rows, stored, heads, strict=True)
+            if record is None or (head is not None and head.namespace != row.key[1 : 1 + KEY_BYTES])
+        ]
+
+    def _flaws_of_leaves(self) -> Iterator[tuple[str, bytes, str]]:
+        for rows in keyspace.walk(self._rows, keyspace.RECORD):
+            # again, since this view may see later commits
+            for key in self._wrong_leaves(self._wrong_leaves([row.key[1:] for row in rows])):
+                yield "index", key, "eviction takes it for a page that others follow, or for one that none does"
+        for rows in keyspace.walk(self._rows, keyspace.LEAF):
+            wrong = self._stray_leaves(rows)
+            now = self._rows.get(wrong)
+            again = [contract.Row(key, value) for key, value in zip(wrong, now, strict=True) if value is not None]
+            for row in self._stray_leaves(again):
+                yield "index", row[-KEY_BYTES:], "eviction may choose it, but it is not there"
+
     def _miscounted(self) -> Iterator[tuple[str, bytes, str]]:
         for _ in range(SUMS):
             generation = self._last_generation()
-            counted, summed = self._counted() or Totals(), Totals()
-            for rows in keyspace.walk(self._rows, keyspace.RECORD):
-                for row in rows:
-                    summed = summed.changed(1, sizes_of(row.value))
-            has_sizes = summed.has_sizes and counted.has_sizes
-            if counted.entries == summed.entries and (counted == summed or not has_sizes):
+            counted, right = self._counts(), self.recount()
+            if counted == {row: count for row, count in right.items() if count.pages or row == keyspace.COUNT}:
+                return
+            if not right[keyspace.COUNT].pages and not counted:
+                return
+            all_counted = counted.get(keyspace.COUNT, Count())
+            if not all_counted.has_sizes and all_counted.pages == right[keyspace.COUNT].pages:
                 return
             if self._last_generation() == generation:
-                what = f"there are {tuple(summed)} pages and bytes, and they were counted as {tuple(counted)}"
-                yield "index", b"", what
+                what = f"there are {tuple(right[keyspace.COUNT])} pages and bytes"
+                yield "index", b"", f"{what}, and they were counted as {tuple(all_counted)}, or not all by namespace"
                 return
+
+    def _counts(self) -> dict[bytes, Count]:
+        """All rows of counts that can be read."""
+        rows = (row for some in keyspace.walk(self._rows, keyspace.COUNT) for row in some)
+        return {row.key: count for row in rows if (count := Count.unpack(row.value)) is not None}
+
+
+def _usage_in(stored: bytes | None) -> Usage:
+    """The stored usage of a page, as far as it can be read."""
+    with suppress(CorruptError):
+        return Usage.unpack(stored) if stored is not None else Usage(0)
+    return Usage(0)
+
+
+def _counted_as(head: Head, usage: bytes | None) -> Count:
+    """What a page counts as."""
+    size, is_pinned = head.quota_bytes, _usage_in(usage).pinned
+    return Count(1, head.stored_bytes, head.raw_bytes, size, int(is_pinned), size * is_pinned)
+
+
+def _leaf_of(key: bytes, record: bytes | None, usage: bytes | None) -> tuple[bytes | None, Leaf | None]:
+    """The leaf row that a stored page may have, and its value, None if it is pinned; no row if it cannot be read."""
+    head = head_of(record) if record is not None else None
+    if head is None:
+        return None, None
+    found = _usage_in(usage)
+    return leaf_row(head.namespace, key), None if found.pinned else Leaf.of(head, found)
 
 
 def _entry(key: bytes, record: bytes, usage: bytes | None) -> Entry:
@@ -386,11 +496,36 @@ class _PageTransaction(_PageView, Transaction):
     def __init__(self, rows: Draft, *, is_local: bool, check: Callable[[], None]) -> None:
         super().__init__(rows, is_local=is_local, check=check)
         self._changed: list[bytes] = []
-        # None until something is put or deleted
-        self._totals: Totals | None = None
+        # rows of counts that were changed
+        self._counted: dict[bytes, Count] = {}
+        # whether a page was deleted whose namespace nobody knows
+        self._has_lost_count = False
 
-    def _counted(self) -> Totals | None:
-        return super()._counted() if self._totals is None else self._totals
+    # -- counting -----------------------------------------------------------------------------------------------------
+
+    def _all(self) -> Count | None:
+        return self._counted.get(keyspace.COUNT) or super()._all()
+
+    def count(self, namespace: bytes | None = None) -> Count:
+        row = keyspace.COUNT if namespace is None else self._count_row(namespace)
+        return self._counted[row] if row in self._counted else super().count(namespace)
+
+    def namespaces_of(self, salt: str) -> set[bytes]:
+        start = keyspace.counts_of(keyspace.tenant_of(salt, b"")).start
+        return super().namespaces_of(salt) | {row[-KEY_BYTES:] for row in self._counted if row.startswith(start)}
+
+    def _add(self, namespace: bytes, change: Count) -> None:
+        """Count a change of a namespace."""
+        for group in (None, namespace):
+            row = keyspace.COUNT if group is None else self._count_row(namespace)
+            self._counted[row] = self.count(group).plus(change)
+
+    def _write_counts(self) -> None:
+        for row, count in self._counted.items():
+            if count.pages or row == keyspace.COUNT:
+                self._rows.put(row, count.pack())
+            else:
+                self._rows.delete(row)
 
     @property
     def used(self) -> Used:
@@ -402,53 +537,91 @@ class _PageTransaction(_PageView, Transaction):
         n_full, n_left = divmod(len(self._changed), KEYS_OF_CHANGE)
         last = costs.of(change_row(0), bytes(KEY_BYTES * n_left))
         last += n_full * costs.of(change_row(0), bytes(KEY_BYTES * KEYS_OF_CHANGE))
-        return Used(used.bytes + last + costs.of(keyspace.TOTALS, Totals().pack()), used.entries)
+        last += len(self._counted) * costs.of(keyspace.count_row(b"", bytes(KEY_BYTES)), Count().pack())
+        return Used(used.bytes + last, used.entries)
 
     def cost(self, record: Record, n_bytes: int) -> int:
         costs, n_token_bytes = self._rows.costs, len(record.tokens)
         key = bytes(1 + KEY_BYTES)
         child = costs.of(bytes(keyspace.child_bytes(n_token_bytes)), key)
+        leaf = costs.of(leaf_row(key, key), bytes(keyspace.LEAVES.itemsize))
+        usage = costs.of(key, bytes(USAGE.size))
         # a page may be entered twice: for itself, and for a sibling with the same first tokens
-        return costs.of(key, bytes(record_bytes(n_token_bytes)), n_bytes) + costs.of(key, bytes(USAGE.size)) + 2 * child
+        return costs.of(key, bytes(record_bytes(n_token_bytes)), n_bytes) + usage + leaf + 2 * child
+
+    # -- pages --------------------------------------------------------------------------------------------------------
 
     def put(self, key: bytes, record: Record, usage: Usage, payload: Buffer) -> None:
-        path = _path_of(record)
-        old, *_ = self._rows.get([record_row(key), *path])
-        replaced = self._count(old, record)
-        self._rows.put(record_row(key), record.pack(), payload, replaced=replaced)
+        path, space = _path_of(record), record.namespace
+        mine, above = leaf_row(space, key), leaf_row(space, record.parent)
+        old, old_usage, *_ = self._rows.get([record_row(key), usage_row(key), mine, above, *path])
+        replaced = self._uncount(old, old_usage)
+        packed = record.pack()
+        head = head_of(packed)
+        assert head is not None
+        self._add(space, _counted_as(head, usage.pack()))
+        self._rows.put(record_row(key), packed, payload, replaced=replaced)
         self._rows.put(usage_row(key), usage.pack())
         place = place_of(old) if old is not None else None
         if place is not None and (before := keyspace.child_path(*place)) != path:
             # another page has had this key, or its record is damaged
             keyspace.remove_child(self._rows, key, before)
         keyspace.add_child(self._rows, key, path)
+        is_leaf = not usage.pinned and not (old is not None and self.followed([key]))
+        self._set_leaf(space, mine, Leaf.of(head, usage) if is_leaf else None)
+        self._set_leaf(space, above, None)
         self._changed.append(key)
 
     def delete(self, key: bytes) -> bool:
         record, usage = self._rows.get([record_row(key), usage_row(key)])
-        replaced = None
-        if record is not None:
-            replaced = self._count(record, None)
-            place = place_of(record)
-            if place is None or not keyspace.remove_child(self._rows, key, keyspace.child_path(*place)):
-                self._remove_everywhere(key)
+        replaced = self._uncount(record, usage)
+        place = place_of(record) if record is not None else None
+        if record is not None and (
+            place is None or not keyspace.remove_child(self._rows, key, keyspace.child_path(*place))
+        ):
+            self._remove_everywhere(key)
         if record is None and usage is None:
             return False
         self._rows.delete(record_row(key), replaced=replaced)
         self._rows.delete(usage_row(key))
+        if record is not None and place is not None:
+            space = namespace_in(record)
+            self._set_leaf(space, leaf_row(space, key), None)
+            self._mend_leaf(place[0])
         self._changed.append(key)
         return True
 
-    def _count(self, old: bytes | None, new: Record | None) -> int | None:
-        """Count a page as it will be, and no longer as it is stored; the size of the payload that it has, if known."""
-        totals = self._counted() or self.summed()
-        if new is not None:
-            totals = totals.changed(1, (new.stored_bytes, new.raw_bytes))
-        sizes = sizes_of(old) if old is not None else None
-        if old is not None:
-            totals = totals.changed(1, sizes, sign=-1)
-        self._totals = totals
-        return sizes[0] if sizes is not None else None
+    def _uncount(self, record: bytes | None, usage: bytes | None) -> int | None:
+        """No longer count a page as it is stored; the size of the payload that it has, if known."""
+        if record is None:
+            return None
+        head = head_of(record)
+        if head is None:
+            self._has_lost_count = True
+            self._counted[keyspace.COUNT] = self.count().plus(Count(-1, UNKNOWN, UNKNOWN))
+            return None
+        self._add(head.namespace, Count(*(-n for n in _counted_as(head, usage))))
+        return head.stored_bytes
+
+    def _set_leaf(self, namespace: bytes, row: bytes, leaf: Leaf | None) -> None:
+        """Write a leaf row, or delete it."""
+        is_there = self._rows.get([row])[0] is not None
+        if is_there != (leaf is not None):
+            self._add(namespace, Count(leaves=-1 if leaf is None else 1))
+        if leaf is not None:
+            self._rows.put(row, leaf.pack())
+        elif is_there:
+            self._rows.delete(row)
+
+    def drop_leaf(self, namespace: bytes, key: bytes) -> None:
+        self._set_leaf(namespace, leaf_row(namespace, key), None)
+
+    def _mend_leaf(self, key: bytes) -> None:
+        """Have a page that is stored, and can be read, have a leaf row if none follows it and it is not pinned."""
+        record, usage = self._rows.get([record_row(key), usage_row(key)])
+        row, leaf = _leaf_of(key, record, usage)
+        if row is not None:
+            self._set_leaf(row[1 : 1 + KEY_BYTES], row, None if leaf is None or self.followed([key]) else leaf)
 
     def _remove_everywhere(self, key: bytes) -> None:
         """Take a page out of the index whose record does not say where it is there."""
@@ -469,14 +642,36 @@ class _PageTransaction(_PageView, Transaction):
             keyspace.mend_child(self._rows, row.key)
         return len(found)
 
+    def read_ahead(self, keys: Sequence[bytes]) -> None:
+        entries = self._entries(keys)
+        spaces = {one.key: one.record.namespace for one in entries if isinstance(one.record, Record)}
+        self._rows.get([leaf_row(space, key) for key, space in spaces.items()])
+
     def touch(self, key: bytes, usage: Usage, *, announce: bool = False) -> None:
-        if self._rows.get([record_row(key)])[0] is not None:
-            self._rows.put(usage_row(key), usage.pack())
-            self._changed += [key] * announce
+        record, old = self._rows.get([record_row(key), usage_row(key)])
+        if record is None:
+            return
+        self._rows.put(usage_row(key), usage.pack())
+        self._changed += [key] * announce
+        head, was_pinned = head_of(record), _usage_in(old).pinned
+        if head is None:
+            return
+        if usage.pinned != was_pinned:
+            sign = 1 if usage.pinned else -1
+            self._add(head.namespace, Count(pinned=sign, pinned_bytes=sign * head.quota_bytes))
+            self._mend_leaf(key)
+        elif self._rows.get([row := leaf_row(head.namespace, key)])[0] is not None:
+            self._rows.put(row, Leaf.of(head, usage).pack())
 
     def put_namespace(self, key: bytes, settings: bytes) -> None:
-        if self.namespace(key) != settings:
-            self._rows.put(namespace_row(key), settings)
+        if self.namespace(key) == settings:
+            return
+        row, count = self._count_row(key), self.count(key)
+        self._rows.put(namespace_row(key), settings)
+        del self._tenants[key]
+        if count.pages and row != self._count_row(key):
+            # pages were put before it was known whose they are
+            self._counted |= {row: Count(), self._count_row(key): count}
 
     def drop_namespace(self, key: bytes) -> None:
         self._rows.delete(namespace_row(key))
@@ -522,12 +717,26 @@ class _PageTransaction(_PageView, Transaction):
         wanted = Range(start, keyspace.everything(kind).stop, at_most)
         return [row.key for row in self._rows.ranges([wanted])[0]]
 
-    def start_over(self, totals: Totals) -> int:
-        """Replace the totals, and have every process read again what it knows: the index may have been wrong.
+    def mend_leaves(self, rows: Sequence[bytes]) -> bool:
+        """Write or delete the leaf rows of the pages of these records; once is enough."""
+        for key in self._wrong_leaves([row[1:] for row in rows]):
+            self._mend_leaf(key)
+        return False
+
+    def drop_leaves(self, rows: Sequence[bytes]) -> bool:
+        """Delete those of these leaf rows whose pages are not there; once is enough."""
+        for row in self._stray_leaves(self._stored(rows)):
+            self._rows.delete(row)
+        return False
+
+    def start_over(self, counts: dict[bytes, Count]) -> int:
+        """Replace the counts, and have every process read again what it knows: the index may have been wrong.
 
         Returns the generation that begins with this.
         """
-        self._totals = totals
+        for row in self._counts():
+            self._rows.delete(row)
+        self._counted, self._has_lost_count = dict(counts), False
         now = self.generation
         # what the generation in between has changed, nobody can say; without any, as for an empty location
         generation = now + 2 if now else time.time_ns() // 1000
@@ -543,10 +752,9 @@ class _PageTransaction(_PageView, Transaction):
 
     def finish(self) -> None:
         """Record what changed, and forget changes that are too old."""
-        if self._totals is not None:
-            if not self._totals.has_sizes and self._totals.entries <= SUMMED_AT_ONCE:
-                self._totals = self.summed()
-            self._rows.put(keyspace.TOTALS, self._totals.pack())
+        if self._has_lost_count and self.count().pages <= SUMMED_AT_ONCE:
+            self._counted |= self.recount()
+        self._write_counts()
         if self._changed:
             last = self.generation
             if last == 0:
@@ -626,10 +834,12 @@ class Pages(Backend):
         for _ in range(PASSES):
             if not self._work_on_all(keyspace.CHILD, _PageTransaction.correct):
                 break
+        self._work_on_all(keyspace.RECORD, _PageTransaction.mend_leaves)
+        self._work_on_all(keyspace.LEAF, _PageTransaction.drop_leaves)
         for _ in range(SUMS):
             # while others write, if possible
             with self._viewing() as view:
-                counted = view.generation, view.summed()
+                counted = view.generation, view.recount()
             if before := self._start_over(counted):
                 break
         else:
@@ -660,11 +870,11 @@ class Pages(Backend):
             return (rows[-1] + b"\0", work(transaction, rows)) if rows else None
 
     @retried
-    def _start_over(self, counted: tuple[int, Totals] | None) -> int:
+    def _start_over(self, counted: tuple[int, dict[bytes, Count]] | None) -> int:
         """Write down what was counted at a generation, or count now; the one that begins, 0 if others have written."""
         with self._changing() as transaction:
-            generation, totals = counted or (transaction.generation, transaction.summed())
-            return transaction.start_over(totals) if generation == transaction.generation else 0
+            generation, counts = counted or (transaction.generation, transaction.recount())
+            return transaction.start_over(counts) if generation == transaction.generation else 0
 
     def after_fork(self) -> None:
         self._backend.after_fork()

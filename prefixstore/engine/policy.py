@@ -1,7 +1,7 @@
-"""The eviction policies: in which order pages are evicted, and which new pages are worth evicting others for.
+"""The eviction policies: in which order leaves are evicted, and which new pages are worth evicting others for.
 
-A policy ranks pages by columns of the page table, many at once; of equal ranks the least recently used is the lower
-one, and of those the deepest. Each engine has its own instance and calls it under the lock of its catalog.
+A policy ranks leaves, many at once; of equal ranks the least recently used is the lower one, and of those the deepest.
+Each engine has its own instance and calls it under the lock of its catalog.
 """
 
 from __future__ import annotations
@@ -14,32 +14,34 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixstore.engine.ghosts import GhostTable
-from prefixstore.engine.key_table import Slots
-from prefixstore.engine.page_columns import SHIFT, Block, Column
-from prefixstore.engine.page_table import MASK, MAX_U16, PageTable
+from prefixstore.engine.keyspace import Leaf
 from prefixstore.errors import CorruptError
+from prefixstore.format.record import MOST_USES
 from prefixstore.format.saved_state import pack_state, unpack_state
 
 __all__ = [
-    "Columns",
     "Counting",
+    "Leaves",
     "Ordering",
     "PageFacts",
     "Policy",
     "Ranks",
-    "by_expiry",
     "lfu",
     "longest_first",
     "lru",
     "priority",
 ]
 
-Columns: TypeAlias = "dict[str, Column]"
+Leaves: TypeAlias = npt.NDArray[np.void]
+"""Leaves, of type `prefixstore.engine.keyspace.LEAVES`."""
 Ranks: TypeAlias = npt.NDArray[np.float64]
 
 
 class PageFacts(Protocol):
-    """What a policy is told of a page that is used, or captured."""
+    """What a policy is told of a page that is used, or captured; it sets `uses` and `page_class`."""
+
+    uses: int
+    page_class: int
 
     @property
     def key(self) -> bytes: ...
@@ -49,8 +51,6 @@ class PageFacts(Protocol):
     def end(self) -> int: ...
     @property
     def n_tokens(self) -> int: ...
-    @property
-    def hits(self) -> int: ...
     @property
     def last_used(self) -> int: ...
     @property
@@ -67,89 +67,52 @@ class Policy:
     name = ""
     """As in ``policy=``."""
 
-    drifts = False
-    """Whether ranks change without a use, so that leaves have to be ranked again from time to time."""
-
-    def ranks(self, columns: Columns, at: Slots) -> Ranks:
-        """The ranks of pages of one block: the lowest is evicted first. A use must not lower one, unless it drifts."""
+    def ranks(self, leaves: Leaves) -> Ranks:
+        """The ranks of leaves: the lowest is evicted first."""
         raise NotImplementedError
 
-    def rank(self, block: Block, at: int) -> float:
-        """The rank of one page, as `ranks` has it."""
-        raise NotImplementedError
-
-    def admits(self, table: PageTable, new: int, victim: int) -> bool:
-        """Whether a new page is worth more than a victim: otherwise it is not stored.
-
-        Parameters
-        ----------
-        table
-            Has both.
-        new, victim
-            Their slots.
-        """
+    def admits(self, new: Leaf, victim: Leaf) -> bool:
+        """Whether a new page is worth more than a victim: otherwise it is not stored."""
         return True
 
-    def looked_up(self, table: PageTable, namespace: bytes, pages: Sequence[PageFacts], n_tokens: int | None) -> None:
+    def looked_up(self, namespace: bytes, pages: Sequence[PageFacts], n_tokens: int | None, now: int) -> None:
         """A prompt began with these stored pages, restored or already live; there are none after a miss.
 
         Parameters
         ----------
-        table
-            Has the pages, as far as it is filled.
         namespace
             Of the prompt.
         pages
-            The pages, from the first one on. Their hits do not count this use yet.
+            The pages, from the first one on. Their uses, and the time of the last one, do not count this one yet.
         n_tokens
             How long the prompt is, if that is known.
+        now
+            The time of this use, in nanoseconds since the epoch, later than that of every other.
         """
         for page in pages:
-            add_use(table, page.key)
+            page.uses = min(page.uses + 1, MOST_USES)
 
-    def added(self, table: PageTable, namespace: bytes, page: PageFacts) -> None:
-        """A page was captured by this engine, and is in the table."""
+    def added(self, namespace: bytes, page: PageFacts, parent: PageFacts | None) -> None:
+        """A page was captured by this engine, after this one; None for the first one of a sequence."""
         return
 
-    def used_elsewhere(self, table: PageTable, slot: int) -> None:
-        """Another process has used a page; the table has the time of that."""
-        return
-
-    def found(self, table: PageTable, slot: int, page: PageFacts) -> None:
-        """A page that is stored already, by another process or earlier, has come into the table."""
-        return
-
-    def stored(self, table: PageTable, slot: int, page: PageFacts) -> None:
-        """A captured page was packed and written, so its stored size is known."""
-        return
-
-    def evicted(self, key: bytes, uses: int, clock: int) -> None:
+    def evicted(self, key: bytes, uses: int, last_used: int) -> None:
         """A page was evicted by this engine, or not admitted.
 
         Parameters
         ----------
         key
             Of the page.
-        uses, clock
-            What the policy had noted in its columns.
+        uses
+            How often it was used, as `PageFacts` says.
+        last_used
+            When, in nanoseconds since the epoch.
         """
         return
 
-    def prepare(self, table: PageTable) -> None:
-        """Victims are about to be chosen."""
+    def prepare(self, pages: int) -> None:
+        """Victims are about to be chosen, among so many stored pages."""
         return
-
-    def describe(self, facts: npt.NDArray[Any], now: int) -> dict[str, Column]:
-        """The columns of the policy for pages that the table is filled with.
-
-        Parameters
-        ----------
-        facts
-            Of type `prefixstore.backends.base.FACTS`.
-        now
-            Nanoseconds since the epoch.
-        """
-        return {"uses": np.minimum(facts["hits"].astype(np.int64) + 1, MAX_U16)}
 
     note: bytes | None = None
     """The name under which a location keeps what was learned; None if nothing is."""
@@ -176,20 +139,14 @@ class Policy:
 
 
 class Ordering(Policy):
-    """A policy that only ranks, by a function of columns."""
+    """A policy that only ranks, by a function of the leaves."""
 
-    def __init__(
-        self, many: Callable[[Columns, Slots], Column], one: Callable[[Block, int], float], *, name: str = ""
-    ) -> None:
+    def __init__(self, ranks: Callable[[Leaves], npt.NDArray[Any]], *, name: str = "") -> None:
         self.name = name
-        self._many = many
-        self._one = one
+        self._ranks = ranks
 
-    def ranks(self, columns: Columns, at: Slots) -> Ranks:
-        return self._many(columns, at).astype(np.float64)
-
-    def rank(self, block: Block, at: int) -> float:
-        return float(self._one(block, at))
+    def ranks(self, leaves: Leaves) -> Ranks:
+        return self._ranks(leaves).astype(np.float64)
 
 
 class Counting(Ordering):
@@ -198,20 +155,19 @@ class Counting(Ordering):
     note = b"policy/lfu"
 
     def __init__(self) -> None:
-        super().__init__(lambda columns, at: columns["uses"][at], lambda block, at: block.uses[at], name="lfu")
+        super().__init__(lambda leaves: leaves["uses"], name="lfu")
         self._ghosts = GhostTable()
 
-    def added(self, table: PageTable, namespace: bytes, page: PageFacts) -> None:
+    def added(self, namespace: bytes, page: PageFacts, parent: PageFacts | None) -> None:
         ghost = self._ghosts.recall(page.key, 0)
-        slot = table.find(page.key)
-        if ghost is not None and slot >= 0:
-            table.blocks[slot >> SHIFT].uses[slot & MASK] = ghost.uses + 1
+        if ghost is not None:
+            page.uses = ghost.uses + 1
 
-    def evicted(self, key: bytes, uses: int, clock: int) -> None:
+    def evicted(self, key: bytes, uses: int, last_used: int) -> None:
         self._ghosts.remember(key, uses, 0)
 
-    def prepare(self, table: PageTable) -> None:
-        self._ghosts.grow(len(table))
+    def prepare(self, pages: int) -> None:
+        self._ghosts.grow(pages)
 
     def parts(self) -> dict[str, bytes]:
         return {"ghosts": self._ghosts.dump(0)}
@@ -222,17 +178,9 @@ class Counting(Ordering):
         self._ghosts = ghosts
 
 
-def add_use(table: PageTable, key: bytes) -> None:
-    """Count a use of a page, if the table has it."""
-    slot = table.find(key)
-    if slot >= 0:
-        block, at = table.blocks[slot >> SHIFT], slot & MASK
-        block.uses[at] = min(block.uses[at] + 1, MAX_U16)
-
-
 def lru() -> Policy:
     """Least recently used first; among pages used together, the deepest first."""
-    return Ordering(lambda _, at: np.zeros(len(at)), lambda *_: 0.0, name="lru")
+    return Ordering(lambda leaves: np.zeros(len(leaves)), name="lru")
 
 
 def lfu() -> Policy:
@@ -242,18 +190,9 @@ def lfu() -> Policy:
 
 def longest_first() -> Policy:
     """The end of the longest prompt first, which keeps the beginnings of many prompts."""
-    return Ordering(
-        lambda columns, at: -columns["end"][at].astype(np.float64),
-        lambda block, at: -block.end[at],
-        name="longest_first",
-    )
+    return Ordering(lambda leaves: -leaves["end"].astype(np.float64), name="longest_first")
 
 
 def priority() -> Policy:
     """Lowest priority first; among those, the least recently used."""
-    return Ordering(lambda columns, at: columns["priority"][at], lambda block, at: block.priority[at], name="priority")
-
-
-def by_expiry() -> Policy:
-    """The page that expires next first."""
-    return Ordering(lambda columns, at: columns["expires"][at], lambda block, at: block.expires[at])
+    return Ordering(lambda leaves: leaves["priority"], name="priority")

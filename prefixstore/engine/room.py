@@ -1,7 +1,7 @@
 """Makes room in a location between two water marks, in idle time, so that new pages find space when they are written.
 
-When a commit leaves more in the location than the high water mark, new pages are packed, and room is made down to the
-low water mark: expired pages are deleted, then pages are evicted. Each step is short, and so is its transaction. The
+When a commit leaves more in the location than the high water mark, new pages are packed, and pages are evicted down to
+the low water mark, those that have expired first. Each step is short, and so is its transaction. The
 transaction that writes a page makes space itself only if it comes first.
 """
 
@@ -84,7 +84,6 @@ class Room:
         # what the location should hold at most
         self._wanted = NOTHING_WANTED
         self._at_once = PAGES_AT_ONCE
-        self._looks_for_expired = False
         self._n_failures = 0
         self.peak = 0
         self.last = Used(0, 0)
@@ -100,8 +99,6 @@ class Room:
         elif used.bytes <= self._relaxed:
             self._encode.is_short_of_space = False
         if self._is_active and (used.bytes > self._high.bytes or used.entries > self._high.entries):
-            # before anything is evicted
-            self._looks_for_expired |= self._wanted == NOTHING_WANTED
             self._wanted = Used(
                 self._low.bytes if used.bytes > self._high.bytes else self._wanted.bytes,
                 self._low.entries if used.entries > self._high.entries else self._wanted.entries,
@@ -147,8 +144,7 @@ class Room:
         return pause if pause is not None else (self._clock() - started) * (1 / SHARE_OF_TIME - 1)
 
     def _make(self) -> float | None:
-        """Delete pages that have expired, or evict some; how long to wait, None for as its share of time demands."""
-        self._catalog.load_table(self._backend)
+        """Evict some pages; how long to wait, None for as its share of time demands."""
         with self._backend.view() as view:
             self._catalog.refresh(view)
             used = view.used
@@ -157,12 +153,8 @@ class Room:
                 return None
             if not self._lease.is_free(view):
                 return PAUSE
-            self._looks_for_expired = self._looks_for_expired and self._evictor.has_expired()
         # not in the view: a location cannot reuse what an open one may see
-        if self._looks_for_expired:
-            self._delete_expired()
-        else:
-            self._evict()
+        self._evict()
         return None
 
     def _is_too_much(self, used: Used) -> bool:
@@ -171,15 +163,6 @@ class Room:
     def _stop(self) -> None:
         """There is enough room, or none can be made."""
         self._wanted = NOTHING_WANTED
-        self._looks_for_expired = False
-
-    def _delete_expired(self) -> None:
-        """Delete some pages that have expired, in one transaction."""
-
-        def delete(transaction: Transaction) -> None:
-            self._looks_for_expired = self._evictor.delete_expired(transaction, self._at_once)
-
-        self._delete(delete)
 
     def _evict(self) -> None:
         """Delete some pages in the order of the policy, in one transaction."""

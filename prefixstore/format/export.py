@@ -31,7 +31,7 @@ from prefixstore.format.record import (
 __all__ = ["ExportReader", "ExportWriter"]
 
 MAGIC = b"\x89PSTORE\n"
-EXPORT_VERSION = 2
+EXPORT_VERSION = 3
 # magic, version of the file, version of the records in it
 HEADER = struct.Struct("<8sII")
 # kind, bytes of the head, bytes of the body

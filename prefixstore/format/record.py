@@ -19,16 +19,20 @@ __all__ = [
     "CHECKSUM_BYTES",
     "CLOCK_SLACK",
     "FORMAT_VERSION",
+    "LARGEST",
+    "MOST_USES",
     "RECORDS",
     "USAGES",
     "Buffer",
+    "Head",
     "Record",
     "StoredPage",
     "Usage",
     "checksum",
+    "head_of",
+    "namespace_in",
     "place_of",
     "record_bytes",
-    "sizes_of",
     "time_of_use",
 ]
 
@@ -42,8 +46,8 @@ CHECKSUM_BYTES = 16
 # the tokens follow (int32 each), and then an xxh3-64 of everything before it.
 RECORD = struct.Struct(f"<BBBBIIIQQQ{KEY_BYTES}s{KEY_BYTES}s{CHECKSUM_BYTES}s")
 RECORD_SEAL = struct.Struct("<Q")
-# last used, hits, pinned, reserved, priority, expires
-USAGE = struct.Struct("<QIB1xhQ")
+# last used, expires, hits, priority, uses, class, pinned
+USAGE = struct.Struct("<QQIhHBB")
 # `RECORD` and `USAGE` for NumPy, to read many at once
 RECORDS = np.dtype(
     [
@@ -65,17 +69,20 @@ RECORDS = np.dtype(
 USAGES = np.dtype(
     [
         ("last_used", "<u8"),
-        ("hits", "<u4"),
-        ("pinned", "u1"),
-        ("reserved", "u1"),
-        ("priority", "<i2"),
         ("expires", "<u8"),
+        ("hits", "<u4"),
+        ("priority", "<i2"),
+        ("uses", "<u2"),
+        ("page_class", "u1"),
+        ("pinned", "u1"),
     ]
 )
 # how much later than now a use can have been, by the clock of another machine
 CLOCK_SLACK = 300 * 10**9
 # the largest time or size: every database has an integer type for it
 LARGEST = 2**63 - 1
+# more uses are not told apart
+MOST_USES = 2**16 - 1
 
 
 def time_of_use(last_used: int, now: int) -> int:
@@ -104,6 +111,10 @@ class Usage:
         Pages of lower priority are evicted first, under the policy of this name. From -32768 to 32767.
     expires
         Nanoseconds since the epoch; 0 for never.
+    uses
+        How often the page was used, as the eviction policy counts: its captures and those before an eviction included.
+    page_class
+        To which of its classes of pages the policy counts it, from 1 on; 0 if that is not known.
     """
 
     last_used: int
@@ -111,10 +122,13 @@ class Usage:
     pinned: bool = False
     priority: int = 0
     expires: int = 0
+    uses: int = 1
+    page_class: int = 0
 
     def pack(self) -> bytes:
         """The stored form, `USAGE`."""
-        return USAGE.pack(self.last_used, min(self.hits, 2**32 - 1), self.pinned, self.priority, self.expires)
+        hits, uses = min(self.hits, 2**32 - 1), min(self.uses, MOST_USES)
+        return USAGE.pack(self.last_used, self.expires, hits, self.priority, uses, self.page_class, self.pinned)
 
     @classmethod
     def unpack(cls, stored: Buffer) -> Usage:
@@ -126,12 +140,12 @@ class Usage:
             If it has a wrong length, or a time that is out of range.
         """
         try:
-            last_used, hits, pinned, priority, expires = USAGE.unpack(stored)
+            last_used, expires, hits, priority, uses, page_class, pinned = USAGE.unpack(stored)
         except struct.error as error:
             raise CorruptError(f"the usage of a page cannot be unpacked: {error}") from None
         if max(last_used, expires) > LARGEST:
             raise CorruptError(f"the usage of a page has times out of range: {last_used=}, {expires=}")
-        return cls(last_used, hits, bool(pinned), priority, expires)
+        return cls(last_used, hits, bool(pinned), priority, expires, uses, page_class)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,14 +274,38 @@ def place_of(stored: Buffer) -> tuple[bytes, int, bytes] | None:
     return head[11], head[2], bytes(stored[RECORD.size : -RECORD_SEAL.size])
 
 
-def sizes_of(stored: Buffer) -> tuple[int, int] | None:
-    """Bytes of the payload and of the state in a stored record; None if it is damaged, or of another version."""
+def namespace_in(stored: Buffer) -> bytes:
+    """The namespace in a stored record that `place_of` can read, and which may be damaged."""
+    found: bytes = RECORD.unpack_from(stored)[10]
+    return found
+
+
+class Head(NamedTuple):
+    """The fixed fields of a record, as far as they matter without its tokens and its payload; see `Record`."""
+
+    namespace: bytes
+    parent: bytes
+    start: int
+    n_tokens: int
+    compute_us: int
+    raw_bytes: int
+    stored_bytes: int
+    form: int
+
+    @property
+    def quota_bytes(self) -> int:
+        """What the page counts against a quota: its payload and its tokens."""
+        return self.stored_bytes + self.n_tokens * TOKEN_BYTES
+
+
+def head_of(stored: Buffer) -> Head | None:
+    """The fixed fields of a stored record; None if it is damaged, or of another version."""
     if len(stored) < RECORD.size + RECORD_SEAL.size or stored[0] != FORMAT_VERSION:
         return None
     if RECORD_SEAL.pack(xxhash.xxh3_64_intdigest(stored[: -RECORD_SEAL.size])) != stored[-RECORD_SEAL.size :]:
         return None
-    head = RECORD.unpack_from(stored)
-    return head[8], head[7]
+    _, _, form, _, n_tokens, start, us, raw, size, _, namespace, parent, _ = RECORD.unpack_from(stored)
+    return Head(namespace, parent, start, n_tokens, us, raw, size, form)
 
 
 class StoredPage(NamedTuple):
