@@ -237,7 +237,8 @@ class Adaptive(Policy):
         usual = leaves["n_tokens"] * (self._us_per_token or 1.0)
         saved = np.where(leaves["compute_us"] > 0, np.clip(leaves["compute_us"], usual / 2, usual * 2), usual)
         worth: Ranks = self._worth[classes * AGES + age_bins(np.maximum(ages, 0))]
-        return worth * saved / np.maximum(leaves["stored_bytes"], 1)
+        worth *= saved / np.maximum(leaves["stored_bytes"], 1)
+        return worth
 
     def admits(self, new: Leaf, victim: Leaf) -> bool:
         if self._duel.mode is Mode.LRU:

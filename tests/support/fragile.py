@@ -30,6 +30,9 @@ class _Counted:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._inner, name)
+        if name == "rows":
+            # what is read through them is not counted
+            return value
         if not callable(value):
             self._owner.called(name)
             return value
@@ -132,28 +135,7 @@ def assert_true(engine: Engine) -> None:
                 else:
                     assert not node.sealed[bisect_left(node.child_tokens, record.tokens)]
     assert contents.journal is None
-    if catalog.has_table:
-        assert_same_rows(engine)
-
-
-def assert_same_rows(engine: Engine) -> None:
-    """What an engine knows of stored pages for eviction is what is read from the location now."""
-    with closing(Engine(Lent(engine._backend), engine._budget, POLICIES["lru"](), pick("raw"), Counters())) as fresh:
-        fresh._catalog.load_table(fresh._backend)
-        assert rows(engine) == rows(fresh)
-        if not engine._catalog._contents.pending:
-            for group in (None, *engine._catalog._table.totals._namespaces):
-                assert engine._catalog.total(group) == fresh._catalog.total(group)
-
-
-def rows(engine: Engine) -> dict[bytes, Any]:
-    table = engine._catalog._table.table
-    entries = [(table.entry(slot), table.parent(slot)) for slot in table]
-    return {
-        one.key: (parent, one.namespace, one.end, one.n_bytes, one.priority, one.form, one.pinned)
-        for one, parent in entries
-        if one.is_stored
-    }
+    assert [one for one in engine.check() if one.rule == "index"] == []
 
 
 class Lent:
