@@ -248,16 +248,16 @@ class Evictor:
         quotas = self._quotas(transaction, record.namespace, settings)
         if not quotas and not exceeded():
             return None
-        own = self._catalog.path_of(record.parent)
+        own, size = self._catalog.path_of(record.parent), n_bytes + len(record.tokens)
         # Known before anything is evicted: the page fits if all were evicted that can be.
         for quota in quotas:
             total = quota.held()
-            if total.quota_bytes - _evictable(total, own).bytes > quota.limit - n_bytes:
+            if total.quota_bytes - _evictable(total, own).bytes > quota.limit - size:
                 return DropReason.QUOTA
         if exceeded() and self._is_hopeless(transaction, cost - freed.bytes, 1 - freed.entries, own):
             return DropReason.BUDGET
         for quota in quotas:
-            if not self._shrink(transaction, quota, n_bytes):
+            if not self._shrink(transaction, quota, size):
                 return DropReason.QUOTA
         if quotas and self._evict(transaction, exceeded, quotas[-1]):
             return None
@@ -343,7 +343,7 @@ class Evictor:
 
     def _bound_of_quota(self, chain: Sequence[PackedPage], quota: _Quota) -> _Bound:
         """What the first pages of a chain may not exceed: a quota."""
-        sizes = [0, *itertools.accumulate(len(one.payload) for one in chain)]
+        sizes = [0, *itertools.accumulate(len(one.payload) + len(one.record.tokens) for one in chain)]
 
         def too_much(n: int, evictable: _Evictable) -> bool:
             return quota.held().quota_bytes - evictable.bytes + sizes[n] > quota.limit
@@ -444,7 +444,10 @@ class Evictor:
 
         Nothing is evicted if too much is pinned. Raises `FullError`.
         """
-        if self.used is None or self.used.bytes <= self._budget.max_bytes:
+        if self.used is None:
+            with backend.view() as view:
+                self.used = view.used
+        if self.used.bytes <= self._budget.max_bytes:
             return
         with self._catalog.update(backend) as transaction:
             is_hopeless = self._is_hopeless(transaction, 0, 0)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice, takewhile
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +66,13 @@ SUMMED_AT_ONCE = 100_000
 PASSES = 256
 # how often it adds up the sizes while others write, before it keeps them waiting
 SUMS = 5
+
+
+class Recounted(NamedTuple):
+    """What the rows of counts should be, and how many pages cannot be read: these count with all pages only."""
+
+    rows: dict[bytes, Count]
+    unreadable: int
 
 
 class _PageView(View):
@@ -270,7 +278,7 @@ class _PageView(View):
     def count(self, namespace: bytes | None = None) -> Count:
         if namespace is None:
             counted = self._all()
-            return self.recount()[keyspace.COUNT] if counted is None else counted
+            return self.recount().rows[keyspace.COUNT] if counted is None else counted
         return Count.unpack(self._rows.get([self._count_row(namespace)])[0]) or Count()
 
     def namespaces_of(self, salt: str) -> set[bytes]:
@@ -291,8 +299,8 @@ class _PageView(View):
     def _count_row(self, namespace: bytes) -> bytes:
         return keyspace.count_row(self._tenant(namespace), namespace)
 
-    def recount(self) -> dict[bytes, Count]:
-        """All rows of counts as they should be; pages whose records are damaged count with all pages only."""
+    def recount(self) -> Recounted:
+        """All rows of counts as they should be."""
         found: dict[bytes, Count] = {}
         every = damaged = Count()
         for rows in keyspace.walk(self._rows, keyspace.RECORD):
@@ -309,13 +317,14 @@ class _PageView(View):
                 found[namespace] = found.get(namespace, Count()).plus(Count(leaves=1))
         for one in found.values():
             every = every.plus(one)
-        return {self._count_row(key): one for key, one in found.items()} | {keyspace.COUNT: every.plus(damaged)}
+        rows = {self._count_row(key): one for key, one in found.items()} | {keyspace.COUNT: every.plus(damaged)}
+        return Recounted(rows, damaged.pages)
 
     @property
     def sizes(self) -> tuple[int, int]:
         counted = self.count()
         if not counted.has_sizes:
-            counted = self.recount()[keyspace.COUNT]
+            counted = self.recount().rows[keyspace.COUNT]
         return counted.stored_bytes, counted.raw_bytes
 
     @property
@@ -386,9 +395,10 @@ class _PageView(View):
         wrong: list[bytes] = []
         stored = self._rows.get([row for key in keys for row in (record_row(key), usage_row(key))])
         pages = [_leaf_of(key, *some) for key, *some in zip(keys, stored[::2], stored[1::2], strict=True)]
-        here = self._rows.get([row if row is not None else b"" for row, _ in pages])
-        for key, (row, leaf), value in zip(keys, pages, here, strict=True):
-            if row is not None and (value is not None) != (leaf is not None and key not in followed):
+        here = [row for row, _ in pages if row is not None]
+        has_row = {row for row, value in zip(here, self._rows.get(here), strict=True) if value is not None}
+        for key, (row, leaf) in zip(keys, pages, strict=True):
+            if row is not None and (row in has_row) != (leaf is not None and key not in followed):
                 wrong.append(key)
         return wrong
 
@@ -418,15 +428,16 @@ class _PageView(View):
         for _ in range(SUMS):
             generation = self._last_generation()
             counted, right = self._counts(), self.recount()
-            if counted == {row: count for row, count in right.items() if count.pages or row == keyspace.COUNT}:
-                return
-            if not right[keyspace.COUNT].pages and not counted:
-                return
-            all_counted = counted.get(keyspace.COUNT, Count())
-            if not all_counted.has_sizes and all_counted.pages == right[keyspace.COUNT].pages:
+            all_counted, every = counted.get(keyspace.COUNT, Count()), right.rows[keyspace.COUNT]
+            if right.unreadable or not all_counted.has_sizes:
+                # what those hold was counted when they were written
+                is_right = all_counted.pages == every.pages
+            else:
+                is_right = {keyspace.COUNT: all_counted} | counted == right.rows
+            if is_right:
                 return
             if self._last_generation() == generation:
-                what = f"there are {tuple(right[keyspace.COUNT])} pages and bytes"
+                what = f"there are {tuple(every)} pages and bytes"
                 yield "index", b"", f"{what}, and they were counted as {tuple(all_counted)}, or not all by namespace"
                 return
 
@@ -554,7 +565,8 @@ class _PageTransaction(_PageView, Transaction):
     def put(self, key: bytes, record: Record, usage: Usage, payload: Buffer) -> None:
         path, space = _path_of(record), record.namespace
         mine, above = leaf_row(space, key), leaf_row(space, record.parent)
-        old, old_usage, *_ = self._rows.get([record_row(key), usage_row(key), mine, above, *path])
+        wanted = [record_row(key), usage_row(key), record_row(record.parent), mine, above, *path]
+        old, old_usage, parent, *_ = self._rows.get(wanted)
         replaced = self._uncount(old, old_usage)
         packed = record.pack()
         head = head_of(packed)
@@ -569,7 +581,8 @@ class _PageTransaction(_PageView, Transaction):
         keyspace.add_child(self._rows, key, path)
         is_leaf = not usage.pinned and not (old is not None and self.followed([key]))
         self._set_leaf(space, mine, Leaf.of(head, usage) if is_leaf else None)
-        self._set_leaf(space, above, None)
+        if parent is not None and (found := head_of(parent)) is not None:
+            self._set_leaf(found.namespace, leaf_row(found.namespace, record.parent), None)
         self._changed.append(key)
 
     def delete(self, key: bytes) -> bool:
@@ -633,7 +646,11 @@ class _PageTransaction(_PageView, Transaction):
         for _ in range(PASSES):
             # each time the rows above those that are gone
             if not sum(self._mend_hollow(rows) for rows in keyspace.walk(self._rows, keyspace.CHILD)):
-                return
+                break
+        if self.count().pages <= SUMMED_AT_ONCE:
+            # which page it followed is not known; of very many, the next repair finds it
+            for rows in keyspace.walk(self._rows, keyspace.RECORD):
+                self.mend_leaves([row.key for row in rows])
 
     def _mend_hollow(self, rows: Sequence[contract.Row]) -> int:
         """Mend those of these child rows that say that there are more pages, and have none below; how many."""
@@ -753,7 +770,7 @@ class _PageTransaction(_PageView, Transaction):
     def finish(self) -> None:
         """Record what changed, and forget changes that are too old."""
         if self._has_lost_count and self.count().pages <= SUMMED_AT_ONCE:
-            self._counted |= self.recount()
+            self._counted = dict.fromkeys(self._counts(), Count()) | self.recount().rows
         self._write_counts()
         if self._changed:
             last = self.generation
@@ -839,7 +856,7 @@ class Pages(Backend):
         for _ in range(SUMS):
             # while others write, if possible
             with self._viewing() as view:
-                counted = view.generation, view.recount()
+                counted = view.generation, view.recount().rows
             if before := self._start_over(counted):
                 break
         else:
@@ -873,7 +890,7 @@ class Pages(Backend):
     def _start_over(self, counted: tuple[int, dict[bytes, Count]] | None) -> int:
         """Write down what was counted at a generation, or count now; the one that begins, 0 if others have written."""
         with self._changing() as transaction:
-            generation, counts = counted or (transaction.generation, transaction.recount())
+            generation, counts = counted or (transaction.generation, transaction.recount().rows)
             return transaction.start_over(counts) if generation == transaction.generation else 0
 
     def after_fork(self) -> None:

@@ -8,6 +8,7 @@ from hashlib import blake2b
 
 import numpy as np
 import pytest
+from prefixstore.engine.page_table import PageTable
 
 from prefixstore.backends.base import FACTS
 from prefixstore.engine.adaptive_policy import MOST_SAMPLES, SAMPLES, Adaptive
@@ -15,7 +16,6 @@ from prefixstore.engine.duel import Access, Duel, Mode, admits_by_use
 from prefixstore.engine.eviction import BUSY, POLICIES, Candidates
 from prefixstore.engine.ghosts import GHOSTS_PER_PAGE, GhostTable
 from prefixstore.engine.hazards import AGES, CLASSES, Hazards, age_bin, age_bins
-from prefixstore.engine.page_table import PageTable
 
 NS = b"n" * 32
 

@@ -310,7 +310,6 @@ def test_a_page_that_is_given_up_while_a_transaction_finds_it_stored_and_fails_c
 def test_a_page_that_is_deleted_and_captured_again_in_a_transaction_that_fails_can_be_evicted():
     store = store_on(MemoryPages(), max_entries=3)
     store.put(A[:4])
-    store.engine._catalog.load_table(store.backend)
 
     def capture_and_fail(name):
         if name == "delete":
@@ -325,31 +324,6 @@ def test_a_page_that_is_deleted_and_captured_again_in_a_transaction_that_fails_c
     # captured while it was deleted, and given up: it is stored all the same
     store.engine._catalog.abandon(capture_and_fail.batch)
     assert_true(store.engine)
-    store.close()
-
-
-def test_a_table_that_is_filled_in_a_transaction_that_fails_has_what_that_had_deleted():
-    store = store_on(MemoryPages(), max_entries=3)
-    for number in range(3):
-        store.put([number] * P)
-    catalog = store.engine._catalog
-    catalog._start_over()
-    assert not catalog.has_table
-
-    def delete_fill_and_fail():
-        with catalog.update(store.backend) as transaction:
-            key = page_keys(NS, as_tokens([1] * P), P)[0]
-            catalog.lose(key, NS)
-            transaction.delete(key)
-            catalog.require_table(transaction)
-            raise UnavailableError("fails on purpose")
-
-    with pytest.raises(UnavailableError):
-        delete_fill_and_fail()
-    assert_true(store.engine)
-    catalog.load_table(store.backend)
-    assert_true(store.engine)
-    assert catalog.total().pages == 3
     store.close()
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-
-from prefixstore.engine.eviction import POLICIES, Candidates
 from prefixstore.engine.page_columns import BLOCK
 from prefixstore.engine.page_table import PageTable
+
+from prefixstore.engine.eviction import POLICIES, Candidates
 from prefixstore.format.keys import as_tokens, page_keys
 from tests.support.engines import NS, A, B, C, MemoryPages, P, Store
 

@@ -8,15 +8,15 @@ from hashlib import blake2b
 
 import numpy as np
 import pytest
+from prefixstore.engine.page_columns import BLOCK, ROW_BYTES
+from prefixstore.engine.page_table import PageTable
+from prefixstore.engine.table_fill import TableFill
+from prefixstore.engine.totals import Total
 
 from prefixstore.backends.base import FACTS
 from prefixstore.engine import eviction
 from prefixstore.engine.eviction import BUSY, Candidates, VictimQueue
-from prefixstore.engine.page_columns import BLOCK, ROW_BYTES
-from prefixstore.engine.page_table import PageTable
 from prefixstore.engine.policy import lfu, longest_first, lru, priority
-from prefixstore.engine.table_fill import TableFill
-from prefixstore.engine.totals import Total
 
 NAMESPACES = [bytes([i]) * 32 for i in range(1, 4)]
 SECOND = 10**9

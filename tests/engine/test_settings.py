@@ -105,6 +105,7 @@ def test_settings_stay_as_long_as_a_damaged_page_is_stored():
         store.put(A[:4])
         store.put(B[:4])
         assert store.fetch(A[:4]) == 1
+        store.engine.commit([])
         store.engine.condemn(store.engine.match(NS, as_tokens(A), P).pages[0], lambda *_: False)
         store.engine.evict_to(store.engine.used()[0].bytes - 1)
         assert len(store.stored_keys()) == 1

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from prefixstore.engine.page_table import PageTable
+from prefixstore.engine.totals import Totals
 
 from prefixstore.engine import contents, table_load
 from prefixstore.engine.duel import Access, Duel, Mode
 from prefixstore.engine.hazards import AGES, CLASSES
-from prefixstore.engine.page_table import PageTable
-from prefixstore.engine.totals import Totals
 from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens
 from tests.support.engines import MIB, NS, A, B, C, MemoryPages, P, Store, store_of

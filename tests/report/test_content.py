@@ -209,7 +209,7 @@ def remembered(n):
     ghosts = policy._ghosts
     rng = np.random.default_rng(3)
     for _ in range(5):
-        policy.looked_up(None, b"x" * 32, [], 100)
+        policy.looked_up(b"x" * 32, [], 100, policy._ns + 1)
     for i in range(n):
         ghosts.remember(rng.bytes(32), 1 + i % 2, policy._clock - i % 4)
     return pack_state(policy.parts())

@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixstore.backends.base import Backend, Entry, Transaction, Used, View
+from prefixstore.backends.contract import View as RowView
+from prefixstore.engine.keyspace import Count
 from prefixstore.errors import StorageError, UnavailableError
 from prefixstore.format.record import Buffer, Record, Usage
 
@@ -92,6 +94,16 @@ class _WrappedView(View):
         return self._view.note(name)
 
     @property
+    def rows(self) -> RowView:
+        return self._view.rows
+
+    def count(self, namespace: bytes | None = None) -> Count:
+        return self._view.count(namespace)
+
+    def namespaces_of(self, salt: str) -> set[bytes]:
+        return self._view.namespaces_of(salt)
+
+    @property
     def sizes(self) -> tuple[int, int]:
         return self._view.sizes
 
@@ -118,6 +130,12 @@ class _WrappedTransaction(_WrappedView, Transaction):
 
     def touch(self, key: bytes, usage: Usage, *, announce: bool = False) -> None:
         self._transaction.touch(key, usage, announce=announce)
+
+    def read_ahead(self, keys: Sequence[bytes]) -> None:
+        self._transaction.read_ahead(keys)
+
+    def drop_leaf(self, namespace: bytes, key: bytes) -> None:
+        self._transaction.drop_leaf(namespace, key)
 
     def put_namespace(self, key: bytes, settings: bytes) -> None:
         self._transaction.put_namespace(key, settings)

@@ -5,18 +5,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from prefixstore.backends.base import Entry
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.index import Page, depth_first
 from prefixstore.errors import UnavailableError
-from prefixstore.format.autocodec import pick
 from prefixstore.format.keys import SNAPSHOT
 from prefixstore.format.record import Record
-from prefixstore.stats import Counters
 
 __all__ = ["Fragile", "Lent", "assert_true", "known_keys", "known_now"]
 
