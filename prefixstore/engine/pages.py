@@ -31,7 +31,7 @@ from prefixstore.backends.base import (
 )
 from prefixstore.backends.contract import Draft, Range
 from prefixstore.backends.packed_facts import facts_of
-from prefixstore.engine import keyspace
+from prefixstore.engine import keyspace, siblings
 from prefixstore.engine.budget import fewer
 from prefixstore.engine.keyspace import (
     UNKNOWN,
@@ -188,9 +188,9 @@ class _PageView(View):
         return self.beside(parent, tokens, ())[0]
 
     def beside(self, parent: bytes, tokens: bytes, parents: Sequence[bytes]) -> tuple[list[Entry], list[Entry]]:
-        path = keyspace.child_path(parent, PAGE, tokens)
-        sides = keyspace.around(path)
-        nodes = [keyspace.under(keyspace.first_node(each, SNAPSHOT)) for each in dict.fromkeys(parents)]
+        path = siblings.child_path(parent, PAGE, tokens)
+        sides = siblings.around(path)
+        nodes = [keyspace.under(siblings.first_node(each, SNAPSHOT)) for each in dict.fromkeys(parents)]
         beside: Iterable[Sequence[contract.Row]]
         if self._is_local:
             # mostly the first step is enough
@@ -198,8 +198,8 @@ class _PageView(View):
         else:
             found = self._rows.ranges(sides + nodes)
             beside, snapshots = found[: len(sides)], found[len(sides) :]
-        near = keyspace.nearest(self._rows, path, beside)
-        children = keyspace.pages_below(self._rows, snapshots)
+        near = siblings.nearest(self._rows, path, beside)
+        children = siblings.pages_below(self._rows, snapshots)
         keys = [key for key in (near.before, near.beside, near.after) if key is not None]
         entries = self._readable([*keys, *(key for some in children for key in some)])
         if all(key in entries for key in keys):
@@ -215,13 +215,13 @@ class _PageView(View):
         return {one.key: one for one in self._entries(keys) if isinstance(one.record, Record)}
 
     def children(self, parents: Sequence[bytes], form: int, at_most: int | None = None) -> list[Entry]:
-        nodes = [keyspace.first_node(parent, form) for parent in dict.fromkeys(parents)]
-        keys = [key for some in keyspace.children_of(self._rows, nodes, at_most) for key in some]
+        nodes = [siblings.first_node(parent, form) for parent in dict.fromkeys(parents)]
+        keys = [key for some in siblings.children_of(self._rows, nodes, at_most) for key in some]
         entries = self._readable(keys)
         return [entries[key] for key in keys if key in entries]
 
     def followed(self, keys: Sequence[bytes]) -> set[bytes]:
-        found = self._rows.ranges([keyspace.under(keyspace.all_children(key), 1) for key in keys])
+        found = self._rows.ranges([keyspace.under(siblings.all_children(key), 1) for key in keys])
         return {key for key, rows in zip(keys, found, strict=True) if rows}
 
     # -- the location -------------------------------------------------------------------------------------------------
@@ -317,8 +317,8 @@ class _PageView(View):
                 found[namespace] = found.get(namespace, Count()).plus(Count(leaves=1))
         for one in found.values():
             every = every.plus(one)
-        rows = {self._count_row(key): one for key, one in found.items()} | {keyspace.COUNT: every.plus(damaged)}
-        return Recounted(rows, damaged.pages)
+        counts = {self._count_row(key): one for key, one in found.items()} | {keyspace.COUNT: every.plus(damaged)}
+        return Recounted(counts, damaged.pages)
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -351,7 +351,7 @@ class _PageView(View):
         for record, path in paths.items():
             now, *children = islice(found, 1 + len(path))
             # this view may see later commits: where the page is then, is another question
-            if _path_in(record[1:], now) == path and not keyspace.leads_to(record[1:], children):
+            if _path_in(record[1:], now) == path and not siblings.leads_to(record[1:], children):
                 yield record[1:]
 
     def _wrong_children(self) -> Iterator[tuple[str, bytes, str]]:
@@ -360,14 +360,14 @@ class _PageView(View):
             for key in self._misplaced(rows):
                 if key is not None:
                     yield "index", key, "it is among the children of a page that it does not follow, or is not stored"
-            for row in keyspace.hollow(self._rows, rows):
+            for row in siblings.hollow(self._rows, rows):
                 # also now: this view may see later commits
-                if self._rows.get([row.key])[0] == row.value and keyspace.hollow(self._rows, [row]):
+                if self._rows.get([row.key])[0] == row.value and siblings.hollow(self._rows, [row]):
                     yield "index", b"", "a page is said to have children that it does not have"
 
     def _misplaced(self, rows: Sequence[contract.Row]) -> list[bytes | None]:
         """The page that each of these child rows names wrongly; `b""` if it cannot be read, None if it is right."""
-        children = [keyspace.Child.unpack(row.value) for row in rows]
+        children = [siblings.Child.unpack(row.value) for row in rows]
         pages = [child.page if child is not None else None for child in children]
         # this view may see later commits: rows and records as they are now
         records = [record_row(page or b"") for page in pages]
@@ -496,7 +496,7 @@ def _may_be_below(row: bytes, key: bytes, stored: bytes | None) -> bool:
 
 def _path_of(record: Record) -> list[bytes]:
     """The child rows that a page can have."""
-    return keyspace.child_path(record.parent, record.form, record.tokens)
+    return siblings.child_path(record.parent, record.form, record.tokens)
 
 
 class _PageTransaction(_PageView, Transaction):
@@ -531,6 +531,10 @@ class _PageTransaction(_PageView, Transaction):
             row = keyspace.COUNT if group is None else self._count_row(namespace)
             self._counted[row] = self.count(group).plus(change)
 
+    def _counts(self) -> dict[bytes, Count]:
+        both = super()._counts() | self._counted
+        return {row: count for row, count in both.items() if count.pages or row == keyspace.COUNT}
+
     def _write_counts(self) -> None:
         for row, count in self._counted.items():
             if count.pages or row == keyspace.COUNT:
@@ -554,7 +558,7 @@ class _PageTransaction(_PageView, Transaction):
     def cost(self, record: Record, n_bytes: int) -> int:
         costs, n_token_bytes = self._rows.costs, len(record.tokens)
         key = bytes(1 + KEY_BYTES)
-        child = costs.of(bytes(keyspace.child_bytes(n_token_bytes)), key)
+        child = costs.of(bytes(siblings.child_bytes(n_token_bytes)), key)
         leaf = costs.of(leaf_row(key, key), bytes(keyspace.LEAVES.itemsize))
         usage = costs.of(key, bytes(USAGE.size))
         # a page may be entered twice: for itself, and for a sibling with the same first tokens
@@ -575,10 +579,10 @@ class _PageTransaction(_PageView, Transaction):
         self._rows.put(record_row(key), packed, payload, replaced=replaced)
         self._rows.put(usage_row(key), usage.pack())
         place = place_of(old) if old is not None else None
-        if place is not None and (before := keyspace.child_path(*place)) != path:
+        if place is not None and (before := siblings.child_path(*place)) != path:
             # another page has had this key, or its record is damaged
-            keyspace.remove_child(self._rows, key, before)
-        keyspace.add_child(self._rows, key, path)
+            siblings.remove_child(self._rows, key, before)
+        siblings.add_child(self._rows, key, path)
         is_leaf = not usage.pinned and not (old is not None and self.followed([key]))
         self._set_leaf(space, mine, Leaf.of(head, usage) if is_leaf else None)
         if parent is not None and (found := head_of(parent)) is not None:
@@ -590,7 +594,7 @@ class _PageTransaction(_PageView, Transaction):
         replaced = self._uncount(record, usage)
         place = place_of(record) if record is not None else None
         if record is not None and (
-            place is None or not keyspace.remove_child(self._rows, key, keyspace.child_path(*place))
+            place is None or not siblings.remove_child(self._rows, key, siblings.child_path(*place))
         ):
             self._remove_everywhere(key)
         if record is None and usage is None:
@@ -640,9 +644,9 @@ class _PageTransaction(_PageView, Transaction):
         """Take a page out of the index whose record does not say where it is there."""
         for rows in keyspace.walk(self._rows, keyspace.CHILD):
             for row in rows:
-                child = keyspace.Child.unpack(row.value)
+                child = siblings.Child.unpack(row.value)
                 if child is not None and child.page == key:
-                    keyspace.take_out(self._rows, row.key, child)
+                    siblings.take_out(self._rows, row.key, child)
         for _ in range(PASSES):
             # each time the rows above those that are gone
             if not sum(self._mend_hollow(rows) for rows in keyspace.walk(self._rows, keyspace.CHILD)):
@@ -654,9 +658,9 @@ class _PageTransaction(_PageView, Transaction):
 
     def _mend_hollow(self, rows: Sequence[contract.Row]) -> int:
         """Mend those of these child rows that say that there are more pages, and have none below; how many."""
-        found = keyspace.hollow(self._rows, rows)
+        found = siblings.hollow(self._rows, rows)
         for row in found:
-            keyspace.mend_child(self._rows, row.key)
+            siblings.mend_child(self._rows, row.key)
         return len(found)
 
     def read_ahead(self, keys: Sequence[bytes]) -> None:
@@ -709,7 +713,7 @@ class _PageTransaction(_PageView, Transaction):
         for row, stored in zip(rows, self._rows.get(rows), strict=True):
             path = _path_in(row[1:], stored)
             if path is not None:
-                keyspace.add_child(self._rows, row[1:], path)
+                siblings.add_child(self._rows, row[1:], path)
         return False
 
     def correct(self, rows: Sequence[bytes]) -> bool:
@@ -717,11 +721,11 @@ class _PageTransaction(_PageView, Transaction):
         is_changed = False
         there = self._stored(rows)
         for row, wrong in zip(there, self._misplaced(there), strict=True):
-            child = keyspace.Child.unpack(row.value)
+            child = siblings.Child.unpack(row.value)
             if child is None:
                 self._rows.delete(row.key)
             elif wrong is not None:
-                keyspace.take_out(self._rows, row.key, child)
+                siblings.take_out(self._rows, row.key, child)
             is_changed = is_changed or wrong is not None
         return bool(self._mend_hollow(self._stored(rows))) or is_changed
 

@@ -21,9 +21,8 @@ import xxhash
 from prefixstore.backends.base import Backend, View
 from prefixstore.backends.sql import migrations as migrate
 from prefixstore.cli import main
-from prefixstore.engine import keyspace, lease, table_load
+from prefixstore.engine import lease, siblings
 from prefixstore.engine.budget import Budget
-from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.pages import open_pages
@@ -266,32 +265,23 @@ def make_room(location: str, seed: int, pack: str, say: Report, point: Points) -
 
 
 def maintain(location: str, seed: int, pack: str, say: Report, point: Points) -> None:
-    """Read the table of pages in slices, evict, and build what is derived from pages again."""
+    """Evict, and build what is derived from pages again."""
     del pack
     sequences = np.random.default_rng(seed).integers(0, 3, (6, 9)).tolist()
-    enter, add = Catalog._enter, keyspace.add_child
-
-    def entered(*arguments: Any) -> bytes:
-        point()
-        return enter(*arguments)
+    add = siblings.add_child
 
     def added(*arguments: Any) -> None:
         point()
         add(*arguments)
 
-    with (
-        patch.object(table_load, "FACTS_AT_ONCE", 2),
-        patch.object(Catalog, "_enter", entered),
-        closing(Work(location, say, point)) as one,
-    ):
+    with closing(Work(location, say, point)) as one:
         for tokens in sequences:
             one.capture(SPACES[0], tokens)
-        one.engine._catalog.load_table(one.engine._backend)
         with one.engine.view() as view:
             half = view.used.bytes // 2
         one.engine.evict_to(half)
         # a change that no one else makes: of none, or of all
-        with patch.object(keyspace, "add_child", added):
+        with patch.object(siblings, "add_child", added):
             one.engine._backend.reindex()
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import io
 from contextlib import closing, suppress
-from unittest.mock import patch
 
 import pytest
 
-from prefixstore.engine import table_load
 from prefixstore.engine.delete import of_namespaces
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import PrefixStoreError
@@ -57,19 +55,10 @@ def looked_up_anew(store):
     assert store.match(A) == 12
 
 
-def filled(store):
-    """Fill the table of pages, in several slices."""
-    catalog = store.engine._catalog
-    catalog._table.unload(new.page for new in catalog._contents.pending.values())
-    with patch.object(table_load, "FACTS_AT_ONCE", 2):
-        catalog.load_table(store.backend)
-
-
 # name -> what is done; whether flushed pages may be gone afterwards
 WORK = {
     "match": (lambda store: store.match(A), False),
     "match anew": (looked_up_anew, False),
-    "fill": (filled, False),
     "pages": (lambda store: store.engine.pages(), False),
     "fetch": (fetch, False),
     "fetch streamed": (lambda store: fetch(store, streamed=True), False),

@@ -9,8 +9,9 @@ from contextlib import closing, suppress
 import pytest
 
 from prefixstore.backends.contract import Draft, Row
-from prefixstore.engine.keyspace import Child, change_row, first_node, node_below
+from prefixstore.engine.keyspace import change_row
 from prefixstore.engine.pages import open_pages
+from prefixstore.engine.siblings import Child, first_node, node_below
 from prefixstore.errors import StorageError
 from prefixstore.format.keys import PAGE
 from prefixstore.maintenance.archive import Archive

@@ -7,15 +7,13 @@ from functools import partial
 import numpy as np
 import pytest
 
-from prefixstore.engine import contents, index, table_load
+from prefixstore.engine import contents, index
 from prefixstore.engine.adaptive_policy import SAVED, Adaptive
 from prefixstore.engine.delete import beginning_with
 from prefixstore.engine.duel import Access, Mode, _Cache
 from prefixstore.engine.hazards import AGES, CLASSES
-from prefixstore.engine.pages import _PageView
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.saved_state import pack_state
-from tests.support import in_thread
 from tests.support.engines import MIB, NS, A, B, P, store_of, two_stores, writer_of
 
 
@@ -122,27 +120,3 @@ def test_a_forged_clock_of_a_policy_is_refused():
     policy = Adaptive()
     assert not policy.load(pack_state({**parts, "numbers": SAVED.pack(*numbers)}))
     assert policy.parts() == parts
-
-
-def test_the_page_table_is_filled_while_others_commit_all_the_time(monkeypatch, tmp_path):
-    monkeypatch.setattr(table_load, "FACTS_AT_ONCE", 64)
-    monkeypatch.setattr(table_load, "FEWEST_FACTS", 8)
-    with two_stores(tmp_path / "kv", max_bytes=4 * MIB) as (one, two):
-        for number in range(40):
-            one.put([number] * 4, 10)
-        asked = []
-        facts = _PageView.facts
-
-        def slow(self, after, at_most):
-            asked.append(at_most)
-            assert len(asked) < 50
-            found = facts(self, after, at_most)
-            if at_most > 16:
-                # another process commits, and a lookup of this one hears of it
-                in_thread(lambda: one.put([100 + len(asked)] * 4, 10)).join()
-                in_thread(lambda: two.match(A)).join()
-            return found
-
-        monkeypatch.setattr(_PageView, "facts", slow)
-        two.engine._catalog.load_table(two.engine._backend)
-        assert two.engine._catalog.total().stored == len(two.stored_keys())

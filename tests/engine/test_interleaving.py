@@ -22,7 +22,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from prefixstore.engine import follow, table_load
+from prefixstore.engine import follow
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.contents import DropReason
 from prefixstore.engine.delete import beginning_with
@@ -56,7 +56,7 @@ engines = st.integers(0, ENGINES - 1)
 interruptions = st.lists(
     st.tuples(
         st.sampled_from(
-            ["view", "update", "generation", "records", "facts", "usage", "cost", "delete", "put", "commit", "end"]
+            ["view", "update", "generation", "records", "count", "usage", "cost", "delete", "put", "commit", "end"]
         ),
         st.integers(0, 2),
         st.sampled_from(
@@ -152,9 +152,6 @@ class Interleaving(RuleBasedStateMachine):
         self.clock = time.time_ns()
         patch = self.opened.enter_context(pytest.MonkeyPatch.context())
         patch.setattr("time.time_ns", self.now)
-        # so that the table of pages is filled in several slices, between which something happens
-        patch.setattr(table_load, "FACTS_AT_ONCE", 2)
-        patch.setattr(table_load, "FEWEST_FACTS", 1)
         # what is waited for happens only when the one thread goes on
         patch.setattr(follow, "LONGEST_END", 1e-3)
         url = self.location(directory)

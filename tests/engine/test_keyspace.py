@@ -1,4 +1,4 @@
-"""The rows of a location: the index of children against plain lists, whatever is in it; totals and generations."""
+"""The rows of a location: the index of children against plain lists, whatever is in it; counts and generations."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 
 from prefixstore.backends.contract import LONGEST_KEY, Range, Row
 from prefixstore.backends.memory import MemoryBackend
-from prefixstore.engine import keyspace
-from prefixstore.engine.keyspace import CHILD, DEEPEST, Child, Totals, child_path, first_node, record_row
+from prefixstore.engine import keyspace, siblings
+from prefixstore.engine.keyspace import CHILD, UNKNOWN, Count, record_row
+from prefixstore.engine.siblings import DEEPEST, Child, child_path, first_node
 from prefixstore.format.keys import PAGE, SNAPSHOT, as_tokens
 from prefixstore.format.record import place_of
 from tests.support.pages import NAMESPACE, make_page
@@ -34,18 +35,18 @@ def path_of(record):
 def add(draft, *records):
     for record in records:
         draft.put(record_row(record.key), record.pack())
-        keyspace.add_child(draft, record.key, path_of(record))
+        siblings.add_child(draft, record.key, path_of(record))
 
 
 def remove(draft, *records):
     for record in records:
-        assert keyspace.remove_child(draft, record.key, path_of(record))
+        assert siblings.remove_child(draft, record.key, path_of(record))
         draft.delete(record_row(record.key))
 
 
 def is_child(view, record):
     """Whether a page is found among its siblings."""
-    return keyspace.leads_to(record.key, view.get(path_of(record)))
+    return siblings.leads_to(record.key, view.get(path_of(record)))
 
 
 def tokens_of(view, key):
@@ -55,14 +56,14 @@ def tokens_of(view, key):
 
 def children(view, parent=NAMESPACE, form=PAGE, at_most=None):
     """The tokens of the children of a page."""
-    [found] = keyspace.children_of(view, [first_node(parent, form)], at_most)
+    [found] = siblings.children_of(view, [first_node(parent, form)], at_most)
     return [tokens_of(view, key) for key in found]
 
 
 def around(view, parent, form, tokens):
     """The tokens of the last child that is not above some tokens, and of the first that is."""
     path = child_path(parent, form, tokens)
-    found = keyspace.nearest(view, path, view.ranges(keyspace.around(path)))
+    found = siblings.nearest(view, path, view.ranges(siblings.around(path)))
     known = sorted({tokens_of(view, key) for key in found if key is not None})
     at = bisect_right(known, tokens)
     return known[max(at - 1, 0) : at + 1]
@@ -243,8 +244,8 @@ def test_a_damaged_row_is_none_and_is_replaced_by_the_next_page(backend, value, 
             # it may hide the one beyond it
             assert around(draft, NAMESPACE, PAGE, tokens) in ([], [other.tokens])
         assert not is_child(draft, gone)
-        assert not keyspace.remove_child(draft, gone.key, path_of(gone))
-        keyspace.mend_child(draft, damaged)
+        assert not siblings.remove_child(draft, gone.key, path_of(gone))
+        siblings.mend_child(draft, damaged)
         assert draft.get([damaged]) == [value]
         add(draft, new, gone)
         assert children(draft) == [gone.tokens, new.tokens, other.tokens]
@@ -259,7 +260,7 @@ def test_a_row_that_names_a_page_that_is_gone_or_elsewhere_is_taken_over(backend
             add(draft, elsewhere)
             draft.put(path_of(new)[0], Child(stale).pack())
             assert not is_child(draft, new)
-            assert not keyspace.remove_child(draft, new.key, path_of(new))
+            assert not siblings.remove_child(draft, new.key, path_of(new))
             add(draft, new)
             assert children(draft) == [new.tokens]
             assert children(draft, OTHER) == [elsewhere.tokens]
@@ -286,27 +287,27 @@ def test_nodes_without_end_are_given_up(backend):
     with backend.update() as draft:
         for row in path:
             draft.put(row, Child(None, has_more=True).pack())
-        assert keyspace.children_of(draft, [first_node(NAMESPACE, PAGE)]) == [[]]
-        found = keyspace.nearest(draft, path[:1], draft.ranges(keyspace.around(path[:1])))
+        assert siblings.children_of(draft, [first_node(NAMESPACE, PAGE)]) == [[]]
+        found = siblings.nearest(draft, path[:1], draft.ranges(siblings.around(path[:1])))
         assert found == (None, None, None)
 
 
-# -- totals and generations -------------------------------------------------------------------------------------------
+# -- counts and generations -------------------------------------------------------------------------------------------
 
 
-def test_totals_are_read_as_they_were_written_and_damaged_ones_are_none():
-    totals = Totals().changed(3, (1 << 40, 1 << 50)).changed(1, (1, 2), sign=-1)
-    assert totals == (2, (1 << 40) - 1, (1 << 50) - 2)
-    stored = totals.pack()
-    assert Totals.unpack(stored) == totals
+def test_counts_are_read_as_they_were_written_and_damaged_ones_are_none():
+    count = Count(3, 1 << 40, 1 << 50, 7, 1, 7, 2).plus(Count(-1, -1 << 20, -2))
+    assert count == (2, (1 << 40) - (1 << 20), (1 << 50) - 2, 7, 1, 7, 2)
+    stored = count.pack()
+    assert Count.unpack(stored) == count
     for damaged in (None, b"", stored[:-1], stored + b"x", bytes(len(stored)), bytes([stored[0] ^ 1]) + stored[1:]):
-        assert Totals.unpack(damaged) is None
+        assert Count.unpack(damaged) is None
 
 
 def test_sizes_that_are_not_known_stay_so_while_pages_are_counted():
-    totals = Totals(5, 10, 20).changed(1, None, sign=-1).changed(2, (1, 1))
-    assert (totals.entries, totals.has_sizes) == (6, False)
-    assert Totals.unpack(totals.pack()) == totals
+    count = Count(5, 10, 20).plus(Count(-1, UNKNOWN, UNKNOWN)).plus(Count(2, 1, 1))
+    assert (count.pages, count.has_sizes) == (6, False)
+    assert Count.unpack(count.pack()) == count
 
 
 def test_rows_of_changes_are_in_the_order_of_generations(backend):

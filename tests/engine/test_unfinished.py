@@ -1,47 +1,29 @@
-"""What is left in the middle, by an interrupt or an outage, is read again: the index, and the table of pages."""
+"""What is left in the middle, by an interrupt or an outage, is read again."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from prefixstore.engine.page_table import PageTable
-from prefixstore.engine.totals import Totals
 
-from prefixstore.engine import contents, table_load
+from prefixstore.engine import contents
 from prefixstore.engine.duel import Access, Duel, Mode
 from prefixstore.engine.hazards import AGES, CLASSES
 from prefixstore.errors import UnavailableError
-from prefixstore.format.keys import as_tokens
-from tests.support.engines import MIB, NS, A, B, C, MemoryPages, P, Store, store_of
+from tests.support.engines import MIB, NS, A, B, MemoryPages, Store, store_of
 
 
-def interrupt(*_, **__):
-    raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("where", ["index", "table", "totals"])
-def test_an_interrupt_in_the_middle_of_a_change_leaves_nothing_half_done(monkeypatch, where):
+def test_an_interrupt_in_the_middle_of_a_change_leaves_nothing_half_done():
     with store_of(MemoryPages(), max_bytes=MIB) as store:
         store.put(A)
-        store.engine.evict_to(MIB)
-        assert store.engine._catalog.has_table
-        target = {"index": (bytes, "__len__"), "table": (PageTable, "_offer"), "totals": (Totals, "_totals_of")}[where]
-        if where == "index":
-            # between the tokens of a child and what is known of its gaps
-            index = store.engine._catalog._contents.index
-            node = index.node(NS, NS)
-            node.sealed = Interrupting(node.sealed)
-        else:
-            monkeypatch.setattr(*target, interrupt)
+        # between the tokens of a child and what is known of its gaps
+        node = store.engine._catalog._contents.index.node(NS, NS)
+        node.sealed = Interrupting(node.sealed)
         with pytest.raises(KeyboardInterrupt):
             submit(store, B)
-        monkeypatch.undo()
         assert store.fetch(A) == 3
         submit(store, B)
         store.engine.flush()
         assert store.fetch(B) == 3
-        store.engine.evict_to(MIB)
-        assert table_of(store) == stored_in(store)
         assert store.engine.check() == []
         # and what is evicted is right
         store.engine.evict_to(0)
@@ -58,84 +40,12 @@ class Interrupting(list):
         raise KeyboardInterrupt
 
 
-def table_of(store):
-    table = store.engine._catalog._table.table
-    keys = [table.key(slot) for slot in table if table.entry(slot).is_stored]
-    assert len(keys) == len(set(keys)) == len(table)
-    assert table.totals.of(None).pages == len(keys)
-    assert keys
-    return set(keys)
-
-
 def stored_in(store):
     with store.backend.view() as view:
         return {key for key, _, _ in view.scan()}
 
 
-@pytest.mark.parametrize("error", [UnavailableError("gone"), KeyboardInterrupt()])
-def test_a_table_that_was_filled_in_part_is_filled_anew(monkeypatch, error):
-    monkeypatch.setattr(table_load, "FACTS_AT_ONCE", 2)
-    backend = MemoryPages()
-    for tokens in (A, B, C):
-        Store(backend, max_bytes=MIB).put(tokens)
-    store = Store(backend, max_bytes=MIB)
-    catalog = store.engine._catalog
-    enter, left = catalog._enter, [2]
-
-    def fail(*arguments):
-        left[0] -= 1
-        if not left[0]:
-            raise error
-        return enter(*arguments)
-
-    monkeypatch.setattr(catalog, "_enter", fail)
-    with pytest.raises(type(error)):
-        catalog.load_table(backend)
-    assert not catalog.has_table
-    catalog.load_table(backend)
-    assert table_of(store) == stored_in(store)
-
-
-def test_a_transaction_that_needs_the_table_while_another_thread_fills_it_has_all_of_it(monkeypatch):
-    monkeypatch.setattr(table_load, "FACTS_AT_ONCE", 2)
-    backend = MemoryPages()
-    for tokens in (A, B, C):
-        Store(backend, max_bytes=MIB).put(tokens)
-    store = Store(backend, max_bytes=MIB)
-    catalog = store.engine._catalog
-    enter, n_entered = catalog._enter, [0]
-
-    def and_a_transaction(*arguments):
-        after = enter(*arguments)
-        n_entered[0] += 1
-        if n_entered[0] == 2:
-            # as another thread does: the lock is free between two slices
-            with catalog.update(backend) as transaction:
-                catalog.require_table(transaction)
-                assert catalog.has_table
-                assert table_of(store) == stored_in(store)
-        return after
-
-    monkeypatch.setattr(catalog, "_enter", and_a_transaction)
-    catalog.load_table(backend)
-    assert table_of(store) == stored_in(store)
-
-
-def test_the_table_has_a_page_that_the_open_transaction_has_put_before_it_is_filled(monkeypatch):
-    monkeypatch.setattr(table_load, "FACTS_AT_ONCE", 2)
-    backend = MemoryPages()
-    store = Store(backend, max_bytes=MIB)
-    store.put(A)
-    catalog = store.engine._catalog
-    # left by an attempt that failed
-    catalog._begin_table()
-    store.put(B)
-    catalog.load_table(backend)
-    assert table_of(store) == stored_in(store)
-    assert {page.n_tokens for page in store.engine.match(NS, as_tokens(B), P).pages} == {P}
-
-
-def test_a_page_that_is_given_up_in_a_transaction_that_fails_leaves_no_row():
+def test_a_page_that_is_given_up_in_a_transaction_that_fails_leaves_nothing():
     store = Store(MemoryPages(), max_bytes=MIB)
     catalog = store.engine._catalog
     batch = store.announce(A)
@@ -149,8 +59,8 @@ def test_a_page_that_is_given_up_in_a_transaction_that_fails_leaves_no_row():
     catalog.put = put_and_given_up
     assert store.engine.commit(batch) == 0
     del catalog.put
-    assert len(catalog._table.table) == len(catalog._contents.pending) == 0
-    assert catalog.total().pages == 0
+    assert len(catalog._contents.pending) == 0
+    assert stored_in(store) == set()
 
 
 def test_a_duel_goes_on_after_an_interrupt_between_a_page_and_its_place():

@@ -44,7 +44,7 @@ OPERATIONS = {
         "usage",
         "leading",
     ),
-    *("neighbors", "beside", "children", "followed", "facts", "fetch", "payload", "put", "delete", "touch", "note"),
+    *("neighbors", "beside", "children", "followed", "count", "fetch", "payload", "put", "delete", "touch", "note"),
     *("put_note", "put_namespace", "namespace", "namespaces", "drop_namespace"),
 }
 

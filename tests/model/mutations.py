@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import lmdb
 import pytest
 
-from prefixstore.engine import eviction, index, page_table, readers
+from prefixstore.engine import eviction, index, pages, readers
 from prefixstore.engine.budget import Budget, Evictor
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.commit import Committer
@@ -25,6 +25,8 @@ from prefixstore.engine.journal import Journal
 from prefixstore.engine.pages import _PageTransaction
 from prefixstore.engine.queue import WriteQueue
 from prefixstore.engine.ram import RamTier
+from prefixstore.engine.room import Room
+from prefixstore.format.record import Usage
 from prefixstore.maintenance import transfer
 from tests.model.machine import SPACES
 from tests.model.reference import LARGE
@@ -119,10 +121,10 @@ def a_snapshot_of_other_tokens_is_found(patch: Patch) -> None:
 
 @leads_to("what is pinned stays", ("capture", 0, [TWO_PAGES]), ("pin", 0, TWO_PAGES, True), ("evict", 0, 0.0))
 def eviction_takes_pinned_pages(patch: Patch) -> None:
-    for module in (eviction, page_table):
-        patch.setattr(module, "PINNED", 0)
-    change = lambda real, self, victim, usage, **options: real(self, victim, replace(usage, pinned=False), **options)  # noqa: E731
-    wrap(patch, Catalog, "remove_victim", change)
+    def leaf_of(real: Any, key: bytes, record: Any, usage: Any) -> Any:
+        return real(key, record, Usage(1).pack())
+
+    wrap(patch, pages, "_leaf_of", leaf_of)
 
 
 @leads_to(
@@ -139,16 +141,16 @@ def the_pin_of_a_tail_is_lost_with_it(patch: Patch) -> None:
 
 @leads_to("parents outlive", ("capture", 0, [TWO_PAGES, (ONE, (0, 0, 0, 0, 1, 1, 1, 1))]), ("evict", 0, 0.9))
 def eviction_takes_the_parent_as_well(patch: Patch) -> None:
-    def delete(real: Any, self: Any, transaction: Any, victim: Any, cause: Any) -> bool:
-        record = transaction.record(victim.key)
-        return bool(real(self, transaction, victim, cause) and record and transaction.delete(record.parent))
+    def take(real: Any, self: Any, transaction: Any, victims: Any, victim: Any, cause: Any) -> bool:
+        return bool(real(self, transaction, victims, victim, cause) and transaction.delete(victim.leaf.parent))
 
-    wrap(patch, Evictor, "_delete", delete)
+    wrap(patch, Evictor, "_take", take)
 
 
 @leads_to("the budget is kept", ("capture", 0, [(ONE, (0,) * 36)]), limits="entries")
 def the_budget_is_ignored(patch: Patch) -> None:
     patch.setattr(Budget, "exceeded", lambda *_, **__: False)
+    patch.setattr(Room, "note", lambda *_: None)
 
 
 @leads_to("quotas are kept", ("capture", 0, [(ONE, (LARGE,) * 16)]), limits="quotas")
