@@ -45,7 +45,8 @@ SPACES = 1024
 # groups, beside all pages, whose pools are kept
 GROUPS = 64
 # the ranks of pages that have expired, and of those that are evicted after all others
-EXPIRED, KEPT = float("-inf"), sys.float_info.max
+EXPIRED = float("-inf")
+KEPT = sys.float_info.max
 
 Rank: TypeAlias = Callable[[Sequence[bytes], Leaves], Ranks]
 """Ranks leaves with these page keys, after it has entered into them what is to be written of their uses."""
