@@ -43,7 +43,7 @@ MAGIC = b"prefixstore"
 SCRUBS = b"scrubs"
 DATABASES = (b"meta", b"rows", b"payloads")
 # version of the databases; what is in the rows has versions of its own
-LMDB_VERSION = 4
+LMDB_VERSION = 5
 META_FORMAT = struct.Struct("<I")
 
 

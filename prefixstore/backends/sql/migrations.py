@@ -34,9 +34,9 @@ __all__ = [
 ]
 
 # the newest revision; a test compares it with the files in migrations/versions
-HEAD = "3"
+HEAD = "4"
 # of development versions
-UNRELEASED = ("0001", "0002", "1", "2")
+UNRELEASED = ("0001", "0002", "1", "2", "3")
 VERSION_TABLE = "prefixstore_schema"
 
 

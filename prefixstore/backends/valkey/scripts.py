@@ -11,7 +11,7 @@ __all__ = ["BEGIN", "COMMIT", "HEAD", "KEEP", "MAGIC", "RANGES", "ROW", "TICK", 
 
 MAGIC = b"prefixstore"
 # of the keys of a location and what is in them
-VALKEY_VERSION = 3
+VALKEY_VERSION = 4
 
 
 class Names(NamedTuple):
