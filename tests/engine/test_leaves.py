@@ -145,7 +145,7 @@ def test_after_any_changes_leaves_and_counts_are_what_the_pages_say(backend, see
     with backend.update() as transaction:
         for space in SPACES:
             transaction.put_namespace(space.key, space.canonical)
-    for _ in range(60):
+    for _ in range(20):
         with backend.update() as transaction:
             for _ in range(chance.randint(1, 6)):
                 change(chance, model, transaction, next(numbers))
