@@ -10,7 +10,6 @@ from hashlib import blake2b
 
 import numpy as np
 import pytest
-from prefixstore.engine.page_table import PageTable
 
 from prefixstore.engine.adaptive_policy import MOST_SAMPLES, SAMPLES, TIMES_KEPT, Adaptive
 from prefixstore.engine.duel import Access, Duel, Mode, admits_by_use
