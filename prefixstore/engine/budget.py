@@ -527,7 +527,10 @@ class Evictor:
             victims.spare(victim)
             return False
         if not transaction.delete(victim.key):
+            # its page has gone before: no eviction
             transaction.drop_leaf(victim.namespace, victim.key)
+            victims.taken(victim)
+            return False
         victims.taken(victim)
         cause = Cause.EXPIRED if victim.is_expired else cause
         self._catalog.after_commit(partial(self._deleted, victim, time.time_ns(), cause))

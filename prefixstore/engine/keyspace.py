@@ -215,7 +215,8 @@ class Count(NamedTuple):
         return cls(*_COUNT.unpack(body)) if xxhash.xxh3_64_digest(body) == stored[_COUNT.size :] else None
 
 
-UNKNOWN = -1
+# no sum of sizes, nor a difference
+UNKNOWN = -(1 << 63)
 _COUNT = struct.Struct("<7q")
 
 

@@ -390,15 +390,18 @@ class _PageView(View):
                     yield "orphan", key, "a usage without a record"
 
     def _wrong_leaves(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Those of these pages that have a leaf row and should have none, or the other way round."""
+        """Those of these pages that have a leaf row and should have none, or should have one that can be read."""
         followed = self.followed(keys)
         wrong: list[bytes] = []
         stored = self._rows.get([row for key in keys for row in (record_row(key), usage_row(key))])
         pages = [_leaf_of(key, *some) for key, *some in zip(keys, stored[::2], stored[1::2], strict=True)]
         here = [row for row, _ in pages if row is not None]
-        has_row = {row for row, value in zip(here, self._rows.get(here), strict=True) if value is not None}
+        values = dict(zip(here, self._rows.get(here), strict=True))
         for key, (row, leaf) in zip(keys, pages, strict=True):
-            if row is not None and (row in has_row) != (leaf is not None and key not in followed):
+            if row is None:
+                continue
+            value, is_leaf = values[row], leaf is not None and key not in followed
+            if (value is not None) != is_leaf or (is_leaf and Leaf.unpack(value) is None):
                 wrong.append(key)
         return wrong
 
@@ -583,7 +586,8 @@ class _PageTransaction(_PageView, Transaction):
             # another page has had this key, or its record is damaged
             siblings.remove_child(self._rows, key, before)
         siblings.add_child(self._rows, key, path)
-        is_leaf = not usage.pinned and not (old is not None and self.followed([key]))
+        # also a page that was not here may be followed: by one that has lost it
+        is_leaf = not usage.pinned and not self.followed([key])
         self._set_leaf(space, mine, Leaf.of(head, usage) if is_leaf else None)
         if parent is not None and (found := head_of(parent)) is not None:
             self._set_leaf(found.namespace, leaf_row(found.namespace, record.parent), None)

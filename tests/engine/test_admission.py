@@ -24,16 +24,16 @@ class Picky(Ordering):
     """By last use; admits the pages whose first token is allowed, and those before them."""
 
     def __init__(self, admitted=()):
-        super().__init__(lambda _, at: np.zeros(len(at)), lambda *_: 0.0)
+        super().__init__(lambda leaves: np.zeros(len(leaves)))
         self.admitted = admitted
         self.asked = []
         self.gone = []
 
-    def admits(self, table, new, victim):
-        self.asked.append(table.entry(new).end // P)
-        return table.entry(new).end // P in self.admitted
+    def admits(self, new, victim):
+        self.asked.append(new.end // P)
+        return new.end // P in self.admitted
 
-    def evicted(self, key, uses, clock):
+    def evicted(self, key, uses, last_used):
         self.gone.append(key)
 
 

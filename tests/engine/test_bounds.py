@@ -63,7 +63,7 @@ def test_an_eviction_does_not_look_at_pinned_pages(steps):
             assert store.counters["evictions"] == 6
             return found
 
-    # those that were pushed before they were pinned are dropped when they are met
+    # they have no leaf rows
     assert costs(200) <= costs(3)
 
 
@@ -155,7 +155,7 @@ def calls_in(act):
 @pytest.mark.slow
 @pytest.mark.parametrize("ttl", [None, 3600.0])
 def test_an_eviction_costs_the_same_however_many_siblings_the_page_has(ttl):
-    """Also if the page before them would expire, but for them."""
+    """As soon as there are more than are all read; also if the page before them would expire, but for them."""
 
     def costs(n_siblings):
         backend = MemoryPages()
@@ -170,7 +170,8 @@ def test_an_eviction_costs_the_same_however_many_siblings_the_page_has(ttl):
             assert_true(store.engine)
             return min(found)
 
-    assert costs(1000) < costs(100) + 100
+    # of fewer pages, more are in several samples of the same eviction
+    assert costs(1200) < 1.25 * costs(400)
 
 
 @pytest.mark.slow

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import heapq
 import random
+import time
 from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
 import pytest
-from prefixstore.engine.page_table import PageTable
 
-from prefixstore.backends.base import FACTS
-from prefixstore.engine.adaptive_policy import MOST_SAMPLES, SAMPLES, Adaptive
+from prefixstore.engine.adaptive_policy import MOST_SAMPLES, SAMPLES, TIMES_KEPT, Adaptive
 from prefixstore.engine.duel import Access, Duel, Mode, admits_by_use
-from prefixstore.engine.eviction import BUSY, POLICIES, Candidates
+from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.ghosts import GHOSTS_PER_PAGE, GhostTable
 from prefixstore.engine.hazards import AGES, CLASSES, Hazards, age_bin, age_bins
+from prefixstore.engine.keyspace import LEAVES, Leaf
 
 NS = b"n" * 32
+SECOND = 10**9
 
 
 def name(*what):
@@ -31,73 +33,104 @@ class Page:
     key: bytes
     parent: bytes = NS
     end: int = 1
-    hits: int = 0
     last_used: int = 0
     compute_us: int = 0
     raw_bytes: int = 1
     stored_bytes: int = 1
     n_tokens: int = 1
+    uses: int = 1
+    page_class: int = 0
+    priority: int = 0
+
+    @property
+    def leaf(self):
+        """What eviction ranks it by."""
+        return Leaf(
+            self.parent,
+            self.last_used,
+            0,
+            self.stored_bytes,
+            self.end,
+            self.n_tokens,
+            self.compute_us,
+            self.uses,
+            self.priority,
+            self.page_class,
+        )
+
+
+def ranks(policy, pages):
+    """The ranks of pages, of equal ones the least recently used first, and the deepest of those."""
+    leaves = np.frombuffer(b"".join(page.leaf.pack() for page in pages), LEAVES)
+    found = policy.ranks(leaves).tolist()
+    return [(rank, page.last_used, -page.end) for rank, page in zip(found, pages, strict=True)]
 
 
 class Cache:
-    """A cache of `capacity` pages of one token under a policy; time is counted in prompts."""
+    """A cache of `capacity` pages of one token under a policy; a prompt takes a second."""
 
     def __init__(self, policy, capacity):
-        self.policy, self.capacity, self.now = policy, capacity, 0
-        self.table = PageTable()
-        self.candidates = Candidates(self.table, policy)
+        self.policy, self.capacity, self.now = policy, capacity, time.time_ns() + SECOND
         self.pages = {}
+        self.n_children = {}
         self.written = 0
 
     def prompt(self, *blocks):
         """How many pages of a prompt hit; the others are added as far as they are admitted, from the first one on."""
-        self.now += 1
+        self.now += SECOND
         keys = [name(blocks[: i + 1]) for i in range(len(blocks))]
         n = next((i for i, key in enumerate(keys) if key not in self.pages), len(keys))
-        self.policy.looked_up(self.table, NS, [self.pages[key] for key in keys[:n]], len(blocks))
+        self.policy.looked_up(NS, [self.pages[key] for key in keys[:n]], len(blocks), self.now)
         for key in keys[:n]:
-            self.table.use(key, self.now)
+            self.pages[key].last_used = self.now
+        new = []
+        above = self.pages[keys[n - 1]] if n else None
         for i in range(n, len(keys)):
             page = Page(keys[i], keys[i - 1] if i else NS, i + 1, last_used=self.now)
-            self.table.add(
-                page.key,
-                page.parent,
-                NS,
-                end=page.end,
-                n_bytes=1,
-                last_used=self.now,
-                is_stored=False,
-                may_be_victim=False,
-            )
-            self.policy.added(self.table, NS, page)
-            self.pages[page.key] = page
-        self._admit(keys[n:])
+            self.policy.added(NS, page, above)
+            new.append(page)
+            above = page
+        self._admit(new)
         return n
 
     def _admit(self, new):
-        victims = self.candidates.victims()
-        victim = None
-        while len(self.pages) > self.capacity:
-            while victim is None:
-                victim = victims.next()
-                victim = None if victim is BUSY else victim
-            if self.policy.admits(self.table, self.table.find(new[-1]), victim):
-                self.drop(self.table.key(victim))
-                victim = None
+        self.policy.prepare(len(self.pages))
+        victims = self.victims() if len(self.pages) + len(new) > self.capacity else []
+        # what a prompt begins with is not evicted for its other pages
+        following = {page.parent for page in new}
+        while len(self.pages) + len(new) > self.capacity:
+            while victims and victims[0][1] in following:
+                heapq.heappop(victims)
+            victim = self.pages[victims[0][1]] if victims else None
+            if victim is not None and self.policy.admits(new[-1].leaf, victim.leaf):
+                heapq.heappop(victims)
+                self.drop(victim.key, victims)
             else:
-                victims.spared()
-                self.drop(new.pop())
-        if victim is not None:
-            self.candidates.offer(victim)
-        for key in new:
-            self.table.change(key, is_stored=True, may_be_victim=True)
+                page = new.pop()
+                self.policy.evicted(page.key, page.uses, page.last_used)
+        for page in new:
+            self.pages[page.key] = page
+            self.n_children[page.parent] = self.n_children.get(page.parent, 0) + 1
         self.written += len(new)
 
-    def drop(self, key):
-        noted = self.table.noted(self.table.find(key))
-        self.table.remove(key)
-        self.policy.evicted(key, *noted)
-        del self.pages[key]
+    def victims(self):
+        """The leaves and their ranks, the lowest first."""
+        pages = [page for page in self.pages.values() if not self.n_children.get(page.key)]
+        found = list(zip(ranks(self.policy, pages), (page.key for page in pages), strict=True)) if pages else []
+        heapq.heapify(found)
+        return found
+
+    def drop(self, key, victims=None):
+        """Evict a page; the one before it may be among the victims then."""
+        page = self.pages.pop(key)
+        self.policy.evicted(key, page.uses, page.last_used)
+        self.n_children[page.parent] -= 1
+        above = self.pages.get(page.parent)
+        if victims is not None and above is not None and not self.n_children[above.key]:
+            heapq.heappush(victims, (ranks(self.policy, [above])[0], above.key))
+
+    def uses(self, *blocks):
+        return self.pages[name(blocks)].uses
 
 
 # -- the simple policies -----------------------------------------------------------------------------------------------
@@ -105,49 +138,56 @@ class Cache:
 
 def test_policies_have_names_and_each_engine_gets_its_own_instance():
     assert list(POLICIES) == ["adaptive", "lru", "lfu", "longest_first", "priority"]
+    assert all(POLICIES[policy]().name == policy for policy in POLICIES)
     assert all(make() is not make() for make in POLICIES.values())
+
+
+@pytest.mark.parametrize(
+    ("policy", "order"),
+    [
+        ("lru", lambda page: (page.last_used, -page.end)),
+        ("lfu", lambda page: (page.uses, page.last_used, -page.end)),
+        ("longest_first", lambda page: (-page.end, page.last_used)),
+        ("priority", lambda page: (page.priority, page.last_used, -page.end)),
+    ],
+)
+def test_a_simple_policy_ranks_by_what_its_name_says(policy, order):
+    chance = random.Random(1)
+    pages = [
+        Page(name(i), end=i % 50 + 1, last_used=i % 100, uses=chance.randint(1, 9), priority=chance.randint(-9, 9))
+        for i in range(300)
+    ]
+    found = ranks(POLICIES[policy](), pages)
+    by_rank = [page for _, page in sorted(zip(found, pages, strict=True), key=lambda each: each[0])]
+    assert list(map(order, by_rank)) == sorted(map(order, pages))
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, *Mode])
 def test_one_page_ranks_as_among_many(policy):
     mode = policy if isinstance(policy, Mode) else None
-    chance, table, policy = random.Random(1), PageTable(), POLICIES["adaptive" if mode is not None else policy]()
+    chance, policy = random.Random(1), POLICIES["adaptive" if mode is not None else policy]()
+    now, pages = time.time_ns(), []
     for i in range(300):
-        policy.looked_up(table, NS, [Page(name(j), end=j + 1) for j in range(i)][:3], chance.randint(1, 40))
-        page = Page(name(i), end=i % 50 + 1, last_used=i, compute_us=chance.randint(0, 99))
-        table.add(page.key, NS, NS, end=page.end, n_bytes=1, last_used=i, priority=i % 7)
-        policy.added(table, NS, page)
-    policy.prepare(table)
+        now += SECOND
+        policy.looked_up(NS, [Page(name(j), end=j + 1) for j in range(i)][:3], chance.randint(1, 40), now)
+        page = Page(name(i), end=i % 50 + 1, last_used=now, compute_us=chance.randint(0, 99), priority=i % 7)
+        policy.added(NS, page, None)
+        pages.append(page)
+    policy.prepare(300)
     if mode is not None:
         policy._duel.mode = mode
-    ranks = policy.ranks(table.blocks[0].columns, np.arange(300))
-    assert ranks.tolist() == pytest.approx([policy.rank(table.blocks[0], at) for at in range(300)])
+    assert [ranks(policy, [page])[0] for page in pages] == ranks(policy, pages)
 
 
 def test_lfu_counts_uses_before_an_eviction():
     cache = Cache(POLICIES["lfu"](), 10)
     for _ in range(4):
         cache.prompt("often")
-    key = name(("often",))
-    cache.drop(key)
+    cache.drop(name(("often",)))
     cache.prompt("often")
     cache.prompt("other")
-    assert cache.table.entry(cache.table.find(key)).uses == 5
-    assert cache.table.entry(cache.table.find(name(("other",)))).uses == 1
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_children_are_evicted_before_their_parents_and_pinned_pages_never(policy):
-    chance, cache = random.Random(2), Cache(POLICIES[policy](), 1000)
-    for _ in range(100):
-        cache.prompt(*(chance.randrange(3) for _ in range(chance.randint(1, 6))))
-    pinned = chance.choice([page for page in cache.pages.values() if page.end == 4])
-    cache.table.change(pinned.key, pinned=True)
-    for slot in cache.candidates.victims().victims():
-        key = cache.table.key(slot)
-        assert not any(page.parent == key for page in cache.pages.values())
-        cache.drop(key)
-    assert [page.end for page in cache.pages.values()] == [1, 2, 3, 4]
+    assert cache.uses("often") == 5
+    assert cache.uses("other") == 1
 
 
 def by_what_was_learned():
@@ -206,51 +246,69 @@ def test_a_page_that_is_stored_again_after_its_eviction_keeps_its_uses_also_if_i
         cache.prompt("a")
     cache.drop(name(("a",)))
     cache.prompt("a")
-    assert cache.table.entry(cache.table.find(name(("a",)))).uses == 4
+    assert cache.uses("a") == 4
 
 
 def test_a_use_by_another_process_counts():
-    policy, table = by_what_was_learned(), PageTable()
-    page = Page(name(1), last_used=policy._ns)
-    slot = table.add(page.key, NS, NS, end=1, n_bytes=1, last_used=policy._ns)
-    policy.added(table, NS, page)
-    for _ in range(1000):
-        policy.looked_up(table, NS, [], 1)
-    before = policy.rank(table.blocks[0], slot)
-    table.use(page.key, policy._ns)
-    policy.used_elsewhere(table, slot)
-    assert policy.rank(table.blocks[0], slot) > before
+    policy = by_what_was_learned()
+    now = policy._ns
+    page = Page(name(1), last_used=now)
+    policy.added(NS, page, None)
+    for i in range(1000):
+        policy.looked_up(NS, [], 1, now + (i + 1) * SECOND)
+    before = ranks(policy, [page])
+    page.last_used = now + 1000 * SECOND
+    assert ranks(policy, [page]) > before
+
+
+def test_the_age_of_a_page_is_the_number_of_prompts_since_its_last_use_also_where_few_are_remembered(monkeypatch):
+    monkeypatch.setattr("prefixstore.engine.adaptive_policy.TIMES_KEPT", 100)
+    policy = Adaptive()
+    start, first = policy._ns, policy._clock
+    chance, times, now = random.Random(8), [], start
+    for _ in range(950):
+        now += chance.randint(1, SECOND)
+        times.append(now)
+        policy.looked_up(NS, [], 1, now)
+    assert len(policy._times) < 200
+    for i in range(800, 950):
+        # of any time between two prompts it is the clock of the first one
+        for when in (times[i], (times[i + 1] if i < 949 else times[i] + SECOND) - 1):
+            assert policy._clock_at(when) == first + i + 1
+    asked = np.array([start - SECOND * 10**6, *times, times[-1] + SECOND], np.int64)
+    assert policy._clocks(asked).tolist() == [policy._clock_at(int(when)) for when in asked]
+    assert sorted(policy._clocks(asked)) == policy._clocks(asked).tolist()
+    # those that are not remembered are estimated
+    assert policy._clock_at(times[400]) == pytest.approx(first + 401, abs=60)
 
 
 def test_among_similar_pages_the_largest_is_evicted_first_and_the_slowest_to_compute_last():
-    policy, table = by_what_was_learned(), PageTable()
-    ranks = []
-    for i, (size, time) in enumerate([(100, 1000), (1, 1000), (1, 1500), (1, 10**9)]):
-        page = Page(name(i), compute_us=time, stored_bytes=size)
-        slot = table.add(page.key, NS, NS, end=1, n_bytes=size, last_used=0)
-        policy._us_per_token = 1000.0
-        policy.added(table, NS, page)
-        policy._us_per_token = 1000.0
-        policy.stored(table, slot, page)
-        ranks.append(policy.rank(table.blocks[0], slot))
-    assert ranks == sorted(ranks)
-    assert ranks[0] < ranks[1] < ranks[2]
+    policy = by_what_was_learned()
+    pages = []
+    for i, (size, us) in enumerate([(100, 1000), (1, 1000), (1, 1500), (1, 10**9)]):
+        page = Page(name(i), compute_us=us, stored_bytes=size, last_used=policy._ns)
+        policy.added(NS, page, None)
+        pages.append(page)
+    policy._us_per_token = 1000.0
+    found = [rank for rank, *_ in ranks(policy, pages)]
+    assert found == sorted(found)
+    assert found[0] < found[1] < found[2]
     # a measured time far from the average is clipped
-    assert ranks[3] == pytest.approx(2 * ranks[1])
+    assert found[3] == pytest.approx(2 * found[1])
 
 
 def test_pages_of_before_the_start_rank_by_their_uses_and_their_time():
     policy = by_what_was_learned()
-    day, now = 86_400 * 10**9, policy._ns
-    facts = np.zeros(3, FACTS)
-    facts["last_used"], facts["hits"] = [now - 9 * day, now - day, now - 9 * day], [0, 0, 5]
-    facts["stored_bytes"] = facts["n_tokens"] = 1
-    table = PageTable()
-    table.reserve(3)
-    for column, values in policy.describe(facts, now).items():
-        table.blocks[0].columns[column][:3] = values
-    old, new, used = policy.ranks(table.blocks[0].columns, np.arange(3))
-    assert old < min(new, used)
+    day, now = 86_400 * SECOND, policy._ns
+    used = [(now - 9 * day, 1), (now - day, 1), (now - 9 * day, 6)]
+    old, new, often = ranks(policy, [Page(name(i), last_used=when, uses=n) for i, (when, n) in enumerate(used)])
+    assert old[0] < min(new[0], often[0])
+
+
+def test_a_class_that_nobody_knows_and_a_use_in_the_future_have_a_rank():
+    policy = by_what_was_learned()
+    pages = [Page(name(i), uses=65535, page_class=i % 256, last_used=i << 56) for i in range(0, 128, 5)]
+    assert np.isfinite([rank for rank, *_ in ranks(policy, pages)]).all()
 
 
 @pytest.mark.slow
@@ -262,12 +320,12 @@ def test_its_memory_is_bounded():
     assert len(policy._samples) <= SAMPLES
     assert len(policy._prompts) <= 64
     assert len(policy._latest) == 1
+    assert len(policy._times) < 2 * TIMES_KEPT
     ghosts = GhostTable()
     ghosts.grow(10**7)
     assert ghosts.n_bytes == 16 << 20
     for pages in (10**4, 10**5, 10**6):
-        cache.table.totals.of(None).stored = pages
-        policy.prepare(cache.table)
+        policy.prepare(pages)
         assert len(policy._samples) <= MOST_SAMPLES
         assert sum(len(each._classes) for each in policy._duel._caches) <= 3 * max(1024, pages // 256)
 
@@ -284,7 +342,7 @@ def test_what_was_learned_is_taken_over():
     assert len(dumped) < 2 << 20
     # the other process has seen prompts of its own before it reads the note
     for i in range(30):
-        new.looked_up(PageTable(), NS, [], i)
+        new.looked_up(NS, [], i, new._ns + SECOND)
     assert new.load(dumped)
     old._learn(old._pages)
     assert new._hazards.worth == pytest.approx(old._hazards.worth, rel=0.1)

@@ -1,105 +1,91 @@
-"""Pages that are evicted after all others: in each order, in a table that is filled, within the budget."""
+"""Pages that are evicted after all others: in each order, in a store of any size, within the budget."""
 
 from __future__ import annotations
 
 import random
+from contextlib import closing
 
 import pytest
-from prefixstore.engine.page_columns import BLOCK
-from prefixstore.engine.page_table import PageTable
 
-from prefixstore.engine.eviction import POLICIES, Candidates
+from prefixstore.engine.eviction import POLICIES
 from prefixstore.format.keys import as_tokens, page_keys
-from tests.support.engines import NS, A, B, C, MemoryPages, P, Store
+from prefixstore.format.record import Usage
+from tests.support.engines import NS, A, B, C, MemoryPages, P, Store, store_of
+from tests.support.pages import make_page
 
 
-def key(i):
-    return i.to_bytes(32, "little")
+def put(backend, usages):
+    """Put a page with each of these usages; their keys."""
+    keys = []
+    with backend.update() as transaction:
+        transaction.put_namespace(NS, b'{"n":1}')
+        for number, usage in enumerate(usages):
+            key, record = make_page(b"", [number] * P, parent=NS, namespace=NS)
+            transaction.put(key, record, usage, b"")
+            keys.append(key)
+    return keys
 
 
-def add(table, i, last_used, parent=NS, **facts):
-    table.add(key(i), parent, NS, end=1, n_bytes=100, last_used=last_used, **facts)
-
-
-def order(candidates, table):
-    """The keys of all victims, in order; they are removed."""
-    found = []
-    for slot in candidates.victims().victims():
-        found.append(table.key(slot))
-        table.remove(found[-1])
-    return found
+def order(engine, **options):
+    """The keys of all pages, in the order of their eviction."""
+    return [bytes.fromhex(key) for key in engine.evict(0, **options).pages]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", range(3))
-def test_they_come_last_in_every_order_the_least_recently_used_first(policy, seed):
-    chance, table = random.Random(seed), PageTable()
-    candidates = Candidates(table, POLICIES[policy]())
-    used = list(range(1, 301))
-    chance.shuffle(used)
-    kept = chance.sample(range(300), 40)
-    early, late = kept[:20], kept[20:]
-    table.keep(map(key, early))  # before they come
-    for i in range(300):
-        add(table, i, used[i], uses=chance.randrange(1, 9), priority=chance.randrange(-9, 9))
-    victims = candidates.victims()
-    given = [next(victims.victims()) for _ in range(50)]  # ranked, before the others are kept
-    assert not {table.key(slot) for slot in given} & set(map(key, early))
-    for slot in given:
-        candidates.offer(slot)
-    table.keep(map(key, late))
-    found = order(candidates, table)
-    assert len(found) == 300
-    assert set(found[-40:]) == set(map(key, kept))
-    assert found[-40:] == sorted(found[-40:], key=lambda one: used[int.from_bytes(one, "little")])
+@pytest.mark.parametrize("n", [200, 350])
+def test_they_come_last_in_every_order_the_least_recently_used_first(policy, n):
+    chance, backend = random.Random(n), MemoryPages()
+    used = [10**18 + i for i in chance.sample(range(10**6), n)]
+    keys = put(backend, [Usage(when, uses=chance.randrange(1, 9), priority=chance.randrange(-9, 9)) for when in used])
+    last = dict(zip(keys, used, strict=True))
+    early, late = keys[:20], keys[20:40]
+    chance.shuffle(keys)
+    with store_of(backend) as store:
+        engine = store.engine
+        engine._policy = engine._catalog._policy = POLICIES[policy]()
+        engine.keep("a", early)
+        # ranked, before the others are kept
+        found = order(engine, dry_run=True)
+        assert set(found[-20:]) == set(early)
+        engine.keep("b", late)
+        for options in ({"dry_run": True}, {}):
+            found = order(engine, **options)
+            assert len(found) == n
+            assert found[-40:] == sorted([*early, *late], key=last.__getitem__)
 
 
 def test_one_that_is_not_kept_any_more_takes_its_place_again():
-    table = PageTable()
-    candidates = Candidates(table, POLICIES["lru"]())
-    for i in range(10):
-        add(table, i, i + 1)
-    table.keep([key(0), key(1), key(1)])
-    victims = candidates.victims()
-    slots = victims.victims()
-    assert table.key(next(slots)) == key(2)
-    table.stop_keeping([key(0), key(1)])  # 1 is kept by another
-    assert [table.key(next(slots)) for _ in range(2)] == [key(0), key(3)]
-    table.stop_keeping([key(1)])
-    assert table.key(next(slots)) == key(1)
+    backend = MemoryPages()
+    keys = put(backend, [Usage(10**18 + i) for i in range(10)])
+    with store_of(backend) as store:
+        engine = store.engine
+        engine.keep("a", keys[:2])
+        engine.keep("b", keys[1:2])
+        assert order(engine, dry_run=True) == [*keys[2:], *keys[:2]]
+        # 1 is kept by another
+        engine.keep("a", ())
+        assert order(engine, dry_run=True) == [keys[0], *keys[2:], keys[1]]
+        # what an owner named before, it keeps no more
+        engine.keep("b", keys[5:6])
+        assert order(engine, dry_run=True) == [*keys[:5], *keys[6:], keys[5]]
+        engine.keep_nothing()
+        assert order(engine, dry_run=True) == keys
 
 
-def test_a_page_in_the_slot_of_one_that_was_kept_is_an_ordinary_one():
-    table = PageTable()
-    candidates = Candidates(table, POLICIES["lru"]())
-    table.keep([key(0)])
-    add(table, 0, 1)
-    table.remove(key(0))
-    add(table, 1, 2)
-    add(table, 2, 3)
-    add(table, 0, 1)
-    assert order(candidates, table) == [key(1), key(2), key(0)]
+def test_a_page_can_be_kept_before_it_is_stored_and_is_kept_when_it_comes_back():
+    with store_of() as store:
+        key = page_keys(NS, as_tokens(A[:P]), P)[0]
+        store.engine.keep("a", [key])
+        for _ in range(2):
+            for tokens in (A, B, C):
+                store.put(tokens[:P])
+            found = order(store.engine)
+            assert len(found) == 3
+            assert found[-1] == key
 
 
-@pytest.mark.slow
-def test_in_a_table_of_several_blocks():
-    table = PageTable()
-    candidates = Candidates(table, POLICIES["lru"]())
-    kept = [3, BLOCK + 3]
-    for i in range(BLOCK + 10):
-        add(table, i, i + 1)
-    table.keep(map(key, kept))
-    slots = candidates.victims().victims()
-    found = [table.key(next(slots)) for _ in range(8)]
-    assert found == [key(i) for i in range(9) if i != 3]
-    for i in range(BLOCK + 10):
-        if i not in (*kept, BLOCK + 9):
-            table.remove(key(i))
-    assert order(candidates, table) == [key(BLOCK + 9), *map(key, kept)]
-
-
-@pytest.mark.parametrize("is_filled", [False, True])
-def test_an_engine_evicts_them_last_and_keeps_its_budget(is_filled):
+@pytest.mark.parametrize("is_new", [False, True])
+def test_an_engine_evicts_them_last_and_keeps_its_budget(is_new):
     backend = MemoryPages()
     store = Store(backend, options={"write_behind": False})
     sequences = [A, B, C, *([i] * 12 for i in range(10, 20))]
@@ -108,7 +94,7 @@ def test_an_engine_evicts_them_last_and_keeps_its_budget(is_filled):
             store.engine.submit(page)
     store.engine.flush()
     used = store.engine.used()[0].bytes
-    if is_filled:  # with all pages of the location, by another engine
+    if is_new:  # one that has read nothing yet
         store.engine._queue.close()
         store.open(write_behind=False)
     for name, tokens in (("a", A), ("b", B)):
@@ -117,11 +103,11 @@ def test_an_engine_evicts_them_last_and_keeps_its_budget(is_filled):
     def there():
         return [tokens for tokens in sequences if store.engine.match(NS, as_tokens(tokens), P).n_tokens == 12]
 
-    store.engine.evict_to(used * 2 // len(sequences))
-    assert there() == [A, B]
-    store.engine.keep("a", ())
-    store.engine.evict_to(used // len(sequences))
-    assert there() == [B]
-    store.engine.evict_to(0)
-    assert store.engine.used()[0].entries == 0
-    store.engine.close()
+    with closing(store.engine):
+        store.engine.evict_to(used * 2 // len(sequences))
+        assert there() == [A, B]
+        store.engine.keep("a", ())
+        store.engine.evict_to(used // len(sequences))
+        assert there() == [B]
+        store.engine.evict_to(0)
+        assert store.engine.used()[0].entries == 0
