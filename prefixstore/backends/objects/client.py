@@ -101,12 +101,19 @@ class Client:
         return named or (_environment_endpoint() if self._address.scheme == "s3" else "")
 
     def inherited(self) -> None:
-        """In a forked child: leave what belongs to the parent as it is. `renew` connects again."""
+        """In a forked child: leave what belongs to the parent as it is. `ready` connects again."""
         never_destroy(self._store)
+        self._is_inherited = self._store is not None
+
+    def ready(self) -> None:
+        """Called before requests, which may be the first ones of a forked child."""
+        # two threads may do it at once: the last one counts
+        if self._is_inherited:
+            self.renew()
 
     def close(self) -> None:
         """End all connections that are not in use."""
-        self._store = None
+        self._store, self._is_inherited = None, False
 
     def renew(self) -> None:
         """Connect."""
@@ -114,6 +121,7 @@ class Client:
         self._library = library()
         with self._translated():
             self._store = self._connect()
+        self._is_inherited = False
 
     def _connect(self) -> Any:
         address, stores = self._address, self._library._store  # noqa: SLF001 - where obstore has its classes

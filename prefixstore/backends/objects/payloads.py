@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 from prefixstore.backends.objects.client import Client
 from prefixstore.backends.objects.read_ahead import AT_ONCE, HELD_BYTES
 from prefixstore.backends.threads import Job, Threads
+from prefixstore.errors import StorageError
 from prefixstore.format.record import Buffer
 
 __all__ = ["Uploads"]
 
 
 class Uploads:
-    """The payloads that a transaction uploads before its commit makes them part of pages.
+    """The payloads that an update uploads before its commit makes them part of rows.
 
     Parameters
     ----------
@@ -62,3 +64,9 @@ class Uploads:
         if self._threads is not None:
             self._threads.close()
             self._threads = None
+
+    def discard(self) -> None:
+        """Wait for uploads in transit, and delete all; what cannot be deleted now is garbage."""
+        self.close()
+        with suppress(StorageError):
+            self._client.delete(self.names)
