@@ -93,7 +93,7 @@ def test_a_writer_that_dies_at_any_request_leaves_a_sound_store(seaweedfs, at_on
                 old.setattr(backend_module, "GRACE_SECONDS", -1.0)
                 assert store.engine.check() == []
                 n_freed += store.backend.compact()
-            names = [one.name for one in store.backend.rows.client.list(None)]
+            names = [one.name for one in store.backend.rows.client.list()]
             assert len(names) == 2 + len(store.stored_keys())
             assert HEAD in names
     assert last > 30
@@ -252,7 +252,7 @@ def test_three_writers_at_once_leave_a_sound_store(seaweedfs):
     with store_of(open_pages(url, max_bytes=MIB)) as store:
         assert len(store.stored_keys()) > 5
         store.backend.reclaim()
-        names = [one.name for one in store.backend.rows.client.list(None)]
+        names = [one.name for one in store.backend.rows.client.list()]
         payloads = [name for name in names if name.startswith("payloads/")]
         assert len(payloads) == len(store.stored_keys())
 
@@ -280,8 +280,9 @@ def test_writers_that_are_killed_leave_a_sound_store(seaweedfs, monkeypatch):
 def is_tidy(backend):
     """Whether there is nothing that belongs to no page, after it was removed."""
     backend.scrub()
+    n_payloads = sum(one.name.startswith("payloads/") for one in backend.rows.client.list())
     with backend.view() as view:
-        return list(view.flaws()) == [] and len(list(backend.rows.client.list("payloads/"))) == view.used.entries
+        return list(view.flaws()) == [] and n_payloads == view.used.entries
 
 
 def test_two_compactors_and_a_writer(seaweedfs, at_once):
@@ -314,7 +315,7 @@ def test_two_compactors_and_a_writer(seaweedfs, at_once):
         assert all(store.fetch(sequence(number)) == 2 for number in stored)
         store.close()
     with opened(url) as backend:
-        segments = list(backend.rows.client.list("log/"))
+        segments = [one for one in backend.rows.client.list() if one.name.startswith("log/")]
         assert len(segments) == len(backend.rows._log.state.head.parts)
 
 

@@ -18,10 +18,10 @@ from prefixstore.backends.contract import ConflictError
 from prefixstore.backends.objects import backend as backend_module
 from prefixstore.backends.objects import library as library_module
 from prefixstore.backends.objects import log as log_module
-from prefixstore.backends.objects import payloads as payloads_module
+from prefixstore.backends.objects import read_ahead as read_ahead_module
 from prefixstore.backends.objects.address import Address
 from prefixstore.backends.objects.client import Client
-from prefixstore.backends.objects.segments import HEAD, LARGEST_SEGMENT, SEGMENT_MAGIC, Segment, name_of
+from prefixstore.backends.objects.segments import HEAD, LARGEST_SEGMENT, SEGMENT_MAGIC, name_of, pack, unpack
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.invariants import violations
 from prefixstore.engine.keyspace import record_row
@@ -97,16 +97,16 @@ def rows_at(url):
 
 def names(backend):
     """The names of all objects of a location."""
-    return {one.name for one in backend.client.list(None)}
+    return {one.name for one in backend.client.list()}
 
 
 def payloads(backend):
     """The names of all payloads of a location."""
-    return {one.name for one in backend.client.list("payloads/")}
+    return {name for name in names(backend) if name.startswith("payloads/")}
 
 
 def names_in(url):
-    return {one.name for one in Client(Address.parse(url)).list(None)}
+    return {one.name for one in Client(Address.parse(url)).list()}
 
 
 # -- addresses ---------------------------------------------------------------------------------------------------------
@@ -234,15 +234,15 @@ def test_a_directory_is_refused_because_its_writes_have_no_conditions(tmp_path):
         (b'{"magic":"prefixstore","format":1}', "delete this one"),
         (b'{"magic":"prefixstore","format":9}', "upgrade"),
         (
-            b'{"magic":"prefixstore","format":2,"store":"a","segments":[["log/a",2,2,1]],"recent":[],"tried":[],"turn":""}',
-            "gaps",
+            b'{"magic":"prefixstore","format":2,"store":"a","segments":[["log/a",0,1]],"recent":[],"tried":[],"turn":""}',
+            "is damaged",
         ),
         (
-            b'{"magic":"prefixstore","format":2,"store":"a","segments":[["log/a",1,1,1]],"recent":[],"tried":[],"turn":""}',
+            b'{"magic":"prefixstore","format":2,"store":"a","segments":[["log/a",1,1]],"recent":[],"tried":[],"turn":""}',
             "missing",
         ),
         (
-            b'{"magic":"prefixstore","format":2,"store":"a","segments":[["log/a",1,1e999,1]],"recent":[],"tried":[],"turn":""}',
+            b'{"magic":"prefixstore","format":2,"store":"a","segments":[["log/a",1e999,1]],"recent":[],"tried":[],"turn":""}',
             "is damaged",
         ),
     ],
@@ -276,8 +276,8 @@ def test_a_segment_does_not_say_how_much_memory_is_reserved(size):
     head = b"\xe0" + size.to_bytes(8, "little") if size is not None else b"\0\x40"
     frame = b"\x28\xb5\x2f\xfd" + head + b"\x01\0\0"
     with pytest.raises(CorruptError, match="damaged"):
-        Segment.unpack("here", SEGMENT_MAGIC + xxhash.xxh3_64_digest(frame) + frame)
-    assert Segment.unpack("here", Segment().pack()).rows == {}
+        unpack("here", SEGMENT_MAGIC + xxhash.xxh3_64_digest(frame) + frame)
+    assert unpack("here", pack([])) == []
 
 
 @pytest.mark.slow
@@ -371,7 +371,7 @@ def test_a_store_that_was_deleted_is_made_again_by_those_who_use_it(server, requ
         client = store.backend.rows.client
 
         def delete():
-            client.delete([one.name for one in client.list(None)])
+            client.delete([one.name for one in client.list()])
 
         store.put(A)
         delete()
@@ -520,7 +520,7 @@ def test_a_turn_lasts_while_its_writer_works(new_prefix, monkeypatch):
             time.sleep(0.5 if name.startswith("payloads/") and self is one.client else 0)
             return create(self, name, data)
 
-        monkeypatch.setattr(payloads_module, "HELD_BYTES", 1)
+        monkeypatch.setattr(read_ahead_module, "HELD_BYTES", 1)
         monkeypatch.setattr(Client, "create", slow)
         is_inside = threading.Event()
 

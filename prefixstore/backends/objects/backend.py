@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 
@@ -14,22 +14,23 @@ from prefixstore.backends import refusals
 from prefixstore.backends.contract import Backend, Change, ConflictError, Draft, View
 from prefixstore.backends.forks import ForkLevel, register_at_fork
 from prefixstore.backends.objects.address import Address
-from prefixstore.backends.objects.client import Client, GoneError, Listed
+from prefixstore.backends.objects.client import Client, GoneError
 from prefixstore.backends.objects.log import Log, State
-from prefixstore.backends.objects.payloads import Uploads
+from prefixstore.backends.objects.read_ahead import at_once
 from prefixstore.backends.objects.segments import (
     COSTS,
+    HEAD,
     PAYLOADS,
     PROBES,
     SEGMENTS,
-    Segment,
-    name_in,
+    add,
     name_of,
     new_reference,
     size_of,
 )
 from prefixstore.backends.objects.view import ObjectsView
 from prefixstore.errors import StorageError, UnavailableError
+from prefixstore.format.record import Buffer
 
 __all__ = ["ObjectsBackend"]
 
@@ -60,7 +61,7 @@ class ObjectsBackend(Backend):
         self._read_only = read_only
         self._client = Client(address)
         self._log = Log(self._client, read_only=read_only)
-        # payloads that no row has any more, as far as they are not deleted yet
+        # payloads that no row has, as far as they are not deleted yet, and their sizes
         self._dead: dict[str, int] = {}
         self._writing = threading.Lock()
         self._crowded_until = 0.0
@@ -121,36 +122,38 @@ class ObjectsBackend(Backend):
 
     def _commit(self, changes: Sequence[Change], base: State) -> None:
         """Upload the payloads, and then add the changes to the log."""
-        begun, uploads, segment = time.monotonic(), Uploads(self._client), Segment()
+        begun, segment, uploads = time.monotonic(), dict[bytes, Change](), list[tuple[str, Buffer]]()
+        for key, value, payload in changes:
+            reference = None if payload is None else new_reference(len(payload))
+            if payload is not None and reference is not None and len(payload):
+                uploads.append((name_of(reference), payload))
+            add(segment, Change(key, value, reference))
+        if uploads:
+            # before anything is sent in vain
+            self._log.refresh()
         try:
-            if any(change.payload for change in changes):
-                # before anything is sent in vain
-                self._log.refresh()
             self._log.require(base)
-            for key, value, payload in changes:
-                reference = None if payload is None else new_reference(len(payload))
-                if payload is not None and reference is not None and len(payload):
-                    uploads.begin(name_of(reference), payload)
-                    self._log.keep_turn()
-                segment.add(Change(key, value, reference))
-            uploads.finish()
-            if time.monotonic() - begun > GRACE_SECONDS / 2 and uploads.names:
+            at_once(uploads, lambda one: self._client.create(*one), lambda one: len(one[1]), self._log.keep_turn)
+            if uploads and time.monotonic() - begun > GRACE_SECONDS / 2:
                 raise UnavailableError(f"{self.location}: an update took too long; nothing was stored")
         except BaseException:
-            uploads.discard()
+            self._discard(uploads)
             raise
-        uploads.close()
         try:
-            self._log.commit(segment, base)
+            self._log.commit(list(segment.values()), base)
         except (ConflictError, GoneError):
-            uploads.discard()
+            self._discard(uploads)
             raise
         # after another error nobody knows whether it was committed: what was uploaded or replaced stays until `compact`
-        for change in segment.rows.values():
+        for change in segment.values():
             before = base.rows.row(change.key)
             is_replaced = change.value is None or change.payload is not None
             if is_replaced and before is not None and before.payload and size_of(before.payload):
                 self._dead[name_of(before.payload)] = size_of(before.payload)
+
+    def _discard(self, uploads: Sequence[tuple[str, Buffer]]) -> None:
+        self._dead.update((name, len(payload)) for name, payload in uploads)
+        self._delete_dead()
 
     def _delete_dead(self) -> int:
         """Delete payloads that no row has any more; how many bytes."""
@@ -160,7 +163,7 @@ class ObjectsBackend(Backend):
                 self._client.delete(some)
                 n_bytes += sum(self._dead.pop(name) for name in some)
         except StorageError as error:
-            log.warning("payloads of deleted pages were not deleted yet; trying again later: %s", error)
+            log.warning("objects that nothing refers to were not deleted yet; trying again later: %s", error)
         return n_bytes
 
     def sync(self) -> None:
@@ -173,34 +176,25 @@ class ObjectsBackend(Backend):
     def compact(self, *, erase: bool = False) -> int:
         """Delete what nothing refers to, and merge all segments; either way nothing is left of what was deleted."""
         with self._alone():
-            n_bytes = self._delete_dead() + self._sweep()
+            n_bytes = self._delete_dead()
             self._log.fold()
-        return n_bytes
+            return n_bytes + self._sweep()
 
     def _sweep(self) -> int:
         """Delete old objects that nothing refers to, left by processes that died; how many bytes."""
-        listed = [one for folder in (PAYLOADS, SEGMENTS, PROBES) for one in self._client.list(folder)]
+        # the newest object says what time it is at the server
+        self._log.change_head()
+        listed = list(self._client.list())
         # after that: what was committed meanwhile is known
         state = self._log.refresh()
-        kept = {name_of(row.payload) for row in state.rows if row.payload}
+        kept = {HEAD, *(name_of(row.payload) for row in state.rows if row.payload)}
         kept.update(part.name for part in state.head.parts)
-        found = [one for one in listed if one.name not in kept]
-        if found:
-            found = self._old(found)
-        for begin in range(0, len(found), DELETED_AT_ONCE):
-            self._client.delete([one.name for one in found[begin : begin + DELETED_AT_ONCE]])
-        return sum(one.size for one in found)
-
-    def _old(self, listed: Sequence[Listed]) -> list[Listed]:
-        """Those of these objects that no running update can have written."""
-        name = name_in(PROBES)
-        try:
-            self._client.create(name, b"")
-            now = self._client.written(name)
-        finally:
-            with suppress(StorageError):
-                self._client.delete([name])
-        return [one for one in listed if now - one.written > timedelta(seconds=GRACE_SECONDS)]
+        newest = max((one.written for one in listed), default=None)
+        for one in listed:
+            is_ours = one.name.startswith((PAYLOADS, SEGMENTS, PROBES)) and one.name not in kept
+            if is_ours and newest is not None and newest - one.written > timedelta(seconds=GRACE_SECONDS):
+                self._dead[one.name] = one.size
+        return self._delete_dead()
 
     def check(self) -> None:
         """Read the whole log again."""

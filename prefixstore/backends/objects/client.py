@@ -229,19 +229,12 @@ class Client:
                 except FileNotFoundError:
                     continue
 
-    def list(self, folder: str | None) -> Iterator[Listed]:
-        """All objects in a folder, or all there are."""
+    def list(self) -> Iterator[Listed]:
+        """All objects there are."""
         with self._translated():
-            for some in self._library.list(self._opened(), folder):
+            for some in self._library.list(self._opened()):
                 self.n_requests += 1
                 yield from (Listed(one["path"], one["size"], one["last_modified"]) for one in some)
-
-    def written(self, name: str) -> datetime:
-        """When an object was written, by the server's clock."""
-        self.n_requests += 1
-        with self._translated():
-            found: datetime = self._library.head(self._opened(), name)["last_modified"]
-            return found
 
     def _opened(self) -> Any:
         store = self._store

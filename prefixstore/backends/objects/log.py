@@ -13,16 +13,28 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from prefixstore.backends import refusals
-from prefixstore.backends.contract import ConflictError
+from prefixstore.backends.contract import Change, ConflictError
 from prefixstore.backends.objects.client import Client, Version
-from prefixstore.backends.objects.segments import HEAD, PROBES, RECENT, SEGMENTS, Head, Part, Segment, cost_of, name_in
+from prefixstore.backends.objects.read_ahead import at_once
+from prefixstore.backends.objects.segments import (
+    HEAD,
+    PROBES,
+    RECENT,
+    SEGMENTS,
+    Head,
+    Part,
+    add,
+    cost_of,
+    name_in,
+    pack,
+    unpack,
+)
 from prefixstore.backends.sorted_rows import SortedRows
-from prefixstore.backends.threads import Job, Threads
 from prefixstore.errors import CorruptError, LocationError, StorageError, UnavailableError
 
 __all__ = ["Log", "State"]
@@ -40,8 +52,6 @@ LONGEST_PAUSE = 0.25
 # one by one, and would have to read more if they were a part of something larger
 MANY_SEGMENTS = 32
 LEFT_SEGMENTS = 8
-# segments read at a time
-AT_ONCE = 8
 # A writer that stops in its turn keeps the others waiting no longer than this. One that works renews it.
 TURN_SECONDS = 15.0
 RENEW_SECONDS = 3.0
@@ -114,7 +124,7 @@ class Log:
         self.refresh()
         if not self._read_only and server not in self.state.head.tried:
             self._require_conditional_writes()
-            self._change_head(lambda head: replace(head, tried=[*head.tried, server]))
+            self.change_head(lambda head: replace(head, tried=[*head.tried, server]))
 
     def _require_conditional_writes(self) -> None:
         # more than once: a reply may be lost, and what is sent again then is refused by a server that does it right
@@ -174,35 +184,24 @@ class Log:
         rows = now.rows.copy() if news else now.rows
         if not _continues(head, now.head) or news[:1] == list(head.parts[:1]):
             rows, news = SortedRows(cost_of), list(head.parts)
-        for part, segment in zip(news, self._read(news), strict=True):
-            if segment is None:
+        for part, changes in zip(news, self._read(news), strict=True):
+            if changes is None:
                 return part.name
             if part is head.parts[0]:
-                rows = SortedRows(cost_of, Segment(segment.rows, is_whole=True).ordered())
+                rows = SortedRows(cost_of, sorted(_whole(changes)))
             else:
-                rows.apply(list(segment.rows.values()))
+                rows.apply(changes)
         self.state = State(head, version, rows)
         return ""
 
-    def _read(self, parts: list[Part]) -> list[Segment | None]:
+    def _read(self, parts: Sequence[Part]) -> list[list[Change] | None]:
         """Segments; None for one that is gone."""
 
-        def read(part: Part) -> Segment | None:
+        def read(part: Part) -> list[Change] | None:
             found = self._client.get(part.name)
-            return Segment.unpack(f"{self._where}: {part.name}", found[0]) if found is not None else None
+            return unpack(f"{self._where}: {part.name}", found[0]) if found is not None else None
 
-        if len(parts) < 2:
-            return [read(part) for part in parts]
-        readers = Threads(AT_ONCE, "prefixstore-objects")
-        jobs = [Job(read, part) for part in parts]
-        try:
-            for job in jobs:
-                readers.submit_or_run(job)
-            return [job.result() for job in jobs]
-        finally:
-            for job in jobs:
-                job.end()
-            readers.close()
+        return at_once(parts, read, lambda part: part.n_bytes)
 
     # -- committing ---------------------------------------------------------------------------------------------------
 
@@ -212,15 +211,15 @@ class Log:
         if (head.store, head.last) != (base.head.store, base.head.last) or head.turn not in ("", base.head.turn):
             raise ConflictError(f"{self._where}: another process has written meanwhile; try again")
 
-    def commit(self, segment: Segment, base: State) -> None:
+    def commit(self, changes: Sequence[Change], base: State) -> None:
         """Add a segment to the log.
 
         Parameters
         ----------
-        segment
-            What has changed.
+        changes
+            One for each key, with references in place of payloads.
         base
-            What it depends on.
+            What they depend on.
 
         Raises
         ------
@@ -229,31 +228,28 @@ class Log:
         UnavailableError
             If the server does not answer: whether it was committed shows at the next refresh.
         """
-        packed, name = segment.pack(), name_in(SEGMENTS)
+        packed, name, rows = pack(changes), name_in(SEGMENTS), base.rows.copy()
         # one that is there already is this one: the reply to an earlier attempt was lost
         self._client.create(name, packed)
-        rows = base.rows.copy()
-        rows.apply(list(segment.rows.values()))
+        rows.apply(changes)
         for attempt in range(COMMITS):
-            state = self.state
+            failure, known = None, self.state
             try:
                 self.require(base)
+                if self._replace_head(known, known.head.with_commit(name, len(packed)), rows):
+                    return
             except ConflictError:
-                self._discard(name)
-                raise
-            try:
-                if self._replace_head(state, state.head.with_commit(name, len(packed)), rows):
-                    return
-            except UnavailableError:
-                # it may have been written all the same
-                if name in self.refresh().head.recent:
-                    return
-                raise
+                break
+            except UnavailableError as error:
+                failure = error
             self._pause(attempt)
+            # it may have been written although the reply says otherwise, or was lost
             if name in self.refresh().head.recent:
-                return  # the reply to an earlier attempt was lost
+                return
+            if failure is not None:
+                raise failure
         self._discard(name)
-        raise ConflictError(f"{self._where}: other processes keep writing; try again")
+        raise ConflictError(f"{self._where}: another process has written meanwhile; try again")
 
     def _discard(self, name: str) -> None:
         with suppress(StorageError):
@@ -270,7 +266,7 @@ class Log:
                     self.state = State(head, written, rows or known.rows)
         return written is not None
 
-    def _change_head(self, change: Callable[[Head], Head]) -> bool:
+    def change_head(self, change: Callable[[Head], Head] = lambda head: head) -> bool:
         """Replace the head by what it becomes, unless another process has been faster each time."""
         for attempt in range(COMMITS):
             known = self.state
@@ -329,7 +325,7 @@ class Log:
         turn, self._turn = self._turn, ""
         if turn and self.state.head.turn == turn:
             with suppress(StorageError):
-                self._change_head(lambda head: replace(head, turn="" if head.turn == turn else head.turn))
+                self.change_head(lambda head: replace(head, turn="" if head.turn == turn else head.turn))
 
     # -- making it shorter --------------------------------------------------------------------------------------------
 
@@ -367,13 +363,14 @@ class Log:
         parts = list(head.parts[begin:end])
         if len(parts) == 1:
             return True
-        merged = Segment(is_whole=begin == 0)
-        for segment in self._read(parts):
-            if segment is None:
+        merged: dict[bytes, Change] = {}
+        for changes in self._read(parts):
+            if changes is None:
                 return False  # another process has merged it
-            for change in segment.rows.values():
-                merged.add(change)
-        packed, name = merged.pack(), name_in(SEGMENTS)
+            for change in changes:
+                add(merged, change)
+        packed = pack(merged.values() if begin else _whole(merged.values()))
+        name = name_in(SEGMENTS)
         self._client.create(name, packed)
         for _ in range(READS):
             known = self.state
@@ -388,6 +385,11 @@ class Log:
             return True
         self._discard(name)
         return False
+
+
+def _whole(changes: Iterable[Change]) -> Iterator[Change]:
+    """What is left of changes if nothing was there before them."""
+    return (change for change in changes if change.value is not None)
 
 
 def _continues(head: Head, known: Head) -> bool:

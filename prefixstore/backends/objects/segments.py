@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import xxhash
 import zstandard
@@ -31,12 +31,14 @@ __all__ = [
     "SEGMENTS",
     "Head",
     "Part",
-    "Segment",
+    "add",
     "cost_of",
     "name_in",
     "name_of",
     "new_reference",
+    "pack",
     "size_of",
+    "unpack",
 ]
 
 HEAD = "prefixstore.json"
@@ -86,87 +88,68 @@ def cost_of(row: Change) -> int:
     return COSTS.of(row.key, row.value or b"", size_of(row.payload) if row.payload else None)
 
 
-@dataclass
-class Segment:
-    """What one update, or several, have done.
+def add(segment: dict[bytes, Change], change: Change) -> None:
+    """Add to a segment what was done next: by its key, the one change that has the effect of all."""
+    before = segment.get(change.key)
+    if before is not None and change.value is not None and change.payload is None:
+        change = change._replace(payload=NO_PAYLOAD if before.value is None else before.payload)
+    segment[change.key] = change
 
-    Attributes
-    ----------
-    rows
-        By key, the change that has the same effect; in place of a payload it has a reference, or `NO_PAYLOAD`.
-    is_whole
-        Whether nothing was there before it, as of the first one in a head.
+
+def pack(changes: Iterable[Change]) -> bytes:
+    """The stored form of a segment."""
+    parts: list[bytes] = []
+    for key, value, reference in changes:
+        n_value, n_reference = (-1 if part is None else len(part) for part in (value, reference))
+        parts += ITEM.pack(len(key), n_value, n_reference), key, value or b"", bytes(reference or b"")
+    packed = zstandard.ZstdCompressor(level=1).compress(b"".join(parts))
+    return SEGMENT_MAGIC + xxhash.xxh3_64_digest(packed) + packed
+
+
+def unpack(where: str, stored: Buffer) -> list[Change]:
+    """Read the stored form of a segment.
+
+    Raises
+    ------
+    CorruptError
+        If a byte differs from what was written.
+    IncompatibleError
+        If a newer version wrote it.
     """
+    view = memoryview(stored)
+    magic, seal, packed = bytes(view[:8]), bytes(view[8:16]), view[16:]
+    if magic[:7] == SEGMENT_MAGIC[:7] and magic[7:] > SEGMENT_MAGIC[7:]:
+        raise IncompatibleError(f"{where} was written by a newer prefixstore; upgrade prefixstore")
+    if magic != SEGMENT_MAGIC or xxhash.xxh3_64_digest(packed) != seal:
+        raise CorruptError(f"{where} is damaged; delete the store: its pages will be computed again")
+    try:
+        # a size that is claimed, or none, is not memory that is reserved
+        if zstandard.frame_content_size(packed) not in range(LARGEST_SEGMENT + 1):
+            raise CorruptError("its size is not valid for a segment")
+        return list(_changes(zstandard.ZstdDecompressor().decompress(packed, max_output_size=LARGEST_SEGMENT)))
+    except (zstandard.ZstdError, struct.error, CorruptError) as error:
+        raise CorruptError(f"{where} is damaged: {error}") from None
 
-    rows: dict[bytes, Change] = field(default_factory=dict)
-    is_whole: bool = False
 
-    def add(self, change: Change) -> None:
-        """Add what was done next."""
-        before = self.rows.get(change.key)
-        if before is not None and change.value is not None and change.payload is None:
-            change = change._replace(payload=NO_PAYLOAD if before.value is None else before.payload)
-        self.rows[change.key] = change
-
-    def ordered(self) -> list[Change]:
-        """The changes in the order of their keys, without those that have no effect."""
-        return sorted(row for row in self.rows.values() if row.value is not None or not self.is_whole)
-
-    def pack(self) -> bytes:
-        """The stored form."""
-        parts: list[bytes] = []
-        for key, value, reference in self.ordered():
-            n_value, n_reference = (-1 if part is None else len(part) for part in (value, reference))
-            parts += ITEM.pack(len(key), n_value, n_reference), key, value or b"", bytes(reference or b"")
-        packed = zstandard.ZstdCompressor(level=1).compress(b"".join(parts))
-        return SEGMENT_MAGIC + xxhash.xxh3_64_digest(packed) + packed
-
-    @classmethod
-    def unpack(cls, where: str, stored: Buffer) -> Segment:
-        """Read the stored form.
-
-        Raises
-        ------
-        CorruptError
-            If a byte differs from what was written.
-        IncompatibleError
-            If a newer version wrote it.
-        """
-        view = memoryview(stored)
-        magic, seal, packed = bytes(view[:8]), bytes(view[8:16]), view[16:]
-        if magic[:7] == SEGMENT_MAGIC[:7] and magic[7:] > SEGMENT_MAGIC[7:]:
-            raise IncompatibleError(f"{where} was written by a newer prefixstore; upgrade prefixstore")
-        if magic != SEGMENT_MAGIC or xxhash.xxh3_64_digest(packed) != seal:
-            raise CorruptError(f"{where} is damaged; delete the store: its pages will be computed again")
-        try:
-            # a size that is claimed, or none, is not memory that is reserved
-            if zstandard.frame_content_size(packed) not in range(LARGEST_SEGMENT + 1):
-                raise CorruptError("its size is not valid for a segment")
-            body = zstandard.ZstdDecompressor().decompress(packed, max_output_size=LARGEST_SEGMENT)
-            segment, at = cls(), 0
-            while at < len(body):
-                n_key, n_value, n_reference = ITEM.unpack_from(body, at)
-                key_at = at + ITEM.size
-                value_at = key_at + n_key
-                reference_at = value_at + max(n_value, 0)
-                at = reference_at + max(n_reference, 0)
-                if at > len(body) or n_reference not in (-1, 0, REFERENCE.size):
-                    raise CorruptError("it ends in the middle, or has a row that is none")
-                key, value, reference = body[key_at:value_at], body[value_at:reference_at], body[reference_at:at]
-                segment.rows[key] = Change(
-                    key, value if n_value >= 0 else None, reference if n_reference >= 0 else None
-                )
-        except (zstandard.ZstdError, struct.error, CorruptError) as error:
-            raise CorruptError(f"{where} is damaged: {error}") from None
-        return segment
+def _changes(body: bytes) -> Iterator[Change]:
+    at = 0
+    while at < len(body):
+        n_key, n_value, n_reference = ITEM.unpack_from(body, at)
+        key_at = at + ITEM.size
+        value_at = key_at + n_key
+        reference_at = value_at + max(n_value, 0)
+        at = reference_at + max(n_reference, 0)
+        if at > len(body) or n_reference not in (-1, 0, REFERENCE.size):
+            raise CorruptError("it ends in the middle of a row, or has one that is none")
+        value, reference = body[value_at:reference_at], body[reference_at:at]
+        yield Change(body[key_at:value_at], value if n_value >= 0 else None, reference if n_reference >= 0 else None)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A segment in the list of a head: its name, its first and last commit, its size."""
+    """A segment in the list of a head: its name, the number of its last commit, its size."""
 
     name: str
-    first: int
     last: int
     n_bytes: int
 
@@ -180,7 +163,7 @@ class Head:
     store
         A random id: a store that was deleted and made again is another one.
     parts
-        The segments, oldest first; the first commit in each follows the last one of the one before.
+        The segments, oldest first; each begins with the commit after the last one of the one before.
     recent
         Names of the last commits' segments, including those merged into a larger one since.
     tried
@@ -202,13 +185,13 @@ class Head:
 
     def with_commit(self, name: str, n_bytes: int) -> Head:
         """After one more commit, which ends the turn of its writer."""
-        part = Part(name, self.last + 1, self.last + 1, n_bytes)
-        return replace(self, parts=[*self.parts, part], recent=[*self.recent, name][-RECENT:], turn="")
+        parts = [*self.parts, Part(name, self.last + 1, n_bytes)]
+        return replace(self, parts=parts, recent=[*self.recent, name][-RECENT:], turn="")
 
     def with_merged(self, begin: int, end: int, name: str, n_bytes: int) -> Head:
         """With one segment in place of those from index `begin` to before `end`."""
-        part = Part(name, self.parts[begin].first, self.parts[end - 1].last, n_bytes)
-        return replace(self, parts=[*self.parts[:begin], part, *self.parts[end:]])
+        merged = Part(name, self.parts[end - 1].last, n_bytes)
+        return replace(self, parts=[*self.parts[:begin], merged, *self.parts[end:]])
 
     def pack(self) -> bytes:
         """The stored form, different each time: the server's tag of an object may be a hash of its bytes."""
@@ -217,7 +200,7 @@ class Head:
             "format": OBJECTS_VERSION,
             "store": self.store,
             "write": os.urandom(NONCE_BYTES).hex(),
-            "segments": [[one.name, one.first, one.last, one.n_bytes] for one in self.parts],
+            "segments": [[one.name, one.last, one.n_bytes] for one in self.parts],
             "recent": list(self.recent),
             "tried": list(self.tried),
             "turn": self.turn,
@@ -245,14 +228,14 @@ class Head:
         if version != OBJECTS_VERSION:
             raise refusals.other_format(where, version, OBJECTS_VERSION)
         try:
-            parts = [Part(str(one[0]), *map(int, one[1:4])) for one in value["segments"]]
+            parts = [Part(str(one[0]), *map(int, one[1:3])) for one in value["segments"]]
+            if any(
+                part.last <= before for part, before in zip(parts, [0, *(part.last for part in parts)], strict=False)
+            ):
+                raise ValueError("commits that are not in order")
             recent, tried = (list(map(str, value[name])) for name in ("recent", "tried"))
-            head = cls(str(value["store"]), parts, recent, tried, str(value["turn"]))
+            return cls(str(value["store"]), parts, recent, tried, str(value["turn"]))
         except (ValueError, KeyError, TypeError, IndexError, OverflowError):
             raise CorruptError(
                 f"{where}: {HEAD} is damaged; delete the store: its pages will be computed again"
             ) from None
-        ends = [0, *(part.last for part in parts)]
-        if not all(end + 1 == part.first <= part.last for end, part in zip(ends, parts, strict=False)):
-            raise CorruptError(f"{where}: {HEAD} has gaps between its segments; delete the store")
-        return head

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 
 from prefixstore.backends.contract import Change, Range, Row, View
@@ -51,25 +51,13 @@ class ObjectsView(View):
     def _payloads(self, rows: Sequence[Change | None]) -> Iterator[tuple[bytes, Buffer | None] | None]:
         self.arrived = 0
         there = [row for row in rows if row is not None and size_of(row.payload)]
-        with closing(self._read_all(there)) as arriving:
+        arriving = ahead(there, lambda row: size_of(row.payload), self._read, self._client.window, self._note_arrived)
+        with closing(arriving):
             for row in rows:
                 if row is not None and size_of(row.payload):
-                    yield next(arriving)
+                    yield next(arriving)[1]
                 else:
                     yield None if row is None else _without_bytes(row)
-
-    def _read_all(self, rows: Sequence[Change]) -> Generator[tuple[bytes, Buffer | None] | None, None, None]:
-        if len(rows) == 1:
-            # without another thread
-            yield self._read(rows[0], self._add_arrived)
-        else:
-            for _, found in ahead(
-                rows, lambda row: size_of(row.payload), self._read, self._client.window, self._note_arrived
-            ):
-                yield found
-
-    def _add_arrived(self, n_bytes: int) -> None:
-        self.arrived += n_bytes
 
     def _note_arrived(self, n_bytes: int) -> None:
         self.arrived = n_bytes
