@@ -42,7 +42,9 @@ __all__ = [
 ]
 
 HEAD = "prefixstore.json"
-SEGMENTS, PAYLOADS, PROBES = "log/", "payloads/", "probes/"
+SEGMENTS = "log/"
+PAYLOADS = "payloads/"
+PROBES = "probes/"
 OBJECTS_VERSION = 2
 NONCE_BYTES = 16
 # how many commits a head names: by these a writer whose connection broke finds out whether it has committed
