@@ -33,7 +33,7 @@ from prefixstore.format.record import Usage
 from prefixstore.maintenance.archive import Archive
 from tests.support.page_contract import PagesContract, PersistentPagesContract
 from tests.support.pages import NAMESPACE, make_page
-from tests.support.places import LOCKING, MIB, fill, opened, place, space
+from tests.support.places import MIB, SCHEMES, fill, opened, place, space
 from tests.support.s3 import prefix_on
 
 
@@ -202,7 +202,7 @@ def write(backend, key, value):
             draft.put(key, value)
 
 
-@pytest.mark.parametrize("scheme", ["memory", *LOCKING])
+@pytest.mark.parametrize("scheme", ["memory", *SCHEMES])
 def test_sizes_are_counted(scheme, tmp_path, request, monkeypatch):
     url = "memory:" if scheme == "memory" else place(scheme, tmp_path, request)
     with closing(open_pages(url, max_bytes=64 * MIB)) as backend:
