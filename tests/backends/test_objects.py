@@ -344,6 +344,36 @@ def test_many_commits_become_few_segments_and_followers_read_only_what_is_new(ne
             assert list(view.flaws()) == []
 
 
+@pytest.mark.slow
+def test_rows_keep_and_lose_their_payloads_whatever_segments_were_merged(new_prefix, monkeypatch):
+    monkeypatch.setattr(log_module, "MANY_SEGMENTS", 6)
+    monkeypatch.setattr(log_module, "LEFT_SEGMENTS", 2)
+    url, chance, rows = new_prefix(), random.Random(11), {}
+    with rows_at(url) as one, rows_at(url) as often, rows_at(url) as seldom:
+        for number in range(150):
+            with one.update() as draft:
+                for key in chance.choices([key_of(i) for i in range(10)], k=chance.choice([1, 2, 5])):
+                    before = rows.pop(key, (None, None))[1]
+                    value, payload = b"%d" % number, chance.choice([None, None, b"", chance.randbytes(30)])
+                    if chance.random() < 0.4:
+                        draft.delete(key)
+                        before = None
+                    if chance.random() < 0.7:
+                        draft.put(key, value, payload)
+                        rows[key] = value, before if payload is None else payload
+                    else:
+                        draft.delete(key)
+            if number % 3 == 0:
+                assert rows_of(often) == rows
+            if number % 17 == 0:
+                assert rows_of(seldom) == rows
+        assert len(payloads(one)) == sum(bool(payload) for _, payload in rows.values())
+        for _ in range(2):
+            with rows_at(url) as new:
+                assert rows_of(new) == rows_of(one) == rows
+                new.compact()
+
+
 def require_same(one, other):
     """Two backends on one location know the same."""
     with one.view(), other.view():

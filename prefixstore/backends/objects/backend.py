@@ -170,8 +170,9 @@ class ObjectsBackend(Backend):
         """Nothing to do: a request is answered when what it has written is safe, as far as the server promises it."""
 
     def reclaim(self) -> None:
-        with self._alone():
-            self._delete_dead()
+        if not self._read_only:
+            with self._alone():
+                self._delete_dead()
 
     def compact(self, *, erase: bool = False) -> int:
         """Delete what nothing refers to, and merge all segments; either way nothing is left of what was deleted."""
