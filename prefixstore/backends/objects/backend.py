@@ -101,8 +101,8 @@ class ObjectsBackend(Backend):
                 base = self._current(partial(self._log.begin, in_turn=in_turn))
                 draft = Draft(ObjectsView(self._log, self._client, base.rows), COSTS)
                 yield draft
-                if draft.changes:
-                    self._commit(draft.changes, base)
+                if changes := draft.changes:
+                    self._commit(changes, base)
             except ConflictError:
                 self._crowded_until = time.monotonic() + CROWDED_SECONDS
                 raise
