@@ -1,4 +1,4 @@
-"""Where pages are kept: opens the backend for the scheme of a URL.
+"""Where rows are kept: opens the backend for the scheme of a URL.
 
 Another package adds one by an entry point in the group ``prefixstore.backends``: its name is the scheme, its value a
 function ``open(location, *, max_bytes, read_only)`` that returns a `prefixstore.backends.contract.Backend`.
@@ -11,7 +11,6 @@ from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from typing import TypeAlias
 
-from prefixstore.backends.base import Backend as PageBackend
 from prefixstore.backends.contract import Backend
 from prefixstore.backends.location import scheme_of, text_of, without_password
 from prefixstore.backends.memory import agreed_bytes as agreed_bytes_of
@@ -19,8 +18,7 @@ from prefixstore.errors import InvalidParameterError, MissingExtraError
 
 __all__ = ["agreed_bytes", "is_persistent", "open_backend"]
 
-# one of rows; that of object storage keeps pages
-Opener: TypeAlias = "Callable[..., Backend | PageBackend]"
+Opener: TypeAlias = Callable[..., Backend]
 
 ENTRY_POINTS = "prefixstore.backends"
 # scheme -> module and the function in it that opens a location
@@ -55,9 +53,7 @@ def agreed_bytes(location: str | os.PathLike[str] | None) -> int | None:
     return None if is_persistent(location) else agreed_bytes_of(text_of(location))
 
 
-def open_backend(
-    location: str | os.PathLike[str] | None, *, max_bytes: int, read_only: bool = False
-) -> Backend | PageBackend:
+def open_backend(location: str | os.PathLike[str] | None, *, max_bytes: int, read_only: bool = False) -> Backend:
     """Open the backend that a location names.
 
     Parameters

@@ -1,7 +1,6 @@
 """What the engine asks of a location: pages, found by their keys and among their siblings.
 
-`prefixstore.engine.pages` answers for every backend that keeps rows; object storage answers itself. There are two kinds
-of access:
+`prefixstore.engine.pages` answers, over a backend that keeps rows. There are two kinds of access:
 
 - a **view** reads. It sees everything that was committed before it opened (later commits may or may not be visible),
   never waits for a writer, and the memory of a payload that it returned stays readable and unchanged until the view
@@ -21,7 +20,6 @@ A missing key is ``None``, never an exception. The errors are those of `prefixst
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -51,7 +49,6 @@ __all__ = [
     "Transaction",
     "Used",
     "View",
-    "facts_after",
     "facts_of",
     "retried",
     "tokens_of",
@@ -317,19 +314,6 @@ def tokens_of(entry: Entry) -> bytes:
     """The tokens of a page that can be read."""
     assert isinstance(entry.record, Record)
     return entry.record.tokens
-
-
-def facts_after(
-    keys: Sequence[bytes], entries: Callable[[Sequence[bytes]], Sequence[Entry]], after: bytes, at_most: int
-) -> npt.NDArray[np.void]:
-    """`View.facts` of a backend that has all keys in order, and `entries` for those of some that are still there."""
-    at = bisect_right(keys, after)
-    while at < len(keys):
-        found = entries(keys[at : at + at_most])
-        if found:
-            return np.array([facts_of(each) for each in found], FACTS)
-        at += at_most  # all of these were deleted since
-    return np.empty(0, FACTS)
 
 
 def facts_of(entry: Entry) -> tuple[object, ...]:

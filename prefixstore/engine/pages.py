@@ -910,5 +910,4 @@ class Pages(Backend):
 
 def open_pages(location: str | os.PathLike[str] | None, *, max_bytes: int, read_only: bool = False) -> Backend:
     """Open the location that a path or a URL names; see `prefixstore.backends.open_backend`."""
-    found = open_backend(location, max_bytes=max_bytes, read_only=read_only)
-    return Pages(found) if isinstance(found, contract.Backend) else found
+    return Pages(open_backend(location, max_bytes=max_bytes, read_only=read_only))

@@ -63,10 +63,6 @@ def test_a_crowd_leaves_a_sound_store(scheme, cached, tmp_path, request):
         for act in ("capture", "fetch", "pin", "note"):
             assert result["done"][act] > 0
     with open_store(location, MAX_BYTES, None) as store:
-        if scheme == "s3":
-            # where no lock makes writers wait for each other, those that write at the same moment exceed the budget
-            assert store.cache_size <= 1.25 * MAX_BYTES
-            store.engine.evict_to(MAX_BYTES)
         assert store.check() == []
         assert store.cache_size <= MAX_BYTES
         # each change of the note was atomic

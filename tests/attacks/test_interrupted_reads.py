@@ -5,12 +5,10 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from contextlib import closing
 
 import pytest
 
-from prefixstore.backends.objects.payloads import Uploads
-from prefixstore.backends.objects.read_ahead import Window, ahead
+from prefixstore.backends.objects.read_ahead import Window, ahead, at_once
 from prefixstore.engine.readers import ReaderPool
 from prefixstore.engine.relay import Relays
 from tests.support import outcome
@@ -118,24 +116,15 @@ def read_ahead():
     return [found for _, found in ahead(range(4), lambda _: 1, read, Window())]
 
 
-class Client:
-    """Of a bucket that takes a moment for each object."""
-
-    def __init__(self):
-        self.made = []
-
-    def create(self, name, payload):
-        time.sleep(0.0005)
-        self.made.append(name)
-
-
 def upload():
-    client = Client()
-    with closing(Uploads(client)) as uploads:
-        for number in range(4):
-            uploads.begin(str(number), b"payload")
-        uploads.finish()
-    return list(map(int, sorted(client.made)))
+    made = []
+
+    def create(number):
+        time.sleep(0.0005)
+        made.append(number)
+
+    at_once(range(4), create, lambda _: 1)
+    return sorted(made)
 
 
 @pytest.mark.parametrize("work", [read_ahead, upload])

@@ -20,7 +20,7 @@ from tests.attacks.test_crash import LEVELS, Life
 from tests.support.ctrl_c import interrupted, places_in, sample
 from tests.support.engines import MIB, NS, P, Store, compressible, rest
 from tests.support.models import TORTURE, TORTURE_OF_LONG
-from tests.support.places import LOCKING, SCHEMES, place
+from tests.support.places import SCHEMES, place
 
 SIZE = 24_000
 MAX_BYTES = 2 * MIB
@@ -152,11 +152,11 @@ def killable(tmp_path_factory) -> Iterator[KillableProcess]:
         yield started
 
 
-@pytest.mark.parametrize("scheme", LOCKING)
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_store_is_sound_after_a_kill_at_each_write_while_room_is_made(killable, tmp_path, request, scheme):
     life = Life(killable, place(scheme, tmp_path, request), tmp_path)
     level = LEVELS.get(scheme, "statements")
-    step = 1 if TORTURE > 1 else {"lmdb": 8, "sqlite": 20, "postgresql": 9, "valkey": 40}[scheme]
+    step = 1 if TORTURE > 1 else {"lmdb": 8, "sqlite": 20, "postgresql": 9, "valkey": 40, "s3": 40}[scheme]
     for seed, die_at in enumerate(itertools.count(1, step)):
         if not life.goes_on("make_room", seed=seed, die_at=die_at, level=level):
             break

@@ -17,7 +17,7 @@ from prefixstore.format.keys import PAGE
 from prefixstore.maintenance.archive import Archive
 from tests.support.engines import MIB, NS, P, Store
 from tests.support.models import TORTURE
-from tests.support.places import LOCKING, place
+from tests.support.places import SCHEMES, place
 from tests.support.rows import EVERYTHING
 
 ROUNDS = 6 * TORTURE
@@ -98,7 +98,7 @@ def use(store: Store, rng: random.Random) -> None:
         store.engine.evict_to(MIB // 64)
 
 
-@pytest.mark.parametrize("scheme", LOCKING)
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_rows_that_are_damaged_at_random_give_no_wrong_state_and_are_mended(scheme, tmp_path, request):
     location = place(scheme, tmp_path, request)
     for seed in range(ROUNDS):

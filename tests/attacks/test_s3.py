@@ -13,11 +13,11 @@ from contextlib import ExitStack, closing, suppress
 
 import pytest
 
+from prefixstore.backends.objects import backend as backend_module
 from prefixstore.backends.objects import client as client_module
 from prefixstore.backends.objects import log as log_module
-from prefixstore.backends.objects import strays as strays_module
 from prefixstore.backends.objects.address import Address
-from prefixstore.backends.objects.manifest import HEAD
+from prefixstore.backends.objects.segments import HEAD
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import LocationError, StorageError, UnavailableError
 from tests.support import PATIENCE, ROOT
@@ -74,7 +74,7 @@ def dies_at(last, fate):
 def test_a_writer_that_dies_at_any_request_leaves_a_sound_store(seaweedfs, at_once, monkeypatch, fate):
     """Its last request arrives or not, and there are no more."""
     step = 1 if TORTURE > 1 else 3
-    last, is_over, n_strays = -1 if fate == DROP else 0, False, 0
+    last, is_over, n_freed = -1 if fate == DROP else 0, False, 0
     while not is_over:
         last += step
         with closing(HTTPProxy(seaweedfs.endpoint)) as proxy:
@@ -90,15 +90,14 @@ def test_a_writer_that_dies_at_any_request_leaves_a_sound_store(seaweedfs, at_on
             for number in range(20, 23):
                 assert store.put(sequence(number), 100) == 2
             with monkeypatch.context() as old:
-                old.setattr(strays_module, "GRACE_SECONDS", -1.0)
-                with store.backend.view() as view:
-                    n_strays += len(list(view.flaws()))
-                store.backend.scrub()
-            names = [one.name for one in store.backend.client.list(None)]
+                old.setattr(backend_module, "GRACE_SECONDS", -1.0)
+                assert store.engine.check() == []
+                n_freed += store.backend.compact()
+            names = [one.name for one in store.backend.rows.client.list()]
             assert len(names) == 2 + len(store.stored_keys())
             assert HEAD in names
     assert last > 30
-    assert n_strays > 2
+    assert n_freed > 2000
 
 
 def test_replies_that_are_lost_or_cut_change_nothing(seaweedfs, monkeypatch):
@@ -156,7 +155,7 @@ def test_a_server_that_does_not_answer_is_given_up_in_time(seaweedfs, at_once):
         store.put(A)
         proxy.decide = lambda *_: HANG
         # as opened with a short timeout, which holds only while the server hangs
-        client, usual = store.backend.client, store.backend.client._address
+        client, usual = store.backend.rows.client, store.backend.rows.client._address
         client._address = Address.parse(f"{url}&timeout=1")
         client.renew()
         started = time.monotonic()
@@ -253,8 +252,8 @@ def test_three_writers_at_once_leave_a_sound_store(seaweedfs):
     with store_of(open_pages(url, max_bytes=MIB)) as store:
         assert len(store.stored_keys()) > 5
         store.backend.reclaim()
-        names = [one.name for one in store.backend.client.list(None)]
-        payloads = [name for name in names if name.startswith("pages/")]
+        names = [one.name for one in store.backend.rows.client.list()]
+        payloads = [name for name in names if name.startswith("payloads/")]
         assert len(payloads) == len(store.stored_keys())
 
 
@@ -273,7 +272,7 @@ def test_writers_that_are_killed_leave_a_sound_store(seaweedfs, monkeypatch):
         with store_of(open_pages(url, max_bytes=MIB)) as store:
             assert store.put(A) + store.match(A) >= 3
     with opened(url) as backend:
-        monkeypatch.setattr(strays_module, "GRACE_SECONDS", -1.0)
+        monkeypatch.setattr(backend_module, "GRACE_SECONDS", -1.0)
         # what they had sent may arrive after their end
         wait_for(lambda: is_tidy(backend), "a location with nothing but its pages")
 
@@ -281,8 +280,9 @@ def test_writers_that_are_killed_leave_a_sound_store(seaweedfs, monkeypatch):
 def is_tidy(backend):
     """Whether there is nothing that belongs to no page, after it was removed."""
     backend.scrub()
+    n_payloads = sum(one.name.startswith("payloads/") for one in backend.rows.client.list())
     with backend.view() as view:
-        return list(view.flaws()) == [] and len(list(backend.client.list("pages/"))) == view.used.entries
+        return list(view.flaws()) == [] and n_payloads == view.used.entries
 
 
 def test_two_compactors_and_a_writer(seaweedfs, at_once):
@@ -315,8 +315,8 @@ def test_two_compactors_and_a_writer(seaweedfs, at_once):
         assert all(store.fetch(sequence(number)) == 2 for number in stored)
         store.close()
     with opened(url) as backend:
-        segments = list(backend.client.list("log/"))
-        assert len(segments) == len(backend._log.segments())
+        segments = [one for one in backend.rows.client.list() if one.name.startswith("log/")]
+        assert len(segments) == len(backend.rows._log.state.head.parts)
 
 
 def test_a_clock_that_is_wrong_by_a_day_changes_nothing(seaweedfs, monkeypatch):

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 
 import pytest
 import xxhash
 import zstandard
 
-from prefixstore.backends import open_backend
+from prefixstore.backends import open_backend, sorted_rows
+from prefixstore.backends.base import retried
 from prefixstore.backends.contract import ConflictError
+from prefixstore.backends.objects import backend as backend_module
 from prefixstore.backends.objects import library as library_module
 from prefixstore.backends.objects import log as log_module
-from prefixstore.backends.objects import strays as strays_module
-from prefixstore.backends.objects import transaction as transaction_module
+from prefixstore.backends.objects import read_ahead as read_ahead_module
 from prefixstore.backends.objects.address import Address
 from prefixstore.backends.objects.client import Client
-from prefixstore.backends.objects.manifest import HEAD, LARGEST_SEGMENT, SEGMENT_MAGIC, Segment, name_of
-from prefixstore.backends.objects.pages import Pages
+from prefixstore.backends.objects.segments import HEAD, LARGEST_SEGMENT, SEGMENT_MAGIC, name_of, pack, unpack
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.invariants import violations
+from prefixstore.engine.keyspace import record_row
+from prefixstore.engine.pages import open_pages
 from prefixstore.errors import (
     CorruptError,
     InvalidParameterError,
@@ -33,19 +36,22 @@ from prefixstore.errors import (
 )
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import Usage
-from prefixstore.testing.together import in_child
+from prefixstore.testing import PersistentBackendContract
+from prefixstore.testing.together import in_child, together
 from tests.support import PATIENCE, python
 from tests.support.engines import A, B, Store, store_of
 from tests.support.http_proxy import HTTPProxy
-from tests.support.object_contract import ObjectsContract
 from tests.support.pages import make_page
 from tests.support.places import MIB, contents, fill, opened, refusal, space
+from tests.support.rows import delete, key_of, payload_of, rows_of, write
 from tests.support.s3 import prefix_on
 
 pytest.importorskip("obstore")
 
 
-class _Objects(ObjectsContract):
+class _Objects(PersistentBackendContract):
+    kills = 3
+
     def url(self):
         raise NotImplementedError
 
@@ -70,37 +76,37 @@ class TestMoto(_Objects):
 
     # Crowds and random rounds take most of the time of this server, and each run has them with the other one.
     @pytest.mark.attack
-    def test_many_threads_read_whole_transactions_while_others_write(self, tmp_path):
-        super().test_many_threads_read_whole_transactions_while_others_write(tmp_path)
+    def test_an_update_is_visible_as_a_whole_and_payloads_belong_to_their_values(self, tmp_path):
+        super().test_an_update_is_visible_as_a_whole_and_payloads_belong_to_their_values(tmp_path)
 
     @pytest.mark.attack
-    def test_transactions_of_threads_take_turns(self, tmp_path):
-        super().test_transactions_of_threads_take_turns(tmp_path)
+    def test_random_updates_show_and_leave_what_a_dictionary_would(self, tmp_path):
+        super().test_random_updates_show_and_leave_what_a_dictionary_would(tmp_path)
 
     @pytest.mark.attack
-    def test_a_child_forked_while_another_thread_writes_does_not_hang(self, tmp_path):
-        super().test_a_child_forked_while_another_thread_writes_does_not_hang(tmp_path)
+    def test_a_child_forked_while_a_thread_writes_uses_it_and_leaves_the_parent_alone(self, tmp_path):
+        super().test_a_child_forked_while_a_thread_writes_uses_it_and_leaves_the_parent_alone(tmp_path)
 
-    @pytest.mark.attack
-    def test_used_grows_by_no_more_than_the_cost(self, tmp_path):
-        super().test_used_grows_by_no_more_than_the_cost(tmp_path)
 
-    @pytest.mark.attack
-    def test_sizes_are_those_of_all_pages_whatever_was_done_to_them(self, tmp_path):
-        super().test_sizes_are_those_of_all_pages_whatever_was_done_to_them(tmp_path)
-
-    @pytest.mark.attack
-    def test_children_and_facts_of_random_trees_are_those_that_a_scan_finds(self, tmp_path):
-        super().test_children_and_facts_of_random_trees_are_those_that_a_scan_finds(tmp_path)
+@contextmanager
+def rows_at(url):
+    """The rows of a location."""
+    with closing(open_backend(url, max_bytes=64 * MIB)) as backend:
+        yield backend
 
 
 def names(backend):
     """The names of all objects of a location."""
-    return {one.name for one in backend.client.list(None)}
+    return {one.name for one in backend.client.list()}
+
+
+def payloads(backend):
+    """The names of all payloads of a location."""
+    return {name for name in names(backend) if name.startswith("payloads/")}
 
 
 def names_in(url):
-    return {one.name for one in Client(Address.parse(url)).list(None)}
+    return {one.name for one in Client(Address.parse(url)).list()}
 
 
 # -- addresses ---------------------------------------------------------------------------------------------------------
@@ -177,8 +183,7 @@ def test_read_only_makes_nothing_and_writes_nothing(new_prefix):
     url = new_prefix()
     assert refusal(url, read_only=True).startswith("LocationError: ")
     with opened(url) as backend:
-        before = names(backend)
-        assert before == {HEAD}
+        assert names(backend.rows) == {HEAD}
         ((key,),) = fill(backend, space(), [[1, 2, 3, 4]])
     with opened(url, read_only=True) as reader:
         assert set(contents(reader)) == {key}
@@ -211,7 +216,7 @@ def test_a_server_is_tried_once_and_another_one_again(seaweedfs, credentials):
         assert len(tried) == 4
         direct = url.replace(proxy.endpoint, seaweedfs.endpoint)
         with opened(direct) as backend:
-            assert len(backend._log._head.tried) == 2
+            assert len(backend.rows._log.state.head.tried) == 2
 
 
 def test_a_directory_is_refused_because_its_writes_have_no_conditions(tmp_path):
@@ -226,17 +231,18 @@ def test_a_directory_is_refused_because_its_writes_have_no_conditions(tmp_path):
     [
         (b"{}", "CorruptError"),
         (b'{"magic":"other","format":1}', "another application"),
+        (b'{"magic":"prefixstore","format":1}', "delete this one"),
         (b'{"magic":"prefixstore","format":9}', "upgrade"),
         (
-            b'{"magic":"prefixstore","format":1,"store":"a","segments":[["log/a",2,2,1,1]],"recent":[],"tried":[]}',
-            "gaps",
+            b'{"magic":"prefixstore","format":2,"store":"a","segments":[["log/a",0,1]],"recent":[],"tried":[],"turn":""}',
+            "is damaged",
         ),
         (
-            b'{"magic":"prefixstore","format":1,"store":"a","segments":[["log/a",1,1,1,1]],"recent":[],"tried":[]}',
+            b'{"magic":"prefixstore","format":2,"store":"a","segments":[["log/a",1,1]],"recent":[],"tried":[],"turn":""}',
             "missing",
         ),
         (
-            b'{"magic":"prefixstore","format":1,"store":"a","segments":[["log/a",1,1,1e999,1]],"recent":[],"tried":[]}',
+            b'{"magic":"prefixstore","format":2,"store":"a","segments":[["log/a",1e999,1]],"recent":[],"tried":[],"turn":""}',
             "is damaged",
         ),
     ],
@@ -251,11 +257,16 @@ def test_what_is_not_ours_or_damaged_is_refused_and_untouched(new_prefix, head, 
 
 def test_a_damaged_segment_is_found(new_prefix):
     url = new_prefix()
-    with opened(url) as backend:
-        fill(backend, space(), [[1, 2, 3, 4]])
-        (segment,) = backend._log.segments()
-        packed, version = backend.client.get(segment)
-        backend.client.replace(segment, bytes(packed[:-1]) + b"\0", version)
+    with rows_at(url) as backend:
+        write(backend, 1)
+        backend.check()
+        (segment,) = backend._log.state.head.parts
+        packed, version = backend.client.get(segment.name)
+        backend.client.replace(segment.name, bytes(packed[:-1]) + bytes([packed[-1] ^ 1]), version)
+        # what is read is in memory
+        assert set(rows_of(backend)) == {key_of(1)}
+        with pytest.raises(CorruptError, match="is damaged"):
+            backend.check()
     assert "is damaged" in refusal(url)
 
 
@@ -265,8 +276,8 @@ def test_a_segment_does_not_say_how_much_memory_is_reserved(size):
     head = b"\xe0" + size.to_bytes(8, "little") if size is not None else b"\0\x40"
     frame = b"\x28\xb5\x2f\xfd" + head + b"\x01\0\0"
     with pytest.raises(CorruptError, match="damaged"):
-        Segment.unpack("here", SEGMENT_MAGIC + xxhash.xxh3_64_digest(frame) + frame)
-    assert Segment.unpack("here", Segment().pack()).is_empty
+        unpack("here", SEGMENT_MAGIC + xxhash.xxh3_64_digest(frame) + frame)
+    assert unpack("here", pack([])) == []
 
 
 @pytest.mark.slow
@@ -276,7 +287,7 @@ def test_processes_that_make_a_store_at_once_all_get_it(new_prefix):
     def make(number):
         start.wait()
         with opened(url) as backend:
-            return fill(backend, space(), [[number] * 4])[0][0]
+            return retried(fill)(backend, space(), [[number] * 4])[0][0]
 
     with ThreadPoolExecutor(4) as threads:
         keys = set(threads.map(make, range(4)))
@@ -291,12 +302,12 @@ def test_processes_that_make_a_store_at_once_all_get_it(new_prefix):
 def test_a_lookup_is_one_small_request_when_nothing_was_committed(new_prefix):
     with opened(new_prefix()) as backend:
         ((key, *_),) = fill(backend, space(), [[1, 2, 3, 4, 5]])
-        before = backend.client.n_requests
+        before = backend.rows.client.n_requests
         with backend.view() as view:
             assert view.leading([key])
             view.neighbors(key, b"")
             view.changes(0)
-        assert backend.client.n_requests == before + 1
+        assert backend.rows.client.n_requests == before + 1
 
 
 @pytest.mark.slow
@@ -320,29 +331,55 @@ def test_many_commits_become_few_segments_and_followers_read_only_what_is_new(ne
                 require_same(one, often)
             if number % 50 == 49:
                 require_same(one, seldom)
-        assert len(one._log.segments()) <= 13
+        assert len(one.rows._log.state.head.parts) <= 13
         with opened(url) as new:
             require_same(one, new)
         one.scrub()
-        assert len(one._log.segments()) == 1
+        assert len(one.rows._log.state.head.parts) == 1
         require_same(one, seldom)
         require_same(one, often)
         # one head, one segment, a payload for each page
         with one.view() as view:
-            assert len(names(one)) == 2 + view.used.entries
+            assert len(names(one.rows)) == 2 + view.used.entries
             assert list(view.flaws()) == []
+
+
+@pytest.mark.slow
+def test_rows_keep_and_lose_their_payloads_whatever_segments_were_merged(new_prefix, monkeypatch):
+    monkeypatch.setattr(log_module, "MANY_SEGMENTS", 6)
+    monkeypatch.setattr(log_module, "LEFT_SEGMENTS", 2)
+    url, chance, rows = new_prefix(), random.Random(11), {}
+    with rows_at(url) as one, rows_at(url) as often, rows_at(url) as seldom:
+        for number in range(150):
+            with one.update() as draft:
+                for key in chance.choices([key_of(i) for i in range(10)], k=chance.choice([1, 2, 5])):
+                    before = rows.pop(key, (None, None))[1]
+                    value, payload = b"%d" % number, chance.choice([None, None, b"", chance.randbytes(30)])
+                    if chance.random() < 0.4:
+                        draft.delete(key)
+                        before = None
+                    if chance.random() < 0.7:
+                        draft.put(key, value, payload)
+                        rows[key] = value, before if payload is None else payload
+                    else:
+                        draft.delete(key)
+            if number % 3 == 0:
+                assert rows_of(often) == rows
+            if number % 17 == 0:
+                assert rows_of(seldom) == rows
+        assert len(payloads(one)) == sum(bool(payload) for _, payload in rows.values())
+        for _ in range(2):
+            with rows_at(url) as new:
+                assert rows_of(new) == rows_of(one) == rows
+                new.compact()
 
 
 def require_same(one, other):
     """Two backends on one location know the same."""
-    with one.view() as view, other.view() as seen:
-        assert (view.generation, view.used, view.sizes) == (seen.generation, seen.used, seen.sizes)
-        assert view.note(b"number") == seen.note(b"number")
-        since = max(view.generation - 5, 0)
-        assert view.changes(since) == seen.changes(since)
-        assert one._log.pages.entries == other._log.pages.entries
-        assert one._log.pages.children == other._log.pages.children
-        assert one._log.pages.dead == other._log.pages.dead
+    with one.view(), other.view():
+        seen = [backend.rows._log.state.rows for backend in (one, other)]
+    assert list(seen[0]) == list(seen[1])
+    assert seen[0].used == seen[1].used
     assert contents(one) == contents(other)
 
 
@@ -350,7 +387,7 @@ def test_a_store_that_was_deleted_and_made_again_is_read_from_the_beginning(new_
     url = new_prefix()
     with opened(url) as old:
         fill(old, space(), [[1, 2, 3, 4]])
-        old.client.delete([one.name for folder in ("log/", "pages/") for one in old.client.list(folder)] + [HEAD])
+        old.rows.client.delete(sorted(names(old.rows)))
         with opened(url) as new:
             ((key,),) = fill(new, space(), [[5, 6, 7, 8]])
         assert set(contents(old)) == {key}
@@ -360,17 +397,18 @@ def test_a_store_that_was_deleted_and_made_again_is_read_from_the_beginning(new_
 @pytest.mark.parametrize("server", ["seaweedfs", "moto"])
 def test_a_store_that_was_deleted_is_made_again_by_those_who_use_it(server, request, credentials):
     url = prefix_on(request.getfixturevalue(server))
-    with store_of(open_backend(url, max_bytes=MIB)) as store, opened(url, read_only=True) as reader:
-        client = store.backend.client
+    with store_of(open_pages(url, max_bytes=MIB)) as store, opened(url, read_only=True) as reader:
+        client = store.backend.rows.client
 
         def delete():
-            client.delete([one.name for one in client.list(None)])
+            client.delete([one.name for one in client.list()])
 
         store.put(A)
         delete()
         with pytest.raises(LocationError, match="deleted"), reader.view():
             raise AssertionError("it opened")
-        assert store.match(A) == 0
+        # what is known of it is found to be wrong when it is read
+        assert store.fetch(A) == 0
         assert (store.put(A), store.fetch(A)) == (3, 3)
         delete()
         assert store.put(B) == 3
@@ -387,38 +425,15 @@ def test_a_store_that_was_deleted_is_made_again_by_those_who_use_it(server, requ
         assert (store.fetch(B), store.put(B), store.fetch(B)) == (0, 3, 3)
 
 
-def test_payloads_to_be_deleted_are_read_while_nobody_adds_to_them(new_prefix):
-    class Watched(dict):
-        def __iter__(self):
-            with ThreadPoolExecutor(1) as other:
-                assert not other.submit(pages.lock.acquire, False).result()
-            return super().__iter__()
-
-    with opened(new_prefix()) as backend:
-        ((key,),) = fill(backend, space(), [[1, 2, 3, 4]])
-        pages = backend._log.pages
-        pages.dead = Watched(pages.dead)
-        with backend.update() as transaction:
-            transaction.delete(key)
-        assert not [name for name in names(backend) if name.startswith("pages/")]
-
-
 def test_a_store_that_was_restored_from_a_backup_is_read_from_the_beginning(new_prefix):
-    with opened(new_prefix()) as backend:
-        fill(backend, space(), [[1, 2, 3, 4]])
+    with rows_at(new_prefix()) as backend:
+        write(backend, 1)
         backup = bytes(backend.client.get(HEAD)[0])
-        fill(backend, space(), [[5, 6, 7, 8]])
-        before = contents(backend)
-        with backend.view() as view:
-            seen = view.generation
+        write(backend, 2)
         backend.client.replace(HEAD, backup, backend.client.get(HEAD)[1])
-        assert len(contents(backend)) == len(before) - 1
-        # another change under a number that was seen: nobody who has seen it takes it for the same
-        fill(backend, space(), [[9, 10, 11, 12]])
-        with backend.view() as view:
-            assert view.generation > seen
-            assert view.changes(seen) is None
-            assert len(view.changes(view.generation - 1)) == 1
+        assert set(rows_of(backend)) == {key_of(1)}
+        write(backend, 3)
+        assert set(rows_of(backend)) == {key_of(1), key_of(3)}
 
 
 @pytest.mark.slow
@@ -429,16 +444,16 @@ def test_an_interrupt_while_news_are_entered_leaves_nothing_half_known(new_prefi
             fill(one, space(), [[number] * 8])
         for at in range(1, 12):
             fill(one, space(), [[100 + at] * 8, [200 + at] * 8])
-            calls, count = [], Pages._count
+            calls, kept = [], sorted_rows._kept
 
-            def interrupted(self, *arguments, at=at, calls=calls, count=count):
+            def interrupted(*arguments, at=at, calls=calls, kept=kept):
                 calls.append(at)
                 if len(calls) == at:
                     raise KeyboardInterrupt
-                count(self, *arguments)
+                return kept(*arguments)
 
             with monkeypatch.context() as patched:
-                patched.setattr(Pages, "_count", interrupted)
+                patched.setattr(sorted_rows, "_kept", interrupted)
                 with suppress(KeyboardInterrupt), two.view():
                     pass
             require_same(one, two)
@@ -447,69 +462,115 @@ def test_an_interrupt_while_news_are_entered_leaves_nothing_half_known(new_prefi
 # -- writers side by side ----------------------------------------------------------------------------------------------
 
 
-def test_transactions_that_do_not_contradict_each_other_are_both_committed(new_prefix):
+def test_an_update_that_another_process_overtakes_is_refused_sends_no_payload_and_leaves_nothing(
+    seaweedfs, credentials
+):
+    with closing(HTTPProxy(seaweedfs.endpoint)) as proxy:
+        url = prefix_on(seaweedfs, proxy.endpoint)
+        with rows_at(url) as one, rows_at(url) as two:
+            with pytest.raises(ConflictError), one.update() as draft:  # noqa: PT012 - what is raised at its end
+                draft.put(b"a", b"mine", b"payload")
+                with two.update() as meanwhile:
+                    meanwhile.put(b"b", b"theirs")
+            assert rows_of(one) == rows_of(two) == {b"b": (b"theirs", None)}
+            assert not [path for method, path in proxy.requests if method == "PUT" and "/payloads/" in path]
+            assert len(names(one)) == 2
+
+
+def test_an_update_that_is_overtaken_while_it_uploads_leaves_nothing(new_prefix, monkeypatch):
     url = new_prefix()
-    with opened(url) as one, opened(url) as two:
-        (path,) = fill(one, space(), [[1] * 8])
-        with one.update() as transaction:
-            key, record = make_page(b"one", [9], parent=path[-1], start=8, namespace=space().key)
-            transaction.put(key, record, Usage(1), b"one")
-            transaction.touch(path[0], Usage(5))
-            ((other,),) = fill(two, space(), [[2] * 4])
-            with two.update() as meanwhile:
-                meanwhile.touch(path[0], Usage(6))
-                meanwhile.put(key, record, Usage(1), b"one")
-        assert set(contents(one)) == set(contents(two)) == {*path, key, other}
-        assert contents(two)[key][2] == b"one"
-        require_same(one, two)
+    with rows_at(url) as one, rows_at(url) as two:
+        create = Client.create
+
+        def overtaken(self, name, data):
+            if self is one.client and name.startswith("payloads/"):
+                write(two, 2)
+            return create(self, name, data)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Client, "create", overtaken)
+            with pytest.raises(ConflictError):
+                write(one, 1)
+        assert set(rows_of(one)) == {key_of(2)}
+        assert len(payloads(one)) == 1
+        assert len(names(one)) == 3
 
 
-CONTRADICTIONS = {
-    "the parent is deleted": (
-        lambda t, path, new: t.put(new.key, new, Usage(1), b"new"),
-        lambda t, path, new: t.delete(path[-1]),
-    ),
-    "what is deleted is followed": (
-        lambda t, path, new: t.delete(path[-1]),
-        lambda t, path, new: t.put(new.key, new, Usage(1), b"new"),
-    ),
-    "what is deleted is pinned": (
-        lambda t, path, new: t.delete(path[-1]),
-        lambda t, path, new: t.touch(path[-1], Usage(1, pinned=True), announce=True),
-    ),
-    "what is packed is deleted": (
-        lambda t, path, new: t.put(path[-1], t.record(path[-1]), Usage(1), t.payload(path[-1])),
-        lambda t, path, new: t.delete(path[-1]),
-    ),
-    "both announce a usage": (
-        lambda t, path, new: t.touch(path[0], Usage(7, pinned=True), announce=True),
-        lambda t, path, new: t.touch(path[0], Usage(8, expires=9), announce=True),
-    ),
-    "both write a note": (lambda t, path, new: t.put_note(b"a", b"1"), lambda t, path, new: t.put_note(b"a", b"2")),
-}
+def test_after_a_conflict_writers_take_turns_and_nobody_starves(new_prefix):
+    """One of them takes far longer than the other for each update."""
+    url, conflicts = new_prefix(), []
+    with rows_at(url) as one, rows_at(url) as two:
+
+        def add(backend, seconds, count):
+            done = 0
+            while done < count:
+                try:
+                    with backend.update() as draft:
+                        (value,) = draft.get([b"n"])
+                        time.sleep(seconds)
+                        draft.put(b"n", b"%d" % (int(value or 0) + 1))
+                    done += 1
+                except ConflictError:
+                    conflicts.append(backend)
+
+        together(lambda: add(one, 0.2, 8), lambda: add(two, 0.0, 40))
+        assert rows_of(one) == {b"n": (b"48", None)}
+        # the first ones, after which each waits for the other
+        assert len(conflicts) <= 4
+        with one.view():
+            assert one._log.state.head.turn == ""
 
 
-@pytest.mark.parametrize("case", CONTRADICTIONS)
-def test_a_transaction_that_contradicts_another_is_refused_and_leaves_nothing(new_prefix, case):
-    mine, theirs = CONTRADICTIONS[case]
+def test_a_writer_that_dies_in_its_turn_keeps_the_others_waiting_for_a_while_only(new_prefix, monkeypatch):
     url = new_prefix()
-    with opened(url) as one, opened(url) as two:
-        (path,) = fill(one, space(), [[1] * 8])
-        _, new = make_page(b"new", [9], parent=path[-1], start=8, namespace=space().key)
-        with pytest.raises(ConflictError), one.update() as transaction:  # noqa: PT012 - what is raised at its end
-            mine(transaction, path, new)
-            with two.update() as meanwhile:
-                theirs(meanwhile, path, new)
-        require_same(one, two)
-        two.reclaim()
+    with rows_at(url) as one, rows_at(url) as two:
+        one._log.begin(in_turn=True)
+        monkeypatch.setattr(log_module, "WAIT_SECONDS", 0.2)
+        with pytest.raises(UnavailableError, match="have been writing"):
+            write(two, 1)
+        monkeypatch.setattr(log_module, "TURN_SECONDS", 0.1)
+        write(two, 1)
+        # it was stopped, and goes on: what the other one has committed stays
         with one.view() as view:
-            payloads = [name for name in names(one) if name.startswith("pages/")]
-            assert len(payloads) == view.used.entries
+            assert view.get([key_of(1)]) != [None]
+        one._log.end_turn()
+        write(one, 2)
+        assert set(rows_of(two)) == {key_of(1), key_of(2)}
+
+
+def test_a_turn_lasts_while_its_writer_works(new_prefix, monkeypatch):
+    url = new_prefix()
+    monkeypatch.setattr(log_module, "TURN_SECONDS", 1.0)
+    monkeypatch.setattr(log_module, "RENEW_SECONDS", 0.1)
+    with rows_at(url) as one, rows_at(url) as two:
+        one._crowded_until = time.monotonic() + 60
+        create = Client.create
+
+        def slow(self, name, data):
+            time.sleep(0.5 if name.startswith("payloads/") and self is one.client else 0)
+            return create(self, name, data)
+
+        monkeypatch.setattr(read_ahead_module, "HELD_BYTES", 1)
+        monkeypatch.setattr(Client, "create", slow)
+        is_inside = threading.Event()
+
+        def work():
+            with one.update() as draft:
+                is_inside.set()
+                for number in range(6):
+                    draft.put(key_of(number), b"", b"payload")
+
+        def wait():
+            is_inside.wait()
+            write(two, 10)
+
+        together(work, wait)
+        assert len(rows_of(one)) == 7
 
 
 def test_a_note_that_others_change_at_the_same_time_is_changed_by_all(new_prefix):
     url = new_prefix()
-    stores = [Store(open_backend(url, max_bytes=MIB)) for _ in range(3)]
+    stores = [Store(open_pages(url, max_bytes=MIB)) for _ in range(3)]
 
     def count(store):
         for _ in range(5):
@@ -525,46 +586,38 @@ def test_a_note_that_others_change_at_the_same_time_is_changed_by_all(new_prefix
 # -- what is left, and what is really deleted --------------------------------------------------------------------------
 
 
-def test_payloads_of_deleted_pages_are_deleted_even_if_that_failed_at_first(new_prefix, monkeypatch):
-    url = new_prefix()
-    with opened(url) as one, opened(url) as two:
-        (path,) = fill(one, space(), [[1] * 8])
+def test_payloads_of_deleted_rows_are_deleted_even_if_that_failed_at_first(new_prefix, monkeypatch):
+    with rows_at(new_prefix()) as backend:
+        for number in range(3):
+            write(backend, number)
         with monkeypatch.context() as failing:
             failing.setattr(Client, "delete", lambda *_: (_ for _ in ()).throw(UnavailableError("no")))
-            with one.update() as transaction:
-                transaction.delete(path[1])
-        assert len([name for name in names(one) if name.startswith("pages/")]) == 2
-        # another process does it with its next commit
-        fill(two, space(), [[2] * 4])
-        assert len([name for name in names(one) if name.startswith("pages/")]) == 2
-        assert not [name for name in names(one) if path[1].hex() in name]
-        fill(two, space(), [[3] * 4])
-        assert two._log.pages.dead == {}
+            delete(backend, key_of(0))
+            # one that is replaced, and one that goes although its row stays
+            write(backend, 1)
+            with backend.update() as draft:
+                draft.delete(key_of(2))
+                draft.put(key_of(2), b"without")
+        assert len(payloads(backend)) == 4
+        delete(backend, b"nothing")
+        assert len(payloads(backend)) == 1
+        assert rows_of(backend)[key_of(1)][1] == payload_of(1, 1000)
 
 
-def test_strays_are_found_when_they_are_old_and_removed_by_a_repair(new_prefix, monkeypatch):
-    with opened(new_prefix()) as backend:
-        (path,) = fill(backend, space(), [[1] * 4])
-        client = backend.client
-        stray = name_of(path[0], b"another!")
-        for name in (stray, name_of(b"k" * 32, b"another!"), "log/0000", "probes/0000"):
-            client.create(name, b"left by a writer that died")
-        with backend.view() as view:
-            # they may belong to a transaction that is open
-            assert list(view.flaws()) == []
-        backend.reindex()
-        assert stray in names(backend)
-        monkeypatch.setattr(strays_module, "GRACE_SECONDS", -1.0)
-        with backend.view() as view:
-            ((rule, key, message),) = view.flaws()
-        assert (rule, key) == ("index", b"")
-        assert message.startswith("4 objects")
-        before = contents(backend)
-        backend.reindex()
-        assert contents(backend) == before
-        with backend.view() as view:
-            assert list(view.flaws()) == []
-        assert len(names(backend)) == 3
+def test_what_writers_that_died_have_left_is_deleted_when_it_is_old(new_prefix, monkeypatch):
+    left = ("payloads/" + "0" * 32, "payloads/else", "log/0000", "probes/0000")
+    with rows_at(new_prefix()) as backend:
+        write(backend, 1)
+        before, known = rows_of(backend), names(backend)
+        for name in left:
+            backend.client.create(name, b"left by a writer that died")
+        # they may belong to an update that is open
+        assert backend.compact() == 0
+        assert names(backend) == {*known, *left}
+        monkeypatch.setattr(backend_module, "GRACE_SECONDS", -1.0)
+        assert backend.compact() == 4 * 26
+        assert names(backend) == known
+        assert rows_of(backend) == before
 
 
 def test_nothing_of_a_purged_page_is_left_after_a_scrub(new_prefix):
@@ -576,8 +629,8 @@ def test_nothing_of_a_purged_page_is_left_after_a_scrub(new_prefix):
         with backend.update() as transaction:
             transaction.delete(path[0])
         backend.scrub()
-        for name in names(backend):
-            stored = bytes(backend.client.get(name)[0])
+        for name in names(backend.rows):
+            stored = bytes(backend.rows.client.get(name)[0])
             if name.startswith("log/"):
                 stored = zstandard.decompress(stored[16:], max_output_size=1 << 30)
             assert as_tokens(secret).tobytes() not in stored
@@ -585,18 +638,19 @@ def test_nothing_of_a_purged_page_is_left_after_a_scrub(new_prefix):
         assert len(contents(backend)) == 1
 
 
-def test_a_transaction_that_takes_too_long_is_given_up(new_prefix, monkeypatch):
-    with opened(new_prefix()) as backend:
-        monkeypatch.setattr(transaction_module, "GRACE_SECONDS", 0.0)
+def test_an_update_that_takes_too_long_is_given_up(new_prefix, monkeypatch):
+    with rows_at(new_prefix()) as backend:
+        monkeypatch.setattr(backend_module, "GRACE_SECONDS", 0.0)
         with pytest.raises(UnavailableError, match="too long"):
-            fill(backend, space(), [[1] * 4])
+            write(backend, 1)
         assert names(backend) == {HEAD}
 
 
 def test_a_missing_payload_is_corrupt_and_a_check_names_it(new_prefix):
     with opened(new_prefix()) as backend:
         (path,) = fill(backend, space(), [[1] * 8])
-        backend.client.delete([name for name in names(backend) if path[1].hex() in name])
+        row = backend.rows._log.state.rows.row(record_row(path[1]))
+        backend.rows.client.delete([name_of(row.payload)])
         with backend.view() as view:
             assert view.payload(path[1]) is None
             with pytest.raises(CorruptError, match="no payload"):
@@ -604,38 +658,34 @@ def test_a_missing_payload_is_corrupt_and_a_check_names_it(new_prefix):
             assert [one.rule for one in violations(view, Budget(MIB))] == ["payload"]
 
 
-def test_a_page_that_is_deleted_or_put_again_while_it_is_read_is_missing_or_new(new_prefix):
+def test_a_row_that_is_deleted_or_written_again_while_it_is_read_is_missing_or_new(new_prefix):
     url = new_prefix()
-    with opened(url) as one, opened(url) as two:
-        (path,) = fill(one, space(), [[1] * 12])
+    with rows_at(url) as one, rows_at(url) as two:
+        for number in range(4):
+            write(one, number)
         with one.view() as view:
-            entries = [(key, one._log.pages.entries[key]) for key in path]
-            with two.update() as transaction:
-                transaction.delete(path[2])
-                _, record = make_page(b"again", [1] * 4, parent=path[0], start=4, namespace=space().key)
-                transaction.put(path[1], record, Usage(1), b"again")
-            found = [view._read(*each) for each in entries]
-        assert found[2] is None
-        assert (found[1][0].record, bytes(found[1][1])) == (record, b"again")
-        assert bytes(found[0][1]) == contents(one)[path[0]][2]
+            arriving = view.payloads([key_of(number) for number in range(4)])
+            with two.update() as draft:
+                draft.put(key_of(1), b"again", b"again")
+                draft.delete(key_of(2))
+                draft.put(key_of(3), b"empty", b"")
+            found = list(arriving)
+            # what is in memory stays as it was
+            assert view.get([key_of(2)]) != [None]
+        assert [found[1][0], bytes(found[1][1])] == [b"again", b"again"]
+        assert found[2:] == [None, (b"empty", b"")]
+        assert bytes(found[0][1]) == payload_of(0, 1000)
 
 
 @pytest.mark.slow
-def test_no_payload_is_sent_twice(seaweedfs, credentials):
-    """Neither by another process that has computed the same, nor when a commit has to come after another one."""
+def test_what_another_process_has_stored_is_not_sent_again(seaweedfs, credentials):
     with closing(HTTPProxy(seaweedfs.endpoint)) as proxy:
         url = prefix_on(seaweedfs, proxy.endpoint)
-        with store_of(open_backend(url, max_bytes=MIB)) as one, store_of(open_backend(url, max_bytes=MIB)) as two:
+        with store_of(open_pages(url, max_bytes=MIB)) as one, store_of(open_pages(url, max_bytes=MIB)) as two:
             assert one.put(A) == 3
             two.put(A)
-            with two.backend.update() as transaction:
-                key, record = make_page(b"x", [1])
-                transaction.put(key, record, Usage(1), b"x")
-                transaction.put_namespace(record.namespace, b"{}")
-                with one.backend.update() as first:
-                    first.put_note(b"a", b"b")
-            sent = [path for method, path in proxy.requests if method == "PUT" and "/pages/" in path]
-        assert len(sent) == 4
+            sent = [path for method, path in proxy.requests if method == "PUT" and "/payloads/" in path]
+        assert len(sent) == 3
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -658,9 +708,9 @@ def test_a_grandchild_uses_the_location_and_its_ancestors_go_on(new_prefix):
 
 FORKS = """
 import os, sys
-from prefixstore.backends import open_backend
+from prefixstore.engine.pages import open_pages
 from tests.support.places import contents, fill, space
-backend = open_backend(sys.argv[1], max_bytes=1 << 20)
+backend = open_pages(sys.argv[1], max_bytes=1 << 20)
 fill(backend, space(), [[1] * 4])
 for use in (False, True):
     child = os.fork()

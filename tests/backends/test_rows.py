@@ -11,7 +11,8 @@ from itertools import product
 import pytest
 
 from prefixstore.backends.contract import Change, Costs, Draft, Range
-from prefixstore.backends.memory import COSTS, ROWS_OF_BLOCK, MemoryBackend
+from prefixstore.backends.memory import COSTS, MemoryBackend
+from prefixstore.backends.sorted_rows import ROWS_OF_BLOCK
 from prefixstore.errors import UnavailableError
 from prefixstore.testing import BackendContract
 from tests.support import PATIENCE

@@ -33,7 +33,8 @@ from prefixstore.format.record import Usage
 from prefixstore.maintenance.archive import Archive
 from tests.support.page_contract import PagesContract, PersistentPagesContract
 from tests.support.pages import NAMESPACE, make_page
-from tests.support.places import LOCKING, MIB, fill, opened, place, space
+from tests.support.places import MIB, SCHEMES, fill, opened, place, space
+from tests.support.s3 import prefix_on
 
 
 class TestMemory(PagesContract):
@@ -71,6 +72,17 @@ class TestPostgreSQL(PersistentPagesContract):
     def open_backend(self, tmp_path):
         if tmp_path not in self.urls:
             self.urls[tmp_path] = self.new()
+        return open_pages(self.urls[tmp_path], max_bytes=64 * MIB)
+
+
+class TestObjects(PersistentPagesContract):
+    @pytest.fixture(autouse=True)
+    def server(self, moto, credentials):
+        self.server, self.urls = moto, {}
+
+    def open_backend(self, tmp_path):
+        if tmp_path not in self.urls:
+            self.urls[tmp_path] = prefix_on(self.server)
         return open_pages(self.urls[tmp_path], max_bytes=64 * MIB)
 
 
@@ -190,7 +202,7 @@ def write(backend, key, value):
             draft.put(key, value)
 
 
-@pytest.mark.parametrize("scheme", ["memory", *LOCKING])
+@pytest.mark.parametrize("scheme", ["memory", *SCHEMES])
 def test_sizes_are_counted(scheme, tmp_path, request, monkeypatch):
     url = "memory:" if scheme == "memory" else place(scheme, tmp_path, request)
     with closing(open_pages(url, max_bytes=64 * MIB)) as backend:

@@ -27,7 +27,7 @@ from prefixstore.maintenance.transfer import export_store, import_store
 from tests.model.reference import Facts, P, Page, Space, Used, pages_of
 from tests.support.valkey import forget_lock
 
-__all__ = ["CLOCK", "Clock", "Store", "contents_of_export", "driven_time", "is_soft"]
+__all__ = ["CLOCK", "Clock", "Store", "contents_of_export", "driven_time"]
 
 # what asks the location, or changes it
 OPERATIONS = {
@@ -405,8 +405,3 @@ def contents_of_export(exported: bytes) -> dict[Page, Facts]:
     with Archive("memory:") as archive:
         import_store(ExportReader(io.BytesIO(exported), "export"), archive)
         return _contents(archive.backend)[0]
-
-
-def is_soft(location: str) -> bool:
-    """Whether writers of a location do not wait for each other, so that the budget may be exceeded for a moment."""
-    return location.startswith("s3")

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 
 from tests.attacks.power import MODES
-from tests.model.driver import CLOCK, Store, contents_of_export, driven_time, is_soft
+from tests.model.driver import CLOCK, Store, contents_of_export, driven_time
 from tests.model.process import Disks, Process
 from tests.model.reference import (
     LARGE,
@@ -125,7 +125,7 @@ class Machine(RuleBasedStateMachine):
         self.process = self.place.process() if self.place.process is not None else None
         self.numbers = [2] if self.disks is not None else [0, 1, 2] if self.process is not None else [0, 1]
         self.stores = [self.start(number) for number in self.numbers]
-        self.model = Reference(self.limits, is_soft=is_soft(self.locations(0)[-1]))
+        self.model = Reference(self.limits)
         self.expected: dict[str, Any] = {}
         self.exported: tuple[bytes, dict[Page, Facts]] | None = None
 

@@ -145,9 +145,8 @@ class Reference:
         Pages that were there, or were captured, at some time since the last flush.
     """
 
-    def __init__(self, limits: Limits, *, is_soft: bool) -> None:
+    def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self._is_soft = is_soft
         self.stored: dict[Page, Facts] = {}
         self.waiting: dict[int, set[Page]] = {}
         self.holding: set[int] = set()
@@ -225,7 +224,7 @@ class Reference:
         for page in pages:
             self.used_at[page] = now
 
-    def settle(  # noqa: C901 - one judgement after another
+    def settle(
         self,
         seen: Mapping[Page, Facts],
         places: Sequence[tuple[Mapping[Page, Facts], Used]],
@@ -262,9 +261,6 @@ class Reference:
             Whether evictions have to be in the order of the priorities.
         """
         imported = imported or {}
-        if self._is_soft and self.limits != Limits():
-            # what writers have stored at the same time is too much, and is evicted later
-            evicts = lambda page: True  # noqa: E731
         expected = {*self.stored, *imported, *(page for pages in self.waiting.values() for page in pages)}
         gone = self.stored.keys() - seen.keys()
         evicted = set()
@@ -293,9 +289,8 @@ class Reference:
         for page in renewed:
             is_late = page in seen and 0 < seen[page].expires < self.used_at[page] + TTL - SECOND
             promise(not is_late, "a use renews the time to live:", page)
-        if not self._is_soft:
-            for pages, used in places:
-                self._judge_limits(pages, used)
+        for pages, used in places:
+            self._judge_limits(pages, used)
         if in_order:
             self._judge_order(seen, evicted)
         self._remember(seen)

@@ -1,7 +1,7 @@
 """What every location promises of pages, as test classes: what `prefixstore.backends.base` says.
 
-What does not depend on pages (commits, forks, threads, what a view sees) is tested once for every backend that keeps
-rows, in `prefixstore.testing.contract`; and for object storage, which keeps pages, in `tests.support.object_contract`.
+What does not depend on pages (commits, forks, threads, what a view sees) is tested of rows, in
+`prefixstore.testing.contract`.
 """
 
 from __future__ import annotations

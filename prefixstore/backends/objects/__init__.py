@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefixstore.backends.base import Backend
+from prefixstore.backends.contract import Backend
 from prefixstore.backends.objects.address import Address
 
 __all__ = ["open_objects"]

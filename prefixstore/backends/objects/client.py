@@ -101,12 +101,19 @@ class Client:
         return named or (_environment_endpoint() if self._address.scheme == "s3" else "")
 
     def inherited(self) -> None:
-        """In a forked child: leave what belongs to the parent as it is. `renew` connects again."""
+        """In a forked child: leave what belongs to the parent as it is. `ready` connects again."""
         never_destroy(self._store)
+        self._is_inherited = self._store is not None
+
+    def ready(self) -> None:
+        """Called before requests, which may be the first ones of a forked child."""
+        # two threads may do it at once: the last one counts
+        if self._is_inherited:
+            self.renew()
 
     def close(self) -> None:
         """End all connections that are not in use."""
-        self._store = None
+        self._store, self._is_inherited = None, False
 
     def renew(self) -> None:
         """Connect."""
@@ -114,6 +121,7 @@ class Client:
         self._library = library()
         with self._translated():
             self._store = self._connect()
+        self._is_inherited = False
 
     def _connect(self) -> Any:
         address, stores = self._address, self._library._store  # noqa: SLF001 - where obstore has its classes
@@ -221,19 +229,12 @@ class Client:
                 except FileNotFoundError:
                     continue
 
-    def list(self, folder: str | None) -> Iterator[Listed]:
-        """All objects in a folder, or all there are."""
+    def list(self) -> Iterator[Listed]:
+        """All objects there are."""
         with self._translated():
-            for some in self._library.list(self._opened(), folder):
+            for some in self._library.list(self._opened()):
                 self.n_requests += 1
                 yield from (Listed(one["path"], one["size"], one["last_modified"]) for one in some)
-
-    def written(self, name: str) -> datetime:
-        """When an object was written, by the server's clock."""
-        self.n_requests += 1
-        with self._translated():
-            found: datetime = self._library.head(self._opened(), name)["last_modified"]
-            return found
 
     def _opened(self) -> Any:
         store = self._store

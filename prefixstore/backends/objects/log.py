@@ -1,8 +1,8 @@
 """The log of commits of a store in object storage: follows it, appends to it, and merges its segments.
 
 A commit is a segment, written first, and a new head that lists it, which replaces the head that was read: if another
-process has committed meanwhile, the server refuses, the new segments are read, and the commit is appended after them,
-unless they conflict with it. So of two heads that follow the same one, only one is ever seen.
+process has committed meanwhile, the server refuses, and the update is done again on what is committed now. So of two
+heads that follow the same one, only one is ever seen.
 """
 
 from __future__ import annotations
@@ -13,28 +13,31 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from prefixstore.backends import refusals
-from prefixstore.backends.contract import ConflictError
+from prefixstore.backends.contract import Change, ConflictError
 from prefixstore.backends.objects.client import Client, Version
-from prefixstore.backends.objects.manifest import (
+from prefixstore.backends.objects.read_ahead import at_once
+from prefixstore.backends.objects.segments import (
     HEAD,
-    NONCE_BYTES,
     PROBES,
     RECENT,
+    SEGMENTS,
     Head,
     Part,
-    Segment,
-    new_segment_name,
+    add,
+    cost_of,
+    name_in,
+    pack,
+    unpack,
 )
-from prefixstore.backends.objects.pages import Pages
-from prefixstore.backends.threads import Job, Threads
+from prefixstore.backends.sorted_rows import SortedRows
 from prefixstore.errors import CorruptError, LocationError, StorageError, UnavailableError
 
-__all__ = ["Log"]
+__all__ = ["Log", "State"]
 
 log = logging.getLogger("prefixstore")
 
@@ -42,15 +45,30 @@ log = logging.getLogger("prefixstore")
 TRIALS = 3
 # how often news are read again because a segment was merged into another one meanwhile
 READS = 8
-# how often a commit is tried again after another process has committed first, and the longest pause between, seconds
+# how often the head is replaced again after another process has done so first, and the longest pause between, seconds
 COMMITS = 40
 LONGEST_PAUSE = 0.25
 # segments at which the newest are merged, and how many of the newest are left as they are: others follow these
 # one by one, and would have to read more if they were a part of something larger
 MANY_SEGMENTS = 32
 LEFT_SEGMENTS = 8
-# segments read at a time
-AT_ONCE = 8
+# A writer that stops in its turn keeps the others waiting no longer than this. One that works renews it.
+TURN_SECONDS = 15.0
+RENEW_SECONDS = 3.0
+# a writer that waits longer for its turn gives up
+WAIT_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class State:
+    """What is known of a location: its head, which version of the head that is, and what its segments add up to.
+
+    It is replaced as a whole: neither an interrupt nor a fork can divide that.
+    """
+
+    head: Head
+    version: Version | None
+    rows: SortedRows
 
 
 class Log:
@@ -65,25 +83,22 @@ class Log:
 
     Attributes
     ----------
-    pages
-        What they add up to. Replaced when it has to be read from the beginning.
+    state
+        What is known.
     """
 
     def __init__(self, client: Client, *, read_only: bool) -> None:
         self._client = client
         self._read_only = read_only
-        self.pages = Pages()
-        self._head = Head("")
-        self._version: Version | None = None
-        # the highest generation that was shown
-        self._shown = -1
+        self.state = State(Head(""), None, SortedRows(cost_of))
+        # the turn that this process has, and when it has said so
+        self._turn, self._renewed = "", 0.0
         self.renew()
 
     def renew(self) -> None:
         """Locks of this process."""
         # held while news are entered
         self._entering = threading.RLock()
-        self.pages.lock = threading.RLock()
 
     @property
     def _where(self) -> str:
@@ -99,19 +114,17 @@ class Log:
         LocationError
             If there is no store to read, or the server ignores conditional writes.
         """
+        server = hashlib.blake2b(self._client.server.encode(), digest_size=8).hexdigest()
         if self._client.get(HEAD) is None:
             if self._read_only:
                 raise refusals.no_store(self._where)
             self._require_conditional_writes()
             # if another process is faster, its store is used
-            self._client.create(HEAD, Head(os.urandom(16).hex(), tried=[self._server()]).pack())
+            self._client.create(HEAD, Head(os.urandom(16).hex(), tried=[server]).pack())
         self.refresh()
-        if not self._read_only and self._server() not in self._head.tried:
+        if not self._read_only and server not in self.state.head.tried:
             self._require_conditional_writes()
-            self._change_head(lambda head: replace(head, tried=[*head.tried, self._server()]))
-
-    def _server(self) -> str:
-        return hashlib.blake2b(self._client.server.encode(), digest_size=8).hexdigest()
+            self.change_head(lambda head: replace(head, tried=[*head.tried, server]))
 
     def _require_conditional_writes(self) -> None:
         # more than once: a reply may be lost, and what is sent again then is refused by a server that does it right
@@ -122,7 +135,7 @@ class Log:
             )
 
     def _keeps_conditions(self) -> bool:
-        name, client = PROBES + os.urandom(NONCE_BYTES).hex(), self._client
+        name, client = name_in(PROBES), self._client
         try:
             first = client.create(name, b"1")
             again = client.create(name, b"2")
@@ -130,18 +143,19 @@ class Log:
             outdated = client.replace(name, b"4", first) if first else None
             found = client.get(name)
         finally:
-            with suppress(StorageError):
-                client.delete([name])
+            self._discard(name)
         is_refused = again is None and outdated is None
         return is_refused and changed is not None and found is not None and bytes(found[0]) == b"3"
 
     # -- following ----------------------------------------------------------------------------------------------------
 
-    def refresh(self) -> None:
+    def refresh(self) -> State:
         """Read what was committed until now: one request if that is nothing.
 
         Raises
         ------
+        GoneError
+            If the store was deleted.
         UnavailableError
             If the server does not answer.
         CorruptError, IncompatibleError
@@ -149,155 +163,114 @@ class Log:
         """
         missing = ""
         for _ in range(READS):
-            known = self._version
-            found = self._client.get_if_changed(HEAD, known if not missing else None)
+            known = self.state
+            found = self._client.get_if_changed(HEAD, known.version if not missing else None)
             if found is None:
-                return
+                return self.state
             head = Head.unpack(self._where, found[0])
             with self._entering:
-                missing = self._follow(head, found[1], is_newest=self._version is known)
-            if not missing:
-                return
+                missing = self._follow(head, found[1], known)
+                if not missing:
+                    return self.state
         raise CorruptError(f"{self._where}: the segment {missing} is missing; delete the store")
 
-    def _follow(self, head: Head, version: Version, *, is_newest: bool) -> str:
-        """Enter what a head lists; the name of a segment that is gone.
-
-        Without `is_newest`, another thread has read one since this one was asked for.
-        """
-        pages = self.pages
-        if head.last < pages.position and head.store == self._head.store and not is_newest:
+    def _follow(self, head: Head, version: Version, known: State) -> str:
+        """Enter what a head lists that was asked for when something was known; the name of a segment that is gone."""
+        now = self.state
+        if now is not known and head.store == now.head.store and head.last <= now.head.last:
+            # another thread was faster
             return ""
-        if not self._continues(head):
-            pages = Pages(self._shown + 1)
-        news = [part for part in head.parts if part.last > pages.position]
-        if news and news[0].first <= pages.position and news[0] is head.parts[0]:
-            # everything, and not a change
-            pages, news = Pages(pages.shift), list(head.parts)
-        for part, segment in zip(news, self._read(news), strict=True):
-            if segment is None:
+        news = [part for part in head.parts if part.last > now.head.last]
+        rows = now.rows.copy() if news else now.rows
+        if not _continues(head, now.head) or news[:1] == list(head.parts[:1]):
+            rows, news = SortedRows(cost_of), list(head.parts)
+        for part, changes in zip(news, self._read(news), strict=True):
+            if changes is None:
                 return part.name
-            self._apply(pages, segment, part)
-        self.pages, self._head, self._version = pages, head, version
-        self._shown = max(self._shown, pages.shown_generation)
+            if part is head.parts[0]:
+                rows = SortedRows(cost_of, sorted(_whole(changes)))
+            else:
+                rows.apply(changes)
+        self.state = State(head, version, rows)
         return ""
 
-    def _apply(self, pages: Pages, segment: Segment, part: Part) -> None:
-        try:
-            pages.apply(segment, part)
-        except BaseException:
-            # an interrupt, in the middle: all is read again
-            self.pages, self._head, self._version = Pages(self.pages.shift), replace(self._head, parts=()), None
-            raise
-
-    def _continues(self, head: Head) -> bool:
-        """Whether the commits that are known come before those of a head: not if the store was deleted, or replaced."""
-        known = self._head
-        if head.store != known.store or head.last < known.last:
-            return False
-        is_named = head.last - known.last < RECENT and known.recent
-        return not is_named or known.recent[-1] in head.recent
-
-    def _read(self, parts: list[Part]) -> list[Segment | None]:
+    def _read(self, parts: Sequence[Part]) -> list[list[Change] | None]:
         """Segments; None for one that is gone."""
 
-        def read(part: Part) -> Segment | None:
+        def read(part: Part) -> list[Change] | None:
             found = self._client.get(part.name)
-            return Segment.unpack(f"{self._where}: {part.name}", found[0]) if found is not None else None
+            return unpack(f"{self._where}: {part.name}", found[0]) if found is not None else None
 
-        if len(parts) < 2:
-            return [read(part) for part in parts]
-        readers = Threads(AT_ONCE, "prefixstore-objects")
-        jobs = [Job(read, part) for part in parts]
-        try:
-            for job in jobs:
-                readers.submit_or_run(job)
-            return [job.result() for job in jobs]
-        finally:
-            for job in jobs:
-                job.end()
-            readers.close()
+        return at_once(parts, read, lambda part: part.n_bytes)
 
     # -- committing ---------------------------------------------------------------------------------------------------
 
-    def commit(self, segment: Segment, require: Callable[[Pages], None]) -> None:
-        """Add a segment to the log, after everything that was committed until now.
+    def require(self, base: State) -> None:
+        """Raise `ConflictError` if something was committed after this state, or another writer has the turn."""
+        head = self.state.head
+        if (head.store, head.last) != (base.head.store, base.head.last) or head.turn not in ("", base.head.turn):
+            raise ConflictError(f"{self._where}: another process has written meanwhile; try again")
+
+    def commit(self, changes: Sequence[Change], base: State) -> None:
+        """Add a segment to the log.
 
         Parameters
         ----------
-        segment
-            What has changed.
-        require
-            Raises `ConflictError` if what others have committed meanwhile contradicts it. The pages are locked.
+        changes
+            One for each key, with references in place of payloads.
+        base
+            What they depend on.
 
         Raises
         ------
-        ConflictError
-            Nothing was committed.
+        ConflictError, GoneError
+            Nothing was committed, as something else was after `base`, or the store was deleted.
         UnavailableError
             If the server does not answer: whether it was committed shows at the next refresh.
         """
-        packed, name = segment.pack(), new_segment_name()
+        packed, name, rows = pack(changes), name_in(SEGMENTS), base.rows.copy()
         # one that is there already is this one: the reply to an earlier attempt was lost
         self._client.create(name, packed)
+        rows.apply(changes)
         for attempt in range(COMMITS):
-            with self._entering:
-                head, version = self._head, self._version
-                with self.pages.lock:
-                    try:
-                        require(self.pages)
-                    except ConflictError:
-                        self._discard(name)
-                        raise
-            assert version is not None
-            new = head.with_commit(name, len(packed), len(segment.groups))
+            failure, known = None, self.state
             try:
-                written = self._client.replace(HEAD, new.pack(), version)
-            except UnavailableError:
-                # it may have been written all the same
-                self.refresh()
-                if name in self._head.recent:
+                self.require(base)
+                if self._replace_head(known, known.head.with_commit(name, len(packed)), rows):
                     return
-                raise
-            if written is not None:
-                self._committed(segment, new, written)
-                return
+            except ConflictError:
+                break
+            except UnavailableError as error:
+                failure = error
             self._pause(attempt)
-            self.refresh()
-            if name in self._head.recent:
-                return  # the reply to an earlier attempt was lost
+            # it may have been written although the reply says otherwise, or was lost
+            if name in self.refresh().head.recent:
+                return
+            if failure is not None:
+                raise failure
         self._discard(name)
-        raise ConflictError(f"{self._where}: other processes keep committing; try again")
-
-    def _committed(self, segment: Segment, head: Head, version: Version) -> None:
-        with self._entering:
-            # another thread may have read it by now
-            if self.pages.position == head.last - 1 and self._head.store == head.store:
-                self._apply(self.pages, segment, head.parts[-1])
-                self._head, self._version = head, version
-                self._shown = max(self._shown, self.pages.shown_generation)
+        raise ConflictError(f"{self._where}: another process has written meanwhile; try again")
 
     def _discard(self, name: str) -> None:
         with suppress(StorageError):
             self._client.delete([name])
 
-    def _replace_head(self, head: Head, version: Version, new: Head) -> bool:
-        """Write the head that comes after this one; false if another process has been faster."""
-        written = self._client.replace(HEAD, new.pack(), version)
+    def _replace_head(self, known: State, head: Head, rows: SortedRows | None = None) -> bool:
+        """Write the head that comes after the known one, with these rows; false if another process has been faster."""
+        assert known.version is not None
+        written = self._client.replace(HEAD, head.pack(), known.version)
         if written is not None:
             with self._entering:
-                if self._head is head:
-                    self._head, self._version = new, written
+                # unless another thread has read it, or what came after it, by now
+                if self.state is known:
+                    self.state = State(head, written, rows or known.rows)
         return written is not None
 
-    def _change_head(self, change: Callable[[Head], Head]) -> bool:
+    def change_head(self, change: Callable[[Head], Head] = lambda head: head) -> bool:
         """Replace the head by what it becomes, unless another process has been faster each time."""
         for attempt in range(COMMITS):
-            with self._entering:
-                head, version = self._head, self._version
-            assert version is not None
-            new = change(head)
-            if self._replace_head(head, version, new):
+            known = self.state
+            if self._replace_head(known, change(known.head)):
                 return True
             self._pause(attempt)
             self.refresh()
@@ -308,11 +281,57 @@ class Log:
         """Wait before new commits are read, not after: what was read is soon outdated."""
         time.sleep(random.random() * min(0.002 * 2**attempt, LONGEST_PAUSE))
 
+    # -- turns --------------------------------------------------------------------------------------------------------
+
+    def begin(self, *, in_turn: bool) -> State:
+        """Wait until no other writer has the turn, and take it, if wanted; what is committed then.
+
+        Raises
+        ------
+        GoneError
+            If the store was deleted.
+        UnavailableError
+            If others are writing for too long.
+        """
+        begun = since = time.monotonic()
+        self._turn = os.urandom(8).hex() if in_turn else ""
+        version, attempt = None, 0
+        while True:
+            state, now = self.refresh(), time.monotonic()
+            if state.version != version:
+                version, since = state.version, now
+            if in_turn and state.head.turn == self._turn:
+                self._renewed = now
+                return state
+            if not state.head.turn or now - since > TURN_SECONDS:
+                if not in_turn:
+                    return state
+                if self._replace_head(state, replace(state.head, turn=self._turn)):
+                    continue
+            if now - begun > WAIT_SECONDS:
+                raise UnavailableError(f"{self._where}: other processes have been writing for {WAIT_SECONDS:.0f} s")
+            self._pause(attempt := attempt + 1)
+
+    def keep_turn(self) -> None:
+        """Renew the turn, if there is one and some time has passed."""
+        now = time.monotonic()
+        if self._turn and now - self._renewed > RENEW_SECONDS:
+            self._renewed = now
+            if not self._replace_head(self.state, self.state.head):
+                self.refresh()
+
+    def end_turn(self) -> None:
+        """Have the others go on. A commit has done it; without a reply, they do so after a while."""
+        turn, self._turn = self._turn, ""
+        if turn and self.state.head.turn == turn:
+            with suppress(StorageError):
+                self.change_head(lambda head: replace(head, turn="" if head.turn == turn else head.turn))
+
     # -- making it shorter --------------------------------------------------------------------------------------------
 
     def shorten(self) -> None:
         """Merge small segments if there are many, after a commit. If that fails, the next process does it."""
-        head = self._head
+        head = self.state.head
         if len(head.parts) <= MANY_SEGMENTS:
             return
         end = len(head.parts) - LEFT_SEGMENTS
@@ -334,8 +353,7 @@ class Log:
             If others commit all the time.
         """
         for _ in range(READS):
-            self.refresh()
-            head = self._head
+            head = self.refresh().head
             if not head.parts or self._merge(head, 0, len(head.parts)):
                 return
         raise UnavailableError(f"{self._where}: other processes keep committing; try again")
@@ -345,38 +363,38 @@ class Log:
         parts = list(head.parts[begin:end])
         if len(parts) == 1:
             return True
-        merged = Segment(is_whole=begin == 0)
-        for segment in self._read(parts):
-            if segment is None:
+        merged: dict[bytes, Change] = {}
+        for changes in self._read(parts):
+            if changes is None:
                 return False  # another process has merged it
-            merged.followed_by(segment)
-        if merged.is_whole:
-            merged.forget()
-        packed, name = merged.pack(), new_segment_name()
+            for change in changes:
+                add(merged, change)
+        packed = pack(merged.values() if begin else _whole(merged.values()))
+        name = name_in(SEGMENTS)
         self._client.create(name, packed)
-        if not self._publish_merged(parts, begin, name, len(packed)):
-            self._discard(name)
-            return False
-        self._client.delete([part.name for part in parts])
-        return True
-
-    def _publish_merged(self, parts: list[Part], begin: int, name: str, n_bytes: int) -> bool:
-        """Put one segment in place of these; false if they are not there any more. Without a reply nothing is known."""
-        end = begin + len(parts)
         for _ in range(READS):
-            with self._entering:
-                head, version = self._head, self._version
-            if any(part.name == name for part in head.parts):
-                return True  # the reply to an earlier attempt was lost
-            if list(head.parts[begin:end]) != parts:
-                return False
-            assert version is not None
-            new = head.with_merged(begin, end, name, n_bytes)
-            if self._replace_head(head, version, new):
-                return True
-            self.refresh()
+            known = self.state
+            if list(known.head.parts[begin:end]) == parts:
+                if not self._replace_head(known, known.head.with_merged(begin, end, name, len(packed))):
+                    self.refresh()
+                    continue
+            elif not any(part.name == name for part in known.head.parts):
+                break
+            # or the reply to an earlier attempt was lost
+            self._client.delete([part.name for part in parts])
+            return True
+        self._discard(name)
         return False
 
-    def segments(self) -> set[str]:
-        """The names of all segments, as of the last refresh."""
-        return {part.name for part in self._head.parts}
+
+def _whole(changes: Iterable[Change]) -> Iterator[Change]:
+    """What is left of changes if nothing was there before them."""
+    return (change for change in changes if change.value is not None)
+
+
+def _continues(head: Head, known: Head) -> bool:
+    """Whether the commits that are known come before those of a head: not if the store was deleted, or replaced."""
+    if head.store != known.store or head.last < known.last:
+        return False
+    is_named = head.last - known.last < RECENT and known.recent
+    return not is_named or known.recent[-1] in head.recent

@@ -1,4 +1,4 @@
-"""Reads payloads from the server: several requests at a time, in bounded memory.
+"""Reads and writes objects: several requests at a time, in bounded memory.
 
 Concurrent requests share the link, and pages are used in order. So the next page is requested when little of those
 before it is outstanding: on a slow link the first page takes as long as if it were alone, and on a fast one many are
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -19,11 +19,13 @@ from typing import Generic, TypeAlias, TypeVar
 from prefixstore.backends.threads import Job, Threads
 from prefixstore.errors import UnavailableError
 
-__all__ = ["AT_ONCE", "HELD_BYTES", "Arrived", "Window", "ahead"]
+__all__ = ["AT_ONCE", "HELD_BYTES", "Arrived", "Window", "ahead", "at_once"]
 
 # requests at a time, and bytes of payloads that they may hold, beside one payload of any size
 AT_ONCE = 8
 HELD_BYTES = 64 << 20
+# of the threads
+NAME = "prefixstore-objects"
 
 # The window of a new location, and for how long what was learned of a link is trusted.
 LEAST_BYTES = 1 << 20
@@ -94,6 +96,37 @@ class Window:
             self._learned, self._changed = max(self.bytes // 2, LEAST_BYTES), now
 
 
+def at_once(
+    items: Sequence[T],
+    work: Callable[[T], R],
+    size_of: Callable[[T], int],
+    meanwhile: Callable[[], object] = lambda: None,
+) -> list[R]:
+    """Do work on items, several at a time, and return the results; none is being worked on when this ends, or fails.
+
+    `meanwhile` is called after each.
+    """
+    if len(items) < 2:
+        return [work(item) for item in items]
+    threads, jobs, held, found = Threads(AT_ONCE, NAME), [Job(work, item) for item in items], 0, list[R]()
+    try:
+        for item, job in zip(items, jobs, strict=True):
+            held += size_of(item)
+            while held > HELD_BYTES and job is not jobs[len(found)]:
+                held -= size_of(items[len(found)])
+                found.append(jobs[len(found)].result())
+                meanwhile()
+            threads.submit_or_run(job)
+        while len(found) < len(jobs):
+            found.append(jobs[len(found)].result())
+            meanwhile()
+        return found
+    finally:
+        for job in jobs:
+            job.end()
+        threads.close()
+
+
 @dataclass(eq=False)
 class _Request(Generic[T]):
     """A payload that was asked for, and how much of it is still to come."""
@@ -111,7 +144,7 @@ def ahead(
     read: Callable[[T, Arrived], R],
     window: Window,
     told: Arrived = lambda _: None,
-) -> Iterator[tuple[T, R]]:
+) -> Generator[tuple[T, R], None, None]:
     """Read items ahead of the one in use, and yield them in order. An error is raised in its turn.
 
     `told` hears how many bytes of the one that is waited for are there.
@@ -146,7 +179,7 @@ class _Requests(Generic[T, R]):
         # from the threads: bytes that have arrived, None at the end. A queue, whose reader may be interrupted any time.
         self._news: SimpleQueue[tuple[_Request[T], int | None]] = SimpleQueue()
         self._is_first, self._is_over, self._is_closed = True, False, False
-        self._readers = Threads(AT_ONCE, "prefixstore-objects")
+        self._readers = Threads(AT_ONCE, NAME)
         window.begin()
 
     def wait_for_first(self) -> tuple[_Request[T], Job[R]] | None:
