@@ -160,7 +160,7 @@ def _perplexities(sizes: Sizes) -> dict[str, Any]:
         with PrefixStore("memory://", llm) as store:
             llm.reset()
             assert store._hooks.current is not None
-            moving = MovingWindow(store._hooks.current, sink=sink, window=window, exact=False)
+            moving = MovingWindow(store._hooks.current, sink, window, exact=False)
             try:
                 surprise[name] = _surprise(llm, moving.feed, tokens)
             finally:

@@ -220,8 +220,8 @@ def test_a_shift_that_is_interrupted_leaves_an_empty_context(llama, open_store, 
     llm, alone = llama(**SMALL), llama(**SMALL)
     store = open_store(llm)
     llm.set_cache(store)
-    window, tokens = MovingWindow(store._hooks.current, sink=SINK, window=WINDOW, exact=False), prompt(129)
-    window.feed(tokens[window.begin(np.asarray(tokens, "<i4")) :])
+    window, tokens = MovingWindow(store._hooks.current, SINK, WINDOW, exact=False), prompt(129)
+    window.feed(tokens)
 
     def interrupt(*_):
         raise KeyboardInterrupt
