@@ -19,7 +19,7 @@ from llama_cpp import LlamaRAMCache
 from benchmarks.common import LIGHT, SHARED, load, model_path, pointer_of, prompt_tokens, summary
 from benchmarks.tables import met, milliseconds, paragraph, table
 from prefixstore import PrefixStore
-from prefixstore.sessions.moving_window import MovingWindow
+from prefixstore.llama.moving_window import MovingWindow
 
 TRAINED = SHARED / "models" / "docs-6m.gguf"
 TEXT = Path(__file__).parent.parent / "docs" / "format.md"

@@ -331,6 +331,18 @@ class Hook:
         else:
             self.context.empty()
 
+    def rewind(self, tokens: Tokens) -> int:
+        """Cut the context to the prefix of a sequence that it can continue from; returns its length."""
+        context = self.context
+        context.settle()
+        if context.bypass_reason() is not None:
+            raise ContextError("the contents of the context are unknown; evaluate a whole prompt instead")
+        n = context.continued(tokens)
+        if n < context.llm.n_tokens or context.lineage.unknown is not None:
+            self.before_leaving()
+            self.cut(n)
+        return n
+
     def completed(self) -> None:
         """Capture the tail of a completion that has ended."""
         if not is_closed(self.llm):

@@ -1,5 +1,5 @@
 """Many conversations on one ``Llama``.
 
-`sessions` has what a server calls: the sessions by name, and whose turn it is. `queue` has those who wait, `session`
-what a ``with`` block gets, and `moving_window` text that is longer than the context.
+`sessions` has what a server calls, and whose turn it is; `queue` those who wait, and `session` what a ``with`` block
+gets. `table` knows which sessions there are and what each of them holds, also for later processes.
 """

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -21,39 +21,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from prefixstore.last_prompt import LastPrompt
-    from prefixstore.llama.hook import Hook
     from prefixstore.sessions.queue import Ticket
     from prefixstore.sessions.sessions import Sessions
+    from prefixstore.sessions.table import Entry
 
-__all__ = ["Entry", "Session", "Source", "Stream", "Turn", "rewind"]
+__all__ = ["Session", "Source", "Stream", "Turn"]
 
 Source: TypeAlias = Literal["cold", "live", "store"]
-
-
-@dataclass
-class Entry:
-    """What is known of a session, whether it has the ``Llama`` or not.
-
-    Attributes
-    ----------
-    name
-        Given by the caller.
-    tokens
-        What it has evaluated; none of a new one, or one that was discarded. Never changed, only replaced: forks share
-        it.
-    keys
-        Keys of the pages that hold the tokens.
-    generation
-        How often it was discarded.
-    set_at
-        When its tokens were set, in nanoseconds since the epoch.
-    """
-
-    name: str
-    tokens: Tokens = field(default_factory=lambda: NO_TOKENS)
-    keys: tuple[bytes, ...] = ()
-    generation: int = 0
-    set_at: int = 0
 
 
 @dataclass(eq=False)
@@ -189,7 +163,7 @@ class Session:
                 return []
             # a stream has emptied the context
             held = self.held_before_shift
-        rest: list[int] = held[rewind(self._hook, held) :].tolist()
+        rest: list[int] = held[self._hook.rewind(held) :].tolist()
         return rest
 
     # -- the calls of the Llama ---------------------------------------------------------------------------------------
@@ -294,7 +268,7 @@ class Session:
         ContextError
             If rows of this context cannot be moved, with the reason.
         """
-        from prefixstore.sessions.moving_window import MovingWindow, generated  # noqa: PLC0415 - the extra "llama"
+        from prefixstore.llama.moving_window import MovingWindow, generated  # noqa: PLC0415 - the extra "llama"
 
         with self.using() as llm:
             try:
@@ -480,16 +454,3 @@ class Stream(Iterator[Any]):
         close = getattr(self._inner, "close", None)
         if close is not None:
             close()
-
-
-def rewind(hook: Hook, tokens: Tokens) -> int:
-    """Cut the context to the prefix of a sequence that it can continue from; returns its length."""
-    context = hook.context
-    context.settle()
-    if context.bypass_reason() is not None:
-        raise ContextError("the contents of the context are unknown; evaluate a whole prompt instead")
-    n = context.continued(tokens)
-    if n < context.llm.n_tokens or context.lineage.unknown is not None:
-        hook.before_leaving()
-        hook.cut(n)
-    return n

@@ -15,6 +15,7 @@ from prefixstore.engine.engine import Engine
 from prefixstore.sessions.queue import Queue
 from prefixstore.sessions.session import Session
 from prefixstore.sessions.sessions import Sessions
+from prefixstore.sessions.table import Table
 from prefixstore.stats import Counters
 from tests.sessions.test_sessions import turn
 from tests.support import outcome, python
@@ -44,7 +45,7 @@ def assert_free(llm, store, sessions):
 STEPS = {
     "it is looked up": (Engine, "bookmarks"),
     "it is leased": (Session, "__init__"),
-    "it was leased": (Sessions, "_forget"),
+    "it was leased": (Table, "forget"),
     "its rows are restored": (Session, "resume"),
     "it is counted": (Counters, "count"),
 }
@@ -160,7 +161,7 @@ def test_a_dropped_session_has_the_llama_no_longer(is_interrupted, llm, store, s
     assert sessions.stats().discarded == 1
     assert held(sessions, "alice") == ([], 1)
     store.flush()
-    assert sessions._saved() == ["alice-b"]
+    assert sessions._table._saved() == ["alice-b"]
 
 
 def test_a_stream_keeps_its_lease(sessions):

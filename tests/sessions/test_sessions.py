@@ -602,8 +602,8 @@ def test_a_fault_of_the_store_leaves_no_block(step, fault, llama, store, monkeyp
         ({"name": "a", "reuse": "all"}, "reuse='all' is unknown"),
         ({"name": "a", "timeout": -1}, "timeout=-1"),
         ({"name": "a", "timeout": float("nan")}, "timeout=nan"),
-        ({"name": "a", "timeout": 10**400}, "too large; pass None"),
-        ({"name": "a", "timeout": 10**5000}, "too large; pass None"),
+        ({"name": "a", "timeout": 10**400}, "of at most .* or None for no limit"),
+        ({"name": "a", "timeout": 10**5000}, "of at most .* or None for no limit"),
         ({"name": "a", "timeout": "1"}, "timeout='1'"),
     ],
 )

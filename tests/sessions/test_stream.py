@@ -10,7 +10,7 @@ import pytest
 
 from prefixstore import ContextError, InvalidParameterError, MisuseError
 from prefixstore.llama.binding import pointer_of
-from prefixstore.sessions.moving_window import MovingWindow
+from prefixstore.llama.moving_window import MovingWindow
 from tests.support.models import answer, logits, prompt
 
 SMALL = {"n_ctx": 256, "n_batch": 64, "n_ubatch": 64}

@@ -130,8 +130,8 @@ class Machine(RuleBasedStateMachine):
         leased = {self.leased.name} if self.leased else set()
         assert self.sessions.names() == sorted(leased | {name for name, tokens in self.held.items() if tokens})
         assert self.sessions.stats().sessions == len(self.held) <= MAX + 1
-        assert list(self.sessions._table) == list(self.held)
-        for name, entry in self.sessions._table.items():
+        assert list(self.sessions._table.entries) == list(self.held)
+        for name, entry in self.sessions._table.entries.items():
             assert (entry.tokens.tolist(), entry.generation) == (self.held[name], self.generations[name])
 
 
@@ -148,7 +148,7 @@ def test_a_fork_that_continues_shares_no_more(sessions):
                 a.eval([5, 6, 7])
         else:
             sessions.fork("a", name)
-    entries = [sessions._table[name] for name in "abc"]
+    entries = [sessions._table.entries[name] for name in "abc"]
     assert entries[0].tokens is entries[1].tokens is entries[2].tokens
     with sessions.admit("b") as b:
         b.eval([8])

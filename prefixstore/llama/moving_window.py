@@ -21,7 +21,6 @@ from prefixstore.llama.binding import model_of, n_places, pointer_of, sample, sa
 from prefixstore.llama.hook import Hook
 from prefixstore.llama.lineage import Unknown
 from prefixstore.llama.paged_memory import PagedMemory
-from prefixstore.sessions.session import rewind
 
 __all__ = ["MovingWindow", "generated"]
 
@@ -137,7 +136,7 @@ class MovingWindow:
             self.hook.writes = False
         if self._exact:
             kept = [*self._first, *self._last]
-            self.hook.llm.eval(kept[rewind(self.hook, as_tokens(kept)) :])
+            self.hook.llm.eval(kept[self.hook.rewind(as_tokens(kept)) :])
         else:
             self._shift(self.hook.llm.n_tokens - self._sink - self._window)
 
