@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import _thread
+import itertools
 import os
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -23,37 +23,14 @@ if TYPE_CHECKING:
     from prefixstore.last_prompt import LastPrompt
     from prefixstore.sessions.queue import Ticket
     from prefixstore.sessions.sessions import Sessions
-    from prefixstore.sessions.table import Entry
+    from prefixstore.sessions.table import Turn
 
-__all__ = ["Session", "Source", "Stream", "Turn"]
+__all__ = ["Session", "Source", "Stream"]
 
 Source: TypeAlias = Literal["cold", "live", "store"]
 
-
-@dataclass(eq=False)
-class Turn:
-    """A session's turn at the ``Llama``: `Sessions.turn`, from its admission to its end.
-
-    Attributes
-    ----------
-    entry
-        The session.
-    number
-        Of the lease.
-    ticket
-        Its place in the queue, as long as anybody can end it.
-    cache, n_evaluated
-        The cache of the ``Llama`` before, and how many tokens it had evaluated.
-    process
-        In which it was admitted.
-    """
-
-    entry: Entry
-    number: int
-    ticket: weakref.ref[Ticket]
-    cache: object
-    n_evaluated: int
-    process: int
+# of leases
+_numbers = itertools.count(1)
 
 
 class Session:
@@ -74,13 +51,11 @@ class Session:
         How many of its tokens the context still had when it was admitted.
     n_restored
         How many more were restored from the store.
-    held_before_shift
-        The last tokens from which `stream` had not dropped any, once it has.
     """
 
     def __init__(self, owner: Sessions, turn: Turn, ticket: Ticket) -> None:
         self._owner, self.turn = owner, turn
-        self.name, self.generation, self.lease = turn.entry.name, turn.entry.generation, turn.number
+        self.name, self.generation, self.lease = turn.entry.name, turn.entry.generation, next(_numbers)
         self._hook, self._held = owner.hook, turn.entry.tokens
         # the only reference: if the session is dropped, its place in the queue is free
         self._ticket: Ticket | None = ticket
@@ -90,7 +65,8 @@ class Session:
         # how many calls the thread is in that uses the Llama
         self._depth = 0
         self._streams: list[Stream] = []
-        self.held_before_shift: Tokens | None = None
+        # the last tokens from which `stream` had not dropped any, once it has
+        self._held_before_shift: Tokens | None = NO_TOKENS
 
     def __repr__(self) -> str:
         state = "over" if self.is_over else self.source
@@ -154,16 +130,15 @@ class Session:
         known = self._hook.context.known_tokens()
         return known.copy() if known is not None else None
 
+    def held(self) -> Tokens | None:
+        """What the session holds once it has evaluated something: `known`, or what that was before a stream."""
+        known = self.known()
+        return self._held_before_shift if known is not None and not len(known) else known
+
     def _rewound(self) -> list[int]:
         """Have the context hold nothing but the beginning of what the session holds; the rest of that."""
-        held = self._held
-        if self.has_evaluated:
-            known = self.known()
-            if self.held_before_shift is None or known is None or len(known):
-                return []
-            # a stream has emptied the context
-            held = self.held_before_shift
-        rest: list[int] = held[self._hook.rewind(held) :].tolist()
+        held = self.held() if self.has_evaluated else self._held
+        rest: list[int] = held[self._hook.rewind(held) :].tolist() if held is not None else []
         return rest
 
     # -- the calls of the Llama ---------------------------------------------------------------------------------------
@@ -283,7 +258,7 @@ class Session:
     def _before_shift(self) -> None:
         """Have all pages captured, and note what they hold."""
         self._owner.capture()
-        self.held_before_shift = self.known()
+        self._held_before_shift = self.known()
 
     def _checked(self, llm: Llama, tokens: Sequence[int]) -> Tokens:
         """These tokens, if the model has them: llama.cpp would say -1."""
@@ -338,9 +313,9 @@ class Session:
         """Whether the lease is valid. Raises `StaleLeaseError`."""
         if self.is_over:
             self._owner.count("session_stale_leases")
-            is_parents = self.turn.process != os.getpid()
-            why = "is the parent's; admit it again in this process, after the parent has left it"
-            why = why if is_parents else "has ended; admit it again"
+            why = "has ended; admit it again"
+            if self.turn.process != os.getpid():
+                why = "is the parent's; admit it again in this process, after the parent has left it"
             raise StaleLeaseError(f"the lease of session {self.name!r} (generation {self.generation}) {why}")
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -396,7 +371,7 @@ class Session:
         # run anywhere, so no lock is taken here.
         turn: Turn | None = getattr(self, "turn", None)
         if turn is not None and self._owner.turn is turn:
-            # first, should the rest be interrupted
+            # first: the rest may be interrupted
             self._ticket = None
             self._owner.give_back(turn)
             with suppress(RuntimeError):

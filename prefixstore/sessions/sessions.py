@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import _thread
-import itertools
 import math
-import os
 import threading
 import weakref
 from collections.abc import AsyncGenerator
@@ -16,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 from prefixstore.backends.forks import ForkLevel, register_at_fork
 from prefixstore.errors import BusyError, ContextError, InvalidParameterError, MisuseError, NotAttachedError
 from prefixstore.sessions.queue import Ticket, in_thread, queue_of
-from prefixstore.sessions.session import Session, Turn
-from prefixstore.sessions.table import Entry, Table
+from prefixstore.sessions.session import Session
+from prefixstore.sessions.table import Entry, Table, Turn
 from prefixstore.stats import SessionCounts
 from prefixstore.units import shown
 
@@ -66,7 +64,6 @@ class Sessions:
         self._store, self._engine = store, engine
         self.queue = queue_of(hook.llm)
         self.turn: Turn | None = None
-        self._numbers = itertools.count(1)
         self._table = Table(engine, hook, max_sessions, store.min_tokens, self._is_leased)
         # of the sessions that there were before, if they were dropped
         engine.keep_nothing()
@@ -228,10 +225,9 @@ class Sessions:
                 self._settle(self.turn)
                 self._table.look_up(name)
                 llm: Any = self.hook.llm
-                n, process = self.hook.n_evaluated, os.getpid()
                 with self._table.lock:
                     entry = self._table.entries.get(name) or Entry(name)
-                    turn = Turn(entry, next(self._numbers), weakref.ref(ticket), llm.cache, n, process)
+                    turn = Turn(entry, weakref.ref(ticket), llm.cache, self.hook.n_evaluated)
                     session = Session(self, turn, ticket)
                     self.turn = turn
                     evicted = self._table.used(entry)
@@ -324,10 +320,7 @@ class Sessions:
         self.capture()
         # the Llama may be closed
         with self.hook.guard(), suppress(ContextError):
-            tokens = session.known()
-            # a stream has emptied the context
-            shifted = tokens is not None and not len(tokens) and session.held_before_shift is not None
-            return session.held_before_shift if shifted else tokens
+            return session.held()
         return None
 
     # -- what there is ------------------------------------------------------------------------------------------------

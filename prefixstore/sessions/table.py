@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,8 +20,9 @@ from prefixstore.format.keys import NO_TOKENS, PAGE, SNAPSHOT, Tokens, page_key,
 if TYPE_CHECKING:
     from prefixstore.engine.engine import Engine
     from prefixstore.llama.hook import Hook
+    from prefixstore.sessions.queue import Ticket
 
-__all__ = ["Entry", "Table"]
+__all__ = ["Entry", "Table", "Turn"]
 
 
 @dataclass(eq=False)
@@ -45,6 +48,29 @@ class Entry:
     keys: tuple[bytes, ...] = ()
     generation: int = 0
     set_at: int = 0
+
+
+@dataclass(eq=False)
+class Turn:
+    """A session's turn at the ``Llama``: `Sessions.turn`, from its admission to its end.
+
+    Attributes
+    ----------
+    entry
+        The session.
+    ticket
+        Its place in the queue, as long as anybody can end it.
+    cache, n_evaluated
+        The cache of the ``Llama`` before, and how many tokens it had evaluated.
+    process
+        In which it was admitted.
+    """
+
+    entry: Entry
+    ticket: weakref.ref[Ticket]
+    cache: object
+    n_evaluated: int
+    process: int = field(default_factory=os.getpid)
 
 
 class Table:
