@@ -19,7 +19,7 @@ from llama_cpp import LlamaRAMCache
 from benchmarks.common import LIGHT, SHARED, load, model_path, pointer_of, prompt_tokens, summary
 from benchmarks.tables import met, milliseconds, paragraph, table
 from prefixstore import PrefixStore
-from prefixstore.sessions.moving_window import MovingWindow
+from prefixstore.llama.moving_window import MovingWindow
 
 TRAINED = SHARED / "models" / "docs-6m.gguf"
 TEXT = Path(__file__).parent.parent / "docs" / "format.md"
@@ -160,7 +160,7 @@ def _perplexities(sizes: Sizes) -> dict[str, Any]:
         with PrefixStore("memory://", llm) as store:
             llm.reset()
             assert store._hooks.current is not None
-            moving = MovingWindow(store._hooks.current, sink=sink, window=window, exact=False)
+            moving = MovingWindow(store._hooks.current, sink, window, exact=False)
             try:
                 surprise[name] = _surprise(llm, moving.feed, tokens)
             finally:

@@ -264,7 +264,7 @@ class PrefixStore:
             if llm is not None and hook.context.llm_or_none is not llm:
                 continue
             sessions = self._sessions_of(hook)
-            with sessions.unless_in_use() if sessions is not None else nullcontext(True) as is_free:
+            with sessions.queue.unless_in_use() if sessions is not None else nullcontext(True) as is_free:
                 self._hooks.detach(hook, self, settles=is_free)
 
     def _sessions_of(self, hook: Hook) -> Sessions | None:

@@ -31,7 +31,6 @@ NEEDS = {
     "server.client_protocol": {"httptools", "uvicorn"},
     "server.serving": CORE | {"httpx", "starlette", "uvicorn"},
     "cli": CORE | {"rich", "typer"},  # the extra "cli"
-    "sessions.moving_window": CORE | {"llama_cpp"},
     # the extra "python-server"
     "server.completions": CORE | {"llama_cpp"},
     "server.example_model": CORE | {"llama_cpp"},

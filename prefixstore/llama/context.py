@@ -154,6 +154,16 @@ class Context(Generic[M_co]):
         else:
             self.lineage.replace(tokens)
 
+    def known_tokens(self) -> Tokens | None:
+        """What the context holds; None if that is not known, or not stored (`bypass_reason`)."""
+        return self.lineage.tokens if self.bypass_reason() is None and self.catch_up() else None
+
+    def continued(self, tokens: Tokens) -> int:
+        """How many tokens of a sequence the context is known to hold, and can continue from."""
+        known = self.known_tokens()
+        n = common_prefix(known, tokens) if known is not None else 0
+        return n if n == self.llm.n_tokens or self.memory.holds(n) else 0
+
     def live_prefix(self, prompt: Tokens) -> int:
         """How many tokens of a prompt the context holds."""
         return common_prefix(np.asarray(live_tokens(self.llm), "<i4"), prompt)

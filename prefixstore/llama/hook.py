@@ -79,6 +79,8 @@ class Hook:
         Whether prompts are restored from the store; a session can turn that off.
     writes
         Whether anything is captured.
+    n_evaluated
+        How many tokens this ``Llama`` has evaluated since.
 
     Raises
     ------
@@ -97,6 +99,7 @@ class Hook:
         self.attachment = Attachment(self.context)
         self.saved = SavedStates()
         self.reads = self.writes = True
+        self.n_evaluated = 0
 
     @property
     def kind(self) -> Kind:
@@ -219,6 +222,7 @@ class Hook:
         seconds = time.perf_counter() - started
         context.rate.computed(len(batch), seconds)
         context.prompt.evaluated(len(batch), seconds)
+        self.n_evaluated += len(batch)
         context.engine.counters.count("tokens_computed", len(batch), namespace=lineage.namespace)
         return before is None
 
@@ -326,6 +330,18 @@ class Hook:
             set_end(self.llm, n)
         else:
             self.context.empty()
+
+    def rewind(self, tokens: Tokens) -> int:
+        """Cut the context to the prefix of a sequence that it can continue from; returns its length."""
+        context = self.context
+        context.settle()
+        if context.bypass_reason() is not None:
+            raise ContextError("the contents of the context are unknown; evaluate a whole prompt instead")
+        n = context.continued(tokens)
+        if n < context.llm.n_tokens or context.lineage.unknown is not None:
+            self.before_leaving()
+            self.cut(n)
+        return n
 
     def completed(self) -> None:
         """Capture the tail of a completion that has ended."""

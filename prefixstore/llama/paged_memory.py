@@ -56,7 +56,7 @@ class PagedMemory(ContextMemory):
     def shift(self, keep: int, drop: int) -> None:
         """Drop `drop` tokens after the first `keep`, and move the others to the positions after these.
 
-        Only for contexts of which `sessions.moving_window` says that they can: others end the process.
+        Only for contexts of which `moving_window` says that they can: others end the process.
         """
         _, mem = self._pointers()
         if not llama_cpp.llama_memory_seq_rm(mem, SEQUENCE, keep, keep + drop):

@@ -9,101 +9,70 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
+from typing import TypeVar
 
-from prefixstore.backends.forks import ForkLevel, register_at_fork
 from prefixstore.errors import MisuseError
 
-__all__ = ["AsyncTicket", "Queue", "Ticket", "between_calls", "queue_of"]
+__all__ = ["Queue", "Ticket", "between_calls", "in_thread", "queue_of"]
 
-# A waiting thread looks so often whether it is its turn, in seconds, should it not have been told: a Ctrl-C may stop
-# the thread that was about to do that.
+T = TypeVar("T")
+# Who waits looks so often whether it is its turn, in seconds, should it not have been told: a Ctrl-C may stop the
+# thread that was about to do that.
 LOOK = 1.0
 
 
 class Ticket:
-    """The place of a thread in the queue. The owner keeps the ticket: once it is garbage, the place is free.
+    """The place of a thread, or of a task, in the queue. Its owner keeps it: once it is garbage, the place is free.
+
+    Parameters
+    ----------
+    is_async
+        Whether the task that runs in this thread waits, and not the thread.
 
     Attributes
     ----------
-    owner
-        The waiting thread or task. An owner that already has the ``Llama`` would wait for ever.
-    thread
-        The thread in which it was made.
-    task
-        The asyncio task that has run in it, if there was one.
-    loop
-        The event loop that runs in its thread, if there is one.
+    loop, task
+        The event loop of the thread in which it was made, and the task that it was running.
     is_begun
         Whether its owner has the ``Llama``.
     is_block
         Whether that ends with a ``with`` block of its thread.
-    is_abandoned
-        Whether the place is no longer needed, as if it had been left.
     end
-        Ends the lease of an owner who cannot do that any more.
+        A weak reference to what ends the lease of an owner who cannot do that any more.
     """
 
-    def __init__(self) -> None:
-        self.loop = _running_loop()
-        self.task = _current_task() if self.loop is not None else None
+    def __init__(self, *, is_async: bool = False) -> None:
+        self.is_async = is_async
+        self.loop = asyncio._get_running_loop()  # noqa: SLF001 - documented, and None if there is none
+        task = asyncio.current_task() if self.loop is not None else None
+        self.task = weakref.ref(task) if task is not None else None
         self.thread = _this_thread()
-        self.owner: object = self.thread
-        self.is_begun = self.is_block = self.is_abandoned = False
+        self.is_begun = self.is_block = False
         self.end: Callable[[], Callable[[], None] | None] = lambda: None
-        # open once it is the turn of this ticket
-        self._gate = threading.Lock()
-        self._gate.acquire()
+        # open, or set, once it is the turn of this ticket
+        self.gate, self.told = threading.Lock(), asyncio.Event()
+        self.gate.acquire()
 
     @property
     def is_orphaned(self) -> bool:
         """Whether its owner will never run again."""
-        return False
+        return self.is_async and self.loop is not None and self.loop.is_closed()
 
-    def tell(self) -> bool:
-        """Tell the owner that it is its turn; false if there is no owner any more. May be called twice."""
-        with suppress(RuntimeError):
-            self._gate.release()
-        return True
-
-    def wait(self, seconds: float) -> None:
-        """Wait until the owner is told, or so long."""
-        self._gate.acquire(timeout=seconds)
+    def tell(self) -> None:
+        """Tell the owner that it is its turn. May be called twice."""
+        with suppress(RuntimeError):  # the gate is open, or the loop is closed
+            if self.is_async and self.loop is not None:
+                self.loop.call_soon_threadsafe(self.told.set)
+            else:
+                self.gate.release()
 
     def waits_for_itself(self, first: Ticket) -> bool:
-        """Whether the owner would wait for itself, if this is the first ticket."""
-        return first.owner == self.owner
-
-
-class AsyncTicket(Ticket):
-    """A place in the queue, of a task of the running event loop."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._loop = asyncio.get_running_loop()
-        self.owner = self.task
-        self.told: asyncio.Future[None] = self._loop.create_future()
-
-    @property
-    def is_orphaned(self) -> bool:
-        """Whether the loop is closed."""
-        return self._loop.is_closed()
-
-    def tell(self) -> bool:
-        """As `Ticket.tell`; there is no owner any more if the loop is closed."""
-        try:
-            self._loop.call_soon_threadsafe(self._set)
-        except RuntimeError:
-            return False
-        return True
-
-    def _set(self) -> None:
-        if not self.told.done():
-            self.told.set_result(None)
-
-    def waits_for_itself(self, first: Ticket) -> bool:
-        """As `Ticket.waits_for_itself`; also for a lease that this task, or the code that runs the loop, has."""
+        """Whether the owner would wait for itself, or a task for the code that runs its loop, if this one is first."""
+        if not self.is_async:
+            return not first.is_async and first.thread is self.thread
         if first.task is not None:
-            return first.task == self.owner
+            return first.task == self.task
         return first.is_block and first.thread is self.thread
 
 
@@ -119,27 +88,17 @@ class Queue:
     """
 
     def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew in the child of a fork: those who wait, or have the ``Llama``, are in the parent."""
         # held for a few steps in memory, and never while someone waits
-        self._lock = threading.Lock()
+        self._lock, self.in_use = threading.Lock(), threading.RLock()
         self._tickets: deque[weakref.ref[Ticket]] = deque()
-        self._told: weakref.ref[Ticket] | None = None
-        self.in_use = threading.RLock()
-        register_at_fork(self, ForkLevel.ENGINE)
-
-    def before_fork(self) -> None:
-        """Nothing to hold: in the child, no thread waits."""
-
-    def after_fork_in_parent(self) -> None:
-        """Nothing to release."""
-
-    def after_fork_in_child(self) -> None:
-        """Start over: those who wait, or have the ``Llama``, are in the parent."""
-        self._lock, self.in_use, self._told = threading.Lock(), threading.RLock(), None
-        self._tickets.clear()
 
     def __len__(self) -> int:
         """How many wait, or have the ``Llama``."""
-        return len(self._waiting())
+        return sum(weak() is not None for weak in list(self._tickets))
 
     @contextmanager
     def unless_in_use(self) -> Generator[bool]:
@@ -151,8 +110,8 @@ class Queue:
             if is_free:
                 self.in_use.release()
 
-    def enter(self, ticket: Ticket) -> bool:
-        """Take the last place; whether that is the first one.
+    def enter(self, ticket: Ticket) -> None:
+        """Take the last place.
 
         Raises
         ------
@@ -162,91 +121,77 @@ class Queue:
         """
         self.look()
         with self._lock:
-            first = self._settle()
+            first = self._first()
             if first is not None and ticket.waits_for_itself(first):
                 raise MisuseError(
-                    "this thread (or task) already has a session, and would wait for itself; leave its block, "
-                    "or release() it, "
-                    "before you admit another one"
+                    "this thread (or task) already has a session, and would wait for itself; leave its block, or "
+                    "release() it, before you admit another one"
                 )
-            loops = [other.loop for other in self._waiting()]
-            if not isinstance(ticket, AsyncTicket) and ticket.loop is not None and ticket.loop in loops:
+            others = [other for weak in self._tickets if (other := weak()) is not None]
+            if not ticket.is_async and any(other.is_async and other.loop is ticket.loop for other in others):
                 raise MisuseError(
                     "a task of this event loop has a session, or waits for one, and admit() would stop the loop; "
                     "use aadmit()"
                 )
             self._tickets.append(weakref.ref(ticket))
-            return self._settle() is ticket
 
     def begin(self, ticket: Ticket) -> bool:
         """Take the ``Llama`` until `leave`, if it is this ticket's turn; false if it is not."""
         with self._lock:
-            if self._settle() is not ticket:
-                return False
-            ticket.is_begun = True
-            return True
+            ticket.is_begun = self._first() is ticket
+            return ticket.is_begun
 
     def leave(self, ticket: Ticket) -> None:
         """Give up a place; the next ticket is told if it is its turn. Does nothing the second time."""
         with self._lock:
             with suppress(ValueError):
                 self._tickets.remove(weakref.ref(ticket))
-            self._settle()
+            self._first()
 
-    def look(self) -> None:
-        """Admit the next ticket, if that was not done yet; end a lease whose owner can no longer end it."""
+    def look(self) -> Ticket | None:
+        """The ticket whose turn it is, which is told; a lease whose owner can no longer end it is ended."""
         with self._lock:
-            first = self._settle()
+            first = self._first()
         end = first.end() if first is not None and first.is_begun and first.is_orphaned else None
         if end is not None:
             end()
-
-    def is_first(self, ticket: Ticket) -> bool:
-        """Whether it is the turn of a ticket."""
-        self.look()
-        with self._lock:
-            return self._settle() is ticket
+        return first
 
     def wait(self, ticket: Ticket, timeout: float | None) -> bool:
         """Wait, in a thread, until it is the turn of a ticket; false if it is not after `timeout` seconds."""
-        until = None if timeout is None else time.monotonic() + timeout
-        while not self.is_first(ticket):
-            left = LOOK if until is None else min(until - time.monotonic(), LOOK)
+        until = _until(timeout)
+        while self.look() is not ticket:
+            left = min(until - time.monotonic(), LOOK)
             if left <= 0:
                 return False
-            ticket.wait(left)
+            ticket.gate.acquire(timeout=left)
         return True
 
-    async def wait_async(self, ticket: AsyncTicket, timeout: float | None) -> bool:
+    async def wait_async(self, ticket: Ticket, timeout: float | None) -> bool:
         """As `wait`, in a task."""
-        until = None if timeout is None else time.monotonic() + timeout
-        while not self.is_first(ticket):
-            left = LOOK if until is None else min(until - time.monotonic(), LOOK)
-            if left <= 0 or ticket.told.done():
-                return self.is_first(ticket)
+        until = _until(timeout)
+        while self.look() is not ticket:
+            left = min(until - time.monotonic(), LOOK)
+            if left <= 0:
+                return False
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(asyncio.shield(ticket.told), left)
+                await asyncio.wait_for(ticket.told.wait(), left)
         return True
 
-    def _waiting(self) -> list[Ticket]:
-        found = [weak() for weak in list(self._tickets)]
-        return [ticket for ticket in found if ticket is not None and not ticket.is_abandoned]
-
-    def _settle(self) -> Ticket | None:
-        """Tell the first ticket that it is its turn, unless that was done; which one it is."""
+    def _first(self) -> Ticket | None:
+        """The first ticket, which is told that it is its turn. Those that nobody waits with any more are removed."""
         while self._tickets:
-            weak = self._tickets[0]
-            first = weak()
-            if first is not None and not first.is_abandoned:
-                # not one that was told, and whose loop was closed before it went on
-                if self._told is weak and (first.is_begun or not first.is_orphaned):
-                    return first
-                if self._told is not weak and first.tell():
-                    self._told = weak
-                    return first
+            first = self._tickets[0]()
+            if first is not None and (first.is_begun or not first.is_orphaned):
+                if not first.is_begun:
+                    first.tell()
+                return first
             self._tickets.popleft()
-        self._told = None
         return None
+
+
+def _until(timeout: float | None) -> float:
+    return float("inf") if timeout is None else time.monotonic() + timeout
 
 
 _queues: weakref.WeakKeyDictionary[object, Queue] = weakref.WeakKeyDictionary()
@@ -270,20 +215,37 @@ _threads = threading.local()
 
 def _this_thread() -> object:
     """Stands for this thread, and for no later one that has the same number."""
-    try:
-        me: object = _threads.me
-    except AttributeError:
-        me = _threads.me = object()
-    return me
+    _threads.me = getattr(_threads, "me", None) or object()
+    return _threads.me
 
 
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
+async def in_thread(work: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
+    """Run `work` in a thread of its own, and wait for its end, also if this task is cancelled meanwhile.
 
+    The executor of the loop may be full of threads that wait for what this one does. If the task was cancelled, so that
+    nobody has the result, `undo` is called with that, in a thread as well.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
 
-def _current_task() -> weakref.ref[asyncio.Task[object]] | None:
-    task = asyncio.current_task()
-    return weakref.ref(task) if task is not None else None
+    def run() -> None:
+        tell: Callable[[], None]
+        try:
+            tell = partial(done.set_result, work())
+        except BaseException as error:  # noqa: BLE001 - it is raised in the task
+            tell = partial(done.set_exception, error)
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(tell)
+
+    threading.Thread(target=run, name="prefixstore-session").start()
+    is_cancelled = False
+    while not done.done():
+        try:
+            await asyncio.wait([done])
+        except asyncio.CancelledError:
+            is_cancelled = True
+    if is_cancelled:
+        if done.exception() is None and undo is not None:
+            await in_thread(partial(undo, done.result()))
+        raise asyncio.CancelledError
+    return done.result()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import _thread
-import threading
+import itertools
+import os
+import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -11,20 +13,24 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from prefixstore.errors import ContextError, InvalidParameterError, NotAttachedError, StaleLeaseError
-from prefixstore.format.keys import Tokens, as_tokens
-from prefixstore.sessions.place import Place
-from prefixstore.sessions.queue import Ticket
-from prefixstore.sessions.resuming import known_tokens, resume, rewind
+from prefixstore.format.keys import NO_TOKENS, Tokens, as_tokens
+from prefixstore.last_prompt import PromptMeter
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
     from typing_extensions import Self
 
     from prefixstore.last_prompt import LastPrompt
+    from prefixstore.sessions.queue import Ticket
+    from prefixstore.sessions.sessions import Sessions
+    from prefixstore.sessions.table import Turn
 
 __all__ = ["Session", "Source", "Stream"]
 
 Source: TypeAlias = Literal["cold", "live", "store"]
+
+# of leases
+_numbers = itertools.count(1)
 
 
 class Session:
@@ -47,47 +53,42 @@ class Session:
         How many more were restored from the store.
     """
 
-    # until the Llama is prepared for it; of the class, since a constructor may be interrupted
-    _is_over = True
-
-    def __init__(
-        self,
-        name: str,
-        lease: int,
-        generation: int,
-        tokens: Tokens,
-        place: Place,
-        ticket: Ticket,
-        end: Callable[[Session, bool], None],
-    ) -> None:
-        self.name = name
-        self.generation = generation
-        self.lease = lease
-        self._held = tokens
-        self.place = place
+    def __init__(self, owner: Sessions, turn: Turn, ticket: Ticket) -> None:
+        self._owner, self.turn = owner, turn
+        self.name, self.generation, self.lease = turn.entry.name, turn.entry.generation, next(_numbers)
+        self._hook, self._held = owner.hook, turn.entry.tokens
         # the only reference: if the session is dropped, its place in the queue is free
-        self._ticket = ticket
-        ticket.end = weakref.WeakMethod(self.end_for_its_owner)
-        self._end = end
+        self._ticket: Ticket | None = ticket
+        ticket.end = weakref.WeakMethod(self.leave_soon)
         self.n_live = self.n_restored = 0
-        self._is_ending = self._is_discarded = False
-        # the thread that is in a call
-        self._caller: int | None = None
+        self.is_discarded = self._is_ending = False
+        # how many calls the thread is in that uses the Llama
+        self._depth = 0
         self._streams: list[Stream] = []
-        # the last tokens from which nothing was dropped, once something is
-        self.held_before_shift: Tokens | None = None
+        # the last tokens from which `stream` had not dropped any, once it has
+        self._held_before_shift: Tokens | None = NO_TOKENS
 
     def __repr__(self) -> str:
-        state = "over" if self._is_over else self.source
+        state = "over" if self.is_over else self.source
         return f"Session({self.name!r}, generation={self.generation}, {state})"
 
-    def prepare(self, *, uses_live: bool, uses_store: bool) -> None:
-        """Bring what can be reused of the session into the context."""
-        self._is_over = False
-        self.place.take(reads=uses_store)
-        self.n_live, self.n_restored = resume(self.place.hook, self._held, uses_live=uses_live, uses_store=uses_store)
-
     # -- what it found ------------------------------------------------------------------------------------------------
+
+    def resume(self, *, uses_live: bool, uses_store: bool) -> None:
+        """Bring what can be reused of the session into the context: of what that holds, and of what is stored."""
+        started, context = time.perf_counter(), self._hook.context
+        context.settle()
+        # what is restored is counted, but no lookup: a prompt follows
+        context.prompt = PromptMeter(is_prompt=False)
+        if not uses_live:
+            self._hook.before_leaving()
+            context.empty()
+        self.n_live = context.continued(self._held)
+        if uses_store and self.n_live < len(self._held):
+            self._hook.restore_up_to(self._held, len(self._held))
+        n = context.continued(self._held)
+        context.prompt.looked_up(len(self._held), n, time.perf_counter() - started)
+        self.n_restored = max(n - self.n_live, 0)
 
     @property
     def source(self) -> Source:
@@ -102,28 +103,43 @@ class Session:
     @property
     def last(self) -> LastPrompt | None:
         """How the last prompt of this lease was served, as `PrefixStore.last`; before the first, its own tokens."""
-        meter = self.place.hook.context.prompt
-        self._check()
+        meter = self._hook.context.prompt
+        self.check()
         return meter.record()
 
     @property
     def is_over(self) -> bool:
         """Whether the lease has ended."""
-        return self._is_over or self._is_ending or self.place.is_lost
+        return self._is_ending or self._owner.turn is not self.turn
 
     @property
     def has_evaluated(self) -> bool:
         """Whether anything was evaluated under this lease."""
-        return self.place.has_evaluated
+        return self._owner.has_evaluated(self.turn)
 
     @property
     def tokens(self) -> Tokens:
         """What the session holds; until something is evaluated, what it held before. Empty if it is unknown."""
         with self.using():
-            if not self.has_evaluated:
-                return self._held
-            known = known_tokens(self.place.hook)
-            return known if known is not None else self._held[:0]
+            known = self.known() if self.has_evaluated else self._held
+            return known if known is not None else NO_TOKENS
+
+    def known(self) -> Tokens | None:
+        """A copy of what the context holds; None if that is not known, or not stored."""
+        self._hook.context.settle()
+        known = self._hook.context.known_tokens()
+        return known.copy() if known is not None else None
+
+    def held(self) -> Tokens | None:
+        """What the session holds once it has evaluated something: `known`, or what that was before a stream."""
+        known = self.known()
+        return self._held_before_shift if known is not None and not len(known) else known
+
+    def _rewound(self) -> list[int]:
+        """Have the context hold nothing but the beginning of what the session holds; the rest of that."""
+        held = self.held() if self.has_evaluated else self._held
+        rest: list[int] = held[self._hook.rewind(held) :].tolist() if held is not None else []
+        return rest
 
     # -- the calls of the Llama ---------------------------------------------------------------------------------------
 
@@ -156,15 +172,14 @@ class Session:
             As for `eval`.
         """
         with self.using() as llm:
-            given = self._checked(llm, tokens).tolist()
-            if not options.get("reset", True):
+            given, is_new = self._checked(llm, tokens).tolist(), options.get("reset", True)
+            if not is_new:
                 given = [*self._rewound(), *given]
-                self._check_room(llm.n_tokens + len(given))
-            elif given:
-                self._check_room(len(given))
-                self.place.restore(as_tokens(given))
-            if not given and (options.get("reset", True) or not llm.n_tokens):
+            if not given and (is_new or not llm.n_tokens):
                 raise InvalidParameterError("there is nothing to continue from; give at least one token")
+            self._check_room(len(given) + (0 if is_new else llm.n_tokens))
+            if is_new:
+                self._owner.restore(as_tokens(given))
             stream: Stream = self._streamed(llm.generate(given, **options))
             # from then on, each step evaluates the token before
             stream.before_next = lambda: self._check_room(llm.n_tokens + 1)
@@ -184,36 +199,6 @@ class Session:
             given = [*self._rewound(), *self._checked(llm, tokens).tolist()]
             self._check_room(llm.n_tokens + len(given))
             llm.eval(given)
-
-    def _checked(self, llm: Llama, tokens: Sequence[int]) -> Tokens:
-        """These tokens, if the model has them: llama.cpp would say -1."""
-        given = as_tokens(tokens)
-        if len(given) and not 0 <= given.min() <= given.max() < llm.n_vocab():
-            raise InvalidParameterError(
-                f"the model has the tokens 0 to {llm.n_vocab() - 1}; these are {given.min()} to {given.max()}"
-            )
-        return given
-
-    def _check_room(self, n: int) -> None:
-        """Whether so many tokens fit: llama-cpp-python would lose those that do not, without an error."""
-        n_ctx = len(self.place.hook.llm.input_ids)
-        if n > n_ctx:
-            raise ContextError(
-                f"{n} tokens do not fit into the context, which has {n_ctx}; load the model with a larger n_ctx, begin "
-                "with fewer in another session, or use stream(), which goes beyond the context"
-            )
-
-    def _rewound(self) -> list[int]:
-        """Have the context hold nothing but the beginning of what the session holds; the rest of that."""
-        held = self._held
-        if self.has_evaluated:
-            known = known_tokens(self.place.hook)
-            if self.held_before_shift is None or known is None or len(known):
-                return []
-            # a stream has emptied the context
-            held = self.held_before_shift
-        rest: list[int] = held[rewind(self.place.hook, held) :].tolist()
-        return rest
 
     def stream(
         self,
@@ -258,37 +243,45 @@ class Session:
         ContextError
             If rows of this context cannot be moved, with the reason.
         """
-        from prefixstore.sessions.moving_window import stream  # noqa: PLC0415 - the extra "llama"
+        from prefixstore.llama.moving_window import MovingWindow, generated  # noqa: PLC0415 - the extra "llama"
 
         with self.using() as llm:
             try:
-                tokens = llm.tokenize(prompt.encode(), special=True) if isinstance(prompt, str) else prompt
+                given = llm.tokenize(prompt.encode(), special=True) if isinstance(prompt, str) else prompt
             except UnicodeEncodeError as error:
                 raise InvalidParameterError(f"the prompt must be valid text: {error}") from error
-            tokens_of = stream(
-                self.place.hook,
-                self._checked(llm, tokens),
-                sink=sink,
-                window=window,
-                exact=exact,
-                max_tokens=max_tokens,
-                before_first=self._before_shift,
-                restore=self.place.restore,
-                sampling=sampling,
-            )
-            streamed: Stream = self._streamed(tokens_of)
+            tokens = self._checked(llm, given)
+            moving = MovingWindow(self._hook, sink, window, exact=exact, before_first=self._before_shift)
+            streamed: Stream = self._streamed(generated(moving, tokens, max_tokens, self._owner.restore, sampling))
             return streamed
 
     def _before_shift(self) -> None:
         """Have all pages captured, and note what they hold."""
-        self.place.capture()
-        self.held_before_shift = known_tokens(self.place.hook)
+        self._owner.capture()
+        self._held_before_shift = self.known()
+
+    def _checked(self, llm: Llama, tokens: Sequence[int]) -> Tokens:
+        """These tokens, if the model has them: llama.cpp would say -1."""
+        given = as_tokens(tokens)
+        if len(given) and not 0 <= given.min() <= given.max() < llm.n_vocab():
+            raise InvalidParameterError(
+                f"the model has the tokens 0 to {llm.n_vocab() - 1}; these are {given.min()} to {given.max()}"
+            )
+        return given
+
+    def _check_room(self, n: int) -> None:
+        """Whether so many tokens fit: llama-cpp-python would lose those that do not, without an error."""
+        n_ctx = len(self._hook.llm.input_ids)
+        if n > n_ctx:
+            raise ContextError(
+                f"{n} tokens do not fit into the context, which has {n_ctx}; load the model with a larger n_ctx, begin "
+                "with fewer in another session, or use stream(), which goes beyond the context"
+            )
 
     def _streamed(self, result: Any) -> Any:
         if not isinstance(result, Iterator):
             return result
-        stream = Stream(self, result)
-        self._streams.append(stream)
+        self._streams.append(stream := Stream(self, result))
         return stream
 
     def forget(self, stream: Stream) -> None:
@@ -297,41 +290,39 @@ class Session:
             self._streams.remove(stream)
 
     @contextmanager
-    def using(self) -> Generator[Llama]:
+    def using(self, *, needs_store: bool = True) -> Generator[Llama]:
         """A block for one call: one at a time, and not after the end of the lease."""
-        with self.alone():
-            if not self.place.hook.is_attached:
-                raise NotAttachedError(
-                    f"the store was closed, or detached from the Llama, while session {self.name!r} had it; leave the "
-                    "block before that"
-                )
-            yield self.place.hook.llm
-
-    @contextmanager
-    def alone(self) -> Generator[None]:
-        """As `using`, for calls that do not need the store."""
-        self._check()
-        with self.place.in_use:
-            outer, self._caller = self._caller, threading.get_ident()
+        self.check()
+        with self._owner.queue.in_use:
+            self._depth += 1
             try:
-                self._check()
-                yield
+                self.check()
+                if needs_store and not self._hook.is_attached:
+                    raise NotAttachedError(
+                        f"the store was closed, or detached from the Llama, while session {self.name!r} had it; leave "
+                        "the block before that"
+                    )
+                yield self._hook.llm
             finally:
-                self._caller = outer
-                if self._is_ending and outer is None:
-                    # the thread that ended it did not wait for this call
+                self._depth -= 1
+                # whoever has ended it meanwhile did not wait for this call
+                if self._is_ending:
                     self._finish()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Whether the lease is valid. Raises `StaleLeaseError`."""
         if self.is_over:
-            self.place.count("session_stale_leases")
-            why = self.place.why_lost or "has ended; admit it again"
+            self._owner.count("session_stale_leases")
+            why = "has ended; admit it again"
+            if self.turn.process != os.getpid():
+                why = "is the parent's; admit it again in this process, after the parent has left it"
             raise StaleLeaseError(f"the lease of session {self.name!r} (generation {self.generation}) {why}")
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        self._check()
+        self.check()
+        assert self._ticket is not None
         self._ticket.is_block = True
         return self
 
@@ -340,68 +331,52 @@ class Session:
     ) -> None:
         try:
             self.leave(discard=kind is not None)
-        except BaseException:
-            # interrupted before it has begun to end
-            self.end_soon(discard=kind is not None)
+        except BaseException:  # interrupted
+            self.leave_soon(discard=kind is not None)
             raise
 
     def leave(self, *, discard: bool = False) -> None:
-        """End the lease: the session is idle then, or discarded. Does nothing the second time."""
-        if self._is_over or self.place.is_lost:
-            return
-        self._is_discarded = self._is_discarded or discard
-        self._is_ending = True
-        if self._caller == threading.get_ident():
-            # from a function that the call itself calls, such as a logits processor: it ends with the call
-            return
-        try:
-            with self.place.in_use:
-                self._finish()
-        except BaseException:  # interrupted
-            self.end_soon()
-            raise
+        """End the lease: the session is idle then, or discarded. Does nothing the second time.
 
-    def end_soon(self, *, discard: bool = False) -> None:
-        """As `leave`, without waiting: if a thread is in a call, the lease ends with that."""
-        if self._caller == threading.get_ident():
-            return
-        self._is_discarded = self._is_discarded or discard
-        self._is_ending = True
-        in_use = self.place.in_use
-        if in_use.acquire(blocking=False):
-            try:
+        From a function that a call itself calls, such as a logits processor, it ends with the call.
+        """
+        if self._owner.turn is self.turn:
+            self.is_discarded, self._is_ending = self.is_discarded or discard, True
+            with self._owner.queue.in_use:
                 self._finish()
-                self.place.leave()
-            finally:
-                in_use.release()
+
+    def leave_soon(self, *, discard: bool = True) -> None:
+        """As `leave`, without waiting: if a thread is in a call, the lease ends with that."""
+        self.is_discarded, self._is_ending = self.is_discarded or discard, True
+        with self._owner.queue.unless_in_use() as is_free:
+            if is_free:
+                self._finish()
 
     def _finish(self) -> None:
-        """The end of the lease. The caller is in no call, and no other thread is."""
-        if self._is_over or self.place.is_lost:
+        """The end of the lease, unless this thread is in a call. No other thread is."""
+        if self._depth or self._ticket is None:
             return
         try:
-            try:
-                for stream in self._streams:
-                    stream.abandon()
-            finally:
-                self._is_over = True
-                self._end(self, self._is_discarded)
+            if self._owner.turn is self.turn:
+                try:
+                    for stream in self._streams:
+                        stream.abandon()
+                finally:
+                    self._owner.end(self)
         finally:
-            self.place.leave()
-
-    def end_for_its_owner(self) -> None:
-        """Discard the session, since its task will never continue."""
-        self.end_soon(discard=True)
+            self._owner.give_up(self._ticket)
 
     def __del__(self) -> None:
         # Dropped without an end: Ctrl-C came before its block began, or there was no block. The garbage collector may
         # run anywhere, so no lock is taken here.
-        if not self._is_over and not self.place.is_lost:
-            self.place.give_back()
-            self._ticket.is_abandoned = True
+        turn: Turn | None = getattr(self, "turn", None)
+        if turn is not None and self._owner.turn is turn:
+            # first: the rest may be interrupted
+            self._ticket = None
+            self._owner.give_back(turn)
             with suppress(RuntimeError):
                 # so that the next one is admitted immediately
-                _thread.start_new_thread(self.place.leave, ())
+                _thread.start_new_thread(self._owner.queue.look, ())
 
 
 class Stream(Iterator[Any]):
@@ -421,8 +396,7 @@ class Stream(Iterator[Any]):
     """
 
     def __init__(self, session: Session, inner: Iterator[Any]) -> None:
-        self._session = session
-        self._inner = inner
+        self._session, self._inner = session, inner
         self._has_begun = False
         self.before_next: Callable[[], object] = lambda: None
 
@@ -446,7 +420,7 @@ class Stream(Iterator[Any]):
     def close(self) -> None:
         """End it before it is exhausted."""
         if not self._session.is_over:
-            with suppress(StaleLeaseError), self._session.alone():
+            with suppress(StaleLeaseError), self._session.using(needs_store=False):
                 self.abandon()
                 self._session.forget(self)
 

@@ -1,34 +1,23 @@
-"""`Sessions`: which conversation may use the ``Llama``, and the tokens that it has when admitted."""
+"""`Sessions`: the conversations of a ``Llama`` by name, what each of them holds, and which one has its turn."""
 
 from __future__ import annotations
 
 import _thread
+import math
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from prefixstore.backends.forks import ForkLevel, register_at_fork
-from prefixstore.errors import (
-    BusyError,
-    ContextError,
-    InvalidParameterError,
-    MisuseError,
-    NotAttachedError,
-    StaleLeaseError,
-)
-from prefixstore.sessions.background import in_thread
-from prefixstore.sessions.place import Place
-from prefixstore.sessions.queue import AsyncTicket, Ticket, queue_of
-from prefixstore.sessions.resuming import known_tokens
-from prefixstore.sessions.saved import SavedSessions
+from prefixstore.errors import BusyError, ContextError, InvalidParameterError, MisuseError, NotAttachedError
+from prefixstore.sessions.queue import Ticket, in_thread, queue_of
 from prefixstore.sessions.session import Session
-from prefixstore.sessions.table import Entry, SessionTable, State
+from prefixstore.sessions.table import Entry, Table, Turn
 from prefixstore.stats import SessionCounts
+from prefixstore.units import shown
 
 if TYPE_CHECKING:
     from prefixstore.engine.engine import Engine
@@ -46,7 +35,8 @@ MAX_NAME_BYTES = 512
 class Sessions:
     """The conversations of one ``Llama``. May be used from many threads and asyncio tasks.
 
-    `PrefixStore.sessions` makes it.
+    `PrefixStore.sessions` makes it. What a session holds is a sequence of tokens; its state is in the pages of the
+    store. A bookmark in the location names it for other processes, and for later ones.
 
     Parameters
     ----------
@@ -56,6 +46,13 @@ class Sessions:
         Of the store.
     max_sessions
         How many sessions are kept; above that, the least recently used idle ones are evicted.
+
+    Attributes
+    ----------
+    queue
+        For the ``Llama``.
+    turn
+        Of the session that has it.
     """
 
     def __init__(self, store: PrefixStore, hook: Hook, engine: Engine, max_sessions: int) -> None:
@@ -63,25 +60,13 @@ class Sessions:
             raise InvalidParameterError(f"max_sessions={max_sessions!r} must be an integer of at least 1")
         if hook.kind.reason is not None:
             raise ContextError(f"sessions need a context whose states can be stored: {hook.kind.reason}")
-        self.max_sessions = max_sessions
-        self._store = store
-        self._hook = hook
-        self._engine = engine
-        self._queue = queue_of(hook.llm)
-        # of the session that was admitted last
-        self._place: Place | None = None
-        # held for steps in memory only
-        self._lock = threading.Lock()
-        self._table = SessionTable(max_sessions)
+        self.max_sessions, self.hook = max_sessions, hook
+        self._store, self._engine = store, engine
+        self.queue = queue_of(hook.llm)
+        self.turn: Turn | None = None
+        self._table = Table(engine, hook, max_sessions, store.min_tokens, self._is_leased)
         # of the sessions that there were before, if they were dropped
         engine.keep_nothing()
-        self._saved = SavedSessions(
-            engine,
-            hook.context.namespace.key,
-            hook.page_tokens,
-            store.min_tokens,
-            has_snapshots=hook.kind.has_snapshots,
-        )
         engine.sessions = weakref.WeakMethod(self.stats)
         register_at_fork(self, ForkLevel.ENGINE)
 
@@ -93,22 +78,23 @@ class Sessions:
 
     def after_fork_in_child(self) -> None:
         """Start over: those who wait, or have the ``Llama``, are in the parent."""
-        held = [entry for entry in self._table if entry.state is State.IDLE]
-        if self._place is not None:
-            self._place.lose("is the parent's; admit it again in this process, after the parent has left it")
-            self._place = None
-        self._lock = threading.Lock()
-        self._table = SessionTable(self.max_sessions)
-        for entry in held:
-            self._table.add(entry)
+        self.queue.restart()
+        self._table.lock = threading.Lock()
+        if self.turn is not None:
+            self.give_back(self.turn)
+            self._table.entries.pop(self.turn.entry.name, None)
+            self.turn = None
 
     def __repr__(self) -> str:
-        return f"Sessions({len(self._table)} of {self.max_sessions}, {self._store!r})"
+        return f"Sessions({len(self._table.entries)} of {self.max_sessions}, {self._store!r})"
+
+    def _is_leased(self, entry: Entry) -> bool:
+        return self.turn is not None and self.turn.entry is entry
 
     @property
     def is_usable(self) -> bool:
         """Whether the store is still attached to the ``Llama`` whose sessions these are."""
-        return self._hook.is_attached
+        return self.hook.is_attached
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
@@ -143,20 +129,17 @@ class Sessions:
         self._check(name, reuse, timeout)
         ticket = Ticket()
         try:
-            if not self._queue.enter(ticket) and not self._queue.wait(ticket, timeout):
+            self.queue.enter(ticket)
+            if not self.queue.wait(ticket, timeout):
                 raise self._busy(name, timeout)
             return self._begin(name, reuse, ticket)
         except BaseException:
-            self._give_up(ticket)
+            self.give_up(ticket)
             raise
 
     @asynccontextmanager
     async def aadmit(
-        self,
-        name: str,
-        *,
-        reuse: Reuse = "both",
-        timeout: float | None = None,
+        self, name: str, *, reuse: Reuse = "both", timeout: float | None = None
     ) -> AsyncGenerator[Session]:
         """As `admit`, for ``async with``: the event loop keeps running while this waits, restores and stores.
 
@@ -164,18 +147,17 @@ class Sessions:
         If the task is cancelled, the end of the block waits for the call that is under way.
         """
         self._check(name, reuse, timeout)
-        ticket = AsyncTicket()
+        ticket = Ticket(is_async=True)
         try:
-            if not self._queue.enter(ticket) and not await self._queue.wait_async(ticket, timeout):
+            self.queue.enter(ticket)
+            if not await self.queue.wait_async(ticket, timeout):
                 raise self._busy(name, timeout)
-            session = await in_thread(
-                partial(self._begin, name, reuse, ticket), undo=lambda session: session.leave(discard=False)
-            )
+            session = await in_thread(partial(self._begin, name, reuse, ticket), undo=Session.leave)
         except GeneratorExit:
             # the loop is closed; if a thread prepares the session, that drops it, and with it the place
             raise
         except BaseException:
-            self._give_up(ticket)
+            self.give_up(ticket)
             raise
         try:
             yield session
@@ -203,20 +185,24 @@ class Sessions:
             raise InvalidParameterError(
                 f"release() takes the session that admit() has returned, not {session!r}; for an idle one, see evict()"
             )
-        if session.is_over:
-            session.place.count("session_stale_leases")
-            raise StaleLeaseError(f"the lease of session {session.name!r} has ended already")
+        session.check()
         session.leave()
 
     def _busy(self, name: str, timeout: float | None) -> BusyError:
-        self._engine.counters.count("session_timeouts")
+        self.count("session_timeouts")
         return BusyError(f"session {name!r} has waited {timeout or 0:g} s for the Llama, which another session has")
 
     def _check(self, name: str, reuse: str, timeout: float | None) -> None:
         _check_name(name)
         if reuse not in get_args(Reuse):
             raise InvalidParameterError(f"reuse={reuse!r} is unknown; choose one of 'both', 'live', 'store', 'none'")
-        _check_timeout(timeout)
+        is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+        # of a number that is no number, both are false; one that is too large has no float
+        if timeout is not None and not (is_number and (0 <= timeout <= threading.TIMEOUT_MAX or timeout == math.inf)):
+            raise InvalidParameterError(
+                f"timeout={shown(timeout)} must be a number of seconds of at most {threading.TIMEOUT_MAX:.0f}, or None "
+                "for no limit"
+            )
         self._check_usable()
 
     def _check_usable(self) -> None:
@@ -226,148 +212,118 @@ class Sessions:
                 "store.sessions() again"
             )
 
+    # -- a turn at the Llama ------------------------------------------------------------------------------------------
+
     def _begin(self, name: str, reuse: str, ticket: Ticket) -> Session:
-        """Lease a session, and prepare the context for it. The caller is the first in the queue."""
-        if not self._queue.begin(ticket):
+        """Prepare the context for a session. The caller is the first in the queue."""
+        if not self.queue.begin(ticket):
             raise MisuseError("the event loop of this admission was closed before its turn")
-        with self._queue.in_use:
-            self._check_usable()
-            place = Place(self._hook, self._engine, self._store, self._queue, ticket)
+        with self.queue.in_use:
             try:
-                entry = self._lease(name, place)
-                session = Session(name, entry.lease, entry.generation, entry.tokens, place, ticket, self._end)
-                session.prepare(uses_live=reuse in ("both", "live"), uses_store=reuse in ("both", "store"))
-                self._engine.counters.count(f"session:{session.source}")
+                self._check_usable()
+                # one that was dropped
+                self._settle(self.turn)
+                self._table.look_up(name)
+                llm: Any = self.hook.llm
+                with self._table.lock:
+                    entry = self._table.entries.get(name) or Entry(name)
+                    turn = Turn(entry, weakref.ref(ticket), llm.cache, self.hook.n_evaluated)
+                    session = Session(self, turn, ticket)
+                    self.turn = turn
+                    evicted = self._table.used(entry)
+                self._table.forget(evicted)
+                # completions use the store, which keeps everything that is captured
+                self._engine.wants_all, self.hook.reads = True, reuse in ("both", "store")
+                llm.cache = self._store
+                session.resume(uses_live=reuse in ("both", "live"), uses_store=self.hook.reads)
+                self.count(f"session:{session.source}")
             except BaseException:
-                self._give_up(ticket)
+                self.give_up(ticket)
                 raise
             return session
 
-    def unless_in_use(self) -> AbstractContextManager[bool]:
-        """A ``with`` block during which no other thread uses the ``Llama`` for a session; whether none does now."""
-        return self._queue.unless_in_use()
+    def give_back(self, turn: Turn) -> None:
+        """Undo what a turn has changed. Does nothing the second time."""
+        self.hook.reads = self.hook.writes = True
+        self._engine.wants_all = False
+        llm: Any = self.hook.context.llm_or_none
+        # a store that was detached meanwhile is no cache any more
+        if llm is not None and llm.cache is self._store:
+            llm.cache = turn.cache
 
-    def _give_up(self, ticket: Ticket) -> None:
-        """An admission has failed. If it had its turn already, its session holds what it has held before."""
-        try:
-            place = self._place
-            if place is not None and place.is_of(ticket):
-                place.lose("was never entered; admit it again")
-                self._settle(place)
-        finally:
-            self._queue.leave(ticket)
+    def has_evaluated(self, turn: Turn) -> bool:
+        """Whether anything was evaluated since a turn began."""
+        return self.hook.n_evaluated != turn.n_evaluated
 
-    def _settle(self, place: Place | None) -> None:
-        """End an abandoned lease: the session is discarded, unless nothing was evaluated."""
-        with self._lock:
-            if self._place is not place:
-                return
-            if place is not None:
-                place.give_back()
-            entry = self._table.leased_one()
-            if entry is None:
-                return
-            is_kept = place is None or not place.has_evaluated
-            self._table.end(entry.name, entry.lease, is_kept=is_kept)
-        if not is_kept:
-            self._note_discarded(entry)
-
-    def _settle_dropped(self) -> None:
-        """As `_settle`, if the session that was admitted last was dropped."""
-        self._queue.look()
-        place = self._place
-        if place is not None and place.is_dropped:
-            self._settle(place)
-
-    def _lease(self, name: str, place: Place) -> Entry:
-        # one that was dropped
-        self._settle(self._place)
-        self._look_up(name)
-        with self._lock:
-            self._place = place
-            entry, evicted = self._table.lease(name)
-        self._forget(evicted)
-        return entry
-
-    def _look_up(self, *names: str) -> None:
-        """Have the table know what another process, or an earlier one, has left as the last one of these sessions."""
-        with self._lock:
-            known = {name: self._table.get(name) for name in names}
-            newer_than = {name: entry.set_at if entry is not None else 0 for name, entry in known.items()}
-        for entry in self._saved.find(newer_than):
-            with self._lock:
-                there = self._table.get(entry.name)
-                if there is not None and (there.state is State.LEASED or there.set_at >= entry.set_at):
-                    # it was set here meanwhile
-                    continue
-                if there is not None:
-                    entry.generation = max(entry.generation, there.generation)
-                evicted = self._table.add(entry)
-            self._forget(evicted)
-            with self._hook.guard():
-                self._engine.keep(_owner(entry.name), entry.keys)
-
-    # -- leaving ------------------------------------------------------------------------------------------------------
-
-    def _end(self, session: Session, discard: bool) -> None:
-        """End a lease: capture what the session has evaluated, and note what it holds."""
-        held: Tokens | None = None
+    def end(self, session: Session) -> None:
+        """End a turn: have all pages that its session has evaluated written, and note what it holds."""
+        turn, held = session.turn, None
         is_kept = False
         try:
-            if not discard:
-                if session.has_evaluated:
-                    held = self._captured(session)
+            if not session.is_discarded:
+                held = self._captured(session) if session.has_evaluated else None
                 is_kept = held is not None or not session.has_evaluated
         finally:
-            session.place.give_back()
-            # none if it was dropped, and settled by an admission meanwhile
-            with self._lock:
-                entry = self._table.end(session.name, session.lease, is_kept=is_kept)
-            if entry is not None and not is_kept:
-                self._note_discarded(entry)
-        if held is not None and entry is not None:
-            with self._hook.guard():
-                self._hold(entry, held)
-                self._note(entry)
+            self._close(turn, is_kept=is_kept)
+        if held is not None:
+            self._table.hold(turn.entry, held)
+
+    def _close(self, turn: Turn, *, is_kept: bool) -> None:
+        """Undo what a turn has changed, and discard its session unless it `is_kept`. Does nothing the second time."""
+        with self._table.lock:
+            if self.turn is not turn:
+                return
+            self.give_back(turn)
+            self.turn = None
+        if not is_kept:
+            self._table.discard(turn.entry)
+
+    def _settle(self, turn: Turn | None) -> None:
+        """End an abandoned turn: its session is discarded, unless nothing was evaluated."""
+        if turn is not None:
+            self._close(turn, is_kept=not self.has_evaluated(turn))
+
+    def _settle_dropped(self) -> None:
+        """As `_settle`, if the session whose turn it is was dropped."""
+        self.queue.look()
+        if self.turn is not None and self.turn.ticket() is None:
+            self._settle(self.turn)
+
+    def give_up(self, ticket: Ticket) -> None:
+        """Let the next one have the ``Llama``. A turn that has not ended, as of a failed admission, is settled."""
+        try:
+            if self.turn is not None and self.turn.ticket() is ticket:
+                self._settle(self.turn)
+        finally:
+            self.queue.leave(ticket)
+
+    # -- for the calls of a session -----------------------------------------------------------------------------------
+
+    def count(self, name: str) -> None:
+        """Raise a count of the store."""
+        self._engine.counters.count(name)
+
+    def restore(self, tokens: Tokens) -> int:
+        """As the store's `restore`: it records how the prompt is served."""
+        return self._store.restore(tokens, self.hook.llm)
+
+    def capture(self) -> None:
+        """Have all pages of the context written; what fails costs pages."""
+        with self.hook.guard():
+            # a location that fails must not keep others waiting
+            self.hook.capture(wait=not self._engine.is_failing)
 
     def _captured(self, session: Session) -> Tokens | None:
         """Have all pages of the context written; the tokens that they hold. None if they are not known."""
-        if not self._hook.is_attached:
+        if not self.hook.is_attached:
             return None
-        session.place.capture()
+        self.capture()
         # the Llama may be closed
-        with self._hook.guard(), suppress(ContextError):
-            tokens = known_tokens(self._hook)
-            if tokens is not None and not len(tokens) and session.held_before_shift is not None:
-                # a stream has emptied the context
-                return session.held_before_shift
-            return tokens
+        with self.hook.guard(), suppress(ContextError):
+            return session.held()
         return None
 
-    def _hold(self, entry: Entry, tokens: Tokens) -> None:
-        keys, n = self._saved.pages_of(tokens), len(entry.tokens)
-        has_tail = n % self._hook.page_tokens and n < len(tokens)
-        with self._lock:
-            if has_tail and self._table.is_shared(entry) and np.array_equal(entry.tokens, tokens[:n]):
-                self._engine.counters.count("session_tails_copied")
-            # forks share them, and callers see them
-            tokens.setflags(write=False)
-            entry.hold(tokens, keys, self._saved.now(entry.set_at))
-
-    def _note(self, entry: Entry) -> None:
-        """Have the pages of a session evicted last, and save its name; or not any more."""
-        self._engine.keep(_owner(entry.name), entry.keys)
-        self._saved.save(entry)
-
-    def _note_discarded(self, entry: Entry) -> None:
-        self._engine.counters.count("session_discarded")
-        with self._lock:
-            # what another process leaves later is newer
-            entry.set_at = self._saved.now(entry.set_at)
-        with self._hook.guard():
-            self._note(entry)
-
-    # -- forks, eviction ----------------------------------------------------------------------------------------------
+    # -- what there is ------------------------------------------------------------------------------------------------
 
     def fork(self, name: str, new: str) -> None:
         """Make a second session that holds what an idle one holds. Nothing is copied until one of them continues.
@@ -383,15 +339,7 @@ class Sessions:
         _check_name(new)
         self._check_usable()
         self._settle_dropped()
-        # one that only another process, or an earlier one, has saved exists as well
-        self._look_up(name, new)
-        with self._lock:
-            fork, evicted = self._table.fork(name, new)
-            fork.set_at = self._saved.now(0)
-        self._forget(evicted)
-        self._engine.counters.count("session_forks")
-        with self._hook.guard():
-            self._note(fork)
+        self._table.fork(name, new)
 
     def evict(self, name: str) -> bool:
         """Forget an idle session; whether there was one. Its pages stay, as ordinary ones, and so do its live rows.
@@ -401,50 +349,19 @@ class Sessions:
         _check_name(name)
         self._check_usable()
         self._settle_dropped()
-        with self._lock:
-            gone = self._table.evict(name)
-        is_saved = bool(self._saved.newer({name: 0}))
-        if gone is not None:
-            self._forget([gone])
-        with self._hook.guard():
-            self._saved.forget(name)
-        return gone is not None or is_saved
+        return self._table.evict(name) > 0
 
     def evict_all(self) -> int:
         """Forget all sessions but the one that has the ``Llama``, saved ones too; how many there were."""
         self._check_usable()
         self._settle_dropped()
-        with self._lock:
-            gone = self._table.evict_all()
-            leased = {entry.name for entry in self._table}
-        self._forget(gone)
-        saved = set(self._saved.names()) - leased
-        with self._hook.guard():
-            for name in saved:
-                self._saved.forget(name)
-        return len(saved | {entry.name for entry in gone})
-
-    def _forget(self, entries: Sequence[Entry]) -> None:
-        for entry in entries:
-            self._engine.counters.count("session_evicted")
-            with self._hook.guard():
-                self._engine.keep(_owner(entry.name), ())
-                # not if another process has continued it
-                self._saved.forget(entry.name, entry.set_at)
-
-    # -- what there is ------------------------------------------------------------------------------------------------
+        return self._table.evict()
 
     def names(self) -> list[str]:
         """The sessions that can be resumed: those of this process, and those that are saved in the store."""
         self._check_usable()
         self._settle_dropped()
-        saved = self._saved.names()
-        with self._lock:
-            held = {entry.name for entry in self._table if len(entry.tokens) or entry.state is State.LEASED}
-            empty = {entry.name: entry.set_at for entry in self._table if entry.name not in held}
-        # another process may have left one after it was discarded here
-        hidden = empty.keys() - self._saved.newer(empty)
-        return sorted(held | (set(saved) - hidden))
+        return self._table.names()
 
     def __contains__(self, name: object) -> bool:
         return name in self.names()
@@ -453,34 +370,10 @@ class Sessions:
         """Counts of what was done with sessions."""
         self._settle_dropped()
         count = self._engine.counters
-        return SessionCounts(
-            cold=count["session:cold"],
-            live=count["session:live"],
-            store=count["session:store"],
-            forks=count["session_forks"],
-            tails_copied=count["session_tails_copied"],
-            evicted=count["session_evicted"],
-            discarded=count["session_discarded"],
-            stale_leases=count["session_stale_leases"],
-            timeouts=count["session_timeouts"],
-            sessions=len(self._table),
-            waiting=len(self._queue),
-        )
-
-
-def _owner(name: str) -> str:
-    """As whom a session keeps its pages."""
-    return f"session:{name}"
-
-
-def _check_timeout(timeout: float | None) -> None:
-    is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-    if timeout is not None and not (is_number and timeout >= 0):
-        raise InvalidParameterError(f"timeout={timeout!r:.80} must be a number of seconds, or None for no limit")
-    try:
-        float(timeout or 0)
-    except OverflowError as error:
-        raise InvalidParameterError("timeout is too large; pass None for no limit") from error
+        sources = {name: count[f"session:{name}"] for name in ("cold", "live", "store")}
+        names = ("forks", "tails_copied", "evicted", "discarded", "stale_leases", "timeouts")
+        others = {name: count[f"session_{name}"] for name in names}
+        return SessionCounts(**sources, **others, sessions=len(self._table.entries), waiting=len(self.queue))
 
 
 def _check_name(name: str) -> None:

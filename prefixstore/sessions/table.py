@@ -1,184 +1,264 @@
-"""The session table: which sessions there are, what each of them holds, and which one has the ``Llama``.
-
-A session is idle, leased, or discarded: then it holds nothing, and its generation is one higher. Nothing here touches a
-model or a store. Used under the lock of its owner.
-"""
+"""Which sessions there are, what each of them holds, and which are saved in the location."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from prefixstore.engine.bookmark import Bookmark, Unset
+from prefixstore.engine.miss import Guard
 from prefixstore.errors import BusyError, InvalidParameterError
-from prefixstore.format.keys import NO_TOKENS, Tokens
+from prefixstore.format.keys import NO_TOKENS, PAGE, SNAPSHOT, Tokens, page_key, page_keys
 
-__all__ = ["Entry", "SessionTable", "State"]
+if TYPE_CHECKING:
+    from prefixstore.engine.engine import Engine
+    from prefixstore.llama.hook import Hook
+    from prefixstore.sessions.queue import Ticket
 
-
-class State(str, Enum):
-    """The state of a session."""
-
-    IDLE = "idle"
-    LEASED = "leased"
-    """It has the ``Llama``."""
-    DISCARDED = "discarded"
-    """It ended with an exception, and holds nothing."""
+__all__ = ["Entry", "Table", "Turn"]
 
 
-@dataclass
+@dataclass(eq=False)
 class Entry:
-    """A session.
+    """What is known of a session, whether it has the ``Llama`` or not.
 
     Attributes
     ----------
     name
         Given by the caller.
     tokens
-        What it has evaluated. Never changed, only replaced: forks share it.
-    generation
-        How often it was discarded.
-    state
-        What it does.
-    lease
-        Number of its last lease.
+        What it has evaluated; none of a new or discarded one. Never changed, only replaced: forks share it.
     keys
         Keys of the pages that hold the tokens.
+    generation
+        How often it was discarded.
     set_at
         When its tokens were set, in nanoseconds since the epoch.
     """
 
     name: str
     tokens: Tokens = field(default_factory=lambda: NO_TOKENS)
-    generation: int = 0
-    state: State = State.IDLE
-    lease: int = 0
     keys: tuple[bytes, ...] = ()
+    generation: int = 0
     set_at: int = 0
 
-    def hold(self, tokens: Tokens, keys: tuple[bytes, ...], set_at: int) -> None:
-        """Note what the session holds from now on."""
-        self.tokens, self.keys, self.set_at = tokens, keys, set_at
+
+@dataclass(eq=False)
+class Turn:
+    """A session's turn at the ``Llama``: `Sessions.turn`, from its admission to its end.
+
+    Attributes
+    ----------
+    entry
+        The session.
+    ticket
+        Its place in the queue, as long as anybody can end it.
+    cache, n_evaluated
+        The cache of the ``Llama`` before, and how many tokens it had evaluated.
+    process
+        In which it was admitted.
+    """
+
+    entry: Entry
+    ticket: weakref.ref[Ticket]
+    cache: object
+    n_evaluated: int
+    process: int = field(default_factory=os.getpid)
 
 
-class SessionTable:
-    """Sessions by name, the least recently used one first.
+class Table:
+    """The sessions of a ``Llama``, by name. A location that fails has none of them, and loses those saved meanwhile.
 
     Parameters
     ----------
+    engine, hook
+        Of the store.
     max_sessions
-        How many there may be. A leased one is never evicted.
+        How many there may be. One that has the ``Llama`` is never evicted.
+    min_tokens
+        Shorter sequences are not stored, so they cannot be saved.
+    is_leased
+        Whether a session has the ``Llama``.
+
+    Attributes
+    ----------
+    entries
+        By name, the least recently used one first.
+    lock
+        To be held while they change; for steps in memory only.
     """
 
-    def __init__(self, max_sessions: int) -> None:
-        self._max = max_sessions
-        self._entries: dict[str, Entry] = {}
-        self._leases = itertools.count(1)
+    def __init__(
+        self, engine: Engine, hook: Hook, max_sessions: int, min_tokens: int, is_leased: Callable[[Entry], bool]
+    ) -> None:
+        self._engine, self._hook, self._namespace = engine, hook, hook.context.namespace.key
+        self._max_sessions, self._min_tokens, self._is_leased = max_sessions, min_tokens, is_leased
+        self.entries: dict[str, Entry] = {}
+        self.lock = threading.Lock()
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __iter__(self) -> Iterator[Entry]:
-        return iter(self._entries.values())
-
-    def get(self, name: str) -> Entry | None:
-        """A session."""
-        return self._entries.get(name)
-
-    def leased_one(self) -> Entry | None:
-        """The session that has the ``Llama``."""
-        return next((entry for entry in self if entry.state is State.LEASED), None)
-
-    def add(self, entry: Entry) -> list[Entry]:
-        """Add an idle session, or replace one that is not leased, as the last used; returns those evicted for it."""
-        self._entries.pop(entry.name, None)
-        self._entries[entry.name] = entry
-        return self._evict_surplus(entry)
-
-    def lease(self, name: str) -> tuple[Entry, list[Entry]]:
-        """Lease a session, a new one if there is none; and those evicted for it.
-
-        One that is leased already was abandoned, since only one at a time can be: it is discarded first.
-        """
-        for abandoned in self:
-            if abandoned.state is State.LEASED:
-                self._discard(abandoned)
-        entry = self._entries.pop(name, None) or Entry(name)
-        self._entries[name] = entry
-        entry.lease = next(self._leases)
-        entry.state = State.LEASED
-        return entry, self._evict_surplus(entry)
-
-    def end(self, name: str, lease: int, *, is_kept: bool) -> Entry | None:
-        """End a lease: the session is idle, and the last used one; or discarded, unless it `is_kept`.
-
-        None if the lease has ended already.
-        """
-        entry = self._entries.get(name)
-        if entry is None or entry.state is not State.LEASED or entry.lease != lease:
-            return None
-        if is_kept:
-            entry.state = State.IDLE
-            self._entries[name] = self._entries.pop(name)
-        else:
-            self._discard(entry)
-        return entry
-
-    @staticmethod
-    def _discard(entry: Entry) -> None:
-        entry.generation += 1
-        entry.state = State.DISCARDED
-        entry.hold(NO_TOKENS, (), entry.set_at)
-
-    def fork(self, name: str, new: str) -> tuple[Entry, list[Entry]]:
-        """A second session with the same tokens, and those evicted for it.
-
-        Raises
-        ------
-        InvalidParameterError
-            If there is no such session, or the new one holds something already.
-        BusyError
-            If one of them is leased.
-        """
-        entry, there = self._entries.get(name), self._entries.get(new)
-        for each in (entry, there):
-            if each is not None and each.state is State.LEASED:
-                raise BusyError(f"session {each.name!r} has the Llama; fork it after its block")
-        if entry is None or entry.state is State.DISCARDED:
-            raise InvalidParameterError(f"there is no session {name!r} to fork; names() lists the sessions")
-        if there is not None and there.state is State.IDLE:
-            raise InvalidParameterError(f"session {new!r} already exists; evict it first, or choose another name")
-        self._entries[name] = self._entries.pop(name)
-        fork = Entry(new, entry.tokens, there.generation if there is not None else 0, keys=entry.keys)
-        return fork, self.add(fork)
-
-    def is_shared(self, entry: Entry) -> bool:
-        """Whether a session was forked, and neither it nor a fork has continued since."""
-        return len(entry.tokens) > 0 and any(
-            other is not entry and other.tokens is entry.tokens for other in self._entries.values()
-        )
-
-    def evict(self, name: str) -> Entry | None:
-        """Forget a session; None if there is none. Raises `BusyError` if it is leased."""
-        entry = self._entries.get(name)
-        if entry is not None and entry.state is State.LEASED:
-            raise BusyError(f"session {name!r} has the Llama; evict it after its block")
-        return self._entries.pop(name, None)
-
-    def evict_all(self) -> list[Entry]:
-        """Forget all sessions but a leased one."""
-        gone = [entry for entry in self if entry.state is not State.LEASED]
-        self._entries = {entry.name: entry for entry in self if entry.state is State.LEASED}
-        return gone
-
-    def _evict_surplus(self, but: Entry) -> list[Entry]:
-        """Forget discarded sessions, then the least recently used idle ones, as long as there are too many."""
-        surplus = len(self._entries) - self._max
+    def used(self, entry: Entry) -> list[Entry]:
+        """Make a session the last used one; those evicted for it, which are to be forgotten. Called under the lock."""
+        self.entries.pop(entry.name, None)
+        self.entries[entry.name] = entry
+        surplus = len(self.entries) - self._max_sessions
         if surplus <= 0:
             return []
-        free = [entry for entry in self if entry is not but and entry.state is not State.LEASED]
-        free.sort(key=lambda entry: entry.state is not State.DISCARDED)
-        for entry in free[:surplus]:
-            del self._entries[entry.name]
+        free = [each for each in self.entries.values() if each is not entry and not self._is_leased(each)]
+        # discarded ones first
+        free.sort(key=lambda each: len(each.tokens) > 0)
+        for each in free[:surplus]:
+            del self.entries[each.name]
         return free[:surplus]
+
+    def forget(self, entries: Sequence[Entry]) -> None:
+        """Sessions were evicted: their pages are ordinary ones from now on, and their names are removed."""
+        for entry in entries:
+            self._engine.counters.count("session_evicted")
+            with self._hook.guard():
+                self._engine.keep(entry.name, ())
+                # not if another process has continued it
+                self._engine.set_bookmark(self._namespace, entry.name, Unset(entry.set_at))
+
+    def hold(self, entry: Entry, tokens: Tokens) -> None:
+        """Note what a session holds from now on, and save it."""
+        with self._hook.guard():
+            keys, n = self._pages_of(tokens), len(entry.tokens)
+            with self.lock:
+                is_shared = any(each is not entry and each.tokens is entry.tokens for each in self.entries.values())
+                has_tail = n % self._hook.page_tokens and n < len(tokens)
+                if has_tail and is_shared and np.array_equal(entry.tokens, tokens[:n]):
+                    self._engine.counters.count("session_tails_copied")
+                # forks share them, and callers see them
+                tokens.setflags(write=False)
+                entry.tokens, entry.keys, entry.set_at = tokens, keys, _now(entry.set_at)
+            self._save(entry)
+
+    def discard(self, entry: Entry) -> None:
+        """Have a session hold nothing any more."""
+        self._engine.counters.count("session_discarded")
+        with self.lock:
+            # what another process leaves later is newer
+            entry.tokens, entry.keys, entry.set_at = NO_TOKENS, (), _now(entry.set_at)
+            entry.generation += 1
+        with self._hook.guard():
+            self._save(entry)
+
+    def fork(self, name: str, new: str) -> None:
+        """Add a session with the tokens of another one; see `Sessions.fork`."""
+        # one that only another process, or an earlier one, has saved exists as well
+        self.look_up(name, new)
+        with self.lock:
+            entry, there = (self.entries.get(each) or Entry(each) for each in (name, new))
+            self._check_idle(entry, "fork")
+            self._check_idle(there, "fork")
+            if not len(entry.tokens):
+                raise InvalidParameterError(f"there is no session {name!r} to fork; names() lists the sessions")
+            if len(there.tokens):
+                raise InvalidParameterError(f"session {new!r} already exists; evict it first, or choose another name")
+            fork = Entry(new, entry.tokens, entry.keys, there.generation, _now(there.set_at))
+            evicted = [*self.used(entry), *self.used(fork)]
+        self.forget(evicted)
+        self._engine.counters.count("session_forks")
+        with self._hook.guard():
+            self._save(fork)
+
+    def evict(self, name: str | None = None) -> int:
+        """Forget a session, by default all that are idle, saved ones too; how many there were."""
+        with self.lock:
+            if name is not None:
+                self._check_idle(self.entries.get(name), "evict")
+            gone = [each for each in self.entries.values() if name in (None, each.name) and not self._is_leased(each)]
+            for each in gone:
+                del self.entries[each.name]
+            left = set(self.entries)
+        self.forget(gone)
+        saved = set(self._saved()) - left if name is None else set(self._newer({name: 0}))
+        with self._hook.guard():
+            for each_name in saved if name is None else {name}:
+                self._engine.set_bookmark(self._namespace, each_name, None)
+        return len(saved | {each.name for each in gone})
+
+    def _check_idle(self, entry: Entry | None, what: str) -> None:
+        if entry is not None and self._is_leased(entry):
+            raise BusyError(f"session {entry.name!r} has the Llama; {what} it after its block")
+
+    # -- what is saved ------------------------------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        """Those that can be resumed: of this process, and of the location."""
+        saved = self._saved()
+        with self.lock:
+            held = {each.name for each in self.entries.values() if len(each.tokens) or self._is_leased(each)}
+            empty = {name: each.set_at for name, each in self.entries.items() if name not in held}
+        # another process may have left one after it was discarded here
+        hidden = empty.keys() - self._newer(empty).keys()
+        return sorted(held | (set(saved) - hidden))
+
+    def look_up(self, *names: str) -> None:
+        """Note what another process, or an earlier one, has left as the last one of these sessions."""
+        with self.lock:
+            set_at = {name: self.entries[name].set_at if name in self.entries else 0 for name in names}
+        for name, bookmark in self._newer(set_at).items():
+            tokens = None
+            with self._looking_up():
+                tokens = self._engine.bookmarked(self._namespace, bookmark)
+            if tokens is None:
+                continue
+            entry = Entry(name, tokens, self._pages_of(tokens), bookmark.generation, bookmark.set_at)
+            with self.lock:
+                there = self.entries.get(name) or Entry(name)
+                # not if it was set here meanwhile
+                if self._is_leased(there) or there.set_at >= entry.set_at:
+                    continue
+                entry.generation = max(entry.generation, there.generation)
+                evicted = self.used(entry)
+            self.forget(evicted)
+            with self._hook.guard():
+                self._engine.keep(name, entry.keys)
+
+    def _newer(self, set_at: Mapping[str, int]) -> dict[str, Bookmark]:
+        """Those of these sessions that were saved after these times."""
+        saved: Mapping[str, Bookmark] = {}
+        with self._looking_up():
+            saved = self._engine.bookmarks(self._namespace) if set_at else {}
+        return {name: saved[name] for name, before in set_at.items() if name in saved and saved[name].set_at > before}
+
+    def _saved(self) -> list[str]:
+        """The saved ones that can be resumed: all that they hold is stored."""
+        with self._looking_up():
+            return self._engine.whole_bookmarks(self._namespace)
+        return []
+
+    def _looking_up(self) -> Guard:
+        return Guard(self._engine.counters, "resume:miss:error", "resume:miss:unavailable")
+
+    def _save(self, entry: Entry) -> None:
+        """Have the pages of a session evicted last, and its name saved with the commit after them; or not any more."""
+        self._engine.keep(entry.name, entry.keys)
+        end = len(entry.tokens) // self._hook.page_tokens * self._hook.page_tokens
+        page = entry.keys[end // self._hook.page_tokens - 1] if end else self._namespace
+        form = SNAPSHOT if self._hook.kind.has_snapshots else PAGE
+        rest, n = entry.tokens[end:].tobytes(), len(entry.tokens)
+        is_stored = n >= max(self._min_tokens, 1)
+        bookmark = Bookmark(page, rest, n, form, entry.generation, entry.set_at) if is_stored else Unset(entry.set_at)
+        self._engine.set_bookmark(self._namespace, entry.name, bookmark)
+
+    def _pages_of(self, tokens: Tokens) -> tuple[bytes, ...]:
+        """The keys of all pages and snapshots that may hold a sequence: first those of its full pages."""
+        full_pages = page_keys(self._namespace, tokens, self._hook.page_tokens)
+        parent = full_pages[-1] if full_pages else self._namespace
+        rest = tokens[len(full_pages) * self._hook.page_tokens :].tobytes()
+        forms = (PAGE, SNAPSHOT) if self._hook.kind.has_snapshots else (PAGE,)
+        return (*full_pages, *(page_key(parent, rest, form) for form in forms if rest or form == SNAPSHOT))
+
+
+def _now(before: int) -> int:
+    """The time, but later than that of everything saved before."""
+    return max(time.time_ns(), before + 1)

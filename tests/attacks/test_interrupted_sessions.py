@@ -29,7 +29,7 @@ def test_ctrl_c_at_any_place_of_a_session(arch, models, tmp_path):
 
         def work():
             turn("alice", 0)
-            sessions.fork("alice", f"fork {len(sessions._table)}")
+            sessions.fork("alice", f"fork {len(sessions._table.entries)}")
             turn("bob", 1)
             turn("alice", 0)
 
@@ -46,7 +46,7 @@ def test_ctrl_c_at_any_place_of_a_session(arch, models, tmp_path):
             found = outcome(lambda name=name, at=at: turn(name, at % 2, timeout=PATIENCE / 2), where)
             assert isinstance(found, dict), (where, found)
             assert found["choices"][0]["text"] == texts[at % 2], where
-            assert len(sessions._queue) == 0, where
+            assert len(sessions.queue) == 0, where
             assert llm.cache is None, where
             assert store._hooks.current.reads, where
             assert not store.engine.wants_all, where

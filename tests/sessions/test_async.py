@@ -71,7 +71,7 @@ def test_a_task_gives_up_in_time(sessions):
                     pass
 
     asyncio.run(main())
-    assert len(sessions._queue) == 0
+    assert len(sessions.queue) == 0
 
 
 def test_an_exception_in_the_block_discards_the_session(sessions):
@@ -110,7 +110,7 @@ def test_a_cancelled_task_ends_with_its_call_and_the_next_one_is_admitted(llama,
             await asyncio.sleep(0)
         # its call is under way: the Llama is not free
         assert not following.done()
-        assert len(sessions._queue) == 2
+        assert len(sessions.queue) == 2
         go.set()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -135,7 +135,7 @@ def test_a_task_is_cancelled_at_any_step(sessions):
                 await asyncio.to_thread(lambda: None)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            assert len(sessions._queue) == 0
+            assert len(sessions.queue) == 0
         assert await turn(sessions, "bob", prompt(30))
 
     asyncio.run(main())

@@ -70,7 +70,7 @@ def test_a_fault_at_any_call_of_llama_cpp_leaves_no_wrong_rows(after, alone, sto
         name = list(expected)[k % 3]
         turned(sessions, alone, name, expected[name], 2)
     assert store.check() == []
-    assert len(sessions._queue) == 0
+    assert len(sessions.queue) == 0
 
 
 @pytest.mark.slow

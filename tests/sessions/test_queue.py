@@ -9,8 +9,7 @@ import threading
 import pytest
 
 from prefixstore import MisuseError
-from prefixstore.sessions.background import in_thread
-from prefixstore.sessions.queue import AsyncTicket, Queue, Ticket, between_calls, queue_of
+from prefixstore.sessions.queue import Queue, Ticket, between_calls, in_thread, queue_of
 
 
 class Other(Ticket):
@@ -18,14 +17,16 @@ class Other(Ticket):
 
     def __init__(self):
         super().__init__()
-        self.owner, self.loop, self.task = object(), None, None
+        self.thread, self.loop, self.task = object(), None, None
 
 
 def test_places_are_given_up_in_any_order_and_the_first_has_its_turn():
     queue, tickets, chance = Queue(), [Other() for _ in range(50)], random.Random(0)
-    assert [queue.enter(ticket) for ticket in tickets] == [True] + [False] * 49
+    for ticket in tickets:
+        queue.enter(ticket)
+    del ticket
     while tickets:
-        assert [queue.is_first(ticket) for ticket in tickets] == [True] + [False] * (len(tickets) - 1)
+        assert [queue.look() is ticket for ticket in tickets] == [True] + [False] * (len(tickets) - 1)
         assert len(queue) == len(tickets)
         gone = tickets.pop(chance.randrange(len(tickets)))
         queue.leave(gone)
@@ -60,13 +61,13 @@ def test_one_that_waits_too_long_loses_its_place_only():
     queue, first, second = Queue(), Other(), Other()
     queue.enter(first)
     mine = Ticket()
-    assert not queue.enter(mine)
+    queue.enter(mine)
     queue.enter(second)
     assert not queue.wait(mine, 0)
     assert not queue.wait(mine, 0.001)
     queue.leave(mine)
     queue.leave(first)
-    assert queue.is_first(second)
+    assert queue.look() is second
 
 
 def test_one_that_has_its_turn_does_not_wait_for_itself():
@@ -76,17 +77,18 @@ def test_one_that_has_its_turn_does_not_wait_for_itself():
         queue.enter(Ticket())
     queue.leave(mine)
     again = Ticket()
-    assert queue.enter(again)
+    queue.enter(again)
+    assert queue.look() is again
 
 
 def test_a_place_that_was_abandoned_is_passed_over():
     queue, first, last = Queue(), Ticket(), Other()
     queue.enter(first)
     queue.enter(last)
-    first.is_abandoned = True
+    del first
     mine = Ticket()  # of the same owner as the first
-    assert not queue.enter(mine)
-    assert queue.is_first(last)
+    queue.enter(mine)
+    assert queue.look() is last
     queue.leave(last)
     assert queue.wait(mine, 0)
 
@@ -105,7 +107,7 @@ def test_tasks_and_threads_wait_in_one_queue():
     queue.enter(first)
 
     async def task(i):
-        ticket = AsyncTicket()
+        ticket = Ticket(is_async=True)
         queue.enter(ticket)
         assert await queue.wait_async(ticket, None)
         served.append(i)
@@ -147,7 +149,7 @@ def test_a_cancelled_task_loses_its_place_even_if_it_was_just_told():
         queue.enter(first)
 
         async def wait():
-            ticket = AsyncTicket()
+            ticket = Ticket(is_async=True)
             queue.enter(ticket)
             try:
                 await queue.wait_async(ticket, None)
@@ -162,7 +164,7 @@ def test_a_cancelled_task_loses_its_place_even_if_it_was_just_told():
         tasks[0].cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert [isinstance(result, asyncio.CancelledError) for result in results] == [True, True, False]
-        assert queue.is_first(last)
+        assert queue.look() is last
 
     asyncio.run(main())
 
@@ -171,12 +173,12 @@ def test_a_thread_does_not_stop_the_loop_that_has_to_go_on_first():
     queue = Queue()
 
     async def main():
-        first = AsyncTicket()
+        first = Ticket(is_async=True)
         queue.enter(first)
         with pytest.raises(MisuseError, match="use aadmit"):
             queue.enter(Ticket())
         queue.leave(first)
-        assert queue.enter(Ticket())
+        queue.enter(Ticket())
 
     asyncio.run(main())
 
@@ -186,7 +188,7 @@ def test_a_task_that_nobody_has_told_of_its_turn_finds_it_by_looking(monkeypatch
     queue = Queue()
 
     async def main():
-        first, ticket = Other(), AsyncTicket()
+        first, ticket = Other(), Ticket(is_async=True)
         queue.enter(first)
         queue.enter(ticket)
         waiting = asyncio.create_task(queue.wait_async(ticket, None))
@@ -203,12 +205,12 @@ def test_a_task_whose_loop_is_closed_is_passed_over():
     queue.enter(first)
 
     async def wait():
-        queue.enter(AsyncTicket())
+        queue.enter(Ticket(is_async=True))
 
     asyncio.run(wait())
     queue.enter(last)
     queue.leave(first)
-    assert queue.is_first(last)
+    assert queue.look() is last
 
 
 def test_work_in_a_thread_ends_before_a_cancelled_task_goes_on():
@@ -248,7 +250,7 @@ def test_a_place_lasts_as_long_as_its_ticket():
     del dropped
     assert len(queue) == 2
     del ticket, first
-    assert queue.is_first(last)
+    assert queue.look() is last
     assert queue.begin(last)
     assert not queue.begin(Other())
 

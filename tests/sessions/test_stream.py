@@ -10,7 +10,7 @@ import pytest
 
 from prefixstore import ContextError, InvalidParameterError, MisuseError
 from prefixstore.llama.binding import pointer_of
-from prefixstore.sessions.moving_window import MovingWindow
+from prefixstore.llama.moving_window import MovingWindow
 from tests.support.models import answer, logits, prompt
 
 SMALL = {"n_ctx": 256, "n_batch": 64, "n_ubatch": 64}
@@ -220,8 +220,8 @@ def test_a_shift_that_is_interrupted_leaves_an_empty_context(llama, open_store, 
     llm, alone = llama(**SMALL), llama(**SMALL)
     store = open_store(llm)
     llm.set_cache(store)
-    window, tokens = MovingWindow(store._hooks.current, sink=SINK, window=WINDOW, exact=False), prompt(129)
-    window.feed(tokens[window.begin(np.asarray(tokens, "<i4")) :])
+    window, tokens = MovingWindow(store._hooks.current, SINK, WINDOW, exact=False), prompt(129)
+    window.feed(tokens)
 
     def interrupt(*_):
         raise KeyboardInterrupt

@@ -8,6 +8,7 @@ the context is emptied at the end.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -20,9 +21,8 @@ from prefixstore.llama.binding import model_of, n_places, pointer_of, sample, sa
 from prefixstore.llama.hook import Hook
 from prefixstore.llama.lineage import Unknown
 from prefixstore.llama.paged_memory import PagedMemory
-from prefixstore.sessions.resuming import rewind
 
-__all__ = ["MovingWindow", "cannot_shift", "stream"]
+__all__ = ["MovingWindow", "generated"]
 
 # llama.cpp ends the process when it turns keys of another type, although it says that it can
 TYPES = (llama_cpp.GGML_TYPE_F32, llama_cpp.GGML_TYPE_F16)
@@ -31,16 +31,17 @@ ROPES = (llama_cpp.LLAMA_ROPE_TYPE_NORM, llama_cpp.LLAMA_ROPE_TYPE_NEOX)
 PART_DROPPED = 4
 
 
-def cannot_shift(hook: Hook) -> str | None:
+def _cannot_shift(hook: Hook) -> str | None:
     """Why the positions of a context cannot be shifted; None if they can."""
     llm, kind = hook.llm, hook.context.kind
     memory, model = llama_cpp.llama_get_memory(pointer_of(llm)), model_of(llm)
-    has_window = hook.context.memory.overwrites_window
     has_rope = llama_cpp.llama_model_rope_type(model) in ROPES
     reasons = {
         "recurrent memory has no rows that could be dropped": kind.has_snapshots,
         f"its states cannot be stored ({kind.reason})": kind.reason is not None,
-        "it overwrites rows that leave its sliding window; load the model with swa_full=True": has_window,
+        "it overwrites rows that leave its sliding window; load the model with swa_full=True": (
+            hook.context.memory.overwrites_window
+        ),
         "its keys are quantized, or bf16; load the model with type_k of f16 or f32": (
             llm.context_params.type_k not in TYPES
         ),
@@ -65,13 +66,6 @@ class MovingWindow:
         Whether the context is computed again from the tokens that stay, instead of shifted.
     before_first
         Called before anything is dropped.
-    restore
-        Restores what is stored of a text: by default, the hook does.
-
-    Attributes
-    ----------
-    has_moved
-        Whether anything was dropped.
 
     Raises
     ------
@@ -82,14 +76,7 @@ class MovingWindow:
     """
 
     def __init__(
-        self,
-        hook: Hook,
-        *,
-        sink: int,
-        window: int,
-        exact: bool,
-        before_first: Callable[[], object] = lambda: None,
-        restore: Callable[[Tokens], int] | None = None,
+        self, hook: Hook, sink: int, window: int, *, exact: bool, before_first: Callable[[], object] = lambda: None
     ) -> None:
         n_ctx = n_places(hook.llm)
         for name, value, least in (("sink", sink, 0), ("window", window, 1)):
@@ -99,76 +86,69 @@ class MovingWindow:
             raise InvalidParameterError(
                 f"sink={sink} and window={window} must be fewer than the {n_ctx} tokens of the context together"
             )
-        reason = cannot_shift(hook) if not exact else None
+        reason = _cannot_shift(hook) if not exact else None
         if reason is not None:
             raise ContextError(f"this context cannot be shifted: {reason}; exact=True computes the window again")
-        self._hook = hook
+        self.hook = hook
         self._sink, self._window, self._exact = sink, window, exact
         self._most = sink + window + max(1, min(n_ctx - sink - window, window // PART_DROPPED))
         self._before_first = before_first
-        self._restore = restore or hook.restore
-        self.has_moved = False
-        # for `exact`: what the window may need again
+        self._has_moved = False
+        # what the window may need again
         self._first: list[int] = []
-        self._last: list[int] = []
+        self._last: deque[int] = deque(maxlen=window)
 
-    def begin(self, tokens: Tokens) -> int:
-        """Restore what is stored of a text; how many tokens are live, after which `feed` continues."""
-        n = self._restore(tokens)
-        self._note(tokens[:n].tolist())
-        return n
+    def feed(self, tokens: Sequence[int], n_live: int = 0) -> None:
+        """Take further tokens, of which the context holds the first ones: the others are evaluated.
 
-    def feed(self, tokens: Sequence[int]) -> None:
-        """Evaluate further tokens, and drop what leaves the window to make room for them."""
-        llm = self._hook.llm
-        at = 0
-        while at < len(tokens):
+        What leaves the window is dropped to make room for them.
+        """
+        llm = self.hook.llm
+        self._note(tokens[:n_live])
+        while n_live < len(tokens):
             room = self._most - llm.n_tokens
             if room <= 0:
                 self._move()
                 continue
-            some = tokens[at : at + min(room, llm.n_batch)]
+            some = tokens[n_live : n_live + min(room, llm.n_batch)]
             llm.eval(some)
             self._note(some)
-            at += len(some)
+            n_live += len(some)
 
     def end(self) -> None:
         """Empty the context, if anything was dropped from it: what it holds is not to be continued."""
-        if self.has_moved:
+        if self._has_moved:
             try:
                 with suppress(ContextError):  # the Llama is closed
-                    self._hook.context.settle()
-                    self._hook.context.empty()
+                    self.hook.context.settle()
+                    self.hook.context.empty()
             finally:
-                self._hook.writes = True
+                self.hook.writes = True
 
     def _note(self, tokens: Sequence[int]) -> None:
-        if self._exact:
-            self._first += tokens[: max(self._sink - len(self._first), 0)]
-            self._last = [*self._last, *tokens][-self._window :]
+        self._first += tokens[: max(self._sink - len(self._first), 0)]
+        self._last.extend(tokens)
 
     def _move(self) -> None:
-        hook = self._hook
-        if not self.has_moved:
+        if not self._has_moved:
             self._before_first()
-            self.has_moved = True
-            hook.writes = False
+            self._has_moved = True
+            self.hook.writes = False
         if self._exact:
             kept = [*self._first, *self._last]
-            n = rewind(hook, as_tokens(kept))
-            hook.llm.eval(kept[n:])
+            self.hook.llm.eval(kept[self.hook.rewind(as_tokens(kept)) :])
         else:
-            self._shift(hook.llm.n_tokens - self._sink - self._window)
+            self._shift(self.hook.llm.n_tokens - self._sink - self._window)
 
     def _shift(self, drop: int) -> None:
         """Drop `drop` tokens behind the sink, and move the others to their places.
 
         From here on it is not known what the context holds, and no prompt continues what was moved.
         """
-        context, keep = self._hook.context, self._sink
+        context, keep = self.hook.context, self._sink
         context.settle()
         llm, memory = context.llm, context.memory
-        assert isinstance(memory, PagedMemory)  # see `cannot_shift`
+        assert isinstance(memory, PagedMemory)  # see `_cannot_shift`
         n = llm.n_tokens
         context.lineage.lose(Unknown.SHIFTED)
         with context.loading():
@@ -178,20 +158,14 @@ class MovingWindow:
             llm.n_tokens = n - drop
 
 
-def stream(
-    hook: Hook,
+def generated(
+    moving: MovingWindow,
     prompt: Tokens,
-    *,
-    sink: int,
-    window: int,
-    exact: bool,
     max_tokens: int | None,
-    before_first: Callable[[], object],
     restore: Callable[[Tokens], int],
     sampling: dict[str, Any],
 ) -> Iterator[int]:
     """Generate tokens after a prompt, without an end; see `Session.stream`."""
-    moving = MovingWindow(hook, sink=sink, window=window, exact=exact, before_first=before_first, restore=restore)
     if not len(prompt):
         raise InvalidParameterError("prompt is empty")
     is_number = isinstance(max_tokens, int) and not isinstance(max_tokens, bool)
@@ -200,24 +174,22 @@ def stream(
             f"max_tokens={max_tokens!r} must be an integer of at least 0, or None to continue until the model "
             f"ends the text"
         )
-    return _generate(hook, moving, prompt, max_tokens, sampling)
+    hook, llm = moving.hook, moving.hook.llm
 
+    def tokens() -> Iterator[int]:
+        try:
+            moving.feed(prompt.tolist(), restore(prompt))
+            sampler = sampler_of(llm, sampling)
+            for _ in itertools.count() if max_tokens is None else range(max_tokens):
+                token = sample(llm, sampler)
+                if llama_cpp.llama_vocab_is_eog(vocab_of(llm), token):
+                    return
+                before = hook.n_evaluated, llm.n_tokens
+                yield token
+                if before != (hook.n_evaluated, llm.n_tokens):
+                    raise MisuseError("the context was used for something else; the stream cannot continue")
+                moving.feed([token])
+        finally:
+            moving.end()
 
-def _generate(
-    hook: Hook, moving: MovingWindow, prompt: Tokens, max_tokens: int | None, sampling: dict[str, Any]
-) -> Iterator[int]:
-    llm, counters = hook.llm, hook.context.engine.counters
-    try:
-        moving.feed(prompt[moving.begin(prompt) :].tolist())
-        sampler = sampler_of(llm, sampling)
-        for _ in itertools.count() if max_tokens is None else range(max_tokens):
-            token = sample(llm, sampler)
-            if llama_cpp.llama_vocab_is_eog(vocab_of(llm), token):
-                return
-            before = counters["tokens_computed"], llm.n_tokens
-            yield token
-            if before != (counters["tokens_computed"], llm.n_tokens):
-                raise MisuseError("the context was used for something else; the stream cannot continue")
-            moving.feed([token])
-    finally:
-        moving.end()
+    return tokens()
