@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-import uvicorn
+from aiohttp import web
 
 from prefixstore.errors import PrefixStoreError
 from prefixstore.metrics import RequestMetrics, StoreMetrics, new_registry, render
@@ -20,10 +21,10 @@ from prefixstore.opening import Locations
 from prefixstore.server.admission import Admission
 from prefixstore.server.child import CHILD_URL, Child
 from prefixstore.server.client import LlamaServer
-from prefixstore.server.client_protocol import ClientProtocol
 from prefixstore.server.command import ServerCommand, check_program
+from prefixstore.server.exchange import server_of
 from prefixstore.server.lifetime import OwnServer, RunningServer
-from prefixstore.server.listener import Listener, bound, run
+from prefixstore.server.listener import address_of, bound, stopped_by_signals
 from prefixstore.server.namespace import ServerIdentity, slots_dir_of
 from prefixstore.server.own_endpoints import OwnEndpoints
 from prefixstore.server.private_directory import private_directory
@@ -42,7 +43,10 @@ __all__ = ["ServeSettings", "serve_child", "serve_running"]
 
 log = logging.getLogger("prefixstore.server")
 
-GRACE_SECONDS = 10
+# How long requests may go on after a signal. aiohttp waits twice for so long before it ends one.
+GRACE_SECONDS: Final = 5.0
+# The same once somebody does not want to wait.
+HURRY_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,7 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
             store_options=settings.store_options,
             timing=settings.timing,
         )
-        run(_serve(settings, sockets, make, has_keys=command.has_keys))
+        asyncio.run(_serve(settings, sockets, make, has_keys=command.has_keys))
 
 
 def serve_running(
@@ -194,7 +198,7 @@ def serve_running(
         return upstream, session, RunningServer(session, failed)
 
     with bound(settings.host, settings.port) as sockets:
-        run(_serve(settings, sockets, make, has_keys=True))
+        asyncio.run(_serve(settings, sockets, make, has_keys=True))
 
 
 Make = Callable[[Callable[[PrefixStoreError], None]], tuple[Upstream, ServerSession, Lifetime]]
@@ -202,10 +206,11 @@ Make = Callable[[Callable[[PrefixStoreError], None]], tuple[Upstream, ServerSess
 
 async def _serve(settings: ServeSettings, sockets: list[socket.socket], make: Make, *, has_keys: bool) -> None:
     failures: list[PrefixStoreError] = []
+    stopped, hurried = asyncio.Event(), asyncio.Event()
 
     def failed(error: PrefixStoreError) -> None:
         failures.append(error)
-        server.should_exit = True
+        stopped.set()
 
     upstream, session, lifetime = make(failed)
     registry = new_registry()
@@ -230,27 +235,51 @@ async def _serve(settings: ServeSettings, sockets: list[socket.socket], make: Ma
         allowed_fields=settings.allowed_fields,
     )
     proxy = Proxy(upstream, session, lifetime, own, admission, RequestMetrics(registry), options)
-    config = uvicorn.Config(
-        proxy,
-        log_config=None,
-        access_log=False,  # a target may contain secrets
-        lifespan="on",
-        server_header=False,
-        date_header=False,
-        timeout_graceful_shutdown=GRACE_SECONDS,
-        ws="none",
-        http=ClientProtocol,
-    )
 
-    def hurry() -> None:
-        settings.announce("stopping immediately: the contents of the slots are not stored")
-        session.hurry()
+    def signalled(number: int) -> None:
+        if not stopped.is_set():
+            stopped.set()
+            settings.announce("stopping: finishing running requests, and storing the contents of the slots")
+        elif number == signal.SIGINT and not hurried.is_set():
+            # for somebody who does not want to wait
+            hurried.set()
+            settings.announce("stopping immediately: the contents of the slots are not stored")
+            session.hurry()
 
-    farewell = "stopping: finishing running requests, and storing the contents of the slots"
-    server = Listener(config, settings.announce, farewell, hurry)
-    await server.serve(sockets)
+    loop = asyncio.get_running_loop()
+    with stopped_by_signals(lambda number: loop.call_soon_threadsafe(signalled, number)):
+        try:
+            await lifetime.start()
+            await _listen(proxy, sockets, settings.announce, stopped, hurried)
+        finally:
+            await session.close()
+            await lifetime.stop()
+            await upstream.close()
     if failures:
         raise failures[0]
+
+
+async def _listen(
+    proxy: Proxy,
+    sockets: list[socket.socket],
+    announce: Callable[[str], None],
+    stopped: asyncio.Event,
+    hurried: asyncio.Event,
+) -> None:
+    """Answer requests until that is stopped, and those that have come to their end, unless somebody is in a hurry."""
+    server = server_of(proxy)
+    runner = web.ServerRunner(server, shutdown_timeout=GRACE_SECONDS)
+    await runner.setup()
+    for listener in sockets:
+        await web.SockSite(runner, listener).start()
+        announce(f"listening on {address_of(listener)}")
+    await stopped.wait()
+    ending, hurrying = asyncio.ensure_future(runner.cleanup()), asyncio.ensure_future(hurried.wait())
+    await asyncio.wait((ending, hurrying), return_when=asyncio.FIRST_COMPLETED)
+    hurrying.cancel()
+    if not ending.done():
+        ending.cancel()
+        await server.shutdown(HURRY_SECONDS)
 
 
 def _what_is_stored(session: ServerSession) -> str:
