@@ -13,10 +13,9 @@ from urllib.parse import unquote
 from aiohttp import web
 from multidict import CIMultiDict
 
-from prefixstore.server.bodies import BodyBudget
 from prefixstore.server.upstream import Headers, text_of
 
-__all__ = ["BodyTooLargeError", "Exchange", "server_of"]
+__all__ = ["BodiesFullError", "BodyBudget", "BodyTooLargeError", "Exchange", "server_of"]
 
 log = logging.getLogger("prefixstore.server")
 
@@ -56,6 +55,37 @@ def server_of(answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 class BodyTooLargeError(Exception):
     """The body of a request is longer than allowed."""
+
+
+class BodiesFullError(Exception):
+    """The bodies of the requests in progress have reached their limit."""
+
+
+class BodyBudget:
+    """The limit for the bodies of all requests together, in bytes. Used in the event loop only.
+
+    Parameters
+    ----------
+    limit
+        How many.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.used = limit, 0
+
+    def check(self, n: int) -> None:
+        """Raise `BodiesFullError` if so many bytes would exceed the limit now."""
+        if self.used + n > self.limit:
+            raise BodiesFullError
+
+    def take(self, n: int) -> None:
+        """Take so many bytes. Raises `BodiesFullError`."""
+        self.check(n)
+        self.used += n
+
+    def give_back(self, n: int) -> None:
+        """Give back bytes that were taken."""
+        self.used -= n
 
 
 class Exchange:

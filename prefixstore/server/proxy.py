@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Protocol
 
 from aiohttp import ClientConnectionResetError, web
 
@@ -16,12 +15,11 @@ from prefixstore.format.keys import Tokens
 from prefixstore.metrics import RequestMetrics
 from prefixstore.server.admission import Admission
 from prefixstore.server.answers import AnswerTail, Usage
-from prefixstore.server.bodies import BodiesFullError, BodyBudget, aside
-from prefixstore.server.exchange import BodyTooLargeError, Exchange
+from prefixstore.server.exchange import BodiesFullError, BodyBudget, BodyTooLargeError, Exchange
 from prefixstore.server.held_slot import HeldSlot
 from prefixstore.server.own_endpoints import OwnEndpoints
 from prefixstore.server.prefill import Prefill
-from prefixstore.server.prompts import ENDPOINTS, MESSAGES, SLOTLESS, UNKNOWN_FIELD, Ask, parse, pinned
+from prefixstore.server.prompts import ENDPOINTS, MESSAGES, SLOTLESS, UNKNOWN_FIELD, Ask, aside, parse, pinned
 from prefixstore.server.session import ServerSession
 from prefixstore.server.slot_manager import WORTH_A_LOOKUP, SlotManager
 from prefixstore.server.slot_pool import PoolClosedError, PoolFullError, Request
@@ -35,7 +33,7 @@ from prefixstore.server.upstream import (
     end_to_end,
 )
 
-__all__ = ["Lifetime", "Proxy", "ProxyOptions"]
+__all__ = ["Proxy", "ProxyOptions"]
 
 log = logging.getLogger("prefixstore.server")
 
@@ -57,15 +55,7 @@ STATELESS = frozenset({"/embedding", "/embeddings", "/v1/embeddings"})
 STATELESS |= {"/rerank", "/reranking", "/v1/rerank", "/v1/reranking"}
 
 
-class Lifetime(Protocol):
-    """What runs as long as the proxy does: the child, or a watch over a running server."""
-
-    async def start(self) -> None: ...
-    async def stop(self) -> None: ...
-    def lost(self) -> None: ...
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ProxyOptions:
     """Limits, and how tenants are identified.
 
@@ -74,7 +64,7 @@ class ProxyOptions:
     max_body
         Bytes that the body of a request may have.
     max_bodies
-        Bytes that the bodies of all requests may have together.
+        Bytes that the bodies of all requests may have together; None: as many as sixteen of the largest.
     tenants
         What identifies the tenant of a request; None: all share.
     allowed_fields
@@ -82,7 +72,7 @@ class ProxyOptions:
     """
 
     max_body: int = 16 << 20
-    max_bodies: int = 256 << 20
+    max_bodies: int | None = None
     tenants: TenantSource | None = None
     allowed_fields: frozenset[str] = frozenset()
 
@@ -96,8 +86,8 @@ class Proxy:
         The server.
     session
         What is known of it, and its store.
-    lifetime
-        Told when a connection to the server fails.
+    lost
+        Called when a connection to the server has failed.
     own
         The endpoints of the proxy itself.
     admission
@@ -112,16 +102,16 @@ class Proxy:
         self,
         upstream: Upstream,
         session: ServerSession,
-        lifetime: Lifetime,
+        lost: Callable[[], None],
         own: OwnEndpoints,
         admission: Admission,
         observer: RequestMetrics,
         options: ProxyOptions,
     ) -> None:
-        self._upstream, self._session, self._lifetime = upstream, session, lifetime
+        self._upstream, self._session, self._lost = upstream, session, lost
         self._own, self._admission = own, admission
         self._observer, self._options = observer, options
-        self._bodies = BodyBudget(options.max_bodies)
+        self._bodies = BodyBudget(16 * options.max_body if options.max_bodies is None else options.max_bodies)
         self._told_fields: set[str] = set()
         self._prefill = Prefill(upstream, session)
 
@@ -163,7 +153,7 @@ class Proxy:
             self._broken(exchange, 504, "the server has not answered in time")
         except UpstreamError as error:
             if isinstance(error, UpstreamLostError):
-                self._lifetime.lost()
+                self._lost()
             self._broken(exchange, 503, "the server does not answer; it may be restarting")
 
     def _broken(self, exchange: Exchange, status: int, message: str) -> None:

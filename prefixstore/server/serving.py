@@ -29,13 +29,12 @@ from prefixstore.server.namespace import ServerIdentity, slots_dir_of
 from prefixstore.server.own_endpoints import OwnEndpoints
 from prefixstore.server.private_directory import private_directory
 from prefixstore.server.process import command_of, directory_of, environment_of, process_at
-from prefixstore.server.proxy import Lifetime, Proxy, ProxyOptions
+from prefixstore.server.proxy import Proxy, ProxyOptions
 from prefixstore.server.records import Props
 from prefixstore.server.session import ServerSession, SessionOptions
 from prefixstore.server.slot_manager import Timing
 from prefixstore.server.slots import SlotStore
 from prefixstore.server.store_check import ADVICE, check_store, differences
-from prefixstore.server.tenants import TenantSource
 from prefixstore.server.upstream import Upstream
 from prefixstore.units import counted, format_bytes
 
@@ -49,9 +48,9 @@ GRACE_SECONDS: Final = 5.0
 HURRY_SECONDS: Final = 0.1
 
 
-@dataclass(frozen=True)
-class ServeSettings:
-    """The settings of ``prefixstore serve``.
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings(ProxyOptions):
+    """The settings of ``prefixstore serve``, with those of the proxy.
 
     Attributes
     ----------
@@ -61,18 +60,10 @@ class ServeSettings:
         Where to listen.
     admin_key
         The key for the endpoints of the proxy itself.
-    tenants
-        What identifies the tenant of a request.
     store_options
         Parameters of the store.
-    max_body
-        Bytes that the body of a request may have.
-    max_bodies
-        Bytes that the bodies of all requests may have together; None: as many as sixteen of the largest.
     max_waiting
         How many requests may wait for a slot.
-    allowed_fields
-        Fields of completions that are not known here, and do not change what is computed for a token.
     timeout
         Seconds to wait for the next byte of the server.
     timing
@@ -86,12 +77,8 @@ class ServeSettings:
     host: str = "127.0.0.1"
     port: int = 8080
     admin_key: str | None = None
-    tenants: TenantSource | None = None
     store_options: dict[str, Any] = field(default_factory=dict)
-    max_body: int = 16 << 20
-    max_bodies: int | None = None
     max_waiting: int = 256
-    allowed_fields: frozenset[str] = frozenset()
     timeout: float = 3600.0
     timing: Timing = field(default_factory=Timing)
     announce: Callable[[str], None] = log.info
@@ -127,20 +114,11 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
             argv, variables, directory = started()
             return ServerIdentity.of_command(argv, variables, props, directory=directory)
 
-        def make(failed: Callable[[PrefixStoreError], None]) -> tuple[Upstream, ServerSession, Lifetime]:
-            session.append(ServerSession(upstream, options))
-            return upstream, session[0], OwnServer(child, session[0], failed)
-
         async def ready() -> None:
             argv, variables, _ = await asyncio.to_thread(started)
             command.check_started(argv, variables)
-            await session[0].ready()
+            await session.ready()
 
-        def down() -> None:
-            session[0].down()
-
-        session: list[ServerSession] = []
-        child = Child(command, environ, ready, down, is_busy=lambda: session[0].is_busy)
         key = None if command.has_keys else command.key
         upstream = Upstream(CHILD_URL, timeout=settings.timeout, key=key, socket=command.socket)
         options = SessionOptions(
@@ -154,7 +132,10 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
             store_options=settings.store_options,
             timing=settings.timing,
         )
-        asyncio.run(_serve(settings, sockets, make, has_keys=command.has_keys))
+        session = ServerSession(upstream, options)
+        child = Child(command, environ, ready, session.down, is_busy=lambda: session.is_busy)
+        work = _serve(settings, sockets, session, lambda failed: OwnServer(child, session, failed), command.has_keys)
+        asyncio.run(work)
 
 
 def serve_running(
@@ -192,19 +173,18 @@ def serve_running(
         timing=settings.timing,
     )
 
-    def make(failed: Callable[[PrefixStoreError], None]) -> tuple[Upstream, ServerSession, Lifetime]:
-        upstream = Upstream(url, timeout=settings.timeout)
-        session = ServerSession(upstream, options)
-        return upstream, session, RunningServer(session, failed)
-
+    session = ServerSession(Upstream(url, timeout=settings.timeout), options)
     with bound(settings.host, settings.port) as sockets:
-        asyncio.run(_serve(settings, sockets, make, has_keys=True))
+        asyncio.run(_serve(settings, sockets, session, lambda failed: RunningServer(session, failed), has_keys=True))
 
 
-Make = Callable[[Callable[[PrefixStoreError], None]], tuple[Upstream, ServerSession, Lifetime]]
-
-
-async def _serve(settings: ServeSettings, sockets: list[socket.socket], make: Make, *, has_keys: bool) -> None:
+async def _serve(
+    settings: ServeSettings,
+    sockets: list[socket.socket],
+    session: ServerSession,
+    lifetime_of: Callable[[Callable[[PrefixStoreError], None]], OwnServer | RunningServer],
+    has_keys: bool,
+) -> None:
     failures: list[PrefixStoreError] = []
     stopped, hurried = asyncio.Event(), asyncio.Event()
 
@@ -212,29 +192,21 @@ async def _serve(settings: ServeSettings, sockets: list[socket.socket], make: Ma
         failures.append(error)
         stopped.set()
 
-    upstream, session, lifetime = make(failed)
+    upstream, lifetime = session.upstream, lifetime_of(failed)
     registry = new_registry()
     stores = StoreMetrics(registry)
     session.when_store = lambda store: _tell_of(stores, store)
     session.when_ready = lambda: settings.announce(_what_is_stored(session))
-    separated = settings.tenants is not None
     own = OwnEndpoints(
         upstream,
         session,
         lambda: render(registry),
         admin_key=settings.admin_key,
         has_keys=has_keys,
-        separated=separated,
+        separated=settings.tenants is not None,
     )
     admission = Admission(upstream, has_keys=has_keys)
-    max_bodies = 16 * settings.max_body if settings.max_bodies is None else settings.max_bodies
-    options = ProxyOptions(
-        max_body=settings.max_body,
-        max_bodies=max_bodies,
-        tenants=settings.tenants,
-        allowed_fields=settings.allowed_fields,
-    )
-    proxy = Proxy(upstream, session, lifetime, own, admission, RequestMetrics(registry), options)
+    proxy = Proxy(upstream, session, lifetime.lost, own, admission, RequestMetrics(registry), settings)
 
     def signalled(number: int) -> None:
         if not stopped.is_set():

@@ -13,8 +13,17 @@ import pytest
 from aiohttp import web
 
 from prefixstore.server import exchange as exchange_module
-from prefixstore.server.bodies import LARGE, BodiesFullError, BodyBudget, aside
-from prefixstore.server.exchange import MAX_FIELDS, MAX_LINE, ROOM, BodyTooLargeError, Exchange, server_of
+from prefixstore.server.exchange import (
+    MAX_FIELDS,
+    MAX_LINE,
+    ROOM,
+    BodiesFullError,
+    BodyBudget,
+    BodyTooLargeError,
+    Exchange,
+    server_of,
+)
+from prefixstore.server.prompts import LARGE, aside
 
 BODY = b'{"prompt":"a"}'
 LENGTH = b"Content-Length: %d\r\n\r\n" % len(BODY)

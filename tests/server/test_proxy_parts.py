@@ -17,9 +17,8 @@ from multidict import CIMultiDict
 from prefixstore.errors import ClosedError, CorruptError, InvalidParameterError, ServerError, UnavailableError
 from prefixstore.server import slot_manager as slot_manager_module
 from prefixstore.server.answers import AnswerTail, Usage
-from prefixstore.server.bodies import BodyBudget
 from prefixstore.server.command import ServerCommand
-from prefixstore.server.exchange import Exchange
+from prefixstore.server.exchange import BodyBudget, Exchange
 from prefixstore.server.lifetime import RunningServer
 from prefixstore.server.own_endpoints import OwnEndpoints
 from prefixstore.server.private_directory import private_directory
