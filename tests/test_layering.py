@@ -25,11 +25,12 @@ NEEDS = {
     "backends.sql": CORE | {"sqlalchemy", "alembic", "psycopg"},  # the extras "sql" and "postgres"
     "backends.valkey": CORE | {"valkey"},  # the extra "valkey"
     "warming.tokens": CORE | {"llama_cpp"},
-    "server": CORE | {"httpx", "starlette"},  # the extra "server"
-    "server.listener": {"uvicorn", "uvloop"},
+    "server": CORE,
+    # the extra "server"
+    "server.exchange": {"aiohttp", "multidict"},
+    "server.proxy": CORE | {"aiohttp"},
+    "server.serving": CORE | {"aiohttp"},
     "server.upstream": {"aiohttp", "multidict", "yarl"},
-    "server.client_protocol": {"httptools", "uvicorn"},
-    "server.serving": CORE | {"httpx", "starlette", "uvicorn"},
     "cli": CORE | {"rich", "typer"},  # the extra "cli"
     # the extra "python-server"
     "server.completions": CORE | {"llama_cpp"},

@@ -14,7 +14,7 @@ from prefixstore.cli.arguments import OTHERWISE, SERVER_KEY, AsJson, MaxBytes, S
 from prefixstore.cli.output import DONE, FAILED, emit, fields, guarded, say, summary, table
 from prefixstore.cli.place import located
 from prefixstore.cli.prompt_files import chat_in, text_in
-from prefixstore.errors import InvalidParameterError, MissingExtraError, ServerError, StorageError
+from prefixstore.errors import InvalidParameterError, ServerError, StorageError
 from prefixstore.maintenance.archive import Archive
 from prefixstore.units import counted, format_bytes, format_share
 
@@ -226,10 +226,8 @@ for command in (status, save, restore, erase):
 
 
 def _client(url: str, api_key: str | None, timeout: float) -> LlamaServer:
-    try:
-        from prefixstore.server.client import LlamaServer  # noqa: PLC0415 - the extra "server"
-    except ImportError as error:
-        raise MissingExtraError('slots needs httpx; pip install "prefixstore[server]"') from error
+    from prefixstore.server.client import LlamaServer  # noqa: PLC0415 - not needed for --help
+
     return LlamaServer(url, timeout, server_key(api_key))
 
 

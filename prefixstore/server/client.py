@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import math
 import os
+import socket
+from base64 import b64encode
 from collections.abc import Sequence
+from http import HTTPStatus
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
-from urllib.parse import SplitResult, urlsplit
-
-import httpx
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from prefixstore.errors import (
     InvalidParameterError,
@@ -32,8 +35,6 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")  # noqa: S104 -
 # more than any answer of the endpoints that are asked here
 MAX_ANSWER = 16 << 20
 MAX_MESSAGE = 300
-KEEPALIVE_SECONDS = 3.0
-
 
 NO_PROPS = Props("", "", 0, 0)
 
@@ -88,21 +89,16 @@ class LlamaServer:
         self.url = url.rstrip("/")
         self.bytes_per_token: int | None = None
         self._host, self._port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        # proxies of the environment are for other hosts, and would see the prompts
-        # the server closes connections that were idle for 5 s
-        limits = httpx.Limits(keepalive_expiry=KEEPALIVE_SECONDS)
-        transport = httpx.HTTPTransport(
-            limits=limits, trust_env=False, uds=None if socket is None else os.fspath(socket)
-        )
-        self._http = httpx.Client(timeout=timeout, headers=headers, trust_env=False, transport=transport)
+        # proxies of the environment are for other hosts, and would see the prompts: none is used
+        self._parts, self._timeout = parts, timeout
+        self._socket = None if socket is None else os.fspath(socket)
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else _login_of(parts)
 
     def __repr__(self) -> str:
         return f"LlamaServer({self.url!r})"
 
     def close(self) -> None:
-        """Close the connections. A second call does nothing."""
-        self._http.close()
+        """Nothing is left open: llama-server closes a connection that is not used, so each question has its own."""
 
     def __enter__(self) -> Self:
         return self
@@ -294,26 +290,53 @@ class LlamaServer:
     def _ask(self, method: str, path: str, body: Any = None) -> Any:
         """The answer to a request, as JSON. Raises `ServerError`."""
         url = self.url + path
+        connection = self._connection()
+        is_connected = False
         try:
-            with self._http.stream(method, url, json=body) as response:
-                data = bytearray()
-                for chunk in response.iter_bytes():
-                    data += chunk
-                    if len(data) > MAX_ANSWER:
-                        raise ServerTooOldError(f"{url} has answered with more than {MAX_ANSWER} bytes")
-        except httpx.ConnectError as error:
-            raise ServerUnreachableError(f"no server answers at {self.url}: {error}") from error
-        except httpx.TimeoutException as error:
+            connection.connect()
+            is_connected = True
+            data = None if body is None else json.dumps(body, separators=(",", ":")).encode()
+            headers = self._headers if data is None else {**self._headers, "Content-Type": "application/json"}
+            connection.request(method, self._parts.path.rstrip("/") + path, data, headers)
+            response = connection.getresponse()
+            content = response.read(MAX_ANSWER + 1)
+            if len(content) <= MAX_ANSWER and response.length:
+                raise http.client.IncompleteRead(content, response.length)
+        except TimeoutError as error:
             raise ServerBusyError(f"{url} has not answered in time") from error
-        except (httpx.HTTPError, UnicodeError) as error:
+        except (http.client.HTTPException, OSError, UnicodeError) as error:
             # a name of a host may be none that can be encoded
-            raise ServerUnreachableError(f"the connection to {self.url} has broken: {error}") from error
-        if response.status_code >= httpx.codes.BAD_REQUEST:
-            raise _refused(url, response.status_code, _parsed(bytes(data)))
-        answer = _parsed(bytes(data))
+            what = f"the connection to {self.url} has broken" if is_connected else f"no server answers at {self.url}"
+            raise ServerUnreachableError(f"{what}: {error}") from error
+        finally:
+            connection.close()
+        if len(content) > MAX_ANSWER:
+            raise ServerTooOldError(f"{url} has answered with more than {MAX_ANSWER} bytes")
+        if response.status >= HTTPStatus.BAD_REQUEST:
+            raise _refused(url, response.status, _parsed(content))
+        answer = _parsed(content)
         if answer is None:
             raise ServerTooOldError(f"{url} has not answered with JSON: is it a llama-server?")
         return answer
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if self._socket is not None:
+            return _UnixConnection(self._socket, self._timeout)
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        return kind(self._host, self._port, timeout=self._timeout)
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """A connection to a Unix socket."""
+
+    def __init__(self, path: str, timeout: float) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
 
 
 def _parts_of(url: object) -> SplitResult | None:
@@ -321,17 +344,24 @@ def _parts_of(url: object) -> SplitResult | None:
     if not isinstance(url, str):
         return None
     try:
-        httpx.URL(url)
         parts = urlsplit(url)
         parts.port  # noqa: B018 - it is parsed when it is asked for
-    except (ValueError, httpx.InvalidURL):
+    except ValueError:
         return None
-    return parts
+    return parts if url.isprintable() and " " not in url else None
+
+
+def _login_of(parts: SplitResult) -> dict[str, str]:
+    """The header for a name and a password in a URL, as a server behind a gateway may want them."""
+    if parts.username is None:
+        return {}
+    login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+    return {"Authorization": f"Basic {b64encode(login.encode()).decode()}"}
 
 
 def _parsed(data: bytes) -> Any:
     try:
-        return httpx.Response(200, content=data).json()
+        return json.loads(data)
     except (ValueError, RecursionError):
         return None
 
@@ -340,13 +370,13 @@ def _refused(url: str, code: int, answer: Any) -> ServerError:
     error = answer.get("error") if isinstance(answer, dict) else None
     message = str(error.get("message", "")) if isinstance(error, dict) else ""
     said = f"{code} {message[:MAX_MESSAGE]}".rstrip()
-    if code in (httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.TOO_MANY_REQUESTS):
+    if code in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS):
         return ServerBusyError(f"{url} is not ready: {said}")
-    if code == httpx.codes.NOT_FOUND:
+    if code == HTTPStatus.NOT_FOUND:
         return ServerTooOldError(f"{url} does not exist there: {said}. Is it a llama-server, and new enough?")
-    if code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+    if code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         return ServerRefusedError(f"{url} wants another API key: {said}")
-    if code == httpx.codes.NOT_IMPLEMENTED:
+    if code == HTTPStatus.NOT_IMPLEMENTED:
         return ServerRefusedError(
             f"{url} is switched off there: {said}. llama-server needs --slot-save-path DIR, and not --no-slots"
         )

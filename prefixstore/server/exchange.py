@@ -1,39 +1,100 @@
-"""One HTTP request of a client and the response to it, in ASGI's terms."""
+"""One HTTP request of a client and the answer to it, with the limits that aiohttp lacks."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable
+from functools import cached_property
 from typing import Final
+from urllib.parse import unquote
 
-from starlette.datastructures import Headers
+from aiohttp import web
+from multidict import CIMultiDict
 
-from prefixstore.server.bodies import BodyBudget
-from prefixstore.server.outbox import MESSAGE_BYTES, ClientGoneError, Message, Outbox
+from prefixstore.server.upstream import Headers, text_of
 
-__all__ = ["CUT", "BodyTooLargeError", "Exchange"]
+__all__ = ["BodiesFullError", "BodyBudget", "BodyTooLargeError", "Exchange", "server_of"]
+
+log = logging.getLogger("prefixstore.server")
 
 # How long a client may neither read nor send: a request that waits for it may hold a slot.
 CLIENT_SECONDS: Final = 60.0
-# How long what has come of an answer is passed on after the server has failed.
-FLUSH_SECONDS: Final = 5.0
-# Where the scope of a request has what closes its connection in the middle of the answer.
-CUT: Final = "prefixstore.cut"
+# How often in that time a client is looked at.
+LOOKS: Final = 4
+# Bytes of an answer that wait for its client: a slot is given back while the end of its answer is still being read.
+ROOM: Final = 1 << 20
+# The server goes on when so many of them were read.
+READ: Final = 1 << 16
+# With more fields in a head, or longer lines, llama-server closes the connection, mostly before its answer is read.
+MAX_FIELDS: Final = 90
+MAX_LINE: Final = 8000
+# It tells each fault of a client with a traceback.
+aiohttp_log = logging.getLogger("prefixstore.server.aiohttp")
+aiohttp_log.setLevel(logging.CRITICAL + 1)
+
+
+def server_of(answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> web.Server:
+    """What has aiohttp answer requests, with the limits that it has itself."""
+    return web.Server(
+        answer,
+        # if the client goes away
+        handler_cancellation=True,
+        # a target may contain secrets
+        access_log=None,
+        auto_decompress=False,
+        # also for the first head
+        keepalive_timeout=CLIENT_SECONDS,
+        logger=aiohttp_log,
+        max_field_size=MAX_LINE,
+        max_headers=MAX_FIELDS,
+        max_line_size=MAX_LINE,
+    )
 
 
 class BodyTooLargeError(Exception):
     """The body of a request is longer than allowed."""
 
 
-class Exchange:
-    """A request and its response.
+class BodiesFullError(Exception):
+    """The bodies of the requests in progress have reached their limit."""
+
+
+class BodyBudget:
+    """The limit for the bodies of all requests together, in bytes. Used in the event loop only.
 
     Parameters
     ----------
-    scope, receive, send
-        As ASGI gives them.
+    limit
+        How many.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.used = limit, 0
+
+    def check(self, n: int) -> None:
+        """Raise `BodiesFullError` if so many bytes would exceed the limit now."""
+        if self.used + n > self.limit:
+            raise BodiesFullError
+
+    def take(self, n: int) -> None:
+        """Take so many bytes. Raises `BodiesFullError`."""
+        self.check(n)
+        self.used += n
+
+    def give_back(self, n: int) -> None:
+        """Give back bytes that were taken."""
+        self.used -= n
+
+
+class Exchange:
+    """A request and its answer. If the client goes away, aiohttp cancels the task that answers.
+
+    Parameters
+    ----------
+    request
+        As aiohttp gives it.
     max_body
         Bytes that the body of the request may have.
     budget
@@ -41,40 +102,48 @@ class Exchange:
 
     Attributes
     ----------
+    method, target, path, raw_headers
+        What the request says: the target as it was sent, the path of it decoded, the headers with names in lower case.
     has_begun
         Whether the answer has begun.
-    has_ended
-        Whether its end is being sent: the client closes the connection after that as it likes.
     """
 
-    def __init__(
-        self,
-        scope: Message,
-        receive: Callable[[], Awaitable[Message]],
-        send: Callable[[Message], Awaitable[None]],
-        max_body: int,
-        budget: BodyBudget,
-    ) -> None:
-        self._cut: Callable[[], None] | None = scope.get(CUT)
-        self._receive, self._max_body, self._budget = receive, max_body, budget
-        self._outbox = Outbox(self._sent(send), patience=CLIENT_SECONDS)
+    def __init__(self, request: web.BaseRequest, max_body: int, budget: BodyBudget) -> None:
+        self._request, self._max_body, self._budget = request, max_body, budget
+        # aiohttp forgets it when it closes it, and what is left for a client then is still in its memory
+        self._transport = request.transport
         self._n_taken = 0
-        self.method: str = scope["method"]
-        self.path: str = scope["path"]
-        self.raw_headers: list[tuple[bytes, bytes]] = scope["headers"]
-        self.headers = Headers(scope=scope)
-        query = scope["query_string"]
-        self.target: bytes = scope.get("raw_path", self.path.encode()) + (b"?" + query if query else b"")
-        self.has_begun = self.has_ended = False
-        self._is_read = asyncio.Event()
+        # a fragment is for clients only, and the server would leave it out
+        target = request.raw_path.partition("#")[0]
+        self.method = request.method
+        self.target = target.encode(errors="surrogateescape")
+        self.path = unquote(target.partition("?")[0])
+        self.raw_headers: Headers = [(name.lower(), value) for name, value in request.raw_headers]
+        self.has_begun = False
+        self._response: web.StreamResponse = web.Response(status=500)
+        self._loop = asyncio.get_running_loop()
+        # what the client had sent and read when it was looked at, and when it last did
+        self._passed, self._passed_at = (0, 0), self._loop.time()
+        self._is_sending = self._is_finished = False
+        # since when the server waits for it to read, and how long it did before
+        self._waits_since: float | None = None
+        self._waited = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    @cached_property
+    def headers(self) -> CIMultiDict[str]:
+        """The headers of the request; each byte is one letter."""
+        return CIMultiDict((name.decode("latin-1"), value.decode("latin-1")) for name, value in self.raw_headers)
+
+    # -- the request ---------------------------------------------------------------------------------------------------
 
     @property
     def has_body(self) -> bool:
         """Whether the request has a body."""
-        return self.headers.get("content-length", "0") != "0" or "transfer-encoding" in self.headers
+        return self._request.body_exists
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """The body, as it comes.
+    async def body(self) -> bytes:
+        """The whole body.
 
         Raises
         ------
@@ -82,109 +151,115 @@ class Exchange:
             If it is longer than allowed.
         BodiesFullError
             If those of all requests are.
-        ClientGoneError
-            If the client closes the connection before its end, or sends nothing for a minute.
+        web.RequestPayloadError
+            If it is not sent as HTTP wants it.
         """
-        size = 0
-        while True:
-            try:
-                message = await asyncio.wait_for(self._receive(), CLIENT_SECONDS)
-            except asyncio.TimeoutError:
-                raise ClientGoneError from None
-            if message["type"] == "http.disconnect":
-                raise ClientGoneError
-            chunk: bytes = message.get("body", b"")
-            size += len(chunk)
-            if size > self._max_body:
+        length, content = self._request.content_length, self._request.content
+        if length is not None:
+            if length > self._max_body:
                 raise BodyTooLargeError
+            self._budget.check(length)
+        if self.headers.get("expect", "").lower() == "100-continue" and not content.is_eof():
+            await self._request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        chunks: list[bytes] = []
+        self._watch()
+        self._is_sending = True
+        while not content.at_eof():
+            chunk = await content.readany()
             self._budget.take(len(chunk))
             self._n_taken += len(chunk)
-            if chunk:
-                yield chunk
-            if not message.get("more_body", False):
-                self._is_read.set()
-                return
-
-    async def body(self) -> bytes:
-        """The whole body. Raises as `chunks`."""
-        length = self.headers.get("content-length", "")
-        if length.isdecimal():
-            if int(length) > self._max_body:
+            if self._n_taken > self._max_body:
                 raise BodyTooLargeError
-            self._budget.check(int(length))
-        return b"".join([chunk async for chunk in self.chunks()])
+            chunks.append(chunk)
+        self._is_sending = False
+        return b"".join(chunks)
 
-    async def disconnected(self) -> None:
-        """Return when the client has closed the connection. The body must be read, by this or by others."""
-        await self._is_read.wait()
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+    # -- the answer ----------------------------------------------------------------------------------------------------
 
-    def nothing_to_read(self) -> None:
-        """Note that the body will not be read."""
-        self._is_read.set()
-
-    async def begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """Have the status line and the headers of the response sent."""
+    async def begin(self, status: int, headers: Headers) -> None:
+        """Send the status line and the headers of an answer whose body is written in parts."""
         self.has_begun = True
-        await self._outbox.put({"type": "http.response.start", "status": status, "headers": headers})
+        self._use(web.StreamResponse(status=status, headers=text_of(headers)))
+        await self._response.prepare(self._request)
 
-    async def write(self, chunk: bytes, *, more: bool = True) -> None:
-        """Have a part of the response sent; wait only if the client leaves too much of it unread.
+    async def write(self, chunk: bytes) -> None:
+        """Send a part of the answer; wait only if the client leaves too much of it unread."""
+        self._waits_since = self._loop.time()
+        await self._response.write(chunk)
+        self._waited += self._loop.time() - self._waits_since
+        self._waits_since = None
 
-        Raises
-        ------
-        ClientGoneError
-            If it reads too slowly.
-        """
-        await self._outbox.put(
-            {"type": "http.response.body", "body": chunk, "more_body": more}, MESSAGE_BYTES + len(chunk)
+    def answer(self, status: int, content: bytes, content_type: str, **headers: str) -> None:
+        """Set the whole answer, which `finish` sends."""
+        listed = {name.replace("_", "-"): value for name, value in headers.items()}
+        self._use(
+            web.Response(
+                status=status, body=content, headers={"content-type": content_type, "server": "prefixstore", **listed}
+            )
         )
 
-    async def emptied(self) -> None:
-        """Return when the client has read all of the response so far; if it does not, its task is cancelled."""
-        await self._outbox.emptied()
-
-    async def flush(self) -> None:
-        """Send, for a moment, what has arrived of a response that will not be completed."""
-        with contextlib.suppress(asyncio.TimeoutError, ClientGoneError):
-            await asyncio.wait_for(self._outbox.emptied(), FLUSH_SECONDS)
-
-    async def cut(self) -> None:
-        """Send what has come of an answer that has no end, and close the connection: the client sees that it is cut.
-
-        Raises
-        ------
-        ConnectionAbortedError
-            If the connection cannot be closed otherwise.
-        """
-        await self.flush()
-        if self._cut is None:
-            raise ConnectionAbortedError
-        self._cut()
-
-    async def close(self) -> None:
-        """Send nothing more, and release the memory of the body."""
-        self._budget.give_back(self._n_taken)
-        self._n_taken = 0
-        await self._outbox.close()
-
-    def _sent(self, send: Callable[[Message], Awaitable[None]]) -> Callable[[Message], Awaitable[None]]:
-        async def pass_on(message: Message) -> None:
-            if message["type"] == "http.response.body":
-                self.has_ended = not message["more_body"]
-            await send(message)
-
-        return pass_on
-
-    async def answer(self, status: int, content: bytes, content_type: str, **headers: str) -> None:
-        """Send a complete response."""
-        listed = [(b"content-type", content_type.encode()), (b"content-length", str(len(content)).encode())]
-        listed += [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-        await self.begin(status, listed)
-        await self.write(b"" if self.method == "HEAD" else content, more=False)
-
-    async def refuse(self, status: int, kind: str, message: str, **headers: str) -> None:
+    def refuse(self, status: int, kind: str, message: str, **headers: str) -> None:
         """Answer with an error, in the form of llama-server."""
         error = {"error": {"code": status, "message": message, "type": kind}}
-        await self.answer(status, json.dumps(error).encode(), "application/json; charset=utf-8", **headers)
+        self.answer(status, json.dumps(error).encode(), "application/json; charset=utf-8", **headers)
+
+    def cut(self) -> None:
+        """End an answer that has no end: the client gets what has come of it, and sees that it is cut."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def close(self) -> None:
+        """Release the memory of the body. Nothing waits for the client any longer, and nothing may be held for it."""
+        self._is_sending, self._is_finished = False, True
+        self._budget.give_back(self._n_taken)
+        self._n_taken = 0
+
+    async def finish(self) -> web.StreamResponse:
+        """Send what is left of the answer, and return it for aiohttp."""
+        if self._transport is not None and not self._transport.is_closing():
+            await self._response.prepare(self._request)
+            await self._response.write_eof()
+        if self._timer is not None and self._n_left == 0:
+            self._timer.cancel()
+        return self._response
+
+    def _use(self, response: web.StreamResponse) -> None:
+        self._response = response
+        named = self._request.headers
+        if self.method == "CONNECT" or "transfer-encoding" in named or "upgrade" in named:
+            # What follows the chunks of a body, or an offer of another protocol, is read by aiohttp as the head of the
+            # next request, or is lost. It could name another tenant.
+            response.force_close()
+        if self._transport is not None:
+            self._transport.set_write_buffer_limits(ROOM, ROOM - READ)
+        self._watch()
+
+    @property
+    def _n_left(self) -> int:
+        """How many bytes wait for the client."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
+    def _watch(self) -> None:
+        if self._timer is None:
+            self._timer = self._loop.call_later(CLIENT_SECONDS / LOOKS, self._look)
+
+    def _look(self) -> None:
+        """Disconnect a client that neither reads nor sends for a minute, or has the server wait for a minute in all.
+
+        It must not keep a slot by reading a little now and then. After the end of its answer it may.
+        """
+        now, n_left = self._loop.time(), self._n_left
+        if self._transport is None or (self._is_finished and n_left == 0):
+            return
+        passed = self._n_taken, self._request.writer.output_size - n_left
+        if passed != self._passed or not (n_left or self._is_sending):
+            self._passed, self._passed_at = passed, now
+        waited = self._waited + (0.0 if self._waits_since is None else now - self._waits_since)
+        if now - self._passed_at >= CLIENT_SECONDS:
+            log.warning("a client has neither read nor sent anything for %.0f s: disconnecting it", CLIENT_SECONDS)
+        elif waited >= CLIENT_SECONDS and not self._is_finished:
+            log.warning("a client reads its answer too slowly: disconnecting it")
+        else:
+            self._timer = self._loop.call_later(CLIENT_SECONDS / LOOKS, self._look)
+            return
+        self._transport.abort()

@@ -64,21 +64,21 @@ class OwnEndpoints:
     async def answer(self, exchange: Exchange) -> None:
         """Answer a request to one of `paths`."""
         if exchange.method not in ("GET", "HEAD"):
-            await exchange.refuse(405, "invalid_request_error", "this endpoint is read-only", allow="GET, HEAD")
+            exchange.refuse(405, "invalid_request_error", "this endpoint is read-only", allow="GET, HEAD")
         elif exchange.path == HEALTH:
             is_ready = self._session.is_ready
             text = {"status": "ok" if is_ready else "starting"}
-            await exchange.answer(200 if is_ready else 503, json.dumps(text).encode(), JSON)
+            exchange.answer(200 if is_ready else 503, json.dumps(text).encode(), JSON)
         elif exchange.path == PAGE:
             page, headers = page_of()
-            await exchange.answer(200, page, HTML, **headers)
+            exchange.answer(200, page, HTML, **headers)
         elif exchange.path == PAGE.rstrip("/"):
             # relative, for those who have put it below a path of their own
-            await exchange.answer(308, b"", "text/plain", location="prefixstore/")
+            exchange.answer(308, b"", "text/plain", location="prefixstore/")
         elif (refusal := await self._refusal(exchange)) is not None:
-            await exchange.refuse(*refusal)
+            exchange.refuse(*refusal)
         elif exchange.path == STATUS:
-            await exchange.answer(200, json.dumps(await self._status()).encode(), JSON, cache_control="no-store")
+            exchange.answer(200, json.dumps(await self._status()).encode(), JSON, cache_control="no-store")
         elif exchange.path == CONTENT:
             await self._content(exchange)
         else:
@@ -112,9 +112,9 @@ class OwnEndpoints:
         try:
             content, headers = await self._report.content(accepted=accepted, with_tokens=with_tokens)
         except PrefixStoreError as error:
-            await exchange.refuse(503, "unavailable_error", f"the store cannot be read: {error}")
+            exchange.refuse(503, "unavailable_error", f"the store cannot be read: {error}")
         else:
-            await exchange.answer(200, content, JSON, **headers)
+            exchange.answer(200, content, JSON, **headers)
 
     def _source(self) -> tuple[Engine, str]:
         store = self._session.store
@@ -144,7 +144,7 @@ class OwnEndpoints:
                     text = text.rstrip(b"\n") + b"\n" + reply.content
             except UpstreamError:
                 pass  # they are worth something without the server's
-        await exchange.answer(200, text, content_type)
+        exchange.answer(200, text, content_type)
 
     async def _status(self) -> dict[str, Any]:
         session = self._session

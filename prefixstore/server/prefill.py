@@ -15,8 +15,8 @@ from typing import Final
 from prefixstore.format.keys import Tokens, common_prefix
 from prefixstore.models.boundaries import prompt_boundaries
 from prefixstore.server.answers import AnswerTail, Usage
-from prefixstore.server.bodies import aside
 from prefixstore.server.held_slot import HeldSlot
+from prefixstore.server.prompts import aside
 from prefixstore.server.rates import Rates
 from prefixstore.server.session import ServerSession
 from prefixstore.server.tokenizer import TOKEN_CHARACTERS

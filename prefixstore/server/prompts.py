@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 from prefixstore.server.conversions import chat_of_messages, chat_of_responses
 from prefixstore.server.request_fields import OWN_FIELD, unknown_field
 from prefixstore.server.turns import Turns
 
-__all__ = ["ENDPOINTS", "MESSAGES", "SLOTLESS", "UNKNOWN_FIELD", "Ask", "parse", "pinned"]
+__all__ = ["ENDPOINTS", "MESSAGES", "SLOTLESS", "UNKNOWN_FIELD", "Ask", "aside", "parse", "pinned"]
 
+T = TypeVar("T")
+
+# Smaller inputs are read faster than a thread is asked.
+LARGE = 64 << 10
+# One: what JSON becomes in memory can be many times as large as its text, and only one such is made at a time.
+_reader = ThreadPoolExecutor(1, thread_name_prefix="prefixstore-parse")
 TEXT = frozenset({"/completion", "/completions", "/v1/completions"})
 CHAT = frozenset({"/chat/completions", "/v1/chat/completions"})
 MESSAGES = frozenset({"/v1/messages"})
@@ -111,6 +119,16 @@ class Ask:
         """
         is_refused = status >= HTTPStatus.BAD_REQUEST and not self.may_fail_late
         return is_refused and (status != HTTPStatus.INTERNAL_SERVER_ERROR or self.reason == "invalid")
+
+
+async def aside(size: int, work: Callable[[], T]) -> T:
+    """Do work on an input of this size, in a thread if it is large, so that other requests continue.
+
+    The parser of JSON itself lets no other thread run; `parse` bounds how long that may take.
+    """
+    if size < LARGE:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_reader, work)
 
 
 def parse(path: str, body: bytes, allowed: Collection[str] = ()) -> Ask:

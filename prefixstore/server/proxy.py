@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Protocol
+
+from aiohttp import ClientConnectionResetError, web
 
 from prefixstore.format.keys import Tokens
 from prefixstore.metrics import RequestMetrics
 from prefixstore.server.admission import Admission
 from prefixstore.server.answers import AnswerTail, Usage
-from prefixstore.server.bodies import BodiesFullError, BodyBudget, aside
-from prefixstore.server.exchange import BodyTooLargeError, Exchange
+from prefixstore.server.exchange import BodiesFullError, BodyBudget, BodyTooLargeError, Exchange
 from prefixstore.server.held_slot import HeldSlot
-from prefixstore.server.outbox import ClientGoneError
 from prefixstore.server.own_endpoints import OwnEndpoints
 from prefixstore.server.prefill import Prefill
-from prefixstore.server.prompts import ENDPOINTS, MESSAGES, SLOTLESS, UNKNOWN_FIELD, Ask, parse, pinned
+from prefixstore.server.prompts import ENDPOINTS, MESSAGES, SLOTLESS, UNKNOWN_FIELD, Ask, aside, parse, pinned
 from prefixstore.server.session import ServerSession
 from prefixstore.server.slot_manager import WORTH_A_LOOKUP, SlotManager
 from prefixstore.server.slot_pool import PoolClosedError, PoolFullError, Request
@@ -35,17 +33,13 @@ from prefixstore.server.upstream import (
     end_to_end,
 )
 
-__all__ = ["Lifetime", "Proxy", "ProxyOptions"]
+__all__ = ["Proxy", "ProxyOptions"]
 
 log = logging.getLogger("prefixstore.server")
 
 RETRY_SECONDS = 2
 # a comment in a stream
 PING = b":\n\n"
-# with a longer one, llama-server closes the connection
-MAX_TARGET = 8000
-# With more fields in a head, or longer ones, it closes the connection, mostly before its answer is read.
-MAX_FIELDS, MAX_FIELD = 90, 8000
 # What would be another path there than it is here: clients leave out dot segments, and llama-server reads %uXXXX.
 AMBIGUOUS = re.compile(rb"(?:^|/)\.\.?(?:/|$)|%[uU]")
 # Of so many fields it is said that they are not known.
@@ -61,15 +55,7 @@ STATELESS = frozenset({"/embedding", "/embeddings", "/v1/embeddings"})
 STATELESS |= {"/rerank", "/reranking", "/v1/rerank", "/v1/reranking"}
 
 
-class Lifetime(Protocol):
-    """What runs as long as the proxy does: the child, or a watch over a running server."""
-
-    async def start(self) -> None: ...
-    async def stop(self) -> None: ...
-    def lost(self) -> None: ...
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ProxyOptions:
     """Limits, and how tenants are identified.
 
@@ -78,7 +64,7 @@ class ProxyOptions:
     max_body
         Bytes that the body of a request may have.
     max_bodies
-        Bytes that the bodies of all requests may have together.
+        Bytes that the bodies of all requests may have together; None: as many as sixteen of the largest.
     tenants
         What identifies the tenant of a request; None: all share.
     allowed_fields
@@ -86,13 +72,13 @@ class ProxyOptions:
     """
 
     max_body: int = 16 << 20
-    max_bodies: int = 256 << 20
+    max_bodies: int | None = None
     tenants: TenantSource | None = None
     allowed_fields: frozenset[str] = frozenset()
 
 
 class Proxy:
-    """An ASGI application.
+    """Answers requests.
 
     Parameters
     ----------
@@ -100,8 +86,8 @@ class Proxy:
         The server.
     session
         What is known of it, and its store.
-    lifetime
-        What runs as long as the application.
+    lost
+        Called when a connection to the server has failed.
     own
         The endpoints of the proxy itself.
     admission
@@ -116,140 +102,84 @@ class Proxy:
         self,
         upstream: Upstream,
         session: ServerSession,
-        lifetime: Lifetime,
+        lost: Callable[[], None],
         own: OwnEndpoints,
         admission: Admission,
         observer: RequestMetrics,
         options: ProxyOptions,
     ) -> None:
-        self._upstream, self._session, self._lifetime = upstream, session, lifetime
+        self._upstream, self._session, self._lost = upstream, session, lost
         self._own, self._admission = own, admission
         self._observer, self._options = observer, options
-        self._bodies = BodyBudget(options.max_bodies)
+        self._bodies = BodyBudget(16 * options.max_body if options.max_bodies is None else options.max_bodies)
         self._told_fields: set[str] = set()
         self._prefill = Prefill(upstream, session)
 
-    async def __call__(
-        self,
-        scope: MutableMapping[str, Any],
-        receive: Callable[[], Awaitable[MutableMapping[str, Any]]],
-        send: Callable[[MutableMapping[str, Any]], Awaitable[None]],
-    ) -> None:
-        if scope["type"] == "lifespan":
-            # Ctrl-C just before its signals are handled: uvicorn would print where it was
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._live(receive, send)
-        elif scope["type"] == "http":
-            exchange = Exchange(scope, receive, send, self._options.max_body, self._bodies)
-            try:
-                # uvicorn cancels requests when it stops, and would print where they were
-                with contextlib.suppress(asyncio.CancelledError):
-                    await self._serve(exchange)
-            finally:
-                await exchange.close()
-        else:
-            await send({"type": "websocket.close", "code": 1003})
-
-    async def _live(self, receive: Any, send: Any) -> None:
-        await receive()
+    async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer a request. If the client goes away, the task is cancelled, and the server is told to stop."""
+        exchange = Exchange(request, self._options.max_body, self._bodies)
         try:
-            await self._lifetime.start()
-        except Exception as error:
-            await send({"type": "lifespan.startup.failed", "message": str(error)})
-            raise
-        await send({"type": "lifespan.startup.complete"})
-        await receive()
-        await self._session.close()
-        await self._lifetime.stop()
-        await self._upstream.close()
-        await send({"type": "lifespan.shutdown.complete"})
+            await self._try_to_answer(exchange)
+        except ClientConnectionResetError:
+            # its task is just being cancelled
+            exchange.cut()
+        except Exception:
+            log.exception("a request is not answered")
+            self._broken(exchange, 500, "the proxy has failed; its log says why")
+        finally:
+            exchange.close()
+        return await exchange.finish()
 
     # -- one request ---------------------------------------------------------------------------------------------------
-
-    async def _serve(self, exchange: Exchange) -> None:
-        """Answer, unless the client goes away before: then the server is told to stop."""
-        work = asyncio.ensure_future(self._answer(exchange))
-        watch = asyncio.ensure_future(exchange.disconnected())
-        try:
-            await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
-            if exchange.has_ended:
-                await asyncio.wait((work,))
-        finally:
-            gone = not work.done()
-            work.cancel()
-            watch.cancel()
-            await asyncio.gather(work, watch, return_exceptions=True)
-        if not gone and not work.cancelled() and (error := work.exception()) is not None:
-            raise error
-
-    async def _answer(self, exchange: Exchange) -> None:
-        with contextlib.suppress(ClientGoneError):
-            await self._try_to_answer(exchange)
-            # the slot is given back; the client may still read
-            await exchange.emptied()
 
     async def _try_to_answer(self, exchange: Exchange) -> None:
         try:
             await self._route(exchange)
         except BodyTooLargeError:
             limit = self._options.max_body
-            await exchange.refuse(413, "invalid_request_error", f"the body has more than {limit} bytes (--max-body)")
+            exchange.refuse(413, "invalid_request_error", f"the body has more than {limit} bytes (--max-body)")
         except BodiesFullError:
             limit = self._bodies.limit
-            await self._unavailable(exchange, f"the requests at present have more than {limit} bytes (--max-bodies)")
+            self._unavailable(exchange, f"the requests at present have more than {limit} bytes (--max-bodies)")
         except NoTenantError as error:
-            await exchange.refuse(401, "authentication_error", str(error))
+            exchange.refuse(401, "authentication_error", str(error))
         except PoolClosedError:
-            await self._unavailable(exchange, "the server was replaced by another one")
+            self._unavailable(exchange, "the server was replaced by another one")
         except PoolFullError:
-            await self._unavailable(exchange, "too many requests wait for a slot")
-        except TargetError:
-            await exchange.refuse(400, "invalid_request_error", "the target of the request is not valid")
+            self._unavailable(exchange, "too many requests wait for a slot")
+        except (TargetError, web.RequestPayloadError):
+            exchange.refuse(400, "invalid_request_error", "the request is not valid in HTTP")
         except UpstreamTimeoutError:
-            await self._broken(exchange, 504, "the server has not answered in time")
+            self._broken(exchange, 504, "the server has not answered in time")
         except UpstreamError as error:
             if isinstance(error, UpstreamLostError):
-                self._lifetime.lost()
-            await self._broken(exchange, 503, "the server does not answer; it may be restarting")
+                self._lost()
+            self._broken(exchange, 503, "the server does not answer; it may be restarting")
 
-    async def _broken(self, exchange: Exchange, status: int, message: str) -> None:
+    def _broken(self, exchange: Exchange, status: int, message: str) -> None:
         if exchange.has_begun:
             # the client must see that the answer is cut short, and what has come of it
             log.warning("an answer is cut short: %s", message)
-            await exchange.cut()
+            exchange.cut()
             return
-        await exchange.refuse(status, "unavailable_error", message, retry_after=str(RETRY_SECONDS))
+        exchange.refuse(status, "unavailable_error", message, retry_after=str(RETRY_SECONDS))
 
-    async def _unavailable(self, exchange: Exchange, message: str) -> None:
-        await exchange.refuse(503, "unavailable_error", message, retry_after=str(RETRY_SECONDS))
+    def _unavailable(self, exchange: Exchange, message: str) -> None:
+        exchange.refuse(503, "unavailable_error", message, retry_after=str(RETRY_SECONDS))
 
     async def _route(self, exchange: Exchange) -> None:
         path = exchange.path
         if not exchange.target.startswith(b"/"):
-            exchange.nothing_to_read()
-            await exchange.refuse(400, "invalid_request_error", "the target of the request must be a path")
+            exchange.refuse(400, "invalid_request_error", "the target of the request must be a path")
         elif AMBIGUOUS.search(exchange.target.split(b"?", 1)[0]):
-            exchange.nothing_to_read()
             message = "the target of the request has a segment . or .. or %u in it: write the resolved path"
-            await exchange.refuse(400, "invalid_request_error", message)
-        elif len(exchange.target) > MAX_TARGET:
-            exchange.nothing_to_read()
-            await exchange.refuse(414, "invalid_request_error", f"the target has more than {MAX_TARGET} bytes")
-        elif len(fields := exchange.raw_headers) > MAX_FIELDS or any(len(n) + len(v) > MAX_FIELD for n, v in fields):
-            exchange.nothing_to_read()
-            message = (
-                f"the head of the request has more than {MAX_FIELDS} fields, or one of more than {MAX_FIELD} bytes"
-            )
-            await exchange.refuse(431, "invalid_request_error", message)
+            exchange.refuse(400, "invalid_request_error", message)
         elif path in self._own.paths:
-            exchange.nothing_to_read()
             await self._own.answer(exchange)
         elif not self._session.is_ready:
-            exchange.nothing_to_read()
-            await self._unavailable(exchange, "the server is starting")
+            self._unavailable(exchange, "the server is starting")
         elif self._needs_key(exchange) and (refusal := await self._admission.refusal(exchange.raw_headers)):
-            exchange.nothing_to_read()
-            await exchange.answer(refusal.status, refusal.content, refusal.content_type)
+            exchange.answer(refusal.status, refusal.content, refusal.content_type)
         elif exchange.method == "POST" and path in ENDPOINTS:
             await self._complete(exchange, await exchange.body())
         else:
@@ -264,21 +194,15 @@ class Proxy:
     async def _pass(self, exchange: Exchange) -> None:
         path, manager = exchange.path, self._manager
         if self._options.tenants is not None and not self._may_pass(exchange):
-            exchange.nothing_to_read()
             message = f"{path} is switched off: tenants are separated, and it shows other tenants"
-            await exchange.refuse(403, "permission_error", message)
+            exchange.refuse(403, "permission_error", message)
             return
         if exchange.method == "POST" and path.startswith("/slots/") and self._session.options.socket is not None:
             # any client could write files into its directory in memory, which are never deleted
-            exchange.nothing_to_read()
-            await exchange.refuse(501, "not_supported_error", "slots are saved into the store only")
+            exchange.refuse(501, "not_supported_error", "slots are saved into the store only")
             return
         # as a whole: while a client sends it, no thread of the server waits for it, and no slot is in doubt
-        content = None
-        if exchange.has_body:
-            content = await exchange.body()
-        else:
-            exchange.nothing_to_read()
+        content = await exchange.body() if exchange.has_body else None
         is_end_of_stream = exchange.method == "DELETE" and path.startswith("/v1/stream")
         if exchange.method in READS or path in SLOTLESS or is_end_of_stream:
             await self._forward(exchange, content)
@@ -341,7 +265,8 @@ class Proxy:
                 if tail is not None:
                     tail.feed(chunk)
                 await exchange.write(chunk)
-            await exchange.write(after, more=False)
+            if after:
+                await exchange.write(after)
         finally:
             # a cancelled request must reach the server as a closed connection
             answer.close()
@@ -361,9 +286,9 @@ class Proxy:
         ask = await aside(len(body), lambda: parse(path, body, self._options.allowed_fields))
         if ask.boundaries is None:
             message = 'prefixstore must be {"boundaries": [N, ...]}: lengths in tokens'
-            await exchange.refuse(400, "invalid_request_error", message)
+            exchange.refuse(400, "invalid_request_error", message)
         elif not await self._session.look():
-            await self._unavailable(exchange, "the server is starting")
+            self._unavailable(exchange, "the server is starting")
         elif tenants is None and self._session.reason is not None:
             # without the store, the server itself knows best which slot has the prompt
             self._observer.passed(path, self._session.reason)
@@ -387,7 +312,7 @@ class Proxy:
             self._tell_of_field(ask.field)
         if not can_choose and held is None and is_separated and ask.reason in (None, UNKNOWN_FIELD):
             message = f"{path} cannot be used while tenants are separated: this server does not let a slot be chosen"
-            await exchange.refuse(501, "not_supported_error", message)
+            exchange.refuse(501, "not_supported_error", message)
         elif not can_choose and reason is not None:
             await self._without_slot(exchange, ask, body, owner)
         else:
@@ -398,7 +323,7 @@ class Proxy:
                 held = await manager.acquire(tokens, owner, ask.id_slot, ask=reason is None, trusts=trusts)
             if held.must_compute and not ask.can_add and is_separated:
                 manager.release(held, None, began=False)
-                await self._unavailable(exchange, "no slot can be emptied")
+                self._unavailable(exchange, "no slot can be emptied")
                 return
             await self._with_slot(exchange, ask, body, held, is_counted=reason is None, taints=taints)
 
@@ -425,7 +350,7 @@ class Proxy:
         manager, separated = self._manager, self._options.tenants is not None
         if separated:
             if ask.reason not in ("several_answers", "several_prompts"):
-                await exchange.refuse(400, "invalid_request_error", "the request is not valid")
+                exchange.refuse(400, "invalid_request_error", "the request is not valid")
                 return
             # it reuses nothing, and what it leaves is erased before the next request
             body = pinned(body, cache_prompt=False, n_cache_reuse=0)

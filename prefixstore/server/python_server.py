@@ -13,8 +13,8 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -40,9 +40,8 @@ from prefixstore.errors import (
 )
 from prefixstore.metrics import RequestMetrics, StoreMetrics, new_registry, render
 from prefixstore.opening import Locations
-from prefixstore.server.client_protocol import ClientProtocol
 from prefixstore.server.completions import Metrics
-from prefixstore.server.listener import Listener, bound
+from prefixstore.server.listener import address_of, bound, stopped_by_signals
 from prefixstore.server.model_proxy import StoreProxy
 from prefixstore.server.report_page import CONTENT, HTML, JSON, PAGE, LiveReport, page_of
 from prefixstore.server.store_check import check_store
@@ -365,16 +364,30 @@ def _settings_of_file(path: Path) -> ServerSettings:
 def _listen(app: FastAPI, sockets: list[socket.socket]) -> int:
     """Serve until a signal ends it, and return the exit status."""
     served = next(stock.get_server_settings())
-    config = uvicorn.Config(
-        app,
-        ssl_keyfile=served.ssl_keyfile,
-        ssl_certfile=served.ssl_certfile,
-        http=ClientProtocol,
-    )
-    listener = Listener(config, announce=logging.getLogger("uvicorn.error").info)
-    listener.run(sockets)
+    server = _Server(uvicorn.Config(app, ssl_keyfile=served.ssl_keyfile, ssl_certfile=served.ssl_certfile))
+    server.run(sockets)
     # uvicorn has said why it could not begin
-    return 0 if listener.started else 1
+    return 0 if server.started else 1
+
+
+class _Server(uvicorn.Server):
+    """A server that a signal ends cleanly, with status 0; it tells the port that it was given."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        with stopped_by_signals(lambda number: self.handle_exit(number, None)):
+            yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            logging.getLogger("uvicorn.error").info("listening on %s", address_of(listener))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.force_exit:
+            # left out by uvicorn after a second SIGINT
+            await self.lifespan.shutdown()
 
 
 def _status_of(error: Exception) -> int:

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-import uvicorn
+from aiohttp import web
 
 from prefixstore.errors import PrefixStoreError
 from prefixstore.metrics import RequestMetrics, StoreMetrics, new_registry, render
@@ -20,21 +21,20 @@ from prefixstore.opening import Locations
 from prefixstore.server.admission import Admission
 from prefixstore.server.child import CHILD_URL, Child
 from prefixstore.server.client import LlamaServer
-from prefixstore.server.client_protocol import ClientProtocol
 from prefixstore.server.command import ServerCommand, check_program
+from prefixstore.server.exchange import server_of
 from prefixstore.server.lifetime import OwnServer, RunningServer
-from prefixstore.server.listener import Listener, bound, run
+from prefixstore.server.listener import address_of, bound, stopped_by_signals
 from prefixstore.server.namespace import ServerIdentity, slots_dir_of
 from prefixstore.server.own_endpoints import OwnEndpoints
 from prefixstore.server.private_directory import private_directory
 from prefixstore.server.process import command_of, directory_of, environment_of, process_at
-from prefixstore.server.proxy import Lifetime, Proxy, ProxyOptions
+from prefixstore.server.proxy import Proxy, ProxyOptions
 from prefixstore.server.records import Props
 from prefixstore.server.session import ServerSession, SessionOptions
 from prefixstore.server.slot_manager import Timing
 from prefixstore.server.slots import SlotStore
 from prefixstore.server.store_check import ADVICE, check_store, differences
-from prefixstore.server.tenants import TenantSource
 from prefixstore.server.upstream import Upstream
 from prefixstore.units import counted, format_bytes
 
@@ -42,12 +42,15 @@ __all__ = ["ServeSettings", "serve_child", "serve_running"]
 
 log = logging.getLogger("prefixstore.server")
 
-GRACE_SECONDS = 10
+# How long requests may go on after a signal. aiohttp waits twice for so long before it ends one.
+GRACE_SECONDS: Final = 5.0
+# The same once somebody does not want to wait.
+HURRY_SECONDS: Final = 0.1
 
 
-@dataclass(frozen=True)
-class ServeSettings:
-    """The settings of ``prefixstore serve``.
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings(ProxyOptions):
+    """The settings of ``prefixstore serve``, with those of the proxy.
 
     Attributes
     ----------
@@ -57,18 +60,10 @@ class ServeSettings:
         Where to listen.
     admin_key
         The key for the endpoints of the proxy itself.
-    tenants
-        What identifies the tenant of a request.
     store_options
         Parameters of the store.
-    max_body
-        Bytes that the body of a request may have.
-    max_bodies
-        Bytes that the bodies of all requests may have together; None: as many as sixteen of the largest.
     max_waiting
         How many requests may wait for a slot.
-    allowed_fields
-        Fields of completions that are not known here, and do not change what is computed for a token.
     timeout
         Seconds to wait for the next byte of the server.
     timing
@@ -82,12 +77,8 @@ class ServeSettings:
     host: str = "127.0.0.1"
     port: int = 8080
     admin_key: str | None = None
-    tenants: TenantSource | None = None
     store_options: dict[str, Any] = field(default_factory=dict)
-    max_body: int = 16 << 20
-    max_bodies: int | None = None
     max_waiting: int = 256
-    allowed_fields: frozenset[str] = frozenset()
     timeout: float = 3600.0
     timing: Timing = field(default_factory=Timing)
     announce: Callable[[str], None] = log.info
@@ -123,20 +114,11 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
             argv, variables, directory = started()
             return ServerIdentity.of_command(argv, variables, props, directory=directory)
 
-        def make(failed: Callable[[PrefixStoreError], None]) -> tuple[Upstream, ServerSession, Lifetime]:
-            session.append(ServerSession(upstream, options))
-            return upstream, session[0], OwnServer(child, session[0], failed)
-
         async def ready() -> None:
             argv, variables, _ = await asyncio.to_thread(started)
             command.check_started(argv, variables)
-            await session[0].ready()
+            await session.ready()
 
-        def down() -> None:
-            session[0].down()
-
-        session: list[ServerSession] = []
-        child = Child(command, environ, ready, down, is_busy=lambda: session[0].is_busy)
         key = None if command.has_keys else command.key
         upstream = Upstream(CHILD_URL, timeout=settings.timeout, key=key, socket=command.socket)
         options = SessionOptions(
@@ -150,7 +132,10 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
             store_options=settings.store_options,
             timing=settings.timing,
         )
-        run(_serve(settings, sockets, make, has_keys=command.has_keys))
+        session = ServerSession(upstream, options)
+        child = Child(command, environ, ready, session.down, is_busy=lambda: session.is_busy)
+        work = _serve(settings, sockets, session, lambda failed: OwnServer(child, session, failed), command.has_keys)
+        asyncio.run(work)
 
 
 def serve_running(
@@ -188,69 +173,85 @@ def serve_running(
         timing=settings.timing,
     )
 
-    def make(failed: Callable[[PrefixStoreError], None]) -> tuple[Upstream, ServerSession, Lifetime]:
-        upstream = Upstream(url, timeout=settings.timeout)
-        session = ServerSession(upstream, options)
-        return upstream, session, RunningServer(session, failed)
-
+    session = ServerSession(Upstream(url, timeout=settings.timeout), options)
     with bound(settings.host, settings.port) as sockets:
-        run(_serve(settings, sockets, make, has_keys=True))
+        asyncio.run(_serve(settings, sockets, session, lambda failed: RunningServer(session, failed), has_keys=True))
 
 
-Make = Callable[[Callable[[PrefixStoreError], None]], tuple[Upstream, ServerSession, Lifetime]]
-
-
-async def _serve(settings: ServeSettings, sockets: list[socket.socket], make: Make, *, has_keys: bool) -> None:
+async def _serve(
+    settings: ServeSettings,
+    sockets: list[socket.socket],
+    session: ServerSession,
+    lifetime_of: Callable[[Callable[[PrefixStoreError], None]], OwnServer | RunningServer],
+    has_keys: bool,
+) -> None:
     failures: list[PrefixStoreError] = []
+    stopped, hurried = asyncio.Event(), asyncio.Event()
 
     def failed(error: PrefixStoreError) -> None:
         failures.append(error)
-        server.should_exit = True
+        stopped.set()
 
-    upstream, session, lifetime = make(failed)
+    upstream, lifetime = session.upstream, lifetime_of(failed)
     registry = new_registry()
     stores = StoreMetrics(registry)
     session.when_store = lambda store: _tell_of(stores, store)
     session.when_ready = lambda: settings.announce(_what_is_stored(session))
-    separated = settings.tenants is not None
     own = OwnEndpoints(
         upstream,
         session,
         lambda: render(registry),
         admin_key=settings.admin_key,
         has_keys=has_keys,
-        separated=separated,
+        separated=settings.tenants is not None,
     )
     admission = Admission(upstream, has_keys=has_keys)
-    max_bodies = 16 * settings.max_body if settings.max_bodies is None else settings.max_bodies
-    options = ProxyOptions(
-        max_body=settings.max_body,
-        max_bodies=max_bodies,
-        tenants=settings.tenants,
-        allowed_fields=settings.allowed_fields,
-    )
-    proxy = Proxy(upstream, session, lifetime, own, admission, RequestMetrics(registry), options)
-    config = uvicorn.Config(
-        proxy,
-        log_config=None,
-        access_log=False,  # a target may contain secrets
-        lifespan="on",
-        server_header=False,
-        date_header=False,
-        timeout_graceful_shutdown=GRACE_SECONDS,
-        ws="none",
-        http=ClientProtocol,
-    )
+    proxy = Proxy(upstream, session, lifetime.lost, own, admission, RequestMetrics(registry), settings)
 
-    def hurry() -> None:
-        settings.announce("stopping immediately: the contents of the slots are not stored")
-        session.hurry()
+    def signalled(number: int) -> None:
+        if not stopped.is_set():
+            stopped.set()
+            settings.announce("stopping: finishing running requests, and storing the contents of the slots")
+        elif number == signal.SIGINT and not hurried.is_set():
+            # for somebody who does not want to wait
+            hurried.set()
+            settings.announce("stopping immediately: the contents of the slots are not stored")
+            session.hurry()
 
-    farewell = "stopping: finishing running requests, and storing the contents of the slots"
-    server = Listener(config, settings.announce, farewell, hurry)
-    await server.serve(sockets)
+    loop = asyncio.get_running_loop()
+    with stopped_by_signals(lambda number: loop.call_soon_threadsafe(signalled, number)):
+        try:
+            await lifetime.start()
+            await _listen(proxy, sockets, settings.announce, stopped, hurried)
+        finally:
+            await session.close()
+            await lifetime.stop()
+            await upstream.close()
     if failures:
         raise failures[0]
+
+
+async def _listen(
+    proxy: Proxy,
+    sockets: list[socket.socket],
+    announce: Callable[[str], None],
+    stopped: asyncio.Event,
+    hurried: asyncio.Event,
+) -> None:
+    """Answer requests until that is stopped, and those that have come to their end, unless somebody is in a hurry."""
+    server = server_of(proxy)
+    runner = web.ServerRunner(server, shutdown_timeout=GRACE_SECONDS)
+    await runner.setup()
+    for listener in sockets:
+        await web.SockSite(runner, listener).start()
+        announce(f"listening on {address_of(listener)}")
+    await stopped.wait()
+    ending, hurrying = asyncio.ensure_future(runner.cleanup()), asyncio.ensure_future(hurried.wait())
+    await asyncio.wait((ending, hurrying), return_when=asyncio.FIRST_COMPLETED)
+    hurrying.cancel()
+    if not ending.done():
+        ending.cancel()
+        await server.shutdown(HURRY_SECONDS)
 
 
 def _what_is_stored(session: ServerSession) -> str:

@@ -9,8 +9,7 @@ from collections import OrderedDict
 import numpy as np
 
 from prefixstore.format.keys import Tokens
-from prefixstore.server.bodies import aside
-from prefixstore.server.prompts import Ask
+from prefixstore.server.prompts import Ask, aside
 from prefixstore.server.upstream import Headers, Upstream
 
 __all__ = ["Tokenizer"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import os
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
@@ -26,6 +27,7 @@ __all__ = [
     "UpstreamLostError",
     "UpstreamTimeoutError",
     "end_to_end",
+    "text_of",
 ]
 
 Headers = list[tuple[bytes, bytes]]
@@ -189,9 +191,11 @@ class Upstream:
         except ValueError:
             raise TargetError from None
         kept = [(name, value) for name, value in self._passed_on(headers) if name != b"content-length"]
+        # as a file: what is large is written in parts
+        data = None if content is None else io.BytesIO(content)
         with _translated():
             return Answer(
-                await self._session.request(method, url, headers=_text(kept), data=content, allow_redirects=False)
+                await self._session.request(method, url, headers=text_of(kept), data=data, allow_redirects=False)
             )
 
     async def ask(
@@ -216,7 +220,7 @@ class Upstream:
         limit = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_SECONDS)
         with _translated():
             async with self._session.request(
-                method, url, headers=_text(listed), data=content, allow_redirects=False, timeout=limit
+                method, url, headers=text_of(listed), data=content, allow_redirects=False, timeout=limit
             ) as response:
                 return Reply(response.status, response.headers.get("content-type", ""), await response.read())
 
@@ -237,7 +241,7 @@ def end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     return [(name, value) for name, value in lowered if name not in named]
 
 
-def _text(headers: Iterable[tuple[bytes, bytes]]) -> CIMultiDict[str]:
+def text_of(headers: Iterable[tuple[bytes, bytes]]) -> CIMultiDict[str]:
     """As aiohttp takes them, which sends them in UTF-8 again."""
     listed: CIMultiDict[str] = CIMultiDict()
     for name, value in headers:

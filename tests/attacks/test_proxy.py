@@ -63,7 +63,6 @@ def test_the_child_is_killed_while_it_answers(serve: Serve, alone: Running):
     assert cached(again) > 200
     assert "an answer is cut short" in served.text()
     assert "Traceback" not in served.text()
-    assert "ASGI" not in served.text()
 
 
 def test_a_model_that_was_replaced_before_the_child_is_started_again(serve: Serve, tmp_path: Path, docs_model: Path):
@@ -240,20 +239,20 @@ def test_adapters_that_are_not_there_cannot_be_changed(serve: Serve):
 @pytest.mark.parametrize(
     ("head", "statuses"),
     [
-        # h11 takes the fragment for a part of the target, httptools leaves it out
-        (b"GET /x#/slots HTTP/1.1", (400, 404)),
-        (b"GET /%s HTTP/1.1" % (b"a" * 20_000), (414,)),
+        (b"GET /x#/slots HTTP/1.1", (404,)),
+        # heads that are too large for llama-server are no HTTP for aiohttp, which has one status for all of that
+        (b"GET /%s HTTP/1.1" % (b"a" * 20_000), (400,)),
         # the slots, for clients of HTTP and for llama-server
         (b"GET /a/../slots HTTP/1.1", (400,)),
         (b"GET /./slots?a HTTP/1.1", (400,)),
         (b"GET /slots/. HTTP/1.1", (400,)),
         (b"GET /%u0073lots HTTP/1.1", (400,)),
         (b"GET /props?a=/../%u HTTP/1.1", (200,)),
-        (b"GET /health HTTP/1.1" + b"\r\nX: y" * 3000, (431,)),
-        (b"GET /health HTTP/1.1\r\nX: " + b"a" * 50_000, (431,)),
-        # two lengths: for h11 that of the body counts, httptools refuses them
-        (b"POST /tokenize HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 3", (200, 400)),
-        (b"POST /tokenize HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 300", (200, 400)),
+        (b"GET /health HTTP/1.1" + b"\r\nX: y" * 3000, (400,)),
+        (b"GET /health HTTP/1.1\r\nX: " + b"a" * 50_000, (400,)),
+        # two lengths
+        (b"POST /tokenize HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 3", (400,)),
+        (b"POST /tokenize HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 300", (400,)),
     ],
 )
 def test_odd_requests_get_an_answer_and_leave_nothing_in_the_log(head: bytes, statuses: tuple[int, ...], serve: Serve):
@@ -275,7 +274,7 @@ def test_a_target_that_the_server_cannot_bear_does_not_lose_its_slots(tmp_path: 
         served.wait_ready()
         served.complete(prompt(1))
         before = _held(served)
-        assert served.get("/" + "a" * 20_000).status_code == 414
+        assert served.get("/" + "a" * 20_000).status_code == 400
         assert served.get("/health", headers={"x": "a" * 50_000}).status_code >= 400
         assert _held(served) == before
         assert served.status()["ready"]

@@ -1,131 +1,271 @@
-"""A request and its answer: slow clients, and how much the bodies of all requests may take."""
+"""Requests as aiohttp reads them, and their answers: slow clients, bodies, heads without end, connections that end."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+import json
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from aiohttp import web
 
-from prefixstore.server.bodies import LARGE, BodiesFullError, BodyBudget, aside
-from prefixstore.server.exchange import BodyTooLargeError, Exchange
-from prefixstore.server.outbox import ClientGoneError, Outbox
-from tests.support import virtual_time
+from prefixstore.server import exchange as exchange_module
+from prefixstore.server.exchange import (
+    MAX_FIELDS,
+    MAX_LINE,
+    ROOM,
+    BodiesFullError,
+    BodyBudget,
+    BodyTooLargeError,
+    Exchange,
+    server_of,
+)
+from prefixstore.server.prompts import LARGE, aside
 
-Message = MutableMapping[str, Any]
+BODY = b'{"prompt":"a"}'
+LENGTH = b"Content-Length: %d\r\n\r\n" % len(BODY)
+CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
+CHUNKS = b"3\r\n" + BODY[:3] + b"\r\nb\r\n" + BODY[3:] + b"\r\n0\r\nX-Tenant: b\r\n\r\n"
+PLAIN = b"GET /plain HTTP/1.1\r\nHost: x\r\n\r\n"
 
-
-class Client:
-    """Takes messages when it is told to."""
-
-    def __init__(self) -> None:
-        self.taken: list[Message] = []
-        self.reads = asyncio.Event()
-
-    async def send(self, message: Message) -> None:
-        await self.reads.wait()
-        self.taken.append(message)
-
-
-def test_the_answer_of_a_client_that_does_not_read_is_kept_for_it():
-    async def scene() -> None:
-        client = Client()
-        outbox = Outbox(client.send, patience=60, room=100)
-        for i in range(10):
-            await outbox.put({"n": i}, 10)
-        assert client.taken == []
-        client.reads.set()
-        await outbox.emptied()
-        assert [message["n"] for message in client.taken] == list(range(10))
-        await outbox.close()
-
-    asyncio.run(asyncio.wait_for(scene(), 120))
+Answer = Callable[[Exchange], Awaitable[None]]
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-def test_a_message_larger_than_the_room_is_sent_alone():
-    async def scene() -> None:
-        client = Client()
-        client.reads.set()
-        outbox = Outbox(client.send, patience=60, room=10)
-        for i in range(3):
-            await outbox.put({"n": i}, 1000)
-        await outbox.emptied()
-        assert len(client.taken) == 3
-        await outbox.close()
-
-    asyncio.run(asyncio.wait_for(scene(), 120))
+async def _tell(exchange: Exchange) -> None:
+    """Answer with what has come of a request."""
+    body = await exchange.body()
+    names = sorted({name.decode() for name, _ in exchange.raw_headers})
+    content = json.dumps([exchange.method, exchange.path, body.decode(), names]).encode()
+    exchange.answer(200, content, "application/json")
 
 
-def test_a_client_that_reads_a_little_now_and_then_does_not_hold_the_answer_for_ever():
-    """Each message is taken in time, and all of them together take longer than a client may."""
+def _with_server(
+    use: Callable[[Callable[[], Awaitable[Streams]]], Awaitable[None]],
+    answer: Answer = _tell,
+    budget: BodyBudget | None = None,
+    max_body: int = 1 << 20,
+) -> None:
+    budget = budget or BodyBudget(1 << 30)
 
-    async def send(_: Message) -> None:
-        await asyncio.sleep(0.05)
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        exchange = Exchange(request, max_body, budget)
+        try:
+            await answer(exchange)
+        finally:
+            exchange.close()
+        return await exchange.finish()
 
-    async def scene() -> None:
-        outbox = Outbox(send, patience=0.3, room=10)
+    async def run() -> None:
+        runner = web.ServerRunner(server_of(handle), shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        writers: list[asyncio.StreamWriter] = []
 
-        async def answer() -> None:
-            for _ in range(1000):
-                await outbox.put({}, 10)
+        async def connect() -> Streams:
+            # what the sockets take of an answer is little, and known
+            near = socket.socket()
+            near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+            near.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(near, runner.addresses[0])
+            reader, writer = await asyncio.open_connection(sock=near, limit=1 << 16)
+            writers.append(writer)
+            return reader, writer
 
-        with pytest.raises(ClientGoneError):
-            await answer()
-        await outbox.close()
+        try:
+            await asyncio.wait_for(use(connect), 120)
+        finally:
+            for writer in writers:
+                writer.close()
+            await runner.cleanup()
 
-    virtual_time.run(scene())
-
-
-def test_a_client_that_takes_nothing_ends_the_task_that_answers_even_while_that_waits_for_the_server():
-    async def scene() -> None:
-        outbox = Outbox(Client().send, patience=0.05)
-
-        async def answer() -> None:
-            await outbox.put({}, 1)
-            await asyncio.Event().wait()
-
-        with pytest.raises(asyncio.CancelledError):
-            await asyncio.create_task(answer())
-        await outbox.close()
-
-    virtual_time.run(scene())
+    asyncio.run(run())
 
 
-def exchange(parts: list[bytes], budget: BodyBudget, *, length: int | None = None, max_body: int = 1000) -> Exchange:
-    async def receive() -> Message:
-        return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+async def _answer(reader: asyncio.StreamReader) -> Any:
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    assert head.startswith(b"http/1.1 200"), head
+    length = head.split(b"content-length: ")[1].split(b"\r\n")[0]
+    return json.loads(await reader.readexactly(int(length)))
 
-    headers = [] if length is None else [(b"content-length", str(length).encode())]
-    scope = {"method": "POST", "path": "/completion", "headers": headers, "query_string": b""}
-    send: Callable[[Message], Awaitable[None]] = Client().send
-    return Exchange(scope, receive, send, max_body, budget)
+
+# -- what is read -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offer", [b"h2c", b"websocket"])
+@pytest.mark.parametrize(("framing", "sent"), [(LENGTH, BODY), (CHUNKED, CHUNKS)])
+@pytest.mark.parametrize("n_parts", [1, 2, 10_000])
+def test_the_body_of_a_request_that_offers_another_protocol_is_read(
+    offer: bytes, framing: bytes, sent: bytes, n_parts: int
+):
+    head = b"POST /a%20b?c HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: " + offer
+    head += b"\r\nHTTP2-Settings: AAMAAABkAA\r\n" + framing
+    parts = {1: [head + sent + PLAIN], 2: [head, sent + PLAIN]}.get(n_parts, [bytes([one]) for one in head + sent])
+
+    async def use(connect: Callable[[], Awaitable[Streams]]) -> None:
+        reader, writer = await connect()
+        with suppress(ConnectionError):
+            for part in parts:
+                writer.write(part)
+                await writer.drain()
+                await asyncio.sleep(0)
+        assert (await _answer(reader))[:3] == ["POST", "/a b", BODY.decode()]
+        # it is the last one on its connection: aiohttp may lose what comes next
+        assert await reader.read() == b""
+
+    _with_server(use)
+
+
+def test_what_follows_a_body_in_chunks_is_part_of_no_other_request():
+    """It could be another tenant's name, and aiohttp has it in the head of the next request on the connection."""
+
+    async def use(connect: Callable[[], Awaitable[Streams]]) -> None:
+        reader, writer = await connect()
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\n" + CHUNKED + CHUNKS)
+        assert "x-tenant" not in (await _answer(reader))[3]
+        with suppress(ConnectionError):
+            writer.write(PLAIN)
+            assert await reader.read() == b""
+
+    _with_server(use)
+
+
+def test_requests_that_follow_each_other_on_a_connection_are_answered_in_order():
+    async def use(connect: Callable[[], Awaitable[Streams]]) -> None:
+        reader, writer = await connect()
+        writer.write(b"".join(b"POST /%d HTTP/1.1\r\nHost: x\r\n" % i + LENGTH + BODY for i in range(100)))
+        assert [(await _answer(reader))[1] for _ in range(100)] == [f"/{i}" for i in range(100)]
+
+    _with_server(use)
+
+
+@pytest.mark.parametrize(
+    ("head", "part"),
+    [
+        (b"GET / HTTP/1.1\r\nX: ", b"a" * 1024),
+        (b"GET /", b"a" * 1024),
+        (b"GET / HTTP/1.1\r\n", b"x: a\r\n" * 128),
+        (b"POST / HTTP/1.1\r\nHost: x\r\n" + CHUNKED + b"1\r\na\r\n0\r\nX: ", b"a" * 1024),
+    ],
+)
+def test_a_head_without_end_ends_the_connection(
+    head: bytes, part: bytes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    # what follows a body is read for as long as a client may send nothing of that
+    monkeypatch.setattr(exchange_module, "CLIENT_SECONDS", 0.5)
+
+    async def use(connect: Callable[[], Awaitable[Streams]]) -> None:
+        _, writer = await connect()
+        writer.write(head)
+        # what is still on its way then may cost the client the answer
+        with suppress(ConnectionError):
+            for _ in range(64 * MAX_FIELDS * MAX_LINE // len(part)):
+                writer.write(part)
+                await writer.drain()
+                await asyncio.sleep(0)
+            pytest.fail("it takes all of it")
+
+    _with_server(use)
+    # aiohttp would tell each with a traceback
+    assert [record.name for record in caplog.records] in ([], ["prefixstore.server"])
+
+
+@pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\nX: ", b"POST / HTTP/1.1\r\nHost: x\r\n" + LENGTH + b"{"])
+def test_a_client_that_sends_nothing_more_is_disconnected(sent: bytes, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(exchange_module, "CLIENT_SECONDS", 0.2)
+
+    async def use(connect: Callable[[], Awaitable[Streams]]) -> None:
+        reader, writer = await connect()
+        writer.write(sent)
+        with suppress(ConnectionError):
+            assert await reader.read() == b""
+
+    _with_server(use)
+
+
+def test_a_large_body_is_no_large_head():
+    async def use(connect: Callable[[], Awaitable[Streams]]) -> None:
+        reader, writer = await connect()
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (1 << 20))
+        writer.write(b"a" * (1 << 20))
+        assert len((await _answer(reader))[2]) == 1 << 20
+
+    _with_server(use)
+
+
+def test_a_body_is_asked_for_if_the_client_waits_for_that():
+    async def use(connect: Callable[[], Awaitable[Streams]]) -> None:
+        reader, writer = await connect()
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n" + LENGTH)
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(BODY)
+        assert (await _answer(reader))[2] == BODY.decode()
+
+    _with_server(use)
+
+
+def test_the_path_is_that_of_the_target_that_is_passed_on():
+    seen: list[tuple[bytes, str]] = []
+
+    async def note(exchange: Exchange) -> None:
+        seen.append((exchange.target, exchange.path))
+        exchange.answer(200, b"{}", "application/json")
+
+    async def use(connect: Callable[[], Awaitable[Streams]]) -> None:
+        reader, writer = await connect()
+        for target in (b"/a%2Fb?c=%20#d", b"/x#/slots", b"http://192.0.2.1/a", b"//a"):
+            writer.write(b"GET " + target + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+            await _answer(reader)
+
+    _with_server(use, note)
+    assert seen == [
+        (b"/a%2Fb?c=%20", "/a/b"),
+        (b"/x", "/x"),
+        (b"http://192.0.2.1/a", "http://192.0.2.1/a"),
+        (b"//a", "//a"),
+    ]
 
 
 def test_the_bodies_of_all_requests_have_a_limit_together_and_give_it_back():
-    async def scene() -> None:
-        budget = BodyBudget(250)
-        held = [exchange([b"x" * 50, b"x" * 50], budget) for _ in range(2)]
-        for one in held:
-            assert len(await one.body()) == 100
-        assert budget.used == 200
-        # said in advance: nothing is read
-        with pytest.raises(BodiesFullError):
-            await exchange([], budget, length=100).body()
-        # found out while reading
-        late = exchange([b"x" * 40, b"x" * 40], budget)
-        with pytest.raises(BodiesFullError):
-            await late.body()
-        await late.close()
-        assert budget.used == 200
-        for one in held:
-            await one.close()
-            await one.close()
-        assert budget.used == 0
-        with pytest.raises(BodyTooLargeError):
-            await exchange([], budget, length=2000).body()
+    budget, errors = BodyBudget(250), list[type[Exception] | None]()
+    held = asyncio.Event()
 
-    asyncio.run(asyncio.wait_for(scene(), 120))
+    async def hold(exchange: Exchange) -> None:
+        try:
+            assert len(await exchange.body()) == 100
+        except (BodiesFullError, BodyTooLargeError) as error:
+            errors.append(type(error))
+        else:
+            await held.wait()
+        exchange.answer(200, b"{}", "application/json")
+
+    async def use(connect: Callable[[], Awaitable[Streams]]) -> None:
+        first = [await connect() for _ in range(2)]
+        for _, writer in first:
+            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n" + b"x" * 100)
+        while budget.used < 200:  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0)
+        for sent in (
+            # said in advance: nothing is read
+            b"Content-Length: 100\r\n\r\n",
+            # found out while reading
+            b"Transfer-Encoding: chunked\r\n\r\n64\r\n" + b"x" * 100 + b"\r\n",
+            b"Content-Length: 2000\r\n\r\n",
+        ):
+            reader, writer = await connect()
+            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\n" + sent)
+            await _answer(reader)
+        assert budget.used == 200
+        held.set()
+        for reader, _ in first:
+            await _answer(reader)
+
+    _with_server(use, hold, budget, max_body=1000)
+    assert errors == [BodiesFullError, BodiesFullError, BodyTooLargeError]
+    assert budget.used == 0
 
 
 def test_others_go_on_while_a_large_body_is_read():
@@ -145,3 +285,127 @@ def test_others_go_on_while_a_large_body_is_read():
         assert await aside(1, lambda: "at once") == "at once"
 
     asyncio.run(asyncio.wait_for(scene(), 120))
+
+
+# -- what is answered -------------------------------------------------------------------------------------------------
+
+
+def test_the_answer_of_a_client_that_does_not_read_is_kept_for_it():
+    written = asyncio.Event()
+
+    async def stream(exchange: Exchange) -> None:
+        await exchange.begin(200, [(b"x", b"1"), (b"x", b"2")])
+        for i in range(10):
+            await exchange.write(b"%d" % i * (ROOM // 10))
+        written.set()
+
+    async def use(connect: Callable[[], Awaitable[Streams]]) -> None:
+        reader, writer = await connect()
+        writer.write(PLAIN)
+        # a slot is free again, before anything is read
+        await written.wait()
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.count(b"x: ") == 2
+        content = b"".join([chunk async for chunk in _chunks(reader)])
+        assert content == b"".join(b"%d" % i * (ROOM // 10) for i in range(10))
+
+    _with_server(use, stream)
+
+
+async def _chunks(reader: asyncio.StreamReader) -> Any:
+    while size := int(await reader.readline(), 16):
+        yield await reader.readexactly(size)
+        await reader.readline()
+
+
+async def _endless(exchange: Exchange) -> None:
+    await exchange.begin(200, [])
+    while True:
+        await exchange.write(b"x" * 10_000)
+
+
+def test_a_client_that_reads_a_little_now_and_then_does_not_hold_the_answer_for_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(exchange_module, "CLIENT_SECONDS", 0.5)
+
+    async def use(connect: Callable[[], Awaitable[Streams]]) -> None:
+        reader, writer = await connect()
+        writer.write(PLAIN)
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                await reader.readexactly(1 << 16)
+                await asyncio.sleep(0.02)
+
+    _with_server(use, _endless)
+    assert [record.message for record in caplog.records] == ["a client reads its answer too slowly: disconnecting it"]
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_client_that_takes_nothing_ends_the_task_that_answers_even_while_that_waits_for_the_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_whole: bool
+):
+    monkeypatch.setattr(exchange_module, "CLIENT_SECONDS", 0.4)
+    # more than the sockets take, and less than would be waited for
+    monkeypatch.setattr(exchange_module, "ROOM", 16 << 20)
+    ended = asyncio.Event()
+
+    async def stream(exchange: Exchange) -> None:
+        if is_whole:
+            exchange.answer(200, b"x" * (8 << 20), "text/plain")
+            return
+        await exchange.begin(200, [])
+        await exchange.write(b"x" * (8 << 20))
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async def use(connect: Callable[[], Awaitable[Streams]]) -> None:
+        _, writer = await connect()
+        writer.write(PLAIN)
+        while not caplog.records:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.01)
+        if not is_whole:
+            await ended.wait()
+
+    _with_server(use, stream)
+    (record,) = caplog.records
+    assert "neither read nor sent" in record.message
+
+
+def test_all_requests_of_a_client_that_goes_away_end():
+    ended = asyncio.Event()
+
+    async def stream(exchange: Exchange) -> None:
+        assert exchange.path == "/first"
+        try:
+            await _endless(exchange)
+        finally:
+            ended.set()
+
+    async def use(connect: Callable[[], Awaitable[Streams]]) -> None:
+        reader, writer = await connect()
+        writer.write(b"GET /first HTTP/1.1\r\nHost: x\r\n\r\nGET /second HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readexactly(1000)
+        writer.transport.abort()
+        await ended.wait()
+
+    _with_server(use, stream)
+
+
+def test_an_answer_that_is_cut_has_no_end():
+    async def stream(exchange: Exchange) -> None:
+        await exchange.begin(200, [])
+        await exchange.write(b"x" * (ROOM // 2))
+        exchange.cut()
+
+    async def use(connect: Callable[[], Awaitable[Streams]]) -> None:
+        reader, writer = await connect()
+        writer.write(PLAIN)
+        content = await reader.read(-1)
+        # what has come of it is there
+        assert content.count(b"x") >= ROOM // 2
+        assert not content.endswith(b"0\r\n\r\n")
+
+    _with_server(use, stream)

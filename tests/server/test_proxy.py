@@ -822,12 +822,12 @@ def test_ctrl_c_before_signals_are_handled_is_a_quiet_end(tmp_path: Path, docs_m
     site.mkdir()
     (site / "sitecustomize.py").write_text(
         "import os, signal\n"
-        "from prefixstore.server.listener import Listener\n"
-        "serve = Listener.serve\n"
-        "async def late(self, *sockets):\n"
+        "from prefixstore.server import serving\n"
+        "serve = serving._serve\n"
+        "async def late(*given, **named):\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    return await serve(self, *sockets)\n"
-        "Listener.serve = late\n"
+        "    return await serve(*given, **named)\n"
+        "serving._serve = late\n"
     )
     arguments = [str(tmp_path / "store"), "--port", "0", "--", str(binary()), "-m", str(docs_model)]
     served = launch(tmp_path, "served", arguments, {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}"})

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from starlette.datastructures import Headers
+from aiohttp.test_utils import make_mocked_request
+from multidict import CIMultiDict
 
 from prefixstore.errors import ClosedError, CorruptError, InvalidParameterError, ServerError, UnavailableError
 from prefixstore.server import slot_manager as slot_manager_module
 from prefixstore.server.answers import AnswerTail, Usage
-from prefixstore.server.bodies import BodyBudget
 from prefixstore.server.command import ServerCommand
-from prefixstore.server.exchange import Exchange
+from prefixstore.server.exchange import BodyBudget, Exchange
 from prefixstore.server.lifetime import RunningServer
 from prefixstore.server.own_endpoints import OwnEndpoints
 from prefixstore.server.private_directory import private_directory
@@ -816,7 +816,7 @@ def test_tenants_come_from_keys_or_headers_and_keys_are_not_kept():
         with pytest.raises(NoTenantError):
             one.salt({})
     with pytest.raises(NoTenantError):
-        TenantSource.parse("header:X-Tenant").salt(Headers(raw=[(b"x-tenant", b"bob"), (b"x-tenant", b"ann")]))
+        TenantSource.parse("header:X-Tenant").salt(CIMultiDict([("x-tenant", "bob"), ("x-tenant", "ann")]))
     for text in ("", "header", "header:", "header:a b", "ip", "header:Authorization", "header:X-Api-Key"):
         with pytest.raises(InvalidParameterError):
             TenantSource.parse(text)
@@ -825,7 +825,11 @@ def test_tenants_come_from_keys_or_headers_and_keys_are_not_kept():
 def test_names_of_tenants_that_end_in_any_letter_are_different():
     source = TenantSource.parse("header:X-Tenant")
     names = ["societ", "societ\u00e0", "societ\u00c5", "societ\u0420", "societ\u5185", "societ\u51a0"]
-    salts = {source.salt(Headers(raw=[(b"x-tenant", b" " + name.encode() + b"\t")])) for name in names}
+
+    async def salt_of(name: str) -> str:
+        return source.salt(exchange("/", [("X-Tenant", f" {name}\t")]).headers)
+
+    salts = {asyncio.run(salt_of(name)) for name in names}
     assert len(salts) == len(names)
 
 
@@ -902,15 +906,8 @@ def test_options_are_known_in_both_spellings(tmp_path: Path):
         ServerCommand(["llama-server", "-cram", "0", "--cache_ram", "512"], {}, second, separated=True)
 
 
-def exchange(path: str, sent: list[Any]) -> Exchange:
-    async def receive() -> Any:
-        await asyncio.Event().wait()
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {"method": "GET", "path": path, "raw_path": path.encode(), "query_string": b"", "headers": []}
-    return Exchange(scope, receive, send, 0, BodyBudget(0))
+def exchange(path: str, headers: list[tuple[str, str]]) -> Exchange:
+    return Exchange(make_mocked_request("GET", path, CIMultiDict(headers)), 0, BodyBudget(0))
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/prefixstore/status"])
@@ -924,18 +921,16 @@ def test_a_location_that_does_not_answer_stops_no_request(path: str):
 
     store = SimpleNamespace(store=SimpleNamespace(stats=ask), kind=None)
     session: Any = SimpleNamespace(is_ready=False, reason=None, why="", manager=None, store=store)
-    sent: list[Any] = []
 
     async def scene() -> None:
         nothing: Any = None
         own = OwnEndpoints(nothing, session, ask, has_keys=False)
-        one = exchange(path, sent)
+        one = exchange(path, [])
         asked = asyncio.ensure_future(own.answer(one))
         await asyncio.sleep(0)
         # another request goes on
         answers.set()
         await asyncio.gather(asked, return_exceptions=True)
-        await one.close()
 
     asyncio.run(scene())
     assert was_in_time == [True]

@@ -146,7 +146,11 @@ sys.meta_path.insert(0, Hidden())
     [
         ("fastapi", "runpy.run_module('prefixstore.server', run_name='__main__')", "prefixstore[python-server]"),
         ("fastapi", "from prefixstore.server import create_app", "MissingExtraError: create_app needs fastapi; pip"),
-        ("httpx", "from prefixstore.server import LlamaServer", "prefixstore[server]"),
+        (
+            "aiohttp",
+            "from prefixstore.cli import main; sys.exit(main(['serve', 'kv', '--', 'llama-server']))",
+            "serve needs aiohttp",
+        ),
     ],
 )
 def test_a_missing_package_is_told_with_its_extra(package, code, says):

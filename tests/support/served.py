@@ -39,9 +39,7 @@ class Served:
     headers: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # the proxy closes connections that nobody has used for 5 s, perhaps just when a request is sent on one
-        limits = httpx.Limits(keepalive_expiry=1.0)
-        self.http = httpx.Client(timeout=120, trust_env=False, limits=limits)
+        self.http = httpx.Client(timeout=120, trust_env=False)
 
     def text(self) -> str:
         return self.log.read_text(errors="replace")
