@@ -445,9 +445,10 @@ class Evictor:
         Nothing is evicted if too much is pinned. Raises `FullError`.
         """
         if self.used is None:
-            with backend.view() as view:
+            # if that fails, the transaction finds out
+            with suppress(StorageError), backend.view() as view:
                 self.used = view.used
-        if self.used.bytes <= self._budget.max_bytes:
+        if self.used is None or self.used.bytes <= self._budget.max_bytes:
             return
         with self._catalog.update(backend) as transaction:
             is_hopeless = self._is_hopeless(transaction, 0, 0)

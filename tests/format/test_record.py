@@ -111,8 +111,8 @@ def test_the_layout_has_not_changed():
         )
         + RECORD_SEAL.pack(xxhash.xxh3_64_intdigest(record.pack()[:-8])).hex()
     )
-    usage = Usage(2**40, 3, pinned=True, priority=-2, expires=2**41)
-    assert usage.pack().hex() == "00000000000100000300000001" + "00feff" + "0000000000020000"
+    usage = Usage(2**40, 3, pinned=True, priority=-2, expires=2**41, uses=5, page_class=7)
+    assert usage.pack().hex() == "0000000000010000" + "0000000000020000" + "03000000" + "feff" + "0500" + "07" + "01"
 
 
 def test_garbage_is_refused():
