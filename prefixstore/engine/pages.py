@@ -538,6 +538,11 @@ class _PageTransaction(_PageView, Transaction):
         both = super()._counts() | self._counted
         return {row: count for row, count in both.items() if count.pages or row == keyspace.COUNT}
 
+    def _replace_counts(self, counts: dict[bytes, Count]) -> None:
+        # also the rows of namespaces that this update has emptied
+        self._counted = dict.fromkeys([*super()._counts(), *self._counted], Count()) | counts
+        self._has_lost_count = False
+
     def _write_counts(self) -> None:
         for row, count in self._counted.items():
             if count.pages or row == keyspace.COUNT:
@@ -759,9 +764,7 @@ class _PageTransaction(_PageView, Transaction):
 
         Returns the generation that begins with this.
         """
-        for row in self._counts():
-            self._rows.delete(row)
-        self._counted, self._has_lost_count = dict(counts), False
+        self._replace_counts(counts)
         now = self.generation
         # what the generation in between has changed, nobody can say; without any, as for an empty location
         generation = now + 2 if now else time.time_ns() // 1000
@@ -778,7 +781,7 @@ class _PageTransaction(_PageView, Transaction):
     def finish(self) -> None:
         """Record what changed, and forget changes that are too old."""
         if self._has_lost_count and self.count().pages <= SUMMED_AT_ONCE:
-            self._counted = dict.fromkeys(self._counts(), Count()) | self.recount().rows
+            self._replace_counts(self.recount().rows)
         self._write_counts()
         if self._changed:
             last = self.generation
