@@ -378,7 +378,9 @@ def require_same(one, other):
     """Two backends on one location know the same."""
     with one.view(), other.view():
         seen = [backend.rows._log.state.rows for backend in (one, other)]
-    assert list(seen[0]) == list(seen[1])
+    # a row without a payload is written in two ways: it never had one, or has lost it
+    first, second = ([row._replace(payload=row.payload or None) for row in rows] for rows in seen)
+    assert first == second
     assert seen[0].used == seen[1].used
     assert contents(one) == contents(other)
 
