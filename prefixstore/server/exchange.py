@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable
-from functools import cached_property
 from typing import Final
 from urllib.parse import unquote
 
@@ -119,6 +118,10 @@ class Exchange:
         self.target = target.encode(errors="surrogateescape")
         self.path = unquote(target.partition("?")[0])
         self.raw_headers: Headers = [(name.lower(), value) for name, value in request.raw_headers]
+        # each byte is one letter
+        self.headers = CIMultiDict(
+            (name.decode("latin-1"), value.decode("latin-1")) for name, value in self.raw_headers
+        )
         self.has_begun = False
         self._response: web.StreamResponse = web.Response(status=500)
         self._loop = asyncio.get_running_loop()
@@ -129,11 +132,6 @@ class Exchange:
         self._waits_since: float | None = None
         self._waited = 0.0
         self._timer: asyncio.TimerHandle | None = None
-
-    @cached_property
-    def headers(self) -> CIMultiDict[str]:
-        """The headers of the request; each byte is one letter."""
-        return CIMultiDict((name.decode("latin-1"), value.decode("latin-1")) for name, value in self.raw_headers)
 
     # -- the request ---------------------------------------------------------------------------------------------------
 

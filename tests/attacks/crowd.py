@@ -213,6 +213,7 @@ def fork_once(stores: list[PrefixStore], kind: int) -> bool:
             code = 0
         except BaseException as error:  # noqa: BLE001 - reported
             sys.stderr.write(f"child: {error!r}\n")
+            faulthandler.dump_traceback(all_threads=True)
         finally:
             os._exit(code)
     until = time.monotonic() + 180

@@ -54,9 +54,9 @@ def test_a_crowd_leaves_a_sound_store(scheme, cached, tmp_path, request):
         for seed in range(PROCESSES)
     ]
     noted = 0
-    for process in crowd:
-        out, errors = process.communicate(timeout=SECONDS + 5 * PATIENCE)
-        assert process.returncode == 0, errors
+    ended = [(*process.communicate(timeout=SECONDS + 5 * PATIENCE), process.returncode) for process in crowd]
+    for out, errors, status in ended:
+        assert status == 0, errors
         result = json.loads(out.splitlines()[-1])
         assert result["problems"] == [], errors
         noted += result["noted"]

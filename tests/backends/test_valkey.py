@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -552,6 +554,39 @@ def test_a_server_that_lost_its_last_changes_has_what_it_had_before():
         assert stored(other) == {b"a": (b"1", b"payload")}
         change_rows(backend, c=(b"3",))
         assert stored(other) == {b"a": (b"1", b"payload"), b"c": (b"3", None)}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no os.fork")
+def test_a_child_forked_while_a_thread_waits_for_the_server_waits_for_nothing_but_the_server():
+    with private_valkey() as server, closing(open_valkey(server.url, max_bytes=64 * MIB, read_only=False)) as backend:
+
+        def read_all(view):
+            return view.used, view.get([b"a"]), view.ranges([ALL]), list(view.payloads([b"a"]))
+
+        def read():
+            with suppress(UnavailableError), backend.view() as view:
+                read_all(view)
+
+        server.pause()
+        threads = [threading.Thread(target=read) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+
+        def waiting():
+            stacks = [traceback.extract_stack(frame) for frame in sys._current_frames().values()]
+            return sum("read_response" in {line.name for line in stack} for stack in stacks)
+
+        wait_for(lambda: waiting() == len(threads), "the requests")
+        child = os.fork()
+        server.go_on()
+        if child == 0:
+            signal.alarm(int(PATIENCE))
+            with backend.view() as view:
+                read_all(view)
+            os._exit(7)
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_a_server_that_restarts_empty_is_used_again():

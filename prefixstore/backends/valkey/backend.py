@@ -23,7 +23,7 @@ from prefixstore.backends.valkey.connections import Connections, asked
 from prefixstore.backends.valkey.payloads import LARGEST_VALUE, KeptBuffers, send
 from prefixstore.backends.valkey.scripts import BEGIN, COMMIT, HEAD, KEEP, TICK
 from prefixstore.backends.valkey.sizes import COSTS, packed
-from prefixstore.backends.valkey.view import ServerView, bytes_in
+from prefixstore.backends.valkey.view import ServerView, bytes_in, size
 from prefixstore.errors import CorruptError, StorageError, UnavailableError
 from prefixstore.format.record import Buffer
 
@@ -78,7 +78,7 @@ class ValkeyBackend(Backend):
 
     def _open(self) -> None:
         """Make sure that there is a location that this version can read."""
-        if ServerView(self._connections, self._buffers).n_bytes is not None:
+        if size(self._connections) is not None:
             return
         if self._read_only:
             raise refusals.no_store(self.location)
@@ -101,8 +101,7 @@ class ValkeyBackend(Backend):
         self._connections.require_open()
         turn = Turn(self._connections)
         try:
-            view = ServerView(self._connections, self._buffers, turn.keep)
-            view.n_bytes = turn.begin()
+            view = ServerView(self._connections, self._buffers, turn.begin(), turn.keep)
             draft = Draft(view, COSTS)
             yield draft
             turn.commit(draft.changes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from typing import Any
 
 from prefixstore.backends import refusals
@@ -16,7 +15,7 @@ from prefixstore.backends.valkey.sizes import VALUE_AT
 from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.record import Buffer
 
-__all__ = ["ServerView", "bytes_in"]
+__all__ = ["ServerView", "bytes_in", "size"]
 
 # of an empty location
 BASE_BYTES = 4096
@@ -43,6 +42,11 @@ def bytes_in(answer: Sequence[Any], where: str) -> int | None:
     return int(n_bytes) if n_bytes is not None else None
 
 
+def size(connections: Connections) -> int | None:
+    """The bytes of all rows and payloads; None if the location is incomplete: nothing is there, or not all."""
+    return bytes_in(connections.run(HEAD), connections.location)
+
+
 class ServerView(View):
     """The committed rows. Later commits are visible, but each call sees one moment.
 
@@ -52,25 +56,29 @@ class ServerView(View):
         To the server.
     buffers
         Memory for payloads.
+    n_bytes
+        The bytes of all rows and payloads, if they are known.
     before
         Called often while this reads: an update renews its lock.
     """
 
     def __init__(
-        self, connections: Connections, buffers: KeptBuffers, before: Callable[[], None] = lambda: None
+        self,
+        connections: Connections,
+        buffers: KeptBuffers,
+        n_bytes: int | None = None,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
         self._connections = connections
         self._buffers = buffers
+        self._n_bytes = n_bytes
         self._before = before
-
-    @cached_property
-    def n_bytes(self) -> int | None:
-        """The bytes of all rows and payloads; None if the location is incomplete. Read once."""
-        return bytes_in(self._connections.run(HEAD), self._connections.location)
 
     @property
     def used(self) -> int:
-        return BASE_BYTES + (self.n_bytes or 0)
+        if self._n_bytes is None:
+            self._n_bytes = size(self._connections) or 0
+        return BASE_BYTES + self._n_bytes
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         if not keys:
