@@ -131,17 +131,14 @@ class Catalog(Chooser):
         return self.path(page) if page is not None else []
 
     def pages(self, backend: Backend) -> list[Page]:
-        """All pages, parents before their children; see `with_all`."""
-        return self.with_all(backend, lambda index: list(depth_first(index.roots())))
+        """All pages, stored and pending, parents before their children."""
+        return list(depth_first(self.whole_index(backend).roots()))
 
     def select(self, backend: Backend, choose: Callable[[Index], Collection[bytes]]) -> list[Page]:
-        """The pages whose keys a function of the index chooses, parents before their children; see `with_all`."""
-
-        def chosen(index: Index) -> list[Page]:
-            keys = choose(index)
-            return [page for page in depth_first(index.roots()) if page.key in keys]
-
-        return self.with_all(backend, chosen)
+        """The pages whose keys a function of an index of all pages chooses, parents before their children."""
+        index = self.whole_index(backend)
+        keys = choose(index)
+        return [page for page in depth_first(index.roots()) if page.key in keys]
 
     # -- capturing ----------------------------------------------------------------------------------------------------
 
@@ -479,11 +476,13 @@ class Catalog(Chooser):
             self._contents.undo(partial(self._contents.set_expiry, page, page.expires))
             self._contents.set_expiry(page, expires)
 
-    def set_pinned(self, pages: Iterable[Page], *, pinned: bool) -> None:
+    def set_pinned(self, keys: Iterable[bytes], *, pinned: bool) -> None:
         """Record that these pages are pinned now, or no longer."""
         with self._lock, self._guard:
-            for page in pages:
-                self._set_pinned(page, pinned=pinned)
+            for key in keys:
+                page = self._contents.index.get(key)
+                if page is not None:
+                    self._set_pinned(page, pinned=pinned)
             # what was refused may find space now
             self._refused.clear()
 
@@ -491,20 +490,8 @@ class Catalog(Chooser):
         self._contents.undo(partial(self._contents.set_pinned, page, pinned=page.pinned))
         self._contents.set_pinned(page, pinned=pinned)
 
-    def pinned_with(self, page: Page, *, pinned: bool) -> list[Page]:
-        """What changes when a page is pinned or unpinned: its descendants too, and its ancestors; see `load_all`.
-
-        An ancestor of an unpinned page stays pinned if it leads to another pinned page.
-        """
+    def known_descendants(self, key: bytes) -> list[bytes]:
+        """A page in the index and those after it there; pending ones too."""
         with self._lock:
-            here = self._contents.index.get(page.key)
-            if here is None:
-                return []
-            changed = list(depth_first([here]))
-            known = {one.key for one in changed}
-            for ancestor in self.path(here)[-2::-1]:
-                if not pinned and any(child.pinned and child.key not in known for child in ancestor.dependents):
-                    break
-                changed.append(ancestor)
-                known.add(ancestor.key)
-            return changed
+            page = self._contents.index.get(key)
+            return [one.key for one in depth_first([page] if page is not None else [])]

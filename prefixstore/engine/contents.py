@@ -75,8 +75,6 @@ class Contents:
     ----------
     index
         The pages that lookups find without asking the location.
-    is_complete
-        Whether the index has all that is stored and can be restored.
     pending
         Pages that wait for a commit, by key.
     contested
@@ -89,8 +87,6 @@ class Contents:
         What waits for the next commit, beside pages.
     journal
         What the open transaction of this process has changed; None if there is none.
-    n_keeping_all
-        How many need all pages to stay in the index.
     sweeps
         Whether there may be settings of namespaces without pages.
     expects_expiry
@@ -104,8 +100,6 @@ class Contents:
         self._ram = ram
         self.expects_expiry = False
         self.index = Index(CACHED_PAGES)
-        self.is_complete = False
-        self.n_keeping_all = 0
         self.pending: dict[bytes, PendingPage] = {}
         self.contested: set[bytes] = set()
         self.writing: set[bytes] = set()
@@ -129,7 +123,6 @@ class Contents:
         if key in self.deferred.damaged:
             # looked for again when the next commit has found out whether it is
             self.index.unseal(record.parent, record.namespace)
-            self.is_complete = False
             return False
         page = self.index.get(key)
         stored = self._node_of(key, record, usage)
@@ -137,7 +130,7 @@ class Contents:
             log.warning("two different pages have the key %s", key.hex())
             if key in self.pending:
                 # the stored one is deleted when the pending one is written, and what follows it
-                page.is_stored = self.is_complete = False
+                page.is_stored = False
                 self.contested.add(key)
                 return False
             # another process has replaced it
@@ -151,7 +144,6 @@ class Contents:
     def _add(self, stored: Page) -> bool:
         """Add a stored page to the index, if its parent is there."""
         if not self.index.has_parent_of(stored) or stored.parent in self.contested:
-            self.is_complete = False
             return False
         is_added = self.index.add(stored)
         if not is_added:
@@ -176,7 +168,6 @@ class Contents:
     def forget_stored(self) -> None:
         """Forget what is stored; the index is empty until it is rebuilt."""
         self.index = Index(CACHED_PAGES)
-        self.is_complete = False
         for new in self.pending.values():
             new.page.is_stored = False
 
@@ -217,24 +208,12 @@ class Contents:
             if parent not in incomplete and (parent == namespace or parent in self.index):
                 self.index.node(parent, namespace).knows_snapshots = True
 
-    def rebuild_all(self, found: Mapping[bytes, Entry]) -> None:
-        """As `rebuild`, with everything that is stored; pages believed to be damaged may turn out to be good."""
-        self.rebuild(found)
-        self.index.complete()
-        self.is_complete = True
-        for key in self.deferred.damaged & found.keys():
-            record = found[key].record
-            if isinstance(record, Record):
-                self.index.unseal(record.parent, record.namespace)
-                self.is_complete = False
-
     def trim(self, found: Iterable[Page] = ()) -> None:
         """Forget pages that were not looked up for long, if there are many; not those that were just found."""
-        if self.n_keeping_all or not self.index.is_full:
+        if not self.index.is_full:
             return
         found_keys = {page.key for page in found}
-        if self.index.trim(self.pending.keys() | self.writing | self.deferred.uses.keys() | found_keys):
-            self.is_complete = False
+        self.index.trim(self.pending.keys() | self.writing | self.deferred.uses.keys() | found_keys)
 
     def _node_of(self, key: bytes, record: Record, usage: Usage) -> Page:
         now = time.time_ns()
@@ -328,7 +307,6 @@ class Contents:
     def forget(self, key: bytes, *, is_deleted: bool) -> list[Taken]:
         """Take a page, and what depends on it, out of the index; what was taken, children before their parents."""
         lost_pages = self.index.remove(key, is_deleted=is_deleted)
-        self.is_complete = self.is_complete and is_deleted and len(lost_pages) < 2
         self.contested -= {lost.key for lost in lost_pages}
         self._ram.drop(lost.key for lost in lost_pages)
         return [

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-from prefixstore.backends.base import CONFLICTS, Backend, Entry, Transaction, retried
+from prefixstore.backends.base import CONFLICTS, Backend, Transaction, retried
 from prefixstore.backends.contract import ConflictError
 from prefixstore.engine.budget import PAGES_AT_ONCE, fewer
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.index import Index, Page, depth_first
 from prefixstore.engine.invariants import Violation
 from prefixstore.engine.pending import Suspicion
+from prefixstore.engine.relatives import with_descendants
 from prefixstore.engine.strays import Strays
 from prefixstore.errors import CorruptError, FullError, IncompatibleError, UnavailableError
 from prefixstore.format.codec import decode
-from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES
-from prefixstore.format.record import Record, Usage
+from prefixstore.format.keys import TOKEN_BYTES
+from prefixstore.format.record import Record
 
 __all__ = [
     "Choice",
@@ -283,7 +284,7 @@ class Deleter:
         """
         left = dict.fromkeys(keys)
         deleted: dict[bytes, int] = {}
-        for entry in _with_descendants(transaction, list(left)[::-1], at_once):
+        for entry in with_descendants(transaction, list(left)[::-1], at_once):
             if len(deleted) == at_once:
                 break
             record = entry.record if isinstance(entry.record, Record) else None
@@ -364,30 +365,3 @@ def _is_stray(transaction: Transaction, key: bytes) -> bool:
             return True
         record = above
     return True
-
-
-def _with_descendants(transaction: Transaction, keys: Iterable[bytes], at_once: int) -> Iterator[Entry]:
-    """These pages and all that is stored after them, children before their parents; each is to be deleted.
-
-    Of more than `at_once` children of one page only the first ones, and then not the page.
-    """
-    waiting = [(entry, False) for entry in _entries(transaction, keys)]
-    seen: set[bytes] = set()
-    while waiting:
-        entry, is_done = waiting.pop()
-        if is_done:
-            yield entry
-        elif entry.key not in seen:
-            seen.add(entry.key)
-            after = [one for form in (PAGE, SNAPSHOT) for one in transaction.children([entry.key], form, at_once)]
-            if len(after) < at_once:
-                waiting.append((entry, True))
-            waiting += [(one, False) for one in after]
-
-
-def _entries(transaction: Transaction, keys: Iterable[bytes]) -> list[Entry]:
-    """What is stored under these keys; something may be even where there is no record."""
-    keys = list(keys)
-    found = transaction.records(keys)
-    nothing = CorruptError("it has no record"), Usage(0)
-    return [Entry(key, *found.get(key, nothing)) for key in keys]

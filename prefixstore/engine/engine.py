@@ -39,6 +39,7 @@ from prefixstore.engine.policy_memory import PolicyMemory
 from prefixstore.engine.queue import Drained, WriteQueue
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.readers import Admit, Look
+from prefixstore.engine.relatives import pinned_with
 from prefixstore.engine.relay import Keep, Relays
 from prefixstore.engine.room import Room
 from prefixstore.engine.tap import Tap
@@ -462,16 +463,13 @@ class Engine:
         # also what was committed since the view was opened
         return [*stored, *self._catalog.known_children(parent, namespace)]
 
-    def load_all(self) -> None:
-        """Have the index know all that is stored, for maintenance."""
-        self._catalog.with_all(self._backend, lambda _: None)
-
     def pages(self) -> list[Page]:
         """All pages, stored and pending, parents before their children."""
         return self._catalog.pages(self._backend)
 
     def path(self, page: Page) -> list[Page]:
         """The pages from the start of the sequence up to this one."""
+        self._load_pages([page.parent])
         return self._catalog.path(page)
 
     def select(self, choices: Iterable[Choice]) -> list[bytes]:
@@ -887,14 +885,14 @@ class Engine:
         """Pin or unpin the committed pages of the longest stored prefix; the number of tokens they cover."""
         path = Path((), 0)
 
-        def chosen(transaction: Transaction) -> Sequence[Page]:
+        def chosen(transaction: Transaction) -> Sequence[bytes]:
             nonlocal path
             for snapshots in (True, False):
                 self._catalog.load(
                     transaction, self._catalog.epoch, namespace, tokens, page_tokens, snapshots=snapshots
                 )
             path = self._catalog.match_stored(namespace, tokens, page_tokens)
-            return path.pages
+            return [page.key for page in path.pages]
 
         self._set_pinned(chosen, pinned=pinned)
         return path.n_tokens
@@ -904,21 +902,24 @@ class Engine:
 
         An ancestor of an unpinned page stays pinned if it leads to another pinned page.
         """
-        with self._catalog.keeping_all():
-            self.load_all()
-            return self._set_pinned(lambda _: self._catalog.pinned_with(page, pinned=pinned), pinned=pinned)
+
+        def chosen(transaction: Transaction) -> Sequence[bytes]:
+            found = pinned_with(transaction, page.key, pinned=pinned)
+            return list(dict.fromkeys([*found, *self._catalog.known_descendants(page.key)]))
+
+        return self._set_pinned(chosen, pinned=pinned)
 
     @retried
-    def _set_pinned(self, choose: Callable[[Transaction], Sequence[Page]], *, pinned: bool) -> int:
+    def _set_pinned(self, choose: Callable[[Transaction], Sequence[bytes]], *, pinned: bool) -> int:
         changed = 0
         with self._catalog.update(self._backend) as transaction:
-            pages = choose(transaction)
-            for page in pages:
-                usage = transaction.usage(page.key)
+            keys = choose(transaction)
+            for key in keys:
+                usage = transaction.usage(key)
                 if usage is not None and usage.pinned != pinned:
-                    transaction.touch(page.key, replace(usage, pinned=pinned), announce=True)
+                    transaction.touch(key, replace(usage, pinned=pinned), announce=True)
                     changed += 1
-            self._catalog.set_pinned(pages, pinned=pinned)
+            self._catalog.set_pinned(keys, pinned=pinned)
         return changed
 
     def delete(self, choices: Sequence[Choice]) -> Removed:

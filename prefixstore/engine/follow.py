@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeAlias, TypeVar
 
@@ -23,11 +23,11 @@ from prefixstore.engine.contents import Contents
 from prefixstore.engine.index import Page
 from prefixstore.engine.journal import Journal
 from prefixstore.engine.ram import RamTier
+from prefixstore.engine.relatives import with_ancestors
 from prefixstore.errors import StorageError
-from prefixstore.format.record import Record
 from prefixstore.stats import Counters
 
-__all__ = ["Follower", "Lock", "LockT", "with_ancestors"]
+__all__ = ["Follower", "Lock", "LockT"]
 
 log = logging.getLogger("prefixstore")
 
@@ -275,16 +275,3 @@ class Follower:
             if is_here and generation <= self._generation:
                 log.warning("the index does not match the location; reloading it")
                 self._distrust()
-
-
-def with_ancestors(view: View, keys: Collection[bytes]) -> dict[bytes, Entry]:
-    """What is stored of these pages, and of their ancestors."""
-    found: dict[bytes, Entry] = {}
-    wanted = list(keys)
-    while wanted:
-        new = {key: Entry(key, *one) for key, one in view.records(wanted).items()}
-        found |= new
-        records = [one.record for one in new.values() if isinstance(one.record, Record)]
-        parents = {record.parent for record in records if record.parent != record.namespace}
-        wanted = [key for key in parents if key not in found and key not in keys]
-    return found

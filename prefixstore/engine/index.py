@@ -307,11 +307,6 @@ class Index:
         is_here = at < len(node.children) and node.child_tokens[at] == page.tokens
         return node.sealed[at] and (not is_here or node.sealed[at + 1])
 
-    def complete(self) -> None:
-        """Seal all gaps: the index has everything that is stored."""
-        for node in (*self._roots.values(), *self.pages.values()):
-            node.has_no_other_dependents()
-
     @property
     def is_full(self) -> bool:
         """Whether there are more pages than the limit, or many namespaces without any."""

@@ -7,23 +7,21 @@ process has ended since the view was opened (`Follower.epoch`). Otherwise it is 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import TypeVar
 
 from prefixstore.backends.base import Backend, Entry, Transaction, View
-from prefixstore.engine.follow import Follower, with_ancestors
+from prefixstore.engine.follow import Follower
 from prefixstore.engine.index import Index, Page, Unknown
+from prefixstore.engine.relatives import with_ancestors
 from prefixstore.format.keys import SNAPSHOT, TOKEN_BYTES, Tokens, page_keys
-from prefixstore.format.record import Record
+from prefixstore.format.record import Record, time_of_use
 
 __all__ = ["Loader"]
 
 # how often what a lookup needs is read again if a commit of this process makes it outdated meanwhile
 LOADS = 4
-
-T = TypeVar("T")
 
 
 class Loader(Follower):
@@ -133,69 +131,26 @@ class Loader(Follower):
                 self._contents.learn(entry)
             return True
 
-    def with_all(self, backend: Backend, use: Callable[[Index], T]) -> T:
-        """What a function of the index returns, called when the index has all that is stored; see `load_all`.
-
-        If transactions of this process do not let it get there, or pages are taken for damaged, the function is given
-        another index that has all.
-        """
-        for _ in range(LOADS):
-            with backend.view() as view:
-                epoch = self._epoch
-                self.refresh(view)
-                self.load_all(view, epoch)
-            with self._lock:
-                # what a transaction has deleted comes back if it fails
-                if self._contents.is_complete and self._contents.journal is None:
-                    return use(self._contents.index)
-                if self._contents.deferred.damaged:
-                    break
-        with backend.view() as view:
-            return use(self._index_of(view))
-
-    def _index_of(self, view: View) -> Index:
-        """An index of its own with all that a view has, and the pending pages."""
-        pages = [Page.stored(key, record, usage) for key, record, usage in view.scan() if isinstance(record, Record)]
+    def whole_index(self, backend: Backend) -> Index:
+        """An index of its own with all that is stored, and the pending pages; for maintenance."""
+        # before the view: what is committed meanwhile is stored
         with self._lock:
-            for new in self._contents.pending.values():
-                page = replace(new.page)
-                page.child_tokens, page.children, page.sealed, page.snapshots = [], [], [False], {}
-                pages.append(page)
+            contents, started = self._contents, self._contents.started
+            pending = [replace(new.page) for new in contents.pending.values()]
+            used = {key: page.last_used for key in contents.deferred.uses if (page := contents.index.get(key))}
+        now, stored = time.time_ns(), []
+        with backend.view() as view:
+            for key, record, usage in view.scan():
+                if isinstance(record, Record):
+                    page = Page.stored(key, record, usage)
+                    page.last_used = max(time_of_use(page.last_used, now) or started, used.get(key, 0))
+                    stored.append(page)
+        for page in pending:
+            page.forget_dependents()
         index = Index()
-        for page in sorted(pages, key=lambda page: page.start):
+        for page in sorted(stored + pending, key=lambda page: page.start):
             index.add(page)
         return index
-
-    def load_all(self, view: View, epoch: int) -> bool:
-        """Read all that is stored into the index; false if the view is too old.
-
-        For maintenance: it takes 3 KB of memory a page. If other processes have changed something meanwhile, the index
-        is set back to the view, and follows that once more.
-        """
-        with self._lock:
-            if self._contents.is_complete:
-                return True
-        # Some views see what is committed meanwhile. What is read after this is as new, or newer.
-        generation = view.generation
-        found = {key: Entry(key, record, usage) for key, record, usage in view.scan()}
-        with self._lock, self._guard:
-            is_known = self._trusted and epoch == self._epoch and generation <= self._generation
-            if not is_known or self._contents.journal is not None:
-                return False
-            self._contents.rebuild_all(found)
-            self._generation = generation
-            return True
-
-    @contextmanager
-    def keeping_all(self) -> Iterator[None]:
-        """In this block, the index is not trimmed."""
-        with self._lock:
-            self._contents.n_keeping_all += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._contents.n_keeping_all -= 1
 
     def load_beside(self, transaction: Transaction, page: Page) -> None:
         """Read the siblings of a page about to be written: the tail that it continues, or a page that continues it."""

@@ -357,7 +357,6 @@ class SlotStore:
             return NO_TOKENS
         # what can be cut ends at any page, and everything else at a snapshot
         ends = {way.place(place).namespace.key: way.form.has_snapshots for way in self._ways}
-        self.engine.load_all()
         pages = [
             page
             for page in self.engine.pages()

@@ -80,7 +80,6 @@ def test_a_page_that_was_taken_for_damaged_is_found_again_when_it_turns_out_to_b
         store.put(A)
         store.put(B)
         store.engine._catalog.mark_damaged(store.engine.match(NS, as_tokens(A), P).pages[0].key)
-        store.engine.load_all()
         assert store.match(A) == 0
         assert store.match(B) == 12
         store.engine.commit([])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from prefixstore.engine import contents
 from prefixstore.engine.duel import Access, Duel, Mode
 from prefixstore.engine.hazards import AGES, CLASSES
 from prefixstore.errors import UnavailableError
@@ -86,58 +85,18 @@ def many(store, n=12):
     return sequences
 
 
-@pytest.mark.parametrize("name", ["load_all", "refresh"])
-def test_maintenance_sees_all_pages_while_lookups_forget_some(monkeypatch, name):
-    monkeypatch.setattr(contents, "CACHED_PAGES", 4)
+def test_maintenance_sees_a_page_that_is_committed_while_it_begins(monkeypatch):
     with store_of(MemoryPages(), max_bytes=MIB) as store:
-        sequences = many(store)
-        before = stored_in(store)
-        lookups, inside = [], []
-        catalog = store.engine._catalog
-        method = getattr(catalog, name)
+        store.put(A)
+        news = store.pages(B)
+        assert all(store.engine.announce(new) for new in news)
+        view, backend = store.backend.view, store.backend
 
-        def and_a_lookup(*arguments, **options):
-            found = method(*arguments, **options)
-            if not inside and len(lookups) < 3:
-                inside.append(True)
-                lookups.append(store.match(sequences[0]))
-                inside.pop()
-            return found
+        def view_after_a_commit():
+            monkeypatch.setattr(backend, "view", view)
+            assert store.engine.commit(news) == 3
+            return view()
 
-        monkeypatch.setattr(catalog, name, and_a_lookup)
-        assert len(store.engine.pages()) == 36
-        lookups.clear()
-        assert store.engine.delete_strays(None).pages == 0
-        assert stored_in(store) == before
-        lookups.clear()
-        assert store.engine.clear(NS) == 36
-        assert stored_in(store) == set()
-
-
-def test_maintenance_sees_all_pages_while_another_engine_adds_some(monkeypatch):
-    backend = MemoryPages()
-    with store_of(backend, max_bytes=4 * MIB) as store:
-        other = Store(backend, max_bytes=4 * MIB)
-        sequences = many(other)
-        catalog = store.engine._catalog
-        load_all, n_loads = catalog.load_all, [0]
-
-        def and_a_commit(view, epoch):
-            n_loads[0] += 1
-            scan = view.scan
-
-            def then_others_commit():
-                pages = list(scan())
-                other.put([100 + n_loads[0]] * 12)
-                store.match(sequences[0])
-                return iter(pages)
-
-            view.scan = then_others_commit
-            return load_all(view, epoch)
-
-        monkeypatch.setattr(catalog, "load_all", and_a_commit)
-        found = {page.key for page in store.engine.pages()}
-        # at least what was there when the last attempt began
-        assert len(found) >= 36 + 3 * (n_loads[0] - 1)
-        store.match([1] * 12)
-        assert {page.key for page in catalog._contents.index} == stored_in(store)
+        monkeypatch.setattr(backend, "view", view_after_a_commit)
+        assert len(store.engine.pages()) == 6
+        assert len(store.engine.pages()) == 6

@@ -1,0 +1,72 @@
+"""What is stored before a page in its sequences, and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+from prefixstore.backends.base import Entry, View
+from prefixstore.errors import CorruptError
+from prefixstore.format.keys import PAGE, SNAPSHOT
+from prefixstore.format.record import Record, Usage
+
+__all__ = ["pinned_with", "with_ancestors", "with_descendants"]
+
+
+def with_ancestors(view: View, keys: Collection[bytes]) -> dict[bytes, Entry]:
+    """What is stored of these pages, and of their ancestors."""
+    found: dict[bytes, Entry] = {}
+    wanted = list(keys)
+    while wanted:
+        new = {key: Entry(key, *one) for key, one in view.records(wanted).items()}
+        found |= new
+        records = [one.record for one in new.values() if isinstance(one.record, Record)]
+        parents = {record.parent for record in records if record.parent != record.namespace}
+        wanted = [key for key in parents if key not in found and key not in keys]
+    return found
+
+
+def with_descendants(view: View, keys: Iterable[bytes], at_once: int | None = None) -> Iterator[Entry]:
+    """These pages and all that is stored after them, children before their parents.
+
+    Of more than `at_once` children of one page only the first ones, and then not the page.
+    """
+    waiting = [(entry, False) for entry in _entries(view, keys)]
+    seen: set[bytes] = set()
+    while waiting:
+        entry, is_done = waiting.pop()
+        if is_done:
+            yield entry
+        elif entry.key not in seen:
+            seen.add(entry.key)
+            after = [one for form in (PAGE, SNAPSHOT) for one in view.children([entry.key], form, at_once)]
+            if at_once is None or len(after) < at_once:
+                waiting.append((entry, True))
+            waiting += [(one, False) for one in after]
+
+
+def _entries(view: View, keys: Iterable[bytes]) -> list[Entry]:
+    """What is stored under these keys; something may be even where there is no record."""
+    keys = list(keys)
+    found = view.records(keys)
+    nothing = CorruptError("it has no record"), Usage(0)
+    return [Entry(key, *found.get(key, nothing)) for key in keys]
+
+
+def pinned_with(view: View, key: bytes, *, pinned: bool) -> list[bytes]:
+    """What changes when a stored page is pinned or unpinned: its descendants too, and its ancestors.
+
+    An ancestor of an unpinned page stays pinned if it leads to another pinned page.
+    """
+    changed = [entry.key for entry in with_descendants(view, [key])]
+    above = with_ancestors(view, [key])
+    known = set(changed)
+    while isinstance(record := above[key].record if key in above else None, Record):
+        key = record.parent
+        if key == record.namespace or key in known:
+            break
+        beside = [one for form in (PAGE, SNAPSHOT) for one in view.children([key], form)]
+        if not pinned and any(one.usage.pinned and one.key not in known for one in beside):
+            break
+        changed.append(key)
+        known.add(key)
+    return changed
