@@ -333,6 +333,7 @@ class Evictor:
         victim = victims.next()
         while n and victim is not None and bound.exceeded(n):
             if tail is not None and victim.key == tail.key:
+                victims.spare(victim)
                 victim = victims.next()
             elif self._catalog.admits(chain[n - 1], victim):
                 self._take(transaction, victims, victim, self._cause if quota is None else Cause.QUOTA)

@@ -699,9 +699,9 @@ class _PageTransaction(_PageView, Transaction):
         row, count = self._count_row(key), self.count(key)
         self._rows.put(namespace_row(key), settings)
         del self._tenants[key]
-        if count.pages and row != self._count_row(key):
-            # pages were put before it was known whose they are
-            self._counted |= {row: Count(), self._count_row(key): count}
+        if any(count) and row != self._count_row(key):
+            # pages were put, or deleted, while it was not known whose they are
+            self._counted |= {row: Count(), self._count_row(key): count.plus(self.count(key))}
 
     def drop_namespace(self, key: bytes) -> None:
         self._rows.delete(namespace_row(key))

@@ -11,7 +11,7 @@ from prefixstore.engine import policy_memory
 from prefixstore.engine.budget import Budget, Quota
 from prefixstore.engine.contents import DropReason
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.eviction import POLICIES, POOL
 from prefixstore.engine.policy import Ordering
 from prefixstore.errors import UnavailableError
 from prefixstore.format.autocodec import FixedCodec
@@ -98,6 +98,24 @@ def test_a_tail_stays_if_the_page_that_continues_it_is_not_admitted():
         # the page takes the place of the tail; for what follows it something would have to go
         assert store.match(prompt(1, 3)) == P
         assert store.counters.group("dropped") == {"admission": 2}
+
+
+def test_a_contest_ends_if_all_leaves_but_the_tail_are_in_use():
+    policy = Picky(admitted=range(99))
+    with closing(store_with(policy, max_entries=POOL + 2)) as store:
+        others = [[n] * P for n in range(1000, 1000 + POOL + 1)]
+        # the first of all leaves, which is read whichever others are
+        tail = min(([n] * (P - 1) for n in range(2000, 6000)), key=lambda tokens: store.pages(tokens)[0].page.key)
+        store.put(tail)
+        for tokens in others:
+            store.put(tokens)
+        for tokens in others:
+            # waiting to be written: what it follows cannot go
+            assert store.announce([*tokens, *[1] * P])
+        chain = store.announce([tail[0]] * 2 * P)
+        assert len(chain) == 2
+        assert store.engine.commit(chain) == 1
+        assert store.match([tail[0]] * 2 * P) == P
 
 
 def test_pinned_and_wanted_pages_are_admitted_always():

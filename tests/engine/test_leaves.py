@@ -363,6 +363,21 @@ def test_pages_that_were_put_before_the_settings_of_their_namespace_count_for_it
     model.assert_equal()
 
 
+def test_what_is_deleted_while_settings_are_damaged_is_not_counted_instead_of_the_rest(backend):
+    model, space = Model(backend), SPACES[0]
+    with backend.update() as transaction:
+        transaction.put_namespace(space.key, space.canonical)
+        keys = [model.put(transaction, number, None, space.key, Usage(NOW)) for number in range(1, 6)]
+    with backend.update() as transaction:
+        transaction._rows.put(keyspace.namespace_row(space.key), b"damaged")
+    with backend.update() as transaction:
+        model.delete(transaction, keys[0])
+    with backend.update() as transaction:
+        transaction.put_namespace(space.key, space.canonical)
+        assert transaction.count(space.key).pages == 4
+    model.assert_equal()
+
+
 def test_a_page_is_no_leaf_that_is_put_again_before_a_page_that_has_stayed(backend):
     model = Model(backend)
     with backend.update() as transaction:
