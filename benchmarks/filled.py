@@ -13,7 +13,9 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from prefixstore.backends.base import Backend, Transaction, View
+from prefixstore.engine.page_update import Transaction
+from prefixstore.engine.page_view import View
+from prefixstore.engine.pages import Pages
 from prefixstore.format.keys import page_key
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import Record, Usage, checksum
@@ -77,7 +79,7 @@ def stored_chains(view: View, space: bytes, count: int, seed: int) -> tuple[list
     return found[:count], len(found) / max(len(drawn), 1)
 
 
-def fill(backend: Backend, space: Namespace, n_pages: int) -> int:
+def fill(backend: Pages, space: Namespace, n_pages: int) -> int:
     """Put conversations until the location holds so many pages; returns how many were put."""
     n_put = 0
     with backend.update() as transaction:

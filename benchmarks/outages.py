@@ -14,7 +14,7 @@ import prefixstore.opening
 from benchmarks.common import load, model_path, prompt_tokens, ratio, summary
 from benchmarks.tables import met, milliseconds, table
 from prefixstore import PrefixStore
-from prefixstore.backends.base import Backend
+from prefixstore.engine.pages import Pages
 from prefixstore.errors import UnavailableError
 from tests.support.faults import Operation, SlowBackend
 
@@ -24,7 +24,7 @@ FAULTS = {"none": (0.0, False), "fails at once": (0.0, True), "fails after 2 s":
 
 
 class _Bad(SlowBackend):
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Pages) -> None:
         super().__init__(backend, 0.0)
         self.fault = FAULTS["none"]
 
@@ -74,7 +74,7 @@ def run() -> dict[str, Any]:
     llm = load(model_path(), n_ctx=1024)
     real, made = prefixstore.opening.open_pages, []
 
-    def opened(*arguments: Any, **options: Any) -> Backend:
+    def opened(*arguments: Any, **options: Any) -> Pages:
         made.append(_Bad(real(*arguments, **options)))
         return made[-1]
 

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
-from prefixstore.backends.base import Backend
 from prefixstore.backends.lazy import LazyBackend
 from prefixstore.backends.location import text_of, without_password
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.far import FarEngine
-from prefixstore.engine.pages import open_pages
+from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.tiers import TieredEngine
 from prefixstore.errors import InvalidParameterError, UnavailableError
 from prefixstore.parameters import Parameters
@@ -80,12 +79,11 @@ def open_engine(location: Locations, parameters: Parameters) -> Engine:
 def _open_far(location: Location, parameters: Parameters, near: str, nearer: TieredEngine) -> FarEngine:
     size = parameters.far_budget.max_bytes
     open_it = partial(open_pages, location, max_bytes=size, read_only=parameters.read_only)
-    backend: Backend
     try:
         backend = open_it()
     except UnavailableError as error:
         log.warning("the far location is tried again later: %s", error)
-        backend = LazyBackend(without_password(text_of(location)), open_it)
+        backend = Pages(LazyBackend(without_password(text_of(location)), lambda: open_it().rows))
     if backend.location == near != "memory:":
         # written in two ways
         backend.close()

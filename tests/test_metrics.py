@@ -19,9 +19,9 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from prefixstore import PrefixStore
-from prefixstore.backends.base import Used
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.cli import main
+from prefixstore.engine.page_view import Used
 from prefixstore.engine.pages import Pages
 from prefixstore.errors import ClosedError, InvalidParameterError, MissingExtraError, UnavailableError
 from prefixstore.format.figures import History

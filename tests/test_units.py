@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixstore.backends.base import Used
 from prefixstore.engine.budget import Budget
+from prefixstore.engine.page_view import Used
 from prefixstore.errors import InvalidParameterError
 from prefixstore.units import counted, format_bytes, format_number, format_seconds, format_share, parse_bytes
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from prefixstore.backends.base import Backend, Transaction, View
+from prefixstore.backends.contract import Backend, Draft, View
 from prefixstore.errors import ClosedError, PrefixStoreError, StorageError, UnavailableError
 
 __all__ = ["LazyBackend"]
@@ -79,29 +79,26 @@ class LazyBackend(Backend):
         return self._backend.location if self._backend is not None else self._location
 
     @property
-    def is_local(self) -> bool:
+    def is_local(self) -> bool:  # type: ignore[override]
         return self._backend is not None and self._backend.is_local
 
     def view(self) -> AbstractContextManager[View]:
         return self._opened().view()
 
-    def update(self) -> AbstractContextManager[Transaction]:
+    def update(self) -> AbstractContextManager[Draft]:
         return self._opened().update()
 
     def sync(self) -> None:
         self._opened().sync()
 
+    def compact(self, *, erase: bool = False) -> int:
+        return self._opened().compact(erase=erase)
+
+    def check(self) -> None:
+        self._opened().check()
+
     def reclaim(self) -> None:
         self._opened().reclaim()
-
-    def scrub(self) -> None:
-        self._opened().scrub()
-
-    def compact(self) -> int:
-        return self._opened().compact()
-
-    def reindex(self) -> None:
-        self._opened().reindex()
 
     def after_fork(self) -> None:
         self._opening = threading.Lock()

@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from prefixstore.backends.base import Used
 from prefixstore.cli.output import ago
 from prefixstore.cli.terminal import grid
 from prefixstore.engine.history_keeper import MINUTES_KEPT
+from prefixstore.engine.page_view import Used
 from prefixstore.format.figures import MINUTE, Figures, History
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.hottest import Hot

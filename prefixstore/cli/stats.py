@@ -10,12 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
-from prefixstore.backends.base import Used
 from prefixstore.cli.arguments import AsJson, Location, MaxBytes, max_bytes_of
 from prefixstore.cli.figures import Group, by_model, by_tenant
 from prefixstore.cli.output import ago, emit, iso, say
 from prefixstore.cli.terminal import grid, listed, width
 from prefixstore.engine.index import Page
+from prefixstore.engine.page_view import Used
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.figures import DAY, HOUR, History
 from prefixstore.maintenance.archive import Archive, Holding

@@ -8,12 +8,12 @@ from typing import Protocol
 
 import numpy as np
 
-from prefixstore.backends.base import View
 from prefixstore.config import explain as explain_settings
 from prefixstore.diagnosis.culprits import Culprit, Texts, find_culprit, repeated_start
 from prefixstore.diagnosis.explanation import Cost, EvictedPage, Explanation, Fork, OtherSettings, evicted_page
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.index import Page, Path
+from prefixstore.engine.page_view import View
 from prefixstore.format.keys import PAGE, Tokens, common_prefix, page_key, page_keys
 from prefixstore.format.namespace import Namespace
 from prefixstore.stats import Kind

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from prefixstore.backends.base import Backend, Transaction, retried
 from prefixstore.engine.bookmark import Bookmark, BookmarkChange, Unset, end_of, is_whole, merged, note_name, parse
 from prefixstore.engine.budget import Budget, Evictor
+from prefixstore.engine.page_update import Transaction
+from prefixstore.engine.pages import Pages, retried
 from prefixstore.format.keys import Tokens
 from prefixstore.format.record import Record
 from prefixstore.format.saved_state import pack_state
@@ -37,9 +38,7 @@ class Bookmarks:
         Whether pages wait for a commit, which may be those of a bookmark.
     """
 
-    def __init__(
-        self, backend: Backend, evictor: Evictor, budget: Budget, has_pending_pages: Callable[[], bool]
-    ) -> None:
+    def __init__(self, backend: Pages, evictor: Evictor, budget: Budget, has_pending_pages: Callable[[], bool]) -> None:
         self._has_pending_pages = has_pending_pages
         self._backend = backend
         self._evictor = evictor

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from prefixstore.backends.base import CONFLICTS, Backend, Transaction, Used
 from prefixstore.backends.contract import ConflictError
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.contents import DropReason
@@ -20,6 +19,9 @@ from prefixstore.engine.eviction import Group, Victim, Victims
 from prefixstore.engine.evictions import Cause
 from prefixstore.engine.index import Page
 from prefixstore.engine.keyspace import Count
+from prefixstore.engine.page_update import Transaction
+from prefixstore.engine.page_view import Used
+from prefixstore.engine.pages import CONFLICTS, Pages, fewer
 from prefixstore.engine.pending import PackedPage
 from prefixstore.errors import CorruptError, FullError, InvalidParameterError, StorageError
 from prefixstore.format.keys import KEY_BYTES
@@ -28,7 +30,7 @@ from prefixstore.format.record import CHECKSUM_BYTES, Record, time_of_use
 from prefixstore.stats import Counters, Shortage
 from prefixstore.units import parse_bytes
 
-__all__ = ["NO_LIMIT", "PAGES_AT_ONCE", "Budget", "Evicted", "Evictor", "Quota", "fewer"]
+__all__ = ["NO_LIMIT", "PAGES_AT_ONCE", "Budget", "Evicted", "Evictor", "Quota"]
 
 # so large that what a page costs beside its payload does not matter
 MANY_BYTES = 1 << 40
@@ -154,18 +156,6 @@ class Evicted:
 
 class _TakenBackError(StorageError):
     """Ends a transaction that only tries something; what it has changed is undone."""
-
-
-def fewer(backend: Backend, at_once: int, error: FullError) -> int:
-    """How many pages or rows to change in one transaction, after a location had no space to change `at_once`.
-
-    Deleting takes space as well, until the transaction is committed. Raises `error` if it was only one.
-    """
-    if at_once == 1:
-        raise error
-    with suppress(FullError):
-        backend.reclaim()
-    return max(at_once // 4, 1)
 
 
 class Evictor:
@@ -394,7 +384,7 @@ class Evictor:
         left = used.bytes - _most_freed(transaction, evictable)
         return self._budget.exceeded(Used(max(left, 0), used.entries - evictable.pages), adding=adding, entries=entries)
 
-    def shrink(self, backend: Backend, max_bytes: int) -> int:
+    def shrink(self, backend: Pages, max_bytes: int) -> int:
         """Evict, in transactions of bounded length, until the location holds `max_bytes`, or nothing is left to evict.
 
         Returns
@@ -425,7 +415,7 @@ class Evictor:
             if used <= max_bytes or not is_left:
                 return used
 
-    def trial(self, backend: Backend, max_bytes: int) -> tuple[list[bytes], int]:
+    def trial(self, backend: Pages, max_bytes: int) -> tuple[list[bytes], int]:
         """What `shrink` would evict, and what the location would hold after it. Nothing is changed.
 
         It is tried in one transaction, which is taken back; other writers wait meanwhile. Raises `FullError`.
@@ -440,7 +430,7 @@ class Evictor:
         except _TakenBackError:
             return chosen, used
 
-    def respect_budget(self, backend: Backend) -> None:
+    def respect_budget(self, backend: Pages) -> None:
         """If more is stored than the budget allows, since it was larger before, evict the excess in short transactions.
 
         Nothing is evicted if too much is pinned. Raises `FullError`.

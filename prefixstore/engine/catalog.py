@@ -15,11 +15,12 @@ from enum import Enum
 from functools import partial
 from typing import NamedTuple
 
-from prefixstore.backends.base import Backend, Entry, View
 from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.choose import Chooser
 from prefixstore.engine.contents import DropReason, Outdated, Taken
 from prefixstore.engine.index import Index, Page, Path, branches, depth_first, is_same
+from prefixstore.engine.page_view import Entry, View
+from prefixstore.engine.pages import Pages
 from prefixstore.engine.pending import Deferred, PendingPage, Suspicion
 from prefixstore.engine.policy import Policy
 from prefixstore.engine.ram import RamTier
@@ -130,11 +131,11 @@ class Catalog(Chooser):
         page = self.get(key)
         return self.path(page) if page is not None else []
 
-    def pages(self, backend: Backend) -> list[Page]:
+    def pages(self, backend: Pages) -> list[Page]:
         """All pages, stored and pending, parents before their children."""
         return list(depth_first(self.whole_index(backend).roots()))
 
-    def select(self, backend: Backend, choose: Callable[[Index], Collection[bytes]]) -> list[Page]:
+    def select(self, backend: Pages, choose: Callable[[Index], Collection[bytes]]) -> list[Page]:
         """The pages whose keys a function of an index of all pages chooses, parents before their children."""
         index = self.whole_index(backend)
         keys = choose(index)

@@ -8,12 +8,12 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from prefixstore.backends.base import Transaction
 from prefixstore.engine.eviction import KEPT, Group, Sampler, Victim, Victims
 from prefixstore.engine.evictions import Cause, EvictionLog
 from prefixstore.engine.index import Page
 from prefixstore.engine.keyspace import Leaf
 from prefixstore.engine.load import Loader
+from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.pending import PackedPage
 from prefixstore.engine.policy import Leaves, Policy, Ranks
 from prefixstore.engine.ram import RamTier

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from prefixstore.backends.base import CONFLICTS, Backend, Transaction, Used
 from prefixstore.backends.contract import ConflictError
 from prefixstore.engine.budget import Budget, Evictor
 from prefixstore.engine.catalog import Catalog, Claim
@@ -20,6 +19,9 @@ from prefixstore.engine.contents import DropReason
 from prefixstore.engine.delete import Deleter
 from prefixstore.engine.history_keeper import HistoryKeeper
 from prefixstore.engine.index import Page, is_same
+from prefixstore.engine.page_update import Transaction
+from prefixstore.engine.page_view import Used
+from prefixstore.engine.pages import CONFLICTS, Pages
 from prefixstore.engine.pending import Deferred, PackedPage, PendingPage
 from prefixstore.engine.policy_memory import note_policy
 from prefixstore.engine.ram import RamTier
@@ -75,7 +77,7 @@ class Committer:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: Pages,
         catalog: Catalog,
         deleter: Deleter,
         ram: RamTier,

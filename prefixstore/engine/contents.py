@@ -15,9 +15,9 @@ from enum import Enum
 from functools import partial
 from typing import NamedTuple
 
-from prefixstore.backends.base import Entry
 from prefixstore.engine.index import Index, Page, is_same
 from prefixstore.engine.journal import Journal
+from prefixstore.engine.page_view import Entry
 from prefixstore.engine.pending import Deferred, PendingPage
 from prefixstore.engine.ram import RamTier
 from prefixstore.errors import CorruptError, StorageError

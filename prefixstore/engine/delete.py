@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-from prefixstore.backends.base import CONFLICTS, Backend, Transaction, retried
 from prefixstore.backends.contract import ConflictError
-from prefixstore.engine.budget import PAGES_AT_ONCE, fewer
+from prefixstore.engine.budget import PAGES_AT_ONCE
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.index import Index, Page, depth_first
 from prefixstore.engine.invariants import Violation
+from prefixstore.engine.page_update import Transaction
+from prefixstore.engine.pages import CONFLICTS, Pages, fewer, retried
 from prefixstore.engine.pending import Suspicion
 from prefixstore.engine.relatives import with_descendants
 from prefixstore.engine.strays import Strays
@@ -156,7 +157,7 @@ class Deleter:
         Of the engine.
     """
 
-    def __init__(self, backend: Backend, catalog: Catalog) -> None:
+    def __init__(self, backend: Pages, catalog: Catalog) -> None:
         self._backend = backend
         self._catalog = catalog
 

@@ -17,7 +17,6 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from prefixstore.backends.base import Backend, Transaction, Used, View, retried
 from prefixstore.backends.forks import ForkLevel, register_at_fork
 from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.bookmark import Bookmark, BookmarkChange
@@ -33,6 +32,9 @@ from prefixstore.engine.follow import Lock, LockT
 from prefixstore.engine.history_keeper import HistoryKeeper
 from prefixstore.engine.index import Page, Path, is_same
 from prefixstore.engine.invariants import Violation, violations
+from prefixstore.engine.page_update import Transaction
+from prefixstore.engine.page_view import Used, View
+from prefixstore.engine.pages import Pages, retried
 from prefixstore.engine.pending import Fits, ImportedPage, PendingPage, Suspicion
 from prefixstore.engine.policy import Policy
 from prefixstore.engine.policy_memory import PolicyMemory
@@ -134,7 +136,7 @@ class Engine:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: Pages,
         budget: Budget,
         policy: Policy,
         encode: Encoder,

@@ -18,11 +18,11 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from prefixstore.backends.base import View
 from prefixstore.backends.contract import Range, Row
 from prefixstore.engine import keyspace
 from prefixstore.engine.adaptive_policy import Adaptive
 from prefixstore.engine.keyspace import LEAVES, Count, Leaf, leaf_row, leaves_of
+from prefixstore.engine.page_view import View
 from prefixstore.engine.policy import Leaves, Policy, Ranks, lfu, longest_first, lru, priority
 from prefixstore.format.keys import KEY_BYTES
 

@@ -15,7 +15,8 @@ from enum import IntEnum
 from itertools import islice
 from typing import NamedTuple
 
-from prefixstore.backends.base import Backend, View
+from prefixstore.engine.page_view import View
+from prefixstore.engine.pages import Pages
 from prefixstore.errors import StorageError
 
 __all__ = ["EVICTIONS_NOTE", "Cause", "Eviction", "EvictionLog", "EvictionNote"]
@@ -110,7 +111,7 @@ class EvictionNote:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: Pages,
         evictions: EvictionLog,
         max_bytes: int,
         clock: Callable[[], float] = time.monotonic,

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
-from prefixstore.backends.base import Backend, View
 from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.breaker import CircuitBreaker
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.index import Page
+from prefixstore.engine.page_view import View
+from prefixstore.engine.pages import Pages
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.readers import (
     Admit,
@@ -176,7 +177,7 @@ class Fetcher:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: Pages,
         catalog: Catalog,
         ram: RamTier,
         counters: Counters,

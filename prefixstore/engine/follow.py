@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeAlias, TypeVar
 
-from prefixstore.backends.base import Backend, Entry, Transaction, View
 from prefixstore.engine.bookmark import note_name
 from prefixstore.engine.contents import Contents
 from prefixstore.engine.index import Page
 from prefixstore.engine.journal import Journal
+from prefixstore.engine.page_update import Transaction
+from prefixstore.engine.page_view import Entry, View
+from prefixstore.engine.pages import Pages
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.relatives import with_ancestors
 from prefixstore.errors import StorageError
@@ -174,7 +176,7 @@ class Follower:
         self._contents.forget_stored()
 
     @contextmanager
-    def update(self, backend: Backend, on_commit: Callable[[], None] | None = None) -> Iterator[Transaction]:
+    def update(self, backend: Pages, on_commit: Callable[[], None] | None = None) -> Iterator[Transaction]:
         """A transaction, with the catalog up to date. If it fails, its changes here are undone.
 
         At its end it drops the settings of namespaces that it has left without pages.

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from prefixstore.backends.base import View
+from prefixstore.engine.page_view import View
 from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.figure_notes import ABOUT, NOTE, About, Running, parse_chunk
 from prefixstore.format.figure_rows import Rows, add_rows

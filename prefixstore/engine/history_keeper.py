@@ -16,7 +16,6 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import TypeVar
 
-from prefixstore.backends.base import Backend, Transaction, View, retried
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.history import (
     LONGEST_NAME,
@@ -28,6 +27,9 @@ from prefixstore.engine.history import (
     request_of,
     short,
 )
+from prefixstore.engine.page_update import Transaction
+from prefixstore.engine.page_view import View
+from prefixstore.engine.pages import Pages, retried
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
 from prefixstore.format.figure_notes import ABOUT, NOTE, About, Chunk, Running
 from prefixstore.format.figure_rows import Rows, add_rows
@@ -81,7 +83,7 @@ class HistoryKeeper:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: Pages,
         counters: Counters,
         budget: Budget,
         waiting: Callable[[], tuple[int, int]] = lambda: (0, 0),

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from prefixstore.backends.base import View
 from prefixstore.engine.budget import Budget
+from prefixstore.engine.page_checks import flaws
+from prefixstore.engine.page_view import View
 from prefixstore.errors import IncompatibleError, StorageError
 from prefixstore.format.codec import decode
 from prefixstore.format.keys import KEY_BYTES, SNAPSHOT, TOKEN_BYTES
@@ -111,7 +112,7 @@ class _Places:
 
 def violations(view: View, budget: Budget) -> list[Violation]:
     """Read the whole location and verify every checksum. An empty list means that no problems were found."""
-    found = [Violation(rule, key.hex(), message) for rule, key, message in view.flaws()]
+    found = [Violation(rule, key.hex(), message) for rule, key, message in flaws(view)]
     places = _Places()
     namespaces = view.namespaces()
     for key, record, payload in view.stored():

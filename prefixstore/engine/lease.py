@@ -6,7 +6,8 @@ import os
 import struct
 import time
 
-from prefixstore.backends.base import Transaction, View
+from prefixstore.engine.page_update import Transaction
+from prefixstore.engine.page_view import View
 
 __all__ = ["Lease"]
 

@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from prefixstore.backends.base import Backend, Entry, Transaction, View
 from prefixstore.engine.follow import Follower
 from prefixstore.engine.index import Index, Page, Unknown
+from prefixstore.engine.page_update import Transaction
+from prefixstore.engine.page_view import Entry, View
+from prefixstore.engine.pages import Pages
 from prefixstore.engine.relatives import with_ancestors
 from prefixstore.format.keys import SNAPSHOT, TOKEN_BYTES, Tokens, page_keys
 from prefixstore.format.record import Record, time_of_use
@@ -27,7 +29,7 @@ LOADS = 4
 class Loader(Follower):
     """The part of the catalog that reads what the index lacks."""
 
-    def read(self, backend: Backend, load: Callable[[View, int], bool]) -> int:
+    def read(self, backend: Pages, load: Callable[[View, int], bool]) -> int:
         """Refresh, and call one of the methods below; retried if its view is too old by then.
 
         Returns
@@ -131,7 +133,7 @@ class Loader(Follower):
                 self._contents.learn(entry)
             return True
 
-    def whole_index(self, backend: Backend) -> Index:
+    def whole_index(self, backend: Pages) -> Index:
         """An index of its own with all that is stored, and the pending pages; for maintenance."""
         # before the view: what is committed meanwhile is stored
         with self._lock:

@@ -6,9 +6,11 @@ import logging
 import time
 from collections.abc import Callable
 
-from prefixstore.backends.base import Backend, Transaction, View
 from prefixstore.engine.budget import Budget, Evictor
 from prefixstore.engine.catalog import Catalog
+from prefixstore.engine.page_update import Transaction
+from prefixstore.engine.page_view import View
+from prefixstore.engine.pages import Pages
 from prefixstore.errors import StorageError
 from prefixstore.format.saved_state import pack_state
 
@@ -61,7 +63,7 @@ class PolicyMemory:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: Pages,
         catalog: Catalog,
         evictor: Evictor,
         budget: Budget,

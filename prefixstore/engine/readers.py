@@ -13,10 +13,10 @@ from queue import SimpleQueue
 from threading import Lock
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from prefixstore.backends.base import View
 from prefixstore.backends.threads import Job, Outcome, Threads
 from prefixstore.buffers import BufferPool, PooledBuffer
 from prefixstore.engine.index import Page, is_same
+from prefixstore.engine.page_view import View
 from prefixstore.errors import ClosedError, CorruptError, IncompatibleError, PrefixStoreError, UnavailableError
 from prefixstore.format.autocodec import UNPACKERS, ReadRate
 from prefixstore.format.codec import CODECS, decode, decode_into, inspect, verify, verify_checksum

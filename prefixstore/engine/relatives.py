@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
-from prefixstore.backends.base import Entry, View
+from prefixstore.engine.page_view import Entry, View
 from prefixstore.errors import CorruptError
 from prefixstore.format.keys import PAGE, SNAPSHOT
 from prefixstore.format.record import Record, Usage

@@ -21,10 +21,10 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from prefixstore.backends.base import View
 from prefixstore.backends.threads import Job
 from prefixstore.engine.fetch import Deadline, Fetcher, LateError, States
 from prefixstore.engine.index import Page
+from prefixstore.engine.page_view import View
 from prefixstore.engine.readers import Admit, Look, ReaderPool, ShapeError, check_shape
 from prefixstore.errors import StorageError, UnavailableError
 

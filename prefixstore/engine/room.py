@@ -11,10 +11,12 @@ import logging
 import time
 from collections.abc import Callable
 
-from prefixstore.backends.base import Backend, Transaction, Used
-from prefixstore.engine.budget import NO_LIMIT, Budget, Evictor, fewer
+from prefixstore.engine.budget import NO_LIMIT, Budget, Evictor
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.lease import Lease
+from prefixstore.engine.page_update import Transaction
+from prefixstore.engine.page_view import Used
+from prefixstore.engine.pages import Pages, fewer
 from prefixstore.errors import FullError, StorageError
 from prefixstore.format.autocodec import Encoder
 
@@ -60,7 +62,7 @@ class Room:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: Pages,
         catalog: Catalog,
         budget: Budget,
         evictor: Evictor,

@@ -25,7 +25,6 @@ from functools import partial
 from threading import TIMEOUT_MAX
 from typing import Any
 
-from prefixstore.backends.base import View
 from prefixstore.backends.threads import Job
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.far import FarEngine
@@ -33,6 +32,7 @@ from prefixstore.engine.far_pages import Thinning, node_of
 from prefixstore.engine.fetch import Deadline, Shifted, States
 from prefixstore.engine.index import Page, Path, is_same
 from prefixstore.engine.invariants import Violation
+from prefixstore.engine.page_view import View
 from prefixstore.engine.pending import Fits, PendingPage
 from prefixstore.engine.queue import Drained
 from prefixstore.engine.readers import Admit, Look, ReaderPool, job_for

@@ -14,14 +14,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from prefixstore.backends import agreed_bytes, is_persistent
-from prefixstore.backends.base import Backend, Used, View
 from prefixstore.engine.budget import Budget, Evicted
 from prefixstore.engine.delete import Choice, Removed, beginning_with, of_namespaces, subtree, unused_since
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.index import Page
 from prefixstore.engine.invariants import Violation
-from prefixstore.engine.pages import open_pages
+from prefixstore.engine.page_view import Used, View
+from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.policy_memory import noted_policy
 from prefixstore.errors import CorruptError, InvalidParameterError, StorageError
 from prefixstore.format.autocodec import FixedCodec
@@ -155,7 +155,7 @@ class Archive:
             backend.close()
             size = used + (used >> 3)
             backend = open_pages(location, max_bytes=size, read_only=read_only)
-        self.backend: Backend = backend
+        self.backend: Pages = backend
         self.policy = policy or (noted if noted in POLICIES else "lru")
         self.max_bytes = size
         self._max_bytes = max_bytes

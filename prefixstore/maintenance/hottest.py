@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prefixstore.backends.base import FACTS, View
+from prefixstore.engine.facts import FACTS
+from prefixstore.engine.page_view import View
 from prefixstore.format.keys import PAGE
 
 __all__ = ["Hot", "hottest"]

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from prefixstore.backends.base import Used
+from prefixstore.engine.page_view import Used
 from prefixstore.format.figures import DAY, HOUR, History
 from prefixstore.metrics.exposition import import_prometheus, new_registry, render
 from prefixstore.metrics.labels import OTHER

@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from prefixstore.backends.base import Facts, View
+from prefixstore.engine.facts import Facts
+from prefixstore.engine.page_view import View
 from prefixstore.engine.policy_memory import noted_policy
 from prefixstore.errors import CorruptError
 from prefixstore.format.namespace import Namespace

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prefixstore.backends.base import Facts, View
 from prefixstore.engine.adaptive_policy import SAVED, Adaptive
+from prefixstore.engine.facts import Facts
 from prefixstore.engine.ghosts import GhostTable
+from prefixstore.engine.page_view import View
 from prefixstore.errors import CorruptError
 from prefixstore.format.saved_state import unpack_state
 from prefixstore.report.runs import Column

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from prefixstore.backends.base import View
 from prefixstore.engine.history import read_history
+from prefixstore.engine.page_view import View
 from prefixstore.format.figures import PASSED, Figures, Period
 from prefixstore.stats import Purpose
 

@@ -8,7 +8,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from prefixstore.backends.base import Facts, View
+from prefixstore.engine.facts import Facts
+from prefixstore.engine.page_view import View
 from prefixstore.format.keys import Tokens, common_prefix
 from prefixstore.format.record import Record
 from prefixstore.report.runs import Runs

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefixstore.backends.base import FACTS, Facts, View
+from prefixstore.engine.facts import FACTS, Facts
+from prefixstore.engine.page_view import View
 from prefixstore.format.keys import KEY_BYTES, PAGE
 from prefixstore.format.record import CLOCK_SLACK
 

@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from prefixstore import PrefixStore, StorageError
-from prefixstore.backends.base import CHANGES_KEPT
 from prefixstore.engine import contents as contents_module
 from prefixstore.engine.eviction import GROUPS, POOL
+from prefixstore.engine.page_update import CHANGES_KEPT
 from prefixstore.engine.pending import PendingPage
 from prefixstore.format.export import ExportReader
 from prefixstore.format.keys import PAGE, SNAPSHOT, as_tokens, page_key

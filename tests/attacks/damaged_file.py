@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-from prefixstore.backends.base import Backend
-from prefixstore.engine.pages import open_pages
+from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.errors import StorageError
 from prefixstore.format.codec import decode
 from tests.support.places import contents, fill, space
@@ -75,7 +74,7 @@ def damage(data: bytes, rng: random.Random) -> tuple[str, bytes]:
     return f"{how} at {at}", bytes(bad)
 
 
-def states(backend: Backend) -> Iterator[tuple[bytes, bytes]]:
+def states(backend: Pages) -> Iterator[tuple[bytes, bytes]]:
     """All states that can be read."""
     with backend.view() as view:
         for key, _, _ in view.scan():

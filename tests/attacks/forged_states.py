@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from prefixstore import PrefixStore
-from prefixstore.backends.base import Backend
-from prefixstore.engine.pages import open_pages
+from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.format.codec import decode
 from prefixstore.format.record import checksum
 from prefixstore.llama.state.parse import parse_sequence
@@ -77,7 +76,7 @@ def moved(state: bytes, by: int) -> bytes:
 
 
 @contextmanager
-def replaced(backend: Backend, key: bytes, payload: bytes) -> Iterator[None]:
+def replaced(backend: Pages, key: bytes, payload: bytes) -> Iterator[None]:
     """Other bytes under a key, with a checksum that fits them; the old ones again afterwards."""
     with backend.view() as view:
         record, usage, good = view.record(key), view.usage(key), bytes(view.payload(key))

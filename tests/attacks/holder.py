@@ -8,13 +8,12 @@ from __future__ import annotations
 import sys
 from contextlib import closing
 
-from prefixstore.backends.base import Backend, retried
-from prefixstore.engine.pages import open_pages
+from prefixstore.engine.pages import Pages, open_pages, retried
 from tests.support.places import MIB, fill, space
 
 
 @retried
-def hold(backend: Backend, told: list[str]) -> None:
+def hold(backend: Pages, told: list[str]) -> None:
     """Commit when told to; once more if others have committed meanwhile, as they can where there is no lock."""
     with backend.update() as transaction:
         transaction.put_note(b"holder", b"was here")

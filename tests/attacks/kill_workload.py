@@ -18,14 +18,14 @@ from unittest.mock import patch
 import numpy as np
 import xxhash
 
-from prefixstore.backends.base import Backend, View
 from prefixstore.backends.sql import migrations as migrate
 from prefixstore.cli import main
 from prefixstore.engine import lease, siblings
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
-from prefixstore.engine.pages import open_pages
+from prefixstore.engine.page_view import View
+from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import UnavailableError
 from prefixstore.format.autocodec import pick
@@ -104,7 +104,7 @@ class _Writing:
 class Watched:
     """A backend that reports what it does, with a point before and after each write."""
 
-    def __init__(self, backend: Backend, say: Report, point: Callable[[], None], *, durable: bool = True) -> None:
+    def __init__(self, backend: Pages, say: Report, point: Callable[[], None], *, durable: bool = True) -> None:
         self._backend = backend
         self._say = say
         self._point = point
@@ -204,7 +204,7 @@ class Work:
 
     @contextmanager
     def _archive(self) -> Iterator[Archive]:
-        def opened(*given: Any, **options: Any) -> Backend:
+        def opened(*given: Any, **options: Any) -> Pages:
             return self._watch(open_pages(*given, **options))
 
         with patch("prefixstore.maintenance.archive.open_pages", opened):

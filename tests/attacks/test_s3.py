@@ -18,6 +18,7 @@ from prefixstore.backends.objects import client as client_module
 from prefixstore.backends.objects import log as log_module
 from prefixstore.backends.objects.address import Address
 from prefixstore.backends.objects.segments import HEAD
+from prefixstore.engine.page_checks import flaws
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import LocationError, StorageError, UnavailableError
 from tests.support import PATIENCE, ROOT
@@ -282,7 +283,7 @@ def is_tidy(backend):
     backend.scrub()
     n_payloads = sum(one.name.startswith("payloads/") for one in backend.rows.client.list())
     with backend.view() as view:
-        return list(view.flaws()) == [] and n_payloads == view.used.entries
+        return list(flaws(view)) == [] and n_payloads == view.used.entries
 
 
 def test_two_compactors_and_a_writer(seaweedfs, at_once):

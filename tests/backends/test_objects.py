@@ -13,7 +13,6 @@ import xxhash
 import zstandard
 
 from prefixstore.backends import open_backend, sorted_rows
-from prefixstore.backends.base import retried
 from prefixstore.backends.contract import ConflictError
 from prefixstore.backends.objects import backend as backend_module
 from prefixstore.backends.objects import library as library_module
@@ -25,7 +24,8 @@ from prefixstore.backends.objects.segments import HEAD, LARGEST_SEGMENT, SEGMENT
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.invariants import violations
 from prefixstore.engine.keyspace import record_row
-from prefixstore.engine.pages import open_pages
+from prefixstore.engine.page_checks import flaws
+from prefixstore.engine.pages import open_pages, retried
 from prefixstore.errors import (
     CorruptError,
     InvalidParameterError,
@@ -191,7 +191,7 @@ def test_read_only_makes_nothing_and_writes_nothing(new_prefix):
             with pytest.raises(UnavailableError, match="read-only"):
                 use()
         with reader.view() as view:
-            assert list(view.flaws()) == []
+            assert list(flaws(view)) == []
 
 
 def test_a_bucket_that_does_not_exist_is_a_clear_error(moto, credentials):
@@ -341,7 +341,7 @@ def test_many_commits_become_few_segments_and_followers_read_only_what_is_new(ne
         # one head, one segment, a payload for each page
         with one.view() as view:
             assert len(names(one.rows)) == 2 + view.used.entries
-            assert list(view.flaws()) == []
+            assert list(flaws(view)) == []
 
 
 @pytest.mark.slow
@@ -710,7 +710,6 @@ def test_a_grandchild_uses_the_location_and_its_ancestors_go_on(new_prefix):
 
 FORKS = """
 import os, sys
-from prefixstore.engine.pages import open_pages
 from tests.support.places import contents, fill, space
 backend = open_pages(sys.argv[1], max_bytes=1 << 20)
 fill(backend, space(), [[1] * 4])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from prefixstore.engine.page_checks import flaws
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import LocationError, UnavailableError
 from tests.support import keys_of
@@ -129,7 +130,7 @@ def test_a_process_that_becomes_another_user_goes_on_with_what_it_has_open(folde
             with backend.view() as view:
                 if scheme == "lmdb":
                     with pytest.raises(UnavailableError, match=r"data\.mdb cannot be read: Permission denied"):
-                        list(view.flaws())
+                        list(flaws(view))
 
     in_fork(use)
 

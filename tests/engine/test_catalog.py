@@ -248,7 +248,7 @@ def test_pages_are_deleted_and_imported_without_the_lock(watch, new_backend):
 
 
 def test_two_engines_on_one_location_catch_up_without_the_lock(watch, tmp_path, monkeypatch):
-    monkeypatch.setattr("prefixstore.engine.pages.CHANGES_KEPT", 4)
+    monkeypatch.setattr("prefixstore.engine.page_update.CHANGES_KEPT", 4)
     one, two = (watch.open(Pages(LMDBBackend(tmp_path, MIB)), max_entries=8) for _ in range(2))
     one.put(A)
     assert two.fetch(A) == 3

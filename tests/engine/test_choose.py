@@ -288,7 +288,7 @@ def write(backend, *rows):
 
 def count_rows(backend):
     with backend.view() as view:
-        return view._counts()
+        return view.counts()
 
 
 def damaged(_):

@@ -11,6 +11,7 @@ import pytest
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine import keyspace
 from prefixstore.engine.keyspace import LEAVES, Count, Leaf, leaf_row
+from prefixstore.engine.page_checks import flaws
 from prefixstore.engine.pages import Pages
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.namespace import Namespace
@@ -72,14 +73,14 @@ class Model:
     def assert_equal(self):
         with self.backend.view() as view:
             assert stored_leaves(view) == self.leaves()
-            counts = view._counts()
+            counts = view.counts()
             assert counts.pop(keyspace.COUNT, Count()) == view.count() == self.count([one.key for one in SPACES])
             for space in SPACES:
                 assert view.count(space.key) == self.count([space.key])
             # a namespace without pages has no row
             assert len(counts) == len({page.record.namespace for page in self.pages.values()})
             assert {row: one for row, one in view.recount().rows.items() if row != keyspace.COUNT} == counts
-            assert list(view.flaws()) == []
+            assert list(flaws(view)) == []
             for salt in "ab":
                 spaces = {page.record.namespace for page in self.pages.values()}
                 assert view.namespaces_of(salt) == spaces & {s.key for s in SPACES if s.settings["salt"] == salt}
@@ -196,9 +197,9 @@ def write(backend, *rows):
                 draft.put(row, value)
 
 
-def flaws(backend):
+def flaws_of(backend):
     with backend.view() as view:
-        return list(view.flaws())
+        return list(flaws(view))
 
 
 def first_leaf(model):
@@ -276,7 +277,7 @@ def count_of_a_namespace_that_has_none(model):
 
 def damaged_counts(model):
     with model.backend.view() as view:
-        rows = list(view._counts())
+        rows = list(view.counts())
     write(model.backend, *((row, b"garbage") for row in rows))
     return b""
 
@@ -300,7 +301,7 @@ def damaged_counts(model):
 def test_a_wrong_row_is_found_and_mended(backend, harm):
     model = tree(backend)
     key = harm(model)
-    found = flaws(backend)
+    found = flaws_of(backend)
     assert {rule for rule, *_ in found} == {"index"}
     assert key in {each for _, each, _ in found}
     backend.reindex()
@@ -332,7 +333,7 @@ def test_pages_that_cannot_be_read_are_counted_with_all_pages_and_the_others_exa
     backend.reindex()
     spaces = [one.key for one in SPACES]
     spoiled = {key: model.pages.pop(key) for key in (keys[3], keys[5])}
-    assert flaws(backend) == []
+    assert flaws_of(backend) == []
     with backend.view() as view:
         assert view.count().pages == len(model.pages) + 2
         assert view.sizes == (model.count(spaces).stored_bytes, model.count(spaces).raw_bytes)

@@ -25,6 +25,9 @@ from prefixstore.engine.keyspace import (
     usage_row,
 )
 from prefixstore.engine.keyspace import everything as everything_of
+from prefixstore.engine.page_checks import flaws
+from prefixstore.engine.page_update import Transaction
+from prefixstore.engine.page_view import View
 from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.siblings import Child
 from prefixstore.errors import CorruptError, FullError
@@ -90,7 +93,7 @@ class TestObjects(PersistentPagesContract):
 
 
 def test_changes_that_are_too_old_are_forgotten_and_never_half_of_a_transaction(monkeypatch):
-    monkeypatch.setattr(pages, "CHANGES_KEPT", 3)
+    monkeypatch.setattr("prefixstore.engine.page_update.CHANGES_KEPT", 3)
     with closing(Pages(MemoryBackend())) as backend:
         written = []
         for i in range(6):
@@ -120,7 +123,7 @@ def test_what_a_lookup_reads_of_the_last_update_is_small_however_many_pages_it_c
             (last,) = rows.ranges([everything_of(CHANGE)._replace(limit=1, reverse=True)])[0]
             assert generation_of(last.key) == view.generation
             assert len(last.value) <= 64 * 32
-            assert list(view.flaws()) == []
+            assert list(flaws(view)) == []
 
 
 # -- from one location to another -------------------------------------------------------------------------------------
@@ -208,7 +211,7 @@ def test_sizes_are_counted(scheme, tmp_path, request, monkeypatch):
     with closing(open_pages(url, max_bytes=64 * MIB)) as backend:
         assert sizes_of(backend) == (0, 0)
         keys = fill(backend, space(), SEQUENCES)
-        monkeypatch.setattr(pages._PageView, "recount", lambda view: pytest.fail("the sizes were added up"))
+        monkeypatch.setattr(View, "recount", lambda view: pytest.fail("the sizes were added up"))
         assert sizes_of(backend) == SIZES
         with backend.update() as transaction:
             transaction.delete(keys[0][1])
@@ -234,17 +237,17 @@ def test_without_a_sound_count_sizes_are_added_up_until_the_next_change_counts_t
 def test_reindex_counts_what_others_write_meanwhile(tmp_path, monkeypatch):
     with opened(f"lmdb://{tmp_path}/kv") as backend, opened(backend.location) as other:
         fill(backend, space(), SEQUENCES)
-        recount, n_written = pages._PageView.recount, []
+        recount, n_written = View.recount, []
 
         def slowly(view):
             found = recount(view)
-            if not isinstance(view, pages._PageTransaction):
+            if not isinstance(view, Transaction):
                 # another process commits before the sums are written down
                 n_written.append(1)
                 fill(other, space("more"), [[len(n_written), 1, 2, 3]])
             return found
 
-        monkeypatch.setattr(pages._PageView, "recount", slowly)
+        monkeypatch.setattr(View, "recount", slowly)
         backend.reindex()
         monkeypatch.undo()
         assert len(n_written) == pages.SUMS
@@ -307,7 +310,7 @@ def test_records_that_are_damaged_are_found_and_can_be_deleted():
         backend.reindex()
         with backend.view() as view:
             assert {key for key, _, _ in view.scan()} >= set(others)
-            assert list(view.flaws()) == []
+            assert list(flaws(view)) == []
 
 
 def test_a_repair_leaves_a_page_in_its_place_where_a_damaged_record_says_that_it_belongs():
@@ -340,7 +343,7 @@ def test_a_check_of_the_index_asks_a_server_for_many_pages_at_once(monkeypatch):
             requests, (get, ranges) = [], (view._rows.get, view._rows.ranges)
             monkeypatch.setattr(view._rows, "get", lambda keys: requests.append("get") or get(keys))
             monkeypatch.setattr(view._rows, "ranges", lambda wanted: requests.append("ranges") or ranges(wanted))
-            assert list(view.flaws()) == []
+            assert list(flaws(view)) == []
             assert len(requests) < 40
 
 
@@ -386,11 +389,11 @@ def test_rows_that_lead_to_pages_which_are_not_there_are_found_and_mended_at_all
                 write(backend, row.key, None)
         with backend.view() as view:
             assert view.followed([space().key])
-            assert {rule for rule, _, _ in view.flaws()} == {"index"}
+            assert {rule for rule, _, _ in flaws(view)} == {"index"}
         backend.reindex()
         with backend.view() as view:
             assert not view.followed([space().key])
-            assert list(view.flaws()) == []
+            assert list(flaws(view)) == []
 
 
 def test_a_full_file_has_space_to_mend_the_whole_index(tmp_path):
@@ -418,7 +421,7 @@ def test_a_full_file_has_space_to_mend_the_whole_index(tmp_path):
             before = view.generation
         backend.reindex()
         with backend.view() as view:
-            assert list(view.flaws()) == []
+            assert list(flaws(view)) == []
             assert view.changes(before) is None
         with backend.rows.view() as view:
             assert len(view.ranges([everything_of(CHANGE)])[0]) == 1
@@ -453,14 +456,14 @@ def test_forged_rows_of_changes_are_found_and_keep_nobody_from_writing(what):
         write(backend, *FORGED_CHANGES[what])
         with backend.view() as view:
             before = view.generation
-            assert [rule for rule, _, _ in view.flaws()] == ["index"]
+            assert [rule for rule, _, _ in flaws(view)] == ["index"]
         fill(backend, space(), SEQUENCES[2:3])
         with backend.view() as view:
             assert view.generation == before + 1
             assert len(view.changes(before)) == 2
         backend.reindex()
         with backend.view() as view:
-            assert list(view.flaws()) == []
+            assert list(flaws(view)) == []
             assert view.changes(before) is None
 
 

@@ -132,7 +132,7 @@ def test_a_tail_that_another_process_has_stored_is_not_forgotten_with_the_pendin
 
 
 def test_an_index_that_missed_too_many_changes_is_rebuilt(tmp_path, monkeypatch):
-    monkeypatch.setattr("prefixstore.engine.pages.CHANGES_KEPT", 2)
+    monkeypatch.setattr("prefixstore.engine.page_update.CHANGES_KEPT", 2)
     with two_stores(tmp_path, max_entries=20) as (one, two):
         one.put(A)
         pending = one.announce([*A, 5])

@@ -8,7 +8,6 @@ from contextlib import closing, contextmanager, suppress
 
 import pytest
 
-from prefixstore.backends.base import Backend
 from prefixstore.backends.lazy import LazyBackend
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import breaker
@@ -50,7 +49,7 @@ LONG = list(range(100, 100 + 10 * P))
 class Tiers(Store):
     """A store in front of another one."""
 
-    def __init__(self, near: Backend, far: Backend, **options):
+    def __init__(self, near: Pages, far: Pages, **options):
         self.far_backend = far
         super().__init__(near, settings=SPACE.canonical, options=options)
 
@@ -701,14 +700,15 @@ def test_a_far_location_that_cannot_be_reached_at_first_is_opened_later(near):
         attempts.append(1)
         if len(attempts) < 3:
             raise UnavailableError("not there")
-        return MemoryPages()
+        return MemoryPages().rows
 
-    far = LazyBackend("valkey://h/0", open_it)
+    lazy = LazyBackend("valkey://h/0", open_it)
+    far = Pages(lazy)
     with pytest.MonkeyPatch.context() as patch, tiers(near, far) as store:
         patch.setattr("prefixstore.backends.lazy.PAUSE_SECONDS", 0.0)
         store.capture(LONG)
         store.engine.flush()
-        wait_for(lambda: store.match([*LONG, *A]) and far._backend is not None, "the far location is opened")
+        wait_for(lambda: store.match([*LONG, *A]) and lazy._backend is not None, "the far location is opened")
         store.restore(LONG)
         store.engine.flush()
         assert keys_of(far) == keys_of(near)

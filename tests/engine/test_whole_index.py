@@ -8,11 +8,11 @@ from functools import partial
 
 import pytest
 
-from prefixstore.backends.base import Used
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine import contents
 from prefixstore.engine.budget import Budget, Evictor
 from prefixstore.engine.delete import of_namespaces, subtree
+from prefixstore.engine.page_view import Used
 from prefixstore.engine.pages import Pages
 from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_keys

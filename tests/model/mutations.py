@@ -22,7 +22,7 @@ from prefixstore.engine.far import FarEngine
 from prefixstore.engine.follow import Follower
 from prefixstore.engine.index import Index, Page, Path
 from prefixstore.engine.journal import Journal
-from prefixstore.engine.pages import _PageTransaction
+from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.queue import WriteQueue
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.room import Room
@@ -300,7 +300,7 @@ def another_process_does_not_say_what_it_changes(patch: Patch) -> None:
         self._changed.clear()
         real(self)
 
-    wrap(patch, _PageTransaction, "finish", finish)
+    wrap(patch, Transaction, "finish", finish)
 
 
 @leads_to(

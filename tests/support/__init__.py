@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from prefixstore.backends.base import Backend
+from prefixstore.engine.pages import Pages
 
 __all__ = ["PATIENCE", "ROOT", "in_thread", "keys_of", "outcome", "python", "seeds"]
 
@@ -57,7 +57,7 @@ def seeds(n: int, of: int) -> list[Any]:
     return [seed if seed < n else pytest.param(seed, marks=pytest.mark.attack) for seed in range(of)]
 
 
-def keys_of(backend: Backend) -> set[bytes]:
+def keys_of(backend: Pages) -> set[bytes]:
     """The keys of all stored pages."""
     with backend.view() as view:
         return {key for key, _, _ in view.scan()}

@@ -4,71 +4,47 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
-import numpy as np
-import numpy.typing as npt
-
-from prefixstore.backends.base import Backend, Entry, Transaction, Used, View
-from prefixstore.backends.contract import View as RowView
-from prefixstore.engine.keyspace import Count
+from prefixstore.engine.page_update import Transaction
+from prefixstore.engine.page_view import View
+from prefixstore.engine.pages import Pages
 from prefixstore.errors import StorageError, UnavailableError
-from prefixstore.format.record import Buffer, Record, Usage
+from prefixstore.format.record import Buffer, Record
 
 __all__ = ["FaultyBackend", "Operation", "SlowBackend"]
 
 Operation: TypeAlias = Literal["view", "record", "payload", "update", "put", "delete", "commit", "sync"]
 
 
-class _WrappedView(View):
-    def __init__(self, inner: View, before: Callable[[Operation], None]) -> None:
+# what happens in which calls of a view or a transaction; in those of many pages, once for each call
+OPERATIONS: dict[str, Operation] = {
+    "record": "record",
+    "records": "record",
+    "leading": "record",
+    "neighbors": "record",
+    "beside": "record",
+    "children": "record",
+    "followed": "record",
+    "payload": "payload",
+    "put": "put",
+    "delete": "delete",
+}
+
+
+class _WrappedView:
+    """A view or a transaction."""
+
+    def __init__(self, inner: Any, before: Callable[[Operation], None]) -> None:
         self._view = inner
         self._before = before
 
-    @property
-    def generation(self) -> int:
-        return self._view.generation
-
-    def changes(self, since: int) -> list[bytes] | None:
-        return self._view.changes(since)
-
-    def scan(self) -> Iterator[tuple[bytes, Record | StorageError, Usage]]:
-        return self._view.scan()
-
-    def record(self, key: bytes) -> Record | None:
-        self._before("record")
-        return self._view.record(key)
-
-    def usage(self, key: bytes) -> Usage | None:
-        return self._view.usage(key)
-
-    def payload(self, key: bytes) -> Buffer | None:
-        self._before("payload")
-        return self._view.payload(key)
-
-    def neighbors(self, parent: bytes, tokens: bytes) -> list[Entry]:
-        self._before("record")
-        return self._view.neighbors(parent, tokens)
-
-    def beside(self, parent: bytes, tokens: bytes, parents: Sequence[bytes]) -> tuple[list[Entry], list[Entry]]:
-        self._before("record")
-        return self._view.beside(parent, tokens, parents)
-
-    def children(self, parents: Sequence[bytes], form: int, at_most: int | None = None) -> list[Entry]:
-        self._before("record")
-        return self._view.children(parents, form, at_most)
-
-    def followed(self, keys: Sequence[bytes]) -> set[bytes]:
-        self._before("record")
-        return self._view.followed(keys)
-
-    def facts(self, after: bytes, at_most: int) -> npt.NDArray[np.void]:
-        return self._view.facts(after, at_most)
-
-    def flaws(self) -> Iterator[tuple[str, bytes, str]]:
-        return self._view.flaws()
+    def __getattr__(self, name: str) -> Any:
+        if name in OPERATIONS:
+            self._before(OPERATIONS[name])
+        return getattr(self._view, name)
 
     def stored(self) -> Iterator[tuple[bytes, Record | StorageError, Buffer | StorageError | None]]:
         for page in self._view.stored():
@@ -84,118 +60,39 @@ class _WrappedView(View):
                 return
             yield from found
 
-    def namespaces(self) -> Mapping[bytes, bytes]:
-        return self._view.namespaces()
 
-    def namespace(self, key: bytes) -> bytes | None:
-        return self._view.namespace(key)
+class _WrappedBackend(Pages):
+    """Other pages, with something that happens before each operation."""
 
-    def note(self, name: bytes) -> bytes | None:
-        return self._view.note(name)
-
-    @property
-    def rows(self) -> RowView:
-        return self._view.rows
-
-    def count(self, namespace: bytes | None = None) -> Count:
-        return self._view.count(namespace)
-
-    def namespaces_of(self, salt: str) -> set[bytes]:
-        return self._view.namespaces_of(salt)
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        return self._view.sizes
-
-    @property
-    def used(self) -> Used:
-        return self._view.used
-
-
-class _WrappedTransaction(_WrappedView, Transaction):
-    def __init__(self, inner: Transaction, before: Callable[[Operation], None]) -> None:
-        super().__init__(inner, before)
-        self._transaction = inner
-
-    def cost(self, record: Record, n_bytes: int) -> int:
-        return self._transaction.cost(record, n_bytes)
-
-    def put(self, key: bytes, record: Record, usage: Usage, payload: Buffer) -> None:
-        self._before("put")
-        self._transaction.put(key, record, usage, payload)
-
-    def delete(self, key: bytes) -> bool:
-        self._before("delete")
-        return self._transaction.delete(key)
-
-    def touch(self, key: bytes, usage: Usage, *, announce: bool = False) -> None:
-        self._transaction.touch(key, usage, announce=announce)
-
-    def read_ahead(self, keys: Sequence[bytes]) -> None:
-        self._transaction.read_ahead(keys)
-
-    def drop_leaf(self, namespace: bytes, key: bytes) -> None:
-        self._transaction.drop_leaf(namespace, key)
-
-    def put_namespace(self, key: bytes, settings: bytes) -> None:
-        self._transaction.put_namespace(key, settings)
-
-    def drop_namespace(self, key: bytes) -> None:
-        self._transaction.drop_namespace(key)
-
-    def put_note(self, name: bytes, value: bytes | None) -> None:
-        self._transaction.put_note(name, value)
-
-
-class _WrappedBackend(Backend):
-    """Another backend, with something that happens before each operation."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, backend: Pages) -> None:
+        super().__init__(backend.rows)
+        self._pages = backend
 
     def _before(self, operation: Operation) -> None:
         """Called before each operation."""
         raise NotImplementedError
 
     @property
-    def location(self) -> str:
-        return self._backend.location
+    def is_local(self) -> bool:
+        return False
 
     @contextmanager
     def view(self) -> Iterator[View]:
         self._before("view")
-        with self._backend.view() as view:
-            yield _WrappedView(view, self._before)
+        with self._pages.view() as view:
+            yield cast("View", _WrappedView(view, self._before))
 
     @contextmanager
     def update(self) -> Iterator[Transaction]:
         self._before("update")
-        with self._backend.update() as transaction:
-            yield _WrappedTransaction(transaction, self._before)
+        with self._pages.update() as transaction:
+            yield cast("Transaction", _WrappedView(transaction, self._before))
             # an error here rolls the transaction back
             self._before("commit")
 
     def sync(self) -> None:
         self._before("sync")
-        self._backend.sync()
-
-    def reclaim(self) -> None:
-        self._backend.reclaim()
-
-    def scrub(self) -> None:
-        self._backend.scrub()
-
-    def compact(self) -> int:
-        return self._backend.compact()
-
-    def reindex(self) -> None:
-        self._backend.reindex()
-
-    def after_fork(self) -> None:
-        self._backend.after_fork()
-
-    def close(self) -> None:
-        self._backend.close()
+        self._pages.sync()
 
 
 class FaultyBackend(_WrappedBackend):
@@ -225,7 +122,7 @@ class FaultyBackend(_WrappedBackend):
 
     def __init__(
         self,
-        backend: Backend,
+        backend: Pages,
         operation: Operation,
         error: StorageError | None = None,
         *,
@@ -262,7 +159,7 @@ class SlowBackend(_WrappedBackend):
         Which operations; all by default.
     """
 
-    def __init__(self, backend: Backend, seconds: float, operations: tuple[Operation, ...] | None = None) -> None:
+    def __init__(self, backend: Pages, seconds: float, operations: tuple[Operation, ...] | None = None) -> None:
         super().__init__(backend)
         self._seconds = seconds
         self._operations = operations

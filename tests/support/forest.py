@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from prefixstore.backends.base import Backend
+from prefixstore.engine.pages import Pages
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import Usage
 from tests.support.pages import make_page
@@ -89,7 +89,7 @@ def settle(tree: Tree) -> None:
     tree.age = max([tree.age, *(child.age for child in tree.children)])
 
 
-def put(backend: Backend, space: Namespace, trees: Sequence[Tree], *, size: int, now: float | None = None) -> int:
+def put(backend: Pages, space: Namespace, trees: Sequence[Tree], *, size: int, now: float | None = None) -> int:
     """Put trees of pages into a location; their number. `size`: bytes of a token."""
     began = time.time() if now is None else now
     n = 0
@@ -176,7 +176,7 @@ class Life:
         return [self.talk(title, size(300, 1800), 0, self.uses() // 2, 3 * self.idle()) for title in titles]
 
 
-def lived_in(backend: Backend, tokenize: Tokenize, now: float | None = None) -> int:
+def lived_in(backend: Pages, tokenize: Tokenize, now: float | None = None) -> int:
     """Chats, agents and documents of two models and two tenants: some 1,000 pages, always the same ones."""
     life = Life(tokenize)
     n = put(backend, space("assistant-8B"), life.chats(), size=65_536, now=now)
@@ -185,7 +185,7 @@ def lived_in(backend: Backend, tokenize: Tokenize, now: float | None = None) -> 
     return n + put(backend, space("assistant-8B", types=1), life.documents(60), size=131_072, now=now)
 
 
-def wide(backend: Backend, n: int, *, seed: int = 1) -> int:
+def wide(backend: Pages, n: int, *, seed: int = 1) -> int:
     """So many small pages, in trees of many branches: what a report has to draw at once."""
     rng = random.Random(seed)
     trees: list[Tree] = []

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
-from prefixstore.backends.base import Entry
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.index import Page, depth_first
+from prefixstore.engine.page_view import Entry
 from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import SNAPSHOT
 from prefixstore.format.record import Record

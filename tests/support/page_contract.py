@@ -1,4 +1,4 @@
-"""What every location promises of pages, as test classes: what `prefixstore.backends.base` says.
+"""What every location promises of pages, as test classes: what `prefixstore.engine.pages` says.
 
 What does not depend on pages (commits, forks, threads, what a view sees) is tested of rows, in
 `prefixstore.testing.contract`.
@@ -7,7 +7,7 @@ What does not depend on pages (commits, forks, threads, what a view sees) is tes
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from heapq import nsmallest
@@ -16,10 +16,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from prefixstore.backends.base import FACTS, Backend, Entry, Transaction, Used, View, facts_of
+from prefixstore.engine.facts import FACTS
+from prefixstore.engine.page_checks import flaws
+from prefixstore.engine.page_update import Transaction
+from prefixstore.engine.page_view import Entry, View, tokens_of
+from prefixstore.engine.pages import Pages
 from prefixstore.errors import StorageError
 from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT, TOKEN_BYTES, as_tokens
-from prefixstore.format.record import Buffer, Record, Usage
+from prefixstore.format.record import Record, Usage
 from tests.support.pages import NAMESPACE, make_page
 
 __all__ = ["SETTINGS", "PagesContract", "PersistentPagesContract", "Rollback", "payload_of", "put", "stored"]
@@ -47,7 +51,7 @@ def put(transaction: Transaction, number: int, payload: bytes | None = None) -> 
     return key
 
 
-def stored(backend: Backend) -> dict[bytes, tuple[Record | StorageError, Usage, bytes]]:
+def stored(backend: Pages) -> dict[bytes, tuple[Record | StorageError, Usage, bytes]]:
     """All that a location holds."""
     with backend.view() as view:
         return {key: (record, usage, bytes(view.payload(key) or b"")) for key, record, usage in view.scan()}
@@ -68,46 +72,54 @@ def _repack(transaction: Transaction, chance: random.Random) -> None:
     transaction.put(key, record, Usage(1), payload)
 
 
-class _Defaults(View):
-    """A view whose calls for many pages read all of them: what every backend's own have to agree with."""
+def _facts_of(entry: Entry) -> tuple[object, ...]:
+    """The values of `FACTS` for one page."""
+    key, record, usage = entry
+    if not isinstance(record, Record):
+        return key, b"", b"", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, False, False
+    return (
+        key,
+        record.parent,
+        record.namespace,
+        record.raw_bytes,
+        record.stored_bytes,
+        record.created,
+        usage.last_used,
+        usage.expires,
+        record.start,
+        len(record.tokens) // TOKEN_BYTES,
+        min(record.compute_us, 2**32 - 1),
+        min(usage.hits, 2**32 - 1),
+        usage.priority,
+        record.form,
+        usage.pinned,
+        True,
+    )
+
+
+class _Scanned:
+    """What a view has to answer, found by reading all pages."""
 
     def __init__(self, view: View) -> None:
-        self._view = view
-        self._pages = list(view.scan())
-
-    @property
-    def generation(self) -> int:
-        return self._view.generation
-
-    def changes(self, since: int) -> list[bytes] | None:
-        return self._view.changes(since)
-
-    def scan(self) -> Iterator[tuple[bytes, Record | StorageError, Usage]]:
-        return iter(self._pages)
-
-    def record(self, key: bytes) -> Record | None:
-        return self._view.record(key)
-
-    def usage(self, key: bytes) -> Usage | None:
-        return self._view.usage(key)
-
-    def payload(self, key: bytes) -> Buffer | None:
-        return self._view.payload(key)
-
-    def namespaces(self) -> Mapping[bytes, bytes]:
-        return self._view.namespaces()
+        self._entries = [Entry(*each) for each in view.scan()]
 
     def children(self, parents: Sequence[bytes], form: int, at_most: int | None = None) -> list[Entry]:
         found: dict[bytes, list[Entry]] = {parent: [] for parent in parents}
-        for key, record, usage in self.scan():
+        for entry in self._entries:
+            record = entry.record
             if isinstance(record, Record) and record.form == form and record.parent in found:
-                found[record.parent].append(Entry(key, record, usage))
-        count = self.used.entries if at_most is None else at_most
-        return [each for siblings in found.values() for each in nsmallest(count, siblings, key=_tokens_of)]
+                found[record.parent].append(entry)
+        count = len(self._entries) if at_most is None else at_most
+        return [each for siblings in found.values() for each in nsmallest(count, siblings, key=tokens_of)]
+
+    def neighbors(self, parent: bytes, tokens: bytes) -> list[Entry]:
+        ordered = self.children([parent], PAGE)
+        n_below = sum(tokens_of(each) <= tokens for each in ordered)
+        return ordered[max(n_below - 1, 0) : n_below + 1]
 
     def followed(self, keys: Sequence[bytes]) -> set[bytes]:
         wanted, found = set(keys), set[bytes]()
-        for _, record, _ in self.scan():
+        for _, record, _ in self._entries:
             if not isinstance(record, Record):
                 # it may follow any of them
                 return wanted
@@ -115,34 +127,8 @@ class _Defaults(View):
         return found
 
     def facts(self, after: bytes, at_most: int) -> npt.NDArray[np.void]:
-        entries = (Entry(*each) for each in self.scan())
-        first = nsmallest(at_most, (each for each in entries if each.key > after), key=lambda each: each.key)
-        return np.array([facts_of(each) for each in first], FACTS)
-
-    def fetch(self, keys: Sequence[bytes]) -> Iterator[tuple[Record, Buffer]]:
-        return self._view.fetch(keys)
-
-    def stored(self) -> Iterator[tuple[bytes, Record | StorageError, Buffer | StorageError | None]]:
-        return self._view.stored()
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        return self._view.sizes
-
-    def namespace(self, key: bytes) -> bytes | None:
-        return self._view.namespace(key)
-
-    def note(self, name: bytes) -> bytes | None:
-        return self._view.note(name)
-
-    @property
-    def used(self) -> Used:
-        return self._view.used
-
-
-def _tokens_of(entry: Entry) -> bytes:
-    assert isinstance(entry.record, Record)
-    return entry.record.tokens
+        first = nsmallest(at_most, (each for each in self._entries if each.key > after), key=lambda each: each.key)
+        return np.array([_facts_of(each) for each in first], FACTS)
 
 
 class _Family:
@@ -210,39 +196,39 @@ class _Family:
             self.stored[key] = record
 
     def require_agreement(self, view: View) -> None:
-        """Compare a view with what is stored, and with the defaults of `View`."""
-        assert list(view.flaws()) == []
-        defaults = _Defaults(view)
+        """Compare a view with what is stored, and with what a scan finds."""
+        assert list(flaws(view)) == []
+        scanned = _Scanned(view)
         parents = [*self.namespaces, *self.stored, MISSING]
         self.chance.shuffle(parents)
         for form in (PAGE, SNAPSHOT):
             for at_most in (None, 2):
-                assert view.children(parents, form, at_most) == defaults.children(parents, form, at_most)
+                assert view.children(parents, form, at_most) == scanned.children(parents, form, at_most)
         assert len(view.children(parents, PAGE)) + len(view.children(parents, SNAPSHOT)) == len(self.stored)
         wanted = self.chance.sample(self.seen, min(len(self.seen), 6))
         for parent in (*self.namespaces, *parents[:3]):
             for tokens in (*wanted, as_tokens(self.tokens()).tobytes(), b"", b"\xff" * 4 * self.longest):
-                assert view.neighbors(parent, tokens) == defaults.neighbors(parent, tokens)
+                assert view.neighbors(parent, tokens) == scanned.neighbors(parent, tokens)
         after, n_facts = b"", 0
         while len(facts := view.facts(after, 7)):
             assert facts.dtype == FACTS
-            assert facts.tolist() == defaults.facts(after, 7).tolist()
+            assert facts.tolist() == scanned.facts(after, 7).tolist()
             after, n_facts = facts["key"][-1].tobytes(), n_facts + len(facts)
         assert n_facts == len(self.stored)
         for asked in (parents, [*parents, *parents[:3]], parents[:1], []):
             assert view.followed(asked) == {record.parent for record in self.stored.values()} & set(asked)
-            assert view.followed(asked) == defaults.followed(asked)
+            assert view.followed(asked) == scanned.followed(asked)
 
 
 class PagesContract:
     """What every location promises of pages. Subclass it and say how to open one."""
 
-    def open_backend(self, tmp_path: Path) -> Backend:
+    def open_backend(self, tmp_path: Path) -> Pages:
         """A new, empty location with space for at least 64 MiB. Each test gets a directory of its own."""
         raise NotImplementedError
 
     @contextmanager
-    def opened(self, tmp_path: Path) -> Iterator[Backend]:
+    def opened(self, tmp_path: Path) -> Iterator[Pages]:
         """A new location, closed at the end."""
         with closing(self.open_backend(tmp_path)) as backend:
             yield backend
@@ -253,7 +239,7 @@ class PagesContract:
         with self.opened(tmp_path) as backend:
             for opened in (backend.view, backend.update):
                 with opened() as view:
-                    assert list(view.scan()) == list(view.stored()) == list(view.flaws()) == []
+                    assert list(view.scan()) == list(view.stored()) == list(flaws(view)) == []
                     assert (dict(view.namespaces()), view.used.entries, view.sizes) == ({}, 0, (0, 0))
                     assert view.changes(view.generation) == []
                     assert (view.record(MISSING), view.usage(MISSING), view.payload(MISSING)) == (None, None, None)
@@ -513,11 +499,11 @@ class PagesContract:
                         transaction.put(key, record, Usage(1), b"")
                 there = sorted(as_tokens(tokens).tobytes() for tokens in siblings)
                 with backend.view() as view:
-                    assert [_tokens_of(entry) for entry in view.children([parent], PAGE)] == there
+                    assert [tokens_of(entry) for entry in view.children([parent], PAGE)] == there
                     for _ in range(60):
                         wanted = [*chance.choice(siblings)[: chance.choice([1, 100, 250, 300])], chance.randrange(99)]
                         raw = as_tokens(wanted).tobytes()
-                        found = [_tokens_of(entry) for entry in view.neighbors(parent, raw)]
+                        found = [tokens_of(entry) for entry in view.neighbors(parent, raw)]
                         below, above = [each for each in there if each <= raw], [each for each in there if each > raw]
                         assert found == below[-1:] + above[:1]
 
@@ -619,7 +605,7 @@ class PagesContract:
                         raise Rollback
                 with backend.view() as view:
                     assert view.sizes == _sizes(view)
-                    assert list(view.flaws()) == []
+                    assert list(flaws(view)) == []
             with backend.update() as transaction:
                 for key, _, _ in list(transaction.scan()):
                     transaction.delete(key)
@@ -660,7 +646,7 @@ class PagesContract:
 class PersistentPagesContract(PagesContract):
     """The further promises of a location whose pages outlive `close`, and which others may have open."""
 
-    def reopen(self, tmp_path: Path) -> Backend:
+    def reopen(self, tmp_path: Path) -> Pages:
         """Open once more what `open_backend` has opened in this directory."""
         return self.open_backend(tmp_path)
 

@@ -3,15 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from prefixstore.backends.base import FACTS
-from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES
+from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT, TOKEN_BYTES
 from prefixstore.format.record import FORMAT_VERSION, LARGEST, RECORD, RECORD_SEAL, RECORDS, USAGE, USAGES, Buffer
 
-__all__ = ["facts_of"]
+__all__ = ["FACTS", "Facts", "facts_of"]
+
+Facts: TypeAlias = npt.NDArray[np.void]
+# What `View.facts` returns of a page: all but its tokens, its checksum and its payload.
+FACTS = np.dtype(
+    [
+        ("key", f"V{KEY_BYTES}"),
+        ("parent", f"V{KEY_BYTES}"),
+        ("namespace", f"V{KEY_BYTES}"),
+        ("raw_bytes", "<u8"),
+        ("stored_bytes", "<u8"),
+        ("created", "<u8"),
+        ("last_used", "<u8"),
+        ("expires", "<u8"),
+        ("start", "<u4"),
+        ("n_tokens", "<u4"),
+        ("compute_us", "<u4"),
+        ("hits", "<u4"),
+        ("priority", "<i2"),
+        ("form", "u1"),
+        ("pinned", "?"),
+        ("is_readable", "?"),
+    ]
+)
 
 _OF_RECORD = ("parent", "namespace", "raw_bytes", "stored_bytes", "created", "start", "n_tokens", "compute_us")
 _OF_USAGE = ("last_used", "expires", "hits", "priority")
@@ -21,7 +44,7 @@ def facts_of(
     keys: Sequence[bytes],
     records: Sequence[Buffer],
     usages: Sequence[Buffer | None],
-) -> npt.NDArray[np.void]:
+) -> Facts:
     """The facts of pages, as `View.facts` returns them, from their stored bytes; the usage may be missing."""
     facts = np.zeros(len(keys), FACTS)
     facts["key"] = np.frombuffer(b"".join(keys), FACTS["key"])

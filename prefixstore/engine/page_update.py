@@ -1,0 +1,354 @@
+"""Changing pages: put, deleted and used as a whole, entered in the indexes, and counted.
+
+One update at a time among all threads and processes that share the location. What it wrote becomes visible to others as
+a whole when it closes, and not at all if it closes with an exception or its process dies. A loss of power may lose what
+was committed since the last `Pages.sync`, the newest first, and nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from prefixstore.backends import contract
+from prefixstore.backends.contract import Draft, Range
+from prefixstore.engine import keyspace, siblings
+from prefixstore.engine.keyspace import (
+    UNKNOWN,
+    Count,
+    Leaf,
+    change_row,
+    generation_of,
+    leaf_row,
+    namespace_row,
+    note_row,
+    record_row,
+    usage_row,
+)
+from prefixstore.engine.page_checks import misplaced, stray_leaves, wrong_leaves
+from prefixstore.engine.page_view import FIRST, Used, View, counted_as, leaf_of, path_in, path_of, usage_in
+from prefixstore.format.keys import KEY_BYTES
+from prefixstore.format.record import USAGE, Buffer, Record, Usage, head_of, namespace_in, place_of, record_bytes
+
+__all__ = ["CHANGES_KEPT", "PASSES", "Transaction"]
+
+# generations of which a location remembers what they changed
+CHANGES_KEPT = 4096
+# Keys in one row of changes; of more, an update writes several. The last one is read with each lookup.
+KEYS_OF_CHANGE = 64
+# Of so many pages an update adds up the sizes, if they are not known: it takes a fraction of a second. Of more they are
+# unknown until the index is rebuilt, which does not keep other writers waiting.
+SUMMED_AT_ONCE = 100_000
+# Each takes off the last rows of chains of child rows that lead to nothing. A longer chain was forged, and takes more
+# than one repair.
+PASSES = 256
+
+
+class Transaction(View):
+    """Reads and changes pages: exclusive, and all or nothing."""
+
+    _rows: Draft
+    # Set by the update that fills an empty location: the generation before its own, which no other location has had.
+    began = 0
+
+    def __init__(self, rows: Draft, *, is_local: bool, check: Callable[[], None]) -> None:
+        super().__init__(rows, is_local=is_local, check=check)
+        self._changed: list[bytes] = []
+        # rows of counts that were changed
+        self._counted: dict[bytes, Count] = {}
+        # whether a page was deleted whose namespace nobody knows
+        self._has_lost_count = False
+
+    # -- counting -----------------------------------------------------------------------------------------------------
+
+    def _all(self) -> Count | None:
+        return self._counted.get(keyspace.COUNT) or super()._all()
+
+    def count(self, namespace: bytes | None = None) -> Count:
+        row = keyspace.COUNT if namespace is None else self._count_row(namespace)
+        return self._counted[row] if row in self._counted else super().count(namespace)
+
+    def namespaces_of(self, salt: str) -> set[bytes]:
+        start = keyspace.counts_of(keyspace.tenant_of(salt, b"")).start
+        return super().namespaces_of(salt) | {row[-KEY_BYTES:] for row in self._counted if row.startswith(start)}
+
+    def _add(self, namespace: bytes, change: Count) -> None:
+        """Count a change of a namespace."""
+        for group in (None, namespace):
+            row = keyspace.COUNT if group is None else self._count_row(namespace)
+            self._counted[row] = self.count(group).plus(change)
+
+    def counts(self) -> dict[bytes, Count]:
+        both = super().counts() | self._counted
+        return {row: count for row, count in both.items() if count.pages or row == keyspace.COUNT}
+
+    def _replace_counts(self, counts: dict[bytes, Count]) -> None:
+        # also the rows of namespaces that this update has emptied
+        self._counted = dict.fromkeys([*super().counts(), *self._counted], Count()) | counts
+        self._has_lost_count = False
+
+    def _write_counts(self) -> None:
+        for row, count in self._counted.items():
+            if count.pages or row == keyspace.COUNT:
+                self._rows.put(row, count.pack())
+            else:
+                self._rows.delete(row)
+
+    @property
+    def used(self) -> Used:
+        used = super().used
+        if self._is_local or not self._changed:
+            return used
+        # where the size is estimated, with what the end of the transaction writes
+        costs = self._rows.costs
+        n_full, n_left = divmod(len(self._changed), KEYS_OF_CHANGE)
+        last = costs.of(change_row(0), bytes(KEY_BYTES * n_left))
+        last += n_full * costs.of(change_row(0), bytes(KEY_BYTES * KEYS_OF_CHANGE))
+        last += len(self._counted) * costs.of(keyspace.count_row(b"", bytes(KEY_BYTES)), Count().pack())
+        return Used(used.bytes + last, used.entries)
+
+    def cost(self, record: Record, n_bytes: int) -> int:
+        """The most that `used` can grow by, in bytes, if this record is put with a payload of `n_bytes`."""
+        costs, n_token_bytes = self._rows.costs, len(record.tokens)
+        key = bytes(1 + KEY_BYTES)
+        child = costs.of(bytes(siblings.child_bytes(n_token_bytes)), key)
+        leaf = costs.of(leaf_row(key, key), bytes(keyspace.LEAVES.itemsize))
+        usage = costs.of(key, bytes(USAGE.size))
+        # a page may be entered twice: for itself, and for a sibling with the same first tokens
+        return costs.of(key, bytes(record_bytes(n_token_bytes)), n_bytes) + usage + leaf + 2 * child
+
+    # -- pages --------------------------------------------------------------------------------------------------------
+
+    def put(self, key: bytes, record: Record, usage: Usage, payload: Buffer) -> None:
+        """Write a page. The memory of `payload` must stay valid until the transaction ends. May raise `FullError`."""
+        path, space = path_of(record), record.namespace
+        mine, above = leaf_row(space, key), leaf_row(space, record.parent)
+        wanted = [record_row(key), usage_row(key), record_row(record.parent), mine, above, *path]
+        old, old_usage, parent, *_ = self._rows.get(wanted)
+        replaced = self._uncount(old, old_usage)
+        packed = record.pack()
+        head = head_of(packed)
+        assert head is not None
+        self._add(space, counted_as(head, usage.pack()))
+        self._rows.put(record_row(key), packed, payload, replaced=replaced)
+        self._rows.put(usage_row(key), usage.pack())
+        place = place_of(old) if old is not None else None
+        if place is not None and (before := siblings.child_path(*place)) != path:
+            # another page has had this key, or its record is damaged
+            siblings.remove_child(self._rows, key, before)
+        siblings.add_child(self._rows, key, path)
+        # also a page that was not here may be followed: by one that has lost it
+        is_leaf = not usage.pinned and not self.followed([key])
+        self._set_leaf(space, mine, Leaf.of(head, usage) if is_leaf else None)
+        if parent is not None and (found := head_of(parent)) is not None:
+            self._set_leaf(found.namespace, leaf_row(found.namespace, record.parent), None)
+        self._changed.append(key)
+
+    def delete(self, key: bytes) -> bool:
+        """Delete a page, its usage and payload; returns whether anything of it was stored."""
+        record, usage = self._rows.get([record_row(key), usage_row(key)])
+        replaced = self._uncount(record, usage)
+        place = place_of(record) if record is not None else None
+        if record is not None and (
+            place is None or not siblings.remove_child(self._rows, key, siblings.child_path(*place))
+        ):
+            self._remove_everywhere(key)
+        if record is None and usage is None:
+            return False
+        self._rows.delete(record_row(key), replaced=replaced)
+        self._rows.delete(usage_row(key))
+        if record is not None and place is not None:
+            space = namespace_in(record)
+            self._set_leaf(space, leaf_row(space, key), None)
+            self._mend_leaf(place[0])
+        self._changed.append(key)
+        return True
+
+    def _uncount(self, record: bytes | None, usage: bytes | None) -> int | None:
+        """No longer count a page as it is stored; the size of the payload that it has, if known."""
+        if record is None:
+            return None
+        head = head_of(record)
+        if head is None:
+            self._has_lost_count = True
+            self._counted[keyspace.COUNT] = self.count().plus(Count(-1, UNKNOWN, UNKNOWN))
+            return None
+        self._add(head.namespace, Count(*(-n for n in counted_as(head, usage))))
+        return head.stored_bytes
+
+    def _set_leaf(self, namespace: bytes, row: bytes, leaf: Leaf | None) -> None:
+        """Write a leaf row, or delete it."""
+        is_there = self._rows.get([row])[0] is not None
+        if is_there != (leaf is not None):
+            self._add(namespace, Count(leaves=-1 if leaf is None else 1))
+        if leaf is not None:
+            self._rows.put(row, leaf.pack())
+        elif is_there:
+            self._rows.delete(row)
+
+    def drop_leaf(self, namespace: bytes, key: bytes) -> None:
+        """Have eviction no longer choose a page that is not stored."""
+        self._set_leaf(namespace, leaf_row(namespace, key), None)
+
+    def _mend_leaf(self, key: bytes) -> None:
+        """Have a page that is stored, and can be read, have a leaf row if none follows it and it is not pinned."""
+        record, usage = self._rows.get([record_row(key), usage_row(key)])
+        row, leaf = leaf_of(key, record, usage)
+        if row is not None:
+            self._set_leaf(row[1 : 1 + KEY_BYTES], row, None if leaf is None or self.followed([key]) else leaf)
+
+    def _remove_everywhere(self, key: bytes) -> None:
+        """Take a page out of the index whose record does not say where it is there."""
+        for rows in keyspace.walk(self._rows, keyspace.CHILD):
+            for row in rows:
+                child = siblings.Child.unpack(row.value)
+                if child is not None and child.page == key:
+                    siblings.take_out(self._rows, row.key, child)
+        for _ in range(PASSES):
+            # each time the rows above those that are gone
+            if not sum(self._mend_hollow(rows) for rows in keyspace.walk(self._rows, keyspace.CHILD)):
+                break
+        if self.count().pages <= SUMMED_AT_ONCE:
+            # which page it followed is not known; of very many, the next repair finds it
+            for rows in keyspace.walk(self._rows, keyspace.RECORD):
+                self.mend_leaves([row.key for row in rows])
+
+    def _mend_hollow(self, rows: Sequence[contract.Row]) -> int:
+        """Mend those of these child rows that say that there are more pages, and have none below; how many."""
+        found = siblings.hollow(self._rows, rows)
+        for row in found:
+            siblings.mend_child(self._rows, row.key)
+        return len(found)
+
+    def read_ahead(self, keys: Sequence[bytes]) -> None:
+        """Read what touching these pages needs, at once."""
+        entries = self._entries(keys)
+        spaces = {one.key: one.record.namespace for one in entries if isinstance(one.record, Record)}
+        self._rows.get([leaf_row(space, key) for key, space in spaces.items()])
+
+    def touch(self, key: bytes, usage: Usage, *, announce: bool = False) -> None:
+        """Replace the usage of a page; nothing happens if the page is gone.
+
+        With `announce` it is a change of the page, which other processes read at their next lookup: so for pins, and
+        for expiry. Otherwise it does not change `generation`, as uses are too frequent for that.
+        """
+        record, old = self._rows.get([record_row(key), usage_row(key)])
+        if record is None:
+            return
+        self._rows.put(usage_row(key), usage.pack())
+        self._changed += [key] * announce
+        head, was_pinned = head_of(record), usage_in(old).pinned
+        if head is None:
+            return
+        if usage.pinned != was_pinned:
+            sign = 1 if usage.pinned else -1
+            self._add(head.namespace, Count(pinned=sign, pinned_bytes=sign * head.quota_bytes))
+            self._mend_leaf(key)
+        elif self._rows.get([row := leaf_row(head.namespace, key)])[0] is not None:
+            self._rows.put(row, Leaf.of(head, usage).pack())
+
+    def put_namespace(self, key: bytes, settings: bytes) -> None:
+        """Store the canonical settings of a namespace."""
+        if self.namespace(key) == settings:
+            return
+        row, count = self._count_row(key), self.count(key)
+        self._rows.put(namespace_row(key), settings)
+        del self._tenants[key]
+        if any(count) and row != self._count_row(key):
+            # pages were put, or deleted, while it was not known whose they are
+            self._counted |= {row: Count(), self._count_row(key): count.plus(self.count(key))}
+
+    def drop_namespace(self, key: bytes) -> None:
+        """Forget the settings of a namespace that has no pages any more."""
+        self._rows.delete(namespace_row(key))
+
+    def put_note(self, name: bytes, value: bytes | None) -> None:
+        """Write a short note for other processes; None deletes it. Does not change `generation`."""
+        if value is None:
+            self._rows.delete(note_row(name))
+        else:
+            self._rows.put(note_row(name), value)
+
+    # -- the index ----------------------------------------------------------------------------------------------------
+
+    def enter(self, rows: Sequence[bytes]) -> bool:
+        """Enter the pages of these records among their siblings, where they are not; once is enough.
+
+        Not those that cannot be read: where a damaged one says that it belongs, another page may be.
+        """
+        for row, stored in zip(rows, self._rows.get(rows), strict=True):
+            path = path_in(row[1:], stored)
+            if path is not None:
+                siblings.add_child(self._rows, row[1:], path)
+        return False
+
+    def correct(self, rows: Sequence[bytes]) -> bool:
+        """Take out of some child rows what they name wrongly; whether the rows above may be wrong since."""
+        is_changed = False
+        there = self._stored(rows)
+        for row, wrong in zip(there, misplaced(self, there), strict=True):
+            child = siblings.Child.unpack(row.value)
+            if child is None:
+                self._rows.delete(row.key)
+            elif wrong is not None:
+                siblings.take_out(self._rows, row.key, child)
+            is_changed = is_changed or wrong is not None
+        return bool(self._mend_hollow(self._stored(rows))) or is_changed
+
+    def _stored(self, rows: Sequence[bytes]) -> list[contract.Row]:
+        found = zip(rows, self._rows.get(rows), strict=True)
+        return [contract.Row(row, value) for row, value in found if value is not None]
+
+    def rows_from(self, kind: bytes, start: bytes, at_most: int) -> list[bytes]:
+        """The keys of the next rows of a kind."""
+        wanted = Range(start, keyspace.everything(kind).stop, at_most)
+        return [row.key for row in self._rows.ranges([wanted])[0]]
+
+    def mend_leaves(self, rows: Sequence[bytes]) -> bool:
+        """Write or delete the leaf rows of the pages of these records; once is enough."""
+        for key in wrong_leaves(self, [row[1:] for row in rows]):
+            self._mend_leaf(key)
+        return False
+
+    def drop_leaves(self, rows: Sequence[bytes]) -> bool:
+        """Delete those of these leaf rows whose pages are not there; once is enough."""
+        for row in stray_leaves(self, self._stored(rows)):
+            self._rows.delete(row)
+        return False
+
+    def start_over(self, counts: dict[bytes, Count]) -> int:
+        """Replace the counts, and have every process read again what it knows: the index may have been wrong.
+
+        Returns the generation that begins with this.
+        """
+        self._replace_counts(counts)
+        now = self.generation
+        # what the generation in between has changed, nobody can say; without any, as for an empty location
+        generation = now + 2 if now else time.time_ns() // 1000
+        self._rows.put(change_row(generation), b"")
+        return generation
+
+    def forget(self, rows: Sequence[bytes], before: int) -> bool:
+        """Delete some rows of changes: those of generations before this one, or of none; once is enough."""
+        for row in rows:
+            if generation_of(row) < before:
+                self._rows.delete(row)
+        return False
+
+    def finish(self) -> None:
+        """Record what changed, and forget changes that are too old."""
+        if self._has_lost_count and self.count().pages <= SUMMED_AT_ONCE:
+            self._replace_counts(self.recount().rows)
+        self._write_counts()
+        if self._changed:
+            last = self.generation
+            if last == 0:
+                # an empty location begins with the time: one before it, which has been lost, had no later ones
+                self.began = last = time.time_ns() // 1000
+                self._rows.put(change_row(last), FIRST)
+            # a row that no page can have may have been deleted
+            keys = [key for key in dict.fromkeys(self._changed) if len(key) == KEY_BYTES]
+            for generation, at in enumerate(range(0, max(len(keys), 1), KEYS_OF_CHANGE), last + 1):
+                self._rows.put(change_row(generation), b"".join(keys[at : at + KEYS_OF_CHANGE]))
+                if generation > CHANGES_KEPT:
+                    self._rows.delete(change_row(generation - CHANGES_KEPT))

@@ -1,0 +1,465 @@
+"""Reading pages: what is stored of each, and the indexes that lead to them.
+
+A view sees everything that was committed before it opened (later commits may or may not be visible), never waits for a
+writer, and the memory of a payload that it returned stays readable and unchanged until the view closes, even if the
+page is deleted meanwhile. The caller owns nothing and copies nothing. A missing key is None, never an exception.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import NamedTuple
+
+import numpy as np
+
+from prefixstore.backends import contract
+from prefixstore.engine import keyspace, siblings
+from prefixstore.engine.facts import FACTS, Facts, facts_of
+from prefixstore.engine.keyspace import (
+    Count,
+    Leaf,
+    generation_of,
+    leaf_row,
+    namespace_row,
+    note_row,
+    record_row,
+    usage_row,
+)
+from prefixstore.errors import CorruptError, StorageError
+from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT
+from prefixstore.format.namespace import Namespace
+from prefixstore.format.record import Buffer, Head, Record, Usage, head_of
+
+__all__ = [
+    "FIRST",
+    "Entry",
+    "Recounted",
+    "Used",
+    "View",
+    "counted_as",
+    "entry_of",
+    "leaf_of",
+    "path_in",
+    "path_of",
+    "tokens_of",
+    "usage_in",
+]
+
+# of the generation before the first one of a location
+FIRST = b"first"
+
+
+class Entry(NamedTuple):
+    """A stored page without its payload: its key, its record, or why that cannot be read, and its usage."""
+
+    key: bytes
+    record: Record | StorageError
+    usage: Usage
+
+
+@dataclass(frozen=True)
+class Used:
+    """What a location holds, index included."""
+
+    bytes: int
+    entries: int
+
+
+class Recounted(NamedTuple):
+    """What the rows of counts should be, and how many pages cannot be read: these count with all pages only."""
+
+    rows: dict[bytes, Count]
+    unreadable: int
+
+
+class View:
+    """Reads pages.
+
+    Parameters
+    ----------
+    rows
+        The rows of the location.
+    is_local
+        Whether reading a row is cheap: then fewer are read, one after the other.
+    check
+        Checks what the rows are in. Raises `CorruptError` if the location cannot be used at all.
+    """
+
+    def __init__(self, rows: contract.View, *, is_local: bool, check: Callable[[], None]) -> None:
+        self._rows = rows
+        self._is_local = is_local
+        self.check = check
+        # what is read later is at least as new: it is read once
+        self._generation: int | None = None
+        # of namespaces whose settings were read
+        self._tenants: dict[bytes, bytes] = {}
+
+    # -- pages --------------------------------------------------------------------------------------------------------
+
+    def record(self, key: bytes) -> Record | None:
+        """The record of a page. Raises `CorruptError` or `IncompatibleError` if it cannot be read."""
+        stored = self._rows.get([record_row(key)])[0]
+        return Record.unpack(key, stored) if stored is not None else None
+
+    def usage(self, key: bytes) -> Usage | None:
+        """The usage of a page."""
+        stored = self._rows.get([usage_row(key)])[0]
+        return Usage.unpack(stored) if stored is not None else None
+
+    def records(self, keys: Sequence[bytes]) -> dict[bytes, tuple[Record | StorageError, Usage]]:
+        """Records (or why they cannot be read) and usage of those of these pages that are stored."""
+        return {key: (record, usage) for key, record, usage in self._entries(list(dict.fromkeys(keys)))}
+
+    def _entries(self, keys: Sequence[bytes]) -> list[Entry]:
+        """Those of these pages that are stored."""
+        stored = self._rows.get([row for key in keys for row in (record_row(key), usage_row(key))])
+        return [
+            entry_of(key, record, usage)
+            for key, record, usage in zip(keys, stored[::2], stored[1::2], strict=True)
+            if record is not None
+        ]
+
+    def leading(self, keys: Sequence[bytes]) -> list[Entry]:
+        """The first pages of a sequence that are stored, up to the first that is missing.
+
+        No page is stored without its parent, so a bisection finds how many there are.
+
+        Parameters
+        ----------
+        keys
+            Of consecutive pages of one sequence, parents first.
+        """
+        low, high = 0, len(keys)
+        while self._is_local and low < high:
+            middle = (low + high) // 2
+            if self._rows.get([record_row(keys[middle])])[0] is not None:
+                low = middle + 1
+            else:
+                high = middle
+        found = self.records(keys[:high])
+        return [Entry(key, *found[key]) for key in takewhile(found.__contains__, keys)]
+
+    def scan(self) -> Iterator[tuple[bytes, Record | StorageError, Usage]]:
+        """All pages: key, record (or why it cannot be read), usage. In no particular order."""
+        for rows in keyspace.walk(self._rows, keyspace.RECORD):
+            usages = self._rows.get([usage_row(row.key[1:]) for row in rows])
+            yield from (entry_of(row.key[1:], row.value, usage) for row, usage in zip(rows, usages, strict=True))
+
+    def facts(self, after: bytes, at_most: int) -> Facts:
+        """Facts of the pages whose keys come after this one, in the order of their keys.
+
+        Parameters
+        ----------
+        after
+            A key, or ``b""`` for the first pages.
+        at_most
+            How many pages.
+
+        Returns
+        -------
+        numpy.ndarray
+            Of type `FACTS`, shape ``(n,)``; n is 0 only after the last page. Records are not verified: what reads one
+            finds out. Those that cannot be read at all have nothing but a key.
+        """
+        found: list[contract.Row] = []
+        for rows in keyspace.walk(self._rows, keyspace.RECORD, after):
+            found += (row for row in rows if len(row.key) == 1 + KEY_BYTES)
+            if len(found) >= at_most:
+                break
+        if not found:
+            return np.empty(0, FACTS)
+        keys = [row.key[1:] for row in found[:at_most]]
+        return facts_of(keys, [row.value for row in found[:at_most]], self._rows.get([usage_row(key) for key in keys]))
+
+    # -- payloads -----------------------------------------------------------------------------------------------------
+
+    def payload(self, key: bytes) -> Buffer | None:
+        """The stored bytes of a page, valid until the view closes. They are not verified."""
+        found = next(iter(self._rows.payloads([record_row(key)])))
+        return found[1] if found is not None else None
+
+    def fetch(self, keys: Sequence[bytes]) -> Iterator[tuple[Record, Buffer]]:
+        """Record and payload of these pages, in order, up to the first that is missing. They are not verified.
+
+        The two belong together even if the page is put again meanwhile: a backend whose views see later commits has to
+        read both at once.
+
+        Raises what `record` raises, when that page's turn comes, and `CorruptError` for a record without a payload.
+        """
+        for key, found in zip(keys, self._rows.payloads([record_row(key) for key in keys]), strict=True):
+            if found is None:
+                return
+            record = Record.unpack(key, found[0])
+            if found[1] is None:
+                raise CorruptError(f"page {key.hex()} has no payload")
+            yield record, found[1]
+
+    @property
+    def arrived(self) -> int:
+        """Bytes that have arrived of the payload that `fetch` receives, if that is known. Any thread may read it."""
+        return self._rows.arrived
+
+    def stored(self) -> Iterator[tuple[bytes, Record | StorageError, Buffer | StorageError | None]]:
+        """All pages with their payloads, for `check`, in no particular order and in bounded memory.
+
+        Yields the key, the record and the payload of each page, or why one of them cannot be read. Payloads are not
+        verified, and are valid until the next page is requested. A page without a payload has None, and so does one
+        whose record cannot be read.
+        """
+        for rows in keyspace.walk(self._rows, keyspace.RECORD):
+            usages = self._rows.get([usage_row(row.key[1:]) for row in rows])
+            for row, usage in zip(rows, usages, strict=True):
+                # one at a time: what a server sends is in memory
+                try:
+                    found = next(iter(self._rows.payloads([row.key])))
+                except CorruptError as error:
+                    yield row.key[1:], entry_of(row.key[1:], row.value, usage).record, error
+                    continue
+                if found is not None:
+                    record = entry_of(row.key[1:], found[0], usage).record
+                    # the row itself may be damaged where its value is kept twice
+                    seen = entry_of(row.key[1:], row.value, usage).record
+                    record = record if isinstance(seen, Record) else seen
+                    yield row.key[1:], record, found[1] if isinstance(record, Record) else None
+
+    # -- children -----------------------------------------------------------------------------------------------------
+
+    def neighbors(self, parent: bytes, tokens: bytes) -> list[Entry]:
+        """The children of a page between which a page with these tokens would be, by the bytes of their tokens.
+
+        At most two: the last child whose tokens are not above `tokens`, and the first one whose tokens are. One of them
+        has the longest prefix in common with `tokens` of all children. Snapshots do not count.
+
+        Parameters
+        ----------
+        parent
+            Key of the parent, or of the namespace: then first pages are its children.
+        tokens
+            Little-endian int32 bytes.
+        """
+        return self.beside(parent, tokens, ())[0]
+
+    def beside(self, parent: bytes, tokens: bytes, parents: Sequence[bytes]) -> tuple[list[Entry], list[Entry]]:
+        """`neighbors` of one page, and the snapshots after some pages: in one request, if the location is a server."""
+        path = siblings.child_path(parent, PAGE, tokens)
+        sides = siblings.around(path)
+        nodes = [keyspace.under(siblings.first_node(each, SNAPSHOT)) for each in dict.fromkeys(parents)]
+        beside: Iterable[Sequence[contract.Row]]
+        if self._is_local:
+            # mostly the first step is enough
+            beside, snapshots = (self._rows.ranges([side])[0] for side in sides), self._rows.ranges(nodes)
+        else:
+            found = self._rows.ranges(sides + nodes)
+            beside, snapshots = found[: len(sides)], found[len(sides) :]
+        near = siblings.nearest(self._rows, path, beside)
+        children = siblings.pages_below(self._rows, snapshots)
+        keys = [key for key in (near.before, near.beside, near.after) if key is not None]
+        entries = self._readable([*keys, *(key for some in children for key in some)])
+        if all(key in entries for key in keys):
+            ordered = [entries[key] for key in keys]
+        else:
+            # one cannot be read: then there may be another one beyond
+            ordered = sorted(self.children([parent], PAGE), key=tokens_of)
+        n_below = sum(tokens_of(each) <= tokens for each in ordered)
+        neighbors = ordered[max(n_below - 1, 0) : n_below + 1]
+        return neighbors, [entries[key] for some in children for key in some if key in entries]
+
+    def _readable(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
+        return {one.key: one for one in self._entries(keys) if isinstance(one.record, Record)}
+
+    def children(self, parents: Sequence[bytes], form: int, at_most: int | None = None) -> list[Entry]:
+        """The children of these pages that have this form, each parent's in the order of their tokens.
+
+        Parameters
+        ----------
+        parents
+            Keys of pages, or of namespaces, whose children are their first pages.
+        form
+            `PAGE` or `SNAPSHOT`.
+        at_most
+            How many of each parent, the first ones.
+        """
+        nodes = [siblings.first_node(parent, form) for parent in dict.fromkeys(parents)]
+        keys = [key for some in siblings.children_of(self._rows, nodes, at_most) for key in some]
+        entries = self._readable(keys)
+        return [entries[key] for key in keys if key in entries]
+
+    def followed(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Those of these pages, or namespaces, that are the parent of a stored page, even of an unreadable one."""
+        found = self._rows.ranges([keyspace.under(siblings.all_children(key), 1) for key in keys])
+        return {key for key, rows in zip(keys, found, strict=True) if rows}
+
+    # -- the location -------------------------------------------------------------------------------------------------
+
+    @property
+    def generation(self) -> int:
+        """Number of transactions that have changed pages: put, deleted, or announced a usage.
+
+        Equal generations hold equal pages.
+        """
+        if self._generation is None:
+            self._generation = self.last_generation()
+        return self._generation
+
+    def last_generation(self) -> int:
+        """The generation now: a view may see later ones than the one that it has begun with."""
+        wanted = keyspace.everything(keyspace.CHANGE)._replace(limit=1, reverse=True)
+        while last := self._rows.ranges([wanted])[0]:
+            if generation := generation_of(last[0].key):
+                return generation
+            # nobody wrote this one
+            wanted = wanted._replace(stop=last[0].key)
+        return 0
+
+    def changes(self, since: int) -> list[bytes] | None:
+        """Keys of pages changed after generation `since`, oldest first; None if that is too long ago."""
+        now = self.generation
+        rows = self._rows.ranges([keyspace.changes_between(since, now)])[0] if since < now else []
+        # who has seen an empty location has missed nothing if its first generation is there
+        first = since + 1 if since or not rows or rows[0].value != FIRST else generation_of(rows[0].key)
+        if (rows and rows[0].value == FIRST and since) or len(rows) != now - first + 1:
+            return None
+        return [
+            row.value[i : i + KEY_BYTES]
+            for row in rows
+            if row.value != FIRST
+            for i in range(0, len(row.value), KEY_BYTES)
+        ]
+
+    def namespaces(self) -> Mapping[bytes, bytes]:
+        """Canonical settings of the namespaces that have pages here, by key."""
+        rows = self._rows.ranges([keyspace.everything(keyspace.NAMESPACE)])[0]
+        return {row.key[1:]: row.value for row in rows}
+
+    def namespace(self, key: bytes) -> bytes | None:
+        """Canonical settings of one namespace."""
+        return self._rows.get([namespace_row(key)])[0]
+
+    def note(self, name: bytes) -> bytes | None:
+        """The note that `Transaction.put_note` wrote under this name."""
+        return self._rows.get([note_row(name)])[0]
+
+    @property
+    def rows(self) -> contract.View:
+        """The rows, for what eviction samples."""
+        return self._rows
+
+    def _all(self) -> Count | None:
+        """What all pages hold, as it was counted; None if that is missing or damaged."""
+        return Count.unpack(self._rows.get([keyspace.COUNT])[0])
+
+    def count(self, namespace: bytes | None = None) -> Count:
+        """What a namespace holds, or all of them."""
+        if namespace is None:
+            counted = self._all()
+            return self.recount().rows[keyspace.COUNT] if counted is None else counted
+        return Count.unpack(self._rows.get([self._count_row(namespace)])[0]) or Count()
+
+    def namespaces_of(self, salt: str) -> set[bytes]:
+        """The namespaces with this salt that have pages."""
+        rows = self._rows.ranges([keyspace.counts_of(keyspace.tenant_of(salt, b""))])[0]
+        return {row.key[-KEY_BYTES:] for row in rows}
+
+    def _tenant(self, namespace: bytes) -> bytes:
+        """Whose pages those of a namespace are: settings that are missing, or damaged, name no salt."""
+        if namespace not in self._tenants:
+            settings = self._rows.get([namespace_row(namespace)])[0]
+            salt = None
+            if settings is not None:
+                with suppress(CorruptError):
+                    salt = Namespace.parse(settings).salt
+            self._tenants[namespace] = keyspace.tenant_of(salt, namespace)
+        return self._tenants[namespace]
+
+    def _count_row(self, namespace: bytes) -> bytes:
+        return keyspace.count_row(self._tenant(namespace), namespace)
+
+    def recount(self) -> Recounted:
+        """All rows of counts as they should be."""
+        found: dict[bytes, Count] = {}
+        every = damaged = Count()
+        for rows in keyspace.walk(self._rows, keyspace.RECORD):
+            usages = self._rows.get([usage_row(row.key[1:]) for row in rows])
+            for row, usage in zip(rows, usages, strict=True):
+                head = head_of(row.value)
+                if head is None:
+                    damaged = damaged.plus(Count(1))
+                else:
+                    found[head.namespace] = found.get(head.namespace, Count()).plus(counted_as(head, usage))
+        for rows in keyspace.walk(self._rows, keyspace.LEAF):
+            for row in rows:
+                namespace = row.key[1 : 1 + KEY_BYTES]
+                found[namespace] = found.get(namespace, Count()).plus(Count(leaves=1))
+        for one in found.values():
+            every = every.plus(one)
+        counts = {self._count_row(key): one for key, one in found.items()} | {keyspace.COUNT: every.plus(damaged)}
+        return Recounted(counts, damaged.pages)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The bytes of all payloads as stored, and of the states that they decode to."""
+        counted = self.count()
+        if not counted.has_sizes:
+            counted = self.recount().rows[keyspace.COUNT]
+        return counted.stored_bytes, counted.raw_bytes
+
+    @property
+    def used(self) -> Used:
+        """The size of the location, index included; inside a transaction, including what it has written so far."""
+        return Used(self._rows.used, self.count().pages)
+
+    def counts(self) -> dict[bytes, Count]:
+        """All rows of counts that can be read."""
+        rows = (row for some in keyspace.walk(self._rows, keyspace.COUNT) for row in some)
+        return {row.key: count for row in rows if (count := Count.unpack(row.value)) is not None}
+
+
+def tokens_of(entry: Entry) -> bytes:
+    """The tokens of a page that can be read."""
+    assert isinstance(entry.record, Record)
+    return entry.record.tokens
+
+
+def usage_in(stored: bytes | None) -> Usage:
+    """The stored usage of a page, as far as it can be read."""
+    with suppress(CorruptError):
+        return Usage.unpack(stored) if stored is not None else Usage(0)
+    return Usage(0)
+
+
+def counted_as(head: Head, usage: bytes | None) -> Count:
+    """What a page counts as."""
+    size, is_pinned = head.quota_bytes, usage_in(usage).pinned
+    return Count(1, head.stored_bytes, head.raw_bytes, size, int(is_pinned), size * is_pinned)
+
+
+def leaf_of(key: bytes, record: bytes | None, usage: bytes | None) -> tuple[bytes | None, Leaf | None]:
+    """The leaf row that a stored page may have, and its value, None if it is pinned; no row if it cannot be read."""
+    head = head_of(record) if record is not None else None
+    if head is None:
+        return None, None
+    found = usage_in(usage)
+    return leaf_row(head.namespace, key), None if found.pinned else Leaf.of(head, found)
+
+
+def entry_of(key: bytes, record: bytes, usage: bytes | None) -> Entry:
+    """A page, or why it cannot be read."""
+    try:
+        read = Record.unpack(key, record)
+        return Entry(key, read, Usage.unpack(usage) if usage is not None else Usage(read.created))
+    except StorageError as error:
+        return Entry(key, error, Usage(0))
+
+
+def path_in(key: bytes, stored: bytes | None) -> list[bytes] | None:
+    """The child rows that a stored page can have; None if it is not there, or cannot be read."""
+    record = entry_of(key, stored, None).record if stored is not None else None
+    return path_of(record) if isinstance(record, Record) else None
+
+
+def path_of(record: Record) -> list[bytes]:
+    """The child rows that a page can have."""
+    return siblings.child_path(record.parent, record.form, record.tokens)
