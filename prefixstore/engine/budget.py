@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import time
@@ -473,12 +472,11 @@ class Evictor:
         quota = self._budget.quota
         found: list[_Quota] = []
         if quota.namespace is not None:
-            found.append(_Quota(transaction, namespace, {namespace}, quota.namespace))
+            found.append(_Quota(transaction, namespace, None, quota.namespace))
         # without a salt there is no tenant
         salt = _salt(settings) if quota.salt is not None else None
         if quota.salt is not None and salt is not None:
-            spaces = transaction.namespaces_of(salt) | {namespace}
-            found.append(_Quota(transaction, b"salt " + salt.encode("utf-8", "surrogatepass"), spaces, quota.salt))
+            found.append(_Quota(transaction, namespace, salt, quota.salt))
         return found
 
     def _shrink(self, transaction: Transaction, quota: _Quota, n_bytes: int) -> bool:
@@ -540,20 +538,24 @@ class Evictor:
 
 
 class _Quota(NamedTuple):
-    """What some namespaces may hold together, in bytes."""
+    """What a namespace may hold, or all namespaces of a salt together, in bytes."""
 
     transaction: Transaction
-    name: bytes
-    spaces: Iterable[bytes]
+    namespace: bytes
+    salt: str | None
     limit: int
 
     def held(self) -> Count:
         """What they hold now."""
-        return functools.reduce(Count.plus, map(self.transaction.count, self.spaces), Count())
+        return self.transaction.count(self.namespace) if self.salt is None else self.transaction.count_of(self.salt)
 
     def group(self) -> Group:
         """Their leaves."""
-        return Group(self.name, {space: self.transaction.count(space).leaves for space in self.spaces})
+        if self.salt is None:
+            return Group(self.namespace, {self.namespace: self.held().leaves})
+        spaces = self.transaction.namespaces_of(self.salt)
+        name = b"salt " + self.salt.encode("utf-8", "surrogatepass")
+        return Group(name, {space: count.leaves for space, count in spaces.items()})
 
 
 class _Evictable(NamedTuple):

@@ -183,13 +183,14 @@ class Victims:
         return self._view.count().leaves if self._group is None else sum(self._group.spaces.values())
 
     def _read_all(self) -> None:
-        """Read as many leaves as a pool has, the first ones: mostly that is all."""
+        """Read as many leaves as a pool has, the first ones that may be taken: mostly that is all."""
+        most = POOL + len(self._spared)
         if self._group is None:
-            ranges = [keyspace.everything(keyspace.LEAF)._replace(limit=POOL + 1)]
+            ranges = [keyspace.everything(keyspace.LEAF)._replace(limit=most + 1)]
         else:
-            ranges = [leaves_of(space, limit=POOL + 1) for space in self._group.spaces]
+            ranges = [leaves_of(space, limit=most + 1) for space in self._group.spaces]
         rows = [row for some in self._rows.ranges(ranges) for row in some]
-        self._left = None if len(rows) <= POOL else AT_ONCE
+        self._left = None if len(rows) <= most else AT_ONCE
         self._pool.clear()
         self._merge(rows)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import reduce
 
 from prefixstore.backends import contract
 from prefixstore.backends.contract import Draft, Range
@@ -33,7 +34,7 @@ from prefixstore.format.record import USAGE, Buffer, Record, Usage, head_of, nam
 __all__ = ["CHANGES_KEPT", "PASSES", "Transaction"]
 
 # generations of which a location remembers what they changed
-CHANGES_KEPT = 4096
+CHANGES_KEPT = 512
 # Keys in one row of changes; of more, an update writes several. The last one is read with each lookup.
 KEYS_OF_CHANGE = 64
 # Of so many pages an update adds up the sizes, if they are not known: it takes a fraction of a second. Of more they are
@@ -56,6 +57,9 @@ class Transaction(View):
         self._changed: list[bytes] = []
         # rows of counts that were changed
         self._counted: dict[bytes, Count] = {}
+        # of tenants: what their namespaces held at first, and what they hold together now
+        self._spaces: dict[str, dict[bytes, Count]] = {}
+        self._held: dict[bytes, Count] = {}
         # whether a page was deleted whose namespace nobody knows
         self._has_lost_count = False
 
@@ -68,15 +72,27 @@ class Transaction(View):
         row = keyspace.COUNT if namespace is None else self._count_row(namespace)
         return self._counted[row] if row in self._counted else super().count(namespace)
 
-    def namespaces_of(self, salt: str) -> set[bytes]:
+    def namespaces_of(self, salt: str) -> dict[bytes, Count]:
+        if salt not in self._spaces:
+            self._spaces[salt] = super().namespaces_of(salt)
         start = keyspace.counts_of(keyspace.tenant_of(salt, b"")).start
-        return super().namespaces_of(salt) | {row[-KEY_BYTES:] for row in self._counted if row.startswith(start)}
+        changed = {row[-KEY_BYTES:]: count for row, count in self._counted.items() if row.startswith(start)}
+        return self._spaces[salt] | changed
+
+    def count_of(self, salt: str) -> Count:
+        """What the namespaces with this salt hold together. Their rows are read once."""
+        tenant = keyspace.tenant_of(salt, b"")
+        if tenant not in self._held:
+            self._held[tenant] = reduce(Count.plus, self.namespaces_of(salt).values(), Count())
+        return self._held[tenant]
 
     def _add(self, namespace: bytes, change: Count) -> None:
         """Count a change of a namespace."""
         for group in (None, namespace):
             row = keyspace.COUNT if group is None else self._count_row(namespace)
             self._counted[row] = self.count(group).plus(change)
+        if (tenant := self._tenant(namespace)) in self._held:
+            self._held[tenant] = self._held[tenant].plus(change)
 
     def counts(self) -> dict[bytes, Count]:
         both = super().counts() | self._counted
@@ -85,6 +101,7 @@ class Transaction(View):
     def _replace_counts(self, counts: dict[bytes, Count]) -> None:
         # also the rows of namespaces that this update has emptied
         self._counted = dict.fromkeys([*super().counts(), *self._counted], Count()) | counts
+        self._held.clear()
         self._has_lost_count = False
 
     def _write_counts(self) -> None:
@@ -254,6 +271,7 @@ class Transaction(View):
         row, count = self._count_row(key), self.count(key)
         self._rows.put(namespace_row(key), settings)
         del self._tenants[key]
+        self._held.clear()
         if any(count) and row != self._count_row(key):
             # pages were put, or deleted, while it was not known whose they are
             self._counted |= {row: Count(), self._count_row(key): count.plus(self.count(key))}

@@ -356,12 +356,19 @@ class View:
         if namespace is None:
             counted = self._all()
             return self.recount().rows[keyspace.COUNT] if counted is None else counted
-        return Count.unpack(self._rows.get([self._count_row(namespace)])[0]) or Count()
+        row = self._count_row(namespace)
+        return self._counts_in([contract.Row(row, self._rows.get([row])[0] or b"")])[row]
 
-    def namespaces_of(self, salt: str) -> set[bytes]:
-        """The namespaces with this salt that have pages."""
+    def namespaces_of(self, salt: str) -> dict[bytes, Count]:
+        """The namespaces with this salt that have pages, and what they hold."""
         rows = self._rows.ranges([keyspace.counts_of(keyspace.tenant_of(salt, b""))])[0]
-        return {row.key[-KEY_BYTES:] for row in rows}
+        return {row[-KEY_BYTES:]: count for row, count in self._counts_in(rows).items()}
+
+    def _counts_in(self, rows: Iterable[contract.Row]) -> dict[bytes, Count]:
+        """The counts in these rows, nothing in empty ones; if some are damaged, as they should be."""
+        found = {row.key: Count.unpack(row.value) if row.value else Count() for row in rows}
+        right = self.recount().rows if None in found.values() else {}
+        return {row: right.get(row, Count()) if count is None else count for row, count in found.items()}
 
     def _tenant(self, namespace: bytes) -> bytes:
         """Whose pages those of a namespace are: settings that are missing, or damaged, name no salt."""

@@ -101,6 +101,22 @@ def test_a_quota_costs_the_same_however_many_tenants_there_are(steps, quota):
     assert costs(120) == costs(2)
 
 
+def test_the_quota_of_a_salt_costs_the_same_however_many_namespaces_it_has(steps):
+    def costs(n_namespaces):
+        with closing(Store(Fragile(MemoryPages()), quota=Quota(None, 10**6))) as store:
+
+            def put(model):
+                namespace = Namespace({"salt": "one", "model": str(model)})
+                store.settings = namespace.canonical
+                assert store.put([1] * P, namespace=namespace.key) == 1
+
+            for model in range(n_namespaces):
+                put(model)
+            return during(steps, store, lambda: put("another"))
+
+    assert costs(120) == costs(2)
+
+
 def test_pages_that_others_store_count_for_the_quota_of_a_salt():
     one, other = (Namespace({"salt": "one", "model": model}) for model in "ab")
     backend = MemoryPages()

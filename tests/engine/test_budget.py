@@ -197,6 +197,15 @@ def backends_by_kind(kind, tmp_path, max_bytes):
     return open_pages(where, max_bytes=max_bytes, read_only=False)
 
 
+@pytest.mark.parametrize("kind", ["lmdb", "sqlite"])
+def test_a_small_location_holds_pages_however_often_it_is_changed(kind, tmp_path):
+    """What it remembers of changes takes a small part of the least space that a location may have."""
+    budget = 600_000
+    with closing(Store(backends_by_kind(kind, tmp_path, budget), max_bytes=budget)) as store:
+        for number in range(700):
+            assert store.put([number] * P, 10_000) == 1, number
+
+
 def test_a_quota_is_one_size_or_sizes_by_name():
     assert Quota.parse("1MiB", 4 * MIB) == Quota(MIB, MIB)
     assert Quota.parse({"salt": 5}, 6) == Quota(None, 5)

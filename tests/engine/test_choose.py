@@ -273,6 +273,24 @@ def test_kept_pages_go_last_and_expired_ones_first(backend):
     assert len(found) == 200
 
 
+def test_victims_are_found_after_any_number_of_pages_that_are_in_use(backend):
+    """The leaves with the first keys are spared, so many that a pool would have nothing else."""
+    with backend.update() as transaction:
+        keys = sorted(put(transaction, i, Usage(NOW + i)) for i in range(700))
+    with backend.update() as transaction:
+        victims = sampler().victims(transaction)
+        n_spared, found = 0, []
+        while (victim := victims.next()) is not None:
+            if victim.key in keys[:600]:
+                victims.spare(victim)
+                n_spared += 1
+            else:
+                assert transaction.delete(victim.key)
+                victims.taken(victim)
+                found.append(victim.key)
+    assert (n_spared, sorted(found)) == (600, keys[600:])
+
+
 # -- rows that are wrong ----------------------------------------------------------------------------------------------
 
 
