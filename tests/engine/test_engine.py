@@ -236,7 +236,7 @@ def test_a_page_that_is_temporarily_unreadable_ends_the_restore_and_stays_stored
         store.put(A)
         store.match(A)
         calls = backend.calls.get(operation, 0)
-        backend._failing = range(calls + 1, calls + 2)
+        backend._failing = range(calls + 2, calls + 3)
         assert store.fetch(A) == 1
         assert store.counters.group("unreadable") == {"unavailable": 1}
         assert store.fetch(A) == 3
