@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import lmdb
 import pytest
 
-from prefixstore.engine import eviction, index, page_update, readers
+from prefixstore.engine import eviction, index, page_checks, page_update, readers
 from prefixstore.engine.budget import Budget, Evictor
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.commit import Committer
@@ -124,7 +124,8 @@ def eviction_takes_pinned_pages(patch: Patch) -> None:
     def leaf_of(real: Any, key: bytes, record: Any, usage: Any) -> Any:
         return real(key, record, Usage(1).pack())
 
-    wrap(patch, page_update, "leaf_of", leaf_of)
+    for module in (page_update, page_checks):
+        wrap(patch, module, "leaf_of", leaf_of)
 
 
 @leads_to(
