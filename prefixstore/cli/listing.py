@@ -185,7 +185,7 @@ def show(
         damage = archive.damage(page)
         path = archive.path(page)
         if as_json:
-            more = {"path": [one.key.hex() for one in path], "children": [one.key.hex() for one in page.dependents]}
+            more = {"path": [one.key.hex() for one in path], "children": [one.key.hex() for one in page.children]}
             emit(page_facts(page, words) | more | {"damage": damage})
         else:
             namespace = next((one for one in archive.holdings() if one.key == page.namespace), None)
@@ -199,7 +199,7 @@ def _in_words(
 ) -> dict[str, object]:
     packed = page.stored_bytes / page.raw_bytes if page.raw_bytes else 1.0
     size = format_bytes(page.stored_bytes)
-    n_after = len(page.dependents)
+    n_after = len(page.children)
     named = {"model": _model(about), "tenant": about.tenant, "label": about.label}
     facts: dict[str, object] = {
         "page": page.key.hex(),

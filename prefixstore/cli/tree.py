@@ -223,7 +223,7 @@ class _Shown:
             while waiting:
                 level, chain, shared, left_out = waiting.pop()
                 children: list[Page] = []
-                while chain and len(children := [one for one in chain[-1].dependents if one.key in self._keys]) == 1:
+                while chain and len(children := [one for one in chain[-1].children if one.key in self._keys]) == 1:
                     chain += children
                 yield level, chain, shared, left_out
                 if len(children) > 1:

@@ -130,20 +130,20 @@ class Adaptive(Policy):
         for page, clock in zip(pages, clocks, strict=True):
             self._use(page, prompt, page.uses + 1, self._clock - clock)
 
-    def added(self, namespace: bytes, page: PageFacts, parent: PageFacts | None) -> None:
+    def added(self, namespace: bytes, page: PageFacts, parent_used: int | None) -> None:
         if page.compute_us and page.n_tokens:
             us_per_token = page.compute_us / page.n_tokens
             self._us_per_token += (us_per_token - self._us_per_token) / (64 if self._us_per_token else 1)
         self._page_tokens = max(self._page_tokens * 0.999, page.n_tokens)
         ghost = self._ghosts.recall(page.key, self._clock)
         uses, clock = ghost if ghost is not None else (0, self._clock)
-        prompt = self._prompt_of(namespace, parent)
+        prompt = self._prompt_of(namespace, parent_used)
         self._use(page, prompt, max(uses + 1, page.uses), max(prompt.clock - clock, 0))
 
-    def _prompt_of(self, namespace: bytes, parent: PageFacts | None) -> _Prompt:
+    def _prompt_of(self, namespace: bytes, parent_used: int | None) -> _Prompt:
         """The prompt that a new page belongs to: that of its parent, as several may be computed at the same time."""
-        if parent is not None:
-            found = self._prompts.get(self._clock_at(parent.last_used))
+        if parent_used is not None:
+            found = self._prompts.get(self._clock_at(parent_used))
             if found is not None:
                 return found
         return self._latest.get(namespace, _Prompt(self._clock, None))

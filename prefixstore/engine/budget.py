@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from prefixstore.backends.contract import ConflictError
 from prefixstore.engine.catalog import Catalog
-from prefixstore.engine.contents import DropReason
 from prefixstore.engine.eviction import Group, Victim, Victims
 from prefixstore.engine.evictions import Cause
 from prefixstore.engine.index import Page
@@ -22,6 +21,8 @@ from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import Used
 from prefixstore.engine.pages import CONFLICTS, Pages, fewer
 from prefixstore.engine.pending import PackedPage
+from prefixstore.engine.relatives import ancestors_of, siblings_of
+from prefixstore.engine.waiting import DropReason
 from prefixstore.errors import CorruptError, FullError, InvalidParameterError, StorageError
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.namespace import Namespace
@@ -237,7 +238,7 @@ class Evictor:
         quotas = self._quotas(transaction, record.namespace, settings)
         if not quotas and not exceeded():
             return None
-        own, size = self._catalog.path_of(record.parent), n_bytes + len(record.tokens)
+        own, size = ancestors_of(transaction, record), n_bytes + len(record.tokens)
         # Known before anything is evicted: the page fits if all were evicted that can be.
         for quota in quotas:
             total = quota.held()
@@ -271,14 +272,13 @@ class Evictor:
         DropReason
             Why not the others.
         """
-        self._catalog.load_beside(transaction, chain[0].pending.page)
         quotas = self._quotas(transaction, chain[0].record.namespace, chain[0].pending.settings)
         bounds = [self._bound_of_quota(chain, quota) for quota in quotas]
         bounds.append(self._bound(transaction, chain))
         n, reason = len(chain), DropReason.ADMISSION
         if not any(bound.exceeded(n) for bound in bounds):
             return n, reason
-        own = self._catalog.path_of(chain[0].record.parent)
+        own = ancestors_of(transaction, chain[0].record)
         for bound in bounds:
             # more than can ever fit: nothing is evicted for that
             while n and bound.is_hopeless(n, own):
@@ -317,7 +317,7 @@ class Evictor:
         if not bound.exceeded(n):
             return n
         # a tail is deleted when the page that continues it is written, and stays if that is refused
-        tail = self._catalog.tail_before(chain[0].pending)
+        tail = siblings_of(transaction, chain[0].pending.page)[0]
         victims = self._catalog.victims(transaction, quota.group() if quota is not None else None)
         victim = victims.next()
         while n and victim is not None and bound.exceeded(n):
@@ -344,7 +344,7 @@ class Evictor:
         """What the first pages of a chain may not exceed: the budget of the location."""
         least, likely = self._costs(transaction, chain)
         # the tail that the first page continues is deleted when that is written
-        tail = self._catalog.tail_before(chain[0].pending)
+        tail = siblings_of(transaction, chain[0].pending.page)[0]
         freed = Used(_cost(transaction, len(tail.tokens), tail.stored_bytes), 1) if tail is not None else Used(0, 0)
 
         def exceeded(n: int, evictable: _Evictable) -> bool:
@@ -512,8 +512,7 @@ class Evictor:
 
     def _take(self, transaction: Transaction, victims: Victims, victim: Victim, cause: Cause) -> bool:
         """Delete a victim, unless it is in use; whether it was deleted."""
-        # the index first, so that the page is not matched, nor continued, while it is deleted
-        if not self._catalog.remove_victim(victim):
+        if not self._catalog.may_evict(victim):
             victims.spare(victim)
             return False
         if not transaction.delete(victim.key):
@@ -523,7 +522,7 @@ class Evictor:
             return False
         victims.taken(victim)
         cause = Cause.EXPIRED if victim.is_expired else cause
-        self._catalog.after_commit(partial(self._deleted, victim, time.time_ns(), cause))
+        transaction.after_commit.append(partial(self._deleted, victim, time.time_ns(), cause))
         return True
 
     def _deleted(self, victim: Victim, now: int, cause: Cause) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -12,18 +12,21 @@ from prefixstore.engine.eviction import KEPT, Group, Sampler, Victim, Victims
 from prefixstore.engine.evictions import Cause, EvictionLog
 from prefixstore.engine.index import Page
 from prefixstore.engine.keyspace import Leaf
-from prefixstore.engine.load import Loader
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.pending import PackedPage
 from prefixstore.engine.policy import Leaves, Policy, Ranks
 from prefixstore.engine.ram import RamTier
+from prefixstore.engine.waiting import WaitingPages
 from prefixstore.format.record import CLOCK_SLACK, Usage, head_of
 from prefixstore.stats import Counters
 
 __all__ = ["Chooser"]
 
+# pages of which it is remembered when they were used
+TIMES_KEPT = 4096
 
-class Chooser(Loader):
+
+class Chooser(WaitingPages):
     """The part of the catalog that chooses pages to evict.
 
     Parameters
@@ -31,7 +34,7 @@ class Chooser(Loader):
     policy
         The order of eviction.
     counters, ram
-        As for `Follower`.
+        As for `WaitingPages`.
     """
 
     def __init__(self, policy: Policy, counters: Counters, ram: RamTier) -> None:
@@ -41,31 +44,33 @@ class Chooser(Loader):
         # how often pages are to be kept, and by whom
         self._kept: Counter[bytes] = Counter()
         self._kept_by: dict[str, Collection[bytes]] = {}
+        # when pages were used, the latest last
+        self._last_used: OrderedDict[bytes, int] = OrderedDict()
         self.evictions = EvictionLog()
 
     def victims(self, transaction: Transaction, group: Group | None = None) -> Victims:
         """Stored leaves to evict, of a group or of all, in the order of the policy."""
         pages = transaction.used.entries
-        with self._lock, self._guard:
+        with self._lock:
             self._policy.prepare(pages)
         return self._sampler.victims(transaction, group)
 
     def _ranks(self, keys: Sequence[bytes], leaves: Leaves) -> Ranks:
-        with self._lock, self._guard:
+        with self._lock:
             # a time in the future is not believed
             times = leaves["last_used"]
-            times[times > time.time_ns() + CLOCK_SLACK] = self._contents.started
-            known = self._contents.index.pages
-            here = [i for i, key in enumerate(keys) if key in known and known[key].last_used > times[i]]
+            times[times > time.time_ns() + CLOCK_SLACK] = self._started
+            used = self._deferred.uses
+            here = [i for i, key in enumerate(keys) if key in used and used[key].last_used > times[i]]
             for i in here:
-                page, leaf = known[keys[i]], leaves[i]
-                leaf["last_used"], leaf["uses"], leaf["page_class"] = page.last_used, page.uses, page.page_class
-                leaf["expires"] = max(leaf["expires"], page.expires) if leaf["expires"] else 0
+                use, leaf = used[keys[i]], leaves[i]
+                leaf["last_used"], leaf["uses"], leaf["page_class"] = use.last_used, use.uses, use.page_class
+                leaf["expires"] = max(leaf["expires"], use.expires) if leaf["expires"] else 0
             ranks = self._policy.ranks(leaves)
             if self._kept:
                 ranks = np.where([key in self._kept for key in keys], KEPT, ranks)
-            if not self._contents.expects_expiry:
-                self._contents.expects_expiry = bool(leaves["expires"].any())
+            if not self.expects_expiry:
+                self.expects_expiry = bool(leaves["expires"].any())
             return ranks
 
     def admits(self, new: PackedPage, victim: Victim) -> bool:
@@ -77,18 +82,12 @@ class Chooser(Loader):
         with self._lock:
             return self._policy.admits(leaf, victim.leaf)
 
-    def remove_victim(self, victim: Victim) -> bool:
-        """Take a victim out of the index, so that it is no longer matched; returns whether it may be deleted.
-
-        It is spared if something here depends on it, or if it was used since it was ranked.
-        """
-        with self._lock, self._guard:
-            page = self._contents.index.get(victim.key)
-            is_used = page is not None and (not page.is_leaf or page.last_used > victim.last_used)
-            if self._contents.is_held(victim.key) or is_used:
-                return False
-            self._contents.delete(victim.key, victim.namespace)
-            return True
+    def may_evict(self, victim: Victim) -> bool:
+        """Whether a victim may be deleted: nothing that waits follows it, and it was not used since it was ranked."""
+        with self._lock:
+            use = self._deferred.uses.get(victim.key)
+            is_used = use is not None and use.last_used > victim.last_used
+            return not (is_used or victim.key in self._pending or victim.key in self._after)
 
     def evicted(self, victim: Victim, cause: Cause, now: int) -> None:
         """A victim is deleted, at this time, in nanoseconds since the epoch."""
@@ -97,17 +96,12 @@ class Chooser(Loader):
                 self._policy.evicted(victim.key, victim.leaf.uses, victim.last_used)
             self.evictions.add(victim.key, cause, now / 1e9)
 
-    @property
-    def expects_expiry(self) -> bool:
-        """Whether there may be pages that have expired."""
-        return self._contents.expects_expiry
-
     def keep(self, owner: str, keys: Collection[bytes]) -> None:
         """Have these pages evicted after all others, stored or not yet, instead of those that this owner named before.
 
         Several owners may name one page. Only this process knows of it, as long as it lives.
         """
-        with self._lock, self._guard:
+        with self._lock:
             self._kept.subtract(self._kept_by.pop(owner, ()))
             if keys:
                 self._kept_by[owner] = keys
@@ -116,7 +110,7 @@ class Chooser(Loader):
 
     def keep_nothing(self) -> None:
         """Undo every `keep`."""
-        with self._lock, self._guard:
+        with self._lock:
             self._kept.clear()
             self._kept_by.clear()
 
@@ -124,7 +118,15 @@ class Chooser(Loader):
 
     def _announced(self, page: Page) -> None:
         """A page was captured."""
-        self._policy.added(page.namespace, page, self._contents.index.get(page.parent))
+        self._policy.added(page.namespace, page, self._last_used.get(page.parent))
+        self._note_time(page)
+
+    def _note_time(self, page: Page) -> None:
+        """Remember when a page was used: a page that is captured after it belongs to the same prompt."""
+        self._last_used[page.key] = page.last_used
+        self._last_used.move_to_end(page.key)
+        if len(self._last_used) > TIMES_KEPT:
+            self._last_used.popitem(last=False)
 
     def _not_admitted(self, page: Page) -> None:
         """A captured page is not worth what would be evicted for it. If it is captured again, that is another use."""
@@ -147,5 +149,5 @@ class Chooser(Loader):
 
     def load_policy(self, note: bytes) -> bool:
         """Have the policy go on with what was learned before; whether that can be read."""
-        with self._lock, self._guard:
+        with self._lock:
             return self._policy.load(note)

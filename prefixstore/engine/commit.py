@@ -14,17 +14,18 @@ from dataclasses import replace
 
 from prefixstore.backends.contract import ConflictError
 from prefixstore.engine.budget import Budget, Evictor
-from prefixstore.engine.catalog import Catalog, Claim
-from prefixstore.engine.contents import DropReason
+from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.delete import Deleter
 from prefixstore.engine.history_keeper import HistoryKeeper
 from prefixstore.engine.index import Page, is_same
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import Used
 from prefixstore.engine.pages import CONFLICTS, Pages
-from prefixstore.engine.pending import Deferred, PackedPage, PendingPage
+from prefixstore.engine.pending import Deferred, PackedPage, PendingPage, Use
 from prefixstore.engine.policy_memory import note_policy
 from prefixstore.engine.ram import RamTier
+from prefixstore.engine.relatives import siblings_of
+from prefixstore.engine.waiting import DropReason
 from prefixstore.errors import CorruptError, FullError, IncompatibleError, StorageError
 from prefixstore.format.autocodec import Encoder
 from prefixstore.format.codec import CODECS
@@ -43,8 +44,6 @@ PAUSE = 0.02
 RAW = CODECS["raw"]
 # expired pages that one commit deletes beside its own work; the next one continues
 EXPIRED_AT_ONCE = 128
-# how often in its time to live the expiry of a page that is in use is announced to other processes
-ANNOUNCED_PER_TTL = 4
 
 
 class Committer:
@@ -229,10 +228,10 @@ class Committer:
             # And their uses.
             self._write_uses(transaction, {key: n for key, n in deferred.uses.items() if key in fresh})
             # Take out pages that were given up meanwhile: their parents may have been evicted for the next one.
-            for new in catalog.no_longer_pending(written):
+            kept = set(map(id, catalog.still_pending(written)))
+            for new in [new for new in written if id(new) not in kept]:
                 written.remove(new)
                 if new.page.key in put:
-                    catalog.lose(new.page.key)
                     transaction.delete(new.page.key)
             if written and self._housekeeping:
                 note_policy(transaction, self._catalog.policy_name)
@@ -250,7 +249,7 @@ class Committer:
         """Delete pages that cannot or should not be restored; return how many of them were damaged."""
         # Snapshots that were thinned out.
         for key in deferred.thinned:
-            if self._catalog.remove_snapshot(key, transaction.usage(key)):
+            if self._catalog.may_delete_snapshot(key, transaction.usage(key)):
                 transaction.delete(key)
         # Damaged pages, and what depends on them. Those that are too many for one transaction stay deferred.
         n_damaged = 0
@@ -321,27 +320,27 @@ class Committer:
             if isinstance(error, IncompatibleError):
                 log.warning("a page was not written: %s", error)
                 return DropReason.UNAVAILABLE
-        if page.parent not in (page.namespace, *put) and not self._is_parent(known[0], page):
+        if page.parent not in put and not _follows(record, known[0]):
             return DropReason.ORPHAN
-        # From here on no other thread supersedes it.
-        claim = self._claim(transaction, new)
-        if claim is None:
+        tail, is_covered = siblings_of(transaction, page)
+        if not self._catalog.claim(new, is_covered=is_covered):
             return None
-        tail = claim.superseded
-        is_stored = self._is_stored(transaction, page, found)
-        if not is_stored:
-            reason = self._make_space(transaction, one, claim)
+        if tail is not None and (self._catalog.pending_after(tail.key) or transaction.followed([tail.key])):
+            tail = None
+        if tail is not None and tail.pinned:
+            page.pinned = True
+        if self._is_stored(transaction, page, found):
+            self._use_stored(transaction, page, tail)
+        else:
+            reason = self._make_space(transaction, one, tail)
             if reason is not None:
                 return reason
             transaction.put_namespace(page.namespace, new.settings)
             transaction.put(page.key, record, _usage_of(one), one.payload)
             put.add(page.key)
-        else:
-            self._use_stored(transaction, page, tail)
-        stored = found.get(page.key)
-        usage = transaction.usage(page.key)
-        self._catalog.put(new, stored if isinstance(stored, Record) else record, usage or _usage_of(one))
-        self._keep_ancestors(transaction, page)
+        page.stored_bytes = record.stored_bytes
+        self._catalog.expects_expiry = self._catalog.expects_expiry or page.expires > 0
+        _keep_ancestors(transaction, page)
         written.append(new)
         return None
 
@@ -352,43 +351,22 @@ class Committer:
             pinned = usage.pinned or (tail is not None and tail.pinned)
             expires = max(usage.expires, page.expires) if usage.expires else 0
             if (pinned, expires) != (usage.pinned, usage.expires):
-                transaction.touch(page.key, replace(usage, pinned=pinned, expires=expires), announce=True)
+                transaction.touch(page.key, replace(usage, pinned=pinned, expires=expires))
         if tail is not None:
             transaction.delete(tail.key)
 
-    def _claim(self, transaction: Transaction, new: PendingPage) -> Claim | None:
-        """Mark a page as being written, and take out the tail that it continues, unless something depends on it."""
-        catalog = self._catalog
-        catalog.load_beside(transaction, new.page)
-        tail = catalog.tail_before(new)
-        keeps = tail is not None and bool(transaction.followed([tail.key]))
-        return catalog.claim(new, keeps_tail=keeps)
-
-    def _keep_ancestors(self, transaction: Transaction, page: Page) -> None:
-        """Have the pages that a new one follows expire no earlier than it does."""
-        for ancestor in self._catalog.path(page)[-2::-1]:
-            if ancestor.lasts_until(page):
-                return
-            usage = transaction.usage(ancestor.key)
-            if usage is not None:
-                expires = page.expires if page.expires and not page.pinned else 0
-                transaction.touch(ancestor.key, replace(usage, expires=expires), announce=True)
-                self._catalog.set_expiry(ancestor, expires)
-
-    def _make_space(self, transaction: Transaction, one: PackedPage, claim: Claim) -> DropReason | None:
+    def _make_space(self, transaction: Transaction, one: PackedPage, tail: Page | None) -> DropReason | None:
         """Make space for a page, and delete the tail that it replaces; if the page is refused, the tail stays."""
-        size, settings, tail = len(one.payload), one.pending.settings, claim.superseded
+        size, settings = len(one.payload), one.pending.settings
         reason = self._evictor.make_space(transaction, one.record, size, settings, tail)
-        if reason is None and tail is not None:
-            # What it frees is exactly known only when it is gone.
-            copy = _copy_of(transaction, tail.key)
-            transaction.delete(tail.key)
-            reason = self._evictor.make_space(transaction, one.record, size, settings)
-            if reason is None or copy is None:
-                return reason
+        if reason is not None or tail is None:
+            return reason
+        # What it frees is exactly known only when it is gone.
+        copy = _copy_of(transaction, tail.key)
+        transaction.delete(tail.key)
+        reason = self._evictor.make_space(transaction, one.record, size, settings)
+        if reason is not None and copy is not None:
             transaction.put(tail.key, *copy)
-        if reason is not None:
-            self._catalog.keep_superseded(claim)
         return reason
 
     def _is_stored(self, transaction: Transaction, page: Page, found: dict[bytes, Record | StorageError]) -> bool:
@@ -403,26 +381,38 @@ class Committer:
             found.pop(key, None)
         return False
 
-    def _is_parent(self, stored: Record | StorageError | None, page: Page) -> bool:
-        """Whether a stored page is the one that the index has as the parent of `page`."""
-        known = self._catalog.get(page.parent)
-        return isinstance(stored, Record) and known is not None and is_same(known, stored)
-
-    def _write_uses(self, transaction: Transaction, uses: Mapping[bytes, int]) -> None:
+    def _write_uses(self, transaction: Transaction, uses: Mapping[bytes, Use]) -> None:
         now = time.time_ns()
         transaction.read_ahead(list(uses))
-        for key, hits in uses.items():
+        for key, use in uses.items():
             usage = transaction.usage(key)
-            page = self._catalog.get(key)
-            if usage is not None and page is not None:
-                expires = max(usage.expires, page.expires) if usage.expires else 0
-                last_used = max(time_of_use(usage.last_used, now), page.last_used)
-                used = replace(usage, last_used=last_used, hits=usage.hits + hits, expires=expires)
-                if last_used == page.last_used:
-                    used = replace(used, uses=max(page.uses, usage.uses), page_class=page.page_class)
-                # Others would take a page for expired that is kept alive; but telling them at each use is too much.
-                announce = (expires - page.announced_expiry) * ANNOUNCED_PER_TTL >= expires - now > 0
-                transaction.touch(key, used, announce=announce)
+            if usage is not None:
+                expires = max(usage.expires, use.expires) if usage.expires else 0
+                last_used = max(time_of_use(usage.last_used, now), use.last_used)
+                used = replace(usage, last_used=last_used, hits=usage.hits + use.n, expires=expires)
+                if last_used == use.last_used:
+                    used = replace(used, uses=max(use.uses, usage.uses), page_class=use.page_class)
+                transaction.touch(key, used)
+
+
+def _follows(record: Record, parent: Record | StorageError | None) -> bool:
+    """Whether a page may be written: what it follows is stored."""
+    if record.parent == record.namespace:
+        return record.follows(None)
+    return isinstance(parent, Record) and parent.key == record.parent and record.follows(parent)
+
+
+def _keep_ancestors(transaction: Transaction, page: Page) -> None:
+    """Have the pages that a new one follows expire no earlier than it does."""
+    key = page.parent
+    while key != page.namespace:
+        record, usage = transaction.records([key]).get(key, (None, Usage(0)))
+        if not isinstance(record, Record):
+            return
+        if Page.stored(key, record, usage).lasts_until(page):
+            return
+        transaction.touch(key, replace(usage, expires=page.expires if not page.pinned else 0))
+        key = record.parent
 
 
 def _usage_of(one: PackedPage) -> Usage:

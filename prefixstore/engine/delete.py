@@ -108,7 +108,7 @@ def in_common(index: Index, choices: Sequence[Choice]) -> set[bytes]:
 
 
 def _dependents(page: Page) -> list[Page]:
-    return page.dependents
+    return page.children
 
 
 def _with_dependents(start: Iterable[Page], after: Callable[[Page], list[Page]]) -> list[Page]:
@@ -175,6 +175,8 @@ class Deleter:
         removed, at_once = Removed(), PAGES_AT_ONCE
         for _ in range(ROUNDS):
             waiting = doomed[::-1]
+            for page in waiting:
+                self._catalog.forget(page)
             while waiting:
                 try:
                     removed += self._delete_leaves(waiting[:at_once])
@@ -205,7 +207,7 @@ class Deleter:
                 if not leaves:
                     break
                 for page in leaves:
-                    if self._catalog.remove_leaf(page.key, page.namespace) and transaction.delete(page.key):
+                    if transaction.delete(page.key):
                         removed += Removed(1, page.stored_bytes)
                 waiting = [page for page in waiting if page.key in followed]
         return removed
@@ -289,7 +291,6 @@ class Deleter:
             if len(deleted) == at_once:
                 break
             record = entry.record if isinstance(entry.record, Record) else None
-            self._catalog.lose(entry.key, record.namespace if record is not None else None)
             if transaction.delete(entry.key):
                 deleted[entry.key] = record.stored_bytes if record is not None else 0
             left.pop(entry.key, None)
@@ -326,9 +327,8 @@ class Deleter:
     @retried
     def drop_empty_namespaces(self) -> None:
         """Forget the settings of namespaces that have no pages any more."""
-        self._catalog.sweep()
-        with self._catalog.update(self._backend):
-            pass
+        with self._catalog.update(self._backend) as transaction:
+            transaction.drop_empty_namespaces()
 
 
 def _left(index: Index, chosen: Mapping[bytes, int]) -> set[bytes]:

@@ -1,6 +1,6 @@
 """The engine: stores, finds and delivers pages by their tokens, over any backend, without a model.
 
-read:   match, match_snapshot -> catalog (index)        fetching -> fetch (RAM, backend, codec)
+read:   match, match_snapshot -> catalog, lookup        fetching -> fetch (RAM, backend, codec)
 write:  submit -> catalog (pending), queue -> (thread) commit (codec, budget, backend)
 """
 
@@ -23,15 +23,15 @@ from prefixstore.engine.bookmark import Bookmark, BookmarkChange
 from prefixstore.engine.bookmarks import Bookmarks
 from prefixstore.engine.breaker import LOCAL_PATIENCE, CircuitBreaker
 from prefixstore.engine.budget import Budget, Evicted, Evictor
-from prefixstore.engine.catalog import Catalog, Placement
+from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.commit import Committer
 from prefixstore.engine.delete import Choice, Deleter, Removed, in_common, of_namespaces
 from prefixstore.engine.evictions import Cause, Eviction, EvictionNote
 from prefixstore.engine.fetch import Deadline, Fetcher, States
-from prefixstore.engine.follow import Lock, LockT
 from prefixstore.engine.history_keeper import HistoryKeeper
 from prefixstore.engine.index import Page, Path, is_same
 from prefixstore.engine.invariants import Violation, violations
+from prefixstore.engine.lookup import Located, Prompt
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import Used, View
 from prefixstore.engine.pages import Pages, retried
@@ -45,12 +45,13 @@ from prefixstore.engine.relatives import pinned_with
 from prefixstore.engine.relay import Keep, Relays
 from prefixstore.engine.room import Room
 from prefixstore.engine.tap import Tap
-from prefixstore.errors import ClosedError, CorruptError, StorageError
+from prefixstore.engine.waiting import Lock, LockT, Placement
+from prefixstore.errors import ClosedError, CorruptError, StorageError, UnavailableError
 from prefixstore.format.autocodec import Encoder
 from prefixstore.format.figures import History
-from prefixstore.format.keys import PAGE, Tokens, page_key
+from prefixstore.format.keys import KEY_BYTES, PAGE, Tokens, page_key
 from prefixstore.format.namespace import Namespace
-from prefixstore.format.record import Record, StoredPage, checksum
+from prefixstore.format.record import Record, StoredPage, Usage, checksum
 from prefixstore.stats import Counters, SessionCounts, Shortage, TierStats
 
 __all__ = ["Engine", "Imported"]
@@ -356,8 +357,7 @@ class Engine:
             If the location cannot be read; immediately while the circuit breaker is open.
         """
         started = time.perf_counter()
-        self._load(namespace, tokens, page_tokens)
-        path = self._catalog.match(namespace, tokens, page_tokens)
+        path = self._catalog.longest(self._locate(Prompt(namespace, tokens, page_tokens)))
         self.counters.time("lookup", time.perf_counter() - started)
         return self._told(namespace, tokens, page_tokens, path)
 
@@ -381,30 +381,26 @@ class Engine:
             The snapshot has to be at a multiple of this.
         """
         started = time.perf_counter()
-        self._load(namespace, tokens[:limit], page_tokens, snapshots=True)
-        path = self._catalog.match_snapshot(namespace, tokens, page_tokens, limit, multiple_of)
+        found = self._locate(Prompt(namespace, tokens[:limit], page_tokens), snapshots=True)
+        path = self._catalog.deepest_snapshot(found, multiple_of)
         self.counters.time("lookup", time.perf_counter() - started)
         return self._told(namespace, tokens, page_tokens, path)
 
-    def _load(self, namespace: bytes, tokens: Tokens, page_tokens: int, *, snapshots: bool = False) -> None:
-        """Bring the index up to date, and have it know what is stored of a sequence."""
-        with self._breaker.asking() as request:
-            load = partial(
-                self._catalog.load,
-                namespace=namespace,
-                tokens=tokens,
-                page_tokens=page_tokens,
-                snapshots=snapshots,
-            )
-            request.n_records = self._catalog.read(self._backend, load)
+    def _locate(self, prompt: Prompt, *, snapshots: bool = False) -> Located:
+        """What there is of a prompt."""
+        waiting = self._catalog.along(prompt)
+        with self._breaker.asking() as request, self._backend.view() as view:
+            found = self._catalog.locate(view, waiting, prompt, snapshots=snapshots)
+            request.n_records = found.n_read
+        return found
 
     def _probe(self, page: Page | None) -> int:
         """Repeat the request that failed or was slow; called by a thread of the breaker."""
         with self._backend.view() as view:
-            n_records = self._catalog.refresh(view)
+            view.record(page.key if page is not None else bytes(KEY_BYTES))
             for _, payload in view.fetch([page.key] if page is not None else []):
                 checksum(payload)
-        return n_records
+        return 1
 
     def fetching(
         self,
@@ -444,9 +440,8 @@ class Engine:
 
     @contextmanager
     def view(self) -> Iterator[View]:
-        """A view, for callers that read the location directly; the index is refreshed from it."""
+        """A view, for callers that read the location directly."""
         with self._backend.view() as view:
-            self._catalog.refresh(view)
             yield view
 
     def evictions(self, keys: Sequence[bytes]) -> dict[bytes, Eviction]:
@@ -463,7 +458,7 @@ class Engine:
         found = view.children([parent], PAGE, at_most)
         stored = [Page.stored(key, record, usage) for key, record, usage in found if isinstance(record, Record)]
         # also what was committed since the view was opened
-        return [*stored, *self._catalog.known_children(parent, namespace)]
+        return [*stored, *(page for page in self._catalog.pending_after(parent) if page.form == PAGE)]
 
     def pages(self) -> list[Page]:
         """All pages, stored and pending, parents before their children."""
@@ -471,8 +466,8 @@ class Engine:
 
     def path(self, page: Page) -> list[Page]:
         """The pages from the start of the sequence up to this one."""
-        self._load_pages([page.parent])
-        return self._catalog.path(page)
+        with self._backend.view() as view:
+            return self._catalog.path(view, page)
 
     def select(self, choices: Iterable[Choice]) -> list[bytes]:
         """The keys that several choices have in common, parents before their children."""
@@ -627,21 +622,40 @@ class Engine:
 
     def wants(self, namespace: bytes, parent: bytes, tokens: bytes) -> bool:
         """Whether the page with these token bytes after `parent` is worth capturing."""
-        return self._catalog.wants(Page(page_key(parent, tokens), parent, namespace, 0, tokens, 0, 0, 0, 0, 0))
+        page = Page(page_key(parent, tokens), parent, namespace, 0, tokens, 0, 0, 0, 0, 0)
+        if self._catalog.place_of(page) is not Placement.ADDED:
+            return False
+        with suppress(StorageError), self._breaker.asking(), self._backend.view() as view:
+            return self._catalog.wants(view, namespace, parent, tokens)
+        # what is stored already is found when it is to be written
+        return True
 
-    def missing(self, namespace: bytes, keys: Sequence[bytes], tokens: Tokens, page_tokens: int) -> list[int]:
-        """Which full pages of a sequence, given by all their keys, to capture: up to the first that was refused.
+    def missing(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> list[int]:
+        """Which full pages of a sequence to capture: up to the first that was refused.
+
+        If the location cannot be asked, those that do not wait to be written.
 
         Raises
         ------
         CorruptError
             If another page has one of the keys: nothing may be stored after it.
         """
-        return self._catalog.missing(namespace, keys, tokens, page_tokens)
+        prompt = Prompt(namespace, tokens[: len(tokens) // page_tokens * page_tokens], page_tokens)
+        try:
+            found = self._locate(prompt)
+        except UnavailableError:
+            waiting = self._catalog.along(prompt)
+            n_here = next((i for i, key in enumerate(prompt.keys) if key not in waiting.pages), len(prompt.keys))
+            found = Located(prompt, pages=[waiting.pages[key] for key in prompt.keys[:n_here]])
+        return self._catalog.missing(found)
 
     def needs_no_capture(self, key: bytes) -> bool:
         """Whether a page or snapshot need not be captured: it is here, or was refused."""
-        return self._catalog.needs_no_capture(key)
+        if self._catalog.get(key) is not None or self._catalog.is_refused(key):
+            return True
+        with suppress(StorageError), self._breaker.asking(), self._backend.view() as view:
+            return view.record(key) is not None and not self._catalog.is_damaged(key)
+        return False
 
     def acquire(self, size: int, *, wait: bool = False) -> PooledBuffer | None:
         """A buffer to capture a page into; None if too much is queued already and `wait` is false."""
@@ -727,9 +741,11 @@ class Engine:
 
         Pinned ones stay, and those from which other prompts branch off, or which are `valued`, stay before others.
         """
-        self._load(namespace, tokens, page_tokens, snapshots=True)
-        with self._backend.view() as view:
-            return self._catalog.thin(view, namespace, tokens, page_tokens, keep, interval, valued)
+        prompt = Prompt(namespace, tokens, page_tokens)
+        waiting = self._catalog.along(prompt)
+        with self._breaker.asking(), self._backend.view() as view:
+            found = self._catalog.locate(view, waiting, prompt, snapshots=True)
+            return self._catalog.thin(view, found, keep, interval, valued)
 
     def condemn(self, page: Page, fits: Fits, size: int | None = None) -> None:
         """Have a page and its descendants deleted with the next commit, if its state still does not fit then.
@@ -821,16 +837,12 @@ class Engine:
             If pages cannot be read.
         """
         while (page := self._ram.next_wanted()) is not None:
-            if self._catalog.is_current(page):
-                with self.fetching([page]) as states:
-                    for state in states:
-                        self._ram.keep(page, state)
+            with self.fetching([page]) as states:
+                for state in states:
+                    self._ram.keep(page, state)
         return self._room.step() if self._room.has_work and not self._breaker.is_open else None
 
     # -- importing ----------------------------------------------------------------------------------------------------
-
-    def _load_pages(self, keys: Sequence[bytes]) -> None:
-        self._catalog.read(self._backend, partial(self._catalog.load_pages, keys=keys))
 
     def has(self, record: Record) -> bool:
         """Whether the page of a record is here."""
@@ -869,8 +881,12 @@ class Engine:
         news = [ImportedPage.from_stored(one, settings[one.record.namespace]) for one in batch]
         self._load_policy()
         try:
-            self._load_pages([key for one in batch for key in (one.key, one.record.parent)])
-            places = [self._catalog.announce(new) for new in news]
+            with self._backend.view() as view:
+                here = view.records([one.key for one in batch])
+            places = [
+                Placement.KNOWN if self._is_here(one.record, here.get(one.key)) else self._catalog.announce(new)
+                for one, new in zip(batch, news, strict=True)
+            ]
             written = self._committer.commit(
                 [new for new, place in zip(news, places, strict=True) if place is Placement.ADDED]
             )
@@ -881,6 +897,9 @@ class Engine:
         present = places.count(Placement.KNOWN)
         return Imported(len(written), sum(new.n_bytes for new in written), present, len(batch) - present - len(written))
 
+    def _is_here(self, record: Record, stored: tuple[Record | StorageError, Usage] | None) -> bool:
+        return stored is not None and isinstance(stored[0], Record) and is_same(stored[0], record)
+
     # -- pinning, deleting --------------------------------------------------------------------------------------------
 
     def pin(self, namespace: bytes, tokens: Tokens, page_tokens: int, *, pinned: bool) -> int:
@@ -889,11 +908,10 @@ class Engine:
 
         def chosen(transaction: Transaction) -> Sequence[bytes]:
             nonlocal path
-            for snapshots in (True, False):
-                self._catalog.load(
-                    transaction, self._catalog.epoch, namespace, tokens, page_tokens, snapshots=snapshots
-                )
-            path = self._catalog.match_stored(namespace, tokens, page_tokens)
+            prompt = Prompt(namespace, tokens, page_tokens)
+            found = self._catalog.locate(transaction, self._catalog.along(prompt), prompt, snapshots=True)
+            # where there are snapshots, pages alone cannot be restored
+            path = next(iter(found.snapshot_paths()), found.path())
             return [page.key for page in path.pages]
 
         self._set_pinned(chosen, pinned=pinned)
@@ -906,8 +924,7 @@ class Engine:
         """
 
         def chosen(transaction: Transaction) -> Sequence[bytes]:
-            found = pinned_with(transaction, page.key, pinned=pinned)
-            return list(dict.fromkeys([*found, *self._catalog.known_descendants(page.key)]))
+            return pinned_with(transaction, page.key, pinned=pinned)
 
         return self._set_pinned(chosen, pinned=pinned)
 
@@ -919,9 +936,8 @@ class Engine:
             for key in keys:
                 usage = transaction.usage(key)
                 if usage is not None and usage.pinned != pinned:
-                    transaction.touch(key, replace(usage, pinned=pinned), announce=True)
+                    transaction.touch(key, replace(usage, pinned=pinned))
                     changed += 1
-            self._catalog.set_pinned(keys, pinned=pinned)
         return changed
 
     def delete(self, choices: Sequence[Choice]) -> Removed:

@@ -13,17 +13,15 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import groupby
 from typing import Any
 
-from prefixstore.engine.catalog import Placement
-from prefixstore.engine.contents import DropReason
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.far_pages import NamedPage, Nearer, SharedPage, Thinning, chains, node_of, pieces
-from prefixstore.engine.index import Page, is_same
+from prefixstore.engine.index import Page
 from prefixstore.engine.pending import PendingPage
 from prefixstore.engine.queue import BATCH_BYTES
+from prefixstore.engine.waiting import DropReason, Placement
 from prefixstore.errors import StorageError
 
 __all__ = ["FarEngine"]
@@ -53,6 +51,7 @@ class FarEngine(Engine):
 
     def _start(self) -> None:
         super()._start()
+        self._catalog.is_far = True
         # entered by itself: a page that was lost may be collected while it is held
         self._lock = threading.RLock()
         self._held = 0
@@ -67,15 +66,10 @@ class FarEngine(Engine):
         """Bytes of captured pages that wait to be written here."""
         return self._held
 
-    def known(self, pages: Iterable[Page]) -> list[Page]:
-        """The nodes of those of these pages that are known to be here."""
-        nodes = [(page, self._catalog.get(page.key)) for page in pages]
-        return [node for page, node in nodes if node is not None and is_same(node, page)]
-
     def offer(self, new: PendingPage) -> None:
         """Have a captured page written here, too, with the same buffer. Dropped and counted if too much waits."""
         buffer = new.buffer
-        if self._catalog.get(new.page.key) is not None or buffer is None:
+        if buffer is None or self._catalog.get(new.page.key) is not None:
             return
         size = new.n_bytes
         shared = SharedPage(
@@ -154,10 +148,7 @@ class FarEngine(Engine):
     def commit(self, batch: Sequence[PendingPage]) -> int:
         """Write offered pages, with their missing ancestors. What cannot be written is dropped and counted."""
         try:
-            with self._breaker.asking() as request:
-                keys = [key for new in batch for key in (new.page.key, new.page.parent)]
-                load = partial(self._catalog.load_pages, keys=keys)
-                request.n_records = self._catalog.read(self._backend, load)
+            stored = self._stored(key for new in batch for key in (new.page.key, new.page.parent))
         except StorageError as error:
             self._give_up(batch, error)
             return 0
@@ -169,14 +160,14 @@ class FarEngine(Engine):
                 if is_named:
                     # after those before them that were announced: they may follow these
                     n_written += self._commit_announced(announced)
-                    n_written += self._copy_named([new.page for new in news], waiting)
+                    n_written += self._copy_named([new.page for new in news], waiting, stored)
                     continue
                 for new in news:
-                    if self._announce(new):
+                    if self._announce(new, stored):
                         announced.append(new)
                     waiting.pop(new.page.key, None)
         except StorageError as error:
-            self._give_up([new for key, new in waiting.items() if self._catalog.get(key) is None], error)
+            self._give_up([new for key, new in waiting.items() if key not in stored], error)
         except BaseException:
             self._catalog.abandon(announced)
             raise
@@ -202,20 +193,29 @@ class FarEngine(Engine):
         announced.clear()
         return super().commit(waiting) if waiting else 0
 
-    def _announce(self, new: PendingPage) -> bool:
-        """Announce a page, and write what is missing before it first."""
-        place = self.place(new)
-        if place is Placement.ORPHAN:
-            self._copy(self._nearer.path(new.page)[:-1], new.settings)
-            place = self.place(new)
-        if place is Placement.ORPHAN:
-            self.counters.count(f"dropped:{DropReason.ORPHAN.value}")
-        return place is Placement.ADDED
+    def _stored(self, keys: Iterable[bytes]) -> set[bytes]:
+        """Those of these pages that are here, or wait here."""
+        keys = list(dict.fromkeys(keys))
+        with self._breaker.asking(), self._backend.view() as view:
+            return view.records(keys).keys() | {key for key in keys if self._catalog.get(key) is not None}
 
-    def _copy_named(self, pages: Sequence[Page], waiting: dict[bytes, PendingPage]) -> int:
+    def _announce(self, new: PendingPage, stored: set[bytes]) -> bool:
+        """Announce a page, and write what is missing before it first."""
+        page = new.page
+        if page.key in stored:
+            return False
+        is_first = page.parent in (page.namespace, *stored) or self._catalog.get(page.parent) is not None
+        if not is_first:
+            self._copy(self._nearer.path(page)[:-1], new.settings)
+            if not self._stored([page.parent]):
+                self.counters.count(f"dropped:{DropReason.ORPHAN.value}")
+                return False
+        return self.place(new) is Placement.ADDED
+
+    def _copy_named(self, pages: Sequence[Page], waiting: dict[bytes, PendingPage], stored: set[bytes]) -> int:
         """Copy those of these pages that are missing here; how many. Those that are done no longer wait."""
         n_written = 0
-        for chain in chains([page for page in pages if self._catalog.get(page.key) is None]):
+        for chain in chains([page for page in pages if page.key not in stored]):
             n_written += self._copy(chain, None)
             for page in chain:
                 waiting.pop(page.key, None)
@@ -229,11 +229,8 @@ class FarEngine(Engine):
         if not pages:
             return 0
         wanted = self._nearer.path(pages[0])[:-1] + list(pages)
-        load = partial(self._catalog.load_pages, keys=[page.key for page in wanted])
-        self._catalog.read(self._backend, load)
-        missing = [page for page in wanted if self._catalog.get(page.key) is None]
-        # some may have been evicted there, or replaced by longer ones
-        missing = missing[: self._nearer.n_near(missing)]
+        stored = self._stored(page.key for page in wanted)
+        missing = [page for page in wanted if page.key not in stored]
         if not missing:
             return 0
         settings = settings or self._nearer.settings_of(pages[0].namespace)
@@ -241,9 +238,10 @@ class FarEngine(Engine):
             return 0
         n_written = 0
         for piece in pieces(missing, min(BATCH_BYTES, self.queue_bytes // 2)):
-            n_written += self._copy_piece(piece, settings)
-            if self._catalog.get(piece[-1].key) is None:
-                # those after it would have no parent
+            n_piece = self._copy_piece(piece, settings)
+            n_written += n_piece
+            if n_piece < len(piece):
+                # those after it may have no parent
                 break
         return n_written
 

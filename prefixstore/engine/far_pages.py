@@ -34,20 +34,8 @@ class Nearer(Protocol):
 
 
 def node_of(page: Page) -> Page:
-    """The same page, for the index of another location."""
-    return replace(
-        page,
-        stored_bytes=0,
-        hits=0,
-        pinned=False,
-        announced_expiry=0,
-        is_stored=False,
-        child_tokens=[],
-        children=[],
-        sealed=[False],
-        snapshots={},
-        knows_snapshots=False,
-    )
+    """The same page, for another location."""
+    return replace(page, stored_bytes=0, hits=0, pinned=False, is_stored=False, children=[], is_far=False)
 
 
 @dataclass(slots=True, eq=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Protocol
 
 from prefixstore.buffers import PooledBuffer
@@ -250,9 +249,8 @@ class Fetcher:
                 refused = next((page for page in pages if admit is not None and not admit(page)), None)
                 admitted = pages if refused is None else pages[: pages.index(refused)]
                 stored = [page for page in admitted if page.key not in in_memory]
-                give_up = partial(self.give_up, view=view)
                 reader = self._reader(view, stored, look, streamed=streamed, along=along)
-                states = States(pages, in_memory, reader, self._breaker, give_up, look, refused, deadline)
+                states = States(pages, in_memory, reader, self._breaker, self.give_up, look, refused, deadline)
                 try:
                     try:
                         yield states
@@ -297,13 +295,10 @@ class Fetcher:
             return ReadAlong(self._pool, view, pages, self._read_rate, look)
         return ReadAhead(self._pool, view, pages, self._read_rate, look, streamed=streamed)
 
-    def give_up(self, page: Page, error: StorageError | None, view: View | None = None) -> None:
+    def give_up(self, page: Page, error: StorageError | None) -> None:
         """Log and count why a page ended a fetch, and have it deleted if it is damaged."""
         if error is None:
             self._counters.count("unreadable:vanished")
-            if view is not None:
-                # no thread reads the view any longer
-                self._catalog.contradict(page, view.generation)
         elif isinstance(error, LateError):
             log.info("a restore continues without the pages that have not arrived: %s", error)
             self._counters.count("late")

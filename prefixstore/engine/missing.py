@@ -30,7 +30,7 @@ def missing_ranges(
     tail
         Whether the tokens after the last full page are one, too.
     """
-    missing = engine.missing(namespace, keys, tokens, page_tokens)
+    missing = engine.missing(namespace, tokens, page_tokens)
     ranges = [(i * page_tokens, (i + 1) * page_tokens) for i in missing]
     start = len(keys) * page_tokens
     if tail and start < len(tokens):

@@ -14,6 +14,7 @@ from functools import reduce
 from prefixstore.backends import contract
 from prefixstore.backends.contract import Draft, Range
 from prefixstore.engine import keyspace, siblings
+from prefixstore.engine.bookmark import note_name
 from prefixstore.engine.keyspace import (
     UNKNOWN,
     Count,
@@ -62,6 +63,9 @@ class Transaction(View):
         self._held: dict[bytes, Count] = {}
         # whether a page was deleted whose namespace nobody knows
         self._has_lost_count = False
+        # the pages that it has deleted and not put again, and what is called when it is committed
+        self.deleted: set[bytes] = set()
+        self.after_commit: list[Callable[[], None]] = []
 
     # -- counting -----------------------------------------------------------------------------------------------------
 
@@ -110,6 +114,7 @@ class Transaction(View):
                 self._rows.put(row, count.pack())
             else:
                 self._rows.delete(row)
+                self._drop_namespace(row[-KEY_BYTES:])
 
     @property
     def used(self) -> Used:
@@ -160,6 +165,7 @@ class Transaction(View):
         if parent is not None and (found := head_of(parent)) is not None:
             self._set_leaf(found.namespace, leaf_row(found.namespace, record.parent), None)
         self._changed.append(key)
+        self.deleted.discard(key)
 
     def delete(self, key: bytes) -> bool:
         """Delete a page, its usage and payload; returns whether anything of it was stored."""
@@ -179,6 +185,7 @@ class Transaction(View):
             self._set_leaf(space, leaf_row(space, key), None)
             self._mend_leaf(place[0])
         self._changed.append(key)
+        self.deleted.add(key)
         return True
 
     def _uncount(self, record: bytes | None, usage: bytes | None) -> int | None:
@@ -243,17 +250,12 @@ class Transaction(View):
         spaces = {one.key: one.record.namespace for one in entries if isinstance(one.record, Record)}
         self._rows.get([leaf_row(space, key) for key, space in spaces.items()])
 
-    def touch(self, key: bytes, usage: Usage, *, announce: bool = False) -> None:
-        """Replace the usage of a page; nothing happens if the page is gone.
-
-        With `announce` it is a change of the page, which other processes read at their next lookup: so for pins, and
-        for expiry. Otherwise it does not change `generation`, as uses are too frequent for that.
-        """
+    def touch(self, key: bytes, usage: Usage) -> None:
+        """Replace the usage of a page; nothing happens if the page is gone."""
         record, old = self._rows.get([record_row(key), usage_row(key)])
         if record is None:
             return
         self._rows.put(usage_row(key), usage.pack())
-        self._changed += [key] * announce
         head, was_pinned = head_of(record), usage_in(old).pinned
         if head is None:
             return
@@ -276,9 +278,16 @@ class Transaction(View):
             # pages were put, or deleted, while it was not known whose they are
             self._counted |= {row: Count(), self._count_row(key): count.plus(self.count(key))}
 
-    def drop_namespace(self, key: bytes) -> None:
-        """Forget the settings of a namespace that has no pages any more."""
+    def drop_empty_namespaces(self) -> None:
+        """Forget the settings of all namespaces that have no pages."""
+        for key in self.namespaces():
+            if not self.count(key).pages:
+                self._drop_namespace(key)
+
+    def _drop_namespace(self, key: bytes) -> None:
+        """Forget the settings of a namespace, and the names of its sequences."""
         self._rows.delete(namespace_row(key))
+        self._rows.delete(note_row(note_name(key)))
 
     def put_note(self, name: bytes, value: bytes | None) -> None:
         """Write a short note for other processes; None deletes it. Does not change `generation`."""

@@ -13,7 +13,7 @@ from prefixstore.format.autocodec import Encoder
 from prefixstore.format.keys import PAGE, page_key
 from prefixstore.format.record import Buffer, Record, StoredPage, Usage, checksum, time_of_use
 
-__all__ = ["Deferred", "Fits", "ImportedPage", "PackedPage", "PendingPage", "Suspicion"]
+__all__ = ["Deferred", "Fits", "ImportedPage", "PackedPage", "PendingPage", "Suspicion", "Use"]
 
 Fits: TypeAlias = Callable[[memoryview, int, int], bool]
 """Whether a state can be that of the page at a start position with so many tokens."""
@@ -26,24 +26,50 @@ class Suspicion(NamedTuple):
     size: int | None = None
 
 
+class Use(NamedTuple):
+    """Uses of a page that are still to be written.
+
+    Attributes
+    ----------
+    n
+        How many.
+    last_used, expires, uses, page_class
+        Of the page, after them.
+    """
+
+    n: int
+    last_used: int
+    expires: int
+    uses: int
+    page_class: int
+
+    def apply(self, page: Page) -> None:
+        """Have a page that was read from the location count them."""
+        page.hits += self.n
+        if self.last_used > page.last_used:
+            page.last_used, page.uses, page.page_class = self.last_used, max(self.uses, page.uses), self.page_class
+        if page.expires:
+            page.expires = max(page.expires, self.expires)
+
+
 class PackedPage(NamedTuple):
     """A pending page, ready to be written."""
 
     pending: PendingPage
     record: Record
     usage: Usage | None
-    """None: the usage that its node in the index has when it is written."""
+    """None: the usage that it has when it is written."""
     payload: Buffer
 
 
 @dataclass(slots=True, eq=False)
 class PendingPage:
-    """A page that was captured: its node in the index, and the buffer with its state.
+    """A page that was captured, and the buffer with its state.
 
     Attributes
     ----------
     page
-        The node. It can be matched as soon as the catalog has it.
+        The page. It can be matched as soon as the catalog has it.
     settings
         Canonical settings of its namespace.
     buffer
@@ -144,7 +170,7 @@ class Deferred:
     Attributes
     ----------
     uses
-        How often pages were used, by key.
+        Uses of pages, by key.
     damaged
         Keys of pages to be deleted if they are indeed damaged.
     suspicions
@@ -155,7 +181,7 @@ class Deferred:
         Whether a lookup has found an expired page.
     """
 
-    uses: dict[bytes, int] = field(default_factory=dict)
+    uses: dict[bytes, Use] = field(default_factory=dict)
     damaged: set[bytes] = field(default_factory=set)
     suspicions: dict[bytes, Suspicion] = field(default_factory=dict)
     thinned: set[bytes] = field(default_factory=set)
@@ -170,10 +196,10 @@ class Deferred:
 
     def subtract(self, done: Deferred) -> None:
         """Remove what was written; keep what was added since."""
-        for key, n in done.uses.items():
-            left = self.uses.pop(key, 0) - n
-            if left > 0:
-                self.uses[key] = left
+        for key, use in done.uses.items():
+            now = self.uses.pop(key, None)
+            if now is not None and now.n > use.n:
+                self.uses[key] = now._replace(n=now.n - use.n)
         self.damaged -= done.damaged
         for key in done.suspicions:
             self.suspicions.pop(key, None)

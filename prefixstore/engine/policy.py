@@ -92,8 +92,8 @@ class Policy:
         for page in pages:
             page.uses = min(page.uses + 1, MOST_USES)
 
-    def added(self, namespace: bytes, page: PageFacts, parent: PageFacts | None) -> None:
-        """A page was captured by this engine, after this one; None for the first one of a sequence."""
+    def added(self, namespace: bytes, page: PageFacts, parent_used: int | None) -> None:
+        """A page was captured by this engine; and when the page before it was used last, if that is known."""
         return
 
     def evicted(self, key: bytes, uses: int, last_used: int) -> None:
@@ -158,7 +158,7 @@ class Counting(Ordering):
         super().__init__(lambda leaves: leaves["uses"], name="lfu")
         self._ghosts = GhostTable()
 
-    def added(self, namespace: bytes, page: PageFacts, parent: PageFacts | None) -> None:
+    def added(self, namespace: bytes, page: PageFacts, parent_used: int | None) -> None:
         ghost = self._ghosts.recall(page.key, 0)
         if ghost is not None:
             page.uses = ghost.uses + 1

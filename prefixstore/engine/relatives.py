@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
-from prefixstore.engine.page_view import Entry, View
+from prefixstore.engine.index import Page
+from prefixstore.engine.page_view import Entry, View, tokens_of
 from prefixstore.errors import CorruptError
-from prefixstore.format.keys import PAGE, SNAPSHOT
+from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES
 from prefixstore.format.record import Record, Usage
 
-__all__ = ["pinned_with", "with_ancestors", "with_descendants"]
+__all__ = ["ancestors_of", "pinned_with", "siblings_of", "with_ancestors", "with_descendants"]
 
 
 def with_ancestors(view: View, keys: Collection[bytes]) -> dict[bytes, Entry]:
@@ -70,3 +71,28 @@ def pinned_with(view: View, key: bytes, *, pinned: bool) -> list[bytes]:
         changed.append(key)
         known.add(key)
     return changed
+
+
+def siblings_of(view: View, page: Page) -> tuple[Page | None, bool]:
+    """The stored tail that a page continues, and whether a stored page has all its tokens, and more."""
+    if page.form == SNAPSHOT:
+        return None, False
+    near = view.neighbors(page.parent, page.tokens)
+    if any(tokens_of(one) == page.tokens for one in near):
+        # it is stored: a tail that it continues comes just before
+        near += view.neighbors(page.parent, page.tokens[:-TOKEN_BYTES])
+    others = [(one, tokens_of(one)) for one in near if tokens_of(one) != page.tokens]
+    tail = next((one for one, tokens in others if tokens and page.tokens.startswith(tokens)), None)
+    is_covered = any(tokens.startswith(page.tokens) for _, tokens in others)
+    if tail is None:
+        return None, is_covered
+    assert isinstance(tail.record, Record)
+    return Page.stored(tail.key, tail.record, tail.usage), is_covered
+
+
+def ancestors_of(view: View, record: Record) -> list[Page]:
+    """The stored pages that a page follows."""
+    if record.parent == record.namespace:
+        return []
+    found = with_ancestors(view, [record.parent]).values()
+    return [Page.stored(one.key, one.record, one.usage) for one in found if isinstance(one.record, Record)]

@@ -148,7 +148,6 @@ class Room:
     def _make(self) -> float | None:
         """Evict some pages; how long to wait, None for as its share of time demands."""
         with self._backend.view() as view:
-            self._catalog.refresh(view)
             used = view.used
             if not self._is_too_much(used):
                 self._stop()

@@ -30,7 +30,7 @@ from prefixstore.engine.engine import Engine
 from prefixstore.engine.far import FarEngine
 from prefixstore.engine.far_pages import Thinning, node_of
 from prefixstore.engine.fetch import Deadline, Shifted, States
-from prefixstore.engine.index import Page, Path, is_same
+from prefixstore.engine.index import Page, Path
 from prefixstore.engine.invariants import Violation
 from prefixstore.engine.page_view import View
 from prefixstore.engine.pending import Fits, PendingPage
@@ -122,7 +122,7 @@ class TieredEngine(Engine):
 
     def states_of(self, pages: Sequence[Page]) -> AbstractContextManager[States]:
         """The verified states of pages in the nearer location, each valid until the next one is requested."""
-        return super().fetching([self._near(page) or page for page in pages], streamed=True, along=False)
+        return super().fetching(pages, streamed=True, along=False)
 
     # -- looking up ---------------------------------------------------------------------------------------------------
 
@@ -156,12 +156,8 @@ class TieredEngine(Engine):
             if failed is not None:
                 raise failed
             return near
-        now = time.time_ns()
-        chosen = [(self._near(page), page) for page in far.pages]
-        return Path(
-            tuple(here if here is not None and not here.has_expired(now) else page for here, page in chosen),
-            far.n_tokens,
-        )
+        here = {page.key: page for page in near.pages}
+        return Path(tuple(here.get(page.key, page) for page in far.pages), far.n_tokens)
 
     def _ask_far(self, ask: Ask, n_tokens: int) -> Path | None:
         """What the far location has; None if it fails, or is late, or an earlier question is not answered yet.
@@ -197,14 +193,16 @@ class TieredEngine(Engine):
             log.log(level, "the far location was not queried: %s", error, exc_info=None if is_expected else error)
             return None
 
-    def _near(self, page: Page) -> Page | None:
-        """The node of a page in the nearer location, if it is known to be there."""
-        here = self._catalog.get(page.key)
-        return here if here is not None and is_same(here, page) else None
-
     def n_near(self, pages: Sequence[Page]) -> int:
         """How many of the first of these pages are in the nearer location."""
-        return next((n for n, page in enumerate(pages) if self._near(page) is None), len(pages))
+        return next((n for n, page in enumerate(pages) if page.is_far), len(pages))
+
+    def _has(self, key: bytes) -> bool:
+        """Whether the nearer location has a page, or will have it with one of the next commits."""
+        if self._catalog.get(key) is not None:
+            return True
+        with self._backend.view() as view:
+            return key in view.records([key])
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -223,7 +221,7 @@ class TieredEngine(Engine):
         """As `Engine.fetching`, each page from the nearest location that has it; what the far one gives is kept."""
         # a page is known to be here only if those before it are
         n_near = 0 if self._breaker.is_open else self.n_near(pages)
-        near = [self._near(page) or page for page in pages[:n_near]]
+        near = pages[:n_near]
         first = super().fetching(near, streamed=streamed, along=along, look=look, admit=admit, deadline=deadline)
         if n_near == len(pages):
             with first as states, self._counting(near, [], states):
@@ -278,10 +276,11 @@ class TieredEngine(Engine):
         """Keep a page that the far location has given; whether pages after it can be kept."""
         if self._read_only or self._closed:
             return False
-        if self._near(page) is not None:
+        if self._has(page.key):
             return True
         # pages of recurrent memory have only tokens: they are never fetched
-        before = [one for one in self.far.path(page)[:-1] if self._near(one) is None]
+        is_first = page.parent == page.namespace or self._has(page.parent)
+        before = [] if is_first else [one for one in self.far.path(page)[:-1] if not self._has(one.key)]
         if not all(one.raw_bytes == 0 and self._keep_one(one, memoryview(b""), settings) for one in before):
             return False
         return self._keep_one(page, state, settings)
@@ -304,19 +303,18 @@ class TieredEngine(Engine):
 
     def touch(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None = None) -> None:
         """As `Engine.touch`, in both locations; the far one is offered what it lacks of the pages."""
-        near = [node for page in pages if (node := self._near(page)) is not None]
+        near = [page for page in pages if not page.is_far]
         self._note_use(namespace, near, n_tokens)
         self._tell_use(namespace, pages, n_tokens)
-        far = self.far.known(pages)
         if not self.far.read_only and not self.far.is_failing:
-            if pages and len(near) == len(pages) and len(far) < len(pages):
-                self.far.offer_stored(pages[len(far) :])
-            self.far.touch(namespace, far, n_tokens)
+            if pages and len(near) == len(pages):
+                self.far.offer_stored(pages)
+            self.far.touch(namespace, [node_of(page) if not page.is_far else page for page in pages], n_tokens)
             self.far.nudge()
 
     def condemn(self, page: Page, fits: Fits, size: int | None = None) -> None:
         """As `Engine.condemn`, in the location that has given the page."""
-        if self._near(page) is page:
+        if not page.is_far:
             super().condemn(page, fits, size)
         else:
             self.far.condemn(page, fits, size)

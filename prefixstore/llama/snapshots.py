@@ -139,7 +139,7 @@ class SnapshotStrategy(Strategy[SnapshotMemory]):
         if not self.waiting:
             return
         lineage, step = self.context.lineage, self.context.lineage.page_tokens
-        missing = self.context.engine.missing(lineage.namespace, lineage.keys(), lineage.tokens, step)
+        missing = self.context.engine.missing(lineage.namespace, lineage.tokens, step)
         first = missing[0] if missing else lineage.n // step
         if (lineage.n - first * step) * WORTH_COPYING >= lineage.n:
             self.before_leaving()

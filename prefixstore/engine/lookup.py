@@ -1,0 +1,218 @@
+"""Finds what is stored of a prompt, to the token: in a view of the location, and among what waits to be written.
+
+Two round trips to a server: the records of all full pages, whose keys follow from the tokens, and then what follows the
+last of them. Nothing that was found is used for the next lookup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import NamedTuple
+
+from prefixstore.engine.index import Page, Path, shared_tokens
+from prefixstore.engine.page_view import Entry, View
+from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES, Tokens, page_keys
+from prefixstore.format.record import Record
+
+__all__ = ["Located", "Prompt", "Waiting", "locate"]
+
+
+class Prompt:
+    """A sequence of tokens, cut into pages.
+
+    Parameters
+    ----------
+    namespace
+        Key of its namespace.
+    tokens
+        The tokens.
+    page_tokens
+        Length of a page.
+
+    Attributes
+    ----------
+    keys
+        Keys of its full pages.
+    """
+
+    def __init__(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> None:
+        self.namespace = namespace
+        self.tokens = tokens
+        self.page_tokens = page_tokens
+        self.keys = page_keys(namespace, tokens, page_tokens)
+        self._raw = tokens.tobytes()
+
+    def piece(self, number: int) -> bytes:
+        """The tokens of one of its pages, from 0 on: fewer, or none, after the last full one."""
+        step = self.page_tokens * TOKEN_BYTES
+        return self._raw[number * step : (number + 1) * step]
+
+    def parent(self, number: int) -> bytes:
+        """What a page of it follows."""
+        return self.keys[number - 1] if number else self.namespace
+
+    def has(self, number: int, page: Page | Record) -> bool:
+        """Whether one of its full pages is this one: a key only nominates, the tokens prove it."""
+        place = page.namespace, page.parent, page.start, page.form
+        expected = self.namespace, self.parent(number), number * self.page_tokens, PAGE
+        return place == expected and page.tokens == self.piece(number)
+
+
+class Waiting(NamedTuple):
+    """What a process knows that the location does not: taken before the view is opened."""
+
+    pages: Mapping[bytes, Page]
+    """Full pages of the prompt that wait to be written, by key."""
+    after: Mapping[bytes, Sequence[Page]]
+    """Pages and snapshots that wait, by what they follow."""
+    damaged: Collection[bytes]
+    """Stored pages that are not to be used."""
+
+
+@dataclass
+class Located:
+    """What there is of a prompt.
+
+    Attributes
+    ----------
+    prompt
+        The prompt.
+    n_read
+        Records that were read.
+    pages
+        Its full pages, from the start.
+    n_stored
+        How many of them are stored; the others wait.
+    beside
+        Pages after the last one that have the longest beginning in common with what follows in the prompt.
+    snapshots
+        The snapshots after each of these pages, the namespace first.
+    unreadable
+        Stored pages of the prompt that cannot be read, and one that does not start where its parent ends.
+    other
+        Key of a page of the prompt under which another page is stored.
+    """
+
+    prompt: Prompt
+    n_read: int = 0
+    pages: list[Page] = field(default_factory=list)
+    n_stored: int = 0
+    beside: list[Page] = field(default_factory=list)
+    snapshots: list[list[Page]] = field(default_factory=list)
+    unreadable: list[Entry] = field(default_factory=list)
+    other: bytes | None = None
+
+    def path(self) -> Path:
+        """The longest prefix, whose last page may extend beyond it."""
+        at = len(self.pages)
+        wanted = self.prompt.piece(at)
+        shared, n = max(((shared_tokens(wanted, page.tokens), i) for i, page in enumerate(self.beside)), default=(0, 0))
+        more = (self.beside[n],) if shared else ()
+        return Path((*self.pages, *more), at * self.prompt.page_tokens + shared)
+
+    def snapshot_paths(self) -> list[Path]:
+        """The snapshots whose tokens are a beginning of the prompt, the deepest first, each at the end of its path."""
+        found = [
+            Path((*self.pages[:i], page), page.end)
+            for i, after in enumerate(self.snapshots)
+            for page in after
+            if self.prompt.piece(i).startswith(page.tokens)
+        ]
+        return sorted(found, key=lambda path: path.n_tokens, reverse=True)
+
+
+def locate(
+    view: View,
+    waiting: Waiting,
+    prompt: Prompt,
+    nodes: Callable[[Sequence[Entry]], list[Page]],
+    *,
+    snapshots: bool = False,
+) -> Located:
+    """What there is of a prompt.
+
+    Parameters
+    ----------
+    view
+        Of the location.
+    waiting
+        What waits to be written.
+    prompt
+        The prompt.
+    nodes
+        Makes pages of stored ones.
+    snapshots
+        Whether the snapshots along the prompt are wanted.
+    """
+    found = Located(prompt)
+    entries = view.leading(prompt.keys) if prompt.keys else []
+    good = [entry for _, entry in takewhile(lambda one: _is_good(one[1], prompt, one[0], waiting), enumerate(entries))]
+    found.n_read, found.n_stored = len(entries), len(good)
+    for entry in entries[len(good) : len(good) + 1]:
+        if not isinstance(entry.record, Record) or _starts_elsewhere(entry.record, prompt, len(good)):
+            found.unreadable.append(entry)
+        elif not prompt.has(len(good), entry.record):
+            found.other = entry.key
+    pages = found.pages = nodes(good)
+    for number in range(len(pages), len(prompt.keys)):
+        page = waiting.pages.get(prompt.keys[number])
+        if page is None or not prompt.has(number, page):
+            break
+        pages.append(page)
+    at = len(pages)
+    wanted, parent = prompt.piece(at), prompt.parent(at)
+    # after a page that waits nothing is stored
+    asks = bool(wanted) and at == found.n_stored
+    parents = [prompt.parent(number) for number in range(found.n_stored + 1)] if snapshots else []
+    near: list[Entry] = []
+    after: list[Entry] = []
+    if asks and parents:
+        near, after = view.beside(parent, wanted, parents)
+    elif asks:
+        near = view.neighbors(parent, wanted)
+    elif parents:
+        after = view.children(parents, SNAPSHOT)
+    found.n_read += len(near) + len(after)
+    start = at * prompt.page_tokens
+    found.beside = nodes([one for one in near if _follows(one, prompt.namespace, parent, start, PAGE, waiting)])
+    known = {page.key for page in found.beside}
+    found.beside += [page for page in waiting.after.get(parent, ()) if page.form == PAGE and page.key not in known]
+    if snapshots:
+        found.snapshots = _snapshots(after, waiting, prompt, at, nodes)
+    return found
+
+
+def _snapshots(
+    after: Sequence[Entry],
+    waiting: Waiting,
+    prompt: Prompt,
+    n_pages: int,
+    nodes: Callable[[Sequence[Entry]], list[Page]],
+) -> list[list[Page]]:
+    found: list[list[Page]] = []
+    for number in range(n_pages + 1):
+        parent, start = prompt.parent(number), number * prompt.page_tokens
+        stored = nodes([one for one in after if _follows(one, prompt.namespace, parent, start, SNAPSHOT, waiting)])
+        known = {page.key for page in stored}
+        mine = [page for page in waiting.after.get(parent, ()) if page.form == SNAPSHOT and page.key not in known]
+        found.append(stored + mine)
+    return found
+
+
+def _is_good(entry: Entry, prompt: Prompt, number: int, waiting: Waiting) -> bool:
+    return isinstance(entry.record, Record) and prompt.has(number, entry.record) and entry.key not in waiting.damaged
+
+
+def _starts_elsewhere(record: Record, prompt: Prompt, number: int) -> bool:
+    return (record.parent, record.tokens) == (prompt.parent(number), prompt.piece(number)) and (
+        record.start != number * prompt.page_tokens or record.namespace != prompt.namespace
+    )
+
+
+def _follows(entry: Entry, namespace: bytes, parent: bytes, start: int, form: int, waiting: Waiting) -> bool:
+    record = entry.record
+    if not isinstance(record, Record) or entry.key in waiting.damaged:
+        return False
+    return (record.namespace, record.parent, record.start, record.form) == (namespace, parent, start, form)

@@ -1,0 +1,355 @@
+"""What this process has that is not in the location yet: captured pages, and uses and deletions to be written."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from enum import Enum
+from typing import TypeAlias, TypeVar
+
+from prefixstore.buffers import PooledBuffer
+from prefixstore.engine.index import Page, is_same
+from prefixstore.engine.lookup import Prompt, Waiting
+from prefixstore.engine.page_update import Transaction
+from prefixstore.engine.page_view import Entry
+from prefixstore.engine.pages import Pages
+from prefixstore.engine.pending import Deferred, PendingPage, Use
+from prefixstore.engine.ram import RamTier
+from prefixstore.errors import CorruptError
+from prefixstore.format.keys import PAGE, SNAPSHOT
+from prefixstore.format.record import Record, time_of_use
+from prefixstore.stats import Counters
+
+__all__ = ["DropReason", "Lock", "LockT", "Outdated", "Placement", "WaitingPages"]
+
+log = logging.getLogger("prefixstore")
+
+Lock: TypeAlias = AbstractContextManager[object]
+LockT = TypeVar("LockT", bound=AbstractContextManager[object])
+
+
+class DropReason(str, Enum):
+    """Why a captured page is not stored: the names in ``Stats.dropped``."""
+
+    BUDGET = "budget"
+    QUOTA = "quota"
+    FULL = "full"
+    ORPHAN = "orphan"
+    UNAVAILABLE = "unavailable"
+    ERROR = "error"
+    ADMISSION = "admission"
+
+
+class Outdated(str, Enum):
+    """Why a captured page was given up before it was written: the names in ``Stats.outdated``."""
+
+    SUPERSEDED = "superseded"
+    THINNED = "thinned"
+    DELETED = "deleted"
+
+
+class Placement(Enum):
+    """The outcome of announcing a page."""
+
+    ADDED = "added"
+    KNOWN = "known"
+    """It waits already, or a longer page that covers it does."""
+    REFUSED = "refused"
+    """There was no space for it earlier, or another page has its key."""
+
+
+class WaitingPages:
+    """Pages that wait for a commit, and what is written with them. The lock is never held while a location is asked.
+
+    Parameters
+    ----------
+    counters
+        Counts what is dropped.
+    ram
+        Drops pages that were deleted from the location.
+
+    Attributes
+    ----------
+    expects_expiry
+        Whether there may be pages that have expired: one that expires was seen.
+    """
+
+    def __init__(self, counters: Counters, ram: RamTier) -> None:
+        self._counters = counters
+        self._ram = ram
+        self._lock: Lock = threading.RLock()
+        self._pending: dict[bytes, PendingPage] = {}
+        # by what they follow, and key
+        self._after: dict[bytes, dict[bytes, PendingPage]] = {}
+        # that are in a transaction
+        self._writing: set[bytes] = set()
+        self._deferred = Deferred()
+        # pages for which there was no space
+        self._refused: set[bytes] = set()
+        # Time of the last use of any page: what is used later is newer, even if the clock was set back meanwhile.
+        self._latest = 0
+        self._started = time.time_ns()
+        self.expects_expiry = False
+        # whether pages that are found are those of the far one of two locations
+        self.is_far = False
+
+    def wrap_lock(self, wrap: Callable[[Lock], LockT]) -> LockT:
+        """Use what `wrap` makes of the lock; see `Engine.wrap_lock`."""
+        self._lock = wrapped = wrap(self._lock)
+        return wrapped
+
+    def time_of_use(self) -> int:
+        """The time of a use: nanoseconds since the epoch, and later than every other."""
+        self._latest = max(self._latest + 1, time.time_ns())
+        return self._latest
+
+    # -- for lookups --------------------------------------------------------------------------------------------------
+
+    def along(self, prompt: Prompt) -> Waiting:
+        """What waits along a prompt."""
+        with self._lock:
+            if not self._pending:
+                return Waiting({}, {}, frozenset(self._deferred.damaged))
+            pages = {key: self._pending[key].page for key in prompt.keys if key in self._pending}
+            parents = [key for key in (prompt.namespace, *prompt.keys) if key in self._after]
+            after = {key: [new.page for new in self._after[key].values()] for key in parents}
+            return Waiting(pages, after, frozenset(self._deferred.damaged))
+
+    def nodes(self, entries: Sequence[Entry]) -> list[Page]:
+        """Stored pages, with the uses that are still to be written."""
+        now = time.time_ns()
+        found: list[Page] = []
+        with self._lock:
+            for key, record, usage in entries:
+                assert isinstance(record, Record)
+                page = Page.stored(key, record, usage)
+                # a time that is not believable: no use of it was seen by this process
+                page.last_used = time_of_use(usage.last_used, now) or self._started
+                self._latest = max(self._latest, time_of_use(usage.last_used, now))
+                page.is_far = self.is_far
+                self.expects_expiry = self.expects_expiry or page.expires > 0
+                use = self._deferred.uses.get(key)
+                if use is not None:
+                    use.apply(page)
+                found.append(page)
+        return found
+
+    def unreadable(self, entries: Iterable[Entry]) -> None:
+        """Stored pages that cannot be read: those that are damaged are deleted with the next commit."""
+        for key, record, _ in entries:
+            if isinstance(record, (Record, CorruptError)):
+                with self._lock:
+                    self._deferred.damaged.add(key)
+            why = "it does not start where its parent ends" if isinstance(record, Record) else record
+            log.warning("a page cannot be read: %s", why)
+
+    # -- pending pages ------------------------------------------------------------------------------------------------
+
+    def get(self, key: bytes) -> Page | None:
+        """The page with this key, if it waits."""
+        with self._lock:
+            new = self._pending.get(key)
+            return new.page if new is not None else None
+
+    def pending_after(self, parent: bytes) -> list[Page]:
+        """The pages and snapshots that wait, and follow this page or namespace."""
+        with self._lock:
+            return [new.page for new in self._after.get(parent, {}).values()]
+
+    def is_refused(self, key: bytes) -> bool:
+        """Whether there was no space for a page lately."""
+        return key in self._refused
+
+    def place_of(self, page: Page) -> Placement:
+        """What would become of a page that is announced."""
+        with self._lock:
+            known = self._pending.get(page.key)
+            if known is not None:
+                return Placement.KNOWN if is_same(known.page, page) else Placement.REFUSED
+            if page.form == PAGE and any(
+                new.page.form == PAGE and new.page.tokens.startswith(page.tokens)
+                for new in self._after.get(page.parent, {}).values()
+            ):
+                return Placement.KNOWN
+            return Placement.REFUSED if page.key in self._refused else Placement.ADDED
+
+    def announce(self, new: PendingPage) -> Placement:
+        """Have a captured page matched from now on. Nothing changes unless it is `ADDED`."""
+        with self._lock:
+            place = self.place_of(new.page)
+            if place is not Placement.ADDED:
+                return place
+            new.announced(self.time_of_use())
+            new.page.is_stored = False
+            self._pending[new.page.key] = new
+            self._after.setdefault(new.page.parent, {})[new.page.key] = new
+            self._announced(new.page)
+            if new.page.form == PAGE:
+                for older in list(self._after[new.page.parent].values()):
+                    # not written yet, and not needed any more; a stored one is deleted when the new page is written
+                    page = older.page
+                    is_tail = page.form == PAGE and page is not new.page and new.page.tokens.startswith(page.tokens)
+                    if is_tail and page.key not in self._writing and page.key not in self._after:
+                        self._count_outdated(self._forget(page.key), Outdated.SUPERSEDED)
+            return place
+
+    def _announced(self, page: Page) -> None:
+        """A page was captured."""
+
+    def hold(self, pages: Sequence[Page]) -> dict[bytes, PooledBuffer]:
+        """Hold the buffers of those of these pages that are pending; the caller releases them."""
+        with self._lock:
+            pending = [(page, self._pending[page.key]) for page in pages if page.key in self._pending]
+            buffers = {page.key: new.buffer for page, new in pending if is_same(new.page, page)}
+            return {key: buffer for key, buffer in buffers.items() if buffer is not None and buffer.hold()}
+
+    def _forget(self, key: bytes) -> list[PendingPage]:
+        """Take a pending page, and what waits after it, out; what was taken."""
+        taken: list[PendingPage] = []
+        waiting = [key]
+        while waiting:
+            here = waiting.pop()
+            waiting += self._after.get(here, ())
+            new = self._pending.pop(here, None)
+            if new is not None:
+                taken.append(new)
+                beside = self._after[new.page.parent]
+                beside.pop(here, None)
+                if not beside:
+                    del self._after[new.page.parent]
+        return taken
+
+    def _count_outdated(self, taken: Iterable[PendingPage], reason: Outdated) -> None:
+        # imported pages were not captured
+        if lost := sum(1 for new in taken if new.buffer is not None):
+            self._counters.count(f"outdated:{reason.value}", lost)
+
+    def give_up(self, key: bytes, reason: Outdated) -> None:
+        """Give up a pending page that is no longer needed, with what depends on it, and count them as outdated."""
+        with self._lock:
+            self._count_outdated(self._forget(key), reason)
+
+    def drop(self, batch: Iterable[PendingPage], reason: DropReason) -> None:
+        """Give these pages up, those that are still pending, with what depends on them, and count them."""
+        with self._lock:
+            for new in batch:
+                if self.is_pending(new) and (lost := len(self._forget(new.page.key))):
+                    self._counters.count(f"dropped:{reason.value}", lost)
+
+    def refuse(self, new: PendingPage, reason: DropReason) -> None:
+        """Give up a page for which there is no space, or no parent."""
+        with self._lock:
+            if self.is_pending(new):
+                if reason is DropReason.ADMISSION:
+                    self._not_admitted(new.page)
+                self.drop([new], reason)
+                if reason is DropReason.BUDGET:
+                    self._refused.add(new.page.key)
+
+    def _not_admitted(self, page: Page) -> None:
+        """A captured page is not worth what would be evicted for it."""
+
+    def abandon(self, batch: Iterable[PendingPage]) -> None:
+        """Give these pages up, uncounted; pending pages that depend on them are counted."""
+        with self._lock:
+            for new in batch:
+                if self.is_pending(new):
+                    lost = len(self._forget(new.page.key)) - 1
+                    if lost:
+                        self._counters.count(f"dropped:{DropReason.ORPHAN.value}", lost)
+
+    def is_pending(self, new: PendingPage) -> bool:
+        """Whether a page still waits: not superseded, dropped, or cleared and captured again."""
+        return self._pending.get(new.page.key) is new
+
+    def still_pending(self, batch: Iterable[PendingPage]) -> list[PendingPage]:
+        """Those that still wait."""
+        with self._lock:
+            return [new for new in batch if self.is_pending(new)]
+
+    def claim(self, new: PendingPage, *, is_covered: bool) -> bool:
+        """Mark a page as being written; whether it is to be: it still waits, and no longer page is stored."""
+        with self._lock:
+            if not self.is_pending(new):
+                return False
+            if is_covered and new.page.key not in self._after:
+                self.give_up(new.page.key, Outdated.SUPERSEDED)
+                return False
+            self._writing.add(new.page.key)
+            return True
+
+    def end_writing(self, batch: Iterable[PendingPage]) -> None:
+        """Record that the transaction of these pages has ended, committed or not."""
+        with self._lock:
+            self._writing -= {new.page.key for new in batch}
+
+    def committed(self, written: Iterable[PendingPage], deferred: Deferred) -> None:
+        """Record that these pages are stored now, and the deferred changes made."""
+        with self._lock:
+            for new in written:
+                if self.is_pending(new):
+                    key, parent = new.page.key, new.page.parent
+                    del self._pending[key], self._after[parent][key]
+                    if not self._after[parent]:
+                        del self._after[parent]
+            self._deferred.subtract(deferred)
+
+    @property
+    def pending_counts(self) -> tuple[int, int]:
+        """How many captured pages, and how many snapshots, wait for a commit."""
+        with self._lock:
+            forms = [new.page.form for new in self._pending.values() if new.buffer is not None]
+        n_snapshots = forms.count(SNAPSHOT)
+        return len(forms) - n_snapshots, n_snapshots
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether pages wait for a commit."""
+        return bool(self._pending)
+
+    # -- other changes ------------------------------------------------------------------------------------------------
+
+    @property
+    def has_deferred(self) -> bool:
+        """Whether uses, or pages to be deleted, wait for the next commit."""
+        return bool(self._deferred)
+
+    def deferred(self) -> Deferred:
+        """A copy of the deferred changes."""
+        with self._lock:
+            return self._deferred.copy()
+
+    def expired(self) -> None:
+        """A lookup has found an expired page, which is to be deleted."""
+        self._deferred.expired = True
+
+    def use_of(self, key: bytes) -> Use | None:
+        """The uses of a page that are still to be written."""
+        return self._deferred.uses.get(key)
+
+    # -- transactions -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def update(self, backend: Pages, on_commit: Callable[[], None] | None = None) -> Iterator[Transaction]:
+        """A transaction. When it is committed, what it has deleted is dropped from RAM and counted.
+
+        Parameters
+        ----------
+        backend
+            The location.
+        on_commit
+            Called when the transaction is committed.
+        """
+        with backend.update() as transaction:
+            yield transaction
+        self._ram.drop(transaction.deleted)
+        self._counters.count("frees", len(transaction.deleted))
+        # what was refused may find space
+        self._refused.clear()
+        for step in transaction.after_commit:
+            step()
+        if on_commit is not None:
+            on_commit()
