@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import prefixstore
-from prefixstore.engine.contents import DropReason, Outdated
+from prefixstore.engine.waiting import DropReason, Outdated
 from prefixstore.llama.lineage import Unknown
 from prefixstore.llama.paged_memory import Missing
 from prefixstore.stats import HISTOGRAMS, Counters, Kind, Stats

@@ -11,8 +11,8 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from prefixstore.buffers import BufferPool, PooledBuffer
-from prefixstore.engine.contents import DropReason
 from prefixstore.engine.pending import PendingPage
+from prefixstore.engine.waiting import DropReason
 from prefixstore.errors import PrefixStoreError, UnavailableError
 from prefixstore.stats import Counters
 

@@ -13,7 +13,7 @@ from contextlib import closing
 import pytest
 
 from prefixstore import PrefixStore
-from prefixstore.engine.contents import CACHED_PAGES
+from prefixstore.engine.waiting import CACHED_PAGES
 from prefixstore.maintenance.archive import Archive
 from tests.attacks.crowd import NOTE, Member, handles, open_store
 from tests.support import PATIENCE, ROOT

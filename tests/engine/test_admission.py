@@ -9,10 +9,10 @@ import pytest
 
 from prefixstore.engine import policy_memory
 from prefixstore.engine.budget import Budget, Quota
-from prefixstore.engine.contents import DropReason
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES, POOL
 from prefixstore.engine.policy import Ordering
+from prefixstore.engine.waiting import DropReason
 from prefixstore.errors import UnavailableError
 from prefixstore.format.autocodec import FixedCodec
 from prefixstore.format.record import StoredPage

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import pytest
 
 from prefixstore.engine.budget import Quota
-from prefixstore.engine.contents import DropReason
 from prefixstore.engine.pending import PendingPage
+from prefixstore.engine.waiting import DropReason
 from prefixstore.errors import FullError, UnavailableError
 from prefixstore.format.keys import SNAPSHOT, as_tokens, page_keys
 from prefixstore.format.record import Record, StoredPage, Usage, checksum

@@ -24,12 +24,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from prefixstore.engine import follow
 from prefixstore.engine.budget import Budget
-from prefixstore.engine.contents import DropReason
 from prefixstore.engine.delete import beginning_with
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.pages import open_pages
 from prefixstore.engine.pending import PendingPage
+from prefixstore.engine.waiting import DropReason
 from prefixstore.errors import UnavailableError
 from prefixstore.format.autocodec import pick
 from prefixstore.format.keys import as_tokens, page_key, page_keys

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from prefixstore.engine.journal import Journal
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine import follow
 from prefixstore.engine.budget import Quota
 from prefixstore.engine.delete import of_namespaces
 from prefixstore.engine.invariants import violations
-from prefixstore.engine.journal import Journal
 from prefixstore.engine.pages import Pages
 from prefixstore.engine.pending import Suspicion
 from prefixstore.errors import FullError, StorageError, UnavailableError

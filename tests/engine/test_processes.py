@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.engine.contents import DropReason
 from prefixstore.engine.pages import Pages
+from prefixstore.engine.waiting import DropReason
 from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_keys
 from tests.support import in_thread

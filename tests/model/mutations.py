@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import lmdb
 import pytest
+from prefixstore.engine.follow import Follower
+from prefixstore.engine.journal import Journal
 
 from prefixstore.engine import eviction, index, page_checks, page_update, readers
 from prefixstore.engine.budget import Budget, Evictor
@@ -19,9 +21,7 @@ from prefixstore.engine.commit import Committer
 from prefixstore.engine.delete import Deleter
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.far import FarEngine
-from prefixstore.engine.follow import Follower
 from prefixstore.engine.index import Index, Page, Path
-from prefixstore.engine.journal import Journal
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.queue import WriteQueue
 from prefixstore.engine.ram import RamTier

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.index import Page, depth_first
-from prefixstore.engine.page_view import Entry
 from prefixstore.errors import UnavailableError
-from prefixstore.format.keys import SNAPSHOT
-from prefixstore.format.record import Record
 
-__all__ = ["Fragile", "Lent", "assert_true", "known_keys", "known_now"]
+__all__ = ["Fragile", "Lent", "assert_true", "known_keys"]
 
 
 class _Counted:
@@ -100,38 +95,8 @@ def known_keys(engine: Engine) -> set[bytes]:
     return {page.key for page in engine.pages()}
 
 
-def known_now(engine: Engine) -> list[Page]:
-    """The pages that an engine knows, without asking the location, in the order of their sequences."""
-    return list(depth_first(engine._catalog._contents.index.roots()))
-
-
 def assert_true(engine: Engine) -> None:
-    """What the catalog of an engine knows is what the location has; and what it knows to be missing, is."""
-    catalog = engine._catalog
-    contents = catalog._contents
-    with engine.view() as view:
-        stored = {key: Entry(key, record, usage) for key, record, usage in view.scan()}
-    records = {key: one.record for key, one in stored.items() if isinstance(one.record, Record)}
-    # uses that are still to be written have moved the expiry
-    used = contents.deferred.uses
-    for page in contents.index:
-        assert page.is_stored == (page.key in records) or page.key in contents.pending
-        if page.is_stored:
-            record, usage = records[page.key], stored[page.key].usage
-            assert (page.parent, page.start, page.tokens) == (record.parent, record.start, record.tokens)
-            assert (page.form, page.stored_bytes) == (record.form, record.stored_bytes)
-            assert (page.pinned, page.priority) == (usage.pinned, usage.priority)
-            # what others have used is announced only from time to time
-            assert page.expires == usage.expires or page.key in used or 0 < page.expires < usage.expires
-    for node in (*contents.index._roots.values(), *contents.index):
-        assert len(node.sealed) == len(node.children) + 1
-        for key, record in records.items():
-            if (record.parent, key in contents.index) == (node.key, False) and record.follows(records.get(node.key)):
-                if record.form == SNAPSHOT:
-                    assert not node.knows_snapshots
-                else:
-                    assert not node.sealed[bisect_left(node.child_tokens, record.tokens)]
-    assert contents.journal is None
+    """The indexes of the location are those of its pages."""
     assert [one for one in engine.check() if one.rule == "index"] == []
 
 
