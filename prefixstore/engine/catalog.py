@@ -20,7 +20,7 @@ from prefixstore.engine.pending import Suspicion, Use
 from prefixstore.engine.snapshot_policy import thin
 from prefixstore.engine.waiting import Outdated
 from prefixstore.errors import CorruptError
-from prefixstore.format.keys import PAGE, SNAPSHOT
+from prefixstore.format.keys import PAGE, SNAPSHOT, page_key
 from prefixstore.format.record import Record, Usage, time_of_use
 
 __all__ = ["Catalog"]
@@ -85,7 +85,9 @@ class Catalog(Chooser):
         return list(itertools.takewhile(lambda i: not self.is_refused(keys[i]), missing))
 
     def wants(self, view: View, namespace: bytes, parent: bytes, tokens: bytes) -> bool:
-        """Whether the page with these tokens after `parent` is worth capturing: no page here has them all."""
+        """Whether the page with these tokens after `parent` is worth capturing: no page has them all, or its key."""
+        if view.records([page_key(parent, tokens)]):
+            return False
         near = view.neighbors(parent, tokens)
         return not any(isinstance(one.record, Record) and one.record.tokens.startswith(tokens) for one in near)
 

@@ -60,8 +60,10 @@ class Chooser(WaitingPages):
             # a time in the future is not believed
             times = leaves["last_used"]
             times[times > time.time_ns() + CLOCK_SLACK] = self._started
-            used = self._deferred.uses
-            here = [i for i, key in enumerate(keys) if key in used and used[key].last_used > times[i]]
+            used, last = self._deferred.uses, self._last_used
+            for i, key in enumerate(keys):
+                times[i] = max(times[i], last.get(key, 0))
+            here = [i for i, key in enumerate(keys) if key in used and used[key].last_used >= times[i]]
             for i in here:
                 use, leaf = used[keys[i]], leaves[i]
                 leaf["last_used"], leaf["uses"], leaf["page_class"] = use.last_used, use.uses, use.page_class
@@ -83,11 +85,21 @@ class Chooser(WaitingPages):
             return self._policy.admits(leaf, victim.leaf)
 
     def may_evict(self, victim: Victim) -> bool:
-        """Whether a victim may be deleted: nothing that waits follows it, and it was not used since it was ranked."""
+        """Whether a victim may be deleted: nothing that waits follows it, and it was not used since it was ranked.
+
+        A captured page stays for the commit that writes it; an imported one may be evicted at once.
+        """
+        key = victim.key
         with self._lock:
-            use = self._deferred.uses.get(victim.key)
-            is_used = use is not None and use.last_used > victim.last_used
-            return not (is_used or victim.key in self._pending or victim.key in self._after)
+            use, new = self._deferred.uses.get(key), self._pending.get(key)
+            if key in self._after or (use is not None and use.last_used > victim.last_used):
+                return False
+            if new is None:
+                return True
+            is_imported = new.buffer is None and key in self._writing
+            if is_imported:
+                self._forget(key)
+            return is_imported
 
     def evicted(self, victim: Victim, cause: Cause, now: int) -> None:
         """A victim is deleted, at this time, in nanoseconds since the epoch."""

@@ -41,7 +41,7 @@ from prefixstore.engine.policy_memory import PolicyMemory
 from prefixstore.engine.queue import Drained, WriteQueue
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.readers import Admit, Look
-from prefixstore.engine.relatives import pinned_with
+from prefixstore.engine.relatives import pinned_with, siblings_of
 from prefixstore.engine.relay import Keep, Relays
 from prefixstore.engine.room import Room
 from prefixstore.engine.tap import Tap
@@ -626,6 +626,7 @@ class Engine:
         if self._catalog.place_of(page) is not Placement.ADDED:
             return False
         with suppress(StorageError), self._breaker.asking(), self._backend.view() as view:
+            self._catalog.saw(view)
             return self._catalog.wants(view, namespace, parent, tokens)
         # what is stored already is found when it is to be written
         return True
@@ -641,10 +642,12 @@ class Engine:
             If another page has one of the keys: nothing may be stored after it.
         """
         prompt = Prompt(namespace, tokens[: len(tokens) // page_tokens * page_tokens], page_tokens)
+        waiting = self._catalog.along(prompt)
         try:
-            found = self._locate(prompt)
+            with self._breaker.asking(), self._backend.view() as view:
+                self._catalog.saw(view)
+                found = self._catalog.locate(view, waiting, prompt)
         except UnavailableError:
-            waiting = self._catalog.along(prompt)
             n_here = next((i for i, key in enumerate(prompt.keys) if key not in waiting.pages), len(prompt.keys))
             found = Located(prompt, pages=[waiting.pages[key] for key in prompt.keys[:n_here]])
         return self._catalog.missing(found)
@@ -887,14 +890,16 @@ class Engine:
                 Placement.KNOWN if self._is_here(one.record, here.get(one.key)) else self._catalog.announce(new)
                 for one, new in zip(batch, news, strict=True)
             ]
-            written = self._committer.commit(
-                [new for new, place in zip(news, places, strict=True) if place is Placement.ADDED]
-            )
+            added = [new for new, place in zip(news, places, strict=True) if place is Placement.ADDED]
+            written = self._committer.commit(added)
+            with self._backend.view() as view:
+                # tails that a stored page continues
+                n_covered = sum(siblings_of(view, new.page)[1] for new in added if new not in written)
         except BaseException:
             # also those that were announced and not passed on
             self._catalog.abandon(news)
             raise
-        present = places.count(Placement.KNOWN)
+        present = places.count(Placement.KNOWN) + n_covered
         return Imported(len(written), sum(new.n_bytes for new in written), present, len(batch) - present - len(written))
 
     def _is_here(self, record: Record, stored: tuple[Record | StorageError, Usage] | None) -> bool:

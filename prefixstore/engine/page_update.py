@@ -114,7 +114,8 @@ class Transaction(View):
                 self._rows.put(row, count.pack())
             else:
                 self._rows.delete(row)
-                self._drop_namespace(row[-KEY_BYTES:])
+                if row == self._count_row(row[-KEY_BYTES:]):
+                    self._drop_namespace(row[-KEY_BYTES:])
 
     @property
     def used(self) -> Used:
@@ -260,6 +261,8 @@ class Transaction(View):
         if head is None:
             return
         if usage.pinned != was_pinned:
+            # what found no space may find it now
+            self._changed.append(key)
             sign = 1 if usage.pinned else -1
             self._add(head.namespace, Count(pinned=sign, pinned_bytes=sign * head.quota_bytes))
             self._mend_leaf(key)

@@ -14,7 +14,7 @@ from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.index import Page, is_same
 from prefixstore.engine.lookup import Prompt, Waiting
 from prefixstore.engine.page_update import Transaction
-from prefixstore.engine.page_view import Entry
+from prefixstore.engine.page_view import Entry, View
 from prefixstore.engine.pages import Pages
 from prefixstore.engine.pending import Deferred, PendingPage, Use
 from prefixstore.engine.ram import RamTier
@@ -87,8 +87,9 @@ class WaitingPages:
         # that are in a transaction
         self._writing: set[bytes] = set()
         self._deferred = Deferred()
-        # pages for which there was no space
+        # pages for which there was no space, and the generation of the location then, if that was seen
         self._refused: set[bytes] = set()
+        self._refused_at: int | None = None
         # Time of the last use of any page: what is used later is newer, even if the clock was set back meanwhile.
         self._latest = 0
         self._started = time.time_ns()
@@ -160,8 +161,16 @@ class WaitingPages:
             return [new.page for new in self._after.get(parent, {}).values()]
 
     def is_refused(self, key: bytes) -> bool:
-        """Whether there was no space for a page lately."""
+        """Whether there was no space for a page, and nothing has changed since."""
         return key in self._refused
+
+    def saw(self, view: View) -> None:
+        """What was refused may find space once the location has changed."""
+        if self._refused:
+            generation = view.generation
+            if self._refused_at not in (None, generation):
+                self._refused.clear()
+            self._refused_at = generation
 
     def place_of(self, page: Page) -> Placement:
         """What would become of a page that is announced."""
@@ -248,6 +257,7 @@ class WaitingPages:
                 self.drop([new], reason)
                 if reason is DropReason.BUDGET:
                     self._refused.add(new.page.key)
+                    self._refused_at = None
 
     def _not_admitted(self, page: Page) -> None:
         """A captured page is not worth what would be evicted for it."""
@@ -347,8 +357,6 @@ class WaitingPages:
             yield transaction
         self._ram.drop(transaction.deleted)
         self._counters.count("frees", len(transaction.deleted))
-        # what was refused may find space
-        self._refused.clear()
         for step in transaction.after_commit:
             step()
         if on_commit is not None:

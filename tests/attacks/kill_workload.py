@@ -42,7 +42,7 @@ BUDGET = Budget(700 << 10)
 SPACES = [space("one"), space("two")]
 P = 4
 # methods of a transaction that write
-WRITES = {"put", "delete", "touch", "put_namespace", "drop_namespace", "put_note"}
+WRITES = {"put", "delete", "touch", "put_namespace", "drop_empty_namespaces", "put_note"}
 
 
 def state_of(key: bytes) -> bytes:

@@ -324,7 +324,7 @@ def test_many_commits_become_few_segments_and_followers_read_only_what_is_new(ne
                     if chance.random() < 0.4:
                         transaction.delete(key)
                     elif chance.random() < 0.4:
-                        transaction.touch(key, Usage(number, 1), announce=chance.random() < 0.5)
+                        transaction.touch(key, Usage(number, 1))
                     else:
                         transaction.put(key, record, Usage(number), payload)
             if number % 3 == 0:

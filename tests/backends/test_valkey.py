@@ -218,7 +218,7 @@ def test_a_user_with_the_documented_rights_can_do_everything(url, client, valkey
         with opened(f"unix://limited:secret@{valkey_server.socket}?name={name}") as backend:
             keys = put(backend, 1, 2)
             with backend.update() as transaction:
-                transaction.touch(keys[0], Usage(3, pinned=True), announce=True)
+                transaction.touch(keys[0], Usage(3, pinned=True))
                 transaction.put_note(b"n", b"v")
                 transaction.delete(keys[1])
             backend.sync()

@@ -103,9 +103,9 @@ def test_the_pages_of_a_sequence_that_are_not_stored_are_missing():
     with store_of() as store:
         store.put(A[:8])
         keys = page_keys(NS, as_tokens([1] * 20), P)
-        assert store.engine.missing(NS, keys, as_tokens([1] * 20), P) == [2, 3, 4]
+        assert store.engine.missing(NS, as_tokens([1] * 20), P) == [2, 3, 4]
         store.put([1] * 20)
-        assert store.engine.missing(NS, keys, as_tokens([1] * 20), P) == []
+        assert store.engine.missing(NS, as_tokens([1] * 20), P) == []
 
 
 def test_a_refused_page_is_not_captured_again_until_something_changes():
@@ -113,11 +113,11 @@ def test_a_refused_page_is_not_captured_again_until_something_changes():
         assert store.put([1] * 4, 10_000) == 0
         tokens = as_tokens([1] * 8)
         keys = page_keys(NS, tokens, P)
-        assert store.engine.missing(NS, keys, tokens, P) == []
+        assert store.engine.missing(NS, tokens, P) == []
         assert not store.engine.wants(NS, NS, as_tokens([1] * 4).tobytes())
         store.put(B[:4])
         store.match(B)
-        assert store.engine.missing(NS, keys, tokens, P) == [0, 1]
+        assert store.engine.missing(NS, tokens, P) == [0, 1]
 
 
 # -- eviction ----------------------------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ def change(chance, model, transaction, number):
         transaction.put(key, page.record, page.usage, bytes(page.record.stored_bytes))
     else:
         model.pages[key].usage = some_usage(chance)
-        transaction.touch(key, model.pages[key].usage, announce=chance.random() < 0.5)
+        transaction.touch(key, model.pages[key].usage)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -45,7 +45,7 @@ OPERATIONS = {
         "leading",
     ),
     *("neighbors", "beside", "children", "followed", "count", "fetch", "payload", "put", "delete", "touch", "note"),
-    *("put_note", "put_namespace", "namespace", "namespaces", "drop_namespace"),
+    *("put_note", "put_namespace", "namespace", "namespaces", "drop_empty_namespaces"),
 }
 
 
