@@ -11,20 +11,19 @@ from typing import Any, NamedTuple, TypeAlias
 
 import lmdb
 import pytest
-from prefixstore.engine.follow import Follower
-from prefixstore.engine.journal import Journal
 
-from prefixstore.engine import eviction, index, page_checks, page_update, readers
+from prefixstore.engine import commit, eviction, page_checks, page_update, readers
 from prefixstore.engine.budget import Budget, Evictor
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.commit import Committer
 from prefixstore.engine.delete import Deleter
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.far import FarEngine
-from prefixstore.engine.index import Index, Page, Path
-from prefixstore.engine.page_update import Transaction
+from prefixstore.engine.index import Page, Path
+from prefixstore.engine.lookup import Located
 from prefixstore.engine.queue import WriteQueue
 from prefixstore.engine.ram import RamTier
+from prefixstore.engine.relatives import siblings_of
 from prefixstore.engine.room import Room
 from prefixstore.format.record import Usage
 from prefixstore.maintenance import transfer
@@ -88,21 +87,21 @@ def wrap(patch: Patch, owner: Any, name: str, change: Callable[..., Any]) -> Non
 @leads_to("a lookup finds only", ("capture", 0, [TWO_PAGES]), ("match", 0, (TWO, (0,) * 8)))
 def match_ignores_the_salt(patch: Patch) -> None:
     def match(real: Any, self: Any, namespace: bytes, tokens: Any, page_tokens: int) -> Path:
-        paths = [real(self, one, tokens, page_tokens) for one in (namespace, *self._contents.index._roots)]
-        return max(paths, key=lambda path: path.n_tokens)
+        spaces = (namespace, *(one.key for one in self.namespaces()))
+        return max((real(self, one, tokens, page_tokens) for one in spaces), key=lambda path: path.n_tokens)
 
-    wrap(patch, Catalog, "match", match)
+    wrap(patch, Engine, "match", match)
 
 
 @leads_to(
     "a lookup finds only|a restore gives pages of its tokens", ("capture", 0, [TAIL]), ("match", 0, (ONE, (0,) * 5))
 )
 def a_tail_matches_one_token_too_many(patch: Patch) -> None:
-    def match(real: Any, *arguments: Any) -> Any:
-        path, unknown = real(*arguments)
-        return Path(path.pages, path.n_tokens + (bool(path.pages) and path.n_tokens < path.pages[-1].end)), unknown
+    def path(real: Any, self: Any) -> Any:
+        path = real(self)
+        return Path(path.pages, path.n_tokens + (bool(path.pages) and path.n_tokens < path.pages[-1].end))
 
-    wrap(patch, Index, "match", match)
+    wrap(patch, Located, "path", path)
 
 
 @leads_to(
@@ -111,12 +110,11 @@ def a_tail_matches_one_token_too_many(patch: Patch) -> None:
     ("match", 0, (RECURRENT, (0, 1, 1))),
 )
 def a_snapshot_of_other_tokens_is_found(patch: Patch) -> None:
-    wrap(
-        patch,
-        index,
-        "_prefixes",
-        lambda _, snapshots, wanted: [snapshots[key] for key in snapshots if key[:4] == wanted[:4]],
-    )
+    def paths(real: Any, self: Any) -> list[Path]:
+        found = [page for page in self.snapshots[0] if page.tokens[:4] == self.prompt.piece(0)[:4]]
+        return [Path((page,), page.end) for page in found] or real(self)
+
+    wrap(patch, Located, "snapshot_paths", paths)
 
 
 @leads_to("what is pinned stays", ("capture", 0, [TWO_PAGES]), ("pin", 0, TWO_PAGES, True), ("evict", 0, 0.0))
@@ -132,12 +130,11 @@ def eviction_takes_pinned_pages(patch: Patch) -> None:
     "what is pinned stays|pins are kept", ("capture", 0, [TAIL]), ("pin", 0, TAIL, True), ("capture", 0, [TWO_PAGES])
 )
 def the_pin_of_a_tail_is_lost_with_it(patch: Patch) -> None:
-    wrap(
-        patch,
-        Catalog,
-        "_set_pinned",
-        lambda real, self, page, *, pinned: None if not page.is_stored else real(self, page, pinned=pinned),
-    )
+    def siblings_of(real: Any, *arguments: Any) -> Any:
+        tail, is_covered = real(*arguments)
+        return (None if tail is None else replace(tail, pinned=False)), is_covered
+
+    wrap(patch, commit, "siblings_of", siblings_of)
 
 
 @leads_to("parents outlive", ("capture", 0, [TWO_PAGES, (ONE, (0, 0, 0, 0, 1, 1, 1, 1))]), ("evict", 0, 0.9))
@@ -232,7 +229,15 @@ def an_export_forgets_pins(patch: Patch) -> None:
     ("match", 1, PAGE),
 )
 def a_reader_keeps_a_stale_index(patch: Patch) -> None:
-    wrap(patch, Follower, "refresh", lambda real, self, view, **options: real(self, view, **options) if options else 0)
+    known: dict[Any, Any] = {}
+
+    def locate(real: Any, self: Any, view: Any, waiting: Any, prompt: Any, **options: Any) -> Any:
+        key = id(self), prompt.namespace, prompt.tokens.tobytes(), *options
+        if not known.get(key) or not known[key].pages:
+            known[key] = real(self, view, waiting, prompt, **options)
+        return known[key]
+
+    wrap(patch, Catalog, "locate", locate)
 
 
 @leads_to(
@@ -240,7 +245,6 @@ def a_reader_keeps_a_stale_index(patch: Patch) -> None:
     *(("fail", 0, "down", n, 0, [(ONE, (n, n))]) for n in range(0, 20, 2)),
 )
 def a_failed_commit_is_taken_for_stored(patch: Patch) -> None:
-    patch.setattr(Journal, "roll_back", lambda _: None)
     patch.setattr(Catalog, "drop", lambda *_: None)
 
 
@@ -256,12 +260,12 @@ def nothing_is_evicted_on_request(patch: Patch) -> None:
 
 @leads_to("a lookup finds the longest", ("hang", [PAGE], [PAGE], None))
 def what_waits_is_not_found(patch: Patch) -> None:
-    def match(real: Any, *arguments: Any) -> Path:
+    def longest(real: Any, *arguments: Any) -> Path:
         path = real(*arguments)
         pages = tuple(page for page in path.pages if page.is_stored)
         return Path(pages, min(path.n_tokens, pages[-1].end if pages else 0))
 
-    wrap(patch, Catalog, "match", match)
+    wrap(patch, Catalog, "longest", longest)
 
 
 @leads_to("what is missing is captured", ("fail", 0, "full", 0, 0, [PAGE]))
@@ -271,13 +275,14 @@ def a_page_without_space_is_refused_for_good(patch: Patch) -> None:
         self._refused.update(new.page.key for new in batch)
 
     wrap(patch, Catalog, "drop", drop)
+    patch.setattr(Catalog, "saw", lambda *_: None)
 
 
 @leads_to("what was captured is stored", ("reopen", 0, [PAGE]))
 def closing_drops_what_waits(patch: Patch) -> None:
     def close(real: Any, self: Any) -> None:
         catalog = self._work._catalog
-        catalog.abandon(list(catalog._contents.pending.values()))
+        catalog.abandon(list(catalog._pending.values()))
         real(self)
 
     wrap(patch, WriteQueue, "close", close)
@@ -286,22 +291,6 @@ def closing_drops_what_waits(patch: Patch) -> None:
 @leads_to("what was captured is stored far away", ("capture", 0, [PAGE]), where="two")
 def nothing_goes_to_the_far_location(patch: Patch) -> None:
     patch.setattr(FarEngine, "offer", lambda *_: None)
-
-
-@leads_to(
-    "a lookup finds only",
-    ("capture", 0, [PAGE]),
-    ("match", 0, PAGE),
-    ("delete", 2, None),
-    ("match", 0, PAGE),
-    where="process",
-)
-def another_process_does_not_say_what_it_changes(patch: Patch) -> None:
-    def finish(real: Any, self: Any) -> None:
-        self._changed.clear()
-        real(self)
-
-    wrap(patch, Transaction, "finish", finish)
 
 
 @leads_to(
@@ -314,7 +303,7 @@ def a_tail_is_deleted_before_what_replaces_it_is_written(patch: Patch) -> None:
     def commit(real: Any, self: Any, batch: Any) -> Any:
         with self._catalog.update(self._backend) as transaction:
             for new in batch:
-                if (tail := self._catalog.tail_before(new)) is not None:
+                if (tail := siblings_of(transaction, new.page)[0]) is not None:
                     transaction.delete(tail.key)
         return real(self, batch)
 
