@@ -331,7 +331,7 @@ def test_the_hottest_prefixes_are_as_long_as_they_are_used(used):
     for one in found:
         page = pages[one.page]
         assert (one.uses, one.n_tokens) == (page.hits, page.end)
-        assert not [child for child in page.dependents if child.hits == page.hits]
+        assert not [child for child in page.children if child.hits == page.hits]
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import pytest
 from prefixstore.engine import budget as budget_module
 from prefixstore.engine import eviction as eviction_module
 from prefixstore.engine.budget import Quota
-from prefixstore.engine.index import Page
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.namespace import Namespace
 from tests.support.engines import NS, A, B, C, MemoryPages, P, Store, entry
@@ -37,7 +36,6 @@ def steps(monkeypatch):
 
     monkeypatch.setattr(eviction_module.heapq, "heappop", count("pop", heapq.heappop))
     monkeypatch.setattr(eviction_module.heapq, "heappush", count("push", heapq.heappush))
-    monkeypatch.setattr(Page, "dependents", property(count("dependents", Page.dependents.fget)))
     monkeypatch.setattr(budget_module.Namespace, "parse", count("parse", Namespace.parse))
     return counted
 

@@ -129,7 +129,7 @@ def test_a_damaged_page_ends_the_restore_early_and_is_reported(workers, at):
         assert store.fetch() == at
         assert store.counters.group("unreadable") == {"corrupt": 1}
         assert store.catalog.deferred().damaged == {store.pages[at].key}
-        assert not store.catalog.is_current(store.pages[at])
+        assert store.catalog.is_damaged(store.pages[at].key)
 
 
 def test_only_the_first_of_several_damaged_pages_is_reported(workers):
@@ -153,7 +153,7 @@ def test_a_page_of_an_unknown_codec_is_not_restored_and_not_deleted():
         assert store.fetch() == 3
         assert store.counters.group("unreadable") == {"incompatible": 1}
         assert not store.catalog.deferred().damaged
-        assert store.catalog.is_current(store.pages[3])
+        assert not store.catalog.is_damaged(store.pages[3].key)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from contextlib import contextmanager
 
@@ -11,9 +10,7 @@ import pytest
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine.pages import Pages
 from prefixstore.engine.waiting import DropReason
-from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_keys
-from tests.support import in_thread
 from tests.support.engines import MIB, NS, A, B, C, P, Store, snapshot_of, store_of, two_stores
 from tests.support.fragile import known_keys
 
@@ -97,23 +94,6 @@ def test_a_page_that_both_engines_have_captured_is_stored_once(tmp_path):
         assert two.fetch([*A, 5, 6]) == 4
 
 
-def test_an_older_view_does_not_set_the_index_back(tmp_path):
-    with two_stores(tmp_path) as (one, two):
-        assert one.match(A) == 0
-        with one.backend.view() as old:
-            threads = [threading.Thread(target=two.put, args=(A,))]
-            threads[0].start()
-            threads[0].join()
-            assert one.match(A) == 12
-            child = one.announce([*A, 5])
-            assert len(child) == 1
-            # another thread opened its view before, and continues only now
-            one.engine._catalog.refresh(old)
-            assert one.match([*A, 5]) == 13
-        assert one.engine.commit(child) == 1
-        assert one.counters.group("dropped") == {}
-
-
 def test_a_tail_that_another_process_has_stored_is_not_forgotten_with_the_pending_one(tmp_path):
     """If it were forgotten, its parent would seem to be a leaf, and would be evicted before it."""
     with two_stores(tmp_path, max_entries=3) as (one, two):
@@ -129,21 +109,6 @@ def test_a_tail_that_another_process_has_stored_is_not_forgotten_with_the_pendin
             one.put([number] * 4)
             assert one.engine.check() == []
         assert known_keys(one.engine) == one.stored_keys()
-
-
-def test_an_index_that_missed_too_many_changes_is_rebuilt(tmp_path, monkeypatch):
-    monkeypatch.setattr("prefixstore.engine.page_update.CHANGES_KEPT", 2)
-    with two_stores(tmp_path, max_entries=20) as (one, two):
-        one.put(A)
-        pending = one.announce([*A, 5])
-        two.match(A)
-        for number in range(10, 40):
-            two.put([number] * 4)
-            two.fetch(A)
-        assert one.match([*A, 5]) == 13
-        assert known_keys(one.engine) == one.stored_keys() | {pending[0].page.key}
-        assert one.engine.commit(pending) == 1
-        assert two.match([*A, 5]) == 13
 
 
 def test_an_unpin_of_one_engine_is_seen_by_the_other(tmp_path):
@@ -178,22 +143,6 @@ def test_a_reader_sees_that_another_engine_keeps_a_page_alive(tmp_path, clock, r
         clock[0] += 61 * 10**9
         assert two.match(A) == one.match(A) == 0
         two.engine.close()
-
-
-def test_not_each_use_of_a_page_is_a_change_for_other_engines(tmp_path, clock):
-    with store_of(Pages(LMDBBackend(tmp_path, MIB)), options={"ttl": 60.0}) as one:
-        one.put(A)
-
-        def generation():
-            with one.backend.view() as view:
-                return view.generation
-
-        before = generation()
-        for _ in range(60):
-            clock[0] += 10**9
-            one.fetch(A)
-            one.engine.commit([])
-        assert 3 <= generation() - before <= 5
 
 
 # -- other threads, while a transaction is open ------------------------------------------------------------------------
@@ -249,26 +198,6 @@ def test_a_snapshot_that_is_pending_here_and_stored_by_another_process_can_be_th
         assert one.stored_keys() == {ours.page.parent}
 
 
-def test_an_older_view_does_not_set_the_index_back_while_a_transaction_is_open(tmp_path):
-    with two_stores(tmp_path, max_entries=2) as (one, two):
-        one.put(A[:4])
-        two.match(A)
-        catalog = one.engine._catalog
-        with one.backend.view() as old:
-            in_thread(two.put, A[:8]).join()
-            assert one.match(A) == 8
-            batch = one.announce(B[:4])
-
-            def read_an_old_state():
-                # a restore did not find a page, so the index is to be rebuilt, by whichever thread comes first
-                catalog.contradict(catalog.get(page_keys(NS, as_tokens(A), P)[0]), 0)
-                catalog.refresh(old)
-
-            while_space_is_made(one, read_an_old_state)
-            in_thread(one.engine.commit, batch).join()
-        assert one.engine.check() == []
-
-
 def test_a_page_that_is_taken_for_damaged_in_a_transaction_keeps_its_parent(tmp_path):
     with two_stores(tmp_path, max_entries=2) as (one, _):
         one.put(A[:8])
@@ -276,19 +205,6 @@ def test_a_page_that_is_taken_for_damaged_in_a_transaction_keeps_its_parent(tmp_
         while_space_is_made(one, lambda: one.engine._catalog.mark_damaged(page_keys(NS, as_tokens(A), P)[1]))
         one.engine.commit(batch)
         assert one.engine.check() == []
-
-
-def test_a_page_that_is_taken_for_damaged_before_a_transaction_keeps_its_parent(tmp_path):
-    with two_stores(tmp_path) as (one, _):
-        one.put(A[:8])
-        assert one.match(A) == 8
-        first, second = page_keys(NS, as_tokens(A[:8]), P)
-        one.engine._catalog.mark_damaged(second)
-        assert one.match(A) == 4
-        page = one.engine._catalog.get(first)
-        assert one.engine._deleter._delete_leaves([page]).pages == 0
-        assert one.engine.check() == []
-        assert one.stored_keys() == {first, second}
 
 
 def test_a_page_that_is_deleted_before_its_engine_knows_that_it_is_stored_leaves_the_index(tmp_path):
@@ -306,28 +222,3 @@ def test_a_page_that_is_deleted_before_its_engine_knows_that_it_is_stored_leaves
         assert one.engine.commit(batch) == 3
         assert one.match(A) == 0
         assert known_keys(one.engine) == one.stored_keys()
-
-
-def test_no_transaction_begins_between_a_failed_one_and_the_distrust_of_its_index(tmp_path):
-    with two_stores(tmp_path) as (one, _):
-        one.put(A[:8])
-        update, next_one = one.backend.update, []
-
-        @contextmanager
-        def failing():
-            one.backend.update = update
-            try:
-                with update() as transaction:
-                    yield transaction
-                    raise UnavailableError("the location does not answer")
-            finally:
-                # the lock of the location is free
-                next_one.append(in_thread(one.engine._deleter._delete_leaves, one.engine.pages()[:1]))
-                next_one[0].join(0.2)
-
-        one.backend.update = failing
-        with pytest.raises(UnavailableError):
-            one.engine._deleter._delete_leaves(one.engine.pages()[-1:])
-        next_one[0].join()
-        assert one.engine.check() == []
-        assert len(one.stored_keys()) == 2

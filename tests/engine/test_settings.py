@@ -14,7 +14,7 @@ from prefixstore.engine.pages import Pages
 from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_keys
 from prefixstore.format.namespace import Namespace
-from tests.support.engines import MIB, NS, OTHER, A, B, MemoryPages, P, Store, put_snapshots, store_of
+from tests.support.engines import NS, OTHER, A, B, MemoryPages, P, Store, put_snapshots, store_of
 from tests.support.fragile import Fragile
 from tests.support.newer import make_corrupt
 
@@ -146,11 +146,3 @@ def test_a_transaction_that_fails_keeps_the_settings(call):
     with store.backend.inner.view() as view:
         assert set(view.namespaces()) == set()
     store.close()
-
-
-def test_settings_that_were_left_without_pages_are_deleted_by_the_next_transaction(tmp_path):
-    with store_of(Pages(LMDBBackend(tmp_path, MIB))) as store:
-        with store.backend.update() as transaction:
-            transaction.put_namespace(OTHER, b"{}")
-        store.put(A)
-        assert settings_of(store) == {NS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -145,5 +146,7 @@ def test_expired_snapshots_are_not_found():
     with store_of() as store:
         put_snapshots(store, tokens, [8, 17])
         path = store.engine.match_snapshot(NS, as_tokens(tokens), P, 30)
-        path.pages[-1].expires = 1
+        with store.backend.update() as transaction:
+            key = path.pages[-1].key
+            transaction.touch(key, replace(transaction.usage(key), expires=1))
         assert store.match_snapshot(tokens) == 8

@@ -9,7 +9,6 @@ from functools import partial
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.engine import contents
 from prefixstore.engine.budget import Budget, Evictor
 from prefixstore.engine.delete import of_namespaces, subtree
 from prefixstore.engine.page_view import Used
@@ -24,41 +23,39 @@ N_SEQUENCES = 20
 
 
 @pytest.fixture
-def forgetful(monkeypatch):
-    """A store with 60 pages whose index keeps 16 of them."""
-    monkeypatch.setattr(contents, "CACHED_PAGES", 16)
+def filled():
+    """A store with 60 pages."""
     with store_of() as store:
         for number in range(N_SEQUENCES):
             store.put([number] * 12)
         store.match([0])
-        assert len(store.engine._catalog._contents.index) <= 16
         yield store
 
 
-def test_pages_and_choices_are_complete_although_pages_were_forgotten(forgetful):
-    assert known_keys(forgetful.engine) == forgetful.stored_keys()
-    assert len(forgetful.engine.select([partial(of_namespaces, namespaces={NS})])) == 3 * N_SEQUENCES
+def test_pages_and_choices_are_complete(filled):
+    assert known_keys(filled.engine) == filled.stored_keys()
+    assert len(filled.engine.select([partial(of_namespaces, namespaces={NS})])) == 3 * N_SEQUENCES
 
 
-def test_all_pages_are_deleted_although_pages_were_forgotten(forgetful):
+def test_all_pages_are_deleted(filled):
     first = page_keys(NS, as_tokens([7] * 12), P)[0]
-    assert forgetful.engine.delete([partial(subtree, key=first)]).pages == 3
-    assert forgetful.engine.clear(NS) == 3 * N_SEQUENCES - 3
-    assert forgetful.stored_keys() == set()
+    assert filled.engine.delete([partial(subtree, key=first)]).pages == 3
+    assert filled.engine.clear(NS) == 3 * N_SEQUENCES - 3
+    assert filled.stored_keys() == set()
 
 
-def test_what_was_forgotten_is_no_stray(forgetful):
-    kept = forgetful.stored_keys()
-    assert forgetful.engine.delete_strays({NS}).pages == 0
-    assert forgetful.engine.delete_strays(None).pages == 0
-    assert forgetful.stored_keys() == kept
+def test_what_was_forgotten_is_no_stray(filled):
+    kept = filled.stored_keys()
+    assert filled.engine.delete_strays({NS}).pages == 0
+    assert filled.engine.delete_strays(None).pages == 0
+    assert filled.stored_keys() == kept
 
 
-def test_a_page_is_pinned_with_descendants_that_were_forgotten(forgetful):
+def test_a_page_is_pinned_with_descendants_that_were_forgotten(filled):
     first = page_keys(NS, as_tokens([0] * 12), P)[0]
-    page = next(page for page in forgetful.engine.pages() if page.key == first)
-    assert forgetful.engine.pin_page(page, pinned=True) == 3
-    with forgetful.backend.view() as view:
+    page = next(page for page in filled.engine.pages() if page.key == first)
+    assert filled.engine.pin_page(page, pinned=True) == 3
+    with filled.backend.view() as view:
         assert sum(usage.pinned for _, _, usage in view.scan()) == 3
 
 

@@ -191,7 +191,7 @@ def test_a_live_prefix_that_the_store_no_longer_has_is_given_up(victim):
     fetching = store._engine.fetching
 
     def without_the_first(pages, **options):
-        if pages[0] is path[0]:
+        if pages[0].key == path[0].key:
             with victim.backend.update() as transaction:
                 transaction.delete(path[0].key)
         return fetching(pages, **options)
