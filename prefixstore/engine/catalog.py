@@ -44,6 +44,7 @@ class Catalog(Chooser):
 
     def locate(self, view: View, waiting: Waiting, prompt: Prompt, *, snapshots: bool = False) -> Located:
         """What there is of a prompt; `waiting` was taken before the view was opened."""
+        self.saw(view)
         found = locate(view, waiting, prompt, self.nodes, snapshots=snapshots)
         self.unreadable(found.unreadable)
         # states of pages that others have deleted
@@ -86,7 +87,9 @@ class Catalog(Chooser):
 
     def wants(self, view: View, namespace: bytes, parent: bytes, tokens: bytes) -> bool:
         """Whether the page with these tokens after `parent` is worth capturing: no page has them all, or its key."""
-        if view.records([page_key(parent, tokens)]):
+        key = page_key(parent, tokens)
+        record, _ = view.records([key]).get(key, (None, None))
+        if record is not None and not isinstance(record, CorruptError):
             return False
         near = view.neighbors(parent, tokens)
         return not any(isinstance(one.record, Record) and one.record.tokens.startswith(tokens) for one in near)

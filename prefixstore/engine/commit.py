@@ -199,6 +199,7 @@ class Committer:
         refused: list[tuple[PendingPage, DropReason]] = []
         deferred, n_damaged = Deferred(), 0
         shortage: Shortage | None = None
+        refused_at: int | None = None
 
         def committed() -> None:
             # Keep states in RAM while their buffers are still here, then tell the catalog.
@@ -212,7 +213,7 @@ class Committer:
                 log.info("%s", shortage)
             # children first: with a page, those that depend on it are given up
             for new, reason in reversed(refused):
-                catalog.refuse(new, reason)
+                catalog.refuse(new, reason, refused_at)
 
         with catalog.update(self._backend, committed) as transaction:
             # Delete what is damaged, expired, or no longer wanted.
@@ -225,11 +226,11 @@ class Committer:
             # Write the pages, parents first, making space for each.
             refused = self._put_all(transaction, packed, written, put)
             shortage = self._shortage(transaction, packed, refused)
+            refused_at = transaction.generation if refused and not put else None
             # And their uses.
             self._write_uses(transaction, {key: n for key, n in deferred.uses.items() if key in fresh})
             # Take out pages that were given up meanwhile: their parents may have been evicted for the next one.
-            kept = set(map(id, catalog.still_pending(written)))
-            for new in [new for new in written if id(new) not in kept]:
+            for new in catalog.given_up(written):
                 written.remove(new)
                 if new.page.key in put:
                     transaction.delete(new.page.key)

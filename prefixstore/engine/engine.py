@@ -645,7 +645,6 @@ class Engine:
         waiting = self._catalog.along(prompt)
         try:
             with self._breaker.asking(), self._backend.view() as view:
-                self._catalog.saw(view)
                 found = self._catalog.locate(view, waiting, prompt)
         except UnavailableError:
             n_here = next((i for i, key in enumerate(prompt.keys) if key not in waiting.pages), len(prompt.keys))

@@ -248,8 +248,8 @@ class WaitingPages:
                 if self.is_pending(new) and (lost := len(self._forget(new.page.key))):
                     self._counters.count(f"dropped:{reason.value}", lost)
 
-    def refuse(self, new: PendingPage, reason: DropReason) -> None:
-        """Give up a page for which there is no space, or no parent."""
+    def refuse(self, new: PendingPage, reason: DropReason, generation: int | None = None) -> None:
+        """Give up a page for which there is no space, or no parent, in this generation of the location, if known."""
         with self._lock:
             if self.is_pending(new):
                 if reason is DropReason.ADMISSION:
@@ -257,7 +257,7 @@ class WaitingPages:
                 self.drop([new], reason)
                 if reason is DropReason.BUDGET:
                     self._refused.add(new.page.key)
-                    self._refused_at = None
+                    self._refused_at = generation
 
     def _not_admitted(self, page: Page) -> None:
         """A captured page is not worth what would be evicted for it."""
@@ -279,6 +279,11 @@ class WaitingPages:
         """Those that still wait."""
         with self._lock:
             return [new for new in batch if self.is_pending(new)]
+
+    def given_up(self, batch: Iterable[PendingPage]) -> list[PendingPage]:
+        """Those that no longer wait."""
+        with self._lock:
+            return [new for new in batch if not self.is_pending(new)]
 
     def claim(self, new: PendingPage, *, is_covered: bool) -> bool:
         """Mark a page as being written; whether it is to be: it still waits, and no longer page is stored."""

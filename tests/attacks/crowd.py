@@ -18,9 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from prefixstore import PrefixStore, StorageError
-from prefixstore.engine import contents as contents_module
+from prefixstore.engine.choose import TIMES_KEPT
 from prefixstore.engine.eviction import GROUPS, POOL
-from prefixstore.engine.page_update import CHANGES_KEPT
 from prefixstore.engine.pending import PendingPage
 from prefixstore.format.export import ExportReader
 from prefixstore.format.keys import PAGE, SNAPSHOT, as_tokens, page_key
@@ -173,17 +172,13 @@ class Member:
 
 
 def require_bounds(store: PrefixStore) -> None:
-    """What is kept for pages is bounded: by the size of the cache, by what waits, and by what is stored."""
+    """What is kept for pages is bounded: by what waits."""
     catalog = store.engine._catalog
-    contents = catalog._contents
     with catalog._lock:
-        cached, pending = len(contents.index.pages), len(contents.pending)
-        kept = len(contents.pending.keys() | contents.writing | contents.deferred.uses.keys())
+        pending, times = len(catalog._pending), len(catalog._last_used)
         pools = sum(map(len, catalog._sampler._pools.values()))
-    # a refresh adds what others have changed next to what is known
-    limit = contents_module.CACHED_PAGES + kept + CHANGES_KEPT
-    if cached > limit:
-        raise AssertionError(f"the index grows: {cached} pages, {kept} of them are needed")
+    if times > TIMES_KEPT:
+        raise AssertionError(f"{times} times of use are remembered")
     if pending > 20_000 or pools > (GROUPS + 1) * POOL:
         raise AssertionError(f"{pending} pages are pending, and {pools} are in the pools of eviction")
 
@@ -274,8 +269,8 @@ def crowd(  # noqa: C901 - one thing after the other
             problems.append(f"{store.engine.queued_bytes} bytes are leased and not queued")
         catalog = store.engine._catalog
         left = {
-            "pending": len(catalog._contents.pending),
-            "writing": len(catalog._contents.writing),
+            "pending": len(catalog._pending),
+            "writing": len(catalog._writing),
             "deferred": catalog.deferred(),
         }
         if any(left.values()):
@@ -302,5 +297,4 @@ if __name__ == "__main__":
     disable_timeouts()
     order = json.loads(sys.argv[1])
     # how many pages each index caches
-    contents_module.CACHED_PAGES = order.pop("cached", contents_module.CACHED_PAGES)
     print(json.dumps(crowd(**order)))

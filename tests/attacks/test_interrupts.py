@@ -49,16 +49,9 @@ def note(store):
     store.engine.change_note(b"job", lambda _: b"mine")
 
 
-def looked_up_anew(store):
-    """A lookup that has to read all that it finds."""
-    store.engine._catalog._contents.forget_stored()
-    assert store.match(A) == 12
-
-
 # name -> what is done; whether flushed pages may be gone afterwards
 WORK = {
     "match": (lambda store: store.match(A), False),
-    "match anew": (looked_up_anew, False),
     "pages": (lambda store: store.engine.pages(), False),
     "fetch": (fetch, False),
     "fetch streamed": (lambda store: fetch(store, streamed=True), False),

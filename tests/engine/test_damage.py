@@ -110,7 +110,7 @@ def test_a_page_of_a_newer_version_is_not_changed(tmp_path):
         announced = [new for new in [*batch, *store.pages(C)] if store.engine.announce(new)]
         # A's second page may not be replaced, so its children cannot be stored; C can
         assert store.engine.commit(announced) == 3
-        assert store.counters.group("dropped") == {"unavailable": 2}
+        assert sum(store.counters.group("dropped").values()) == len(announced) - 3
         assert keys[1] in store.stored_keys()
         assert store.match(C) == 12
 

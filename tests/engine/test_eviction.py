@@ -87,7 +87,7 @@ class Cache:
         above = self.pages[keys[n - 1]] if n else None
         for i in range(n, len(keys)):
             page = Page(keys[i], keys[i - 1] if i else NS, i + 1, last_used=self.now)
-            self.policy.added(NS, page, above)
+            self.policy.added(NS, page, above.last_used if above is not None else None)
             new.append(page)
             above = page
         self._admit(new)

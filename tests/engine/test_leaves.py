@@ -91,6 +91,9 @@ class Model:
         start = above.start + len(above.tokens) // 4 if above is not None else 0
         payload = bytes(number % 50)
         key, record = make_page(payload, [number] * 4, parent=parent or space, start=start, namespace=space)
+        for one in SPACES:
+            if one.key == space:
+                transaction.put_namespace(space, one.canonical)
         transaction.put(key, record, usage, payload)
         self.pages[key] = Known(record, usage)
         return key

@@ -198,10 +198,10 @@ class Machine(RuleBasedStateMachine):
             engine.match(NAMESPACES[0], as_tokens([]), P)
             with engine._backend.view() as view:
                 keys = {key for key, _, _ in view.scan()}
-            assert known_keys(engine) == keys | set(engine._catalog._contents.pending)
+            assert known_keys(engine) == keys | set(engine._catalog._pending)
             used, stored, raw = engine.used()
             assert used.entries == len(keys)
-            if not engine._catalog._contents.pending:
+            if not engine._catalog._pending:
                 sizes = [len(state_of(key)) for key in keys]
                 assert raw == sum(sizes)
                 assert stored <= raw
