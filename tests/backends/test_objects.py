@@ -710,6 +710,7 @@ def test_a_grandchild_uses_the_location_and_its_ancestors_go_on(new_prefix):
 
 FORKS = """
 import os, sys
+from prefixstore.engine.pages import open_pages
 from tests.support.places import contents, fill, space
 backend = open_pages(sys.argv[1], max_bytes=1 << 20)
 fill(backend, space(), [[1] * 4])
