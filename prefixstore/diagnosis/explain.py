@@ -13,7 +13,6 @@ from prefixstore.diagnosis.culprits import Culprit, Texts, find_culprit, repeate
 from prefixstore.diagnosis.explanation import Cost, EvictedPage, Explanation, Fork, OtherSettings, evicted_page
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.index import Page, Path
-from prefixstore.engine.page_view import View
 from prefixstore.format.keys import PAGE, Tokens, common_prefix, page_key, page_keys
 from prefixstore.format.namespace import Namespace
 from prefixstore.stats import Kind
@@ -95,8 +94,7 @@ def explain(engine: Engine, words: Words, tokens: Tokens, place: Place, note: st
     if place.kind.has_snapshots:
         matched = engine.match_snapshot(key, tokens, place.page_tokens, max(len(tokens) - 1, 0))
     n_shared = shared.n_tokens
-    with engine.view() as view:
-        branches = _branches(engine, view, place, tokens, shared)
+    branches = _branches(engine, place, tokens, shared)
     near = [_texts(words, tokens, branch) for branch in branches]
     fork = _fork(near[0], branches[0].at) if near else None
     evicted = _evicted(engine, place, tokens, n_shared)
@@ -171,7 +169,7 @@ class _Branch:
     after: Sequence[int]
 
 
-def _branches(engine: Engine, view: View, place: Place, tokens: Tokens, shared: Path) -> list[_Branch]:
+def _branches(engine: Engine, place: Place, tokens: Tokens, shared: Path) -> list[_Branch]:
     """The stored sequences next to the prompt, the one first that has most in common with it.
 
     There are none if the prompt is stored completely, or continues where the stored sequence ends.
@@ -183,23 +181,23 @@ def _branches(engine: Engine, view: View, place: Place, tokens: Tokens, shared: 
     is_inside = last is not None and last.end > n
     parent = namespace if last is None else last.parent if is_inside else last.key
     found: dict[bytes, Page] = {last.key: last} if is_inside and last is not None else {}
-    for page in engine.children(view, parent, namespace, SIBLINGS):
+    for page in engine.children(parent, SIBLINGS):
         found.setdefault(page.key, page)
     common = {page.key: common_prefix(_array(page), tokens[page.start :]) for page in found.values()}
     nearest = sorted(found.values(), key=lambda page: (-common[page.key], -page.last_used))
     # a child whose tokens are all in the prompt continues elsewhere
     return [
-        _Branch(page.start + common[page.key], _followed(engine, view, namespace, page)[common[page.key] :])
+        _Branch(page.start + common[page.key], _followed(engine, page)[common[page.key] :])
         for page in nearest[:BRANCHES]
         if common[page.key] < page.n_tokens and page.start + common[page.key] < len(tokens)
     ]
 
 
-def _followed(engine: Engine, view: View, namespace: bytes, page: Page) -> list[int]:
+def _followed(engine: Engine, page: Page) -> list[int]:
     """The tokens of a page, and of those that follow it, each time the one that was used last."""
     found: list[int] = _array(page).tolist()
     while len(found) < AFTER:
-        children = engine.children(view, page.key, namespace, CHILDREN)
+        children = engine.children(page.key, CHILDREN)
         if not children:
             break
         page = max(children, key=lambda child: child.last_used)

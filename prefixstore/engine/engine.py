@@ -453,12 +453,14 @@ class Engine:
         """Whether this process has evicted a page lately. The location is not asked."""
         return self._catalog.evictions.find(key) is not None
 
-    def children(self, view: View, parent: bytes, namespace: bytes, at_most: int) -> list[Page]:
-        """Children of this page, or of the namespace: some of the stored ones, and those that are known here."""
-        found = view.children([parent], PAGE, at_most)
+    def children(self, parent: bytes, at_most: int) -> list[Page]:
+        """Children of this page, or of this namespace: some of the stored ones, and those that wait."""
+        # before the view: what is committed meanwhile is stored
+        waiting = [page for page in self._catalog.pending_after(parent) if page.form == PAGE]
+        with self._backend.view() as view:
+            found = view.children([parent], PAGE, at_most)
         stored = [Page.stored(key, record, usage) for key, record, usage in found if isinstance(record, Record)]
-        # also what was committed since the view was opened
-        return [*stored, *(page for page in self._catalog.pending_after(parent) if page.form == PAGE)]
+        return stored + waiting
 
     def pages(self) -> list[Page]:
         """All pages, stored and pending, parents before their children."""
@@ -839,10 +841,18 @@ class Engine:
             If pages cannot be read.
         """
         while (page := self._ram.next_wanted()) is not None:
-            with self.fetching([page]) as states:
-                for state in states:
-                    self._ram.keep(page, state)
+            if self._has(page.key):
+                with self.fetching([page]) as states:
+                    for state in states:
+                        self._ram.keep(page, state)
         return self._room.step() if self._room.has_work and not self._breaker.is_open else None
+
+    def _has(self, key: bytes) -> bool:
+        """Whether a page is here, or will be with one of the next commits."""
+        if self._catalog.get(key) is not None:
+            return True
+        with self._backend.view() as view:
+            return key in view.records([key])
 
     # -- importing ----------------------------------------------------------------------------------------------------
 

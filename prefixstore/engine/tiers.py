@@ -197,13 +197,6 @@ class TieredEngine(Engine):
         """How many of the first of these pages are in the nearer location."""
         return next((n for n, page in enumerate(pages) if page.is_far), len(pages))
 
-    def _has(self, key: bytes) -> bool:
-        """Whether the nearer location has a page, or will have it with one of the next commits."""
-        if self._catalog.get(key) is not None:
-            return True
-        with self._backend.view() as view:
-            return key in view.records([key])
-
     # -- reading ------------------------------------------------------------------------------------------------------
 
     @contextmanager

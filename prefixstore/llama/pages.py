@@ -133,13 +133,16 @@ class PageStrategy(Strategy[PagedMemory]):
         return self.context.rate_of(pages).is_worth(n_tokens, len(pages))
 
     def path(self, tokens: Tokens, limit: int) -> Path:
-        lineage, at_end = self.context.lineage, self._at_end(tokens, limit)
-        rows = self.context.engine.match(lineage.namespace, tokens, lineage.page_tokens)
+        rows, at_end = self._rows(tokens), self._at_end(tokens, limit)
         return at_end if at_end.n_tokens > min(rows.n_tokens, limit) else rows
+
+    def _rows(self, tokens: Tokens) -> Path:
+        lineage = self.context.lineage
+        return self.context.engine.match(lineage.namespace, tokens, lineage.page_tokens)
 
     def place_of(self, tokens: Tokens) -> tuple[Place, Kind]:
         at_end = self._at_end(tokens, len(tokens))
-        if self._ends is not None and at_end.n_tokens and self.path(tokens, len(tokens)) == at_end:
+        if self._ends is not None and at_end.n_tokens > self._rows(tokens).n_tokens:
             return self._ends, Kind.PAGES_AND_SNAPSHOTS
         return super().place_of(tokens)
 

@@ -13,7 +13,6 @@ from contextlib import closing
 import pytest
 
 from prefixstore import PrefixStore
-from prefixstore.engine.waiting import CACHED_PAGES
 from prefixstore.maintenance.archive import Archive
 from tests.attacks.crowd import NOTE, Member, handles, open_store
 from tests.support import PATIENCE, ROOT
@@ -26,20 +25,14 @@ MAX_BYTES = 3 << 20
 PROCESSES, THREADS, SECONDS = (8, 4, 100.0) if TORTURE > 1 else (3, 4, 2.0)
 
 
-# so few that hardly a page is found in memory
-FEW = 8
-
-
-@pytest.mark.parametrize("cached", [FEW, CACHED_PAGES])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_crowd_leaves_a_sound_store(scheme, cached, tmp_path, request):
+def test_a_crowd_leaves_a_sound_store(scheme, tmp_path, request):
     location = place(scheme, tmp_path, request)
     arguments = {
         "location": location,
         "threads": THREADS,
         "seconds": SECONDS,
         "max_bytes": MAX_BYTES,
-        "cached": cached,
         "forks": 3 if hasattr(os, "fork") and scheme != "none" else 0,
     }
     script = [sys.executable, "-m", "tests.attacks.crowd"]

@@ -17,7 +17,6 @@ from tests.support.timeouts import wait_for
 COMPLETIONS = 5_000 if TORTURE > 1 else 120
 MAX_BYTES = 6 << 20
 # of a prompt of at most 2048 tokens, its tail included, as many as it can leave in the index
-PAGES_OF_A_PROMPT = 2048 // 64 + 1
 # pages that may wait when the sizes are looked at
 MOST_PENDING = 20
 # of what fills slowly

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import llama_cpp
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from prefixstore import PrefixStore
 from prefixstore.errors import CorruptError, InvalidParameterError
 from prefixstore.format.keys import as_tokens, common_prefix
+from prefixstore.format.record import checksum
 from prefixstore.llama import snapshots, strategy
 from prefixstore.llama.binding import token_kinds
 from prefixstore.models.boundaries import message_starts
@@ -543,8 +546,11 @@ def test_a_snapshot_whose_pages_have_no_rows_is_refused(llama, store, arch):
     path = store._engine.match_snapshot(store.namespace.key, as_tokens(tokens), store.page_tokens, 699)
     store.flush()
     # as another version would have stored them, that could not cut
-    for page in path.pages[:-1]:
-        page.raw_bytes = 0
+    with store._engine._backend.update() as transaction:
+        for page in path.pages[:-1]:
+            record, usage = transaction.record(page.key), transaction.usage(page.key)
+            bare = replace(record, raw_bytes=0, stored_bytes=0, codec=0, checksum=checksum(b""))
+            transaction.put(page.key, bare, usage, b"")
     forget(llm)
     assert answer(llm, tokens, 8) == expected
     assert store.stats().unreadable.get("shape", 0) == (strategy.ATTEMPTS if arch == "lfm2" else 0)
