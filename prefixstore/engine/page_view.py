@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -50,6 +50,10 @@ __all__ = [
 
 # of the generation before the first one of a location
 FIRST = b"first"
+# records that a location remembers to have read: 2.5 KB each
+MOST_READ = 8192
+
+_Read: TypeAlias = tuple[bytes, Record]
 
 
 class Entry(NamedTuple):
@@ -84,12 +88,17 @@ class View:
         The rows of the location.
     is_local
         Whether reading a row is cheap: then fewer are read, one after the other.
+    read
+        Records that were read lately: what is stored as it was then need not be unpacked and verified again.
     check
         Checks what the rows are in. Raises `CorruptError` if the location cannot be used at all.
     """
 
-    def __init__(self, rows: contract.View, *, is_local: bool, check: Callable[[], None]) -> None:
+    def __init__(
+        self, rows: contract.View, *, is_local: bool, check: Callable[[], None], read: dict[bytes, _Read] | None = None
+    ) -> None:
         self._rows = rows
+        self._read = read if read is not None else {}
         self._is_local = is_local
         self.check = check
         # what is read later is at least as new: it is read once
@@ -117,10 +126,23 @@ class View:
         """Those of these pages that are stored."""
         stored = self._rows.get([row for key in keys for row in (record_row(key), usage_row(key))])
         return [
-            entry_of(key, record, usage)
+            self._entry(key, record, usage)
             for key, record, usage in zip(keys, stored[::2], stored[1::2], strict=True)
             if record is not None
         ]
+
+    def _entry(self, key: bytes, record: bytes, usage: bytes | None) -> Entry:
+        """As `entry_of`, of a record that may have been read before."""
+        known = self._read.get(key)
+        if known is not None and known[0] == record and usage is not None:
+            with suppress(CorruptError):
+                return Entry(key, known[1], Usage.unpack(usage))
+        entry = entry_of(key, record, usage)
+        if isinstance(entry.record, Record):
+            if len(self._read) >= MOST_READ:
+                self._read.clear()
+            self._read[key] = record, entry.record
+        return entry
 
     def leading(self, keys: Sequence[bytes]) -> list[Entry]:
         """The first pages of a sequence that are stored, up to the first that is missing.

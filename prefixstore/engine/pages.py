@@ -20,6 +20,7 @@ from prefixstore.engine.keyspace import Count
 from prefixstore.engine.page_update import PASSES, Transaction
 from prefixstore.engine.page_view import View
 from prefixstore.errors import FullError
+from prefixstore.format.record import Record
 
 __all__ = ["CONFLICTS", "Pages", "fewer", "open_pages", "retried"]
 
@@ -70,6 +71,7 @@ class Pages:
 
     def __init__(self, rows: contract.Backend) -> None:
         self._backend = rows
+        self._read: dict[bytes, tuple[bytes, Record]] = {}
 
     @property
     def rows(self) -> contract.Backend:
@@ -90,7 +92,7 @@ class Pages:
     def view(self) -> Iterator[View]:
         """Read the committed state. Raises `UnavailableError` or `CorruptError`."""
         with self._backend.view() as rows:
-            yield View(rows, is_local=self._backend.is_local, check=self._backend.check)
+            yield View(rows, is_local=self._backend.is_local, check=self._backend.check, read=self._read)
 
     @contextmanager
     def update(self) -> Iterator[Transaction]:
