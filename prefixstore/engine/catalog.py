@@ -54,6 +54,8 @@ class Catalog(Chooser):
     def longest(self, found: Located) -> Path:
         """The longest prefix, up to the last page that has not expired."""
         path, now = found.path(), time.time_ns()
+        if not self.expects_expiry:
+            return path
         n_kept = next((i for i, page in enumerate(path.pages) if page.has_expired(now)), len(path.pages))
         if n_kept == len(path.pages):
             return path

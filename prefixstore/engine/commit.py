@@ -340,7 +340,6 @@ class Committer:
             transaction.put(page.key, record, _usage_of(one), one.payload)
             put.add(page.key)
         page.stored_bytes = record.stored_bytes
-        self._catalog.expects_expiry = self._catalog.expects_expiry or page.expires > 0
         _keep_ancestors(transaction, page)
         written.append(new)
         return None

@@ -78,6 +78,7 @@ class Page:
     @classmethod
     def stored(cls, key: bytes, record: Record, usage: Usage) -> Page:
         """The node of a page that is in a backend."""
+        # fields in their order: a lookup makes one for each page
         return cls(
             key,
             record.parent,
@@ -93,10 +94,10 @@ class Page:
             usage.pinned,
             usage.priority,
             usage.expires,
-            form=record.form,
-            is_stored=True,
-            uses=usage.uses,
-            page_class=usage.page_class,
+            record.form,
+            True,
+            usage.uses,
+            usage.page_class,
         )
 
     @property

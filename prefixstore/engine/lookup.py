@@ -6,14 +6,14 @@ last of them. Nothing that was found is used for the next lookup.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import NamedTuple
 
 from prefixstore.engine.index import Page, Path, shared_tokens
-from prefixstore.engine.page_view import Entry, View
-from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES, Tokens, page_keys
+from prefixstore.engine.page_view import View
+from prefixstore.engine.trie import Entry, Trie
+from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES, Tokens
 from prefixstore.format.record import Record
 
 __all__ = ["Located", "Prompt", "Waiting", "locate"]
@@ -30,34 +30,37 @@ class Prompt:
         The tokens.
     page_tokens
         Length of a page.
+    trie
+        Knows the keys of pages that were looked up before.
 
     Attributes
     ----------
+    pieces
+        The tokens of its pages, little-endian int32 bytes; the last one may be shorter, or empty.
     keys
         Keys of its full pages.
+    parents
+        What each of its pages follows.
     """
 
-    def __init__(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> None:
+    def __init__(self, namespace: bytes, tokens: Tokens, page_tokens: int, trie: Trie) -> None:
         self.namespace = namespace
         self.tokens = tokens
         self.page_tokens = page_tokens
-        self.keys = page_keys(namespace, tokens, page_tokens)
-        self._raw = tokens.tobytes()
-
-    def piece(self, number: int) -> bytes:
-        """The tokens of one of its pages, from 0 on: fewer, or none, after the last full one."""
-        step = self.page_tokens * TOKEN_BYTES
-        return self._raw[number * step : (number + 1) * step]
-
-    def parent(self, number: int) -> bytes:
-        """What a page of it follows."""
-        return self.keys[number - 1] if number else self.namespace
+        raw, step = tokens.tobytes(), page_tokens * TOKEN_BYTES
+        self.pieces = [raw[start : start + step] for start in range(0, len(raw) + 1, step)]
+        self.keys = trie.keys(namespace, self.pieces[:-1])
+        self.parents = [namespace, *self.keys]
 
     def has(self, number: int, page: Page | Record) -> bool:
         """Whether one of its full pages is this one: a key only nominates, the tokens prove it."""
-        place = page.namespace, page.parent, page.start, page.form
-        expected = self.namespace, self.parent(number), number * self.page_tokens, PAGE
-        return place == expected and page.tokens == self.piece(number)
+        return (
+            page.tokens == self.pieces[number]
+            and page.start == number * self.page_tokens
+            and page.parent == self.parents[number]
+            and page.namespace == self.namespace
+            and page.form == PAGE
+        )
 
 
 class Waiting(NamedTuple):
@@ -107,7 +110,7 @@ class Located:
     def path(self) -> Path:
         """The longest prefix, whose last page may extend beyond it."""
         at = len(self.pages)
-        wanted = self.prompt.piece(at)
+        wanted = self.prompt.pieces[at]
         shared, n = max(((shared_tokens(wanted, page.tokens), i) for i, page in enumerate(self.beside)), default=(0, 0))
         more = (self.beside[n],) if shared else ()
         return Path((*self.pages, *more), at * self.prompt.page_tokens + shared)
@@ -118,7 +121,7 @@ class Located:
             Path((*self.pages[:i], page), page.end)
             for i, after in enumerate(self.snapshots)
             for page in after
-            if self.prompt.piece(i).startswith(page.tokens)
+            if self.prompt.pieces[i].startswith(page.tokens)
         ]
         return sorted(found, key=lambda path: path.n_tokens, reverse=True)
 
@@ -148,7 +151,7 @@ def locate(
     """
     found = Located(prompt)
     entries = view.leading(prompt.keys) if prompt.keys else []
-    good = [entry for _, entry in takewhile(lambda one: _is_good(one[1], prompt, one[0], waiting), enumerate(entries))]
+    good = list(_good(entries, prompt, waiting))
     found.n_read, found.n_stored = len(entries), len(good)
     for entry in entries[len(good) : len(good) + 1]:
         if not isinstance(entry.record, Record) or _starts_elsewhere(entry.record, prompt, len(good)):
@@ -162,10 +165,10 @@ def locate(
             break
         pages.append(page)
     at = len(pages)
-    wanted, parent = prompt.piece(at), prompt.parent(at)
+    wanted, parent = prompt.pieces[at], prompt.parents[at]
     # after a page that waits nothing is stored
     asks = bool(wanted) and at == found.n_stored
-    parents = [prompt.parent(number) for number in range(found.n_stored + 1)] if snapshots else []
+    parents = prompt.parents[: found.n_stored + 1] if snapshots else []
     near: list[Entry] = []
     after: list[Entry] = []
     if asks and parents:
@@ -193,7 +196,7 @@ def _snapshots(
 ) -> list[list[Page]]:
     found: list[list[Page]] = []
     for number in range(n_pages + 1):
-        parent, start = prompt.parent(number), number * prompt.page_tokens
+        parent, start = prompt.parents[number], number * prompt.page_tokens
         stored = nodes([one for one in after if _follows(one, prompt.namespace, parent, start, SNAPSHOT, waiting)])
         known = {page.key for page in stored}
         mine = [page for page in waiting.after.get(parent, ()) if page.form == SNAPSHOT and page.key not in known]
@@ -201,12 +204,17 @@ def _snapshots(
     return found
 
 
-def _is_good(entry: Entry, prompt: Prompt, number: int, waiting: Waiting) -> bool:
-    return isinstance(entry.record, Record) and prompt.has(number, entry.record) and entry.key not in waiting.damaged
+def _good(entries: Sequence[Entry], prompt: Prompt, waiting: Waiting) -> Iterator[Entry]:
+    """Pages of a prompt, up to the first that is not to be used."""
+    for number, entry in enumerate(entries):
+        record = entry.record
+        if not isinstance(record, Record) or entry.key in waiting.damaged or not prompt.has(number, record):
+            return
+        yield entry
 
 
 def _starts_elsewhere(record: Record, prompt: Prompt, number: int) -> bool:
-    return (record.parent, record.tokens) == (prompt.parent(number), prompt.piece(number)) and (
+    return (record.parent, record.tokens) == (prompt.parents[number], prompt.pieces[number]) and (
         record.start != number * prompt.page_tokens or record.namespace != prompt.namespace
     )
 

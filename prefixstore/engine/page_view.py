@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from prefixstore.engine.keyspace import (
     record_row,
     usage_row,
 )
+from prefixstore.engine.trie import Entry, Trie
 from prefixstore.errors import CorruptError, StorageError
 from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT
 from prefixstore.format.namespace import Namespace
@@ -35,12 +36,10 @@ from prefixstore.format.record import Buffer, Head, Record, Usage, head_of
 
 __all__ = [
     "FIRST",
-    "Entry",
     "Recounted",
     "Used",
     "View",
     "counted_as",
-    "entry_of",
     "leaf_of",
     "path_in",
     "path_of",
@@ -50,18 +49,6 @@ __all__ = [
 
 # of the generation before the first one of a location
 FIRST = b"first"
-# records that a location remembers to have read: 2.5 KB each
-MOST_READ = 8192
-
-_Read: TypeAlias = tuple[bytes, Record]
-
-
-class Entry(NamedTuple):
-    """A stored page without its payload: its key, its record, or why that cannot be read, and its usage."""
-
-    key: bytes
-    record: Record | StorageError
-    usage: Usage
 
 
 @dataclass(frozen=True)
@@ -88,17 +75,17 @@ class View:
         The rows of the location.
     is_local
         Whether reading a row is cheap: then fewer are read, one after the other.
-    read
-        Records that were read lately: what is stored as it was then need not be unpacked and verified again.
+    trie
+        Pages that were read lately.
     check
         Checks what the rows are in. Raises `CorruptError` if the location cannot be used at all.
     """
 
     def __init__(
-        self, rows: contract.View, *, is_local: bool, check: Callable[[], None], read: dict[bytes, _Read] | None = None
+        self, rows: contract.View, *, is_local: bool, check: Callable[[], None], trie: Trie | None = None
     ) -> None:
         self._rows = rows
-        self._read = read if read is not None else {}
+        self._trie = trie if trie is not None else Trie()
         self._is_local = is_local
         self.check = check
         # what is read later is at least as new: it is read once
@@ -124,25 +111,8 @@ class View:
 
     def _entries(self, keys: Sequence[bytes]) -> list[Entry]:
         """Those of these pages that are stored."""
-        stored = self._rows.get([row for key in keys for row in (record_row(key), usage_row(key))])
-        return [
-            self._entry(key, record, usage)
-            for key, record, usage in zip(keys, stored[::2], stored[1::2], strict=True)
-            if record is not None
-        ]
-
-    def _entry(self, key: bytes, record: bytes, usage: bytes | None) -> Entry:
-        """As `entry_of`, of a record that may have been read before."""
-        known = self._read.get(key)
-        if known is not None and known[0] == record and usage is not None:
-            with suppress(CorruptError):
-                return Entry(key, known[1], Usage.unpack(usage))
-        entry = entry_of(key, record, usage)
-        if isinstance(entry.record, Record):
-            if len(self._read) >= MOST_READ:
-                self._read.clear()
-            self._read[key] = record, entry.record
-        return entry
+        stored = self._rows.get([row for key in keys for row in (keyspace.RECORD + key, keyspace.USAGE + key)])
+        return self._trie.entries(keys, stored)
 
     def leading(self, keys: Sequence[bytes]) -> list[Entry]:
         """The first pages of a sequence that are stored, up to the first that is missing.
@@ -161,14 +131,14 @@ class View:
                 low = middle + 1
             else:
                 high = middle
-        found = self.records(keys[:high])
-        return [Entry(key, *found[key]) for key in takewhile(found.__contains__, keys)]
+        found = self._entries(keys[:high])
+        return [entry for entry, _ in takewhile(lambda one: one[0].key == one[1], zip(found, keys, strict=False))]
 
     def scan(self) -> Iterator[tuple[bytes, Record | StorageError, Usage]]:
         """All pages: key, record (or why it cannot be read), usage. In no particular order."""
         for rows in keyspace.walk(self._rows, keyspace.RECORD):
             usages = self._rows.get([usage_row(row.key[1:]) for row in rows])
-            yield from (entry_of(row.key[1:], row.value, usage) for row, usage in zip(rows, usages, strict=True))
+            yield from (Entry.of(row.key[1:], row.value, usage) for row, usage in zip(rows, usages, strict=True))
 
     def facts(self, after: bytes, at_most: int) -> Facts:
         """Facts of the pages whose keys come after this one, in the order of their keys.
@@ -238,12 +208,12 @@ class View:
                 try:
                     found = next(iter(self._rows.payloads([row.key])))
                 except CorruptError as error:
-                    yield row.key[1:], entry_of(row.key[1:], row.value, usage).record, error
+                    yield row.key[1:], Entry.of(row.key[1:], row.value, usage).record, error
                     continue
                 if found is not None:
-                    record = entry_of(row.key[1:], found[0], usage).record
+                    record = Entry.of(row.key[1:], found[0], usage).record
                     # the row itself may be damaged where its value is kept twice
-                    seen = entry_of(row.key[1:], row.value, usage).record
+                    seen = Entry.of(row.key[1:], row.value, usage).record
                     record = record if isinstance(seen, Record) else seen
                     yield row.key[1:], record, found[1] if isinstance(record, Record) else None
 
@@ -474,18 +444,9 @@ def leaf_of(key: bytes, record: bytes | None, usage: bytes | None) -> tuple[byte
     return leaf_row(head.namespace, key), None if found.pinned else Leaf.of(head, found)
 
 
-def entry_of(key: bytes, record: bytes, usage: bytes | None) -> Entry:
-    """A page, or why it cannot be read."""
-    try:
-        read = Record.unpack(key, record)
-        return Entry(key, read, Usage.unpack(usage) if usage is not None else Usage(read.created))
-    except StorageError as error:
-        return Entry(key, error, Usage(0))
-
-
 def path_in(key: bytes, stored: bytes | None) -> list[bytes] | None:
     """The child rows that a stored page can have; None if it is not there, or cannot be read."""
-    record = entry_of(key, stored, None).record if stored is not None else None
+    record = Entry.of(key, stored, None).record if stored is not None else None
     return path_of(record) if isinstance(record, Record) else None
 
 

@@ -19,8 +19,8 @@ from prefixstore.engine import keyspace
 from prefixstore.engine.keyspace import Count
 from prefixstore.engine.page_update import PASSES, Transaction
 from prefixstore.engine.page_view import View
+from prefixstore.engine.trie import Trie
 from prefixstore.errors import FullError
-from prefixstore.format.record import Record
 
 __all__ = ["CONFLICTS", "Pages", "fewer", "open_pages", "retried"]
 
@@ -67,11 +67,16 @@ class Pages:
     ----------
     rows
         The backend, which is closed with this.
+
+    Attributes
+    ----------
+    trie
+        Pages that were read lately.
     """
 
     def __init__(self, rows: contract.Backend) -> None:
         self._backend = rows
-        self._read: dict[bytes, tuple[bytes, Record]] = {}
+        self.trie = Trie()
 
     @property
     def rows(self) -> contract.Backend:
@@ -92,7 +97,7 @@ class Pages:
     def view(self) -> Iterator[View]:
         """Read the committed state. Raises `UnavailableError` or `CorruptError`."""
         with self._backend.view() as rows:
-            yield View(rows, is_local=self._backend.is_local, check=self._backend.check, read=self._read)
+            yield View(rows, is_local=self._backend.is_local, check=self._backend.check, trie=self.trie)
 
     @contextmanager
     def update(self) -> Iterator[Transaction]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 
 from prefixstore.engine.index import Page
-from prefixstore.engine.page_view import Entry, View, tokens_of
+from prefixstore.engine.page_view import View, tokens_of
+from prefixstore.engine.trie import Entry
 from prefixstore.errors import CorruptError
 from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES
 from prefixstore.format.record import Record, Usage

@@ -14,13 +14,14 @@ from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.index import Page, is_same
 from prefixstore.engine.lookup import Prompt, Waiting
 from prefixstore.engine.page_update import Transaction
-from prefixstore.engine.page_view import Entry, View
+from prefixstore.engine.page_view import View
 from prefixstore.engine.pages import Pages
 from prefixstore.engine.pending import Deferred, PendingPage, Use
 from prefixstore.engine.ram import RamTier
+from prefixstore.engine.trie import Entry
 from prefixstore.errors import CorruptError
 from prefixstore.format.keys import PAGE, SNAPSHOT
-from prefixstore.format.record import Record, time_of_use
+from prefixstore.format.record import CLOCK_SLACK, Record
 from prefixstore.stats import Counters
 
 __all__ = ["DropReason", "Lock", "LockT", "Outdated", "Placement", "WaitingPages"]
@@ -121,21 +122,26 @@ class WaitingPages:
 
     def nodes(self, entries: Sequence[Entry]) -> list[Page]:
         """Stored pages, with the uses that are still to be written."""
-        now = time.time_ns()
         found: list[Page] = []
         with self._lock:
+            uses, newest, latest = self._deferred.uses, time.time_ns() + CLOCK_SLACK, self._latest
             for key, record, usage in entries:
                 assert isinstance(record, Record)
                 page = Page.stored(key, record, usage)
-                # a time that is not believable: no use of it was seen by this process
-                page.last_used = time_of_use(usage.last_used, now) or self._started
-                self._latest = max(self._latest, time_of_use(usage.last_used, now))
-                page.is_far = self.is_far
-                self.expects_expiry = self.expects_expiry or page.expires > 0
-                use = self._deferred.uses.get(key)
-                if use is not None:
-                    use.apply(page)
+                if page.last_used > newest:
+                    # not believable: no use of it was seen by this process
+                    page.last_used = self._started
+                elif page.last_used > latest:
+                    latest = page.last_used
+                if page.expires:
+                    self.expects_expiry = True
+                if key in uses:
+                    uses[key].apply(page)
                 found.append(page)
+            self._latest = latest
+        if self.is_far:
+            for page in found:
+                page.is_far = True
         return found
 
     def unreadable(self, entries: Iterable[Entry]) -> None:
@@ -193,6 +199,7 @@ class WaitingPages:
                 return place
             new.announced(self.time_of_use())
             new.page.is_stored = False
+            self.expects_expiry = self.expects_expiry or new.page.expires > 0
             self._pending[new.page.key] = new
             self._after.setdefault(new.page.parent, {})[new.page.key] = new
             self._announced(new.page)

@@ -19,8 +19,9 @@ import numpy.typing as npt
 from prefixstore.engine.facts import FACTS
 from prefixstore.engine.page_checks import flaws
 from prefixstore.engine.page_update import Transaction
-from prefixstore.engine.page_view import Entry, View, tokens_of
+from prefixstore.engine.page_view import View, tokens_of
 from prefixstore.engine.pages import Pages
+from prefixstore.engine.trie import Entry
 from prefixstore.errors import StorageError
 from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT, TOKEN_BYTES, as_tokens
 from prefixstore.format.record import Record, Usage
