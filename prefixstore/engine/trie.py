@@ -1,0 +1,79 @@
+"""A trie of pages that were read, in memory, so that what has not changed is not hashed, unpacked and verified again.
+
+It decides nothing. A step in it is the key of some tokens after a page, which is the same for ever, and what a page
+holds is believed only if the rows of the location are those that it was read from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from prefixstore.errors import StorageError
+from prefixstore.format.keys import page_key
+from prefixstore.format.record import Record, Usage
+
+__all__ = ["Entry", "Trie"]
+
+# pages that are remembered: 3 KB each
+MOST_KEPT = 4096
+
+
+class Entry(NamedTuple):
+    """A stored page without its payload: its key, its record, or why that cannot be read, and its usage."""
+
+    key: bytes
+    record: Record | StorageError
+    usage: Usage
+
+    @classmethod
+    def of(cls, key: bytes, record: bytes, usage: bytes | None) -> Entry:
+        """The page in these rows."""
+        try:
+            read = Record.unpack(key, record)
+            return cls(key, read, Usage.unpack(usage) if usage is not None else Usage(read.created))
+        except StorageError as error:
+            return cls(key, error, Usage(0))
+
+
+class Trie:
+    """Pages that were read lately. Any thread may use it."""
+
+    def __init__(self) -> None:
+        # by key: the rows, and what they say
+        self._read: dict[bytes, tuple[bytes, bytes | None, Entry]] = {}
+        # by key of a page or a namespace: the page after it that was looked up last, its tokens and its key
+        self._after: dict[bytes, tuple[bytes, bytes]] = {}
+
+    def keys(self, namespace: bytes, pieces: Sequence[bytes]) -> list[bytes]:
+        """The keys of pages with these tokens, one after the other: those that were looked up before are not hashed."""
+        keys: list[bytes] = []
+        after, parent = self._after, namespace
+        for piece in pieces:
+            known = after.get(parent)
+            if known is None or known[0] != piece:
+                if len(after) >= MOST_KEPT:
+                    after.clear()
+                known = after[parent] = piece, page_key(parent, piece)
+            parent = known[1]
+            keys.append(parent)
+        return keys
+
+    def entries(self, keys: Sequence[bytes], rows: Sequence[bytes | None]) -> list[Entry]:
+        """Those of these pages that are stored, by their rows: the record and the usage of each."""
+        found: list[Entry] = []
+        read = self._read
+        for key, record, usage in zip(keys, rows[::2], rows[1::2], strict=True):
+            if record is None:
+                continue
+            known = read.get(key)
+            if known is not None and known[0] == record and known[1] == usage:
+                found.append(known[2])
+                continue
+            entry = Entry.of(key, record, usage)
+            found.append(entry)
+            if isinstance(entry.record, Record):
+                if len(read) >= MOST_KEPT:
+                    read.clear()
+                read[key] = record, usage, entry
+        return found
