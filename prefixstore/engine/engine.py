@@ -154,6 +154,7 @@ class Engine:
     ) -> None:
         self.counters = counters
         self._backend = backend
+        self._trie = backend.trie
         self._budget = budget
         self._policy = policy
         self._encode = encode
@@ -357,7 +358,7 @@ class Engine:
             If the location cannot be read; immediately while the circuit breaker is open.
         """
         started = time.perf_counter()
-        path = self._catalog.longest(self._locate(Prompt(namespace, tokens, page_tokens, self._backend.trie)))
+        path = self._catalog.longest(self._locate(Prompt(namespace, tokens, page_tokens, self._trie)))
         self.counters.time("lookup", time.perf_counter() - started)
         return self._told(namespace, tokens, page_tokens, path)
 
@@ -381,7 +382,7 @@ class Engine:
             The snapshot has to be at a multiple of this.
         """
         started = time.perf_counter()
-        found = self._locate(Prompt(namespace, tokens[:limit], page_tokens, self._backend.trie), snapshots=True)
+        found = self._locate(Prompt(namespace, tokens[:limit], page_tokens, self._trie), snapshots=True)
         path = self._catalog.deepest_snapshot(found, multiple_of)
         self.counters.time("lookup", time.perf_counter() - started)
         return self._told(namespace, tokens, page_tokens, path)
@@ -643,7 +644,7 @@ class Engine:
         CorruptError
             If another page has one of the keys: nothing may be stored after it.
         """
-        prompt = Prompt(namespace, tokens[: len(tokens) // page_tokens * page_tokens], page_tokens, self._backend.trie)
+        prompt = Prompt(namespace, tokens[: len(tokens) // page_tokens * page_tokens], page_tokens, self._trie)
         waiting = self._catalog.along(prompt)
         try:
             with self._breaker.asking(), self._backend.view() as view:
@@ -745,7 +746,7 @@ class Engine:
 
         Pinned ones stay, and those from which other prompts branch off, or which are `valued`, stay before others.
         """
-        prompt = Prompt(namespace, tokens, page_tokens, self._backend.trie)
+        prompt = Prompt(namespace, tokens, page_tokens, self._trie)
         waiting = self._catalog.along(prompt)
         with self._breaker.asking(), self._backend.view() as view:
             found = self._catalog.locate(view, waiting, prompt, snapshots=True)
@@ -922,7 +923,7 @@ class Engine:
 
         def chosen(transaction: Transaction) -> Sequence[bytes]:
             nonlocal path
-            prompt = Prompt(namespace, tokens, page_tokens, self._backend.trie)
+            prompt = Prompt(namespace, tokens, page_tokens, self._trie)
             found = self._catalog.locate(transaction, self._catalog.along(prompt), prompt, snapshots=True)
             # where there are snapshots, pages alone cannot be restored
             path = next(iter(found.snapshot_paths()), found.path())

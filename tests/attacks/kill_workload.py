@@ -58,7 +58,9 @@ def digest(view: View) -> str:
         for part in (key, record.pack(), usage.pack(), payload if payload is not None else b"none"):
             hasher.update(part)
     for key, settings in sorted(view.namespaces().items()):
-        hasher.update(key + settings)
+        # a commit drops those without pages
+        if view.count(key).pages:
+            hasher.update(key + settings)
     hasher.update(view.note(b"note") or b"")
     return hasher.hexdigest()
 
