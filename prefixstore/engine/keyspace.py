@@ -10,7 +10,7 @@ namespace   ``n`` namespace key                canonical settings
 note        ``o`` name                         what was noted
 leaf        ``l`` namespace, page key          a `Leaf`: what eviction ranks by
 count       ``t``; ``t`` tenant, namespace     a `Count`: of all pages; of those of a namespace
-change      ``g`` generation, big-endian       keys of the pages that it changed
+generation  ``g``                              how many updates have changed pages
 ==========  =================================  ==========================================
 
 Only pages that no other one follows, and that are not pinned, have a leaf row. A tenant is a hash of a salt, or the
@@ -33,9 +33,10 @@ from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.record import MOST_USES, Head, Usage
 
 __all__ = [
-    "CHANGE",
     "CHILD",
     "COUNT",
+    "GENERATION",
+    "GENERATION_BYTES",
     "LEAF",
     "LEAVES",
     "NAMESPACE",
@@ -46,13 +47,10 @@ __all__ = [
     "Count",
     "Leaf",
     "after_all",
-    "change_row",
-    "changes_between",
     "count_row",
     "counts_from",
     "counts_of",
     "everything",
-    "generation_of",
     "leaf_row",
     "leaves_of",
     "namespace_row",
@@ -71,12 +69,10 @@ NAMESPACE = b"n"
 NOTE = b"o"
 LEAF = b"l"
 COUNT = b"t"
-CHANGE = b"g"
+GENERATION = b"g"
+GENERATION_BYTES = 8
 TENANT_BYTES = 16
 _OF_TENANT = b"prefixstore salt"
-_GENERATION = struct.Struct(">Q")
-# a location never has so many
-LAST_GENERATION = 1 << 62
 # rows that a walk reads at a time
 AT_ONCE = 1024
 
@@ -99,22 +95,6 @@ def namespace_row(key: bytes) -> bytes:
 def note_row(name: bytes) -> bytes:
     """The row of a note."""
     return NOTE + name
-
-
-def change_row(generation: int) -> bytes:
-    """The row with the keys of the pages that a generation has changed."""
-    return CHANGE + _GENERATION.pack(generation)
-
-
-def generation_of(row: bytes) -> int:
-    """The generation of a row of changes; 0 if there can be none with this key."""
-    generation = int(_GENERATION.unpack(row[1:])[0]) if len(row) == 1 + _GENERATION.size else 0
-    return generation if generation <= LAST_GENERATION else 0
-
-
-def changes_between(after: int, until: int) -> Range:
-    """The rows of the generations after this one, up to that one."""
-    return Range(change_row(after + 1), change_row(until) + b"\0")
 
 
 def everything(kind: bytes) -> Range:

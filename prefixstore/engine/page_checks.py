@@ -7,14 +7,14 @@ from itertools import islice
 
 from prefixstore.backends import contract
 from prefixstore.engine import keyspace, siblings
-from prefixstore.engine.keyspace import Count, Leaf, generation_of, record_row, usage_row
-from prefixstore.engine.page_view import FIRST, View, leaf_of, path_in
+from prefixstore.engine.keyspace import Count, Leaf, record_row, usage_row
+from prefixstore.engine.page_view import View, leaf_of, path_in
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.record import head_of
 
-__all__ = ["flaws", "misplaced", "stray_leaves", "wrong_leaves"]
+__all__ = ["SUMS", "flaws", "misplaced", "stray_leaves", "wrong_leaves"]
 
-# how often it counts again while others write
+# how often all pages are counted while others write
 SUMS = 5
 
 
@@ -32,9 +32,6 @@ def flaws(view: View) -> Iterator[tuple[str, bytes, str]]:
     yield from _wrong_children(view)
     yield from _orphans(view)
     yield from _flaws_of_leaves(view)
-    for rows in keyspace.walk(view.rows, keyspace.CHANGE):
-        if not all(generation_of(row.key) and _is_whole(row.value) for row in rows):
-            yield "index", b"", "the changes of a generation cannot be read"
     yield from _miscounted(view)
 
 
@@ -144,11 +141,6 @@ def _miscounted(view: View) -> Iterator[tuple[str, bytes, str]]:
             what = f"there are {tuple(every)} pages and bytes"
             yield "index", b"", f"{what}, and they were counted as {tuple(all_counted)}, or not all by namespace"
             return
-
-
-def _is_whole(changed: bytes) -> bool:
-    """Whether the value of a row of changes is a list of keys, or stands before the first one."""
-    return changed == FIRST or len(changed) % KEY_BYTES == 0
 
 
 def _may_be_below(row: bytes, key: bytes, stored: bytes | None) -> bool:

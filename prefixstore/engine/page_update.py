@@ -7,7 +7,6 @@ was committed since the last `Pages.sync`, the newest first, and nothing else.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import reduce
 
@@ -19,8 +18,6 @@ from prefixstore.engine.keyspace import (
     UNKNOWN,
     Count,
     Leaf,
-    change_row,
-    generation_of,
     leaf_row,
     namespace_row,
     note_row,
@@ -28,16 +25,12 @@ from prefixstore.engine.keyspace import (
     usage_row,
 )
 from prefixstore.engine.page_checks import misplaced, stray_leaves, wrong_leaves
-from prefixstore.engine.page_view import FIRST, Used, View, counted_as, leaf_of, path_in, path_of, usage_in
+from prefixstore.engine.page_view import Used, View, counted_as, leaf_of, path_in, path_of, usage_in
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.record import USAGE, Buffer, Record, Usage, head_of, namespace_in, place_of, record_bytes
 
-__all__ = ["CHANGES_KEPT", "PASSES", "Transaction"]
+__all__ = ["PASSES", "Transaction"]
 
-# generations of which a location remembers what they changed
-CHANGES_KEPT = 512
-# Keys in one row of changes; of more, an update writes several. The last one is read with each lookup.
-KEYS_OF_CHANGE = 64
 # Of so many pages an update adds up the sizes, if they are not known: it takes a fraction of a second. Of more they are
 # unknown until the index is rebuilt, which does not keep other writers waiting.
 SUMMED_AT_ONCE = 100_000
@@ -50,12 +43,10 @@ class Transaction(View):
     """Reads and changes pages: exclusive, and all or nothing."""
 
     _rows: Draft
-    # Set by the update that fills an empty location: the generation before its own, which no other location has had.
-    began = 0
 
     def __init__(self, rows: Draft, *, is_local: bool, check: Callable[[], None]) -> None:
         super().__init__(rows, is_local=is_local, check=check)
-        self._changed: list[bytes] = []
+        self._has_changed = False
         # rows of counts that were changed
         self._counted: dict[bytes, Count] = {}
         # of tenants: what their namespaces held at first, and what they hold together now
@@ -102,11 +93,14 @@ class Transaction(View):
         both = super().counts() | self._counted
         return {row: count for row, count in both.items() if count.pages or row == keyspace.COUNT}
 
-    def _replace_counts(self, counts: dict[bytes, Count]) -> None:
+    def replace_counts(self, counts: dict[bytes, Count]) -> None:
+        """Write other counts than those that are there."""
         # also the rows of namespaces that this update has emptied
         self._counted = dict.fromkeys([*super().counts(), *self._counted], Count()) | counts
         self._held.clear()
         self._has_lost_count = False
+        # what found no space may find it now
+        self._has_changed = True
 
     def _write_counts(self) -> None:
         for row, count in self._counted.items():
@@ -120,13 +114,11 @@ class Transaction(View):
     @property
     def used(self) -> Used:
         used = super().used
-        if self._is_local or not self._changed:
+        if self._is_local or not self._has_changed:
             return used
         # where the size is estimated, with what the end of the transaction writes
         costs = self._rows.costs
-        n_full, n_left = divmod(len(self._changed), KEYS_OF_CHANGE)
-        last = costs.of(change_row(0), bytes(KEY_BYTES * n_left))
-        last += n_full * costs.of(change_row(0), bytes(KEY_BYTES * KEYS_OF_CHANGE))
+        last = costs.of(keyspace.GENERATION, bytes(keyspace.GENERATION_BYTES))
         last += len(self._counted) * costs.of(keyspace.count_row(b"", bytes(KEY_BYTES)), Count().pack())
         return Used(used.bytes + last, used.entries)
 
@@ -165,7 +157,7 @@ class Transaction(View):
         self._set_leaf(space, mine, Leaf.of(head, usage) if is_leaf else None)
         if parent is not None and (found := head_of(parent)) is not None:
             self._set_leaf(found.namespace, leaf_row(found.namespace, record.parent), None)
-        self._changed.append(key)
+        self._has_changed = True
         self.deleted.discard(key)
 
     def delete(self, key: bytes) -> bool:
@@ -185,7 +177,7 @@ class Transaction(View):
             space = namespace_in(record)
             self._set_leaf(space, leaf_row(space, key), None)
             self._mend_leaf(place[0])
-        self._changed.append(key)
+        self._has_changed = True
         self.deleted.add(key)
         return True
 
@@ -262,7 +254,7 @@ class Transaction(View):
             return
         if usage.pinned != was_pinned:
             # what found no space may find it now
-            self._changed.append(key)
+            self._has_changed = True
             sign = 1 if usage.pinned else -1
             self._add(head.namespace, Count(pinned=sign, pinned_bytes=sign * head.quota_bytes))
             self._mend_leaf(key)
@@ -346,39 +338,11 @@ class Transaction(View):
             self._rows.delete(row)
         return False
 
-    def start_over(self, counts: dict[bytes, Count]) -> int:
-        """Replace the counts, and have every process read again what it knows: the index may have been wrong.
-
-        Returns the generation that begins with this.
-        """
-        self._replace_counts(counts)
-        now = self.generation
-        # what the generation in between has changed, nobody can say; without any, as for an empty location
-        generation = now + 2 if now else time.time_ns() // 1000
-        self._rows.put(change_row(generation), b"")
-        return generation
-
-    def forget(self, rows: Sequence[bytes], before: int) -> bool:
-        """Delete some rows of changes: those of generations before this one, or of none; once is enough."""
-        for row in rows:
-            if generation_of(row) < before:
-                self._rows.delete(row)
-        return False
-
     def finish(self) -> None:
-        """Record what changed, and forget changes that are too old."""
+        """Write what was counted."""
         if self._has_lost_count and self.count().pages <= SUMMED_AT_ONCE:
-            self._replace_counts(self.recount().rows)
+            self.replace_counts(self.recount().rows)
         self._write_counts()
-        if self._changed:
-            last = self.generation
-            if last == 0:
-                # an empty location begins with the time: one before it, which has been lost, had no later ones
-                self.began = last = time.time_ns() // 1000
-                self._rows.put(change_row(last), FIRST)
-            # a row that no page can have may have been deleted
-            keys = [key for key in dict.fromkeys(self._changed) if len(key) == KEY_BYTES]
-            for generation, at in enumerate(range(0, max(len(keys), 1), KEYS_OF_CHANGE), last + 1):
-                self._rows.put(change_row(generation), b"".join(keys[at : at + KEYS_OF_CHANGE]))
-                if generation > CHANGES_KEPT:
-                    self._rows.delete(change_row(generation - CHANGES_KEPT))
+        if self._has_changed:
+            generation = (self.generation + 1) % (1 << 8 * keyspace.GENERATION_BYTES)
+            self._rows.put(keyspace.GENERATION, generation.to_bytes(keyspace.GENERATION_BYTES, "little"))

@@ -21,7 +21,6 @@ from prefixstore.engine.facts import FACTS, Facts, facts_of
 from prefixstore.engine.keyspace import (
     Count,
     Leaf,
-    generation_of,
     leaf_row,
     namespace_row,
     note_row,
@@ -35,7 +34,6 @@ from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import Buffer, Head, Record, Usage, head_of
 
 __all__ = [
-    "FIRST",
     "Recounted",
     "Used",
     "View",
@@ -46,9 +44,6 @@ __all__ = [
     "tokens_of",
     "usage_in",
 ]
-
-# of the generation before the first one of a location
-FIRST = b"first"
 
 
 @dataclass(frozen=True)
@@ -288,38 +283,17 @@ class View:
 
     @property
     def generation(self) -> int:
-        """Number of transactions that have changed pages: put, deleted, or announced a usage.
-
-        Equal generations hold equal pages.
-        """
+        """How many transactions have changed pages: put, deleted, or pinned them. Equal ones hold equal pages."""
         if self._generation is None:
             self._generation = self.last_generation()
         return self._generation
 
     def last_generation(self) -> int:
         """The generation now: a view may see later ones than the one that it has begun with."""
-        wanted = keyspace.everything(keyspace.CHANGE)._replace(limit=1, reverse=True)
-        while last := self._rows.ranges([wanted])[0]:
-            if generation := generation_of(last[0].key):
-                return generation
-            # nobody wrote this one
-            wanted = wanted._replace(stop=last[0].key)
-        return 0
-
-    def changes(self, since: int) -> list[bytes] | None:
-        """Keys of pages changed after generation `since`, oldest first; None if that is too long ago."""
-        now = self.generation
-        rows = self._rows.ranges([keyspace.changes_between(since, now)])[0] if since < now else []
-        # who has seen an empty location has missed nothing if its first generation is there
-        first = since + 1 if since or not rows or rows[0].value != FIRST else generation_of(rows[0].key)
-        if (rows and rows[0].value == FIRST and since) or len(rows) != now - first + 1:
-            return None
-        return [
-            row.value[i : i + KEY_BYTES]
-            for row in rows
-            if row.value != FIRST
-            for i in range(0, len(row.value), KEY_BYTES)
-        ]
+        stored = self._rows.get([keyspace.GENERATION])[0]
+        # after one that is damaged, the next update begins again
+        is_whole = stored is not None and len(stored) == keyspace.GENERATION_BYTES
+        return int.from_bytes(stored or b"", "little") if is_whole else 0
 
     def namespaces(self) -> Mapping[bytes, bytes]:
         """Canonical settings of the namespaces that have pages here, by key."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial, wraps
+from functools import wraps
 from typing import ParamSpec, TypeVar
 
 from prefixstore.backends import contract, open_backend
 from prefixstore.backends.contract import ConflictError
 from prefixstore.engine import keyspace
 from prefixstore.engine.keyspace import Count
+from prefixstore.engine.page_checks import SUMS
 from prefixstore.engine.page_update import PASSES, Transaction
 from prefixstore.engine.page_view import View
 from prefixstore.engine.trie import Trie
@@ -29,8 +30,6 @@ _T = TypeVar("_T")
 
 # rows that a rebuild of the index changes in one update, if there is space for it
 REINDEXED_AT_ONCE = 512
-# how often it adds up the sizes while others write, before it keeps them waiting
-SUMS = 5
 # how often work is done that contradicts what another process has committed meanwhile
 CONFLICTS = 8
 
@@ -128,11 +127,7 @@ class Pages:
         return self._backend.compact()
 
     def reindex(self) -> None:
-        """Mend the index of children, some pages at a time, and count everything again.
-
-        `View.changes` since an earlier generation is None from then on: what others have read before may have been
-        wrong.
-        """
+        """Mend the index of children, some pages at a time, and count everything again."""
         self._work_on_all(keyspace.RECORD, Transaction.enter)
         for _ in range(PASSES):
             if not self._work_on_all(keyspace.CHILD, Transaction.correct):
@@ -143,11 +138,9 @@ class Pages:
             # while others write, if possible
             with self.view() as view:
                 counted = view.generation, view.recount().rows
-            if before := self._start_over(counted):
-                break
-        else:
-            before = self._start_over(None)
-        self._work_on_all(keyspace.CHANGE, partial(Transaction.forget, before=before))
+            if self._correct_counts(*counted):
+                return
+        self._correct_counts()
 
     def _work_on_all(self, kind: bytes, work: Callable[[Transaction, Sequence[bytes]], bool]) -> bool:
         """Do some work on all rows of a kind, some at a time; whether it says that there is more."""
@@ -173,11 +166,13 @@ class Pages:
             return (rows[-1] + b"\0", work(transaction, rows)) if rows else None
 
     @retried
-    def _start_over(self, counted: tuple[int, dict[bytes, Count]] | None) -> int:
-        """Write down what was counted at a generation, or count now; the one that begins, 0 if others have written."""
+    def _correct_counts(self, generation: int | None = None, counts: dict[bytes, Count] | None = None) -> bool:
+        """Write down what was counted at a generation, or count now; whether nobody has written since."""
         with self.update() as transaction:
-            generation, counts = counted or (transaction.generation, transaction.recount().rows)
-            return transaction.start_over(counts) if generation == transaction.generation else 0
+            is_now = generation in (None, transaction.generation)
+            if is_now:
+                transaction.replace_counts(counts if counts is not None else transaction.recount().rows)
+            return is_now
 
     def after_fork(self) -> None:
         """Called in a forked child before anything else: drop what belongs to the parent. No other thread runs.

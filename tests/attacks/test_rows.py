@@ -9,7 +9,7 @@ from contextlib import closing, suppress
 import pytest
 
 from prefixstore.backends.contract import Draft, Row
-from prefixstore.engine.keyspace import change_row
+from prefixstore.engine.keyspace import GENERATION
 from prefixstore.engine.pages import open_pages
 from prefixstore.engine.siblings import Child, first_node, node_below
 from prefixstore.errors import StorageError
@@ -59,13 +59,12 @@ def chain(draft: Draft, row: Row, rng: random.Random) -> None:
         key = node_below(key) + rng.randbytes(8)
 
 
-def change(draft: Draft, row: Row, rng: random.Random) -> None:
-    """Generations that nobody has written."""
-    key = rng.choice((change_row(rng.randrange(1 << 64)), b"g", b"g\xff", change_row(1) + b"\0"))
-    draft.put(key, rng.randbytes(rng.choice((0, 31, 64))))
+def generation(draft: Draft, row: Row, rng: random.Random) -> None:
+    """A generation that nobody has written."""
+    draft.put(GENERATION, rng.randbytes(rng.choice((0, 8, 31))))
 
 
-ATTACKS: list[Callable[[Draft, Row, random.Random], None]] = [flip, cut, lengthen, lose, move, chain, change]
+ATTACKS: list[Callable[[Draft, Row, random.Random], None]] = [flip, cut, lengthen, lose, move, chain, generation]
 
 
 def damage(store: Store, rng: random.Random) -> None:

@@ -601,7 +601,7 @@ def test_a_server_that_restarts_empty_is_used_again():
 
 
 def test_a_server_that_restarts_empty_does_not_have_what_was_first_put_there():
-    """What one process has put into an empty location has no generation that it has read yet."""
+    """What was found there before is looked up again."""
     with private_valkey() as server, closing(Store(open_pages(server.url, max_bytes=64 * MIB))) as store:
         assert store.put(A) == 3
         server.kill()

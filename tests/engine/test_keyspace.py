@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from prefixstore.backends.contract import LONGEST_KEY, Range, Row
+from prefixstore.backends.contract import LONGEST_KEY, Row
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import keyspace, siblings
 from prefixstore.engine.keyspace import CHILD, UNKNOWN, Count, record_row
@@ -308,17 +308,3 @@ def test_sizes_that_are_not_known_stay_so_while_pages_are_counted():
     count = Count(5, 10, 20).plus(Count(-1, UNKNOWN, UNKNOWN)).plus(Count(2, 1, 1))
     assert (count.pages, count.has_sizes) == (6, False)
     assert Count.unpack(count.pack()) == count
-
-
-def test_rows_of_changes_are_in_the_order_of_generations(backend):
-    generations = [1, 2, 255, 256, 1 << 32, 1 << 62]
-    with backend.update() as draft:
-        for number in generations:
-            draft.put(keyspace.change_row(number), b"")
-        [rows] = draft.ranges([keyspace.everything(keyspace.CHANGE)])
-        assert [keyspace.generation_of(row.key) for row in rows] == generations
-        [rows] = draft.ranges([keyspace.changes_between(2, 256)])
-        assert [keyspace.generation_of(row.key) for row in rows] == [255, 256]
-        for forged in (b"g short", keyspace.change_row((1 << 62) + 1)):
-            assert keyspace.generation_of(forged) == 0
-        assert draft.ranges([Range(*keyspace.everything(keyspace.NOTE)[:2])]) == [[]]

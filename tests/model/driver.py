@@ -38,7 +38,6 @@ OPERATIONS = {
         "committed",
         "sync",
         "generation",
-        "changes",
         "record",
         "records",
         "usage",

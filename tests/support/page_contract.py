@@ -242,7 +242,6 @@ class PagesContract:
                 with opened() as view:
                     assert list(view.scan()) == list(view.stored()) == list(flaws(view)) == []
                     assert (dict(view.namespaces()), view.used.entries, view.sizes) == ({}, 0, (0, 0))
-                    assert view.changes(view.generation) == []
                     assert (view.record(MISSING), view.usage(MISSING), view.payload(MISSING)) == (None, None, None)
                     assert view.neighbors(NAMESPACE, b"") == view.children([NAMESPACE], PAGE) == []
                     assert view.children([], PAGE) == view.leading([MISSING]) == view.leading([]) == []
@@ -349,7 +348,6 @@ class PagesContract:
                 transaction.touch(key, Usage(9, pinned=True))
             with backend.view() as view:
                 assert view.generation == before + 1
-                assert view.changes(before) == [key]
                 assert view.usage(key) == Usage(9, pinned=True)
                 assert view.usage(other) == Usage(9)
 
@@ -518,12 +516,9 @@ class PagesContract:
             with backend.update() as transaction:
                 family.change(transaction, 60)
             before = stored(backend)
-            with backend.view() as view:
-                generation = view.generation
             backend.reindex()
             assert stored(backend) == before
             with backend.view() as view:
-                assert view.changes(generation) == ([] if view.generation == generation else None)
                 family.require_agreement(view)
                 assert view.sizes == _sizes(view)
 
@@ -540,8 +535,7 @@ class PagesContract:
                 with backend.view() as view:
                     return view.generation - before
 
-            # those of an empty location may begin with any number
-            assert step(lambda transaction: put(transaction, 9)) > 0
+            assert step(lambda transaction: put(transaction, 9)) == 1
             key, _ = make_page(payload_of(1, 101), [1, 2])
             assert step(lambda transaction: transaction.record(key)) == 0
             assert step(lambda transaction: put(transaction, 1)) == 1
@@ -550,47 +544,6 @@ class PagesContract:
             assert step(lambda transaction: transaction.delete(MISSING)) == 0
             assert step(lambda transaction: [put(transaction, i) for i in range(2, 5)]) == 1
             assert step(lambda transaction: transaction.delete(key)) == 1
-
-    def test_changes_are_complete_or_none(self, tmp_path: Path) -> None:
-        done: list[tuple[int, set[bytes]]] = []
-        before: bytes | None = None
-        with self.opened(tmp_path) as backend:
-            for i in range(12):
-                with backend.update() as transaction:
-                    first = put(transaction, 10 * i)
-                    changed = {first, put(transaction, 10 * i + 1)}
-                    if before is not None:
-                        assert transaction.delete(before)
-                        changed.add(before)
-                before = first
-                with backend.view() as view:
-                    done.append((view.generation, changed))
-            with backend.view() as view:
-                assert view.changes(done[-1][0]) == []
-                assert view.changes(done[-1][0] + 1) is None
-                assert view.changes(2**40) is None
-                known = [view.changes(generation) for generation, _ in done]
-            for i, keys in enumerate(known):
-                if keys is not None:
-                    assert set(keys) == set().union(*(changed for _, changed in done[i + 1 :]))
-            # what is known about an older generation is known about a newer one
-            assert [keys is not None for keys in known] == sorted(keys is not None for keys in known)
-            assert known[-2] is not None, "nothing is known of the generation before the last"
-
-    def test_changes_come_oldest_first(self, tmp_path: Path) -> None:
-        with self.opened(tmp_path) as backend:
-            with backend.update() as transaction:
-                first = put(transaction, 1)
-            with backend.view() as view:
-                since = view.generation
-            keys = []
-            for i in range(2, 6):
-                with backend.update() as transaction:
-                    keys.append(put(transaction, i))
-            with backend.update() as transaction:
-                transaction.delete(first)
-            with backend.view() as view:
-                assert view.changes(since) == [*keys, first]
 
     # -- space ---------------------------------------------------------------------------------------------------------
 
@@ -664,17 +617,15 @@ class PersistentPagesContract(PagesContract):
             before = stored(backend)
             with backend.view() as view:
                 assert view.sizes == _sizes(view)
-                state = (view.generation, view.used, view.sizes, dict(view.namespaces()), view.changes(1))
+                state = (view.generation, view.used, view.sizes, dict(view.namespaces()))
             backend.sync()
         with closing(self.reopen(tmp_path)) as backend:
             assert stored(backend) == before
             with backend.view() as view:
-                assert (view.generation, view.used, view.sizes, dict(view.namespaces()), view.changes(1)) == state
+                assert (view.generation, view.used, view.sizes, dict(view.namespaces())) == state
 
     def test_two_backends_on_one_location_see_what_the_other_commits(self, tmp_path: Path) -> None:
         with closing(self.open_backend(tmp_path)) as one, closing(self.reopen(tmp_path)) as two:
-            with one.view() as view:
-                since = view.generation
             with one.update() as transaction:
                 first = put(transaction, 1)
             with two.update() as transaction:
@@ -685,5 +636,5 @@ class PersistentPagesContract(PagesContract):
             with one.view() as view:
                 assert view.record(first) is None
                 assert view.record(second) is not None
-                assert view.changes(since) == [first, second, first]
+                assert view.generation == 2
                 assert view.sizes == _sizes(view) == two_sizes
