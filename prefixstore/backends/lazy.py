@@ -57,6 +57,7 @@ class LazyBackend(Backend):
                 raise ClosedError("the store is closed; open a new PrefixStore")
             if self._backend is None:
                 self._backend = self._open()
+                self.is_local = self._backend.is_local
                 log.warning("%s is reachable now", self._location)
             return self._backend
         finally:
@@ -77,10 +78,6 @@ class LazyBackend(Backend):
     @property
     def location(self) -> str:
         return self._backend.location if self._backend is not None else self._location
-
-    @property
-    def is_local(self) -> bool:  # type: ignore[override]
-        return self._backend is not None and self._backend.is_local
 
     def view(self) -> AbstractContextManager[View]:
         return self._opened().view()

@@ -21,8 +21,7 @@ class Lease:
     """The right of one engine to do some work.
 
     It saves work and is not needed for safety: two engines that do the same find in each transaction what the other has
-    done. So it is enough that clocks agree to within some seconds, and a location that keeps no notes is worked on by
-    all.
+    done. So it is enough that clocks agree to within some seconds.
 
     Parameters
     ----------

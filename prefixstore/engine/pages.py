@@ -118,7 +118,7 @@ class Pages:
         """Overwrite what deletions have freed, so that nothing of a deleted page can be read from the files.
 
         Raises `UnavailableError` if that is not possible now, because a reader still sees it. What the location cannot
-        promise is described in ``docs/backends.md``.
+        promise is described in ``docs/operations.md``.
         """
         self._backend.compact(erase=True)
 

@@ -93,7 +93,7 @@ class Leases:
     Notes
     -----
     A lease is advisory. If a job pauses for longer than `seconds`, another may take its lease over: then both do the
-    same work, and the store keeps it once. The same happens in a store that keeps no notes.
+    same work, and the store keeps it once.
     """
 
     def __init__(self, notes: Notes, *, seconds: float = SECONDS, owner: Owner | None = None) -> None:
