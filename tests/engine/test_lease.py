@@ -65,14 +65,3 @@ def test_a_note_that_cannot_be_right_holds_nothing(value, clock):
         transaction.put_note(b"room", value)
     assert is_free(backend, Lease(b"room"))
     assert take(backend, Lease(b"room"))
-
-
-def test_where_notes_are_not_kept_every_engine_works():
-    class Forgetful(MemoryPages):
-        """A backend without notes."""
-
-    backend = Forgetful()
-    with backend.update() as transaction:
-        transaction.put_note = lambda name, value: None
-        assert Lease(b"room").take(transaction)
-    assert take(backend, Lease(b"room"))
