@@ -22,6 +22,7 @@ from tests.support.pages import make_page
 
 SPACES = [Namespace({"salt": salt, "model": model}) for salt, model in (("a", "x"), ("a", "y"), ("b", "x"))]
 NOW = 1_700_000_000_000_000_000
+CANONICAL = {one.key: one.canonical for one in SPACES}
 
 
 @pytest.fixture(params=["memory", "lmdb"])
@@ -85,15 +86,14 @@ class Model:
                 spaces = {page.record.namespace for page in self.pages.values()}
                 assert view.namespaces_of(salt).keys() == spaces & {s.key for s in SPACES if s.settings["salt"] == salt}
 
-    def put(self, transaction, number, parent, space, usage):
+    def put(self, transaction, number, parent, space, usage, *, with_settings=True):
         """Put a page after a page of the model, or the first one of a sequence; its key."""
         above = self.pages[parent].record if parent is not None else None
         start = above.start + len(above.tokens) // 4 if above is not None else 0
         payload = bytes(number % 50)
         key, record = make_page(payload, [number] * 4, parent=parent or space, start=start, namespace=space)
-        for one in SPACES:
-            if one.key == space:
-                transaction.put_namespace(space, one.canonical)
+        if with_settings and space in CANONICAL:
+            transaction.put_namespace(space, CANONICAL[space])
         transaction.put(key, record, usage, payload)
         self.pages[key] = Known(record, usage)
         return key
@@ -369,12 +369,12 @@ def test_pages_that_cannot_be_read_are_counted_with_all_pages_and_the_others_exa
 def test_pages_that_were_put_before_the_settings_of_their_namespace_count_for_its_salt_then(backend):
     model, space = Model(backend), SPACES[0]
     with backend.update() as transaction:
-        model.put(transaction, 1, None, space.key, Usage(NOW))
+        model.put(transaction, 1, None, space.key, Usage(NOW), with_settings=False)
     with backend.view() as view:
         assert view.namespaces_of("a") == {}
         assert view.count(space.key).pages == 1
     with backend.update() as transaction:
-        model.put(transaction, 2, None, space.key, Usage(NOW, pinned=True))
+        model.put(transaction, 2, None, space.key, Usage(NOW, pinned=True), with_settings=False)
         transaction.put_namespace(space.key, space.canonical)
         assert transaction.namespaces_of("a") == {space.key: transaction.count_of("a")}
         assert transaction.count(space.key).pages == transaction.count_of("a").pages == 2

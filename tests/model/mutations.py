@@ -111,7 +111,7 @@ def a_tail_matches_one_token_too_many(patch: Patch) -> None:
 )
 def a_snapshot_of_other_tokens_is_found(patch: Patch) -> None:
     def paths(real: Any, self: Any) -> list[Path]:
-        found = [page for page in self.snapshots[0] if page.tokens[:4] == self.prompt.piece(0)[:4]]
+        found = [page for page in self.snapshots[0] if page.tokens[:4] == self.prompt.pieces[0][:4]]
         return [Path((page,), page.end) for page in found] or real(self)
 
     wrap(patch, Located, "snapshot_paths", paths)

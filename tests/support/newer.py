@@ -30,4 +30,4 @@ def _replace(backend, key, changed):
     with backend.update() as transaction:
         rows = transaction._rows
         rows.put(record_row(key), changed(rows.get([record_row(key)])[0]))
-        transaction._changed.append(key)
+        transaction._has_changed = True
