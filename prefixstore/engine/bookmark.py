@@ -19,7 +19,7 @@ from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT, TOKEN_BYTES, page
 from prefixstore.format.record import Record
 from prefixstore.format.saved_state import unpack_state
 
-__all__ = ["Bookmark", "BookmarkChange", "Unset", "end_of", "is_whole", "merged", "note_name", "parse"]
+__all__ = ["Bookmark", "BookmarkChange", "Unset", "is_whole", "merged", "note_name", "parse"]
 
 log = logging.getLogger("prefixstore")
 
@@ -104,7 +104,7 @@ def is_whole(view: View, namespace: bytes, bookmark: Bookmark) -> bool:
     try:
         if page != namespace:
             record = view.record(page)
-            if record is None or record.namespace != namespace or end_of(record) != bookmark.start:
+            if record is None or record.namespace != namespace or record.end != bookmark.start:
                 return False
         elif bookmark.start:
             return False
@@ -118,11 +118,6 @@ def is_whole(view: View, namespace: bytes, bookmark: Bookmark) -> bool:
     # a longer page may have taken the place of the tail
     beside = [each.record for each in view.neighbors(page, rest)]
     return any(isinstance(record, Record) and record.tokens.startswith(rest) for record in beside)
-
-
-def end_of(record: Record) -> int:
-    """Where the page of a record ends."""
-    return record.start + len(record.tokens) // TOKEN_BYTES
 
 
 def _is_of(view: View, key: bytes, tokens: bytes) -> bool:

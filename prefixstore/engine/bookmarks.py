@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from prefixstore.engine.bookmark import Bookmark, BookmarkChange, Unset, end_of, is_whole, merged, note_name, parse
+from prefixstore.engine.bookmark import Bookmark, BookmarkChange, Unset, is_whole, merged, note_name, parse
 from prefixstore.engine.budget import Budget, Evictor
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.pages import Pages, retried
@@ -152,7 +152,7 @@ class Bookmarks:
             pieces, key, end = [bookmark.rest], bookmark.page, bookmark.start
             while key != namespace:
                 record, _ = view.records([key]).get(key, (None, None))
-                if not isinstance(record, Record) or end_of(record) != end or record.key != key:
+                if not isinstance(record, Record) or record.end != end or record.key != key:
                     return None
                 pieces.append(record.tokens)
                 key, end = record.parent, record.start

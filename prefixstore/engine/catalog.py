@@ -206,7 +206,7 @@ class Catalog(Chooser):
                 self.give_up(page.key, Outdated.THINNED)
             self._deferred.thinned.add(page.key)
 
-    def mark_damaged(self, key: bytes, suspicion: Suspicion | None = None) -> None:
+    def mark_damaged(self, page: Page, suspicion: Suspicion | None = None) -> None:
         """Have a damaged page, and what follows it, deleted with the next commit; until then it is not found.
 
         With a `suspicion` its checksum is right, but its state is not usable: it is deleted unless the page stored by
@@ -214,13 +214,13 @@ class Catalog(Chooser):
         """
         with self._lock:
             if suspicion is not None:
-                self._deferred.suspicions[key] = suspicion
-            self._deferred.damaged.add(key)
-        self._ram.drop([key])
+                self._deferred.suspicions[page.key] = suspicion
+            self._deferred.damaged[page.key] = page.created
+        self._ram.drop([page.key])
 
-    def is_damaged(self, key: bytes) -> bool:
-        """Whether a stored page is not to be used."""
-        return key in self._deferred.damaged
+    def is_damaged(self, key: bytes, page: Page | Record) -> bool:
+        """Whether a stored page is not to be used. Another one may have been written under the key since."""
+        return self._deferred.damaged.get(key) == page.created
 
     # -- for the next commit ------------------------------------------------------------------------------------------
 

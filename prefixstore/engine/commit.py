@@ -256,7 +256,8 @@ class Committer:
         n_damaged = 0
         if deferred.damaged:
             n_damaged, left = self._deleter.delete_damaged(transaction, deferred.damaged, deferred.suspicions)
-            deferred.damaged -= left
+            for key in left:
+                del deferred.damaged[key]
             deferred.suspicions = {key: one for key, one in deferred.suspicions.items() if key not in left}
         # Expired leaves.
         if self._catalog.expects_expiry and self._evictor.delete_expired(transaction, EXPIRED_AT_ONCE):

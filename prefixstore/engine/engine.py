@@ -51,7 +51,7 @@ from prefixstore.format.autocodec import Encoder
 from prefixstore.format.figures import History
 from prefixstore.format.keys import KEY_BYTES, PAGE, Tokens, page_key
 from prefixstore.format.namespace import Namespace
-from prefixstore.format.record import Record, StoredPage, Usage, checksum
+from prefixstore.format.record import Record, StoredPage, checksum
 from prefixstore.stats import Counters, SessionCounts, Shortage, TierStats
 
 __all__ = ["Engine", "Imported"]
@@ -659,7 +659,8 @@ class Engine:
         if self._catalog.get(key) is not None or self._catalog.is_refused(key):
             return True
         with suppress(StorageError), self._breaker.asking(), self._backend.view() as view:
-            return view.record(key) is not None and not self._catalog.is_damaged(key)
+            record = view.record(key)
+            return record is not None and not self._catalog.is_damaged(key, record)
         return False
 
     def acquire(self, size: int, *, wait: bool = False) -> PooledBuffer | None:
@@ -758,7 +759,7 @@ class Engine:
         `fits` must hold for every context of the namespace. Another thread may call it. With `size`, the most bytes
         that the state can have, one that claims more is not unpacked for it.
         """
-        self._catalog.mark_damaged(page.key, Suspicion(fits, size))
+        self._catalog.mark_damaged(page, Suspicion(fits, size))
 
     # -- the queue ----------------------------------------------------------------------------------------------------
 
@@ -895,11 +896,18 @@ class Engine:
         self._load_policy()
         try:
             with self._backend.view() as view:
-                here = view.records([one.key for one in batch])
-            places = [
-                Placement.KNOWN if self._is_here(one.record, here.get(one.key)) else self._catalog.announce(new)
-                for one, new in zip(batch, news, strict=True)
-            ]
+                here = view.records([key for one in batch for key in (one.key, one.record.parent)])
+            known = {key: record for key, (record, _) in here.items() if isinstance(record, Record)}
+            places: list[Placement] = []
+            for one, new in zip(batch, news, strict=True):
+                record = one.record
+                if not record.follows(known.get(record.parent)):
+                    places.append(Placement.REFUSED)
+                elif one.key in known and is_same(known[one.key], record):
+                    places.append(Placement.KNOWN)
+                else:
+                    places.append(self._catalog.announce(new))
+                    known.setdefault(one.key, record)
             added = [new for new, place in zip(news, places, strict=True) if place is Placement.ADDED]
             written = self._committer.commit(added)
             with self._backend.view() as view:
@@ -911,9 +919,6 @@ class Engine:
             raise
         present = places.count(Placement.KNOWN) + n_covered
         return Imported(len(written), sum(new.n_bytes for new in written), present, len(batch) - present - len(written))
-
-    def _is_here(self, record: Record, stored: tuple[Record | StorageError, Usage] | None) -> bool:
-        return stored is not None and isinstance(stored[0], Record) and is_same(stored[0], record)
 
     # -- pinning, deleting --------------------------------------------------------------------------------------------
 

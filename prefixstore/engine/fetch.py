@@ -305,7 +305,7 @@ class Fetcher:
         elif isinstance(error, CorruptError):
             log.warning("a damaged page will be deleted: %s", error)
             self._counters.count("unreadable:corrupt")
-            self._catalog.mark_damaged(page.key)
+            self._catalog.mark_damaged(page)
         elif isinstance(error, ShapeError):
             log.warning("a page was not used: %s", error)
             self._counters.count("unreadable:shape")

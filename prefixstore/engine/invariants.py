@@ -17,7 +17,7 @@ from prefixstore.engine.page_checks import flaws
 from prefixstore.engine.page_view import View
 from prefixstore.errors import IncompatibleError, StorageError
 from prefixstore.format.codec import decode
-from prefixstore.format.keys import KEY_BYTES, SNAPSHOT, TOKEN_BYTES
+from prefixstore.format.keys import KEY_BYTES, SNAPSHOT
 from prefixstore.format.record import Buffer, Record
 
 __all__ = ["Violation", "violations"]
@@ -73,7 +73,7 @@ class _Places:
             self._new.append((key, key, -1, 0, 0, FOREIGN))
         else:
             number = self._numbers.setdefault(record.namespace, len(self._numbers))
-            end = record.start + len(record.tokens) // TOKEN_BYTES
+            end = record.end
             self._new.append((key, record.parent, number, record.start, end, record.form))
         if len(self._new) == AT_ONCE:
             self._pack()
@@ -151,7 +151,7 @@ def _misplaced(view: View, key: bytes, parent: bytes) -> Iterator[Violation]:
     if not isinstance(above, Record):
         yield Violation("parent", key.hex(), f"its parent {parent.hex()} is missing")
         return
-    end = above.start + len(above.tokens) // TOKEN_BYTES
+    end = above.end
     if end != page.start:
         yield Violation("position", key.hex(), f"starts at {page.start}, but its parent ends at {end}")
     if above.form == SNAPSHOT:

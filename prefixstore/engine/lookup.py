@@ -6,7 +6,7 @@ last of them. Nothing that was found is used for the next lookup.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -70,8 +70,12 @@ class Waiting(NamedTuple):
     """Full pages of the prompt that wait to be written, by key."""
     after: Mapping[bytes, Sequence[Page]]
     """Pages and snapshots that wait, by what they follow."""
-    damaged: Collection[bytes]
-    """Stored pages that are not to be used."""
+    damaged: Mapping[bytes, int]
+    """Stored pages that are not to be used, by key: when they were created."""
+
+    def allows(self, key: bytes, record: Record) -> bool:
+        """Whether a stored page may be used. Another one may have been written under the key since."""
+        return self.damaged.get(key) != record.created
 
 
 @dataclass
@@ -208,7 +212,7 @@ def _good(entries: Sequence[Entry], prompt: Prompt, waiting: Waiting) -> Iterato
     """Pages of a prompt, up to the first that is not to be used."""
     for number, entry in enumerate(entries):
         record = entry.record
-        if not isinstance(record, Record) or entry.key in waiting.damaged or not prompt.has(number, record):
+        if not isinstance(record, Record) or not waiting.allows(entry.key, record) or not prompt.has(number, record):
             return
         yield entry
 
@@ -221,6 +225,6 @@ def _starts_elsewhere(record: Record, prompt: Prompt, number: int) -> bool:
 
 def _follows(entry: Entry, namespace: bytes, parent: bytes, start: int, form: int, waiting: Waiting) -> bool:
     record = entry.record
-    if not isinstance(record, Record) or entry.key in waiting.damaged:
+    if not isinstance(record, Record) or not waiting.allows(entry.key, record):
         return False
     return (record.namespace, record.parent, record.start, record.form) == (namespace, parent, start, form)

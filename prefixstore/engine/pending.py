@@ -172,7 +172,7 @@ class Deferred:
     uses
         Uses of pages, by key.
     damaged
-        Keys of pages to be deleted if they are indeed damaged.
+        Pages to be deleted if they are indeed damaged: their keys, and when they were created; 0 if that is not known.
     suspicions
         For some of those keys: what the stored page is judged by.
     thinned
@@ -182,7 +182,7 @@ class Deferred:
     """
 
     uses: dict[bytes, Use] = field(default_factory=dict)
-    damaged: set[bytes] = field(default_factory=set)
+    damaged: dict[bytes, int] = field(default_factory=dict)
     suspicions: dict[bytes, Suspicion] = field(default_factory=dict)
     thinned: set[bytes] = field(default_factory=set)
     expired: bool = False
@@ -192,7 +192,7 @@ class Deferred:
 
     def copy(self) -> Deferred:
         """A copy; more may be added to the original meanwhile."""
-        return Deferred(dict(self.uses), set(self.damaged), dict(self.suspicions), set(self.thinned), self.expired)
+        return Deferred(dict(self.uses), dict(self.damaged), dict(self.suspicions), set(self.thinned), self.expired)
 
     def subtract(self, done: Deferred) -> None:
         """Remove what was written; keep what was added since."""
@@ -200,7 +200,8 @@ class Deferred:
             now = self.uses.pop(key, None)
             if now is not None and now.n > use.n:
                 self.uses[key] = now._replace(n=now.n - use.n)
-        self.damaged -= done.damaged
+        for key in done.damaged:
+            self.damaged.pop(key, None)
         for key in done.suspicions:
             self.suspicions.pop(key, None)
         self.thinned -= done.thinned

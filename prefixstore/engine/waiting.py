@@ -114,11 +114,11 @@ class WaitingPages:
         """What waits along a prompt."""
         with self._lock:
             if not self._pending:
-                return Waiting({}, {}, frozenset(self._deferred.damaged))
+                return Waiting({}, {}, dict(self._deferred.damaged))
             pages = {key: self._pending[key].page for key in prompt.keys if key in self._pending}
             parents = [key for key in (prompt.namespace, *prompt.keys) if key in self._after]
             after = {key: [new.page for new in self._after[key].values()] for key in parents}
-            return Waiting(pages, after, frozenset(self._deferred.damaged))
+            return Waiting(pages, after, dict(self._deferred.damaged))
 
     def nodes(self, entries: Sequence[Entry]) -> list[Page]:
         """Stored pages, with the uses that are still to be written."""
@@ -149,7 +149,7 @@ class WaitingPages:
         for key, record, _ in entries:
             if isinstance(record, (Record, CorruptError)):
                 with self._lock:
-                    self._deferred.damaged.add(key)
+                    self._deferred.damaged[key] = record.created if isinstance(record, Record) else 0
             why = "it does not start where its parent ends" if isinstance(record, Record) else record
             log.warning("a page cannot be read: %s", why)
 

@@ -191,12 +191,16 @@ class Record:
         """The page key."""
         return page_key(self.parent, self.tokens, self.form)
 
+    @property
+    def end(self) -> int:
+        """The boundary: the position after the last token."""
+        return self.start + len(self.tokens) // TOKEN_BYTES
+
     def follows(self, parent: Record | None) -> bool:
         """Whether the page starts where its parent ends; `parent` is None for the first page of a sequence."""
         if parent is None:
             return self.parent == self.namespace and self.start == 0
-        end = parent.start + len(parent.tokens) // TOKEN_BYTES
-        return (parent.namespace, parent.form, end) == (self.namespace, PAGE, self.start)
+        return (parent.namespace, parent.form, parent.end) == (self.namespace, PAGE, self.start)
 
     def pack(self) -> bytes:
         """The stored form: `RECORD`, the tokens, `RECORD_SEAL`."""

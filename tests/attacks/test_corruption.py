@@ -136,7 +136,7 @@ def test_a_page_damaged_on_disk_is_deleted_even_if_indexed(tmp_path, scheme):
         hurt(file, contents(backend)[path[1]][2], random.Random(1))
         (page,) = engine.match(space().key, np.arange(8, dtype="<i4"), 4).pages[1:]
         # as a restore does, which reads from the disk
-        engine._catalog.mark_damaged(page.key)
+        engine._catalog.mark_damaged(page)
         engine.commit([])
         assert contents(backend).keys() == {path[0]}
 

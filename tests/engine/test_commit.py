@@ -217,7 +217,7 @@ def test_a_snapshot_that_is_given_up_while_it_is_written_leaves_no_orphan(interf
         backend.interfere = (
             (lambda: catalog.discard_snapshot(new.page))
             if interfere == "thin"
-            else (lambda: catalog.mark_damaged(new.page.key))
+            else (lambda: catalog.mark_damaged(new.page))
         )
         assert store.engine.commit([new]) == 0
         buffer.release()
@@ -382,7 +382,7 @@ def test_an_engine_without_housekeeping_deletes_nothing_by_itself():
         pages = store.engine.match(NS, as_tokens(A), P).pages
         store.open(housekeeping=False, write_behind=False)
         store.engine.match(NS, as_tokens(A), P)
-        store.engine._catalog.mark_damaged(pages[1].key)
+        store.engine._catalog.mark_damaged(pages[1])
         assert not store.engine.has_deferred
         store.put(B)
         assert len(store.stored_keys()) == 6

@@ -128,8 +128,8 @@ def test_a_damaged_page_ends_the_restore_early_and_is_reported(workers, at):
         store.backend.change = forging(at, payload=lambda payload: bytes(payload[:-1]) + b"?")
         assert store.fetch() == at
         assert store.counters.group("unreadable") == {"corrupt": 1}
-        assert store.catalog.deferred().damaged == {store.pages[at].key}
-        assert store.catalog.is_damaged(store.pages[at].key)
+        assert store.catalog.deferred().damaged.keys() == {store.pages[at].key}
+        assert store.catalog.is_damaged(store.pages[at].key, store.pages[at])
 
 
 def test_only_the_first_of_several_damaged_pages_is_reported(workers):
@@ -137,7 +137,7 @@ def test_only_the_first_of_several_damaged_pages_is_reported(workers):
         store.backend.change = lambda i, record, payload: (record, bytes(payload[:-1]) if i > 1 else payload)
         assert store.fetch() == 2
         assert store.counters.group("unreadable") == {"corrupt": 1}
-        assert store.catalog.deferred().damaged == {store.pages[2].key}
+        assert store.catalog.deferred().damaged.keys() == {store.pages[2].key}
 
 
 def test_a_page_with_other_tokens_counts_as_damaged():
@@ -153,7 +153,7 @@ def test_a_page_of_an_unknown_codec_is_not_restored_and_not_deleted():
         assert store.fetch() == 3
         assert store.counters.group("unreadable") == {"incompatible": 1}
         assert not store.catalog.deferred().damaged
-        assert not store.catalog.is_damaged(store.pages[3].key)
+        assert not store.catalog.is_damaged(store.pages[3].key, store.pages[3])
 
 
 @pytest.mark.parametrize(

@@ -313,7 +313,7 @@ class Interleaving(RuleBasedStateMachine):
         """A restore takes a page for damaged, though it is not."""
         pages = self.known(member)
         if pages and choice == 3:
-            member.catalog.mark_damaged(pages[-1].key)
+            member.catalog.mark_damaged(pages[-1])
 
     def others(self, member, choice, tokens) -> None:
         """The other engines commit what they have, unless they would wait for this one."""

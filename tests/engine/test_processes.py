@@ -202,7 +202,8 @@ def test_a_page_that_is_taken_for_damaged_in_a_transaction_keeps_its_parent(tmp_
     with two_stores(tmp_path, max_entries=2) as (one, _):
         one.put(A[:8])
         batch = one.announce(B[:4])
-        while_space_is_made(one, lambda: one.engine._catalog.mark_damaged(page_keys(NS, as_tokens(A), P)[1]))
+        page = one.engine.match(NS, as_tokens(A[:8]), P).pages[1]
+        while_space_is_made(one, lambda: one.engine._catalog.mark_damaged(page))
         one.engine.commit(batch)
         assert one.engine.check() == []
 

@@ -120,11 +120,11 @@ def test_settings_stay_if_a_page_is_found_damaged_while_empty_namespaces_are_loo
         store.put(A[:4])
         # its first transaction looks for empty namespaces
         with closing(Store(Fragile(backend))) as other:
-            other.match(A)
+            page = other.engine.match(NS, as_tokens(A), P).pages[0]
 
             def found_damaged(name):
                 if name == "namespaces":
-                    other.engine._catalog.mark_damaged(page_keys(NS, as_tokens(A), P)[0])
+                    other.engine._catalog.mark_damaged(page)
 
             other.backend.on_call = found_damaged
             other.put(B[:4], namespace=OTHER)

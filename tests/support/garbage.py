@@ -68,6 +68,8 @@ class Victim:
 
     def put(self, case: Case | None = None) -> None:
         """The pages as they were captured, but for one."""
+        # what was found damaged before is judged now, and not when it is written again
+        self.store.flush()
         with self.backend.update() as transaction:
             for key, (record, usage, payload) in self.pages.items():
                 garbage = payload if case is None or case.key != key or case.payload is None else case.payload
