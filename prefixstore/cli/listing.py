@@ -71,9 +71,10 @@ def ls(
     form: OutputForm = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the namespaces, with their models and tenants, and the settings in which those of one model differ.
+    """List the namespaces: models, tenants, and the settings that differ.
 
-    Uses count pages: a prompt with ten stored pages counts as ten.
+    The settings are those in which namespaces of one model differ. Uses count pages: a prompt with ten stored pages
+    counts as ten.
 
     Example: prefixstore ls lmdb:///var/cache/kv --sort stored --limit 10
     """

@@ -6,7 +6,6 @@ import csv
 import enum
 import errno
 import functools
-import inspect
 import io
 import json
 import os
@@ -46,7 +45,6 @@ __all__ = [
     "iso",
     "rows_of",
     "say",
-    "summary",
     "table",
     "tell",
     "visible_lines",
@@ -95,11 +93,6 @@ def guarded(command: Callable[..., int | None]) -> Callable[..., None]:
         raise typer.Exit(code)
 
     return run
-
-
-def summary(command: Callable[..., object]) -> str:
-    """The first sentence of a command's help, whole: in lists it would be cut to one line otherwise."""
-    return " ".join((inspect.getdoc(command) or "").partition("\n\n")[0].split())
 
 
 def _code_of(error: PrefixStoreError) -> int:

@@ -14,11 +14,11 @@ from typing import Annotated, Any, get_args, get_origin
 from prefixstore.backends.location import without_password
 from prefixstore.cli.arguments import CONFIG_VARIABLE, ConfigFile
 from prefixstore.cli.confirm import has_terminal
-from prefixstore.cli.output import say
+from prefixstore.cli.output import guarded, say
 from prefixstore.config import Config, load_config
 from prefixstore.errors import InvalidParameterError
 
-__all__ = ["located"]
+__all__ = ["ready", "summary"]
 
 # the argument that is the location, by its names in the commands
 LOCATIONS = ("location", "source", "store")
@@ -30,7 +30,17 @@ INSTEAD = {"prompt": ("prompt_file", "messages")}
 URL_OR_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(//.*|)|[^\s/]*/\S*")
 
 
-def located(command: Callable[..., int | None]) -> Callable[..., int | None]:
+def ready(command: Callable[..., int | None]) -> Callable[..., None]:
+    """A command as it is called: without a location too, with `--config`, and ending with an exit code."""
+    return guarded(_located(command))
+
+
+def summary(command: Callable[..., object]) -> str:
+    """The first sentence of a command's help, whole: in lists it would be cut to one line otherwise."""
+    return " ".join((inspect.getdoc(command) or "").partition("\n\n")[0].split())
+
+
+def _located(command: Callable[..., int | None]) -> Callable[..., int | None]:
     """Let a command be called without a location, and give it ``--config``.
 
     Its first argument becomes optional: without it, the location is that of ``PREFIXSTORE_LOCATION``, of the file (the

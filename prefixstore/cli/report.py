@@ -39,7 +39,7 @@ def report(
     max_bytes: MaxBytes = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a page that shows a store: its prefix tree, its use, and the effect of another size.
+    """Write a page that shows a store: its tree, its use, the effect of another size.
 
     The page is one file that needs no network. With a model or a tokenizer it shows the text where prompts diverge;
     otherwise token ids, which anyone with the model can turn into text. Only its owner can read the file.

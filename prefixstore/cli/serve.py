@@ -26,7 +26,7 @@ from prefixstore.config import Config, load_config, model_file
 from prefixstore.errors import InvalidParameterError, MissingExtraError, PrefixStoreError
 from prefixstore.units import parse_bytes
 
-__all__ = ["ServeCommand", "serve"]
+__all__ = ["COMMAND_CLASS", "serve"]
 
 LOOPBACK = "127.0.0.1"
 MAX_BODY, MAX_WAITING, SILENT_SECONDS = "16MiB", 256, 3600.0
@@ -49,6 +49,9 @@ class ServeCommand(TyperCommand):
             if not separated and hasattr(error, "option_name") and hasattr(error, "message"):
                 error.message += "\nOptions of llama-server follow --: prefixstore serve STORE -- llama-server -m FILE"
             raise
+
+
+COMMAND_CLASS = ServeCommand
 
 
 def _with_location(command: Any, ctx: Any, args: list[str]) -> list[str]:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from prefixstore.cli.arguments import OTHERWISE, SERVER_KEY, AsJson, MaxBytes, Salt, server_key
-from prefixstore.cli.output import DONE, FAILED, emit, fields, guarded, say, summary, table
-from prefixstore.cli.place import located
+from prefixstore.cli.output import DONE, FAILED, emit, fields, say, table
+from prefixstore.cli.place import ready, summary
 from prefixstore.cli.prompt_files import chat_in, text_in
 from prefixstore.errors import InvalidParameterError, ServerError, StorageError
 from prefixstore.maintenance.archive import Archive
@@ -51,7 +51,10 @@ MessagesFile = Annotated[
 ]
 
 slots = typer.Typer(
-    help="Save the slots of a running llama-server as pages of a store, and restore them.", no_args_is_help=True
+    help="Save the slots of a running llama-server as pages of a store, and restore them.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
 )
 
 
@@ -222,7 +225,7 @@ def erase(
 
 
 for command in (status, save, restore, erase):
-    slots.command(command.__name__, short_help=summary(command))(guarded(located(command)))
+    slots.command(command.__name__, short_help=summary(command))(ready(command))
 
 
 def _client(url: str, api_key: str | None, timeout: float) -> LlamaServer:

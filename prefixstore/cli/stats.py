@@ -41,12 +41,12 @@ def stats(
     max_bytes: MaxBytes = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a store holds, and how much it helps: hit rate, tokens and time saved, by model and tenant.
+    """Show what a store holds, and how much it helps.
 
-    The figures are for the last hour, the last day (the current hour and the 24 before), and since the store was
-    created, at most a year. Processes write them with their commits, so the last seconds may be missing. Warming jobs
-    and maintenance are counted separately. The size limit is that of the process that was the last to begin writing,
-    or --max-bytes.
+    Hit rate, tokens and time saved, by model and tenant, are for the last hour, the last day (the current hour and the
+    24 before), and since the store was created, at most a year. Processes write them with their commits, so the last
+    seconds may be missing. Warming jobs and maintenance are counted separately. The size limit is that of the process
+    that was the last to begin writing, or --max-bytes.
 
     Example: prefixstore stats lmdb:///var/cache/kv
     """

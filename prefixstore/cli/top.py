@@ -39,11 +39,12 @@ def top(
     ] = False,
     seconds: Annotated[float, typer.Option(metavar="S", min=0.1, help="Seconds between refreshes.")] = 2.0,
 ) -> None:
-    """Watch how a store is used: requests, hit rate, prompts of the last minutes, the hottest prefixes.
+    """Watch how a store is used.
 
-    Processes write the figures with their commits, so they are some seconds old. Press q to quit.
-    The last 1, 10 and 60 minutes are whole minutes; the current minute is added to the first two.
-    With --once, or without a terminal, it is printed once; `prefixstore stats --json` has the same figures as JSON.
+    It shows requests, hit rate, the latest prompts and the hottest prefixes. Processes write the figures with their
+    commits, so they are some seconds old. Press q to quit. The last 1, 10 and 60 minutes are whole minutes; the current
+    minute is added to the first two. With --once, or without a terminal, it is printed once; `prefixstore stats --json`
+    has the same figures as JSON.
 
     Example: prefixstore top lmdb:///var/cache/kv
     """

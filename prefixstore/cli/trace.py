@@ -14,7 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from prefixstore.cli.arguments import AsJson, MaxBytes, max_bytes_of
-from prefixstore.cli.output import emit, fields, guarded, say, summary, table, tell
+from prefixstore.cli.output import emit, fields, say, table, tell
+from prefixstore.cli.place import ready, summary
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.errors import InvalidParameterError
 from prefixstore.report.labels import visible
@@ -42,8 +43,10 @@ Pages = Annotated[int | None, typer.Option("--pages", metavar="N", min=1, help="
 Requests = Annotated[int | None, typer.Option("--requests", metavar="N", min=1, help="Only the first N requests.")]
 
 trace = typer.Typer(
-    help="Record the requests to a store (hashes and lengths), and replay them with other budgets and policies.",
+    help="Record the requests to a store, and replay them with other budgets and policies.",
     no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
 )
 
 
@@ -275,4 +278,4 @@ def _json(found: Replayed) -> dict[str, Any]:
 
 
 for each in (record, replay_, simulate_):
-    trace.command(each.__name__.rstrip("_"), short_help=summary(each))(guarded(each))
+    trace.command(each.__name__.rstrip("_"), short_help=summary(each))(ready(each))

@@ -114,7 +114,7 @@ def answers(monkeypatch):
 def test_lists_of_commands_are_whole_sentences(run, monkeypatch, columns, group):
     monkeypatch.setenv("COLUMNS", str(columns))
     _, out, _ = run(*group, "--help")
-    words = " ".join(out[out.index("Commands:") :].split())
+    words = " ".join(out[out.index("\nOptions:") :].split())
     assert "..." not in words
     assert words.endswith(".")
     assert max(map(len, out.splitlines())) <= columns
@@ -122,9 +122,7 @@ def test_lists_of_commands_are_whole_sentences(run, monkeypatch, columns, group)
 
 @pytest.mark.slow
 def test_every_option_says_what_it_takes_in_a_word(run):
-    for name in [
-        line.split()[0] for line in run("--help")[1].partition("Commands:\n")[2].splitlines() if line[2:3] > " "
-    ]:
+    for name in [line.split()[0] for line in run("--help")[1].partition("Use:\n")[2].splitlines() if line[2:3] > " "]:
         code, out, _ = run(name, "--help")
         options = out.partition("\nOptions:")[2]
         assert (code, re.findall(r"--[a-z-]+ <(?!text\|)[^>]*>", options)) == (0, []), name
