@@ -39,7 +39,7 @@ COMMANDS = {
         "doctor": ("doctor", "Examine the installation and a store, and say what to change."),
         "check": ("maintain", "Verify every invariant and every checksum of a store."),
         "verify": ("maintain", "Compute stored sequences again and compare the results."),
-        "evict": ("maintain", "Evict pages until the store fits SIZE."),
+        "evict": ("delete", "Evict pages until the store fits SIZE."),
         "purge": ("delete", "Delete pages and overwrite their bytes."),
         "clear": ("delete", "Delete all pages, of all tenants and models."),
         "pin": ("maintain", "Keep a page from eviction."),
@@ -72,7 +72,7 @@ class _Commands(Mapping[str, Any]):
         found = getattr(module, name, None) or getattr(module, f"{name}_")
         if not isinstance(found, typer.Typer):
             command, found = found, typer.Typer(add_completion=False, rich_markup_mode=None)
-            ready = import_module("prefixstore.cli.place").ready(command)
+            ready = import_module("prefixstore.cli.command").ready(command)
             found.command(name, cls=getattr(module, "COMMAND_CLASS", None))(ready)
         loaded = typer.main.get_command(found)
         loaded.name = name

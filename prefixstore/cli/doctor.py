@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from prefixstore.cli.arguments import OTHERWISE, SERVER_KEY, AsJson, ConfigFile, MaxBytes, server_key, silence
-from prefixstore.cli.output import DONE, FAILED, emit, tell, visible_lines
-from prefixstore.cli.terminal import wrapped
+from prefixstore.cli import options
+from prefixstore.cli.command import Result
+from prefixstore.cli.model import silence
+from prefixstore.cli.output import DONE, FAILED, tell, visible_lines, wrapped
 from prefixstore.config import load_config
 from prefixstore.diagnosis.doctor import Finding, Level, examine
 from prefixstore.errors import MissingExtraError, ServerError
@@ -23,20 +24,14 @@ MARKS = {Level.GOOD: "ok  ", Level.NOTE: "note", Level.PROBLEM: "FIX "}
 
 def doctor(
     location: Annotated[
-        str | None,
-        typer.Argument(metavar="LOCATION", help=f"lmdb:///path, sqlite:////path, …; {OTHERWISE}"),
+        str | None, typer.Argument(metavar="LOCATION", help=f"lmdb:///path, sqlite:////path, …; {options.OTHERWISE}")
     ] = None,
     *,
-    config: ConfigFile = None,
-    max_bytes: MaxBytes = None,
-    server: Annotated[
-        str | None, typer.Option("--server", metavar="URL", help="URL of prefixstore serve: whether it uses the store.")
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option("--api-key", metavar="KEY", help=f"Its key; by default {SERVER_KEY}.")
-    ] = None,
-    as_json: AsJson = False,
-) -> int:
+    config: options.ConfigFile = None,
+    max_bytes: options.MaxBytes = None,
+    server: Annotated[str | None, options.option("URL", "URL of prefixstore serve: whether it uses the store.")] = None,
+    api_key: Annotated[str | None, options.option("KEY", f"Its key; by default {options.SERVER_KEY}.")] = None,
+) -> Result:
     """Examine the installation and a store, and say what to change.
 
     Checks versions, the file system, permissions, free space, the budget, and whether restoring beats computing.
@@ -53,20 +48,21 @@ def doctor(
         silence()
     found = examine(location or os.environ.get("PREFIXSTORE_LOCATION") or None, settings, max_bytes)
     if server is not None:
-        found.append(_of_server(server, server_key(api_key)))
-    problems = [finding for finding in found if finding.level is Level.PROBLEM]
-    if as_json:
-        where = next(finding.value for finding in found if finding.name == "location")
-        emit({"location": where, "problems": len(problems), "findings": [asdict(finding) for finding in found]})
-        return FAILED if problems else DONE
-    width = max(len(finding.name) for finding in found)
-    for finding in found:
-        before = f"{MARKS[finding.level]}  {finding.name:{width}}  "
-        for text in filter(None, (finding.value, finding.advice)):
-            typer.echo(wrapped(visible_lines(text), label=before))
-            before = " " * len(before)
-    tell(f"{counted(len(problems), 'problem')} to fix" if problems else "no problems found")
-    return FAILED if problems else DONE
+        found.append(_of_server(server, options.server_key(api_key)))
+    n_problems = sum(finding.level is Level.PROBLEM for finding in found)
+
+    def show() -> None:
+        width = max(len(finding.name) for finding in found)
+        for finding in found:
+            before = f"{MARKS[finding.level]}  {finding.name:{width}}  "
+            for text in filter(None, (finding.value, finding.advice)):
+                typer.echo(wrapped(visible_lines(text), label=before))
+                before = " " * len(before)
+        tell(f"{counted(n_problems, 'problem')} to fix" if n_problems else "no problems found")
+
+    where = next(finding.value for finding in found if finding.name == "location")
+    data = {"location": where, "problems": n_problems, "findings": [asdict(finding) for finding in found]}
+    return Result(data, show, FAILED if n_problems else DONE)
 
 
 def _of_server(url: str, api_key: str | None) -> Finding:

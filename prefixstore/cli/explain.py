@@ -9,10 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from prefixstore.cli.arguments import AsJson, ConfigFile, Location, ModelFile, NCtx, Salt, configured, open_model
-from prefixstore.cli.output import DONE, FAILED, emit, say, visible_lines
-from prefixstore.cli.prompt_files import STANDARD, chat_in, text_in
-from prefixstore.cli.terminal import wrapped
+from prefixstore.cli import options
+from prefixstore.cli.command import Result
+from prefixstore.cli.files import STANDARD, chat_in, text_in
+from prefixstore.cli.model import configured, open_model
+from prefixstore.cli.output import DONE, FAILED, say, visible_lines, wrapped
 from prefixstore.errors import InvalidParameterError
 from prefixstore.maintenance.archive import Archive
 
@@ -20,32 +21,22 @@ __all__ = ["explain"]
 
 
 def explain(
-    location: Location,
+    location: options.Location,
     prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The text of the prompt.")] = None,
     *,
-    model: ModelFile = None,
-    config: ConfigFile = None,
-    messages: Annotated[
-        Path | None,
-        typer.Option(
-            "--messages",
-            metavar="FILE",
-            help='A chat as JSON: a list of messages, or a request with "messages" and "tools"; - is stdin.',
-        ),
-    ] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option("--prompt-file", metavar="FILE", help="The text of the prompt; - is stdin.")
-    ] = None,
-    n_ctx: NCtx = None,
-    salt: Salt = None,
+    model: options.ModelFile = None,
+    config: options.ConfigFile = None,
+    messages: options.MessagesFile = None,
+    prompt_file: options.PromptFile = None,
+    n_ctx: options.NCtx = None,
+    salt: options.Salt = None,
     next_turn: Annotated[
         bool,
-        typer.Option(
-            "--next-turn", help="End messages at the start of the next user turn, not where the assistant answers."
+        options.flag(
+            "--next-turn", "End messages at the start of the next user turn, not where the assistant answers."
         ),
     ] = False,
-    as_json: AsJson = False,
-) -> int:
+) -> Result:
     """Explain how much of a prompt is stored, and why not more.
 
     Shows where the prompt diverges from the nearest stored one, with both texts, and names the usual causes: a
@@ -77,12 +68,12 @@ def explain(
                 found = store.explain(content, generation_prompt=not next_turn)
     finally:
         llm.close()
-    if as_json:
-        emit(asdict(found))
-    else:
+
+    def show() -> None:
         for label, text in found.lines():
             typer.echo(wrapped(visible_lines(text), label=label))
-    return DONE if found.reason == "complete" else FAILED
+
+    return Result(asdict(found), show, DONE if found.reason == "complete" else FAILED)
 
 
 def _content(prompt: str | None, prompt_file: Path | None, messages: Path | None) -> str | dict[str, Any]:

@@ -3,38 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
-import typer
 
-from prefixstore.cli.arguments import (
-    AsJson,
-    Location,
-    ModelFile,
-    NamespaceName,
-    PageKey,
-    Text,
-    TokenizerFile,
-    text_of_tokens,
-)
+from prefixstore.cli import options
+from prefixstore.cli.command import Result
 from prefixstore.cli.figures import described_of
-from prefixstore.cli.output import (
-    FAILED,
-    Form,
-    Limit,
-    OutputForm,
-    ago,
-    emit,
-    fields,
-    form_of,
-    iso,
-    rows_of,
-    say,
-    table,
-    tell,
-    visible_lines,
-)
+from prefixstore.cli.model import Text, text_of_tokens
+from prefixstore.cli.output import DONE, FAILED, Form, ago, iso, rows_of, say, table, tell, visible_lines
 from prefixstore.engine.index import Page
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.figures import Described, History
@@ -42,10 +19,9 @@ from prefixstore.maintenance.archive import Archive, Holding
 from prefixstore.report.labels import visible
 from prefixstore.units import counted, format_bytes, format_seconds
 
-__all__ = ["SHORT", "Tenant", "ls", "page_facts", "say_no_tenant", "show", "text_of_pages"]
+__all__ = ["SHORT", "ls", "page_facts", "say_no_tenant", "show", "text_of_pages"]
 
 SHORT = 12  # digits shown of a key
-Tenant = Annotated[str | None, typer.Option("--salt", metavar="TENANT", help="Only pages of one tenant.")]
 ORDERS = {
     "used": lambda one: -one.last_used,
     "pages": lambda one: -one.pages,
@@ -62,14 +38,14 @@ def say_no_tenant(salt: str) -> None:
 
 
 def ls(
-    location: Location,
+    location: options.Location,
     *,
-    namespace: NamespaceName = None,
-    salt: Tenant = None,
-    sort: Annotated[str, typer.Option(metavar="ORDER", help="used, pages, tokens, stored or uses.")] = "used",
-    limit: Limit = None,
-    form: OutputForm = None,
-    as_json: AsJson = False,
+    namespace: options.NamespaceName = None,
+    salt: options.Tenant = None,
+    sort: Annotated[str, options.option("ORDER", "used, pages, tokens, stored or uses.")] = "used",
+    limit: options.Limit = None,
+    form: options.OutputForm = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """List the namespaces: models, tenants, and the settings that differ.
 
@@ -78,7 +54,7 @@ def ls(
 
     Example: prefixstore ls lmdb:///var/cache/kv --sort stored --limit 10
     """
-    chosen = form_of(form, as_json=as_json)
+    chosen = options.form_of(form, as_json=as_json)
     if sort not in ORDERS:
         raise InvalidParameterError(f"--sort {sort} is unknown; choose used, pages, tokens, stored or uses")
     with Archive(location, read_only=True) as archive:
@@ -88,11 +64,9 @@ def ls(
     if salt is not None and not holdings:
         say_no_tenant(salt)
     shown = sorted(holdings, key=ORDERS[sort])[:limit]
-    if chosen is Form.JSON:
-        emit([_namespace_json(holding, history) for holding in shown])
-        return
     if chosen is not Form.TEXT:
-        rows_of([_namespace_row(one, history) for one in shown], chosen)
+        facts = [_facts(one, history) for one in shown]
+        rows_of(facts if chosen is Form.JSON else list(map(_as_row, facts)), chosen)
         return
     differ = _differences(holdings)
     columns = ["namespace", "model", "label", "tenant", "settings", "pages>", "tokens>", "stored>", "uses>", "used>"]
@@ -142,7 +116,7 @@ def _differences(holdings: list[Holding]) -> dict[bytes, str]:
     return found
 
 
-def _namespace_json(holding: Holding, history: History) -> dict[str, object]:
+def _facts(holding: Holding, history: History) -> dict[str, object]:
     return {
         "namespace": holding.key.hex(),
         "model_name": described_of(history, holding).name,
@@ -158,22 +132,21 @@ def _namespace_json(holding: Holding, history: History) -> dict[str, object]:
     }
 
 
-def _namespace_row(holding: Holding, history: History) -> dict[str, object]:
-    facts = _namespace_json(holding, history)
-    del facts["settings"]
-    named = {name: _settings(holding).get(name) for name in ("model", "label", "salt")}
+def _as_row(facts: dict[str, Any]) -> dict[str, object]:
+    """Facts without what is no number or text."""
+    settings = facts.pop("settings") or {}
     name = {"model_name": facts.pop("model_name")}
+    named = {name: settings.get(name) for name in ("model", "label", "salt")}
     return {"namespace": facts.pop("namespace"), **named, **facts, **name}
 
 
 def show(
-    location: Location,
-    digits: PageKey,
+    location: options.Location,
+    digits: options.PageKey,
     *,
-    model: ModelFile = None,
-    tokenizer: TokenizerFile = None,
-    as_json: AsJson = False,
-) -> int:
+    model: options.ModelFile = None,
+    tokenizer: options.TokenizerFile = None,
+) -> Result:
     """Show one page, and whether its bytes are intact.
 
     Exit code 1: the page is damaged.
@@ -185,14 +158,14 @@ def show(
         page = archive.find(digits)
         damage = archive.damage(page)
         path = archive.path(page)
-        if as_json:
-            more = {"path": [one.key.hex() for one in path], "children": [one.key.hex() for one in page.dependents]}
-            emit(page_facts(page, words) | more | {"damage": damage})
-        else:
-            namespace = next((one for one in archive.holdings() if one.key == page.namespace), None)
-            about = described_of(archive.history(), namespace) if namespace is not None else Described("")
-            fields({"location": archive.location} | _in_words(page, path, about, damage, words))
-    return FAILED if damage else 0
+        namespace = next((one for one in archive.holdings() if one.key == page.namespace), None)
+        about = described_of(archive.history(), namespace) if namespace is not None else Described("")
+        more = {"path": [one.key.hex() for one in path], "children": [one.key.hex() for one in page.dependents]}
+        return Result(
+            page_facts(page, words) | more | {"damage": damage},
+            {"location": archive.location} | _in_words(page, path, about, damage, words),
+            FAILED if damage else DONE,
+        )
 
 
 def _in_words(

@@ -7,17 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from prefixstore.cli.arguments import (
-    AsJson,
-    Location,
-    MaxBytes,
-    ModelFile,
-    TokenizerFile,
-    max_bytes_of,
-    text_of_tokens,
-)
+from prefixstore.cli import options
+from prefixstore.cli.model import text_of_tokens
 from prefixstore.cli.output import emit, say
 from prefixstore.errors import LocationError
 from prefixstore.maintenance.archive import Archive
@@ -30,14 +21,14 @@ __all__ = ["report"]
 
 
 def report(
-    location: Location,
+    location: options.Location,
     *,
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The page to write.")] = Path("report.html"),
-    force: Annotated[bool, typer.Option("--force", "--yes", "-y", help="Replace the file if it exists.")] = False,
-    model: ModelFile = None,
-    tokenizer: TokenizerFile = None,
-    max_bytes: MaxBytes = None,
-    as_json: AsJson = False,
+    out: Annotated[Path, options.option("FILE", "The page to write.")] = Path("report.html"),
+    force: Annotated[bool, options.flag("--force --yes -y", "Replace the file if it exists.")] = False,
+    model: options.ModelFile = None,
+    tokenizer: options.TokenizerFile = None,
+    max_bytes: options.MaxBytes = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Write a page that shows a store: its tree, its use, the effect of another size.
 
@@ -56,7 +47,7 @@ def report(
             archive.location,
             words=words.text if words is not None else None,
             is_of=partial(_is_of, model if tokenizer is None else None),
-            max_bytes=max_bytes_of(max_bytes),
+            max_bytes=options.max_bytes_of(max_bytes),
         )
     text = html_of(content)
     write_page(out, text, replace=force)
@@ -70,6 +61,4 @@ def report(
 
 def _is_of(model: Path | None, digest: str) -> bool:
     """Whether a digest is that of this model. Of a tokenizer it is not known."""
-    if model is None:
-        return True
-    return digest == "+".join(map(file_digest, model_parts(str(model))))
+    return model is None or digest == "+".join(map(file_digest, model_parts(str(model))))

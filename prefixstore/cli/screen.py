@@ -6,8 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from prefixstore.cli.output import ago
-from prefixstore.cli.terminal import grid
+from prefixstore.cli.output import ago, grid
 from prefixstore.engine.history_keeper import MINUTES_KEPT
 from prefixstore.engine.page_view import Used
 from prefixstore.format.figures import MINUTE, Figures, History

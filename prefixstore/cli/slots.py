@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prefixstore.cli.arguments import OTHERWISE, SERVER_KEY, AsJson, MaxBytes, Salt, server_key
-from prefixstore.cli.output import DONE, FAILED, emit, fields, say, table
-from prefixstore.cli.place import ready, summary
-from prefixstore.cli.prompt_files import chat_in, text_in
+from prefixstore.cli.command import Result, ready, summary
+from prefixstore.cli.output import DONE, FAILED, fields, say, table
 from prefixstore.errors import InvalidParameterError, ServerError, StorageError
 from prefixstore.maintenance.archive import Archive
 from prefixstore.units import counted, format_bytes, format_share
@@ -22,33 +21,24 @@ if TYPE_CHECKING:
     from prefixstore.server.client import LlamaServer
     from prefixstore.server.namespace import ServerIdentity
     from prefixstore.server.slots import SlotStore
+from prefixstore.cli import options
+from prefixstore.cli.files import chat_in, text_in
 
 __all__ = ["slots"]
 
 
-Server = Annotated[str, typer.Option("--server", metavar="URL", help="URL of the server: http://127.0.0.1:8080.")]
+Server = Annotated[str, options.option("URL", "URL of the server: http://127.0.0.1:8080.", "--server")]
 Store = Annotated[
-    str, typer.Argument(metavar="STORE", help=f"lmdb:///path (or a path), sqlite:////path, …; {OTHERWISE}")
+    str, typer.Argument(metavar="STORE", help=f"lmdb:///path (or a path), sqlite:////path, …; {options.OTHERWISE}")
 ]
-SlotsDir = Annotated[Path, typer.Option("--slots-dir", metavar="DIR", help="The server's --slot-save-path.")]
-Number = Annotated[int, typer.Option("--slot", metavar="N", help="Number of the slot.")]
+SlotsDir = Annotated[Path, options.option("DIR", "The server's --slot-save-path.")]
 Name = Annotated[
-    str | None,
-    typer.Option(
-        "--namespace",
-        metavar="NAME",
-        help="A name for the model and settings of a server whose process cannot be read.",
-    ),
+    str | None, options.option("NAME", "A name for the model and settings of a server whose process cannot be read.")
 ]
 ApiKey = Annotated[
-    str | None,
-    typer.Option("--api-key", metavar="KEY", help=f"Key of the server; by default {SERVER_KEY} in the environment."),
+    str | None, options.option("KEY", f"Key of the server; by default {options.SERVER_KEY} in the environment.")
 ]
-Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Timeout of a request in seconds.")]
-PromptFile = Annotated[Path | None, typer.Option("--prompt-file", metavar="FILE", help="The prompt; - is stdin.")]
-MessagesFile = Annotated[
-    Path | None, typer.Option("--messages", metavar="FILE", help="The messages of a chat, as JSON; - is stdin.")
-]
+Timeout = Annotated[float, options.option("SECONDS", "Timeout of a request in seconds.")]
 
 slots = typer.Typer(
     help="Save the slots of a running llama-server as pages of a store, and restore them.",
@@ -62,14 +52,12 @@ def status(
     server: Server,
     *,
     slots_dir: Annotated[
-        Path | None,
-        typer.Option("--slots-dir", metavar="DIR", help="Its --slot-save-path: also shows bytes, which saves a slot."),
+        Path | None, options.option("DIR", "Its --slot-save-path: also shows bytes, which saves a slot.")
     ] = None,
     namespace: Name = None,
     api_key: ApiKey = None,
     timeout: Timeout = 10.0,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Show what the slots of a server hold, and the memory of its process.
 
     The bytes per token are measured from a slot's file: with --slots-dir, an idle slot is saved, and the file is
@@ -81,31 +69,31 @@ def status(
         if slots_dir is not None and any(slot.n_tokens for slot in client.slots()):
             _learn_sizes(client, slots_dir, namespace)
         props, found, process = client.props(), client.slots(), client.process()
-    if as_json:
-        emit(
-            {
-                "build": props.build,
-                "model": props.model_path,
-                "is_sleeping": props.is_sleeping,
-                "slots": [asdict(slot) | {"capacity": slot.capacity} for slot in found],
-                "process": asdict(process) if process is not None else None,
-            }
+    data = {
+        "build": props.build,
+        "model": props.model_path,
+        "is_sleeping": props.is_sleeping,
+        "slots": [asdict(slot) | {"capacity": slot.capacity} for slot in found],
+        "process": asdict(process) if process is not None else None,
+    }
+
+    def show() -> None:
+        memory = format_bytes(process.resident) if process is not None else "not known"
+        fields({"model": props.model_path, "llama.cpp": props.build, "memory": memory})
+        rows = (
+            [
+                str(slot.id),
+                slot.state,
+                "-" if slot.n_tokens is None else str(slot.n_tokens),
+                str(slot.n_ctx),
+                format_share(slot.capacity),
+                "-" if slot.n_bytes is None else format_bytes(slot.n_bytes),
+            ]
+            for slot in found
         )
-        return
-    memory = format_bytes(process.resident) if process is not None else "not known"
-    fields({"model": props.model_path, "llama.cpp": props.build, "memory": memory})
-    rows = (
-        [
-            str(slot.id),
-            slot.state,
-            "-" if slot.n_tokens is None else str(slot.n_tokens),
-            str(slot.n_ctx),
-            format_share(slot.capacity),
-            "-" if slot.n_bytes is None else format_bytes(slot.n_bytes),
-        ]
-        for slot in found
-    )
-    table(["slot>", "state", "tokens>", "context>", "used>", "bytes>"], rows)
+        table(["slot>", "state", "tokens>", "context>", "used>", "bytes>"], rows)
+
+    return Result(data, show)
 
 
 def save(
@@ -113,15 +101,14 @@ def save(
     *,
     server: Server,
     slots_dir: SlotsDir,
-    slot: Annotated[int | None, typer.Option("--slot", metavar="N", help="Number of the slot.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="All slots that are idle.")] = False,
-    salt: Salt = None,
+    slot: Annotated[int | None, options.option("N", "Number of the slot.")] = None,
+    every: Annotated[bool, options.flag("--all", "All slots that are idle.")] = False,
+    salt: options.Salt = None,
     namespace: Name = None,
     api_key: ApiKey = None,
     timeout: Timeout = 60.0,
-    max_bytes: MaxBytes = None,
-    as_json: AsJson = False,
-) -> int:
+    max_bytes: options.MaxBytes = None,
+) -> Result:
     """Store the contents of slots that the store does not have yet.
 
     Exit code 1 if a slot could not be stored. As a hook before a model is unloaded: with --all.
@@ -134,34 +121,34 @@ def save(
     with _opened(store, server, slots_dir, namespace, api_key, timeout, max_bytes) as opened:
         numbers = [one.id for one in opened.server.slots() if not one.is_processing] if slot is None else [slot]
         for number in numbers:
+            one: dict[str, Any] = {
+                "slot": number,
+                "tokens": 0,
+                "new_pages": 0,
+                "bytes": 0,
+                "seconds": 0.0,
+                "reason": None,
+            }
+            results.append(one)
             try:
                 saved = opened.save(number, salt=salt)
             except (ServerError, StorageError) as error:
                 if not every:
                     raise
                 # the others can be saved all the same
-                results.append(
-                    {"slot": number, "tokens": 0, "new_pages": 0, "bytes": 0, "seconds": 0.0, "reason": str(error)}
-                )
+                one["reason"] = str(error)
                 continue
-            results.append(
-                {
-                    "slot": number,
-                    "tokens": len(saved.tokens),
-                    "new_pages": saved.n_new_pages,
-                    "bytes": saved.n_bytes,
-                    "seconds": saved.seconds,
-                    "reason": saved.reason,
-                }
-            )
+            one |= {"tokens": len(saved.tokens), "new_pages": saved.n_new_pages, "bytes": saved.n_bytes}
+            one |= {"seconds": saved.seconds, "reason": saved.reason}
         opened.engine.flush()
-    if as_json:
-        emit(results)
-    else:
+
+    def show() -> None:
         for one in results:
             done = f"{counted(one['new_pages'], 'new page')}, {format_bytes(one['bytes'])}"
             say(f"slot {one['slot']}: {one['tokens']} tokens, {one['reason'] or done}")
-    return FAILED if any(one["reason"] not in (None, "empty", "short") for one in results) else DONE
+
+    failed = any(one["reason"] not in (None, "empty", "short") for one in results)
+    return Result(results, show, FAILED if failed else DONE)
 
 
 def restore(
@@ -169,18 +156,17 @@ def restore(
     *,
     server: Server,
     slots_dir: SlotsDir,
-    slot: Number = 0,
-    prompt_file: PromptFile = None,
-    messages: MessagesFile = None,
+    slot: Annotated[int, options.option("N", "Number of the slot.")] = 0,
+    prompt_file: options.PromptFile = None,
+    messages: options.MessagesFile = None,
     deepest: Annotated[
-        bool, typer.Option("--deepest", help="The longest stored prompt that fits the slot, to its end.")
+        bool, options.flag("--deepest", "The longest stored prompt that fits the slot, to its end.")
     ] = False,
-    salt: Salt = None,
+    salt: options.Salt = None,
     namespace: Name = None,
     api_key: ApiKey = None,
     timeout: Timeout = 60.0,
-    as_json: AsJson = False,
-) -> int:
+) -> Result:
     """Give a slot the longest stored prefix of a prompt.
 
     Exit code 1 if nothing is stored of it, 3 if there is no store. As a hook after a model is loaded: with --deepest.
@@ -201,16 +187,17 @@ def restore(
             if text is None and messages is not None:
                 text = opened.server.apply_template(chat_in(messages)["messages"])
             restored = opened.restore(slot, opened.server.tokenize(text or ""), salt=salt)
-    if as_json:
-        emit({"slot": slot, **asdict(restored)})
-    else:
-        say(f"slot {slot}: {restored.n_tokens} tokens" + (f", {restored.reason}" if restored.reason else ""))
-    return DONE if restored.n_tokens else FAILED
+    text = f"slot {slot}: {restored.n_tokens} tokens" + (f", {restored.reason}" if restored.reason else "")
+    return Result({"slot": slot, **asdict(restored)}, partial(say, text), DONE if restored.n_tokens else FAILED)
 
 
 def erase(
-    server: Server, *, slot: Number, api_key: ApiKey = None, timeout: Timeout = 10.0, as_json: AsJson = False
-) -> None:
+    server: Server,
+    *,
+    slot: Annotated[int, options.option("N", "Number of the slot.")],
+    api_key: ApiKey = None,
+    timeout: Timeout = 10.0,
+) -> Result:
     """Empty a slot of the server. The store keeps what it has.
 
     Example: prefixstore slots erase --server http://127.0.0.1:8080 --slot 0
@@ -218,10 +205,7 @@ def erase(
     with _client(server, api_key, timeout) as client:
         client.slot(slot)
         n_tokens = client.erase(slot).n_tokens
-    if as_json:
-        emit({"slot": slot, "tokens": n_tokens})
-    else:
-        say(f"slot {slot}: {n_tokens} tokens erased")
+    return Result({"slot": slot, "tokens": n_tokens}, partial(say, f"slot {slot}: {n_tokens} tokens erased"))
 
 
 for command in (status, save, restore, erase):
@@ -229,9 +213,9 @@ for command in (status, save, restore, erase):
 
 
 def _client(url: str, api_key: str | None, timeout: float) -> LlamaServer:
-    from prefixstore.server.client import LlamaServer  # noqa: PLC0415 - not needed for --help
+    from prefixstore.server.client import LlamaServer  # noqa: PLC0415 - the extra "server"
 
-    return LlamaServer(url, timeout, server_key(api_key))
+    return LlamaServer(url, timeout, options.server_key(api_key))
 
 
 def _learn_sizes(client: LlamaServer, slots_dir: Path, namespace: str | None) -> None:

@@ -10,10 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from prefixstore.cli.arguments import AsJson, Location, MaxBytes, max_bytes_of
+from prefixstore.cli import options
 from prefixstore.cli.figures import Group, by_model, by_tenant
-from prefixstore.cli.output import ago, emit, iso, say
-from prefixstore.cli.terminal import grid, listed, width
+from prefixstore.cli.output import ago, emit, grid, iso, listed, say, width
 from prefixstore.engine.index import Page
 from prefixstore.engine.page_view import Used
 from prefixstore.errors import InvalidParameterError
@@ -33,13 +32,13 @@ SPANS = {"last_hour": HOUR, "last_day": DAY, "all": None}
 
 
 def stats(
-    location: Location,
+    location: options.Location,
     *,
     prometheus: Annotated[
-        bool, typer.Option("--prometheus", help="Print metrics for Prometheus, such as for node_exporter's text files.")
+        bool, options.flag("--prometheus", "Print metrics for Prometheus, such as for node_exporter's text files.")
     ] = False,
-    max_bytes: MaxBytes = None,
-    as_json: AsJson = False,
+    max_bytes: options.MaxBytes = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Show what a store holds, and how much it helps.
 
@@ -52,7 +51,7 @@ def stats(
     """
     if as_json and prometheus:
         raise InvalidParameterError("--json and --prometheus cannot be combined; pass one of them")
-    given = max_bytes_of(max_bytes)
+    given = options.max_bytes_of(max_bytes)
     with Archive(location, read_only=True) as archive:
         history, holdings, used = archive.history(), archive.holdings(), archive.used()
         capacity = given if given is not None else history.max_bytes

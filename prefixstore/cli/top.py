@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prefixstore.cli.arguments import Location
+from prefixstore.cli.output import width
 from prefixstore.cli.screen import MOST_SHOWN, Screen, lines
-from prefixstore.cli.terminal import width
 from prefixstore.errors import StorageError
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.hottest import Hot, hottest
 
 if TYPE_CHECKING:
     from rich.text import Text
+from prefixstore.cli import options
 
 __all__ = ["top"]
 
@@ -32,12 +32,10 @@ QUIT = "qQ"
 
 
 def top(
-    location: Location,
+    location: options.Location,
     *,
-    once: Annotated[
-        bool, typer.Option("--once", help="Print it once and exit (the default without a terminal).")
-    ] = False,
-    seconds: Annotated[float, typer.Option(metavar="S", min=0.1, help="Seconds between refreshes.")] = 2.0,
+    once: Annotated[bool, options.flag("--once", "Print it once and exit (the default without a terminal).")] = False,
+    seconds: Annotated[float, options.option("S", "Seconds between refreshes.", min=0.1)] = 2.0,
 ) -> None:
     """Watch how a store is used.
 

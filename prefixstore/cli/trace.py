@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
-from prefixstore.cli.arguments import AsJson, MaxBytes, max_bytes_of
-from prefixstore.cli.output import emit, fields, say, table, tell
-from prefixstore.cli.place import ready, summary
+from prefixstore.cli import options
+from prefixstore.cli.command import Result, ready, summary
+from prefixstore.cli.output import fields, say, table, tell
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.errors import InvalidParameterError
 from prefixstore.report.labels import visible
@@ -36,11 +36,9 @@ CLEAR = "\r\x1b[K"
 LOOK_SECONDS = 0.05
 
 TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="JSON lines with hash_ids, plain or gzip.")]
-PolicyNames = Annotated[
-    list[str] | None, typer.Option("--policy", metavar="NAME", help=f"One of {', '.join(POLICIES)}; can be repeated.")
-]
-Pages = Annotated[int | None, typer.Option("--pages", metavar="N", min=1, help="The budget in pages.")]
-Requests = Annotated[int | None, typer.Option("--requests", metavar="N", min=1, help="Only the first N requests.")]
+PolicyNames = Annotated[list[str] | None, options.option("NAME", f"One of {', '.join(POLICIES)}; can be repeated.")]
+Pages = Annotated[int | None, options.option("N", "The budget in pages.", min=1)]
+Requests = Annotated[int | None, options.option("N", "Only the first N requests.", min=1)]
 
 trace = typer.Typer(
     help="Record the requests to a store, and replay them with other budgets and policies.",
@@ -53,8 +51,8 @@ trace = typer.Typer(
 def record(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="A server or a job, after --.")],
     *,
-    out: Annotated[Path, typer.Option("--out", metavar="TRACE", help="The file; it is appended to.")],
-    text: Annotated[bool, typer.Option("--text", help="Also record the text of prompts.")] = False,
+    out: Annotated[Path, options.option("TRACE", "The file; it is appended to.")],
+    text: Annotated[bool, options.flag("--text", "Also record the text of prompts.")] = False,
 ) -> int:
     """Run a command, and record the requests to its stores.
 
@@ -79,11 +77,10 @@ def replay_(
     file: TraceFile,
     *,
     policy: PolicyNames = None,
-    max_bytes: MaxBytes = None,
+    max_bytes: options.MaxBytes = None,
     pages: Pages = None,
     requests: Requests = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Replay a trace in the real engine, at one size, and show how much each policy finds.
 
     The defaults are the recorded budget and policy. The budget counts pages of the mean recorded size.
@@ -91,45 +88,43 @@ def replay_(
     Example: prefixstore trace replay trace.jsonl --policy lru --policy adaptive --max-bytes 40GiB
     """
     read = read_trace(file, requests)
-    size = pages or pages_in(read, max_bytes_of(max_bytes))
+    size = pages or pages_in(read, options.max_bytes_of(max_bytes))
     if size is None:
         raise InvalidParameterError("the trace does not say how large pages are; pass --pages N")
     recorded = str(read.about.get("policy"))
     names = _policies(policy, (recorded,) if recorded in POLICIES else DEFAULTS)
     found = {name: replay(read, name, size) for name in names}
     live = _live(read)
-    if as_json:
-        emit(
-            {
-                "trace": str(file),
-                "pages": size,
-                "skipped_lines": read.skipped,
-                "recorded": live,
-                "replayed": {name: _json(one) for name, one in found.items()},
-            }
+
+    def show() -> None:
+        _about(read, file, size)
+        ones = replayed if live is None else {"recorded": live} | replayed
+        table(
+            ["policy", "requests that hit>", _unit(read) + " found>", "of all>"],
+            (
+                [name, f"{one['hits']:,}", f"{one['hit_tokens']:,}", format_share(one["rate"], 1)]
+                for name, one in ones.items()
+            ),
         )
-        return
-    _about(read, file, size)
-    rows = [[name, f"{one.hits:,}", f"{one.hit_tokens:,}", format_share(one.rate, 1)] for name, one in found.items()]
-    if live is not None:
-        rows.insert(0, ["recorded", f"{live['hits']:,}", f"{live['hit_tokens']:,}", format_share(live["rate"], 1)])
-    table(["policy", "requests that hit>", _unit(read) + " found>", "of all>"], rows)
-    # a replay finds whole blocks
-    rounded = len(read.requests) * (read.block_tokens or 1)
-    if live is not None and live["hit_tokens"] > rounded + max(one.hit_tokens for one in found.values()):
-        tell("The recorded store found more: it had pages from before the recording; a replay starts empty.")
+        # a replay finds whole blocks
+        rounded = len(read.requests) * (read.block_tokens or 1)
+        if live is not None and live["hit_tokens"] > rounded + max(one.hit_tokens for one in found.values()):
+            tell("The recorded store found more: it had pages from before the recording; a replay starts empty.")
+
+    replayed = {name: _json(one) for name, one in found.items()}
+    data = {"trace": str(file), "pages": size, "skipped_lines": read.skipped, "recorded": live, "replayed": replayed}
+    return Result(data, show)
 
 
 def simulate_(
     file: TraceFile,
     *,
     policy: PolicyNames = None,
-    max_bytes: MaxBytes = None,
+    max_bytes: options.MaxBytes = None,
     pages: Pages = None,
     requests: Requests = None,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also draw it, as SVG.")] = None,
-    as_json: AsJson = False,
-) -> None:
+    plot: Annotated[Path | None, options.option("FILE", "Also draw it, as SVG.")] = None,
+) -> Result:
     """Show the hit rate against the size of the store, and what twice the budget would gain.
 
     Policies run in the real engine. Belady knows the future: no policy can find more. Sizes are multiples of the
@@ -138,7 +133,7 @@ def simulate_(
     Example: prefixstore trace simulate trace.jsonl --max-bytes 20GiB --plot hits.svg
     """
     read = read_trace(file, requests)
-    budget = pages or pages_in(read, max_bytes_of(max_bytes))
+    budget = pages or pages_in(read, options.max_bytes_of(max_bytes))
     names = _policies(policy, DEFAULTS)
     is_shown = sys.stderr.isatty()
     try:
@@ -151,28 +146,29 @@ def simulate_(
             plot.write_text(svg(found, f"Hit rate of {visible(file.name)}"), "utf-8")
         except OSError as error:
             raise InvalidParameterError(f"{plot} cannot be written: {error.strerror}") from None
-    if as_json:
-        emit(
-            {
-                "trace": str(file),
-                "skipped_lines": read.skipped,
-                "pages": list(found.sizes),
-                "bytes": [found.bytes_of(size) for size in found.sizes],
-                "budget_pages": budget if budget is not None else found.budget,
-                "all_pages": found.total,
-                "rates": {name: [round(one.rate, 4) for one in ones] for name, ones in found.found.items()},
-                "twice_the_budget_wins": {name: found.gain(name) for name in found.found},
-            }
-        )
-        return
-    _about(read, file, budget if budget is not None else found.budget)
-    headers = ["pages>", *(["bytes>"] if found.page_bytes is not None else []), *(f"{name}>" for name in found.found)]
-    table(headers, [_row(found, i) for i in range(len(found.sizes))])
-    if found.holds_all:
-        tell("the budget holds all pages of the trace: a larger one finds no more")
-        return
-    for name in names:
-        _say_gain(read, found, name, is_known=budget is not None)
+    size = budget if budget is not None else found.budget
+    data = {
+        "trace": str(file),
+        "skipped_lines": read.skipped,
+        "pages": list(found.sizes),
+        "bytes": [found.bytes_of(size) for size in found.sizes],
+        "budget_pages": size,
+        "all_pages": found.total,
+        "rates": {name: [round(one.rate, 4) for one in ones] for name, ones in found.found.items()},
+        "twice_the_budget_wins": {name: found.gain(name) for name in found.found},
+    }
+
+    def show() -> None:
+        _about(read, file, size)
+        headers = ["pages>", *(["bytes>"] * (found.page_bytes is not None)), *(f"{name}>" for name in found.found)]
+        table(headers, [_row(found, i) for i in range(len(found.sizes))])
+        if found.holds_all:
+            tell("the budget holds all pages of the trace: a larger one finds no more")
+            return
+        for name in names:
+            _say_gain(read, found, name, is_known=budget is not None)
+
+    return Result(data, show)
 
 
 def _run(command: list[str], environment: dict[str, str]) -> int:

@@ -11,19 +11,11 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from prefixstore.cli.arguments import (
-    AsJson,
-    Location,
-    ModelFile,
-    NamespaceName,
-    Text,
-    TokenizerFile,
-    text_of_tokens,
-)
+from prefixstore.cli import options
 from prefixstore.cli.figures import described_of
-from prefixstore.cli.listing import SHORT, Tenant, page_facts, say_no_tenant, text_of_pages
-from prefixstore.cli.output import FAILED, Form, Limit, OutputForm, ago, emit, form_of, rows_of, say, tell
-from prefixstore.cli.terminal import WIDE, listed, terminal_width
+from prefixstore.cli.listing import SHORT, page_facts, say_no_tenant, text_of_pages
+from prefixstore.cli.model import Text, text_of_tokens
+from prefixstore.cli.output import FAILED, WIDE, Form, ago, listed, rows_of, say, tell, terminal_width
 from prefixstore.engine.index import Page
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.figures import Described
@@ -44,33 +36,32 @@ ORDERS: dict[str, Callable[[Page], float]] = {
     "uses": lambda page: -page.hits,
     "hits": lambda page: -page.hits,  # as it was called
     "stored": lambda page: -page.stored_bytes,
+    "tokens": lambda page: -page.end,
     "created": lambda page: page.created,
 }
 
 
 def tree(
-    location: Location,
+    location: options.Location,
     *,
-    namespace: NamespaceName = None,
-    salt: Tenant = None,
-    model: ModelFile = None,
-    tokenizer: TokenizerFile = None,
+    namespace: options.NamespaceName = None,
+    salt: options.Tenant = None,
+    model: options.ModelFile = None,
+    tokenizer: options.TokenizerFile = None,
     containing: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="Only sequences that contain this text; needs --model or --tokenizer."),
+        str | None, options.option("TEXT", "Only sequences that contain this text; needs --model or --tokenizer.")
     ] = None,
-    pinned: Annotated[bool, typer.Option("--pinned", help="Only branches with pinned pages.")] = False,
+    pinned: Annotated[bool, options.flag("--pinned", "Only branches with pinned pages.")] = False,
     older_than: Annotated[
-        str | None,
-        typer.Option("--older-than", metavar="AGE", help="Only branches with pages not used for this long: 30d."),
+        str | None, options.option("AGE", "Only branches with pages not used for this long: 30d.")
     ] = None,
-    depth: Annotated[int | None, typer.Option(metavar="N", min=1, help="Show N levels of branches.")] = None,
-    limit: Limit = None,
+    depth: Annotated[int | None, options.option("N", "Show N levels of branches.", min=1)] = None,
+    limit: options.Limit = None,
     sort: Annotated[
-        str | None, typer.Option(metavar="ORDER", help="Order of branches: used, uses, stored or created.")
+        str | None, options.option("ORDER", "Order of branches: used, uses, stored, tokens or created.")
     ] = None,
-    form: OutputForm = None,
-    as_json: AsJson = False,
+    form: options.OutputForm = None,
+    as_json: options.AsJson = False,
 ) -> int:
     """Show the stored prefixes as a tree.
 
@@ -80,9 +71,9 @@ def tree(
 
     Example: prefixstore tree lmdb:///var/cache/kv --model m.gguf --containing "my secret"
     """
-    chosen = form_of(form, as_json=as_json)
+    chosen = options.form_of(form, as_json=as_json)
     if sort is not None and sort not in ORDERS:
-        raise InvalidParameterError(f"--sort {sort} is unknown; choose used, uses, stored or created")
+        raise InvalidParameterError(f"--sort {sort} is unknown; choose used, uses, stored, tokens or created")
     seconds = parse_seconds(older_than, "--older-than") if older_than is not None else None
     words = text_of_tokens(model, tokenizer)
     if containing is not None and words is None:
@@ -109,8 +100,7 @@ def tree(
             if pages or containing is None:
                 tell(f"{archive.location}: {counted(len(pages), 'page')}")
         else:
-            facts = [page_facts(page, words) for page in shown.pages()[:limit]]
-            emit(facts) if chosen is Form.JSON else rows_of(facts, chosen)
+            rows_of([page_facts(page, words) for page in shown.pages()[:limit]], chosen)
     if containing is not None and not pages:
         say(f"{archive.location}: the text is not stored")
         return FAILED
@@ -183,7 +173,7 @@ class _Shown:
                 ago(max(page.last_used for page in chain)),
                 "pinned" if all(page.pinned for page in chain) else "",
             ]
-            line = "\n".join(listed([part for part in parts if part], _columns(), indent))
+            line = "\n".join(listed(parts, _columns(), indent))
             has_bar = has_bar or shared > 0
             typer.echo(line if self.words is None else _with_text(line, indent, self._text(chain, shared)))
         if has_bar:

@@ -21,12 +21,12 @@ import pytest
 from rich.console import Console
 
 from prefixstore import InvalidParameterError, PrefixStore, load, warm
-from prefixstore.cli import confirm, main, terminal
-from prefixstore.cli import progress as progress_module
-from prefixstore.cli.progress import shown
-from prefixstore.cli.prompt_files import chat_in, text_in
-from prefixstore.cli.terminal import WIDE
+from prefixstore.cli import main, output
+from prefixstore.cli import warm_report as progress_module
+from prefixstore.cli.files import chat_in, text_in
+from prefixstore.cli.output import WIDE
 from prefixstore.cli.warm import _signals
+from prefixstore.cli.warm_report import progress_shown as shown
 from prefixstore.config import Config, load_config, model_file
 from prefixstore.maintenance.archive import Archive
 from prefixstore.warming.estimate import estimate
@@ -97,10 +97,8 @@ def answers(monkeypatch):
 
     def terminal(*given):
         left = list(given)
-        monkeypatch.setattr(confirm, "has_terminal", lambda: True)
-        for module in ("delete", "maintain"):
-            monkeypatch.setattr(f"prefixstore.cli.{module}.has_terminal", lambda: True)
-        monkeypatch.setattr(confirm.typer, "confirm", lambda question, **_: asked.append(question) or left.pop(0))
+        monkeypatch.setattr(output, "has_terminal", lambda: True)
+        monkeypatch.setattr(output.typer, "confirm", lambda question, **_: asked.append(question) or left.pop(0))
         return asked
 
     return terminal
@@ -147,7 +145,7 @@ def test_one_page_is_no_plural(tmp_path, run):
 
 
 def test_errors_and_results_are_broken_between_words_in_a_terminal(tmp_path, run, monkeypatch):
-    monkeypatch.setattr(terminal, "terminal_width", lambda _: 60)
+    monkeypatch.setattr(output, "terminal_width", lambda _: 60)
     _, _, err = run("ls", "--sort", "colour", filled(tmp_path / "kv"))
     assert err == "prefixstore: --sort colour is unknown; choose used, pages,\n  tokens, stored or uses\n"
     _, _, err = run("stats", "nowhere")
