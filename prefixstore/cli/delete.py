@@ -12,6 +12,7 @@ from typing import Annotated
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.model import tokens_of_prefix
+from prefixstore.cli.options import flag, option
 from prefixstore.cli.output import DONE, FAILED, confirmed, say
 from prefixstore.engine.delete import Removed
 from prefixstore.engine.eviction import POLICIES
@@ -25,12 +26,9 @@ __all__ = ["clear", "evict", "purge"]
 def evict(
     location: options.Location,
     *,
-    to: Annotated[
-        str, options.option("SIZE", "Size to shrink the store to, such as 10GiB; with --max-bytes also 80%.")
-    ],
+    to: Annotated[str, option("SIZE", "Size to shrink the store to, such as 10GiB; with --max-bytes also 80%.")],
     policy: Annotated[
-        str | None,
-        options.option("NAME", f"Order of eviction: one of {', '.join(POLICIES)}; by default the store's own."),
+        str | None, option("NAME", f"Order of eviction: one of {', '.join(POLICIES)}; by default the store's own.")
     ] = None,
     max_bytes: options.MaxBytes = None,
     dry_run: options.DryRun = False,
@@ -84,14 +82,14 @@ def purge(
     location: options.Location,
     *,
     namespace: options.NamespaceName = None,
-    salt: Annotated[str | None, options.option("TENANT", "Only pages of one tenant, of all models.")] = None,
-    older_than: Annotated[str | None, options.option("AGE", "Only pages not used for this long: 30d, 12h.")] = None,
-    page: Annotated[str | None, options.option("HASH", "Only one page and its descendants.")] = None,
+    salt: Annotated[str | None, option("TENANT", "Only pages of one tenant, of all models.")] = None,
+    older_than: Annotated[str | None, option("AGE", "Only pages not used for this long: 30d, 12h.")] = None,
+    page: Annotated[str | None, option("HASH", "Only one page and its descendants.")] = None,
     prefix: options.Prefix = None,
     model: options.ModelFile = None,
     tokenizer: options.TokenizerFile = None,
-    everything: Annotated[bool, options.flag("--everything", "All pages of the store.")] = False,
-    scrub: Annotated[bool, options.flag("--scrub/--no-scrub", "Overwrite the deleted bytes.")] = True,
+    everything: Annotated[bool, flag("--everything", "All pages of the store.")] = False,
+    scrub: Annotated[bool, flag("--scrub/--no-scrub", "Overwrite the deleted bytes.")] = True,
     dry_run: options.DryRun = False,
     yes: options.Yes = False,
 ) -> Result | int:

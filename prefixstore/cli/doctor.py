@@ -11,6 +11,7 @@ import typer
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.model import silence
+from prefixstore.cli.options import option
 from prefixstore.cli.output import DONE, FAILED, tell, visible_lines, wrapped
 from prefixstore.config import load_config
 from prefixstore.diagnosis.doctor import Finding, Level, examine
@@ -29,8 +30,8 @@ def doctor(
     *,
     config: options.ConfigFile = None,
     max_bytes: options.MaxBytes = None,
-    server: Annotated[str | None, options.option("URL", "URL of prefixstore serve: whether it uses the store.")] = None,
-    api_key: Annotated[str | None, options.option("KEY", f"Its key; by default {options.SERVER_KEY}.")] = None,
+    server: Annotated[str | None, option("URL", "URL of prefixstore serve: whether it uses the store.")] = None,
+    api_key: Annotated[str | None, option("KEY", f"Its key; by default {options.SERVER_KEY}.")] = None,
 ) -> Result:
     """Examine the installation and a store, and say what to change.
 

@@ -13,6 +13,7 @@ from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.files import STANDARD, chat_in, text_in
 from prefixstore.cli.model import configured, open_model
+from prefixstore.cli.options import flag
 from prefixstore.cli.output import DONE, FAILED, say, visible_lines, wrapped
 from prefixstore.errors import InvalidParameterError
 from prefixstore.maintenance.archive import Archive
@@ -31,10 +32,7 @@ def explain(
     n_ctx: options.NCtx = None,
     salt: options.Salt = None,
     next_turn: Annotated[
-        bool,
-        options.flag(
-            "--next-turn", "End messages at the start of the next user turn, not where the assistant answers."
-        ),
+        bool, flag("--next-turn", "End messages at the start of the next user turn, not where the assistant answers.")
     ] = False,
 ) -> Result:
     """Explain how much of a prompt is stored, and why not more.

@@ -15,6 +15,7 @@ from prefixstore.backends.location import default_location, is_url, without_pass
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.files import writing
+from prefixstore.cli.options import option
 from prefixstore.cli.output import FAILED, is_confirmed, say
 from prefixstore.errors import InvalidParameterError
 from prefixstore.opening import locations_of
@@ -55,7 +56,7 @@ def init(
     *,
     model: options.ModelFile = None,
     store: options.Stores = None,
-    n_ctx: Annotated[int, options.option("N", "Length of the context in tokens.", min=1)] = 4096,
+    n_ctx: Annotated[int, option("N", "Length of the context in tokens.", min=1)] = 4096,
     max_bytes: options.MaxBytes = "10GiB",
     yes: options.Replace = False,
 ) -> Result | int:

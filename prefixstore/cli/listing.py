@@ -11,6 +11,7 @@ from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.figures import described_of
 from prefixstore.cli.model import Text, text_of_tokens
+from prefixstore.cli.options import option
 from prefixstore.cli.output import DONE, FAILED, Form, ago, iso, rows_of, say, table, tell, visible_lines
 from prefixstore.engine.index import Page
 from prefixstore.errors import InvalidParameterError
@@ -42,7 +43,7 @@ def ls(
     *,
     namespace: options.NamespaceName = None,
     salt: options.Tenant = None,
-    sort: Annotated[str, options.option("ORDER", "used, pages, tokens, stored or uses.")] = "used",
+    sort: Annotated[str, option("ORDER", "used, pages, tokens, stored or uses.")] = "used",
     limit: options.Limit = None,
     form: options.OutputForm = None,
     as_json: options.AsJson = False,

@@ -12,6 +12,7 @@ from typing import Annotated
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.model import configured, open_model
+from prefixstore.cli.options import flag, option
 from prefixstore.cli.output import DONE, FAILED, confirmed, say, table, tell
 from prefixstore.config import explain
 from prefixstore.engine.delete import Removed
@@ -31,7 +32,7 @@ def check(
     location: options.Location,
     *,
     repair: Annotated[
-        bool, options.flag("--repair", "Delete damaged pages and their descendants, and rebuild a wrong index.")
+        bool, flag("--repair", "Delete damaged pages and their descendants, and rebuild a wrong index.")
     ] = False,
     max_bytes: options.MaxBytes = None,
     dry_run: options.DryRun = False,
@@ -105,10 +106,10 @@ def verify(
     config: options.ConfigFile = None,
     n_ctx: options.NCtx = None,
     salt: options.Salt = None,
-    sample: Annotated[int, options.option("N", "Number of sequences to compare.", min=1)] = 8,
-    seed: Annotated[int, options.option("N", "Seed for choosing the sequences.")] = 0,
+    sample: Annotated[int, option("N", "Number of sequences to compare.", min=1)] = 8,
+    seed: Annotated[int, option("N", "Seed for choosing the sequences.")] = 0,
     bound: Annotated[
-        float, options.option("SHARE", "Largest allowed difference, as a share of the logits' range.", min=0.0)
+        float, option("SHARE", "Largest allowed difference, as a share of the logits' range.", min=0.0)
     ] = BOUND,
 ) -> Result:
     """Compute stored sequences again and compare the results.

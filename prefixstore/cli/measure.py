@@ -8,6 +8,7 @@ from typing import Annotated
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.model import configured, has_model, open_model
+from prefixstore.cli.options import option
 from prefixstore.cli.output import fields, table, tell
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.bench import measure_break_even, measure_rates
@@ -25,7 +26,7 @@ def bench(
     model: options.ModelFile = None,
     config: options.ConfigFile = None,
     n_ctx: options.NCtx = None,
-    tokens: Annotated[int, options.option("N", "Length of the longest prompt, with a model.", min=32)] = 2048,
+    tokens: Annotated[int, option("N", "Length of the longest prompt, with a model.", min=32)] = 2048,
 ) -> Result:
     """Measure a store on this machine.
 

@@ -10,6 +10,7 @@ from prefixstore.backends.location import without_password
 from prefixstore.backends.sql import require_sql
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
+from prefixstore.cli.options import flag
 from prefixstore.cli.output import DONE, FAILED, say
 from prefixstore.errors import InvalidParameterError
 
@@ -19,8 +20,8 @@ __all__ = ["migrate"]
 def migrate(
     location: options.Location,
     *,
-    check: Annotated[bool, options.flag("--check", "Only report whether the schema is up to date.")] = False,
-    sql: Annotated[bool, options.flag("--sql", "Only print the SQL statements.")] = False,
+    check: Annotated[bool, flag("--check", "Only report whether the schema is up to date.")] = False,
+    sql: Annotated[bool, flag("--sql", "Only print the SQL statements.")] = False,
 ) -> Result:
     """Create a SQL store, or bring its schema up to date.
 

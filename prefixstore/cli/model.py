@@ -12,15 +12,7 @@ from prefixstore.errors import InvalidParameterError, MissingExtraError
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-__all__ = [
-    "Text",
-    "configured",
-    "has_model",
-    "open_model",
-    "silence",
-    "text_of_tokens",
-    "tokens_of_prefix",
-]
+__all__ = ["Text", "configured", "has_model", "open_model", "silence", "text_of_tokens", "tokens_of_prefix"]
 
 
 def has_model(config: Path | None, model: Path | None) -> bool:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from prefixstore.cli import options
 from prefixstore.cli.model import text_of_tokens
+from prefixstore.cli.options import flag, option
 from prefixstore.cli.output import emit, say
 from prefixstore.errors import LocationError
 from prefixstore.maintenance.archive import Archive
@@ -23,8 +24,8 @@ __all__ = ["report"]
 def report(
     location: options.Location,
     *,
-    out: Annotated[Path, options.option("FILE", "The page to write.")] = Path("report.html"),
-    force: Annotated[bool, options.flag("--force --yes -y", "Replace the file if it exists.")] = False,
+    out: Annotated[Path, option("FILE", "The page to write.")] = Path("report.html"),
+    force: Annotated[bool, flag("--force --yes -y", "Replace the file if it exists.")] = False,
     model: options.ModelFile = None,
     tokenizer: options.TokenizerFile = None,
     max_bytes: options.MaxBytes = None,

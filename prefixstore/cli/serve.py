@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from prefixstore.cli import options
+from prefixstore.cli.options import option
 from prefixstore.cli.output import DONE, say
 from prefixstore.config import Config, load_config, model_file
 from prefixstore.errors import InvalidParameterError, MissingExtraError, PrefixStoreError
@@ -75,54 +76,48 @@ def serve(
     ] = None,
     *,
     model: Annotated[
-        Path | None, options.option("FILE", "Serve this model with llama-cpp-python's server, without llama-server.")
+        Path | None, option("FILE", "Serve this model with llama-cpp-python's server, without llama-server.")
     ] = None,
-    host: Annotated[str, options.option("ADDRESS", "Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, options.option("N", "Port to listen on; 0: any that is free.", min=0, max=65535)] = 8080,
-    server: Annotated[str | None, options.option("URL", "A llama-server that is already running.")] = None,
-    slots_dir: Annotated[Path | None, options.option("DIR", "Its --slot-save-path; with --server.")] = None,
+    host: Annotated[str, option("ADDRESS", "Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, option("N", "Port to listen on; 0: any that is free.", min=0, max=65535)] = 8080,
+    server: Annotated[str | None, option("URL", "A llama-server that is already running.")] = None,
+    slots_dir: Annotated[Path | None, option("DIR", "Its --slot-save-path; with --server.")] = None,
     namespace: Annotated[
         str | None,
-        options.option(
-            "NAME", "A name for its model and all settings, if its arguments cannot be read; with --server."
-        ),
+        option("NAME", "A name for its model and all settings, if its arguments cannot be read; with --server."),
     ] = None,
     api_key: Annotated[
         str | None,
-        options.option(
+        option(
             "KEY", f"A key of the server, to save and restore; by default {options.SERVER_KEY}'s value; with --server."
         ),
     ] = None,
     admin_key: Annotated[
         str | None,
-        options.option(
-            "KEY", "The key for /prefixstore/status, the report and /metrics.", envvar="PREFIXSTORE_ADMIN_KEY"
-        ),
+        option("KEY", "The key for /prefixstore/status, the report and /metrics.", envvar="PREFIXSTORE_ADMIN_KEY"),
     ] = None,
     salt_from: Annotated[
-        str | None, options.option("api-key|header:NAME", "Separate tenants by their API key or a header.")
+        str | None, option("api-key|header:NAME", "Separate tenants by their API key or a header.")
     ] = None,
     far: Annotated[
-        str | None, options.option("LOCATION", "A location behind STORE, shared with other machines, such as s3://…")
+        str | None, option("LOCATION", "A location behind STORE, shared with other machines, such as s3://…")
     ] = None,
     far_max_bytes: Annotated[
-        str | None, options.option("SIZE", "Size limit of that location; by default that of STORE.")
+        str | None, option("SIZE", "Size limit of that location; by default that of STORE.")
     ] = None,
     max_bytes: options.MaxBytes = None,
-    max_body: Annotated[str, options.option("SIZE", "Size limit of a request.")] = MAX_BODY,
+    max_body: Annotated[str, option("SIZE", "Size limit of a request.")] = MAX_BODY,
     max_bodies: Annotated[
-        str | None, options.option("SIZE", "Size limit of all requests together; by default 16 times --max-body.")
+        str | None, option("SIZE", "Size limit of all requests together; by default 16 times --max-body.")
     ] = None,
     max_waiting: Annotated[
-        int, options.option("N", "Requests that may wait for a slot; further ones get 503.", min=0)
+        int, option("N", "Requests that may wait for a slot; further ones get 503.", min=0)
     ] = MAX_WAITING,
     allow_field: Annotated[
         list[str] | None,
-        options.option("NAME", "A request field unknown to prefixstore that affects only sampling; can be repeated."),
+        option("NAME", "A request field unknown to prefixstore that affects only sampling; can be repeated."),
     ] = None,
-    timeout: Annotated[
-        float, options.option("S", "Seconds to wait for the next byte of the server.", min=1)
-    ] = SILENT_SECONDS,
+    timeout: Annotated[float, option("S", "Seconds to wait for the next byte of the server.", min=1)] = SILENT_SECONDS,
     config: options.ConfigFile = None,
 ) -> int | None:
     """Serve a model over HTTP, with the prompts of STORE.

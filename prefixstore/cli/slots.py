@@ -23,22 +23,21 @@ if TYPE_CHECKING:
     from prefixstore.server.slots import SlotStore
 from prefixstore.cli import options
 from prefixstore.cli.files import chat_in, text_in
+from prefixstore.cli.options import flag, option
 
 __all__ = ["slots"]
 
 
-Server = Annotated[str, options.option("URL", "URL of the server: http://127.0.0.1:8080.", "--server")]
+Server = Annotated[str, option("URL", "URL of the server: http://127.0.0.1:8080.", "--server")]
 Store = Annotated[
     str, typer.Argument(metavar="STORE", help=f"lmdb:///path (or a path), sqlite:////path, …; {options.OTHERWISE}")
 ]
-SlotsDir = Annotated[Path, options.option("DIR", "The server's --slot-save-path.")]
+SlotsDir = Annotated[Path, option("DIR", "The server's --slot-save-path.")]
 Name = Annotated[
-    str | None, options.option("NAME", "A name for the model and settings of a server whose process cannot be read.")
+    str | None, option("NAME", "A name for the model and settings of a server whose process cannot be read.")
 ]
-ApiKey = Annotated[
-    str | None, options.option("KEY", f"Key of the server; by default {options.SERVER_KEY} in the environment.")
-]
-Timeout = Annotated[float, options.option("SECONDS", "Timeout of a request in seconds.")]
+ApiKey = Annotated[str | None, option("KEY", f"Key of the server; by default {options.SERVER_KEY} in the environment.")]
+Timeout = Annotated[float, option("SECONDS", "Timeout of a request in seconds.")]
 
 slots = typer.Typer(
     help="Save the slots of a running llama-server as pages of a store, and restore them.",
@@ -52,7 +51,7 @@ def status(
     server: Server,
     *,
     slots_dir: Annotated[
-        Path | None, options.option("DIR", "Its --slot-save-path: also shows bytes, which saves a slot.")
+        Path | None, option("DIR", "Its --slot-save-path: also shows bytes, which saves a slot.")
     ] = None,
     namespace: Name = None,
     api_key: ApiKey = None,
@@ -101,8 +100,8 @@ def save(
     *,
     server: Server,
     slots_dir: SlotsDir,
-    slot: Annotated[int | None, options.option("N", "Number of the slot.")] = None,
-    every: Annotated[bool, options.flag("--all", "All slots that are idle.")] = False,
+    slot: Annotated[int | None, option("N", "Number of the slot.")] = None,
+    every: Annotated[bool, flag("--all", "All slots that are idle.")] = False,
     salt: options.Salt = None,
     namespace: Name = None,
     api_key: ApiKey = None,
@@ -156,12 +155,10 @@ def restore(
     *,
     server: Server,
     slots_dir: SlotsDir,
-    slot: Annotated[int, options.option("N", "Number of the slot.")] = 0,
+    slot: Annotated[int, option("N", "Number of the slot.")] = 0,
     prompt_file: options.PromptFile = None,
     messages: options.MessagesFile = None,
-    deepest: Annotated[
-        bool, options.flag("--deepest", "The longest stored prompt that fits the slot, to its end.")
-    ] = False,
+    deepest: Annotated[bool, flag("--deepest", "The longest stored prompt that fits the slot, to its end.")] = False,
     salt: options.Salt = None,
     namespace: Name = None,
     api_key: ApiKey = None,
@@ -194,7 +191,7 @@ def restore(
 def erase(
     server: Server,
     *,
-    slot: Annotated[int, options.option("N", "Number of the slot.")],
+    slot: Annotated[int, option("N", "Number of the slot.")],
     api_key: ApiKey = None,
     timeout: Timeout = 10.0,
 ) -> Result:

@@ -12,6 +12,7 @@ import typer
 
 from prefixstore.cli import options
 from prefixstore.cli.figures import Group, by_model, by_tenant
+from prefixstore.cli.options import flag
 from prefixstore.cli.output import ago, emit, grid, iso, listed, say, width
 from prefixstore.engine.index import Page
 from prefixstore.engine.page_view import Used
@@ -35,7 +36,7 @@ def stats(
     location: options.Location,
     *,
     prometheus: Annotated[
-        bool, options.flag("--prometheus", "Print metrics for Prometheus, such as for node_exporter's text files.")
+        bool, flag("--prometheus", "Print metrics for Prometheus, such as for node_exporter's text files.")
     ] = False,
     max_bytes: options.MaxBytes = None,
     as_json: options.AsJson = False,

@@ -22,6 +22,7 @@ from prefixstore.maintenance.hottest import Hot, hottest
 if TYPE_CHECKING:
     from rich.text import Text
 from prefixstore.cli import options
+from prefixstore.cli.options import flag, option
 
 __all__ = ["top"]
 
@@ -34,8 +35,8 @@ QUIT = "qQ"
 def top(
     location: options.Location,
     *,
-    once: Annotated[bool, options.flag("--once", "Print it once and exit (the default without a terminal).")] = False,
-    seconds: Annotated[float, options.option("S", "Seconds between refreshes.", min=0.1)] = 2.0,
+    once: Annotated[bool, flag("--once", "Print it once and exit (the default without a terminal).")] = False,
+    seconds: Annotated[float, option("S", "Seconds between refreshes.", min=0.1)] = 2.0,
 ) -> None:
     """Watch how a store is used.
 

@@ -15,6 +15,7 @@ import typer
 
 from prefixstore.cli import options
 from prefixstore.cli.command import Result, ready, summary
+from prefixstore.cli.options import flag, option
 from prefixstore.cli.output import fields, say, table, tell
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.errors import InvalidParameterError
@@ -36,9 +37,9 @@ CLEAR = "\r\x1b[K"
 LOOK_SECONDS = 0.05
 
 TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="JSON lines with hash_ids, plain or gzip.")]
-PolicyNames = Annotated[list[str] | None, options.option("NAME", f"One of {', '.join(POLICIES)}; can be repeated.")]
-Pages = Annotated[int | None, options.option("N", "The budget in pages.", min=1)]
-Requests = Annotated[int | None, options.option("N", "Only the first N requests.", min=1)]
+PolicyNames = Annotated[list[str] | None, option("NAME", f"One of {', '.join(POLICIES)}; can be repeated.")]
+Pages = Annotated[int | None, option("N", "The budget in pages.", min=1)]
+Requests = Annotated[int | None, option("N", "Only the first N requests.", min=1)]
 
 trace = typer.Typer(
     help="Record the requests to a store, and replay them with other budgets and policies.",
@@ -51,8 +52,8 @@ trace = typer.Typer(
 def record(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="A server or a job, after --.")],
     *,
-    out: Annotated[Path, options.option("TRACE", "The file; it is appended to.")],
-    text: Annotated[bool, options.flag("--text", "Also record the text of prompts.")] = False,
+    out: Annotated[Path, option("TRACE", "The file; it is appended to.")],
+    text: Annotated[bool, flag("--text", "Also record the text of prompts.")] = False,
 ) -> int:
     """Run a command, and record the requests to its stores.
 
@@ -123,7 +124,7 @@ def simulate_(
     max_bytes: options.MaxBytes = None,
     pages: Pages = None,
     requests: Requests = None,
-    plot: Annotated[Path | None, options.option("FILE", "Also draw it, as SVG.")] = None,
+    plot: Annotated[Path | None, option("FILE", "Also draw it, as SVG.")] = None,
 ) -> Result:
     """Show the hit rate against the size of the store, and what twice the budget would gain.
 

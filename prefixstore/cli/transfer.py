@@ -17,6 +17,7 @@ from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.files import STANDARD, reading, writing
 from prefixstore.cli.model import configured, has_model, open_model, tokens_of_prefix
+from prefixstore.cli.options import option
 from prefixstore.cli.output import DONE, FAILED, is_confirmed, say, tell
 from prefixstore.config import explain
 from prefixstore.errors import IncompatibleError, InvalidParameterError, LocationError
@@ -38,10 +39,10 @@ KEPT_BYTES = 256 << 20
 def export(
     location: options.Location,
     *,
-    out: Annotated[str, options.option("FILE", "The file to write, such as f.pstore; - is stdout.")],
+    out: Annotated[str, option("FILE", "The file to write, such as f.pstore; - is stdout.")],
     namespace: options.NamespaceName = None,
     prefix: options.Prefix = None,
-    page: Annotated[str | None, options.option("HASH", "Only one page, with its ancestors and descendants.")] = None,
+    page: Annotated[str | None, option("HASH", "Only one page, with its ancestors and descendants.")] = None,
     model: options.ModelFile = None,
     tokenizer: options.TokenizerFile = None,
     dry_run: options.DryRun = False,

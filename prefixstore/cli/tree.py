@@ -15,6 +15,7 @@ from prefixstore.cli import options
 from prefixstore.cli.figures import described_of
 from prefixstore.cli.listing import SHORT, page_facts, say_no_tenant, text_of_pages
 from prefixstore.cli.model import Text, text_of_tokens
+from prefixstore.cli.options import flag, option
 from prefixstore.cli.output import FAILED, WIDE, Form, ago, listed, rows_of, say, tell, terminal_width
 from prefixstore.engine.index import Page
 from prefixstore.errors import InvalidParameterError
@@ -49,17 +50,13 @@ def tree(
     model: options.ModelFile = None,
     tokenizer: options.TokenizerFile = None,
     containing: Annotated[
-        str | None, options.option("TEXT", "Only sequences that contain this text; needs --model or --tokenizer.")
+        str | None, option("TEXT", "Only sequences that contain this text; needs --model or --tokenizer.")
     ] = None,
-    pinned: Annotated[bool, options.flag("--pinned", "Only branches with pinned pages.")] = False,
-    older_than: Annotated[
-        str | None, options.option("AGE", "Only branches with pages not used for this long: 30d.")
-    ] = None,
-    depth: Annotated[int | None, options.option("N", "Show N levels of branches.", min=1)] = None,
+    pinned: Annotated[bool, flag("--pinned", "Only branches with pinned pages.")] = False,
+    older_than: Annotated[str | None, option("AGE", "Only branches with pages not used for this long: 30d.")] = None,
+    depth: Annotated[int | None, option("N", "Show N levels of branches.", min=1)] = None,
     limit: options.Limit = None,
-    sort: Annotated[
-        str | None, options.option("ORDER", "Order of branches: used, uses, stored, tokens or created.")
-    ] = None,
+    sort: Annotated[str | None, option("ORDER", "Order of branches: used, uses, stored, tokens or created.")] = None,
     form: options.OutputForm = None,
     as_json: options.AsJson = False,
 ) -> int:

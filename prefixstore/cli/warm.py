@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from llama_cpp import Llama
 from prefixstore.cli import options
+from prefixstore.cli.options import flag, option
 
 __all__ = ["warm"]
 
@@ -58,59 +59,54 @@ def warm(
     config: options.ConfigFile = None,
     model: options.ModelFile = None,
     store: options.Stores = None,
-    far: Annotated[str | None, options.option("LOCATION", "A far location, shared with other machines.")] = None,
+    far: Annotated[str | None, option("LOCATION", "A far location, shared with other machines.")] = None,
     far_max_bytes: Annotated[
-        str | None, options.option("SIZE", "Size limit of that location; by default that of the store.")
+        str | None, option("SIZE", "Size limit of that location; by default that of the store.")
     ] = None,
     for_server: Annotated[
-        bool, options.flag("--for-server", "Settings that are not given are those of llama-server, not of a Llama.")
+        bool, flag("--for-server", "Settings that are not given are those of llama-server, not of a Llama.")
     ] = False,
     n_ctx: options.NCtx = None,
-    threads: Annotated[int | None, options.option("N", "Number of threads.")] = None,
-    batch: Annotated[int | None, options.option("N", "Tokens evaluated at once.")] = None,
-    type_k: Annotated[str | None, options.option("TYPE", "Type of K in the cache: f16, q8_0, …")] = None,
+    threads: Annotated[int | None, option("N", "Number of threads.")] = None,
+    batch: Annotated[int | None, option("N", "Tokens evaluated at once.")] = None,
+    type_k: Annotated[str | None, option("TYPE", "Type of K in the cache: f16, q8_0, …")] = None,
     type_v: Annotated[
-        str | None, options.option("TYPE", "Type of V in the cache; q8_0 and the like need --flash-attn.")
+        str | None, option("TYPE", "Type of V in the cache; q8_0 and the like need --flash-attn.")
     ] = None,
-    flash_attn: Annotated[bool | None, options.flag("--flash-attn/--no-flash-attn", "Flash attention.")] = None,
+    flash_attn: Annotated[bool | None, flag("--flash-attn/--no-flash-attn", "Flash attention.")] = None,
     swa_full: Annotated[
-        bool | None, options.flag("--swa-full/--no-swa-full", "Keep all rows of sliding-window layers.")
+        bool | None, flag("--swa-full/--no-swa-full", "Keep all rows of sliding-window layers.")
     ] = None,
-    gpu_layers: Annotated[int | None, options.option("N", "Layers on the GPU; -1 for all.")] = None,
-    lora: Annotated[Path | None, options.option("FILE", "LoRA adapter.")] = None,
-    chat_format: Annotated[
-        str | None, options.option("NAME", "Chat format to use instead of the model's template.")
-    ] = None,
+    gpu_layers: Annotated[int | None, option("N", "Layers on the GPU; -1 for all.")] = None,
+    lora: Annotated[Path | None, option("FILE", "LoRA adapter.")] = None,
+    chat_format: Annotated[str | None, option("NAME", "Chat format to use instead of the model's template.")] = None,
     generation_prompt: Annotated[
         bool | None,
-        options.flag(
+        flag(
             "--generation-prompt/--next-turn",
             "End messages where the assistant answers, or (the default) at the start of the next user turn.",
         ),
     ] = None,
     salt: options.Salt = None,
-    namespace: Annotated[
-        str | None, options.option("NAME", "Label of the namespace; separates pages, as --salt does.")
-    ] = None,
-    page_tokens: Annotated[int | None, options.option("N", "Tokens in a page; by default 256.")] = None,
+    namespace: Annotated[str | None, option("NAME", "Label of the namespace; separates pages, as --salt does.")] = None,
+    page_tokens: Annotated[int | None, option("N", "Tokens in a page; by default 256.")] = None,
     max_bytes: options.MaxBytes = None,
     high_water: Annotated[
         float | None,
-        options.option("SHARE", "Free space when more than this share of the size limit is in use; by default 0.95."),
+        option("SHARE", "Free space when more than this share of the size limit is in use; by default 0.95."),
     ] = None,
     low_water: Annotated[
         float | None,
-        options.option("SHARE", "Free space until at most this share of the size limit is in use; by default 0.9."),
+        option("SHARE", "Free space until at most this share of the size limit is in use; by default 0.9."),
     ] = None,
-    ttl: Annotated[str | None, options.option("AGE", "Time to live after the last use: 30d.")] = None,
+    ttl: Annotated[str | None, option("AGE", "Time to live after the last use: 30d.")] = None,
     priority: Annotated[
-        int | None,
-        options.option("N", "Priority, for stores with the eviction policy 'priority'; lower is evicted first."),
+        int | None, option("N", "Priority, for stores with the eviction policy 'priority'; lower is evicted first.")
     ] = None,
-    pin: Annotated[bool | None, options.flag("--pin/--no-pin", "Keep the prompts from eviction.")] = None,
-    dry_run: Annotated[bool, options.flag("--dry-run", "Show the estimated cost without storing anything.")] = False,
+    pin: Annotated[bool | None, flag("--pin/--no-pin", "Keep the prompts from eviction.")] = None,
+    dry_run: Annotated[bool, flag("--dry-run", "Show the estimated cost without storing anything.")] = False,
     check: Annotated[
-        bool, options.flag("--check", "Show whether the store has pages for these settings, and if not, why.")
+        bool, flag("--check", "Show whether the store has pages for these settings, and if not, why.")
     ] = False,
 ) -> Result:
     """Compute prompts and store them, each shared prefix once.

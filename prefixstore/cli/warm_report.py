@@ -20,14 +20,7 @@ from prefixstore.warming.estimate import Estimate
 from prefixstore.warming.prompts import Problem
 from prefixstore.warming.report import Progress, WarmReport
 
-__all__ = [
-    "budget_of",
-    "print_budget_note",
-    "print_problems",
-    "print_unstored",
-    "progress_shown",
-    "rows_of",
-]
+__all__ = ["budget_of", "print_budget_note", "print_problems", "print_unstored", "progress_shown", "rows_of"]
 
 # How many prompts that did not fit are listed one by one.
 LISTED = 10
