@@ -41,7 +41,7 @@ LOCATIONS = ("location", "source", "store")
 # an argument that can be left out if one of these options is given
 INSTEAD = {"prompt": ("prompt_file", "messages")}
 # the key of a page; what is none is a location after which it was forgotten
-HASH, HEXADECIMAL = "HASH", re.compile("[0-9A-Fa-f]+")
+HEXADECIMAL = re.compile("[0-9A-Fa-f]+")
 # a location rather than a prompt
 URL_OR_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(//.*|)|[^\s/]*/\S*")
 
@@ -89,9 +89,10 @@ def ready(command: Callable[..., Result | int | None]) -> Callable[..., None]:
     place = _Place(dict(signature.parameters))
     parameters = place.optional()
     if has_result:
-        parameters["as_json"] = _keyword("as_json", options.AsJson, default=False)
+        parameters["as_json"] = _keyword("as_json", bool, default=False)
     if place.name is not None:
-        parameters.setdefault("config", _keyword("config", options.ConfigFile, default=None))
+        parameters.setdefault("config", _keyword("config", Path | None, default=None))
+    parameters = {name: options.with_help(command, one) for name, one in parameters.items()}
 
     def run(**given: Any) -> None:
         as_json = has_result and given.pop("as_json")
@@ -188,11 +189,10 @@ class _Place:
     def _move_up(self, given: dict[str, Any], names: list[str]) -> None:
         """Move each argument to the place after it, and check that none is missing."""
         given.update(zip(names, [None, *(given[name] for name in names)], strict=False))
-        last, annotated = given[names[-1]], get_args(self._parameters[names[-1]].annotation)
-        wanted = next(one.metavar for one in annotated if getattr(one, "metavar", None))
+        last = given[names[-1]]
         if last is None:
-            raise InvalidParameterError(f"{wanted} is missing; see --help")
-        if wanted == HASH and HEXADECIMAL.fullmatch(last) is None:
+            raise InvalidParameterError(f"{options.HELP[names[-1]][0]} is missing; see --help")
+        if names[-1] == "digits" and HEXADECIMAL.fullmatch(last) is None:
             raise InvalidParameterError(f"{last!r} is not the key of a page; pass [LOCATION] HASH, see --help")
 
 

@@ -7,15 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from typing import Annotated
+from pathlib import Path
 
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.model import tokens_of_prefix
-from prefixstore.cli.options import flag, option
 from prefixstore.cli.output import DONE, FAILED, confirmed, say
 from prefixstore.engine.delete import Removed
-from prefixstore.engine.eviction import POLICIES
 from prefixstore.errors import InvalidParameterError, UnavailableError
 from prefixstore.maintenance.archive import Archive
 from prefixstore.units import counted, format_bytes, parse_seconds, parse_target, require_unit
@@ -24,15 +22,13 @@ __all__ = ["clear", "evict", "purge"]
 
 
 def evict(
-    location: options.Location,
+    location: str,
     *,
-    to: Annotated[str, option("SIZE", "Size to shrink the store to, such as 10GiB; with --max-bytes also 80%.")],
-    policy: Annotated[
-        str | None, option("NAME", f"Order of eviction: one of {', '.join(POLICIES)}; by default the store's own.")
-    ] = None,
-    max_bytes: options.MaxBytes = None,
-    dry_run: options.DryRun = False,
-    yes: options.Yes = False,
+    to: str,
+    policy: str | None = None,
+    max_bytes: str | None = None,
+    dry_run: bool = False,
+    yes: bool = False,
 ) -> Result | int:
     """Evict pages until the store fits SIZE.
 
@@ -79,19 +75,19 @@ def evict(
 
 
 def purge(
-    location: options.Location,
+    location: str,
     *,
-    namespace: options.NamespaceName = None,
-    salt: Annotated[str | None, option("TENANT", "Only pages of one tenant, of all models.")] = None,
-    older_than: Annotated[str | None, option("AGE", "Only pages not used for this long: 30d, 12h.")] = None,
-    page: Annotated[str | None, option("HASH", "Only one page and its descendants.")] = None,
-    prefix: options.Prefix = None,
-    model: options.ModelFile = None,
-    tokenizer: options.TokenizerFile = None,
-    everything: Annotated[bool, flag("--everything", "All pages of the store.")] = False,
-    scrub: Annotated[bool, flag("--scrub/--no-scrub", "Overwrite the deleted bytes.")] = True,
-    dry_run: options.DryRun = False,
-    yes: options.Yes = False,
+    namespace: str | None = None,
+    salt: str | None = None,
+    older_than: str | None = None,
+    page: str | None = None,
+    prefix: str | None = None,
+    model: Path | None = None,
+    tokenizer: Path | None = None,
+    everything: bool = False,
+    scrub: bool = True,
+    dry_run: bool = False,
+    yes: bool = False,
 ) -> Result | int:
     """Delete pages and overwrite their bytes.
 
@@ -155,7 +151,7 @@ def purge(
     )
 
 
-def clear(location: options.Location, *, dry_run: options.DryRun = False, yes: options.Yes = False) -> Result | int:
+def clear(location: str, *, dry_run: bool = False, yes: bool = False) -> Result | int:
     """Delete all pages, of all tenants and models.
 
     Their bytes stay in the files until the space is reused; purge --everything overwrites them. On a terminal it asks

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
 
 import typer
 
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.model import silence
-from prefixstore.cli.options import option
 from prefixstore.cli.output import DONE, FAILED, tell, visible_lines, wrapped
 from prefixstore.config import load_config
 from prefixstore.diagnosis.doctor import Finding, Level, examine
@@ -24,14 +23,12 @@ MARKS = {Level.GOOD: "ok  ", Level.NOTE: "note", Level.PROBLEM: "FIX "}
 
 
 def doctor(
-    location: Annotated[
-        str | None, typer.Argument(metavar="LOCATION", help=f"lmdb:///path, sqlite:////path, …; {options.OTHERWISE}")
-    ] = None,
+    location: str | None = None,
     *,
-    config: options.ConfigFile = None,
-    max_bytes: options.MaxBytes = None,
-    server: Annotated[str | None, option("URL", "URL of prefixstore serve: whether it uses the store.")] = None,
-    api_key: Annotated[str | None, option("KEY", f"Its key; by default {options.SERVER_KEY}.")] = None,
+    config: Path | None = None,
+    max_bytes: str | None = None,
+    server: str | None = None,
+    api_key: str | None = None,
 ) -> Result:
     """Examine the installation and a store, and say what to change.
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.files import STANDARD, chat_in, text_in
 from prefixstore.cli.model import configured, open_model
-from prefixstore.cli.options import flag
 from prefixstore.cli.output import DONE, FAILED, say, visible_lines, wrapped
 from prefixstore.errors import InvalidParameterError
 from prefixstore.maintenance.archive import Archive
@@ -22,18 +20,16 @@ __all__ = ["explain"]
 
 
 def explain(
-    location: options.Location,
-    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The text of the prompt.")] = None,
+    location: str,
+    prompt: str | None = None,
     *,
-    model: options.ModelFile = None,
-    config: options.ConfigFile = None,
-    messages: options.MessagesFile = None,
-    prompt_file: options.PromptFile = None,
-    n_ctx: options.NCtx = None,
-    salt: options.Salt = None,
-    next_turn: Annotated[
-        bool, flag("--next-turn", "End messages at the start of the next user turn, not where the assistant answers.")
-    ] = False,
+    model: Path | None = None,
+    config: Path | None = None,
+    messages: Path | None = None,
+    prompt_file: Path | None = None,
+    n_ctx: int | None = None,
+    salt: str | None = None,
+    next_turn: bool = False,
 ) -> Result:
     """Explain how much of a prompt is stored, and why not more.
 

@@ -6,16 +6,12 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from prefixstore.backends.files import expanded
 from prefixstore.backends.location import default_location, is_url, without_password
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.files import writing
-from prefixstore.cli.options import option
 from prefixstore.cli.output import FAILED, is_confirmed, say
 from prefixstore.errors import InvalidParameterError
 from prefixstore.opening import locations_of
@@ -52,13 +48,13 @@ prompts = [{prompts}]
 
 
 def init(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")] = Path(NAME),
+    file: Path = Path(NAME),
     *,
-    model: options.ModelFile = None,
-    store: options.Stores = None,
-    n_ctx: Annotated[int, option("N", "Length of the context in tokens.", min=1)] = 4096,
-    max_bytes: options.MaxBytes = "10GiB",
-    yes: options.Replace = False,
+    model: Path | None = None,
+    store: list[str] | None = None,
+    n_ctx: int = 4096,
+    max_bytes: str | None = "10GiB",
+    yes: bool = False,
 ) -> Result | int:
     """Write a file of settings for jobs, servers and commands.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,6 @@ from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.figures import described_of
 from prefixstore.cli.model import Text, text_of_tokens
-from prefixstore.cli.options import option
 from prefixstore.cli.output import DONE, FAILED, Form, ago, iso, rows_of, say, table, tell, visible_lines
 from prefixstore.engine.index import Page
 from prefixstore.errors import InvalidParameterError
@@ -39,14 +39,14 @@ def say_no_tenant(salt: str) -> None:
 
 
 def ls(
-    location: options.Location,
+    location: str,
     *,
-    namespace: options.NamespaceName = None,
-    salt: options.Tenant = None,
-    sort: Annotated[str, option("ORDER", "used, pages, tokens, stored or uses.")] = "used",
-    limit: options.Limit = None,
-    form: options.OutputForm = None,
-    as_json: options.AsJson = False,
+    namespace: str | None = None,
+    salt: str | None = None,
+    sort: str = "used",
+    limit: int | None = None,
+    form: Form | None = None,
+    as_json: bool = False,
 ) -> None:
     """List the namespaces: models, tenants, and the settings that differ.
 
@@ -141,13 +141,7 @@ def _as_row(facts: dict[str, Any]) -> dict[str, object]:
     return {"namespace": facts.pop("namespace"), **named, **facts, **name}
 
 
-def show(
-    location: options.Location,
-    digits: options.PageKey,
-    *,
-    model: options.ModelFile = None,
-    tokenizer: options.TokenizerFile = None,
-) -> Result:
+def show(location: str, digits: str, *, model: Path | None = None, tokenizer: Path | None = None) -> Result:
     """Show one page, and whether its bytes are intact.
 
     Exit code 1: the page is damaged.

@@ -7,12 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Annotated
+from pathlib import Path
 
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.model import configured, open_model
-from prefixstore.cli.options import flag, option
 from prefixstore.cli.output import DONE, FAILED, confirmed, say, table, tell
 from prefixstore.config import explain
 from prefixstore.engine.delete import Removed
@@ -29,14 +28,7 @@ KEY = re.compile(rf"\b([0-9a-f]{{{SHORT}}})[0-9a-f]{{{64 - SHORT}}}\b")
 
 
 def check(
-    location: options.Location,
-    *,
-    repair: Annotated[
-        bool, flag("--repair", "Delete damaged pages and their descendants, and rebuild a wrong index.")
-    ] = False,
-    max_bytes: options.MaxBytes = None,
-    dry_run: options.DryRun = False,
-    yes: options.Yes = False,
+    location: str, *, repair: bool = False, max_bytes: str | None = None, dry_run: bool = False, yes: bool = False
 ) -> Result | int:
     """Verify every invariant and every checksum of a store.
 
@@ -100,17 +92,15 @@ def _problems(found: Sequence[Violation]) -> str:
 
 
 def verify(
-    location: options.Location,
+    location: str,
     *,
-    model: options.ModelFile = None,
-    config: options.ConfigFile = None,
-    n_ctx: options.NCtx = None,
-    salt: options.Salt = None,
-    sample: Annotated[int, option("N", "Number of sequences to compare.", min=1)] = 8,
-    seed: Annotated[int, option("N", "Seed for choosing the sequences.")] = 0,
-    bound: Annotated[
-        float, option("SHARE", "Largest allowed difference, as a share of the logits' range.", min=0.0)
-    ] = BOUND,
+    model: Path | None = None,
+    config: Path | None = None,
+    n_ctx: int | None = None,
+    salt: str | None = None,
+    sample: int = 8,
+    seed: int = 0,
+    bound: float = BOUND,
 ) -> Result:
     """Compute stored sequences again and compare the results.
 
@@ -157,7 +147,7 @@ def _row(one: Comparison) -> list[str]:
     ]
 
 
-def pin(location: options.Location, digits: options.PageKey) -> Result:
+def pin(location: str, digits: str) -> Result:
     """Keep a page from eviction.
 
     Its ancestors and descendants are pinned too.
@@ -167,7 +157,7 @@ def pin(location: options.Location, digits: options.PageKey) -> Result:
     return _pin(location, digits, pinned=True)
 
 
-def unpin(location: options.Location, digits: options.PageKey) -> Result:
+def unpin(location: str, digits: str) -> Result:
     """Undo pin.
 
     An ancestor stays pinned if it leads to another pinned page.
@@ -187,7 +177,7 @@ def _pin(location: str, digits: str, *, pinned: bool) -> Result:
         )
 
 
-def compact(location: options.Location) -> Result:
+def compact(location: str) -> Result:
     """Return the space of deleted pages to the file system.
 
     Example: prefixstore compact lmdb:///var/cache/kv

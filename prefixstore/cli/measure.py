@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import uuid
-from typing import Annotated
+from pathlib import Path
 
-from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.model import configured, has_model, open_model
-from prefixstore.cli.options import option
 from prefixstore.cli.output import fields, table, tell
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.bench import measure_break_even, measure_rates
@@ -21,12 +19,12 @@ SPARE_BYTES = 4 << 30
 
 
 def bench(
-    location: options.Location,
+    location: str,
     *,
-    model: options.ModelFile = None,
-    config: options.ConfigFile = None,
-    n_ctx: options.NCtx = None,
-    tokens: Annotated[int, option("N", "Length of the longest prompt, with a model.", min=32)] = 2048,
+    model: Path | None = None,
+    config: Path | None = None,
+    n_ctx: int | None = None,
+    tokens: int = 2048,
 ) -> Result:
     """Measure a store on this machine.
 
@@ -70,7 +68,7 @@ def _rate(rate: float | None) -> str:
     return f"{format_bytes(rate)}/s" if rate is not None else "not measured: no free space, or no pages to read"
 
 
-def demo(*, model: options.ModelFile = None, as_json: options.AsJson = False) -> int:
+def demo(*, model: Path | None = None, as_json: bool = False) -> int:
     """Compute a prompt in one process and restore it in another.
 
     The result is a table of both. Without --model, a small model with random weights is generated.

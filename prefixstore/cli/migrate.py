@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
 from prefixstore.backends.location import without_password
 from prefixstore.backends.sql import require_sql
-from prefixstore.cli import options
 from prefixstore.cli.command import Result
-from prefixstore.cli.options import flag
 from prefixstore.cli.output import DONE, FAILED, say
 from prefixstore.errors import InvalidParameterError
 
 __all__ = ["migrate"]
 
 
-def migrate(
-    location: options.Location,
-    *,
-    check: Annotated[bool, flag("--check", "Only report whether the schema is up to date.")] = False,
-    sql: Annotated[bool, flag("--sql", "Only print the SQL statements.")] = False,
-) -> Result:
+def migrate(location: str, *, check: bool = False, sql: bool = False) -> Result:
     """Create a SQL store, or bring its schema up to date.
 
     Exit code 1 with --check: the schema is not up to date.

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 from prefixstore.cli import options
 from prefixstore.cli.model import text_of_tokens
-from prefixstore.cli.options import flag, option
 from prefixstore.cli.output import emit, say
 from prefixstore.errors import LocationError
 from prefixstore.maintenance.archive import Archive
@@ -22,14 +20,14 @@ __all__ = ["report"]
 
 
 def report(
-    location: options.Location,
+    location: str,
     *,
-    out: Annotated[Path, option("FILE", "The page to write.")] = Path("report.html"),
-    force: Annotated[bool, flag("--force --yes -y", "Replace the file if it exists.")] = False,
-    model: options.ModelFile = None,
-    tokenizer: options.TokenizerFile = None,
-    max_bytes: options.MaxBytes = None,
-    as_json: options.AsJson = False,
+    out: Path = Path("report.html"),
+    force: bool = False,
+    model: Path | None = None,
+    tokenizer: Path | None = None,
+    max_bytes: str | None = None,
+    as_json: bool = False,
 ) -> None:
     """Write a page that shows a store: its tree, its use, the effect of another size.
 

@@ -7,13 +7,12 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from typer.core import TyperCommand
 
 from prefixstore.cli import options
-from prefixstore.cli.options import option
 from prefixstore.cli.output import DONE, say
 from prefixstore.config import Config, load_config, model_file
 from prefixstore.errors import InvalidParameterError, MissingExtraError, PrefixStoreError
@@ -64,61 +63,27 @@ def _with_location(command: Any, ctx: Any, args: list[str]) -> list[str]:
 
 
 def serve(
-    location: Annotated[
-        str, typer.Argument(metavar="STORE", help=f"lmdb:///path (or a path), sqlite:////path, …; {options.OTHERWISE}")
-    ],
-    command: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[-- llama-server ...]",
-            help="The llama-server to start, and its options; with --model, options of llama_cpp.server.",
-        ),
-    ] = None,
+    location: str,
+    command: list[str] | None = None,
     *,
-    model: Annotated[
-        Path | None, option("FILE", "Serve this model with llama-cpp-python's server, without llama-server.")
-    ] = None,
-    host: Annotated[str, option("ADDRESS", "Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, option("N", "Port to listen on; 0: any that is free.", min=0, max=65535)] = 8080,
-    server: Annotated[str | None, option("URL", "A llama-server that is already running.")] = None,
-    slots_dir: Annotated[Path | None, option("DIR", "Its --slot-save-path; with --server.")] = None,
-    namespace: Annotated[
-        str | None,
-        option("NAME", "A name for its model and all settings, if its arguments cannot be read; with --server."),
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        option(
-            "KEY", f"A key of the server, to save and restore; by default {options.SERVER_KEY}'s value; with --server."
-        ),
-    ] = None,
-    admin_key: Annotated[
-        str | None,
-        option("KEY", "The key for /prefixstore/status, the report and /metrics.", envvar="PREFIXSTORE_ADMIN_KEY"),
-    ] = None,
-    salt_from: Annotated[
-        str | None, option("api-key|header:NAME", "Separate tenants by their API key or a header.")
-    ] = None,
-    far: Annotated[
-        str | None, option("LOCATION", "A location behind STORE, shared with other machines, such as s3://…")
-    ] = None,
-    far_max_bytes: Annotated[
-        str | None, option("SIZE", "Size limit of that location; by default that of STORE.")
-    ] = None,
-    max_bytes: options.MaxBytes = None,
-    max_body: Annotated[str, option("SIZE", "Size limit of a request.")] = MAX_BODY,
-    max_bodies: Annotated[
-        str | None, option("SIZE", "Size limit of all requests together; by default 16 times --max-body.")
-    ] = None,
-    max_waiting: Annotated[
-        int, option("N", "Requests that may wait for a slot; further ones get 503.", min=0)
-    ] = MAX_WAITING,
-    allow_field: Annotated[
-        list[str] | None,
-        option("NAME", "A request field unknown to prefixstore that affects only sampling; can be repeated."),
-    ] = None,
-    timeout: Annotated[float, option("S", "Seconds to wait for the next byte of the server.", min=1)] = SILENT_SECONDS,
-    config: options.ConfigFile = None,
+    model: Path | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8080,
+    server: str | None = None,
+    slots_dir: Path | None = None,
+    namespace: str | None = None,
+    api_key: str | None = None,
+    admin_key: str | None = None,
+    salt_from: str | None = None,
+    far: str | None = None,
+    far_max_bytes: str | None = None,
+    max_bytes: str | None = None,
+    max_body: str = MAX_BODY,
+    max_bodies: str | None = None,
+    max_waiting: int = MAX_WAITING,
+    allow_field: list[str] | None = None,
+    timeout: float = SILENT_SECONDS,
+    config: Path | None = None,
 ) -> int | None:
     """Serve a model over HTTP, with the prompts of STORE.
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from prefixstore.cli import options
 from prefixstore.cli.figures import Group, by_model, by_tenant
-from prefixstore.cli.options import flag
 from prefixstore.cli.output import ago, emit, grid, iso, listed, say, width
 from prefixstore.engine.index import Page
 from prefixstore.engine.page_view import Used
 from prefixstore.errors import InvalidParameterError
-from prefixstore.format.figures import DAY, HOUR, History
+from prefixstore.format.figures import DAY, HOUR, Figures, History
 from prefixstore.maintenance.archive import Archive, Holding
 from prefixstore.metrics import Share, location_text
 from prefixstore.report.labels import visible
@@ -32,15 +31,7 @@ MOST_SHOWN = 10
 SPANS = {"last_hour": HOUR, "last_day": DAY, "all": None}
 
 
-def stats(
-    location: options.Location,
-    *,
-    prometheus: Annotated[
-        bool, flag("--prometheus", "Print metrics for Prometheus, such as for node_exporter's text files.")
-    ] = False,
-    max_bytes: options.MaxBytes = None,
-    as_json: options.AsJson = False,
-) -> None:
+def stats(location: str, *, prometheus: bool = False, max_bytes: str | None = None, as_json: bool = False) -> None:
     """Show what a store holds, and how much it helps.
 
     Hit rate, tokens and time saved, by model and tenant, are for the last hour, the last day (the current hour and the
@@ -72,8 +63,7 @@ def stats(
     if as_json:
         emit(numbers | _usage(history, models, tenants))
         return
-    columns = width()
-    for line in _lines(numbers, history, models, tenants, columns):
+    for line in _lines(numbers, history, models, tenants, width()):
         typer.echo(visible(line))
     if not is_local and not any(history.total(span).lookups for span in SPANS.values()):
         say("note: prompts of processes that use this as a far location are counted in their nearer location")
@@ -129,40 +119,31 @@ def _lines(
     yield ""
     yield from _served(history, columns)
     yield from _prepared(history, columns)
-    if models:
-        yield ""
-        yield from _table("model", models, columns)
+    yield from _table("model", models, columns)
     if any(one.title for one in tenants):
-        yield ""
         yield from _table("tenant", tenants, columns)
 
 
-def _held(numbers: dict[str, Any]) -> list[str]:
+def _held(numbers: dict[str, Any]) -> Iterator[str]:
     used = format_bytes(numbers["used_bytes"])
     if "capacity_bytes" in numbers:
-        share = format_share(numbers["utilization"], 1)
-        used += f" of {format_bytes(numbers['capacity_bytes'])} used ({share})"
-    else:
-        used += " used"
-    pages = f"{format_number(numbers['pages'])} page{'' if numbers['pages'] == 1 else 's'}"
-    if "capacity_pages" in numbers:
-        pages += f" of {format_number(numbers['capacity_pages'])}"
-    packed = ""
+        used += f" of {format_bytes(numbers['capacity_bytes'])}"
+    yield f"{used} used" + (f" ({format_share(numbers['utilization'], 1)})" if "utilization" in numbers else "")
+    most = f" of {format_number(numbers['capacity_pages'])}" if "capacity_pages" in numbers else ""
+    yield f"{format_number(numbers['pages'])} page{'s' * (numbers['pages'] != 1)}{most}"
+    yield f"{format_number(numbers['tokens'])} tokens"
     if numbers["stored_bytes"] < numbers["raw_bytes"]:
-        packed = f"{format_bytes(numbers['stored_bytes'])} for {format_bytes(numbers['raw_bytes'])} of state"
-    parts = [
-        used,
-        pages,
-        f"{format_number(numbers['tokens'])} tokens",
-        packed,
-        f"{format_number(numbers['pinned_pages'])} pinned" if numbers["pinned_pages"] else "",
-        f"{format_number(numbers['expired_pages'])} expired" if numbers["expired_pages"] else "",
-        f"policy {numbers['policy']}",
-    ]
-    last = numbers["last_used"]
-    if last is not None:
-        parts.append(f"used {ago(round(datetime.fromisoformat(last).timestamp() * 1e9))}")
-    return [part for part in parts if part]
+        yield f"{format_bytes(numbers['stored_bytes'])} for {format_bytes(numbers['raw_bytes'])} of state"
+    for what in ("pinned", "expired"):
+        yield _some(numbers[f"{what}_pages"], what)
+    yield f"policy {numbers['policy']}"
+    if numbers["last_used"] is not None:
+        yield f"used {ago(round(datetime.fromisoformat(numbers['last_used']).timestamp() * 1e9))}"
+
+
+def _some(n: int, what: str) -> str:
+    """So many of something, unless there are none."""
+    return f"{format_number(n)} {what}" if n else ""
 
 
 def _served(history: History, columns: int) -> Iterator[str]:
@@ -170,44 +151,41 @@ def _served(history: History, columns: int) -> Iterator[str]:
     if not any(one.lookups for one in figures):
         yield "no prompt has been looked up yet"
         return
-    rows = [
-        ["hit rate", *(format_share(one.hit_rate) for one in figures)],
-        ["hits", *(format_number(one.hits) for one in figures)],
-        ["misses", *(format_number(sum(one.misses.values())) for one in figures)],
-        ["still in context", *(format_number(one.live_hits) for one in figures)],
-        ["tokens of prompts", *(format_number(one.prompt_tokens) for one in figures)],
-        ["tokens restored", *(format_number(one.tokens_restored) for one in figures)],
-        ["tokens computed", *(format_number(one.tokens_computed) for one in figures)],
-        ["time saved", *(format_seconds(one.seconds_saved) for one in figures)],
-        ["pages evicted", *(format_number(one.evictions) for one in figures)],
-    ]
-    rows = [row for row in rows if row[0] == "hit rate" or any(cell not in ("0", "0 s") for cell in row[1:])]
+    texts: dict[str, Callable[[Figures], str]] = {
+        "hit rate": lambda one: format_share(one.hit_rate),
+        "hits": lambda one: format_number(one.hits),
+        "misses": lambda one: format_number(sum(one.misses.values())),
+        "still in context": lambda one: format_number(one.live_hits),
+        "tokens of prompts": lambda one: format_number(one.prompt_tokens),
+        "tokens restored": lambda one: format_number(one.tokens_restored),
+        "tokens computed": lambda one: format_number(one.tokens_computed),
+        "time saved": lambda one: format_seconds(one.seconds_saved),
+        "pages evicted": lambda one: format_number(one.evictions),
+    }
+    rows = [[name, *map(text, figures)] for name, text in texts.items()]
+    rows = [row for row in rows if row[0] == "hit rate" or {*row[1:]} - {"0", "0 s"}]
     yield from grid(rows, columns, [_since(history), "last hour", "last day", "all"])
     misses = sorted(figures[-1].misses.items(), key=lambda each: -each[1])
-    if misses:
-        yield from listed([f"misses: {_reason(*misses[0])}", *(_reason(*each) for each in misses[1:])], columns)
+    yield from _named("misses", [f"{name.replace('_', ' ')} {format_number(n)}" for name, n in misses], columns)
 
 
 def _since(history: History) -> str:
     return f"since {datetime.fromtimestamp(history.since, timezone.utc):%Y-%m-%d}" if history.since else ""
 
 
-def _reason(name: str, n: int) -> str:
-    return f"{name.replace('_', ' ')} {format_number(n)}"
+def _named(name: str, parts: Sequence[str], columns: int) -> Iterator[str]:
+    """Parts after a name, unless there are none."""
+    first, *others = list(filter(None, parts)) or [""]
+    if first:
+        yield from listed([f"{name}: {first}", *others], columns)
 
 
 def _prepared(history: History, columns: int) -> Iterator[str]:
     """What was done beside serving."""
     for purpose in (Purpose.WARMING, Purpose.MAINTENANCE):
         one = history.total(purpose=purpose)
-        parts = [
-            f"{format_number(one.hits)} restores" if one.hits else "",
-            f"{format_number(one.tokens_computed)} tokens computed" if one.tokens_computed else "",
-            f"{format_number(one.evictions)} pages evicted" if one.evictions else "",
-        ]
-        told = [part for part in parts if part]
-        if told:
-            yield from listed([f"{purpose.value}: {told[0]}", *told[1:]], columns)
+        counts = {"restores": one.hits, "tokens computed": one.tokens_computed, "pages evicted": one.evictions}
+        yield from _named(purpose.value, [_some(n, what) for what, n in counts.items()], columns)
 
 
 def _table(name: str, groups: Sequence[Group], columns: int) -> Iterator[str]:
@@ -222,6 +200,9 @@ def _table(name: str, groups: Sequence[Group], columns: int) -> Iterator[str]:
         ]
         for one in groups[:MOST_SHOWN]
     ]
+    if not rows:
+        return
+    yield ""
     yield from grid(rows, columns, [name, "stored", "pages", "hit rate", "hits", "saved"])
     if len(groups) > MOST_SHOWN:
         yield f"and {len(groups) - MOST_SHOWN:,} more; --json has all"

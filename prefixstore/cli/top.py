@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -21,8 +21,6 @@ from prefixstore.maintenance.hottest import Hot, hottest
 
 if TYPE_CHECKING:
     from rich.text import Text
-from prefixstore.cli import options
-from prefixstore.cli.options import flag, option
 
 __all__ = ["top"]
 
@@ -32,12 +30,7 @@ HOTTEST_SHARE = 0.05
 QUIT = "qQ"
 
 
-def top(
-    location: options.Location,
-    *,
-    once: Annotated[bool, flag("--once", "Print it once and exit (the default without a terminal).")] = False,
-    seconds: Annotated[float, option("S", "Seconds between refreshes.", min=0.1)] = 2.0,
-) -> None:
+def top(location: str, *, once: bool = False, seconds: float = 2.0) -> None:
     """Watch how a store is used.
 
     It shows requests, hit rate, the latest prompts and the hottest prefixes. Processes write the figures with their

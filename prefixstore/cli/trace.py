@@ -9,13 +9,12 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from prefixstore.cli import options
 from prefixstore.cli.command import Result, ready, summary
-from prefixstore.cli.options import flag, option
 from prefixstore.cli.output import fields, say, table, tell
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.errors import InvalidParameterError
@@ -36,10 +35,6 @@ CLEAR = "\r\x1b[K"
 # how often a recorded command is looked at
 LOOK_SECONDS = 0.05
 
-TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="JSON lines with hash_ids, plain or gzip.")]
-PolicyNames = Annotated[list[str] | None, option("NAME", f"One of {', '.join(POLICIES)}; can be repeated.")]
-Pages = Annotated[int | None, option("N", "The budget in pages.", min=1)]
-Requests = Annotated[int | None, option("N", "Only the first N requests.", min=1)]
 
 trace = typer.Typer(
     help="Record the requests to a store, and replay them with other budgets and policies.",
@@ -49,12 +44,7 @@ trace = typer.Typer(
 )
 
 
-def record(
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="A server or a job, after --.")],
-    *,
-    out: Annotated[Path, option("TRACE", "The file; it is appended to.")],
-    text: Annotated[bool, flag("--text", "Also record the text of prompts.")] = False,
-) -> int:
+def record(command: list[str], *, out: Path, text: bool = False) -> int:
     """Run a command, and record the requests to its stores.
 
     The same as PREFIXSTORE_TRACE=TRACE in its environment, or `store.trace(path)` in Python. It records hashes of
@@ -75,12 +65,12 @@ def record(
 
 
 def replay_(
-    file: TraceFile,
+    file: Path,
     *,
-    policy: PolicyNames = None,
-    max_bytes: options.MaxBytes = None,
-    pages: Pages = None,
-    requests: Requests = None,
+    policy: list[str] | None = None,
+    max_bytes: str | None = None,
+    pages: int | None = None,
+    requests: int | None = None,
 ) -> Result:
     """Replay a trace in the real engine, at one size, and show how much each policy finds.
 
@@ -118,13 +108,13 @@ def replay_(
 
 
 def simulate_(
-    file: TraceFile,
+    file: Path,
     *,
-    policy: PolicyNames = None,
-    max_bytes: options.MaxBytes = None,
-    pages: Pages = None,
-    requests: Requests = None,
-    plot: Annotated[Path | None, option("FILE", "Also draw it, as SVG.")] = None,
+    policy: list[str] | None = None,
+    max_bytes: str | None = None,
+    pages: int | None = None,
+    requests: int | None = None,
+    plot: Path | None = None,
 ) -> Result:
     """Show the hit rate against the size of the store, and what twice the budget would gain.
 
@@ -224,17 +214,10 @@ def _row(found: Curve, i: int) -> list[str]:
 
 
 def _say_gain(read: Trace, found: Curve, name: str, *, is_known: bool) -> None:
-    at = found.sizes.index(found.budget)
-    twice = found.sizes.index(2 * found.budget)
-    rates = [found.found[name][i].rate for i in (at, twice)]
+    before, after = (found.found[name][found.sizes.index(n * found.budget)].rate for n in (1, 2))
     what = f"twice {'the budget' if is_known else 'this size'} ({counted(2 * found.budget, 'page')}) finds"
-    if found.gain(name) <= 0:
-        tell(f"{name}: {what} no more")
-        return
-    tell(
-        f"{name}: {what} {found.gain(name):,} {_unit(read)} more: "
-        f"{format_share(rates[1], 1)} instead of {format_share(rates[0], 1)}"
-    )
+    more = f"{found.gain(name):,} {_unit(read)} more: {format_share(after, 1)} instead of {format_share(before, 1)}"
+    tell(f"{name}: {what} {more if found.gain(name) > 0 else 'no more'}")
 
 
 def _policies(given: list[str] | None, default: tuple[str, ...]) -> list[str]:
@@ -250,15 +233,13 @@ def _unit(read: Trace) -> str:
 
 def _about(read: Trace, file: Path, size: int) -> None:
     n_bytes = f" of {format_bytes(read.page_bytes)}" if read.page_bytes else ""
-    fields(
-        {
-            "trace": str(file),
-            "requests": f"{len(read.requests):,}",
-            "different pages": f"{read.pages:,}",
-            "budget": f"{counted(size, 'page')}{n_bytes}",
-            **({"lines skipped": f"{read.skipped:,}"} if read.skipped else {}),
-        }
-    )
+    about = {
+        "trace": str(file),
+        "requests": f"{len(read.requests):,}",
+        "different pages": f"{read.pages:,}",
+        "budget": f"{counted(size, 'page')}{n_bytes}",
+    }
+    fields(about | ({"lines skipped": f"{read.skipped:,}"} if read.skipped else {}))
 
 
 def _live(read: Trace) -> dict[str, Any] | None:

@@ -8,16 +8,12 @@ import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from prefixstore.backends.location import without_password
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.files import STANDARD, reading, writing
 from prefixstore.cli.model import configured, has_model, open_model, tokens_of_prefix
-from prefixstore.cli.options import option
 from prefixstore.cli.output import DONE, FAILED, is_confirmed, say, tell
 from prefixstore.config import explain
 from prefixstore.errors import IncompatibleError, InvalidParameterError, LocationError
@@ -37,16 +33,16 @@ KEPT_BYTES = 256 << 20
 
 
 def export(
-    location: options.Location,
+    location: str,
     *,
-    out: Annotated[str, option("FILE", "The file to write, such as f.pstore; - is stdout.")],
-    namespace: options.NamespaceName = None,
-    prefix: options.Prefix = None,
-    page: Annotated[str | None, option("HASH", "Only one page, with its ancestors and descendants.")] = None,
-    model: options.ModelFile = None,
-    tokenizer: options.TokenizerFile = None,
-    dry_run: options.DryRun = False,
-    yes: options.Replace = False,
+    out: str,
+    namespace: str | None = None,
+    prefix: str | None = None,
+    page: str | None = None,
+    model: Path | None = None,
+    tokenizer: Path | None = None,
+    dry_run: bool = False,
+    yes: bool = False,
 ) -> Result | int:
     """Write pages into one portable file.
 
@@ -114,14 +110,14 @@ def _is_replaced(target: Path) -> bool:
 
 
 def import_(
-    location: options.Location,
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A file written by export; - is stdin.")],
+    location: str,
+    file: str,
     *,
-    max_bytes: options.MaxBytes = None,
-    model: options.ModelFile = None,
-    config: options.ConfigFile = None,
-    n_ctx: options.NCtx = None,
-    salt: options.Salt = None,
+    max_bytes: str | None = None,
+    model: Path | None = None,
+    config: Path | None = None,
+    n_ctx: int | None = None,
+    salt: str | None = None,
 ) -> Result:
     """Import the pages of a file into a store of any backend.
 
@@ -182,14 +178,7 @@ def _require(file: str, reader: ExportReader, wanted: Namespace) -> None:
 
 
 def copy(
-    source: options.Location,
-    target: Annotated[
-        str, typer.Argument(metavar="TARGET", help="Another location; it is created if it does not exist.")
-    ],
-    *,
-    namespace: options.NamespaceName = None,
-    max_bytes: options.MaxBytes = None,
-    dry_run: options.DryRun = False,
+    source: str, target: str, *, namespace: str | None = None, max_bytes: str | None = None, dry_run: bool = False
 ) -> Result:
     """Copy pages into another store, of any backend.
 

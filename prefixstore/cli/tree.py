@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from pathlib import Path
 
 import numpy as np
 import typer
@@ -15,7 +15,6 @@ from prefixstore.cli import options
 from prefixstore.cli.figures import described_of
 from prefixstore.cli.listing import SHORT, page_facts, say_no_tenant, text_of_pages
 from prefixstore.cli.model import Text, text_of_tokens
-from prefixstore.cli.options import flag, option
 from prefixstore.cli.output import FAILED, WIDE, Form, ago, listed, rows_of, say, tell, terminal_width
 from prefixstore.engine.index import Page
 from prefixstore.errors import InvalidParameterError
@@ -43,22 +42,20 @@ ORDERS: dict[str, Callable[[Page], float]] = {
 
 
 def tree(
-    location: options.Location,
+    location: str,
     *,
-    namespace: options.NamespaceName = None,
-    salt: options.Tenant = None,
-    model: options.ModelFile = None,
-    tokenizer: options.TokenizerFile = None,
-    containing: Annotated[
-        str | None, option("TEXT", "Only sequences that contain this text; needs --model or --tokenizer.")
-    ] = None,
-    pinned: Annotated[bool, flag("--pinned", "Only branches with pinned pages.")] = False,
-    older_than: Annotated[str | None, option("AGE", "Only branches with pages not used for this long: 30d.")] = None,
-    depth: Annotated[int | None, option("N", "Show N levels of branches.", min=1)] = None,
-    limit: options.Limit = None,
-    sort: Annotated[str | None, option("ORDER", "Order of branches: used, uses, stored, tokens or created.")] = None,
-    form: options.OutputForm = None,
-    as_json: options.AsJson = False,
+    namespace: str | None = None,
+    salt: str | None = None,
+    model: Path | None = None,
+    tokenizer: Path | None = None,
+    containing: str | None = None,
+    pinned: bool = False,
+    older_than: str | None = None,
+    depth: int | None = None,
+    limit: int | None = None,
+    sort: str | None = None,
+    form: Form | None = None,
+    as_json: bool = False,
 ) -> int:
     """Show the stored prefixes as a tree.
 

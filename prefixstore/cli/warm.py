@@ -9,9 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from prefixstore.backends.location import is_url, without_password
 from prefixstore.cli.command import Result
@@ -37,8 +35,6 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from llama_cpp import Llama
-from prefixstore.cli import options
-from prefixstore.cli.options import flag, option
 
 __all__ = ["warm"]
 
@@ -48,66 +44,36 @@ OF_SERVER = {"flash_attn": True}
 
 
 def warm(
-    prompts: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="PROMPTS",
-            help="JSONL files with prompt, messages or tokens in each line; text files; folders; patterns; - is stdin.",
-        ),
-    ] = None,
+    prompts: list[str] | None = None,
     *,
-    config: options.ConfigFile = None,
-    model: options.ModelFile = None,
-    store: options.Stores = None,
-    far: Annotated[str | None, option("LOCATION", "A far location, shared with other machines.")] = None,
-    far_max_bytes: Annotated[
-        str | None, option("SIZE", "Size limit of that location; by default that of the store.")
-    ] = None,
-    for_server: Annotated[
-        bool, flag("--for-server", "Settings that are not given are those of llama-server, not of a Llama.")
-    ] = False,
-    n_ctx: options.NCtx = None,
-    threads: Annotated[int | None, option("N", "Number of threads.")] = None,
-    batch: Annotated[int | None, option("N", "Tokens evaluated at once.")] = None,
-    type_k: Annotated[str | None, option("TYPE", "Type of K in the cache: f16, q8_0, …")] = None,
-    type_v: Annotated[
-        str | None, option("TYPE", "Type of V in the cache; q8_0 and the like need --flash-attn.")
-    ] = None,
-    flash_attn: Annotated[bool | None, flag("--flash-attn/--no-flash-attn", "Flash attention.")] = None,
-    swa_full: Annotated[
-        bool | None, flag("--swa-full/--no-swa-full", "Keep all rows of sliding-window layers.")
-    ] = None,
-    gpu_layers: Annotated[int | None, option("N", "Layers on the GPU; -1 for all.")] = None,
-    lora: Annotated[Path | None, option("FILE", "LoRA adapter.")] = None,
-    chat_format: Annotated[str | None, option("NAME", "Chat format to use instead of the model's template.")] = None,
-    generation_prompt: Annotated[
-        bool | None,
-        flag(
-            "--generation-prompt/--next-turn",
-            "End messages where the assistant answers, or (the default) at the start of the next user turn.",
-        ),
-    ] = None,
-    salt: options.Salt = None,
-    namespace: Annotated[str | None, option("NAME", "Label of the namespace; separates pages, as --salt does.")] = None,
-    page_tokens: Annotated[int | None, option("N", "Tokens in a page; by default 256.")] = None,
-    max_bytes: options.MaxBytes = None,
-    high_water: Annotated[
-        float | None,
-        option("SHARE", "Free space when more than this share of the size limit is in use; by default 0.95."),
-    ] = None,
-    low_water: Annotated[
-        float | None,
-        option("SHARE", "Free space until at most this share of the size limit is in use; by default 0.9."),
-    ] = None,
-    ttl: Annotated[str | None, option("AGE", "Time to live after the last use: 30d.")] = None,
-    priority: Annotated[
-        int | None, option("N", "Priority, for stores with the eviction policy 'priority'; lower is evicted first.")
-    ] = None,
-    pin: Annotated[bool | None, flag("--pin/--no-pin", "Keep the prompts from eviction.")] = None,
-    dry_run: Annotated[bool, flag("--dry-run", "Show the estimated cost without storing anything.")] = False,
-    check: Annotated[
-        bool, flag("--check", "Show whether the store has pages for these settings, and if not, why.")
-    ] = False,
+    config: Path | None = None,
+    model: Path | None = None,
+    store: list[str] | None = None,
+    far: str | None = None,
+    far_max_bytes: str | None = None,
+    for_server: bool = False,
+    n_ctx: int | None = None,
+    threads: int | None = None,
+    batch: int | None = None,
+    type_k: str | None = None,
+    type_v: str | None = None,
+    flash_attn: bool | None = None,
+    swa_full: bool | None = None,
+    gpu_layers: int | None = None,
+    lora: Path | None = None,
+    chat_format: str | None = None,
+    generation_prompt: bool | None = None,
+    salt: str | None = None,
+    namespace: str | None = None,
+    page_tokens: int | None = None,
+    max_bytes: str | None = None,
+    high_water: float | None = None,
+    low_water: float | None = None,
+    ttl: str | None = None,
+    priority: int | None = None,
+    pin: bool | None = None,
+    dry_run: bool = False,
+    check: bool = False,
 ) -> Result:
     """Compute prompts and store them, each shared prefix once.
 
