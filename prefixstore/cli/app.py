@@ -55,48 +55,67 @@ COMMANDS = {
         "migrate": ("migrate", "Create a SQL store, or bring its schema up to date."),
     },
 }
-PLACES = {name: place for group in COMMANDS.values() for name, place in group.items()}
+GROUPS = {
+    "slots": {
+        "status": ("slots", "Show what the slots of a server hold, and the memory of its process."),
+        "save": ("slots", "Store the contents of slots that the store does not have yet."),
+        "restore": ("slots", "Give a slot the longest stored prefix of a prompt."),
+        "erase": ("slots", "Empty a slot of the server."),
+    },
+    "trace": {
+        "record": ("trace", "Run a command, and record the requests to its stores."),
+        "replay": ("trace", "Replay a trace in the real engine, at one size, and show how much each policy finds."),
+        "simulate": ("trace", "Show the hit rate against the size of the store, and what twice the budget would gain."),
+    },
+}
 
 
 class _Commands(Mapping[str, Any]):
-    """The commands by name, loaded when they are looked up."""
+    """Commands by name, loaded when they are looked up."""
+
+    def __init__(self, places: Mapping[str, tuple[str, str]]) -> None:
+        self.places = places
 
     def __iter__(self) -> Iterator[str]:
-        return iter(PLACES)
+        return iter(self.places)
 
     def __len__(self) -> int:
-        return len(PLACES)
+        return len(self.places)
 
     def __getitem__(self, name: str) -> Any:
-        module = import_module(f"prefixstore.cli.{PLACES[name][0]}")
-        found = getattr(module, name, None) or getattr(module, f"{name}_")
-        if not isinstance(found, typer.Typer):
-            command, found = found, typer.Typer(add_completion=False, rich_markup_mode=None)
-            ready = import_module("prefixstore.cli.command").ready(command)
-            found.command(name, cls=getattr(module, "COMMAND_CLASS", None))(ready)
-        loaded = typer.main.get_command(found)
-        loaded.name = name
-        return loaded
+        place, summary = self.places[name]
+        if name in GROUPS:
+            return _Group(name=name, help=summary, rich_markup_mode=None, no_args_is_help=True)
+        module = import_module(f"prefixstore.cli.{place}")
+        command = getattr(module, f"{name}_", None) or getattr(module, name)
+        one = typer.Typer(add_completion=False, rich_markup_mode=None)
+        ready = import_module("prefixstore.cli.command").ready(command)
+        one.command(name, cls=getattr(module, "COMMAND_CLASS", None))(ready)
+        return typer.main.get_command(one)
 
 
 class _Group(TyperGroup):
-    """Lists the commands without loading them."""
+    """Lists its commands without loading them."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.commands: Any = _Commands()
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._sections = {"Commands": GROUPS[str(self.name)]} if self.name in GROUPS else COMMANDS
+        self.commands: Any = _Commands(
+            {name: at for section in self._sections.values() for name, at in section.items()}
+        )
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        return TyperCommand(cmd_name, short_help=PLACES[cmd_name][1]) if cmd_name in PLACES else None
+        found = self.commands.places.get(cmd_name)
+        return found and TyperCommand(cmd_name, short_help=found[1])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, found, rest = super().resolve_command(ctx, args)
         return name, found and self.commands[found.name], rest
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        for heading, group in COMMANDS.items():
+        for heading, section in self._sections.items():
             with formatter.section(heading):
-                formatter.write_dl([(name, summary) for name, (_, summary) in group.items()])
+                formatter.write_dl([(name, summary) for name, (_, summary) in section.items()])
 
 
 app = typer.Typer(

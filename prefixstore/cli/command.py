@@ -30,7 +30,7 @@ from prefixstore.errors import (
     UnavailableError,
 )
 
-__all__ = ["Result", "ready", "summary"]
+__all__ = ["Result", "ready"]
 
 MISUSED, UNUSABLE = 2, 3
 ARE_UNUSABLE = (LocationError, IncompatibleError, UnavailableError, ServerUnreachableError, ServerBusyError)
@@ -128,11 +128,6 @@ def ready(command: Callable[..., Result | int | None]) -> Callable[..., None]:
 
 def _keyword(name: str, annotation: Any, *, default: object) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def summary(command: Callable[..., object]) -> str:
-    """The first sentence of a command's help, whole: in lists it would be cut to one line otherwise."""
-    return " ".join((inspect.getdoc(command) or "").partition("\n\n")[0].split())
 
 
 class _Place:

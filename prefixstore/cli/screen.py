@@ -57,12 +57,9 @@ def lines(screen: Screen, columns: int, rows: int | None) -> list[str]:
     """What is shown, in so many columns and rows; None for as many rows as it takes."""
     history = screen.history
     title = f"{time.strftime('%H:%M:%S', time.localtime(history.at))}  {screen.location}"
-    parts = [[title, *_used(screen, columns)]]
-    if screen.fault is not None:
-        parts.append([f"the location cannot be read: {screen.fault}"])
-    parts.append(_rates(history, columns))
-    parts.append(_requests(history, columns))
-    parts.append(_hot(screen, columns))
+    fault = [] if screen.fault is None else [f"the location cannot be read: {screen.fault}"]
+    tables = [_rates(history, columns), _requests(history, columns), _hot(screen, columns)]
+    parts = [[title, *_used(screen, columns)], fault, *tables]
     shown = [visible(line) for part in parts if part for line in ["", *part]][1:]
     if rows is not None:
         # the last line says how to leave
@@ -125,23 +122,17 @@ def _bars(history: History, n: int) -> list[str]:
 
 
 def _requests(history: History, columns: int) -> list[str]:
-    if not history.requests:
-        return []
-    rows = []
-    for one in history.requests[::-1][:MOST_SHOWN]:
-        whose = _whose(history, one.namespace)
-        if one.purpose != Purpose.SERVING:
-            whose = f"{one.purpose}: {whose}"
-        rows.append(
-            [
-                whose,
-                ago(round(one.at * 1e9)),
-                one.source.replace("_", " "),
-                format_number(one.prompt_tokens),
-                format_number(one.restored_tokens),
-            ]
-        )
-    return grid(rows, columns, ["latest prompts", "when", "from", "tokens", "restored"])
+    rows = [
+        [
+            f"{one.purpose}: " * (one.purpose != Purpose.SERVING) + _whose(history, one.namespace),
+            ago(round(one.at * 1e9)),
+            one.source.replace("_", " "),
+            format_number(one.prompt_tokens),
+            format_number(one.restored_tokens),
+        ]
+        for one in history.requests[::-1][:MOST_SHOWN]
+    ]
+    return grid(rows, columns, ["latest prompts", "when", "from", "tokens", "restored"]) if rows else []
 
 
 def _hot(screen: Screen, columns: int) -> list[str]:

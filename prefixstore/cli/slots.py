@@ -9,9 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from prefixstore.cli.command import Result, ready, summary
+from prefixstore.cli.command import Result
 from prefixstore.cli.output import DONE, FAILED, fields, say, table
 from prefixstore.errors import InvalidParameterError, ServerError, StorageError
 from prefixstore.maintenance.archive import Archive
@@ -23,15 +21,7 @@ if TYPE_CHECKING:
 from prefixstore.cli import options
 from prefixstore.cli.files import chat_in, text_in
 
-__all__ = ["slots"]
-
-
-slots = typer.Typer(
-    help="Save the slots of a running llama-server as pages of a store, and restore them.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-)
+__all__ = ["erase", "restore", "save", "status"]
 
 
 def status(
@@ -175,10 +165,6 @@ def erase(*, server: str, slot: int, api_key: str | None = None, timeout: float 
         client.slot(slot)
         n_tokens = client.erase(slot).n_tokens
     return Result({"slot": slot, "tokens": n_tokens}, partial(say, f"slot {slot}: {n_tokens} tokens erased"))
-
-
-for command in (status, save, restore, erase):
-    slots.command(command.__name__, short_help=summary(command))(ready(command))
 
 
 def _client(url: str, api_key: str | None, timeout: float) -> LlamaServer:

@@ -11,10 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from prefixstore.cli import options
-from prefixstore.cli.command import Result, ready, summary
+from prefixstore.cli.command import Result
 from prefixstore.cli.output import fields, say, table, tell
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.errors import InvalidParameterError
@@ -26,7 +24,7 @@ from prefixstore.traces.recorder import make_private
 from prefixstore.traces.replay import BELADY, Replayed, replay
 from prefixstore.units import counted, format_bytes, format_share
 
-__all__ = ["trace"]
+__all__ = ["record", "replay_", "simulate_"]
 
 # a trace has no priorities
 DEFAULTS = ("adaptive", "lru")
@@ -34,14 +32,6 @@ DEFAULTS = ("adaptive", "lru")
 CLEAR = "\r\x1b[K"
 # how often a recorded command is looked at
 LOOK_SECONDS = 0.05
-
-
-trace = typer.Typer(
-    help="Record the requests to a store, and replay them with other budgets and policies.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-)
 
 
 def record(command: list[str], *, out: Path, text: bool = False) -> int:
@@ -253,7 +243,3 @@ def _live(read: Trace) -> dict[str, Any] | None:
 
 def _json(found: Replayed) -> dict[str, Any]:
     return found._asdict() | {"rate": round(found.rate, 4)}
-
-
-for each in (record, replay_, simulate_):
-    trace.command(each.__name__.rstrip("_"), short_help=summary(each))(ready(each))

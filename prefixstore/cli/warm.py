@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prefixstore.backends.location import is_url, without_password
 from prefixstore.cli.command import Result
 from prefixstore.cli.output import DONE, FAILED, has_terminal, say
 from prefixstore.cli.warm_model import Ready, as_tokens, prepare, prepare_check
 from prefixstore.cli.warm_report import (
-    budget_of,
+    free_bytes,
     print_budget_note,
     print_problems,
     print_unstored,
@@ -122,7 +122,7 @@ def warm(
     if for_server:
         settings = replace(settings, model=OF_SERVER | dict(settings.model))
     sources = list(prompts or settings.warm.get("prompts", ()))
-    ends = _either(generation_prompt, settings.warm.get("generation_prompt"))
+    ends = bool(settings.warm.get("generation_prompt")) if generation_prompt is None else generation_prompt
     if check:
         return _check(settings, sources, generation_prompt=ends)
     if not sources:
@@ -132,11 +132,8 @@ def warm(
             say(f"note: {source} is read as the text of one prompt; name it .jsonl if each line is a prompt")
     if dry_run:
         return _dry_run(settings, sources, generation_prompt=ends)
-    return _warm(settings, sources, generation_prompt=ends, pin=_either(pin, settings.warm.get("pin")))
-
-
-def _either(option: bool | None, setting: object) -> bool:
-    return option if option is not None else bool(setting)
+    pins = bool(settings.warm.get("pin")) if pin is None else pin
+    return _warm(settings, sources, generation_prompt=ends, pin=pins)
 
 
 # -- the commands -----------------------------------------------------------------------------------------------------
@@ -145,24 +142,16 @@ def _either(option: bool | None, setting: object) -> bool:
 def _warm(settings: Config, sources: list[str], *, generation_prompt: bool, pin: bool) -> Result:
     with _signals() as caught, progress_shown() as progress:
         progress(Progress())
-        ready = prepare(settings, sources, generation_prompt=generation_prompt, stop=lambda: bool(caught))
-        prompts = as_tokens(ready, generation_prompt=generation_prompt, stop=lambda: bool(caught))
+        how: dict[str, Any] = {"generation_prompt": generation_prompt, "stop": lambda: bool(caught)}
+        ready = prepare(settings, sources, **how)
+        prompts = as_tokens(ready, **how)
         # what another job has stored is worth waiting for
         with ready.settings.open_store(ready.llm, max_delay=None) as store:
             _print_notes(ready, store)
-            budget = budget_of(store, store.location)
-            print_budget_note(budget, expected_bytes(ready.llm, store, prompts, budget.free))
-            report = run_job(
-                ready.llm,
-                store,
-                prompts,
-                progress=progress,
-                stop=lambda: bool(caught),
-                generation_prompt=generation_prompt,
-                pin=pin,
-            )
-            dropped = store.stats().dropped
-            location = store.location
+            expected = expected_bytes(ready.llm, store, prompts, free_bytes(store))
+            print_budget_note(store, store.location, expected)
+            report = run_job(ready.llm, store, prompts, progress=progress, pin=pin, **how)
+            dropped, location = store.stats().dropped, store.location
         ready.llm.close()
     print_problems(report.problems)
     print_unstored(report.unstored, dropped)
@@ -179,7 +168,7 @@ def _dry_run(settings: Config, sources: list[str], *, generation_prompt: bool) -
     with _open_read_only(ready.settings, ready.llm) as (store, location):
         _print_notes(ready, store)
         expected = estimate(ready.llm, store, ready.prompts, generation_prompt=generation_prompt)
-        fits = print_budget_note(budget_of(store, location), expected.bytes)
+        fits = print_budget_note(store, location, expected.bytes)
     ready.llm.close()
     print_problems(expected.problems)
     return Result(

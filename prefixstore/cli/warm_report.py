@@ -6,7 +6,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import typer
 from rich.console import Console
@@ -20,7 +19,7 @@ from prefixstore.warming.estimate import Estimate
 from prefixstore.warming.prompts import Problem
 from prefixstore.warming.report import Progress, WarmReport
 
-__all__ = ["budget_of", "print_budget_note", "print_problems", "print_unstored", "progress_shown", "rows_of"]
+__all__ = ["free_bytes", "print_budget_note", "print_problems", "print_unstored", "progress_shown", "rows_of"]
 
 # How many prompts that did not fit are listed one by one.
 LISTED = 10
@@ -30,36 +29,26 @@ ALIKE = 3
 LINE_SECONDS = 10.0
 
 
-@dataclass(frozen=True)
-class Budget:
-    """What a store may hold, what of that is free, and where it is."""
-
-    location: str
-    max_bytes: int
-    free: int
+def free_bytes(store: PrefixStore) -> int:
+    """What of the size limit of a store is free."""
+    return max(0, store.parameters.budget.max_bytes - store.engine.used()[0].bytes)
 
 
-def budget_of(store: PrefixStore, location: str) -> Budget:
-    """The budget of a store for this location, and what of it is free."""
-    max_bytes = store.parameters.budget.max_bytes
-    return Budget(location, max_bytes, max(0, max_bytes - store.engine.used()[0].bytes))
-
-
-def print_budget_note(budget: Budget, expected: int) -> bool:
+def print_budget_note(store: PrefixStore, location: str, expected: int) -> bool:
     """Say whether what is expected will find space; returns whether it can."""
-    needed = f"the prompts need about {format_bytes(expected)}"
-    if expected > budget.max_bytes:
+    limit, free = store.parameters.budget.max_bytes, free_bytes(store)
+    needed = f"note: the prompts need about {format_bytes(expected)}"
+    if expected > limit:
         say(
-            f"note: {needed}, and {budget.location} may hold {format_bytes(budget.max_bytes)}: "
+            f"{needed}, and {location} may hold {format_bytes(limit)}: "
             "not all will be stored; pass a larger --max-bytes, or fewer prompts"
         )
-        return False
-    if expected > budget.free:
+    elif expected > free:
         say(
-            f"note: {needed}, and {format_bytes(budget.free)} of {format_bytes(budget.max_bytes)} are free in "
-            f"{budget.location}: other pages will be evicted; pass a larger --max-bytes to keep them"
+            f"{needed}, and {format_bytes(free)} of {format_bytes(limit)} are free in {location}: "
+            "other pages will be evicted; pass a larger --max-bytes to keep them"
         )
-    return True
+    return expected <= limit
 
 
 def print_problems(problems: Sequence[Problem]) -> None:
