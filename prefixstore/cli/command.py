@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 import typer
 
-from prefixstore.backends.location import without_password, without_passwords
+from prefixstore.backends.location import is_url, without_password, without_passwords
 from prefixstore.cli import options
 from prefixstore.cli.output import DONE, FAILED, emit, fields, has_terminal, say, tell, visible_lines
 from prefixstore.config import Config, load_config
@@ -161,6 +161,9 @@ class _Place:
         settings = load_config(config) if config is not None else Config()
         if given[self.name] is None and self._is_needed:
             given[self.name] = _default_location(given, config, settings)
+        if given[self.name] is not None and not is_url(given[self.name]) and os.path.isfile(given[self.name]):  # noqa: PTH113
+            path = os.path.abspath(given[self.name])  # noqa: PTH100 - as it was given
+            raise LocationError(f"{path} is a file, and an LMDB store is a directory; for SQLite pass sqlite:///{path}")
         for name in ("max_bytes", "far_max_bytes"):
             size = settings.store.get(name)
             if size is not None and given.get(name, "") is None:

@@ -20,7 +20,7 @@ from prefixstore.maintenance.archive import Archive, Holding
 from prefixstore.report.labels import visible
 from prefixstore.units import counted, format_bytes, format_seconds
 
-__all__ = ["SHORT", "ls", "page_facts", "say_no_tenant", "show", "text_of_pages"]
+__all__ = ["SHORT", "chosen_namespaces", "ls", "page_facts", "show", "text_of_pages"]
 
 SHORT = 12  # digits shown of a key
 ORDERS = {
@@ -33,9 +33,20 @@ ORDERS = {
 }
 
 
-def say_no_tenant(salt: str) -> None:
-    """Say that a tenant is not known here: a name may be mistyped."""
-    say(f"note: there is no tenant {salt!r}; prefixstore ls lists the tenants")
+def holdings_of(archive: Archive, namespace: str | None, salt: str | None) -> list[Holding]:
+    """What is held of a namespace and a tenant, None for any. A tenant may be mistyped: one without pages is told."""
+    among = [archive.namespace(namespace)] if namespace is not None else archive.holdings()
+    found = [one for one in among if salt is None or (one.namespace and one.namespace.salt == salt)]
+    if salt is not None and not found:
+        say(f"note: there is no tenant {salt!r}; prefixstore ls lists the tenants")
+    return found
+
+
+def chosen_namespaces(archive: Archive, namespace: str | None, salt: str | None) -> set[bytes] | None:
+    """The keys of the namespaces that are chosen; None for all."""
+    if namespace is None and salt is None:
+        return None
+    return {one.key for one in holdings_of(archive, namespace, salt)}
 
 
 def ls(
@@ -60,10 +71,7 @@ def ls(
         raise InvalidParameterError(f"--sort {sort} is unknown; choose used, pages, tokens, stored or uses")
     with Archive(location, read_only=True) as archive:
         where, history = archive.location, archive.history()
-        holdings = [archive.namespace(namespace)] if namespace is not None else archive.holdings()
-    holdings = [one for one in holdings if salt is None or (one.namespace and one.namespace.salt == salt)]
-    if salt is not None and not holdings:
-        say_no_tenant(salt)
+        holdings = holdings_of(archive, namespace, salt)
     shown = sorted(holdings, key=ORDERS[sort])[:limit]
     if chosen is not Form.TEXT:
         facts = [_facts(one, history) for one in shown]

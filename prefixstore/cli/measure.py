@@ -39,7 +39,7 @@ def bench(
         if has_model(config, model):
             settings = configured(location, config, model, n_ctx or tokens + 64, f"bench-{uuid.uuid4().hex}")
             llm = open_model(settings)
-            with settings.open_store(llm, max_bytes=archive.used().bytes + SPARE_BYTES) as store:
+            with settings.open_store(llm, max_bytes=archive.used().bytes + SPARE_BYTES, policy=archive.policy) as store:
                 result = measure_break_even(llm, store, archive, min(tokens, llm.n_ctx() - 1))
             llm.close()
     prompts = [] if result is None else list(zip(result.lengths, result.computed, result.restored, strict=True))

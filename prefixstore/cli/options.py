@@ -54,8 +54,7 @@ HELP = {
     # which pages
     "namespace": ("NAME", "Only pages of one namespace: its label, or the first digits of its key."),
     "purge.salt": ("TENANT", "Only pages of one tenant, of all models."),
-    "ls.salt": ("TENANT", "Only pages of one tenant."),
-    "tree.salt": ("TENANT", "Only pages of one tenant."),
+    **{f"{name}.salt": ("TENANT", "Only pages of one tenant.") for name in ("ls", "tree", "export", "copy")},
     "older_than": ("AGE", "Only pages not used for this long: 30d, 12h."),
     "tree.older_than": ("AGE", "Only branches with pages not used for this long: 30d."),
     "purge.page": ("HASH", "Only one page and its descendants."),

@@ -13,6 +13,7 @@ from prefixstore.backends.location import without_password
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.files import STANDARD, reading, writing
+from prefixstore.cli.listing import chosen_namespaces
 from prefixstore.cli.model import configured, has_model, open_model, tokens_of_prefix
 from prefixstore.cli.output import DONE, FAILED, is_confirmed, say, tell
 from prefixstore.config import explain
@@ -37,6 +38,7 @@ def export(
     *,
     out: str,
     namespace: str | None = None,
+    salt: str | None = None,
     prefix: str | None = None,
     page: str | None = None,
     model: Path | None = None,
@@ -57,7 +59,7 @@ def export(
     tokens = tokens_of_prefix(prefix, model, tokenizer)
     with Archive(location, read_only=True) as archive:
         where = archive.location
-        namespaces = {archive.namespace(namespace).key} if namespace is not None else None
+        namespaces = chosen_namespaces(archive, namespace, salt)
         keys = None
         if prefix is not None or page is not None:
             keys = archive.with_ancestors(archive.select(namespaces=namespaces, tokens=tokens, page=page))
@@ -178,7 +180,13 @@ def _require(file: str, reader: ExportReader, wanted: Namespace) -> None:
 
 
 def copy(
-    source: str, target: str, *, namespace: str | None = None, max_bytes: str | None = None, dry_run: bool = False
+    source: str,
+    target: str,
+    *,
+    namespace: str | None = None,
+    salt: str | None = None,
+    max_bytes: str | None = None,
+    dry_run: bool = False,
 ) -> Result:
     """Copy pages into another store, of any backend.
 
@@ -193,7 +201,7 @@ def copy(
     with Archive(source, read_only=True) as archive:
         if _is_same(archive, target):
             raise InvalidParameterError("source and target are the same location")
-        wanted = {archive.namespace(namespace).key} if namespace is not None else None
+        wanted = chosen_namespaces(archive, namespace, salt)
         if dry_run:
             return _planned("copied", archive, without_password(target), wanted)
         used = archive.used().bytes

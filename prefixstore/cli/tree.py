@@ -13,7 +13,7 @@ import typer
 
 from prefixstore.cli import options
 from prefixstore.cli.figures import described_of
-from prefixstore.cli.listing import SHORT, page_facts, say_no_tenant, text_of_pages
+from prefixstore.cli.listing import SHORT, chosen_namespaces, page_facts, text_of_pages
 from prefixstore.cli.model import Text, text_of_tokens
 from prefixstore.cli.output import FAILED, WIDE, Form, ago, listed, rows_of, say, tell, terminal_width
 from prefixstore.engine.index import Page
@@ -73,10 +73,8 @@ def tree(
     if containing is not None and words is None:
         raise InvalidParameterError("--containing needs --model or --tokenizer, to convert tokens to text")
     with Archive(location, read_only=True) as archive:
-        key = archive.namespace(namespace).key if namespace is not None else None
-        pages = archive.pages(key)
-        if salt is not None:
-            pages = _of_tenant(archive, pages, salt)
+        wanted = chosen_namespaces(archive, namespace, salt)
+        pages = [page for page in archive.pages() if wanted is None or page.namespace in wanted]
         if pinned:
             pages = _leading_to(archive, pages, lambda page: page.pinned)
         if seconds is not None:
@@ -99,14 +97,6 @@ def tree(
         say(f"{archive.location}: the text is not stored")
         return FAILED
     return 0
-
-
-def _of_tenant(archive: Archive, pages: list[Page], salt: str) -> list[Page]:
-    """The pages of a tenant."""
-    mine = {one.key for one in archive.holdings() if one.namespace is not None and one.namespace.salt == salt}
-    if not mine:
-        say_no_tenant(salt)
-    return [page for page in pages if page.namespace in mine]
 
 
 def _leading_to(archive: Archive, pages: list[Page], is_wanted: Callable[[Page], bool]) -> list[Page]:

@@ -153,6 +153,8 @@ def _warm(settings: Config, sources: list[str], *, generation_prompt: bool, pin:
             report = run_job(ready.llm, store, prompts, progress=progress, pin=pin, **how)
             dropped, location = store.stats().dropped, store.location
         ready.llm.close()
+    if not report.prompts and not report.problems:
+        say(f"note: there are no prompts in {', '.join(sources)}")
     print_problems(report.problems)
     print_unstored(report.unstored, dropped)
     code = FAILED if report.problems or report.unstored else DONE
