@@ -337,17 +337,41 @@ def swap_payloads(location, one, other):
         transaction.put(one, replace(changed, raw_bytes=donor.raw_bytes), usage, payload)
 
 
-def test_check_finds_damage_and_repairs_it(store, as_json, run):
-    assert as_json("check", store)[0] == 0
-    with Archive(store) as archive, archive.backend.update() as transaction:
+def damage_first_page(location):
+    """Damage a page that another one follows; its key."""
+    with Archive(location) as archive, archive.backend.update() as transaction:
         first = next(key for key, record, _ in transaction.scan() if record.namespace == YOURS.key and not record.start)
         record, usage = transaction.record(first), transaction.usage(first)
         transaction.delete(first)
         transaction.put(first, replace(record, checksum=bytes(16)), usage, bytes(1000))
+    return first
+
+
+def test_doctor_finds_a_damaged_page(store, as_json):
+    damage_first_page(store)
+    code, found = as_json("doctor", store)
+    (pages,) = [one for one in found["findings"] if one["name"] == "pages"]
+    assert (code, pages["level"], pages["value"]) == (1, "problem", "1 damaged of 9 that were read")
+    assert f"prefixstore check {store}" in pages["advice"]
+
+
+def test_check_finds_damage_and_repairs_it(store, as_json, run):
+    assert as_json("check", store)[0] == 0
+    key = damage_first_page(store)
     code, found = as_json("check", store)
     assert code == 1
     assert [one["rule"] for one in found["violations"]] == ["payload"]
-    assert run("check", store)[0] == 1
+    # the one after it too, and no key in full
+    code, out, _ = run("check", store)
+    assert code == 1
+    assert re.search(
+        r"^check --repair would delete 2 pages \(.*\): damaged ones, and those after them$", out, re.MULTILINE
+    )
+    assert key.hex() not in out
+    assert key.hex()[:12] in out
+    code, found = as_json("check", store, "--repair", "--dry-run")
+    assert (code, found["removed"]["pages"], found["dry_run"], len(found["left"])) == (1, 2, True, 1)
+    assert run("check", store, "--repair", "--dry-run")[1] == out
     code, found = as_json("check", store, "--repair")
     assert (code, found["removed"]["pages"], found["left"]) == (0, 2, [])
     assert run("check", store, "--repair")[0] == 0
@@ -623,4 +647,7 @@ def test_bench_measures_and_leaves_the_store_unchanged(served, tmp_path, as_json
     with Archive(copy, read_only=True) as archive:
         assert contents(archive.backend).keys() == before.keys()
         assert len(archive.holdings()) == 1
+        # nothing was counted, and the limit of the measurement is not that of the store
+        history = archive.history()
+        assert (history.total().lookups, history.requests, history.max_bytes) == (0, (), None)
     assert run("bench", copy)[0] == 0

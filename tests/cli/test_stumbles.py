@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -102,6 +103,64 @@ def answers(monkeypatch):
         return asked
 
     return terminal
+
+
+# -- deleting ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["purge", "--older-than", "30"],
+        ["purge", "--older-than", "0.5"],
+        ["evict", "--to", "1000"],
+        ["check", "--repair", "--max-bytes", "1000"],
+    ],
+)
+def test_a_number_without_a_unit_deletes_nothing(store, run, arguments):
+    before = n_pages(store)
+    code, out, err = run(arguments[0], store, *arguments[1:])
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"prefixstore: --[a-z-]+='[\d.]+' has no unit; pass one, as in .*\n", err)
+    assert n_pages(store) == before
+    assert run("evict", store, "--to", "0", "--dry-run")[0] == 1  # nothing fits into it, whatever its unit
+
+
+def test_a_repair_asks(store, run, answers):
+    with Archive(store) as archive, archive.backend.update() as transaction:
+        first = next(key for key, record, _ in transaction.scan() if not record.start)
+        record, usage = transaction.record(first), transaction.usage(first)
+        transaction.delete(first)
+        transaction.put(first, replace(record, checksum=bytes(16)), usage, bytes(1000))
+    before, asked = n_pages(store), answers(False, True)
+    assert run("check", store, "--repair")[0] == 1
+    assert (n_pages(store), len(asked)) == (before, 1)
+    assert "delete" in asked[0]
+    assert run("check", store, "--repair")[0] == 0
+    assert n_pages(store) < before
+    # there is nothing left to ask about
+    assert run("check", store, "--repair")[0] == 0
+    assert len(asked) == 2
+
+
+def test_a_tenant_can_be_exported_and_copied_and_a_copy_be_tried(tmp_path, run, as_json):
+    both = filled(tmp_path / "both")
+    with Archive(both) as archive:
+        fill(archive.backend, space("yours"), SEQUENCES[:1])
+    n_yours = as_json("export", both, "--out", "f.pstore", "--salt", "yours")[1]["pages"]
+    assert 0 < n_yours < n_pages(both)
+    code, planned = as_json("copy", both, "other", "--salt", "yours", "--dry-run")
+    assert (code, planned["pages"], planned["dry_run"]) == (0, n_yours, True)
+    assert not Path("other").exists()
+    assert as_json("copy", both, "other", "--salt", "yours")[1]["pages"] == n_yours
+    assert "there is no tenant 'nobody'" in run("copy", both, "third", "--salt", "nobody")[2]
+
+
+def test_a_file_is_no_directory_and_may_be_of_sqlite(tmp_path, run):
+    (tmp_path / "kv.db").touch()
+    code, out, err = run("stats", tmp_path / "kv.db")
+    assert (code, out) == (3, "")
+    assert f"sqlite:///{tmp_path}/kv.db" in err
 
 
 # -- help -------------------------------------------------------------------------------------------------------------
