@@ -115,12 +115,13 @@ def verify(
         settings = settings.override(model={"n_ctx": 0})  # the length that the model was trained with
     llm = open_model(settings)
     with Archive(location, read_only=True) as archive, settings.open_store(llm, read_only=True) as store:
-        where = archive.location
+        # the comparison detaches the store
+        where, namespace = archive.location, store.namespace
         found = list(compare(llm, store, archive, sample, seed=seed))
         if not found:
             say(f"prefixstore: {where} has no pages of this model with these settings")
             known = [holding.namespace for holding in archive.holdings() if holding.namespace is not None]
-            for difference in explain(store.namespace, known):
+            for difference in explain(namespace, known):
                 say(f"  {difference}")
     llm.close()
     n_bad = sum(not one.is_within(bound) for one in found)

@@ -435,15 +435,15 @@ def test_evict_pin_and_unpin(store, as_json, run):
     keys = [page["page"] for page in as_json("tree", store)[1] if page["namespace"] == MINE.key.hex()]
     code, found = as_json("pin", store, keys[1])
     assert (code, found["changed"]) == (0, 2)
-    code, found = as_json("evict", store, "--to", "1", "--dry-run")
+    code, found = as_json("evict", store, "--to", "1B", "--dry-run")
     assert (code, found["pages"], found["removed"]["pages"], found["dry_run"]) == (1, 2, 7, True)
     assert found["policy"] == "lru"
     assert (
         "7 pages would be evicted (policy priority)"
         in run("evict", store, "--to", "0%", "--max-bytes", "1GiB", "--policy", "priority", "--dry-run")[1]
     )
-    assert run("evict", store, "--to", "80%")[0] == run("evict", store, "--to", "1", "--policy", "x")[0] == 2
-    code, found = as_json("evict", store, "--to", "1")
+    assert run("evict", store, "--to", "80%")[0] == run("evict", store, "--to", "1B", "--policy", "x")[0] == 2
+    code, found = as_json("evict", store, "--to", "1B")
     assert (code, found["pages"], found["removed"]["pages"]) == (1, 2, 7)
     assert as_json("unpin", store, keys[1])[1]["changed"] == 2
     code, found = as_json("evict", store, "--to", "10GiB")
