@@ -32,11 +32,11 @@ COMMANDS = {
         "ls": ("listing", "List the namespaces: models, tenants, and the settings that differ."),
         "tree": ("tree", "Show the stored prefixes as a tree."),
         "show": ("listing", "Show one page, and whether its bytes are intact."),
-        "explain": ("explain", "Explain how much of a prompt is stored, and why not more."),
+        "explain": ("diagnose", "Explain how much of a prompt is stored, and why not more."),
         "report": ("report", "Write a page that shows a store: its tree, its use, the effect of another size."),
     },
     "Maintain": {
-        "doctor": ("doctor", "Examine the installation and a store, and say what to change."),
+        "doctor": ("diagnose", "Examine the installation and a store, and say what to change."),
         "check": ("maintain", "Verify every invariant and every checksum of a store."),
         "verify": ("maintain", "Compute stored sequences again and compare the results."),
         "evict": ("delete", "Evict pages until the store fits SIZE."),
@@ -52,7 +52,7 @@ COMMANDS = {
         "export": ("transfer", "Write pages into one portable file."),
         "import": ("transfer", "Import the pages of a file into a store of any backend."),
         "copy": ("transfer", "Copy pages into another store, of any backend."),
-        "migrate": ("migrate", "Create a SQL store, or bring its schema up to date."),
+        "migrate": ("maintain", "Create a SQL store, or bring its schema up to date."),
     },
 }
 GROUPS = {

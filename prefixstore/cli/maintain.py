@@ -1,4 +1,4 @@
-"""Commands that keep a location healthy: ``check``, ``verify``, ``pin``, ``unpin``, ``compact``."""
+"""Commands that keep a location healthy: ``check``, ``verify``, ``pin``, ``unpin``, ``compact``, ``migrate``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import typer
+
+from prefixstore.backends.location import without_password
+from prefixstore.backends.sql import require_sql
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.model import configured, open_model
@@ -16,12 +20,13 @@ from prefixstore.cli.output import DONE, FAILED, confirmed, say, table, tell
 from prefixstore.config import explain
 from prefixstore.engine.delete import Removed
 from prefixstore.engine.invariants import Violation
+from prefixstore.errors import InvalidParameterError
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.verify import BOUND, Comparison
 from prefixstore.maintenance.verify import verify as compare
 from prefixstore.units import counted, format_bytes, format_share, require_unit
 
-__all__ = ["check", "compact", "pin", "unpin", "verify"]
+__all__ = ["check", "compact", "migrate", "pin", "unpin", "verify"]
 
 SHORT = 12  # digits shown of a key
 KEY = re.compile(rf"\b([0-9a-f]{{{SHORT}}})[0-9a-f]{{{64 - SHORT}}}\b")
@@ -189,3 +194,31 @@ def compact(location: str) -> Result:
             {"location": archive.location, "bytes": freed},
             f"{archive.location}: {format_bytes(freed)} returned to the file system",
         )
+
+
+def migrate(location: str, *, check: bool = False, sql: bool = False) -> Result:
+    """Create a SQL store, or bring its schema up to date.
+
+    Exit code 1 with --check: the schema is not up to date.
+
+    Example: prefixstore migrate postgresql+psycopg://user@host/db --check
+    """
+    require_sql(location)
+    from prefixstore.backends.sql import migrations as schema  # noqa: PLC0415 - the extras for SQL
+
+    if check and sql:
+        raise InvalidParameterError("--check and --sql cannot be combined")
+    where = without_password(location)
+    if sql:
+        statements = schema.upgrade_sql(location)
+        if not statements:
+            say(f"{where}: the schema is up to date, so there are no statements")
+        return Result({"sql": statements}, lambda: typer.echo(statements, nl=False))
+    before = schema.check(location) if check else schema.upgrade(location)
+    is_current = before.is_current or not check
+    change = f"schema {before.revision or 'none'} -> {before.head} {'needed' if check else 'done'}"
+    return Result(
+        {"location": where, "revision": before.revision, "head": before.head, "current": is_current},
+        f"{where}: schema {before.revision} is up to date" if before.is_current else f"{where}: {change}",
+        DONE if is_current else FAILED,
+    )

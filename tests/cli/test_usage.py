@@ -22,7 +22,7 @@ import prefixstore
 from prefixstore import PrefixStore
 from prefixstore.cli import main
 from prefixstore.cli.output import emit, grid
-from prefixstore.cli.screen import Screen, _last, lines
+from prefixstore.cli.top import Screen, _last, lines
 from prefixstore.engine.history import short
 from prefixstore.errors import LocationError
 from prefixstore.format.figure_notes import ABOUT, NOTE
