@@ -10,17 +10,18 @@ import numpy as np
 
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
-from prefixstore.cli.figures import described_of
 from prefixstore.cli.model import Text, text_of_tokens
 from prefixstore.cli.output import DONE, FAILED, Form, ago, iso, rows_of, say, table, tell, visible_lines
+from prefixstore.engine.history import described
 from prefixstore.engine.index import Page
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.figures import Described, History
 from prefixstore.maintenance.archive import Archive, Holding
+from prefixstore.models.file import model_names
 from prefixstore.report.labels import visible
 from prefixstore.units import counted, format_bytes, format_seconds
 
-__all__ = ["SHORT", "chosen_namespaces", "ls", "page_facts", "show", "text_of_pages"]
+__all__ = ["SHORT", "chosen_namespaces", "described_of", "ls", "page_facts", "show", "text_of_pages"]
 
 SHORT = 12  # digits shown of a key
 ORDERS = {
@@ -31,6 +32,16 @@ ORDERS = {
     "uses": lambda one: -one.hits,
     "hits": lambda one: -one.hits,  # as it was called
 }
+
+
+def described_of(history: History, holding: Holding) -> Described:
+    """What the namespace of a holding is: as the figures describe it, or else by its settings."""
+    name = holding.key.hex()[:16]
+    if name in history.described:
+        return history.described[name]
+    if holding.namespace is None:
+        return Described(name)
+    return described(holding.namespace, model_names({}, holding.namespace.settings))
 
 
 def holdings_of(archive: Archive, namespace: str | None, salt: str | None) -> list[Holding]:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from typing import Any
 
 import typer
 
 from prefixstore.cli import options
-from prefixstore.cli.figures import Group, by_model, by_tenant
+from prefixstore.cli.listing import described_of
 from prefixstore.cli.output import ago, emit, grid, iso, listed, say, width
 from prefixstore.engine.index import Page
 from prefixstore.engine.page_view import Used
 from prefixstore.errors import InvalidParameterError
-from prefixstore.format.figures import DAY, HOUR, Figures, History
+from prefixstore.format.figures import DAY, HOUR, OTHERS, Described, Figures, History
 from prefixstore.maintenance.archive import Archive, Holding
 from prefixstore.metrics import Share, location_text
 from prefixstore.report.labels import visible
@@ -29,6 +30,32 @@ DIGITS = 12
 # rows of a table on the screen; --json has all of them
 MOST_SHOWN = 10
 SPANS = {"last_hour": HOUR, "last_day": DAY, "all": None}
+
+
+@dataclass(frozen=True)
+class Group:
+    """What a location holds of one model or tenant, and how it was used.
+
+    Attributes
+    ----------
+    title
+        Its name.
+    pages, tokens, stored_bytes
+        What is stored.
+    figures
+        What was counted while it served.
+    """
+
+    title: str
+    pages: int
+    tokens: int
+    stored_bytes: int
+    figures: Figures
+
+    def as_dict(self, name: str) -> dict[str, object]:
+        """All of it, for JSON; its title as `name`."""
+        sizes = {"pages": self.pages, "tokens": self.tokens, "stored_bytes": self.stored_bytes}
+        return {name: self.title, **sizes, **self.figures.as_dict()}
 
 
 def stats(location: str, *, prometheus: bool = False, max_bytes: str | None = None, as_json: bool = False) -> None:
@@ -59,7 +86,9 @@ def stats(location: str, *, prometheus: bool = False, max_bytes: str | None = No
         numbers["utilization"] = round(used.bytes / capacity, 4) if capacity else 0.0
     if history.max_entries is not None:
         numbers["capacity_pages"] = history.max_entries
-    models, tenants = by_model(history, holdings), by_tenant(history, holdings)
+    models = _groups(history, holdings, lambda one: one.title)
+    # pages without one are those of the tenant ""
+    tenants = _groups(history, holdings, lambda one: one.tenant or "")
     if as_json:
         emit(numbers | _usage(history, models, tenants))
         return
@@ -106,6 +135,32 @@ def _usage(history: History, models: Sequence[Group], tenants: Sequence[Group]) 
         "requests": [asdict(one) for one in history.requests],
         "writers": [asdict(one) for one in history.writers],
     }
+
+
+def _groups(history: History, holdings: Iterable[Holding], title: Callable[[Described], str]) -> list[Group]:
+    """What is stored and was counted of each model or tenant; the largest first."""
+    figures: defaultdict[str, list[Figures]] = defaultdict(list)
+    held: defaultdict[str, list[Holding]] = defaultdict(list)
+    known = dict(history.described)
+    for holding in holdings:
+        one = described_of(history, holding)
+        known[one.namespace] = one
+        held[title(one)].append(holding)
+    for period in history.days:
+        if period.purpose == "serving":
+            one = known.get(period.namespace) or Described(period.namespace)
+            figures["others" if period.namespace == OTHERS else title(one)].append(period.figures)
+    found = [
+        Group(
+            name,
+            sum(one.pages for one in held[name]),
+            sum(one.tokens for one in held[name]),
+            sum(one.stored_bytes for one in held[name]),
+            Figures.sum(figures[name]),
+        )
+        for name in dict.fromkeys([*held, *figures])
+    ]
+    return sorted(found, key=lambda one: (-one.stored_bytes, -one.figures.lookups, one.title))
 
 
 # -- text -------------------------------------------------------------------------------------------------------------

@@ -12,8 +12,7 @@ import numpy as np
 import typer
 
 from prefixstore.cli import options
-from prefixstore.cli.figures import described_of
-from prefixstore.cli.listing import SHORT, chosen_namespaces, page_facts, text_of_pages
+from prefixstore.cli.listing import SHORT, chosen_namespaces, described_of, page_facts, text_of_pages
 from prefixstore.cli.model import Text, text_of_tokens
 from prefixstore.cli.output import FAILED, WIDE, Form, ago, listed, rows_of, say, tell, terminal_width
 from prefixstore.engine.index import Page
