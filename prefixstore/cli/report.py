@@ -7,8 +7,9 @@ from functools import partial
 from pathlib import Path
 
 from prefixstore.cli import options
+from prefixstore.cli.command import Result
 from prefixstore.cli.model import text_of_tokens
-from prefixstore.cli.output import emit, say
+from prefixstore.cli.output import say
 from prefixstore.errors import LocationError
 from prefixstore.maintenance.archive import Archive
 from prefixstore.models.file import file_digest, model_parts
@@ -27,8 +28,7 @@ def report(
     model: Path | None = None,
     tokenizer: Path | None = None,
     max_bytes: str | None = None,
-    as_json: bool = False,
-) -> None:
+) -> Result:
     """Write a page that shows a store: its tree, its use, the effect of another size.
 
     The page is one file that needs no network. With a model or a tokenizer it shows the text where prompts diverge;
@@ -50,12 +50,12 @@ def report(
         )
     text = html_of(content)
     write_page(out, text, replace=force)
-    if as_json:
-        runs = content.pop("runs")
-        emit({"out": str(out), "bytes": len(text.encode()), "runs": len(runs["parent"])} | content)
-    else:
-        held = f"{counted(content['pages'], 'page')}, {format_bytes(content['used_bytes'])}"
-        say(f"{out}: {content['location']}, {held}; open it in a browser")
+    held = f"{counted(content['pages'], 'page')}, {format_bytes(content['used_bytes'])}"
+    runs = content.pop("runs")
+    return Result(
+        {"out": str(out), "bytes": len(text.encode()), "runs": len(runs["parent"])} | content,
+        partial(say, f"{out}: {content['location']}, {held}; open it in a browser"),
+    )
 
 
 def _is_of(model: Path | None, digest: str) -> bool:
