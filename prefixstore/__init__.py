@@ -1,10 +1,8 @@
 """A persistent prefix cache for llama-cpp-python: computed once, restored in milliseconds, by every process."""
 
-from prefixstore.config import load
-from prefixstore.diagnosis.explanation import Explanation
-from prefixstore.engine.budget import Evicted
-from prefixstore.engine.invariants import Violation
-from prefixstore.engine.queue import Drained
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from prefixstore.errors import (
     BusyError,
     ClosedError,
@@ -22,13 +20,20 @@ from prefixstore.errors import (
     StorageError,
     UnavailableError,
 )
-from prefixstore.format.namespace import Namespace
-from prefixstore.last_prompt import LastPrompt
-from prefixstore.stats import Shortage, Stats
-from prefixstore.store import Match, PrefixStore
-from prefixstore.warming.job import warm
-from prefixstore.warming.prompts import Problem
-from prefixstore.warming.report import Progress, WarmReport
+
+if TYPE_CHECKING:
+    from prefixstore.config import load
+    from prefixstore.diagnosis.explanation import Explanation
+    from prefixstore.engine.budget import Evicted
+    from prefixstore.engine.invariants import Violation
+    from prefixstore.engine.queue import Drained
+    from prefixstore.format.namespace import Namespace
+    from prefixstore.last_prompt import LastPrompt
+    from prefixstore.stats import Shortage, Stats
+    from prefixstore.store import Match, PrefixStore
+    from prefixstore.warming.job import warm
+    from prefixstore.warming.prompts import Problem
+    from prefixstore.warming.report import Progress, WarmReport
 
 __all__ = [
     "BusyError",
@@ -63,3 +68,34 @@ __all__ = [
     "warm",
 ]
 __version__ = "0.1.0"
+
+# where the other names are: each module is loaded when one of its names is first used
+_HOMES = {
+    "Drained": "engine.queue",
+    "Evicted": "engine.budget",
+    "Explanation": "diagnosis.explanation",
+    "LastPrompt": "last_prompt",
+    "Match": "store",
+    "Namespace": "format.namespace",
+    "PrefixStore": "store",
+    "Problem": "warming.prompts",
+    "Progress": "warming.report",
+    "Shortage": "stats",
+    "Stats": "stats",
+    "Violation": "engine.invariants",
+    "WarmReport": "warming.report",
+    "load": "config",
+    "warm": "warming.job",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -17,6 +17,7 @@ __all__ = [
     "parse_bytes",
     "parse_seconds",
     "parse_target",
+    "require_unit",
     "shown",
 ]
 
@@ -78,6 +79,18 @@ def parse_target(target: float | str, capacity: int | None, parameter: str) -> i
         return math.floor(capacity * share)
     is_nothing = not isinstance(target, bool) and target in (0, "0")
     return 0 if is_nothing else parse_bytes(target, parameter)  # type: ignore[arg-type] # it is no float
+
+
+def require_unit(given: object, parameter: str, example: str) -> None:
+    """Refuse a text that is a number alone: where pages are deleted for it, a guess of its unit may be wrong.
+
+    Raises
+    ------
+    InvalidParameterError
+        If it is one; the message names `parameter`, and an `example` of what is valid.
+    """
+    if isinstance(given, str) and re.fullmatch(r"\s*[\d.]+\s*", given) is not None:
+        raise InvalidParameterError(f"{parameter}={shown(given)} has no unit; pass one, as in {example}")
 
 
 def shown(value: object) -> str:

@@ -1,4 +1,4 @@
-"""All commands, as one Typer application."""
+"""All commands, as one Typer application, each of which is loaded when it is called."""
 
 from __future__ import annotations
 
@@ -7,31 +7,120 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-
-from prefixstore.cli import delete, listing, maintain, measure, transfer
-from prefixstore.cli.doctor import doctor
-from prefixstore.cli.explain import explain
-from prefixstore.cli.init import init
-from prefixstore.cli.migrate import migrate
-from prefixstore.cli.output import FAILED, guarded, summary
-from prefixstore.cli.place import located
-from prefixstore.cli.report import report
-from prefixstore.cli.serve import ServeCommand, serve
-from prefixstore.cli.slots import slots
-from prefixstore.cli.stats import stats
-from prefixstore.cli.top import top
-from prefixstore.cli.trace import trace
-from prefixstore.cli.tree import tree
-from prefixstore.cli.warm import warm
+from typer.core import TyperCommand, TyperGroup
 
 __all__ = ["app", "run"]
 
+FAILED = 1
+# the commands, by what they are for: the module of each, and the first sentence of its help, without loading it
+COMMANDS = {
+    "Use": {
+        "init": ("init", "Write a file of settings for jobs, servers and commands."),
+        "warm": ("warm", "Compute prompts and store them, each shared prefix once."),
+        "serve": ("serve", "Serve a model over HTTP, with the prompts of STORE."),
+        "slots": ("slots", "Save the slots of a running llama-server as pages of a store, and restore them."),
+        "demo": ("measure", "Compute a prompt in one process and restore it in another."),
+    },
+    "Look": {
+        "stats": ("stats", "Show what a store holds, and how much it helps."),
+        "top": ("top", "Watch how a store is used."),
+        "ls": ("listing", "List the namespaces: models, tenants, and the settings that differ."),
+        "tree": ("tree", "Show the stored prefixes as a tree."),
+        "show": ("listing", "Show one page, and whether its bytes are intact."),
+        "explain": ("diagnose", "Explain how much of a prompt is stored, and why not more."),
+        "report": ("report", "Write a page that shows a store: its tree, its use, the effect of another size."),
+    },
+    "Maintain": {
+        "doctor": ("diagnose", "Examine the installation and a store, and say what to change."),
+        "check": ("maintain", "Verify every invariant and every checksum of a store."),
+        "verify": ("maintain", "Compute stored sequences again and compare the results."),
+        "evict": ("delete", "Evict pages until the store fits SIZE."),
+        "purge": ("delete", "Delete pages and overwrite their bytes."),
+        "clear": ("delete", "Delete all pages, of all tenants and models."),
+        "pin": ("maintain", "Keep a page from eviction."),
+        "unpin": ("maintain", "Undo pin."),
+        "compact": ("maintain", "Return the space of deleted pages to the file system."),
+        "bench": ("measure", "Measure a store on this machine."),
+        "trace": ("trace", "Record the requests to a store, and replay them with other budgets and policies."),
+    },
+    "Move": {
+        "export": ("transfer", "Write pages into one portable file."),
+        "import": ("transfer", "Import the pages of a file into a store of any backend."),
+        "copy": ("transfer", "Copy pages into another store, of any backend."),
+        "migrate": ("maintain", "Create a SQL store, or bring its schema up to date."),
+    },
+}
+GROUPS = {
+    "slots": {
+        "status": ("slots", "Show what the slots of a server hold, and the memory of its process."),
+        "save": ("slots", "Store the contents of slots that the store does not have yet."),
+        "restore": ("slots", "Give a slot the longest stored prefix of a prompt."),
+        "erase": ("slots", "Empty a slot of the server."),
+    },
+    "trace": {
+        "record": ("trace", "Run a command, and record the requests to its stores."),
+        "replay": ("trace", "Replay a trace in the real engine, at one size, and show how much each policy finds."),
+        "simulate": ("trace", "Show the hit rate against the size of the store, and what twice the budget would gain."),
+    },
+}
+
+
+class _Commands(Mapping[str, Any]):
+    """Commands by name, loaded when they are looked up."""
+
+    def __init__(self, places: Mapping[str, tuple[str, str]]) -> None:
+        self.places = places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, name: str) -> Any:
+        place, summary = self.places[name]
+        if name in GROUPS:
+            return _Group(name=name, help=summary, rich_markup_mode=None, no_args_is_help=True)
+        module = import_module(f"prefixstore.cli.{place}")
+        command = getattr(module, f"{name}_", None) or getattr(module, name)
+        one = typer.Typer(add_completion=False, rich_markup_mode=None)
+        ready = import_module("prefixstore.cli.command").ready(command)
+        one.command(name, cls=getattr(module, "COMMAND_CLASS", None))(ready)
+        return typer.main.get_command(one)
+
+
+class _Group(TyperGroup):
+    """Lists its commands without loading them."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._sections = {"Commands": GROUPS[str(self.name)]} if self.name in GROUPS else COMMANDS
+        self.commands: Any = _Commands(
+            {name: at for section in self._sections.values() for name, at in section.items()}
+        )
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        found = self.commands.places.get(cmd_name)
+        return found and TyperCommand(cmd_name, short_help=found[1])
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, found, rest = super().resolve_command(ctx, args)
+        return name, found and self.commands[found.name], rest
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        for heading, section in self._sections.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name, summary) for name, (_, summary) in section.items()])
+
+
 app = typer.Typer(
     name="prefixstore",
+    cls=_Group,
     help="Fill, inspect, maintain and move stores of prompt states for llama-cpp-python and llama-server. "
     "LOCATION is lmdb:///path (or a bare path), sqlite:////path, postgresql+psycopg://user@host/database, "
     "valkey://host/0 or s3://bucket/prefix; without it, PREFIXSTORE_LOCATION, then the file of --config, then the "
@@ -61,42 +150,6 @@ def _options(
     ] = False,
 ) -> None:
     pass
-
-
-for command in (
-    init,
-    warm,
-    serve,
-    stats,
-    top,
-    listing.ls,
-    tree,
-    listing.show,
-    report,
-    explain,
-    doctor,
-    maintain.check,
-    maintain.verify,
-    maintain.evict,
-    delete.purge,
-    delete.clear,
-    maintain.pin,
-    maintain.unpin,
-    maintain.compact,
-    transfer.export,
-    transfer.import_,
-    transfer.copy,
-    migrate,
-    measure.bench,
-    measure.demo,
-):
-    app.command(
-        command.__name__.rstrip("_"),
-        cls=ServeCommand if command is serve else None,
-        short_help=summary(command),
-    )(guarded(located(command)))
-for group, name in ((slots, "slots"), (trace, "trace")):
-    app.add_typer(group, name=name, short_help=str(group.info.help))
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Commands that delete: ``purge``, ``clear``."""
+"""Commands that delete: ``evict``, ``purge``, ``clear``."""
 
 from __future__ import annotations
 
@@ -6,47 +6,89 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Annotated, Any
+from functools import partial
+from pathlib import Path
 
-import typer
-
-from prefixstore.cli.arguments import (
-    AsJson,
-    Location,
-    ModelFile,
-    NamespaceName,
-    Prefix,
-    TokenizerFile,
-    tokens_of_prefix,
-)
-from prefixstore.cli.confirm import DryRun, Yes, has_terminal, is_confirmed
-from prefixstore.cli.output import DONE, FAILED, emit, say, tell
+from prefixstore.cli import options
+from prefixstore.cli.command import Result
+from prefixstore.cli.model import tokens_of_prefix
+from prefixstore.cli.output import DONE, FAILED, confirmed, say
 from prefixstore.engine.delete import Removed
 from prefixstore.errors import InvalidParameterError, UnavailableError
 from prefixstore.maintenance.archive import Archive
-from prefixstore.units import counted, format_bytes, parse_seconds
+from prefixstore.units import counted, format_bytes, parse_seconds, parse_target, require_unit
 
-__all__ = ["clear", "purge"]
+__all__ = ["clear", "evict", "purge"]
+
+
+def evict(
+    location: str,
+    *,
+    to: str,
+    policy: str | None = None,
+    max_bytes: str | None = None,
+    dry_run: bool = False,
+    yes: bool = False,
+) -> Result | int:
+    """Evict pages until the store fits SIZE.
+
+    They are evicted in the order of the policy of the store that was the last to begin writing there; if that is
+    unknown, the least recently used first. On a terminal it asks for confirmation. Exit code 1: the pinned pages alone
+    are larger, or the answer was no.
+
+    Example: prefixstore evict lmdb:///var/cache/kv --to 10GiB --dry-run
+    """
+    if to != "0":
+        require_unit(to, "--to", "10GiB")
+    target = parse_target(to, options.max_bytes_of(max_bytes), "--to")
+    with Archive(location, policy=policy) as archive:
+        where = archive.location
+        evicted = confirmed(
+            partial(archive.evict, target),
+            lambda found: (
+                f"{where}: evict {counted(len(found.pages), 'page')}, {format_bytes(found.bytes)}?"
+                if found.pages
+                else None
+            ),
+            dry_run=dry_run,
+            yes=yes,
+        )
+        if evicted is None:
+            return FAILED
+        entries = archive.used().entries - len(evicted.pages) * dry_run
+    if not evicted.is_enough:
+        say(f"{where}: everything else is pinned, or smaller than the store itself")
+    would_be = "would be " * dry_run
+    return Result(
+        {
+            "location": where,
+            "removed": {"pages": len(evicted.pages), "bytes": evicted.bytes},
+            "policy": evicted.policy,
+            "dry_run": dry_run,
+            "used_bytes": evicted.bytes_left,
+            "pages": entries,
+        },
+        f"{where}: {counted(len(evicted.pages), 'page')} {would_be}evicted (policy {evicted.policy}), "
+        f"{format_bytes(evicted.bytes_left)} in {counted(entries, 'page')} {would_be}left",
+        DONE if evicted.is_enough else FAILED,
+    )
 
 
 def purge(
-    location: Location,
+    location: str,
     *,
-    namespace: NamespaceName = None,
-    salt: Annotated[str | None, typer.Option(metavar="TENANT", help="Only pages of one tenant, of all models.")] = None,
-    older_than: Annotated[
-        str | None, typer.Option("--older-than", metavar="AGE", help="Only pages not used for this long: 30d, 12h.")
-    ] = None,
-    page: Annotated[str | None, typer.Option(metavar="HASH", help="Only one page and its descendants.")] = None,
-    prefix: Prefix = None,
-    model: ModelFile = None,
-    tokenizer: TokenizerFile = None,
-    everything: Annotated[bool, typer.Option("--everything", help="All pages of the store.")] = False,
-    scrub: Annotated[bool, typer.Option("--scrub/--no-scrub", help="Overwrite the deleted bytes.")] = True,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-    as_json: AsJson = False,
-) -> int:
+    namespace: str | None = None,
+    salt: str | None = None,
+    older_than: str | None = None,
+    page: str | None = None,
+    prefix: str | None = None,
+    model: Path | None = None,
+    tokenizer: Path | None = None,
+    everything: bool = False,
+    scrub: bool = True,
+    dry_run: bool = False,
+    yes: bool = False,
+) -> Result | int:
     """Delete pages and overwrite their bytes.
 
     Pages that match all given options are deleted, pinned ones included; afterwards their contents cannot be read from
@@ -65,36 +107,31 @@ def purge(
         raise InvalidParameterError(
             "no pages are selected; pass --namespace, --salt, --older-than, --page, --prefix or --everything"
         )
+    require_unit(older_than, "--older-than", "30d, 12h")
     seconds = parse_seconds(older_than, "--older-than") if older_than is not None else None
-    chosen: dict[str, Any] = {
-        "namespace": namespace,
-        "salt": salt,
-        "older_than": seconds,
-        "tokens": tokens,
-        "page": page,
-        "everything": everything,
-    }
     with Archive(location, read_only=dry_run) as archive, _said_here():
-        where = archive.location
+        where, is_local = archive.location, archive.backend.is_local
         holdings = archive.holdings() if salt is not None else []
         is_known = salt is None or any(one.namespace and one.namespace.salt == salt for one in holdings)
         unknown = [one.key.hex() for one in holdings if one.namespace is None and one.pages]
-        if dry_run or (is_known and not yes and has_terminal()):
-            removed = archive.purge(**chosen, dry_run=True)
-            if not dry_run and not is_confirmed(f"{where}: delete {_amount(removed)}?", yes=yes):
-                return FAILED
-        if not dry_run:
-            removed = archive.purge(**chosen)
+        delete = partial(
+            archive.purge,
+            namespace=namespace,
+            salt=salt,
+            older_than=seconds,
+            tokens=tokens,
+            page=page,
+            everything=everything,
+        )
+        removed = confirmed(
+            delete, lambda found: _question(where, found) if is_known else None, dry_run=dry_run, yes=yes
+        )
+        if removed is None:
+            return FAILED
         n_newer = archive.n_newer
         scrubbed = scrub and not dry_run and _is_scrubbed(archive)
-        is_local = archive.backend.is_local
-    if as_json:
-        emit({"location": where, "removed": asdict(removed), "scrubbed": scrubbed, "dry_run": dry_run})
-    elif is_known or removed.pages:
-        done = "would be deleted" if dry_run else "deleted and overwritten" if scrubbed and is_local else "deleted"
-        tell(f"{where}: {counted(removed.pages, 'page')} {done}, {format_bytes(removed.bytes)}")
-        if scrubbed and not is_local:
-            say("note: what the server keeps of them is not overwritten: freed memory, logs, old versions, replicas")
+    shown = is_known or removed.pages
+    done = "would be deleted" if dry_run else "deleted and overwritten" if scrubbed and is_local else "deleted"
     problems = [] if is_known else [f"there is no tenant {salt!r}; prefixstore ls lists the tenants"]
     problems += [
         f"the settings of namespace {key} are damaged, so its tenant is unknown; see --namespace" for key in unknown
@@ -103,12 +140,18 @@ def purge(
         problems.append(
             f"not deleted: {counted(n_newer, 'page')} of a newer prefixstore, which may match; purge with that version"
         )
+    if scrubbed and not is_local:
+        say("note: what the server keeps of them is not overwritten: freed memory, logs, old versions, replicas")
     for problem in problems:
         say(f"{where}: {problem}")
-    return FAILED if problems or scrubbed != (scrub and not dry_run) else DONE
+    return Result(
+        {"location": where, "removed": asdict(removed), "scrubbed": scrubbed, "dry_run": dry_run},
+        f"{where}: {counted(removed.pages, 'page')} {done}, {format_bytes(removed.bytes)}" if shown else "",
+        FAILED if problems or scrubbed != (scrub and not dry_run) else DONE,
+    )
 
 
-def clear(location: Location, *, dry_run: DryRun = False, yes: Yes = False, as_json: AsJson = False) -> int:
+def clear(location: str, *, dry_run: bool = False, yes: bool = False) -> Result | int:
     """Delete all pages, of all tenants and models.
 
     Their bytes stay in the files until the space is reused; purge --everything overwrites them. On a terminal it asks
@@ -118,17 +161,14 @@ def clear(location: Location, *, dry_run: DryRun = False, yes: Yes = False, as_j
     """
     with Archive(location, read_only=dry_run) as archive:
         where = archive.location
-        if dry_run or (not yes and has_terminal()):
-            removed = archive.purge(everything=True, dry_run=True)
-            if not dry_run and not is_confirmed(f"{where}: delete {_amount(removed)}?", yes=yes):
-                return FAILED
-        if not dry_run:
-            removed = archive.purge(everything=True)
-    if as_json:
-        emit({"location": where, "removed": asdict(removed), "dry_run": dry_run})
-    else:
-        tell(f"{where}: {_amount(removed)} {'would be ' * dry_run}deleted")
-    return DONE
+        delete = partial(archive.purge, everything=True)
+        removed = confirmed(delete, partial(_question, where), dry_run=dry_run, yes=yes)
+    if removed is None:
+        return FAILED
+    return Result(
+        {"location": where, "removed": asdict(removed), "dry_run": dry_run},
+        f"{where}: {counted(removed.pages, 'page')} ({format_bytes(removed.bytes)}) {'would be ' * dry_run}deleted",
+    )
 
 
 def _is_scrubbed(archive: Archive) -> bool:
@@ -138,10 +178,6 @@ def _is_scrubbed(archive: Archive) -> bool:
         say(f"prefixstore: the pages were deleted, but could not be overwritten; run it again: {error}")
         return False
     return True
-
-
-def _amount(removed: Removed) -> str:
-    return f"{counted(removed.pages, 'page')} ({format_bytes(removed.bytes)})"
 
 
 @contextmanager
@@ -157,3 +193,7 @@ def _said_here() -> Iterator[None]:
         yield
     finally:
         log.removeFilter(is_other)
+
+
+def _question(location: str, removed: Removed) -> str:
+    return f"{location}: delete {counted(removed.pages, 'page')} ({format_bytes(removed.bytes)})?"

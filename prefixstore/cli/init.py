@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import stat
-from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from prefixstore.backends.files import expanded
 from prefixstore.backends.location import default_location, is_url, without_password
-from prefixstore.cli.arguments import AsJson, MaxBytes, max_bytes_of
-from prefixstore.cli.confirm import Replace, is_confirmed
-from prefixstore.cli.output import DONE, FAILED, emit, say, tell
-from prefixstore.errors import InvalidParameterError, LocationError
+from prefixstore.cli import options
+from prefixstore.cli.command import Result
+from prefixstore.cli.files import writing
+from prefixstore.cli.output import FAILED, is_confirmed, say
+from prefixstore.errors import InvalidParameterError
 from prefixstore.opening import locations_of
 from prefixstore.report.labels import visible
 
@@ -52,29 +48,21 @@ prompts = [{prompts}]
 
 
 def init(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")] = Path(NAME),
+    file: Path = Path(NAME),
     *,
-    model: Annotated[Path | None, typer.Option("--model", metavar="FILE", help="Model file (GGUF).")] = None,
-    store: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="LOCATION",
-            help="lmdb:///path, sqlite:////path, …; a second one is the far location.",
-            show_default=False,
-        ),
-    ] = None,
-    n_ctx: Annotated[int, typer.Option("--n-ctx", metavar="N", min=1, help="Length of the context in tokens.")] = 4096,
-    max_bytes: MaxBytes = "10GiB",
-    yes: Replace = False,
-    as_json: AsJson = False,
-) -> int:
+    model: Path | None = None,
+    store: list[str] | None = None,
+    n_ctx: int = 4096,
+    max_bytes: str | None = "10GiB",
+    yes: bool = False,
+) -> Result | int:
     """Write a file of settings for jobs, servers and commands.
 
     On a terminal it asks before it replaces a file; otherwise that needs --yes. Exit code 1: it was not replaced.
 
     Example: prefixstore init --model model.gguf --store lmdb:///var/cache/kv
     """
-    max_bytes_of(max_bytes)
+    options.max_bytes_of(max_bytes)
     # a link that leads nowhere too
     exists = os.path.lexists(file)
     if exists and not is_confirmed(f"{file} exists; replace it?", yes=yes, without_terminal=False):
@@ -96,33 +84,25 @@ def init(
         else "",
         prompts=json.dumps("prompts.jsonl"),
     )
+    is_secret = any(is_url(location) and without_password(location) != location for location in locations)
     try:
-        is_secret = any(is_url(location) and without_password(location) != location for location in locations)
         _write(file, text.encode(), replace=exists, is_secret=is_secret)
     except UnicodeEncodeError as error:
         raise InvalidParameterError("a path has bytes that are not valid UTF-8; TOML cannot name it") from error
-    except OSError as error:
-        raise LocationError(f"{file} cannot be written: {error.strerror}; choose another name") from error
     if not named.is_file():
         say(f"note: model file not found: {named}; put it there, or change path in [model] of {file}")
     shown = [
         without_password(location) if is_url(location) else str(Path(location).absolute()) for location in locations
     ]
-    if as_json:
-        emit({"file": str(file), "model": str(named), "location": ", ".join(shown)})
-    else:
-        tell(
-            f"{file} written: the store is {', in front of '.join(shown)}. "
-            f"Next: prefixstore.load({str(file)!r}) in Python, or prefixstore warm --config {file}"
-        )
-    return DONE
+    return Result(
+        {"file": str(file), "model": str(named), "location": ", ".join(shown)},
+        f"{file} written: the store is {', in front of '.join(shown)}. "
+        f"Next: prefixstore.load({str(file)!r}) in Python, or prefixstore warm --config {file}",
+    )
 
 
 def _write(file: Path, raw: bytes, *, replace: bool, is_secret: bool) -> None:
-    """Write the file, whole or not at all; with a password in it, only its owner can read it.
-
-    What appeared meanwhile is not replaced.
-    """
+    """Write the file; one with a password in it can be read by its owner only."""
     # through a link
     path = file.resolve() if replace else file
     if replace and path.exists() and not path.is_file():
@@ -130,21 +110,10 @@ def _write(file: Path, raw: bytes, *, replace: bool, is_secret: bool) -> None:
         path.write_bytes(raw)
         return
     before = stat.S_IMODE(path.stat().st_mode) if path.exists() and not is_secret else None
-    new = path.with_name(f".{path.name}.{secrets.token_hex(6)}") if replace else path
-    flags, mode = os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if is_secret else 0o666
-    with open(os.open(new, flags, mode), "wb") as written:  # noqa: PTH123 - it is open
-        try:
-            if before is not None:
-                new.chmod(before)
-            written.write(raw)
-            written.flush()
-            if new != path:
-                os.fsync(written.fileno())
-                new.replace(path)
-        except OSError:
-            with suppress(OSError):
-                new.unlink()
-            raise
+    with writing(str(path), mode=0o600 if is_secret else 0o666, replace=replace) as written:
+        if before is not None:
+            os.fchmod(written.fileno(), before)
+        written.write(raw)
 
 
 def _quoted(text: str | list[str]) -> str:

@@ -3,49 +3,27 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-import typer
 
-from prefixstore.cli.arguments import (
-    AsJson,
-    Location,
-    ModelFile,
-    NamespaceName,
-    PageKey,
-    Text,
-    TokenizerFile,
-    text_of_tokens,
-)
-from prefixstore.cli.figures import described_of
-from prefixstore.cli.output import (
-    FAILED,
-    Form,
-    Limit,
-    OutputForm,
-    ago,
-    emit,
-    fields,
-    form_of,
-    iso,
-    rows_of,
-    say,
-    table,
-    tell,
-    visible_lines,
-)
+from prefixstore.cli import options
+from prefixstore.cli.command import Result
+from prefixstore.cli.model import Text, text_of_tokens
+from prefixstore.cli.output import DONE, FAILED, Form, ago, iso, rows_of, say, table, tell, visible_lines
+from prefixstore.engine.history import described
 from prefixstore.engine.index import Page
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.figures import Described, History
 from prefixstore.maintenance.archive import Archive, Holding
+from prefixstore.models.file import model_names
 from prefixstore.report.labels import visible
 from prefixstore.units import counted, format_bytes, format_seconds
 
-__all__ = ["SHORT", "Tenant", "ls", "page_facts", "say_no_tenant", "show", "text_of_pages"]
+__all__ = ["SHORT", "chosen_namespaces", "described_of", "ls", "page_facts", "show", "text_of_pages"]
 
 SHORT = 12  # digits shown of a key
-Tenant = Annotated[str | None, typer.Option("--salt", metavar="TENANT", help="Only pages of one tenant.")]
 ORDERS = {
     "used": lambda one: -one.last_used,
     "pages": lambda one: -one.pages,
@@ -56,42 +34,59 @@ ORDERS = {
 }
 
 
-def say_no_tenant(salt: str) -> None:
-    """Say that a tenant is not known here: a name may be mistyped."""
-    say(f"note: there is no tenant {salt!r}; prefixstore ls lists the tenants")
+def described_of(history: History, holding: Holding) -> Described:
+    """What the namespace of a holding is: as the figures describe it, or else by its settings."""
+    name = holding.key.hex()[:16]
+    if name in history.described:
+        return history.described[name]
+    if holding.namespace is None:
+        return Described(name)
+    return described(holding.namespace, model_names({}, holding.namespace.settings))
+
+
+def holdings_of(archive: Archive, namespace: str | None, salt: str | None) -> list[Holding]:
+    """What is held of a namespace and a tenant, None for any. A tenant may be mistyped: one without pages is told."""
+    among = [archive.namespace(namespace)] if namespace is not None else archive.holdings()
+    found = [one for one in among if salt is None or (one.namespace and one.namespace.salt == salt)]
+    if salt is not None and not found:
+        say(f"note: there is no tenant {salt!r}; prefixstore ls lists the tenants")
+    return found
+
+
+def chosen_namespaces(archive: Archive, namespace: str | None, salt: str | None) -> set[bytes] | None:
+    """The keys of the namespaces that are chosen; None for all."""
+    if namespace is None and salt is None:
+        return None
+    return {one.key for one in holdings_of(archive, namespace, salt)}
 
 
 def ls(
-    location: Location,
+    location: str,
     *,
-    namespace: NamespaceName = None,
-    salt: Tenant = None,
-    sort: Annotated[str, typer.Option(metavar="ORDER", help="used, pages, tokens, stored or uses.")] = "used",
-    limit: Limit = None,
-    form: OutputForm = None,
-    as_json: AsJson = False,
+    namespace: str | None = None,
+    salt: str | None = None,
+    sort: str = "used",
+    limit: int | None = None,
+    form: Form | None = None,
+    as_json: bool = False,
 ) -> None:
-    """List the namespaces, with their models and tenants, and the settings in which those of one model differ.
+    """List the namespaces: models, tenants, and the settings that differ.
 
-    Uses count pages: a prompt with ten stored pages counts as ten.
+    The settings are those in which namespaces of one model differ. Uses count pages: a prompt with ten stored pages
+    counts as ten.
 
     Example: prefixstore ls lmdb:///var/cache/kv --sort stored --limit 10
     """
-    chosen = form_of(form, as_json=as_json)
+    chosen = options.form_of(form, as_json=as_json)
     if sort not in ORDERS:
         raise InvalidParameterError(f"--sort {sort} is unknown; choose used, pages, tokens, stored or uses")
     with Archive(location, read_only=True) as archive:
         where, history = archive.location, archive.history()
-        holdings = [archive.namespace(namespace)] if namespace is not None else archive.holdings()
-    holdings = [one for one in holdings if salt is None or (one.namespace and one.namespace.salt == salt)]
-    if salt is not None and not holdings:
-        say_no_tenant(salt)
+        holdings = holdings_of(archive, namespace, salt)
     shown = sorted(holdings, key=ORDERS[sort])[:limit]
-    if chosen is Form.JSON:
-        emit([_namespace_json(holding, history) for holding in shown])
-        return
     if chosen is not Form.TEXT:
-        rows_of([_namespace_row(one, history) for one in shown], chosen)
+        facts = [_facts(one, history) for one in shown]
+        rows_of(facts if chosen is Form.JSON else list(map(_as_row, facts)), chosen)
         return
     differ = _differences(holdings)
     columns = ["namespace", "model", "label", "tenant", "settings", "pages>", "tokens>", "stored>", "uses>", "used>"]
@@ -141,7 +136,7 @@ def _differences(holdings: list[Holding]) -> dict[bytes, str]:
     return found
 
 
-def _namespace_json(holding: Holding, history: History) -> dict[str, object]:
+def _facts(holding: Holding, history: History) -> dict[str, object]:
     return {
         "namespace": holding.key.hex(),
         "model_name": described_of(history, holding).name,
@@ -157,22 +152,15 @@ def _namespace_json(holding: Holding, history: History) -> dict[str, object]:
     }
 
 
-def _namespace_row(holding: Holding, history: History) -> dict[str, object]:
-    facts = _namespace_json(holding, history)
-    del facts["settings"]
-    named = {name: _settings(holding).get(name) for name in ("model", "label", "salt")}
+def _as_row(facts: dict[str, Any]) -> dict[str, object]:
+    """Facts without what is no number or text."""
+    settings = facts.pop("settings") or {}
     name = {"model_name": facts.pop("model_name")}
+    named = {name: settings.get(name) for name in ("model", "label", "salt")}
     return {"namespace": facts.pop("namespace"), **named, **facts, **name}
 
 
-def show(
-    location: Location,
-    digits: PageKey,
-    *,
-    model: ModelFile = None,
-    tokenizer: TokenizerFile = None,
-    as_json: AsJson = False,
-) -> int:
+def show(location: str, digits: str, *, model: Path | None = None, tokenizer: Path | None = None) -> Result:
     """Show one page, and whether its bytes are intact.
 
     Exit code 1: the page is damaged.
@@ -184,14 +172,14 @@ def show(
         page = archive.find(digits)
         damage = archive.damage(page)
         path = archive.path(page)
-        if as_json:
-            more = {"path": [one.key.hex() for one in path], "children": [one.key.hex() for one in page.children]}
-            emit(page_facts(page, words) | more | {"damage": damage})
-        else:
-            namespace = next((one for one in archive.holdings() if one.key == page.namespace), None)
-            about = described_of(archive.history(), namespace) if namespace is not None else Described("")
-            fields({"location": archive.location} | _in_words(page, path, about, damage, words))
-    return FAILED if damage else 0
+        namespace = next((one for one in archive.holdings() if one.key == page.namespace), None)
+        about = described_of(archive.history(), namespace) if namespace is not None else Described("")
+        more = {"path": [one.key.hex() for one in path], "children": [one.key.hex() for one in page.children]}
+        return Result(
+            page_facts(page, words) | more | {"damage": damage},
+            {"location": archive.location} | _in_words(page, path, about, damage, words),
+            FAILED if damage else DONE,
+        )
 
 
 def _in_words(

@@ -1,106 +1,112 @@
-"""Commands that keep a location healthy: ``check``, ``verify``, ``evict``, ``pin``, ``compact``."""
+"""Commands that keep a location healthy: ``check``, ``verify``, ``pin``, ``unpin``, ``compact``, ``migrate``."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated
+from functools import partial
+from pathlib import Path
 
 import typer
 
-from prefixstore.cli.arguments import (
-    AsJson,
-    ConfigFile,
-    Location,
-    MaxBytes,
-    ModelFile,
-    NCtx,
-    PageKey,
-    Salt,
-    configured,
-    max_bytes_of,
-    open_model,
-)
-from prefixstore.cli.confirm import DryRun, Yes, has_terminal, is_confirmed
-from prefixstore.cli.output import FAILED, emit, say, table, tell
+from prefixstore.backends.location import without_password
+from prefixstore.backends.sql import require_sql
+from prefixstore.cli import options
+from prefixstore.cli.command import Result
+from prefixstore.cli.model import configured, open_model
+from prefixstore.cli.output import DONE, FAILED, confirmed, say, table, tell
 from prefixstore.config import explain
 from prefixstore.engine.delete import Removed
-from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.invariants import Violation
+from prefixstore.errors import InvalidParameterError
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.verify import BOUND, Comparison
 from prefixstore.maintenance.verify import verify as compare
-from prefixstore.units import counted, format_bytes, format_share, parse_target
+from prefixstore.units import counted, format_bytes, format_share, require_unit
 
-__all__ = ["check", "compact", "evict", "pin", "unpin", "verify"]
+__all__ = ["check", "compact", "migrate", "pin", "unpin", "verify"]
+
+SHORT = 12  # digits shown of a key
+KEY = re.compile(rf"\b([0-9a-f]{{{SHORT}}})[0-9a-f]{{{64 - SHORT}}}\b")
 
 
 def check(
-    location: Location,
-    *,
-    repair: Annotated[
-        bool,
-        typer.Option("--repair", help="Delete damaged pages and their descendants, and rebuild a wrong index."),
-    ] = False,
-    max_bytes: MaxBytes = None,
-    as_json: AsJson = False,
-) -> int:
+    location: str, *, repair: bool = False, max_bytes: str | None = None, dry_run: bool = False, yes: bool = False
+) -> Result | int:
     """Verify every invariant and every checksum of a store.
 
-    With --max-bytes, a store larger than that is a problem too. Exit code 1: problems were found; with --repair: some
-    remain.
+    With --max-bytes, a store larger than that is a problem too. With --repair it asks for confirmation on a terminal,
+    and --dry-run says what would be deleted. Exit code 1: problems were found; with --repair: some remain, or the
+    answer was no.
 
-    Example: prefixstore check lmdb:///var/cache/kv --repair
+    Example: prefixstore check lmdb:///var/cache/kv --repair --dry-run
     """
-    budget = max_bytes_of(max_bytes)
-    with Archive(location, read_only=not repair) as archive:
-        where = archive.location
-        pages = archive.used().entries
-        removed = Removed()
-        if repair:
-            found, removed = archive.repair(budget)
-            left = archive.check(budget) if found else []
-        else:
-            found = left = archive.check(budget)
-    if as_json:
-        result = {"location": where, "pages": pages, "violations": [asdict(violation) for violation in found]}
-        emit(result | ({"removed": asdict(removed), "left": [asdict(one) for one in left]} if repair else {}))
-    else:
-        _print_violations(where, found, pages)
-        if removed.pages:
+    budget = options.max_bytes_of(max_bytes)
+    if repair:
+        require_unit(max_bytes, "--max-bytes", "20GiB")
+    with Archive(location, read_only=not repair or dry_run) as archive:
+        where, pages = archive.location, archive.used().entries
+        mended = confirmed(
+            partial(archive.repair, budget),
+            lambda one: f"{where}: {_plan(*one, max_bytes)}?" if one[0] else None,
+            dry_run=dry_run or not repair,
+            yes=yes,
+        )
+        if mended is None:
+            return FAILED
+        found, removed = mended
+        is_repaired = repair and not dry_run
+        left = archive.check(budget) if is_repaired and found else found
+    data: dict[str, object] = {"location": where, "pages": pages, "violations": [asdict(one) for one in found]}
+    if repair:
+        data |= {"removed": asdict(removed), "left": [asdict(one) for one in left], "dry_run": dry_run}
+
+    def show() -> None:
+        for violation in found:
+            tell(KEY.sub(r"\1", str(violation)))
+        tell(f"{where}: {counted(pages, 'page')}, {_problems(found)}")
+        if found and not is_repaired:
+            tell(f"check --repair would {_plan(found, removed, max_bytes)}")
+        if is_repaired and removed.pages:
             they = "it" if removed.pages == 1 else "they"
             tell(f"{counted(removed.pages, 'page')} deleted, {format_bytes(removed.bytes)}; {they} will be recomputed")
-        if repair and found:
+        if is_repaired and found:
             tell(f"repaired: {_problems(left)}" + " left" * bool(left))
-    return FAILED if left else 0
+
+    return Result(data, show, FAILED if left else DONE)
 
 
-def _print_violations(location: str, found: list[Violation], pages: int) -> None:
-    for violation in found:
-        tell(str(violation))
-    tell(f"{location}: {counted(pages, 'page')}, {_problems(found)}")
+def _plan(found: Sequence[Violation], removed: Removed, max_bytes: str | None) -> str:
+    """What a repair would do."""
+    rules = {one.rule for one in found}
+    parts = [
+        f"delete {counted(removed.pages, 'page')} ({format_bytes(removed.bytes)}): damaged ones, and those after them"
+        if removed.pages
+        else "",
+        "rebuild the index" if "index" in rules else "",
+        f"evict pages down to {max_bytes}" if "budget" in rules else "",
+    ]
+    return " and ".join(filter(None, parts)) or "change nothing"
 
 
-def _problems(found: list[Violation]) -> str:
+def _problems(found: Sequence[Violation]) -> str:
     rules = ", ".join(f"{rule} {n}" for rule, n in sorted(Counter(one.rule for one in found).items()))
     return f"{counted(len(found), 'problem')} ({rules})" if found else "no problems found"
 
 
 def verify(
-    location: Location,
+    location: str,
     *,
-    model: ModelFile = None,
-    config: ConfigFile = None,
-    n_ctx: NCtx = None,
-    salt: Salt = None,
-    sample: Annotated[int, typer.Option(metavar="N", min=1, help="Number of sequences to compare.")] = 8,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed for choosing the sequences.")] = 0,
-    bound: Annotated[
-        float,
-        typer.Option(metavar="SHARE", min=0.0, help="Largest allowed difference, as a share of the logits' range."),
-    ] = BOUND,
-    as_json: AsJson = False,
-) -> int:
+    model: Path | None = None,
+    config: Path | None = None,
+    n_ctx: int | None = None,
+    salt: str | None = None,
+    sample: int = 8,
+    seed: int = 0,
+    bound: float = BOUND,
+) -> Result:
     """Compute stored sequences again and compare the results.
 
     The logits of the next token are compared with those after a restore. Tokens evaluated in other batches give
@@ -114,8 +120,8 @@ def verify(
         settings = settings.override(model={"n_ctx": 0})  # the length that the model was trained with
     llm = open_model(settings)
     with Archive(location, read_only=True) as archive, settings.open_store(llm, read_only=True) as store:
-        where = archive.location
-        namespace = store.namespace
+        # the comparison detaches the store
+        where, namespace = archive.location, store.namespace
         found = list(compare(llm, store, archive, sample, seed=seed))
         if not found:
             say(f"prefixstore: {where} has no pages of this model with these settings")
@@ -123,123 +129,96 @@ def verify(
             for difference in explain(namespace, known):
                 say(f"  {difference}")
     llm.close()
-    return _report(where, found, bound, as_json=as_json)
-
-
-def _report(location: str, found: list[Comparison], bound: float, *, as_json: bool) -> int:
-    bad = [one for one in found if not one.is_within(bound)]
+    n_bad = sum(not one.is_within(bound) for one in found)
     largest = max((one.share for one in found), default=None)
-    if as_json:
-        result = {"sequences": [asdict(one) for one in found], "largest": largest, "bound": bound, "beyond": len(bad)}
-        emit({"location": location} | result)
-    elif found:
-        rows = [
-            [
-                one.page[:12],
-                f"{one.n_tokens:,}",
-                f"{one.restored:,}",
-                f"{one.difference:.2g}",
-                format_share(one.share, 2),
-                "yes" if one.same_token else "no",
-            ]
-            for one in found
-        ]
-        table(["page", "tokens>", "restored>", "difference>", "of the range>", "same token"], rows)
-        difference = f"largest difference {format_share(largest, 2)} of the range"
-        tell(f"{location}: {difference}, bound {format_share(bound, 2)}, {len(bad)} above it")
-    return FAILED if bad or not found else 0
+
+    def show() -> None:
+        if found:
+            table(["page", "tokens>", "restored>", "difference>", "of the range>", "same token"], map(_row, found))
+            difference = f"largest difference {format_share(largest, 2)} of the range"
+            tell(f"{where}: {difference}, bound {format_share(bound, 2)}, {n_bad} above it")
+
+    data = {"sequences": [asdict(one) for one in found], "largest": largest, "bound": bound, "beyond": n_bad}
+    return Result({"location": where} | data, show, FAILED if n_bad or not found else DONE)
 
 
-def evict(
-    location: Location,
-    *,
-    to: Annotated[
-        str, typer.Option(metavar="SIZE", help="Size to shrink the store to, such as 10GiB; with --max-bytes also 80%.")
-    ],
-    policy: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help=f"Order of eviction: one of {', '.join(POLICIES)}; by default the store's own."
-        ),
-    ] = None,
-    max_bytes: MaxBytes = None,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-    as_json: AsJson = False,
-) -> int:
-    """Evict pages until the store fits SIZE.
-
-    They are evicted in the order of the policy of the store that was the last to begin writing there; if that is
-    unknown, the least recently used first. On a terminal it asks for confirmation. Exit code 1: the pinned pages alone
-    are larger, or the answer was no.
-
-    Example: prefixstore evict lmdb:///var/cache/kv --to 10GiB --dry-run
-    """
-    target = parse_target(to, max_bytes_of(max_bytes), "--to")
-    with Archive(location, policy=policy) as archive:
-        where = archive.location
-        if not dry_run and not yes and has_terminal():
-            wanted = archive.evict(target, dry_run=True)
-            size = f"{counted(len(wanted.pages), 'page')}, {format_bytes(wanted.bytes)}"
-            if wanted.pages and not is_confirmed(f"{where}: evict {size}?", yes=yes):
-                return FAILED
-        evicted = archive.evict(target, dry_run=dry_run)
-        entries = archive.used().entries - len(evicted.pages) * dry_run
-    if as_json:
-        result = {"policy": evicted.policy, "dry_run": dry_run, "used_bytes": evicted.bytes_left, "pages": entries}
-        emit({"location": where, "removed": {"pages": len(evicted.pages), "bytes": evicted.bytes}} | result)
-    else:
-        left = f"{format_bytes(evicted.bytes_left)} in {counted(entries, 'page')} " + (
-            "would be left" if dry_run else "left"
-        )
-        done = "would be evicted" if dry_run else "evicted"
-        tell(f"{where}: {counted(len(evicted.pages), 'page')} {done} (policy {evicted.policy}), {left}")
-    if not evicted.is_enough:
-        say(f"{where}: everything else is pinned, or smaller than the store itself")
-        return FAILED
-    return 0
+def _row(one: Comparison) -> list[str]:
+    return [
+        one.page[:SHORT],
+        f"{one.n_tokens:,}",
+        f"{one.restored:,}",
+        f"{one.difference:.2g}",
+        format_share(one.share, 2),
+        "yes" if one.same_token else "no",
+    ]
 
 
-def pin(location: Location, digits: PageKey, *, as_json: AsJson = False) -> None:
+def pin(location: str, digits: str) -> Result:
     """Keep a page from eviction.
 
     Its ancestors and descendants are pinned too.
 
     Example: prefixstore pin lmdb:///var/cache/kv 4f9c1b
     """
-    _pin(location, digits, pinned=True, as_json=as_json)
+    return _pin(location, digits, pinned=True)
 
 
-def unpin(location: Location, digits: PageKey, *, as_json: AsJson = False) -> None:
+def unpin(location: str, digits: str) -> Result:
     """Undo pin.
 
     An ancestor stays pinned if it leads to another pinned page.
 
     Example: prefixstore unpin lmdb:///var/cache/kv 4f9c1b
     """
-    _pin(location, digits, pinned=False, as_json=as_json)
+    return _pin(location, digits, pinned=False)
 
 
-def _pin(location: str, digits: str, *, pinned: bool, as_json: bool) -> None:
+def _pin(location: str, digits: str, *, pinned: bool) -> Result:
     with Archive(location) as archive:
         page = archive.find(digits)
         changed = archive.pin(page, pinned=pinned)
-        where = archive.location
-    if as_json:
-        emit({"location": where, "page": page.key.hex(), "changed": changed, "pinned": pinned})
-    else:
-        tell(f"{where}: {counted(changed, 'page')} {'pinned' if pinned else 'unpinned'}")
+        return Result(
+            {"location": archive.location, "page": page.key.hex(), "changed": changed, "pinned": pinned},
+            f"{archive.location}: {counted(changed, 'page')} {'pinned' if pinned else 'unpinned'}",
+        )
 
 
-def compact(location: Location, *, as_json: AsJson = False) -> None:
+def compact(location: str) -> Result:
     """Return the space of deleted pages to the file system.
 
     Example: prefixstore compact lmdb:///var/cache/kv
     """
     with Archive(location) as archive:
-        where = archive.location
         freed = archive.compact()
-    if as_json:
-        emit({"location": where, "bytes": freed})
-    else:
-        tell(f"{where}: {format_bytes(freed)} returned to the file system")
+        return Result(
+            {"location": archive.location, "bytes": freed},
+            f"{archive.location}: {format_bytes(freed)} returned to the file system",
+        )
+
+
+def migrate(location: str, *, check: bool = False, sql: bool = False) -> Result:
+    """Create a SQL store, or bring its schema up to date.
+
+    Exit code 1 with --check: the schema is not up to date.
+
+    Example: prefixstore migrate postgresql+psycopg://user@host/db --check
+    """
+    require_sql(location)
+    from prefixstore.backends.sql import migrations as schema  # noqa: PLC0415 - the extras for SQL
+
+    if check and sql:
+        raise InvalidParameterError("--check and --sql cannot be combined")
+    where = without_password(location)
+    if sql:
+        statements = schema.upgrade_sql(location)
+        if not statements:
+            say(f"{where}: the schema is up to date, so there are no statements")
+        return Result({"sql": statements}, lambda: typer.echo(statements, nl=False))
+    before = schema.check(location) if check else schema.upgrade(location)
+    is_current = before.is_current or not check
+    change = f"schema {before.revision or 'none'} -> {before.head} {'needed' if check else 'done'}"
+    return Result(
+        {"location": where, "revision": before.revision, "head": before.head, "current": is_current},
+        f"{where}: schema {before.revision} is up to date" if before.is_current else f"{where}: {change}",
+        DONE if is_current else FAILED,
+    )

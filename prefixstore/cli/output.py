@@ -1,112 +1,62 @@
-"""What commands print, and their exit codes."""
+"""What commands print, what they ask, and how text fits the terminal."""
 
 from __future__ import annotations
 
 import csv
 import enum
-import errno
-import functools
-import inspect
 import io
 import json
 import os
-import signal
+import shutil
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
-from typing import Annotated, Any
+from typing import Any, TextIO, TypeVar
 
 import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from prefixstore.backends.location import without_passwords
-from prefixstore.cli.terminal import WIDE, terminal_width, wrapped
-from prefixstore.errors import (
-    IncompatibleError,
-    InvalidParameterError,
-    LocationError,
-    MisuseError,
-    PrefixStoreError,
-    ServerBusyError,
-    ServerUnreachableError,
-    UnavailableError,
-)
 from prefixstore.report.labels import visible
 from prefixstore.units import format_seconds
 
 __all__ = [
     "Form",
-    "Limit",
-    "OutputForm",
     "ago",
+    "confirmed",
     "emit",
     "fields",
-    "form_of",
-    "guarded",
+    "grid",
+    "has_terminal",
+    "is_confirmed",
     "iso",
+    "listed",
     "rows_of",
     "say",
-    "summary",
     "table",
     "tell",
+    "terminal_width",
     "visible_lines",
+    "width",
+    "wrapped",
 ]
 
-DONE, FAILED, MISUSED, UNUSABLE = 0, 1, 2, 3
-# what `Path.is_file` raises for a path given by the user
-HIDDEN = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+DONE, FAILED = 0, 1
+# where output goes to a file or a pipe
+WIDE = 250
+# a column of texts is not made narrower than this: columns of numbers are left out instead
+NARROWEST_LABEL = 12
 # a spreadsheet takes a cell that begins with one of these for a formula, and runs it
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
-
-class Form(str, enum.Enum):
-    """How a list is printed."""
-
-    TEXT = "text"
-    JSON = "json"
-    CSV = "csv"
-    TSV = "tsv"
+_T = TypeVar("_T")
 
 
-OutputForm = Annotated[
-    Form | None, typer.Option("--format", help="Output format; --json is the same as --format json.")
-]
-Limit = Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Show at most N.")]
-
-
-def guarded(command: Callable[..., int | None]) -> Callable[..., None]:
-    """Wrap a command so that it ends with an exit code, and reports errors of prefixstore as messages."""
-
-    @functools.wraps(command)
-    def run(*arguments: Any, **options: Any) -> None:
-        try:
-            code = command(*arguments, **options) or DONE
-        except PrefixStoreError as error:
-            # it may repeat an argument that was not where a location is expected
-            say(f"prefixstore: {without_passwords(str(error))}")
-            code = _code_of(error)
-        except OSError as error:
-            if error.errno not in HIDDEN or error.filename is None:
-                raise
-            say(f"prefixstore: {visible(os.fsdecode(error.filename))}: {error.strerror}")
-            code = MISUSED
-        except KeyboardInterrupt:
-            code = 128 + signal.SIGINT
-        raise typer.Exit(code)
-
-    return run
-
-
-def summary(command: Callable[..., object]) -> str:
-    """The first sentence of a command's help, whole: in lists it would be cut to one line otherwise."""
-    return " ".join((inspect.getdoc(command) or "").partition("\n\n")[0].split())
-
-
-def _code_of(error: PrefixStoreError) -> int:
-    if isinstance(error, MisuseError):
-        return MISUSED
-    unusable = (LocationError, IncompatibleError, UnavailableError, ServerUnreachableError, ServerBusyError)
-    return UNUSABLE if isinstance(error, unusable) else FAILED
+# -- lines ------------------------------------------------------------------------------------------------------------
 
 
 def say(text: str) -> None:
@@ -124,6 +74,78 @@ def visible_lines(text: str) -> str:
     return "\n".join(map(visible, text.split("\n")))
 
 
+def width() -> int:
+    """How many characters of a line can be shown on standard output; elsewhere as COLUMNS says, or many."""
+    asked = os.environ.get("COLUMNS", "")
+    return terminal_width(sys.stdout) or (int(asked) if asked.isdecimal() and int(asked) > 0 else WIDE)
+
+
+def terminal_width(stream: TextIO) -> int | None:
+    """How wide the terminal is; None if it is none, whatever COLUMNS says: readline sets that for child processes."""
+    if not stream.isatty():
+        return None
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns
+    except OSError:
+        columns = 0
+    return columns or shutil.get_terminal_size().columns
+
+
+def wrapped(text: str, stream: TextIO | None = None, *, label: str = "") -> str:
+    """A text with its lines broken between words where they are too long for standard output, or another stream.
+
+    In a file or a pipe each line stays one. So does a word, such as a path, that is longer than the terminal is wide.
+
+    Parameters
+    ----------
+    text
+        The text.
+    stream
+        Where it is printed; standard output by default.
+    label
+        The text before it. All further lines are indented by its width, or else by two spaces.
+    """
+    columns = terminal_width(stream or sys.stdout)
+    lines = []
+    for i, line in enumerate(text.split("\n")):
+        words = line.lstrip(" ")
+        start = (label if i == 0 else " " * len(label)) + line[: len(line) - len(words)]
+        indent = " " * (len(start) + 2 * (not label))
+        lines.append(start + words if columns is None else _folded(words, columns, start, indent))
+    return "\n".join(lines)
+
+
+def _folded(text: str, columns: int, start: str, indent: str) -> str:
+    return textwrap.fill(
+        text, columns, initial_indent=start, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def listed(parts: Iterable[str], columns: int, indent: str = "") -> Iterator[str]:
+    """Parts that are not empty, with commas, in lines that break between them; the first line after the indent."""
+    line, parts = "", list(filter(None, parts))
+    for i, part in enumerate(parts):
+        text = part + "," * (i < len(parts) - 1)
+        if line and len(line) + 1 + len(text) > columns:
+            yield line
+            line = f"{indent}  {text}"
+        else:
+            line = f"{line} {text}" if line else indent + text
+    yield line
+
+
+# -- data -------------------------------------------------------------------------------------------------------------
+
+
+class Form(str, enum.Enum):
+    """How a list is printed."""
+
+    TEXT = "text"
+    JSON = "json"
+    CSV = "csv"
+    TSV = "tsv"
+
+
 def emit(result: object) -> None:
     """Print a result to stdout, as JSON."""
     text = json.dumps(result, indent=2, ensure_ascii=False)
@@ -135,23 +157,17 @@ def emit(result: object) -> None:
     typer.echo(text)
 
 
-def form_of(form: Form | None, *, as_json: bool) -> Form:
-    """The form that ``--format`` and ``--json`` ask for."""
-    if as_json and form not in (None, Form.JSON):
-        raise InvalidParameterError("--json and --format cannot be combined; pass one of them")
-    return Form.JSON if as_json else form or Form.TEXT
-
-
-def rows_of(rows: Iterable[Mapping[str, object]], form: Form) -> None:
-    """Print rows with the same columns to stdout, as CSV or TSV, with a header."""
+def rows_of(rows: Sequence[Mapping[str, object]], form: Form) -> None:
+    """Print rows with the same columns to stdout, as JSON, or as CSV or TSV with a header."""
+    if form is Form.JSON:
+        emit(rows)
+        return
     written = io.StringIO()
-    writer: Any = None
-    for row in rows:
-        if writer is None:
-            delimiter = "\t" if form is Form.TSV else ","
-            writer = csv.DictWriter(written, list(row), delimiter=delimiter, lineterminator="\n")
-            writer.writeheader()
-        writer.writerow({name: _cell(value, form) for name, value in row.items()})
+    if rows:
+        delimiter = "\t" if form is Form.TSV else ","
+        writer: Any = csv.DictWriter(written, list(rows[0]), delimiter=delimiter, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({name: _cell(value, form) for name, value in row.items()} for row in rows)
     typer.echo(written.getvalue(), nl=False)
 
 
@@ -169,42 +185,6 @@ def _cell(value: object, form: Form) -> object:
     return value
 
 
-def fields(values: dict[str, object]) -> None:
-    """Print names and values to stdout, one pair a line."""
-    table(["", ""], ([name, str(value)] for name, value in values.items()), header=False)
-
-
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, header: bool = True) -> None:
-    """Print a table to stdout; columns whose name ends in ``>`` are aligned to the right, empty ones are left out.
-
-    Where the terminal is too narrow for a table with these columns, each row is a list of names and values.
-    """
-    from rich import box  # noqa: PLC0415 - costs a quarter of the start
-    from rich.console import Console  # noqa: PLC0415 - only for tables
-    from rich.table import Table  # noqa: PLC0415 - as above
-
-    rows = [list(row) for row in rows]
-    if header:
-        kept = [i for i in range(len(columns)) if any(row[i] for row in rows)]
-        columns, rows = [columns[i] for i in kept], [[row[i] for i in kept] for row in rows]
-    shown = Table(box=box.SIMPLE_HEAD if header else None, show_header=header, pad_edge=False)
-    for column in columns:
-        shown.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", overflow="fold")
-    for row in rows:
-        shown.add_row(*row)
-    # outside a terminal, lines are not wrapped
-    console = Console(file=sys.stdout, width=terminal_width(sys.stdout) or WIDE, markup=False, highlight=False)
-    if header and Console(width=WIDE).measure(shown).maximum > console.width:
-        for row in rows:
-            console.print()
-            fields({column.rstrip(">"): value for column, value in zip(columns, row, strict=True) if value})
-        return
-    with console.capture() as captured:
-        console.print(shown)
-    # it fills each line up to the width of the table
-    typer.echo("\n".join(line.rstrip() for line in captured.get().split("\n")), nl=False)
-
-
 def iso(nanoseconds: int) -> str | None:
     """A time as in JSON; None for none."""
     return datetime.fromtimestamp(nanoseconds / 1e9, timezone.utc).isoformat() if nanoseconds else None
@@ -213,3 +193,140 @@ def iso(nanoseconds: int) -> str | None:
 def ago(nanoseconds: int) -> str:
     """The time since then, as text: ``3 h ago``."""
     return f"{format_seconds(max(round(time.time() - nanoseconds / 1e9), 0))} ago" if nanoseconds else "never"
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def fields(values: Mapping[str, object]) -> None:
+    """Print names and values to stdout, one pair a line."""
+    rows = [[name, str(value)] for name, value in values.items()]
+    _print_lines(_rendered(_table(["", ""], rows), terminal_width(sys.stdout) or WIDE))
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table to stdout; columns whose name ends in ``>`` are aligned to the right, empty ones are left out.
+
+    Where the terminal is too narrow for a table with these columns, each row is a list of names and values.
+    """
+    rows = [list(row) for row in rows]
+    kept = [i for i in range(len(columns)) if any(row[i] for row in rows)]
+    columns, rows = [columns[i] for i in kept], [[row[i] for i in kept] for row in rows]
+    shown, room = _table(columns, rows, box.SIMPLE_HEAD), terminal_width(sys.stdout) or WIDE
+    if Console(width=WIDE).measure(shown).maximum <= room:
+        _print_lines(_rendered(shown, room))
+        return
+    for row in rows:
+        typer.echo()
+        fields({column.rstrip(">"): value for column, value in zip(columns, row, strict=True) if value})
+
+
+def grid(
+    rows: Sequence[Sequence[str]], columns: int, header: Sequence[str] = (), *, keeps_all: bool = False
+) -> list[str]:
+    """The lines of a table whose first column is text, and whose others are numbers.
+
+    Columns without any value are left out, unless it `keeps_all`. If it is wider than `columns`, the texts are
+    shortened, and then the last numbers left out; nothing is broken in two.
+    """
+    kept = [i for i in range(len(header or rows[0])) if not i or keeps_all or any(_has_value(row[i]) for row in rows)]
+    label = max((len(row[0]) for row in [header, *rows] if row), default=0)
+    while True:
+        names = [header[i] if header else "" for i in kept]
+        cells = [[visible(row[i]) for i in kept] for row in rows]
+        shown = _table([names[0], *(f"{name}>" for name in names[1:])], cells, is_one_line=True)
+        shown.columns[0].min_width = min(label, NARROWEST_LABEL)
+        if len(kept) < 3 or Console(width=WIDE).measure(shown).minimum <= columns:
+            return _rendered(shown, columns)
+        kept.pop()
+
+
+def _has_value(cell: str) -> bool:
+    return cell not in ("", "-", "0")
+
+
+def _table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], lines: box.Box | None = None, *, is_one_line: bool = False
+) -> Table:
+    """A table; if each row `is_one_line`, a first column that is too wide is shortened."""
+    shown = Table(box=lines, show_header=any(name.rstrip(">") for name in columns), pad_edge=False)
+    for i, column in enumerate(columns):
+        is_number = column.endswith(">")
+        shown.add_column(
+            Text(column.rstrip(">")),
+            justify="right" if is_number else "left",
+            overflow="ellipsis" if is_one_line else "fold",
+            no_wrap=is_one_line and i > 0,
+        )
+    for row in rows:
+        shown.add_row(
+            *(Text(cell, no_wrap=is_one_line, overflow="ellipsis" if is_one_line else "fold") for cell in row)
+        )
+    return shown
+
+
+def _rendered(shown: Table, room: int) -> list[str]:
+    console = Console(file=sys.stdout, width=room, markup=False, highlight=False)
+    with console.capture() as captured:
+        console.print(shown)
+    # it fills each line up to the width of the table
+    return [line.rstrip() for line in captured.get().removesuffix("\n").split("\n")]
+
+
+def _print_lines(lines: Iterable[str]) -> None:
+    typer.echo("\n".join(lines))
+
+
+# -- questions --------------------------------------------------------------------------------------------------------
+
+
+def has_terminal() -> bool:
+    """Whether there is someone to ask."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def is_confirmed(question: str, *, yes: bool, without_terminal: bool = True) -> bool:
+    """Ask on a terminal whether to go on; a no is reported.
+
+    Parameters
+    ----------
+    question
+        What would be done.
+    yes
+        Whether ``--yes`` was given: then nothing is asked.
+    without_terminal
+        The answer if there is no terminal to ask on.
+    """
+    if yes:
+        return True
+    if not has_terminal():
+        if not without_terminal:
+            say(f"{question} Without a terminal to ask on, that needs --yes")
+        return without_terminal
+    if typer.confirm(wrapped(question, sys.stderr), err=True):
+        return True
+    say("nothing was changed")
+    return False
+
+
+def confirmed(
+    delete: Callable[..., _T], question: Callable[[_T], str | None], *, dry_run: bool, yes: bool
+) -> _T | None:
+    """Delete, after asking on a terminal; None if the answer was no.
+
+    Parameters
+    ----------
+    delete
+        Deletes, or with ``dry_run=True`` finds out what that would be.
+    question
+        What to ask about that; None if it is nothing to ask about.
+    dry_run, yes
+        Whether these options were given.
+    """
+    if dry_run:
+        return delete(dry_run=True)
+    if not yes and has_terminal():
+        text = question(delete(dry_run=True))
+        if text is not None and not is_confirmed(text, yes=yes):
+            return None
+    return delete(dry_run=False)

@@ -5,20 +5,11 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from prefixstore.cli.arguments import (
-    AsJson,
-    Location,
-    MaxBytes,
-    ModelFile,
-    TokenizerFile,
-    max_bytes_of,
-    text_of_tokens,
-)
-from prefixstore.cli.output import emit, say
+from prefixstore.cli import options
+from prefixstore.cli.command import Result
+from prefixstore.cli.model import text_of_tokens
+from prefixstore.cli.output import say
 from prefixstore.errors import LocationError
 from prefixstore.maintenance.archive import Archive
 from prefixstore.models.file import file_digest, model_parts
@@ -30,16 +21,15 @@ __all__ = ["report"]
 
 
 def report(
-    location: Location,
+    location: str,
     *,
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The page to write.")] = Path("report.html"),
-    force: Annotated[bool, typer.Option("--force", "--yes", "-y", help="Replace the file if it exists.")] = False,
-    model: ModelFile = None,
-    tokenizer: TokenizerFile = None,
-    max_bytes: MaxBytes = None,
-    as_json: AsJson = False,
-) -> None:
-    """Write a page that shows a store: its prefix tree, its use, and the effect of another size.
+    out: Path = Path("report.html"),
+    force: bool = False,
+    model: Path | None = None,
+    tokenizer: Path | None = None,
+    max_bytes: str | None = None,
+) -> Result:
+    """Write a page that shows a store: its tree, its use, the effect of another size.
 
     The page is one file that needs no network. With a model or a tokenizer it shows the text where prompts diverge;
     otherwise token ids, which anyone with the model can turn into text. Only its owner can read the file.
@@ -56,20 +46,18 @@ def report(
             archive.location,
             words=words.text if words is not None else None,
             is_of=partial(_is_of, model if tokenizer is None else None),
-            max_bytes=max_bytes_of(max_bytes),
+            max_bytes=options.max_bytes_of(max_bytes),
         )
     text = html_of(content)
     write_page(out, text, replace=force)
-    if as_json:
-        runs = content.pop("runs")
-        emit({"out": str(out), "bytes": len(text.encode()), "runs": len(runs["parent"])} | content)
-    else:
-        held = f"{counted(content['pages'], 'page')}, {format_bytes(content['used_bytes'])}"
-        say(f"{out}: {content['location']}, {held}; open it in a browser")
+    held = f"{counted(content['pages'], 'page')}, {format_bytes(content['used_bytes'])}"
+    runs = content.pop("runs")
+    return Result(
+        {"out": str(out), "bytes": len(text.encode()), "runs": len(runs["parent"])} | content,
+        partial(say, f"{out}: {content['location']}, {held}; open it in a browser"),
+    )
 
 
 def _is_of(model: Path | None, digest: str) -> bool:
     """Whether a digest is that of this model. Of a tokenizer it is not known."""
-    if model is None:
-        return True
-    return digest == "+".join(map(file_digest, model_parts(str(model))))
+    return model is None or digest == "+".join(map(file_digest, model_parts(str(model))))

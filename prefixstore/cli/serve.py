@@ -7,28 +7,19 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from typer.core import TyperCommand
 
-from prefixstore.cli.arguments import (
-    CONFIG_VARIABLE,
-    OTHERWISE,
-    SERVER_KEY,
-    ConfigFile,
-    MaxBytes,
-    max_bytes_of,
-    server_key,
-)
+from prefixstore.cli import options
 from prefixstore.cli.output import DONE, say
 from prefixstore.config import Config, load_config, model_file
 from prefixstore.errors import InvalidParameterError, MissingExtraError, PrefixStoreError
 from prefixstore.units import parse_bytes
 
-__all__ = ["ServeCommand", "serve"]
+__all__ = ["COMMAND_CLASS", "serve"]
 
-LOOPBACK = "127.0.0.1"
 MAX_BODY, MAX_WAITING, SILENT_SECONDS = "16MiB", 256, 3600.0
 
 # the settings of a file that this command uses
@@ -51,6 +42,9 @@ class ServeCommand(TyperCommand):
             raise
 
 
+COMMAND_CLASS = ServeCommand
+
+
 def _with_location(command: Any, ctx: Any, args: list[str]) -> list[str]:
     """The arguments with the default location in place, or with two, if none comes before the ``--``."""
     at = args.index("--")
@@ -58,7 +52,7 @@ def _with_location(command: Any, ctx: Any, args: list[str]) -> list[str]:
     given = parser.parse_args(args[:at])[0]
     if isinstance(given.get("location"), str):
         return args
-    config = given.get("config") or os.environ.get(CONFIG_VARIABLE)
+    config = given.get("config") or os.environ.get(options.CONFIG_VARIABLE)
     try:
         settings = load_config(config) if isinstance(config, str) else Config()
         nearest, *further = settings.locations
@@ -69,80 +63,27 @@ def _with_location(command: Any, ctx: Any, args: list[str]) -> list[str]:
 
 
 def serve(
-    location: Annotated[
-        str, typer.Argument(metavar="STORE", help=f"lmdb:///path (or a path), sqlite:////path, …; {OTHERWISE}")
-    ],
-    command: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[-- llama-server ...]",
-            help="The llama-server to start, and its options; with --model, options of llama_cpp.server.",
-        ),
-    ] = None,
+    location: str,
+    command: list[str] | None = None,
     *,
-    model: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Serve this model with llama-cpp-python's server, without llama-server."),
-    ] = None,
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = LOOPBACK,
-    port: Annotated[
-        int, typer.Option(metavar="N", min=0, max=65535, help="Port to listen on; 0: any that is free.")
-    ] = 8080,
-    server: Annotated[str | None, typer.Option(metavar="URL", help="A llama-server that is already running.")] = None,
-    slots_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Its --slot-save-path; with --server.")] = None,
-    namespace: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="A name for its model and all settings, if its arguments cannot be read; with --server.",
-        ),
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KEY",
-            help=f"A key of the server, to save and restore; by default {SERVER_KEY}'s value; with --server.",
-        ),
-    ] = None,
-    admin_key: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KEY",
-            envvar="PREFIXSTORE_ADMIN_KEY",
-            help="The key for /prefixstore/status, the report and /metrics.",
-        ),
-    ] = None,
-    salt_from: Annotated[
-        str | None,
-        typer.Option(metavar="api-key|header:NAME", help="Separate tenants by their API key or a header."),
-    ] = None,
-    far: Annotated[
-        str | None,
-        typer.Option(metavar="LOCATION", help="A location behind STORE, shared with other machines, such as s3://…"),
-    ] = None,
-    far_max_bytes: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Size limit of that location; by default that of STORE.")
-    ] = None,
-    max_bytes: MaxBytes = None,
-    max_body: Annotated[str, typer.Option(metavar="SIZE", help="Size limit of a request.")] = MAX_BODY,
-    max_bodies: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Size limit of all requests together; by default 16 times --max-body."),
-    ] = None,
-    max_waiting: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Requests that may wait for a slot; further ones get 503.")
-    ] = MAX_WAITING,
-    allow_field: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="A request field unknown to prefixstore that affects only sampling; can be repeated.",
-        ),
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option(metavar="S", min=1, help="Seconds to wait for the next byte of the server.")
-    ] = SILENT_SECONDS,
-    config: ConfigFile = None,
+    model: Path | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8080,
+    server: str | None = None,
+    slots_dir: Path | None = None,
+    namespace: str | None = None,
+    api_key: str | None = None,
+    admin_key: str | None = None,
+    salt_from: str | None = None,
+    far: str | None = None,
+    far_max_bytes: str | None = None,
+    max_bytes: str | None = None,
+    max_body: str = MAX_BODY,
+    max_bodies: str | None = None,
+    max_waiting: int = MAX_WAITING,
+    allow_field: list[str] | None = None,
+    timeout: float = SILENT_SECONDS,
+    config: Path | None = None,
 ) -> int | None:
     """Serve a model over HTTP, with the prompts of STORE.
 
@@ -158,23 +99,23 @@ def serve(
     Example: prefixstore serve ./store --model model.gguf -- --n_ctx 8192 --n_threads 8
     """
     hint = "" if config is None else _note_ignored(config)
+    of_running = {"--slots-dir": slots_dir, "--namespace": namespace, "--api-key": api_key}
     if model is not None:
-        others = {
+        of_llama_server = {
             "--server": server,
-            "--slots-dir": slots_dir,
-            "--namespace": namespace,
-            "--api-key": api_key,
+            **of_running,
             "--admin-key": admin_key,
             "--salt-from": salt_from,
-            "--max-body": None if max_body == MAX_BODY else max_body,
+            "--max-body": max_body != MAX_BODY,
             "--max-bodies": max_bodies,
-            "--max-waiting": None if max_waiting == MAX_WAITING else max_waiting,
+            "--max-waiting": max_waiting != MAX_WAITING,
             "--allow-field": allow_field or None,
-            "--timeout": None if timeout == SILENT_SECONDS else timeout,
+            "--timeout": timeout != SILENT_SECONDS,
         }
-        behind = [] if far is None else ["--far", far]
-        behind += [] if far_max_bytes is None else ["--far_max_bytes", far_max_bytes]
-        return _serve_model(location, model, host, port, max_bytes, [*behind, *(command or [])], others)
+        _refuse(of_llama_server, "is for llama-server; options of llama_cpp.server follow --")
+        behind = {"--max_bytes": max_bytes, "--far": far, "--far_max_bytes": far_max_bytes}
+        passed = [text for name, value in behind.items() if value is not None for text in (name, value)]
+        return _serve_model(location, model, ["--host", host, "--port", str(port), *passed], command or [])
     try:
         # the extra "server"
         from prefixstore.server.serving import ServeSettings, serve_child, serve_running  # noqa: PLC0415
@@ -183,48 +124,50 @@ def serve(
         raise MissingExtraError(
             f'serve needs {error.name}, which is not installed; pip install "prefixstore[server]"'
         ) from error
+    _require_key(admin_key)
+    body, bodies = _body_sizes(max_body, max_bodies)
+    sizes = {"max_bytes": options.max_bytes_of(max_bytes), "far_max_bytes": options.max_bytes_of(far_max_bytes)}
     _log_to_stderr()
     settings = ServeSettings(
         location=location if far is None else [location, far],
         host=host,
         port=port,
-        admin_key=_admin_key(admin_key),
+        admin_key=admin_key,
         tenants=None if salt_from is None else TenantSource.parse(salt_from),
-        store_options={
-            name: max_bytes_of(size)
-            for name, size in (("max_bytes", max_bytes), ("far_max_bytes", far_max_bytes))
-            if size is not None
-        },
-        max_body=parse_bytes(max_body, "--max-body"),
-        max_bodies=_max_bodies(max_bodies, parse_bytes(max_body, "--max-body")),
+        store_options={name: size for name, size in sizes.items() if size is not None},
+        max_body=body,
+        max_bodies=bodies,
         max_waiting=max_waiting,
         allowed_fields=frozenset(allow_field or ()),
         timeout=timeout,
         announce=_announce,
     )
-    if server is not None:
-        if command:
+    if server is None:
+        if not command:
             raise InvalidParameterError(
-                "--server is for a server that is already running; leave out everything after --"
+                f"no server is given; add -- llama-server -m FILE, or pass --server URL or --model FILE{hint}"
             )
-        if slots_dir is None:
-            raise InvalidParameterError("--server needs --slots-dir, the directory of its --slot-save-path")
-        if settings.tenants is not None:
-            raise InvalidParameterError(
-                "--salt-from needs a llama-server that prefixstore starts: a running one may have a cache in RAM, "
-                "or other clients"
-            )
-        serve_running(settings, server, slots_dir, namespace=namespace, api_key=server_key(api_key))
+        _refuse(of_running, "is for --server; the server that is started here does not need it")
+        serve_child(settings, command)
         return DONE
-    if not command:
+    if command:
+        raise InvalidParameterError("--server is for a server that is already running; leave out everything after --")
+    if slots_dir is None:
+        raise InvalidParameterError("--server needs --slots-dir, the directory of its --slot-save-path")
+    if settings.tenants is not None:
         raise InvalidParameterError(
-            f"no server is given; add -- llama-server -m FILE, or pass --server URL or --model FILE{hint}"
+            "--salt-from needs a llama-server that prefixstore starts: a running one may have a cache in RAM, "
+            "or other clients"
         )
-    for name, value in (("--slots-dir", slots_dir), ("--namespace", namespace), ("--api-key", api_key)):
-        if value is not None:
-            raise InvalidParameterError(f"{name} is for --server; the server that is started here does not need it")
-    serve_child(settings, command)
+    serve_running(settings, server, slots_dir, namespace=namespace, api_key=options.server_key(api_key))
     return DONE
+
+
+def _refuse(given: Mapping[str, object], why: str) -> None:
+    """Refuse options that do not go with the others; None and False for those that are not given."""
+    for name, value in given.items():
+        if value is not None and value is not False:
+            raise InvalidParameterError(f"{name} {why}")
 
 
 def _note_ignored(config: Path) -> str:
@@ -236,18 +179,17 @@ def _note_ignored(config: Path) -> str:
     return "" if settings.path is None else f"; python -m prefixstore.server --config {config} serves the model in it"
 
 
-def _admin_key(text: str | None) -> str | None:
+def _require_key(text: str | None) -> None:
     # a shell makes it empty of a variable that is not set
     if text is not None and not text.strip():
         raise InvalidParameterError("--admin-key is empty: everybody would have that key; pass one, or leave it out")
-    return text
 
 
-def _max_bodies(text: str | None, max_body: int) -> int | None:
-    size = None if text is None else parse_bytes(text, "--max-bodies")
-    if size is not None and size < max_body:
+def _body_sizes(max_body: str, max_bodies: str | None) -> tuple[int, int | None]:
+    one, all_of_them = parse_bytes(max_body, "--max-body"), options.max_bytes_of(max_bodies, "--max-bodies")
+    if all_of_them is not None and all_of_them < one:
         raise InvalidParameterError("--max-bodies is for all requests together; it cannot be below --max-body")
-    return size
+    return one, all_of_them
 
 
 def _announce(text: str) -> None:
@@ -265,31 +207,18 @@ def _log_to_stderr() -> None:
         log.addHandler(handler)
 
 
-def _serve_model(
-    location: str,
-    model: Path,
-    host: str,
-    port: int,
-    max_bytes: str | None,
-    options: list[str],
-    others: Mapping[str, object],
-) -> int:
-    """Serve a model with ``llama_cpp.server``; its options are passed on."""
-    for name, value in others.items():
-        if value is not None:
-            raise InvalidParameterError(f"{name} is for llama-server; options of llama_cpp.server follow --")
-    if not options[:1] or options[0].startswith("-"):
-        try:
-            from prefixstore.server.python_server import run  # noqa: PLC0415 - the extra "python-server"
-        except ImportError as error:
-            raise MissingExtraError(
-                f'--model needs {error.name}, which is not installed; pip install "prefixstore[python-server]"'
-            ) from error
-        # the server loads it last: wrong options, and a port in use, are told before
-        path = model_file(model, is_read=False)
-        sizes = [] if max_bytes is None else ["--max_bytes", max_bytes]
-        return run(location, ["--model", path, "--host", host, "--port", str(port), *sizes, *options])
-    raise InvalidParameterError(
-        f"{options[0]} cannot follow --: with --model, only options of llama_cpp.server can; leave out --model for "
-        "llama-server"
-    )
+def _serve_model(location: str, model: Path, options: list[str], given: list[str]) -> int:
+    """Serve a model with ``llama_cpp.server``; the options given for it are passed on."""
+    if given[:1] and not given[0].startswith("-"):
+        raise InvalidParameterError(
+            f"{given[0]} cannot follow --: with --model, only options of llama_cpp.server can; leave out --model for "
+            "llama-server"
+        )
+    try:
+        from prefixstore.server.python_server import run  # noqa: PLC0415 - the extra "python-server"
+    except ImportError as error:
+        raise MissingExtraError(
+            f'--model needs {error.name}, which is not installed; pip install "prefixstore[python-server]"'
+        ) from error
+    # the server loads it last: wrong options, and a port in use, are told before
+    return run(location, ["--model", model_file(model, is_read=False), *options, *given])

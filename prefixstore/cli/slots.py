@@ -5,68 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from prefixstore.cli.arguments import OTHERWISE, SERVER_KEY, AsJson, MaxBytes, Salt, server_key
-from prefixstore.cli.output import DONE, FAILED, emit, fields, guarded, say, summary, table
-from prefixstore.cli.place import located
-from prefixstore.cli.prompt_files import chat_in, text_in
+from prefixstore.cli.command import Result
+from prefixstore.cli.output import DONE, FAILED, fields, say, table
 from prefixstore.errors import InvalidParameterError, ServerError, StorageError
 from prefixstore.maintenance.archive import Archive
 from prefixstore.units import counted, format_bytes, format_share
 
 if TYPE_CHECKING:
     from prefixstore.server.client import LlamaServer
-    from prefixstore.server.namespace import ServerIdentity
     from prefixstore.server.slots import SlotStore
+from prefixstore.cli import options
+from prefixstore.cli.files import chat_in, text_in
 
-__all__ = ["slots"]
-
-
-Server = Annotated[str, typer.Option("--server", metavar="URL", help="URL of the server: http://127.0.0.1:8080.")]
-Store = Annotated[
-    str, typer.Argument(metavar="STORE", help=f"lmdb:///path (or a path), sqlite:////path, …; {OTHERWISE}")
-]
-SlotsDir = Annotated[Path, typer.Option("--slots-dir", metavar="DIR", help="The server's --slot-save-path.")]
-Number = Annotated[int, typer.Option("--slot", metavar="N", help="Number of the slot.")]
-Name = Annotated[
-    str | None,
-    typer.Option(
-        "--namespace",
-        metavar="NAME",
-        help="A name for the model and settings of a server whose process cannot be read.",
-    ),
-]
-ApiKey = Annotated[
-    str | None,
-    typer.Option("--api-key", metavar="KEY", help=f"Key of the server; by default {SERVER_KEY} in the environment."),
-]
-Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Timeout of a request in seconds.")]
-PromptFile = Annotated[Path | None, typer.Option("--prompt-file", metavar="FILE", help="The prompt; - is stdin.")]
-MessagesFile = Annotated[
-    Path | None, typer.Option("--messages", metavar="FILE", help="The messages of a chat, as JSON; - is stdin.")
-]
-
-slots = typer.Typer(
-    help="Save the slots of a running llama-server as pages of a store, and restore them.", no_args_is_help=True
-)
+__all__ = ["erase", "restore", "save", "status"]
 
 
 def status(
-    server: Server,
     *,
-    slots_dir: Annotated[
-        Path | None,
-        typer.Option("--slots-dir", metavar="DIR", help="Its --slot-save-path: also shows bytes, which saves a slot."),
-    ] = None,
-    namespace: Name = None,
-    api_key: ApiKey = None,
-    timeout: Timeout = 10.0,
-    as_json: AsJson = False,
-) -> None:
+    server: str,
+    slots_dir: Path | None = None,
+    namespace: str | None = None,
+    api_key: str | None = None,
+    timeout: float = 10.0,
+) -> Result:
     """Show what the slots of a server hold, and the memory of its process.
 
     The bytes per token are measured from a slot's file: with --slots-dir, an idle slot is saved, and the file is
@@ -76,49 +41,49 @@ def status(
     """
     with _client(server, api_key, timeout) as client:
         if slots_dir is not None and any(slot.n_tokens for slot in client.slots()):
-            _learn_sizes(client, slots_dir, namespace)
+            with _opened("memory:", client, slots_dir, namespace):
+                pass  # the bytes of a token are known then
         props, found, process = client.props(), client.slots(), client.process()
-    if as_json:
-        emit(
-            {
-                "build": props.build,
-                "model": props.model_path,
-                "is_sleeping": props.is_sleeping,
-                "slots": [asdict(slot) | {"capacity": slot.capacity} for slot in found],
-                "process": asdict(process) if process is not None else None,
-            }
+    data = {
+        "build": props.build,
+        "model": props.model_path,
+        "is_sleeping": props.is_sleeping,
+        "slots": [asdict(slot) | {"capacity": slot.capacity} for slot in found],
+        "process": asdict(process) if process is not None else None,
+    }
+
+    def show() -> None:
+        memory = format_bytes(process.resident) if process is not None else "not known"
+        fields({"model": props.model_path, "llama.cpp": props.build, "memory": memory})
+        rows = (
+            [
+                str(slot.id),
+                slot.state,
+                "-" if slot.n_tokens is None else str(slot.n_tokens),
+                str(slot.n_ctx),
+                format_share(slot.capacity),
+                "-" if slot.n_bytes is None else format_bytes(slot.n_bytes),
+            ]
+            for slot in found
         )
-        return
-    memory = format_bytes(process.resident) if process is not None else "not known"
-    fields({"model": props.model_path, "llama.cpp": props.build, "memory": memory})
-    rows = (
-        [
-            str(slot.id),
-            slot.state,
-            "-" if slot.n_tokens is None else str(slot.n_tokens),
-            str(slot.n_ctx),
-            format_share(slot.capacity),
-            "-" if slot.n_bytes is None else format_bytes(slot.n_bytes),
-        ]
-        for slot in found
-    )
-    table(["slot>", "state", "tokens>", "context>", "used>", "bytes>"], rows)
+        table(["slot>", "state", "tokens>", "context>", "used>", "bytes>"], rows)
+
+    return Result(data, show)
 
 
 def save(
-    store: Store,
+    store: str,
     *,
-    server: Server,
-    slots_dir: SlotsDir,
-    slot: Annotated[int | None, typer.Option("--slot", metavar="N", help="Number of the slot.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="All slots that are idle.")] = False,
-    salt: Salt = None,
-    namespace: Name = None,
-    api_key: ApiKey = None,
-    timeout: Timeout = 60.0,
-    max_bytes: MaxBytes = None,
-    as_json: AsJson = False,
-) -> int:
+    server: str,
+    slots_dir: Path,
+    slot: int | None = None,
+    every: bool = False,
+    salt: str | None = None,
+    namespace: str | None = None,
+    api_key: str | None = None,
+    timeout: float = 60.0,
+    max_bytes: str | None = None,
+) -> Result:
     """Store the contents of slots that the store does not have yet.
 
     Exit code 1 if a slot could not be stored. As a hook before a model is unloaded: with --all.
@@ -128,56 +93,45 @@ def save(
     if every == (slot is not None):
         raise InvalidParameterError("pass either --slot N or --all")
     results: list[dict[str, Any]] = []
-    with _opened(store, server, slots_dir, namespace, api_key, timeout, max_bytes) as opened:
+    limit = {} if max_bytes is None else {"max_bytes": max_bytes}
+    with _client(server, api_key, timeout) as client, _opened(store, client, slots_dir, namespace, **limit) as opened:
         numbers = [one.id for one in opened.server.slots() if not one.is_processing] if slot is None else [slot]
         for number in numbers:
             try:
                 saved = opened.save(number, salt=salt)
+                facts = (len(saved.tokens), saved.n_new_pages, saved.n_bytes, saved.seconds, saved.reason)
             except (ServerError, StorageError) as error:
                 if not every:
                     raise
                 # the others can be saved all the same
-                results.append(
-                    {"slot": number, "tokens": 0, "new_pages": 0, "bytes": 0, "seconds": 0.0, "reason": str(error)}
-                )
-                continue
-            results.append(
-                {
-                    "slot": number,
-                    "tokens": len(saved.tokens),
-                    "new_pages": saved.n_new_pages,
-                    "bytes": saved.n_bytes,
-                    "seconds": saved.seconds,
-                    "reason": saved.reason,
-                }
-            )
+                facts = (0, 0, 0, 0.0, str(error))
+            names = ("tokens", "new_pages", "bytes", "seconds", "reason")
+            results.append({"slot": number} | dict(zip(names, facts, strict=True)))
         opened.engine.flush()
-    if as_json:
-        emit(results)
-    else:
+
+    def show() -> None:
         for one in results:
             done = f"{counted(one['new_pages'], 'new page')}, {format_bytes(one['bytes'])}"
             say(f"slot {one['slot']}: {one['tokens']} tokens, {one['reason'] or done}")
-    return FAILED if any(one["reason"] not in (None, "empty", "short") for one in results) else DONE
+
+    failed = any(one["reason"] not in (None, "empty", "short") for one in results)
+    return Result(results, show, FAILED if failed else DONE)
 
 
 def restore(
-    store: Store,
+    store: str,
     *,
-    server: Server,
-    slots_dir: SlotsDir,
-    slot: Number = 0,
-    prompt_file: PromptFile = None,
-    messages: MessagesFile = None,
-    deepest: Annotated[
-        bool, typer.Option("--deepest", help="The longest stored prompt that fits the slot, to its end.")
-    ] = False,
-    salt: Salt = None,
-    namespace: Name = None,
-    api_key: ApiKey = None,
-    timeout: Timeout = 60.0,
-    as_json: AsJson = False,
-) -> int:
+    server: str,
+    slots_dir: Path,
+    slot: int = 0,
+    prompt_file: Path | None = None,
+    messages: Path | None = None,
+    deepest: bool = False,
+    salt: str | None = None,
+    namespace: str | None = None,
+    api_key: str | None = None,
+    timeout: float = 60.0,
+) -> Result:
     """Give a slot the longest stored prefix of a prompt.
 
     Exit code 1 if nothing is stored of it, 3 if there is no store. As a hook after a model is loaded: with --deepest.
@@ -188,26 +142,21 @@ def restore(
         raise InvalidParameterError("pass one of --prompt-file FILE, --messages FILE and --deepest")
     # opening it for slots would create a store at a mistyped location
     Archive(store, read_only=True).close()
-    with _opened(store, server, slots_dir, namespace, api_key, timeout, None) as opened:
+    with _client(server, api_key, timeout) as client, _opened(store, client, slots_dir, namespace) as opened:
         if opened.server.slot(slot).is_processing:
             raise InvalidParameterError(f"slot {slot} is processing; wait until it is idle")
         if deepest:
             restored = opened.restore_deepest(slot, salt=salt)
         else:
-            text = text_in(prompt_file) if prompt_file is not None else None
-            if text is None and messages is not None:
-                text = opened.server.apply_template(chat_in(messages)["messages"])
-            restored = opened.restore(slot, opened.server.tokenize(text or ""), salt=salt)
-    if as_json:
-        emit({"slot": slot, **asdict(restored)})
-    else:
-        say(f"slot {slot}: {restored.n_tokens} tokens" + (f", {restored.reason}" if restored.reason else ""))
-    return DONE if restored.n_tokens else FAILED
+            text = text_in(prompt_file) if prompt_file is not None else ""
+            if messages is not None:
+                text = client.apply_template(chat_in(messages)["messages"])
+            restored = opened.restore(slot, client.tokenize(text), salt=salt)
+    text = f"slot {slot}: {restored.n_tokens} tokens" + (f", {restored.reason}" if restored.reason else "")
+    return Result({"slot": slot, **asdict(restored)}, partial(say, text), DONE if restored.n_tokens else FAILED)
 
 
-def erase(
-    server: Server, *, slot: Number, api_key: ApiKey = None, timeout: Timeout = 10.0, as_json: AsJson = False
-) -> None:
+def erase(*, server: str, slot: int, api_key: str | None = None, timeout: float = 10.0) -> Result:
     """Empty a slot of the server. The store keeps what it has.
 
     Example: prefixstore slots erase --server http://127.0.0.1:8080 --slot 0
@@ -215,56 +164,28 @@ def erase(
     with _client(server, api_key, timeout) as client:
         client.slot(slot)
         n_tokens = client.erase(slot).n_tokens
-    if as_json:
-        emit({"slot": slot, "tokens": n_tokens})
-    else:
-        say(f"slot {slot}: {n_tokens} tokens erased")
-
-
-for command in (status, save, restore, erase):
-    slots.command(command.__name__, short_help=summary(command))(guarded(located(command)))
+    return Result({"slot": slot, "tokens": n_tokens}, partial(say, f"slot {slot}: {n_tokens} tokens erased"))
 
 
 def _client(url: str, api_key: str | None, timeout: float) -> LlamaServer:
-    from prefixstore.server.client import LlamaServer  # noqa: PLC0415 - not needed for --help
+    from prefixstore.server.client import LlamaServer  # noqa: PLC0415 - the extra "server"
 
-    return LlamaServer(url, timeout, server_key(api_key))
-
-
-def _learn_sizes(client: LlamaServer, slots_dir: Path, namespace: str | None) -> None:
-    """Learn the bytes of a token. Nothing is stored."""
-    from prefixstore.server.slots import SlotStore  # noqa: PLC0415 - the extra "server"
-
-    with SlotStore("memory:", client, slots_dir, _identity(client, namespace)) as opened:
-        opened.connect()
+    return LlamaServer(url, timeout, options.server_key(api_key))
 
 
 @contextmanager
 def _opened(
-    store: str,
-    url: str,
-    slots_dir: Path,
-    namespace: str | None,
-    api_key: str | None,
-    timeout: float,
-    max_bytes: str | None,
+    store: str, client: LlamaServer, slots_dir: Path, namespace: str | None, **limit: str
 ) -> Iterator[SlotStore]:
     """The store of a server's slots."""
-    with _client(url, api_key, timeout) as client:
-        from prefixstore.server.slots import SlotStore  # noqa: PLC0415 - the extra "server"
-
-        identity = _identity(client, namespace)
-        options = {} if max_bytes is None else {"max_bytes": max_bytes}
-        with SlotStore(store, client, slots_dir, identity, **options) as opened:
-            opened.connect()
-            yield opened
-
-
-def _identity(client: LlamaServer, namespace: str | None) -> ServerIdentity:
-    """What is known of a server."""
     from prefixstore.server.namespace import ServerIdentity, slots_dir_of  # noqa: PLC0415 - the extra "server"
+    from prefixstore.server.slots import SlotStore  # noqa: PLC0415 - as above
 
     props = client.props()
     if namespace is None:
-        return ServerIdentity.of_process(client.url, props)
-    return ServerIdentity.named(props, namespace, slots_dir=slots_dir_of(client.url))
+        identity = ServerIdentity.of_process(client.url, props)
+    else:
+        identity = ServerIdentity.named(props, namespace, slots_dir=slots_dir_of(client.url))
+    with SlotStore(store, client, slots_dir, identity, **limit) as opened:
+        opened.connect()
+        yield opened

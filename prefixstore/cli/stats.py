@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from prefixstore.cli.arguments import AsJson, Location, MaxBytes, max_bytes_of
-from prefixstore.cli.figures import Group, by_model, by_tenant
-from prefixstore.cli.output import ago, emit, iso, say
-from prefixstore.cli.terminal import grid, listed, width
+from prefixstore.cli import options
+from prefixstore.cli.listing import described_of
+from prefixstore.cli.output import ago, emit, grid, iso, listed, say, width
 from prefixstore.engine.index import Page
 from prefixstore.engine.page_view import Used
 from prefixstore.errors import InvalidParameterError
-from prefixstore.format.figures import DAY, HOUR, History
+from prefixstore.format.figures import DAY, HOUR, OTHERS, Described, Figures, History
 from prefixstore.maintenance.archive import Archive, Holding
 from prefixstore.metrics import Share, location_text
 from prefixstore.report.labels import visible
@@ -32,27 +32,45 @@ MOST_SHOWN = 10
 SPANS = {"last_hour": HOUR, "last_day": DAY, "all": None}
 
 
-def stats(
-    location: Location,
-    *,
-    prometheus: Annotated[
-        bool, typer.Option("--prometheus", help="Print metrics for Prometheus, such as for node_exporter's text files.")
-    ] = False,
-    max_bytes: MaxBytes = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show what a store holds, and how much it helps: hit rate, tokens and time saved, by model and tenant.
+@dataclass(frozen=True)
+class Group:
+    """What a location holds of one model or tenant, and how it was used.
 
-    The figures are for the last hour, the last day (the current hour and the 24 before), and since the store was
-    created, at most a year. Processes write them with their commits, so the last seconds may be missing. Warming jobs
-    and maintenance are counted separately. The size limit is that of the process that was the last to begin writing,
-    or --max-bytes.
+    Attributes
+    ----------
+    title
+        Its name.
+    pages, tokens, stored_bytes
+        What is stored.
+    figures
+        What was counted while it served.
+    """
+
+    title: str
+    pages: int
+    tokens: int
+    stored_bytes: int
+    figures: Figures
+
+    def as_dict(self, name: str) -> dict[str, object]:
+        """All of it, for JSON; its title as `name`."""
+        sizes = {"pages": self.pages, "tokens": self.tokens, "stored_bytes": self.stored_bytes}
+        return {name: self.title, **sizes, **self.figures.as_dict()}
+
+
+def stats(location: str, *, prometheus: bool = False, max_bytes: str | None = None, as_json: bool = False) -> None:
+    """Show what a store holds, and how much it helps.
+
+    Hit rate, tokens and time saved, by model and tenant, are for the last hour, the last day (the current hour and the
+    24 before), and since the store was created, at most a year. Processes write them with their commits, so the last
+    seconds may be missing. Warming jobs and maintenance are counted separately. The size limit is that of the process
+    that was the last to begin writing, or --max-bytes.
 
     Example: prefixstore stats lmdb:///var/cache/kv
     """
     if as_json and prometheus:
         raise InvalidParameterError("--json and --prometheus cannot be combined; pass one of them")
-    given = max_bytes_of(max_bytes)
+    given = options.max_bytes_of(max_bytes)
     with Archive(location, read_only=True) as archive:
         history, holdings, used = archive.history(), archive.holdings(), archive.used()
         capacity = given if given is not None else history.max_bytes
@@ -68,12 +86,13 @@ def stats(
         numbers["utilization"] = round(used.bytes / capacity, 4) if capacity else 0.0
     if history.max_entries is not None:
         numbers["capacity_pages"] = history.max_entries
-    models, tenants = by_model(history, holdings), by_tenant(history, holdings)
+    models = _groups(history, holdings, lambda one: one.title)
+    # pages without one are those of the tenant ""
+    tenants = _groups(history, holdings, lambda one: one.tenant or "")
     if as_json:
         emit(numbers | _usage(history, models, tenants))
         return
-    columns = width()
-    for line in _lines(numbers, history, models, tenants, columns):
+    for line in _lines(numbers, history, models, tenants, width()):
         typer.echo(visible(line))
     if not is_local and not any(history.total(span).lookups for span in SPANS.values()):
         say("note: prompts of processes that use this as a far location are counted in their nearer location")
@@ -118,6 +137,32 @@ def _usage(history: History, models: Sequence[Group], tenants: Sequence[Group]) 
     }
 
 
+def _groups(history: History, holdings: Iterable[Holding], title: Callable[[Described], str]) -> list[Group]:
+    """What is stored and was counted of each model or tenant; the largest first."""
+    figures: defaultdict[str, list[Figures]] = defaultdict(list)
+    held: defaultdict[str, list[Holding]] = defaultdict(list)
+    known = dict(history.described)
+    for holding in holdings:
+        one = described_of(history, holding)
+        known[one.namespace] = one
+        held[title(one)].append(holding)
+    for period in history.days:
+        if period.purpose == "serving":
+            one = known.get(period.namespace) or Described(period.namespace)
+            figures["others" if period.namespace == OTHERS else title(one)].append(period.figures)
+    found = [
+        Group(
+            name,
+            sum(one.pages for one in held[name]),
+            sum(one.tokens for one in held[name]),
+            sum(one.stored_bytes for one in held[name]),
+            Figures.sum(figures[name]),
+        )
+        for name in dict.fromkeys([*held, *figures])
+    ]
+    return sorted(found, key=lambda one: (-one.stored_bytes, -one.figures.lookups, one.title))
+
+
 # -- text -------------------------------------------------------------------------------------------------------------
 
 
@@ -129,40 +174,31 @@ def _lines(
     yield ""
     yield from _served(history, columns)
     yield from _prepared(history, columns)
-    if models:
-        yield ""
-        yield from _table("model", models, columns)
+    yield from _table("model", models, columns)
     if any(one.title for one in tenants):
-        yield ""
         yield from _table("tenant", tenants, columns)
 
 
-def _held(numbers: dict[str, Any]) -> list[str]:
+def _held(numbers: dict[str, Any]) -> Iterator[str]:
     used = format_bytes(numbers["used_bytes"])
     if "capacity_bytes" in numbers:
-        share = format_share(numbers["utilization"], 1)
-        used += f" of {format_bytes(numbers['capacity_bytes'])} used ({share})"
-    else:
-        used += " used"
-    pages = f"{format_number(numbers['pages'])} page{'' if numbers['pages'] == 1 else 's'}"
-    if "capacity_pages" in numbers:
-        pages += f" of {format_number(numbers['capacity_pages'])}"
-    packed = ""
+        used += f" of {format_bytes(numbers['capacity_bytes'])}"
+    yield f"{used} used" + (f" ({format_share(numbers['utilization'], 1)})" if "utilization" in numbers else "")
+    most = f" of {format_number(numbers['capacity_pages'])}" if "capacity_pages" in numbers else ""
+    yield f"{format_number(numbers['pages'])} page{'s' * (numbers['pages'] != 1)}{most}"
+    yield f"{format_number(numbers['tokens'])} tokens"
     if numbers["stored_bytes"] < numbers["raw_bytes"]:
-        packed = f"{format_bytes(numbers['stored_bytes'])} for {format_bytes(numbers['raw_bytes'])} of state"
-    parts = [
-        used,
-        pages,
-        f"{format_number(numbers['tokens'])} tokens",
-        packed,
-        f"{format_number(numbers['pinned_pages'])} pinned" if numbers["pinned_pages"] else "",
-        f"{format_number(numbers['expired_pages'])} expired" if numbers["expired_pages"] else "",
-        f"policy {numbers['policy']}",
-    ]
-    last = numbers["last_used"]
-    if last is not None:
-        parts.append(f"used {ago(round(datetime.fromisoformat(last).timestamp() * 1e9))}")
-    return [part for part in parts if part]
+        yield f"{format_bytes(numbers['stored_bytes'])} for {format_bytes(numbers['raw_bytes'])} of state"
+    for what in ("pinned", "expired"):
+        yield _some(numbers[f"{what}_pages"], what)
+    yield f"policy {numbers['policy']}"
+    if numbers["last_used"] is not None:
+        yield f"used {ago(round(datetime.fromisoformat(numbers['last_used']).timestamp() * 1e9))}"
+
+
+def _some(n: int, what: str) -> str:
+    """So many of something, unless there are none."""
+    return f"{format_number(n)} {what}" if n else ""
 
 
 def _served(history: History, columns: int) -> Iterator[str]:
@@ -170,44 +206,41 @@ def _served(history: History, columns: int) -> Iterator[str]:
     if not any(one.lookups for one in figures):
         yield "no prompt has been looked up yet"
         return
-    rows = [
-        ["hit rate", *(format_share(one.hit_rate) for one in figures)],
-        ["hits", *(format_number(one.hits) for one in figures)],
-        ["misses", *(format_number(sum(one.misses.values())) for one in figures)],
-        ["still in context", *(format_number(one.live_hits) for one in figures)],
-        ["tokens of prompts", *(format_number(one.prompt_tokens) for one in figures)],
-        ["tokens restored", *(format_number(one.tokens_restored) for one in figures)],
-        ["tokens computed", *(format_number(one.tokens_computed) for one in figures)],
-        ["time saved", *(format_seconds(one.seconds_saved) for one in figures)],
-        ["pages evicted", *(format_number(one.evictions) for one in figures)],
-    ]
-    rows = [row for row in rows if row[0] == "hit rate" or any(cell not in ("0", "0 s") for cell in row[1:])]
+    texts: dict[str, Callable[[Figures], str]] = {
+        "hit rate": lambda one: format_share(one.hit_rate),
+        "hits": lambda one: format_number(one.hits),
+        "misses": lambda one: format_number(sum(one.misses.values())),
+        "still in context": lambda one: format_number(one.live_hits),
+        "tokens of prompts": lambda one: format_number(one.prompt_tokens),
+        "tokens restored": lambda one: format_number(one.tokens_restored),
+        "tokens computed": lambda one: format_number(one.tokens_computed),
+        "time saved": lambda one: format_seconds(one.seconds_saved),
+        "pages evicted": lambda one: format_number(one.evictions),
+    }
+    rows = [[name, *map(text, figures)] for name, text in texts.items()]
+    rows = [row for row in rows if row[0] == "hit rate" or {*row[1:]} - {"0", "0 s"}]
     yield from grid(rows, columns, [_since(history), "last hour", "last day", "all"])
     misses = sorted(figures[-1].misses.items(), key=lambda each: -each[1])
-    if misses:
-        yield from listed([f"misses: {_reason(*misses[0])}", *(_reason(*each) for each in misses[1:])], columns)
+    yield from _named("misses", [f"{name.replace('_', ' ')} {format_number(n)}" for name, n in misses], columns)
 
 
 def _since(history: History) -> str:
     return f"since {datetime.fromtimestamp(history.since, timezone.utc):%Y-%m-%d}" if history.since else ""
 
 
-def _reason(name: str, n: int) -> str:
-    return f"{name.replace('_', ' ')} {format_number(n)}"
+def _named(name: str, parts: Sequence[str], columns: int) -> Iterator[str]:
+    """Parts after a name, unless there are none."""
+    first, *others = list(filter(None, parts)) or [""]
+    if first:
+        yield from listed([f"{name}: {first}", *others], columns)
 
 
 def _prepared(history: History, columns: int) -> Iterator[str]:
     """What was done beside serving."""
     for purpose in (Purpose.WARMING, Purpose.MAINTENANCE):
         one = history.total(purpose=purpose)
-        parts = [
-            f"{format_number(one.hits)} restores" if one.hits else "",
-            f"{format_number(one.tokens_computed)} tokens computed" if one.tokens_computed else "",
-            f"{format_number(one.evictions)} pages evicted" if one.evictions else "",
-        ]
-        told = [part for part in parts if part]
-        if told:
-            yield from listed([f"{purpose.value}: {told[0]}", *told[1:]], columns)
+        counts = {"restores": one.hits, "tokens computed": one.tokens_computed, "pages evicted": one.evictions}
+        yield from _named(purpose.value, [_some(n, what) for what, n in counts.items()], columns)
 
 
 def _table(name: str, groups: Sequence[Group], columns: int) -> Iterator[str]:
@@ -222,6 +255,9 @@ def _table(name: str, groups: Sequence[Group], columns: int) -> Iterator[str]:
         ]
         for one in groups[:MOST_SHOWN]
     ]
+    if not rows:
+        return
+    yield ""
     yield from grid(rows, columns, [name, "stored", "pages", "hit rate", "hits", "saved"])
     if len(groups) > MOST_SHOWN:
         yield f"and {len(groups) - MOST_SHOWN:,} more; --json has all"

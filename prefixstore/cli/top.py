@@ -9,41 +9,45 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass, field
 
 import typer
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
-from prefixstore.cli.arguments import Location
-from prefixstore.cli.screen import MOST_SHOWN, Screen, lines
-from prefixstore.cli.terminal import width
+from prefixstore.cli.output import ago, grid, width
+from prefixstore.engine.history_keeper import MINUTES_KEPT
+from prefixstore.engine.page_view import Used
 from prefixstore.errors import StorageError
+from prefixstore.format.figures import MINUTE, Figures, History
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.hottest import Hot, hottest
+from prefixstore.report.labels import visible
+from prefixstore.stats import Purpose
+from prefixstore.units import counted, format_bytes, format_number, format_seconds, format_share
 
-if TYPE_CHECKING:
-    from rich.text import Text
-
-__all__ = ["top"]
+__all__ = ["Screen", "lines", "top"]
 
 # All pages are looked at for the hottest prefixes: so often at most, and no more than this share of the time.
 HOTTEST_SECONDS = 5.0
 HOTTEST_SHARE = 0.05
 QUIT = "qQ"
+# of the lists on the screen
+MOST_SHOWN = 8
+WINDOWS = (1, 10, 60)
+# what a process has left in its queue is told for so long
+RECENT_SECONDS = 30
+BARS = " ▁▂▃▄▅▆▇█"
 
 
-def top(
-    location: Location,
-    *,
-    once: Annotated[
-        bool, typer.Option("--once", help="Print it once and exit (the default without a terminal).")
-    ] = False,
-    seconds: Annotated[float, typer.Option(metavar="S", min=0.1, help="Seconds between refreshes.")] = 2.0,
-) -> None:
-    """Watch how a store is used: requests, hit rate, prompts of the last minutes, the hottest prefixes.
+def top(location: str, *, once: bool = False, seconds: float = 2.0) -> None:
+    """Watch how a store is used.
 
-    Processes write the figures with their commits, so they are some seconds old. Press q to quit.
-    The last 1, 10 and 60 minutes are whole minutes; the current minute is added to the first two.
-    With --once, or without a terminal, it is printed once; `prefixstore stats --json` has the same figures as JSON.
+    It shows requests, hit rate, the latest prompts and the hottest prefixes. Processes write the figures with their
+    commits, so they are some seconds old. Press q to quit. The last 1, 10 and 60 minutes are whole minutes; the current
+    minute is added to the first two. With --once, or without a terminal, it is printed once; `prefixstore stats --json`
+    has the same figures as JSON.
 
     Example: prefixstore top lmdb:///var/cache/kv
     """
@@ -59,9 +63,6 @@ def top(
 
 
 def _watch(archive: Archive, seconds: float) -> None:
-    from rich.console import Console  # noqa: PLC0415 - costs a quarter of the start
-    from rich.live import Live  # noqa: PLC0415 - as above
-
     console = Console(file=sys.stdout, highlight=False)
     screen = Screen(archive.location)
     is_over = False
@@ -76,7 +77,11 @@ def _watch(archive: Archive, seconds: float) -> None:
         try:
             with Live(console=console, screen=True, auto_refresh=False) as live:
                 while True:
-                    _refresh(screen, archive)
+                    try:
+                        screen.read(archive)
+                        screen.fault = None
+                    except StorageError as error:
+                        screen.fault = str(error)
                     if search is not None and search.done():
                         found, took = search.result()
                         screen.hottest, search = found, None
@@ -94,20 +99,10 @@ def _watch(archive: Archive, seconds: float) -> None:
 
 def _styled(shown: Sequence[str]) -> Text:
     """The lines, with the first one of each part in bold."""
-    from rich.text import Text  # noqa: PLC0415 - costs a quarter of the start
-
     text = Text(no_wrap=True, overflow="crop")
     for before, line in zip(["", *shown], shown, strict=False):
         text.append(f"{line}\n", "bold" if not before else "")
     return text
-
-
-def _refresh(screen: Screen, archive: Archive) -> None:
-    try:
-        screen.read(archive)
-        screen.fault = None
-    except StorageError as error:
-        screen.fault = str(error)
 
 
 def _hottest(archive: Archive, stop: Callable[[], bool]) -> list[Hot]:
@@ -152,3 +147,130 @@ def _keys() -> Iterator[Callable[[float], str]]:
         yield pressed
     finally:
         termios.tcsetattr(number, termios.TCSADRAIN, before)
+
+
+# -- what is shown ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Screen:
+    """What is shown.
+
+    Attributes
+    ----------
+    location
+        The location.
+    history, used
+        How it was used, and what it holds.
+    hottest
+        The prefixes that are used most.
+    fault
+        Why the location cannot be read; None if it can.
+    """
+
+    location: str
+    history: History = field(default_factory=lambda: History(time.time()))
+    used: Used = field(default_factory=lambda: Used(0, 0))
+    hottest: Sequence[Hot] = ()
+    fault: str | None = None
+
+    def read(self, archive: Archive) -> None:
+        """Read what changes. Raises `StorageError`."""
+        self.history, self.used = archive.history(), archive.used()
+
+
+def lines(screen: Screen, columns: int, rows: int | None) -> list[str]:
+    """What is shown, in so many columns and rows; None for as many rows as it takes."""
+    history = screen.history
+    title = f"{time.strftime('%H:%M:%S', time.localtime(history.at))}  {screen.location}"
+    fault = [] if screen.fault is None else [f"the location cannot be read: {screen.fault}"]
+    tables = [_rates(history, columns), _requests(history, columns), _hot(screen, columns)]
+    parts = [[title, *_used(screen, columns)], fault, *tables]
+    shown = [visible(line) for part in parts if part for line in ["", *part]][1:]
+    if rows is not None:
+        # the last line says how to leave
+        shown = [*shown[: rows - 1], "q quits"]
+    return [line if len(line) <= columns else f"{line[: columns - 1]}…" for line in shown]
+
+
+def _used(screen: Screen, columns: int) -> list[str]:
+    pages, used = f"{format_number(screen.used.entries)} pages", format_bytes(screen.used.bytes)
+    budget = screen.history.max_bytes
+    if not budget:
+        return [f"{used} used, {pages}"]
+    share = screen.used.bytes / budget
+    n = min(30, max(columns - 50, 10))
+    full = min(round(share * n), n)
+    return [f"[{'#' * full}{'.' * (n - full)}] {used} of {format_bytes(budget)} ({format_share(share)}), {pages}"]
+
+
+def _rates(history: History, columns: int) -> list[str]:
+    known = [(figures, span) for figures, span in (_last(history, n) for n in WINDOWS)]
+    if not known[-1][0].lookups:
+        return ["no prompt was looked up in the last hour"]
+    rows = [
+        ["requests a minute", *(format_number(one.lookups * MINUTE / span) for one, span in known)],
+        ["hit rate", *(format_share(one.hit_rate) for one, _ in known)],
+        ["of prompt restored", *(format_share(one.restored_share) for one, _ in known)],
+        ["tokens restored/s", *(format_number(one.tokens_restored / span) for one, span in known)],
+        ["tokens computed/s", *(format_number(one.tokens_computed / span) for one, span in known)],
+        ["time saved", *(format_seconds(one.seconds_saved) for one, _ in known)],
+        ["pages evicted", *(format_number(one.evictions) for one, _ in known)],
+    ]
+    header = ["last", *(f"{n} min" for n in WINDOWS)]
+    # all columns, so that nothing moves
+    found = grid(rows, columns, header, keeps_all=True)
+    found += _bars(history, min(MINUTES_KEPT, columns))
+    waiting = [one for one in history.writers if history.at - one.at < RECENT_SECONDS]
+    if waiting:
+        pages = sum(one.pending_pages for one in waiting)
+        size = format_bytes(sum(one.queued_bytes for one in waiting))
+        latest = ago(round(max(one.at for one in waiting) * 1e9))
+        queue = f"{counted(pages, 'page')} ({size})" if pages else "nothing waits to be written"
+        found.append(f"queue: {queue}, {counted(len(waiting), 'process', 'processes')}, as of {latest}")
+    return found
+
+
+def _last(history: History, minutes: int) -> tuple[Figures, float]:
+    """What was counted in the running minute and so many before it, and how many seconds that is."""
+    first = int(history.at // MINUTE - min(minutes, MINUTES_KEPT - 1)) * MINUTE
+    return Figures.sum(one.figures for one in history.minutes if one.start >= first), history.at - first
+
+
+def _bars(history: History, n: int) -> list[str]:
+    """Lookups of each of the last minutes as bars, the running one at the end, under their scale."""
+    counts = {one.start // MINUTE: one.figures.lookups for one in history.minutes}
+    now = int(history.at // MINUTE)
+    shown = [max(counts.get(minute, 0), 0) for minute in range(now - n + 1, now + 1)]
+    most = max(*shown, 1)
+    bars = "".join(BARS[-(-count * (len(BARS) - 1) // most)] for count in shown)
+    return [f"requests in each of the last {n} min, {BARS[-1]} is {format_number(most)}:", bars]
+
+
+def _requests(history: History, columns: int) -> list[str]:
+    rows = [
+        [
+            f"{one.purpose}: " * (one.purpose != Purpose.SERVING) + _whose(history, one.namespace),
+            ago(round(one.at * 1e9)),
+            one.source.replace("_", " "),
+            format_number(one.prompt_tokens),
+            format_number(one.restored_tokens),
+        ]
+        for one in history.requests[::-1][:MOST_SHOWN]
+    ]
+    return grid(rows, columns, ["latest prompts", "when", "from", "tokens", "restored"]) if rows else []
+
+
+def _hot(screen: Screen, columns: int) -> list[str]:
+    rows = []
+    for one in screen.hottest:
+        whose = _whose(screen.history, one.namespace[:16])
+        rows.append([whose, format_number(one.uses), format_number(one.n_tokens), ago(one.last_used), one.page[:12]])
+    return grid(rows, columns, ["hottest prefixes", "uses", "tokens", "last used", "page"]) if rows else []
+
+
+def _whose(history: History, namespace: str) -> str:
+    """The tenant and the model of a prompt; the model only if there are several, or no tenant."""
+    known = history.describe(namespace)
+    has_models = len({one.title for one in history.described.values()}) > 1
+    return ", ".join([*([known.tenant] if known.tenant else []), *([known.title] * (has_models or not known.tenant))])

@@ -9,12 +9,11 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from prefixstore.cli.arguments import AsJson, MaxBytes, max_bytes_of
-from prefixstore.cli.output import emit, fields, guarded, say, summary, table, tell
+from prefixstore.cli import options
+from prefixstore.cli.command import Result
+from prefixstore.cli.output import fields, say, table, tell
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.errors import InvalidParameterError
 from prefixstore.report.labels import visible
@@ -25,7 +24,7 @@ from prefixstore.traces.recorder import make_private
 from prefixstore.traces.replay import BELADY, Replayed, replay
 from prefixstore.units import counted, format_bytes, format_share
 
-__all__ = ["trace"]
+__all__ = ["record", "replay_", "simulate_"]
 
 # a trace has no priorities
 DEFAULTS = ("adaptive", "lru")
@@ -34,25 +33,8 @@ CLEAR = "\r\x1b[K"
 # how often a recorded command is looked at
 LOOK_SECONDS = 0.05
 
-TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="JSON lines with hash_ids, plain or gzip.")]
-PolicyNames = Annotated[
-    list[str] | None, typer.Option("--policy", metavar="NAME", help=f"One of {', '.join(POLICIES)}; can be repeated.")
-]
-Pages = Annotated[int | None, typer.Option("--pages", metavar="N", min=1, help="The budget in pages.")]
-Requests = Annotated[int | None, typer.Option("--requests", metavar="N", min=1, help="Only the first N requests.")]
 
-trace = typer.Typer(
-    help="Record the requests to a store (hashes and lengths), and replay them with other budgets and policies.",
-    no_args_is_help=True,
-)
-
-
-def record(
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="A server or a job, after --.")],
-    *,
-    out: Annotated[Path, typer.Option("--out", metavar="TRACE", help="The file; it is appended to.")],
-    text: Annotated[bool, typer.Option("--text", help="Also record the text of prompts.")] = False,
-) -> int:
+def record(command: list[str], *, out: Path, text: bool = False) -> int:
     """Run a command, and record the requests to its stores.
 
     The same as PREFIXSTORE_TRACE=TRACE in its environment, or `store.trace(path)` in Python. It records hashes of
@@ -73,14 +55,13 @@ def record(
 
 
 def replay_(
-    file: TraceFile,
+    file: Path,
     *,
-    policy: PolicyNames = None,
-    max_bytes: MaxBytes = None,
-    pages: Pages = None,
-    requests: Requests = None,
-    as_json: AsJson = False,
-) -> None:
+    policy: list[str] | None = None,
+    max_bytes: str | None = None,
+    pages: int | None = None,
+    requests: int | None = None,
+) -> Result:
     """Replay a trace in the real engine, at one size, and show how much each policy finds.
 
     The defaults are the recorded budget and policy. The budget counts pages of the mean recorded size.
@@ -88,45 +69,43 @@ def replay_(
     Example: prefixstore trace replay trace.jsonl --policy lru --policy adaptive --max-bytes 40GiB
     """
     read = read_trace(file, requests)
-    size = pages or pages_in(read, max_bytes_of(max_bytes))
+    size = pages or pages_in(read, options.max_bytes_of(max_bytes))
     if size is None:
         raise InvalidParameterError("the trace does not say how large pages are; pass --pages N")
     recorded = str(read.about.get("policy"))
     names = _policies(policy, (recorded,) if recorded in POLICIES else DEFAULTS)
     found = {name: replay(read, name, size) for name in names}
     live = _live(read)
-    if as_json:
-        emit(
-            {
-                "trace": str(file),
-                "pages": size,
-                "skipped_lines": read.skipped,
-                "recorded": live,
-                "replayed": {name: _json(one) for name, one in found.items()},
-            }
+
+    def show() -> None:
+        _about(read, file, size)
+        ones = replayed if live is None else {"recorded": live} | replayed
+        table(
+            ["policy", "requests that hit>", _unit(read) + " found>", "of all>"],
+            (
+                [name, f"{one['hits']:,}", f"{one['hit_tokens']:,}", format_share(one["rate"], 1)]
+                for name, one in ones.items()
+            ),
         )
-        return
-    _about(read, file, size)
-    rows = [[name, f"{one.hits:,}", f"{one.hit_tokens:,}", format_share(one.rate, 1)] for name, one in found.items()]
-    if live is not None:
-        rows.insert(0, ["recorded", f"{live['hits']:,}", f"{live['hit_tokens']:,}", format_share(live["rate"], 1)])
-    table(["policy", "requests that hit>", _unit(read) + " found>", "of all>"], rows)
-    # a replay finds whole blocks
-    rounded = len(read.requests) * (read.block_tokens or 1)
-    if live is not None and live["hit_tokens"] > rounded + max(one.hit_tokens for one in found.values()):
-        tell("The recorded store found more: it had pages from before the recording; a replay starts empty.")
+        # a replay finds whole blocks
+        rounded = len(read.requests) * (read.block_tokens or 1)
+        if live is not None and live["hit_tokens"] > rounded + max(one.hit_tokens for one in found.values()):
+            tell("The recorded store found more: it had pages from before the recording; a replay starts empty.")
+
+    replayed = {name: _json(one) for name, one in found.items()}
+    data = {"trace": str(file), "pages": size, "skipped_lines": read.skipped, "recorded": live, "replayed": replayed}
+    return Result(data, show)
 
 
 def simulate_(
-    file: TraceFile,
+    file: Path,
     *,
-    policy: PolicyNames = None,
-    max_bytes: MaxBytes = None,
-    pages: Pages = None,
-    requests: Requests = None,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also draw it, as SVG.")] = None,
-    as_json: AsJson = False,
-) -> None:
+    policy: list[str] | None = None,
+    max_bytes: str | None = None,
+    pages: int | None = None,
+    requests: int | None = None,
+    plot: Path | None = None,
+) -> Result:
     """Show the hit rate against the size of the store, and what twice the budget would gain.
 
     Policies run in the real engine. Belady knows the future: no policy can find more. Sizes are multiples of the
@@ -135,7 +114,7 @@ def simulate_(
     Example: prefixstore trace simulate trace.jsonl --max-bytes 20GiB --plot hits.svg
     """
     read = read_trace(file, requests)
-    budget = pages or pages_in(read, max_bytes_of(max_bytes))
+    budget = pages or pages_in(read, options.max_bytes_of(max_bytes))
     names = _policies(policy, DEFAULTS)
     is_shown = sys.stderr.isatty()
     try:
@@ -148,28 +127,29 @@ def simulate_(
             plot.write_text(svg(found, f"Hit rate of {visible(file.name)}"), "utf-8")
         except OSError as error:
             raise InvalidParameterError(f"{plot} cannot be written: {error.strerror}") from None
-    if as_json:
-        emit(
-            {
-                "trace": str(file),
-                "skipped_lines": read.skipped,
-                "pages": list(found.sizes),
-                "bytes": [found.bytes_of(size) for size in found.sizes],
-                "budget_pages": budget if budget is not None else found.budget,
-                "all_pages": found.total,
-                "rates": {name: [round(one.rate, 4) for one in ones] for name, ones in found.found.items()},
-                "twice_the_budget_wins": {name: found.gain(name) for name in found.found},
-            }
-        )
-        return
-    _about(read, file, budget if budget is not None else found.budget)
-    headers = ["pages>", *(["bytes>"] if found.page_bytes is not None else []), *(f"{name}>" for name in found.found)]
-    table(headers, [_row(found, i) for i in range(len(found.sizes))])
-    if found.holds_all:
-        tell("the budget holds all pages of the trace: a larger one finds no more")
-        return
-    for name in names:
-        _say_gain(read, found, name, is_known=budget is not None)
+    size = budget if budget is not None else found.budget
+    data = {
+        "trace": str(file),
+        "skipped_lines": read.skipped,
+        "pages": list(found.sizes),
+        "bytes": [found.bytes_of(size) for size in found.sizes],
+        "budget_pages": size,
+        "all_pages": found.total,
+        "rates": {name: [round(one.rate, 4) for one in ones] for name, ones in found.found.items()},
+        "twice_the_budget_wins": {name: found.gain(name) for name in found.found},
+    }
+
+    def show() -> None:
+        _about(read, file, size)
+        headers = ["pages>", *(["bytes>"] * (found.page_bytes is not None)), *(f"{name}>" for name in found.found)]
+        table(headers, [_row(found, i) for i in range(len(found.sizes))])
+        if found.holds_all:
+            tell("the budget holds all pages of the trace: a larger one finds no more")
+            return
+        for name in names:
+            _say_gain(read, found, name, is_known=budget is not None)
+
+    return Result(data, show)
 
 
 def _run(command: list[str], environment: dict[str, str]) -> int:
@@ -224,17 +204,10 @@ def _row(found: Curve, i: int) -> list[str]:
 
 
 def _say_gain(read: Trace, found: Curve, name: str, *, is_known: bool) -> None:
-    at = found.sizes.index(found.budget)
-    twice = found.sizes.index(2 * found.budget)
-    rates = [found.found[name][i].rate for i in (at, twice)]
+    before, after = (found.found[name][found.sizes.index(n * found.budget)].rate for n in (1, 2))
     what = f"twice {'the budget' if is_known else 'this size'} ({counted(2 * found.budget, 'page')}) finds"
-    if found.gain(name) <= 0:
-        tell(f"{name}: {what} no more")
-        return
-    tell(
-        f"{name}: {what} {found.gain(name):,} {_unit(read)} more: "
-        f"{format_share(rates[1], 1)} instead of {format_share(rates[0], 1)}"
-    )
+    more = f"{found.gain(name):,} {_unit(read)} more: {format_share(after, 1)} instead of {format_share(before, 1)}"
+    tell(f"{name}: {what} {more if found.gain(name) > 0 else 'no more'}")
 
 
 def _policies(given: list[str] | None, default: tuple[str, ...]) -> list[str]:
@@ -250,15 +223,13 @@ def _unit(read: Trace) -> str:
 
 def _about(read: Trace, file: Path, size: int) -> None:
     n_bytes = f" of {format_bytes(read.page_bytes)}" if read.page_bytes else ""
-    fields(
-        {
-            "trace": str(file),
-            "requests": f"{len(read.requests):,}",
-            "different pages": f"{read.pages:,}",
-            "budget": f"{counted(size, 'page')}{n_bytes}",
-            **({"lines skipped": f"{read.skipped:,}"} if read.skipped else {}),
-        }
-    )
+    about = {
+        "trace": str(file),
+        "requests": f"{len(read.requests):,}",
+        "different pages": f"{read.pages:,}",
+        "budget": f"{counted(size, 'page')}{n_bytes}",
+    }
+    fields(about | ({"lines skipped": f"{read.skipped:,}"} if read.skipped else {}))
 
 
 def _live(read: Trace) -> dict[str, Any] | None:
@@ -272,7 +243,3 @@ def _live(read: Trace) -> dict[str, Any] | None:
 
 def _json(found: Replayed) -> dict[str, Any]:
     return found._asdict() | {"rate": round(found.rate, 4)}
-
-
-for each in (record, replay_, simulate_):
-    trace.command(each.__name__.rstrip("_"), short_help=summary(each))(guarded(each))

@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-import os
+import ctypes
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, BinaryIO
 
-import typer
-
-from prefixstore.backends.files import sync_path
-from prefixstore.cli.arguments import (
-    AsJson,
-    ConfigFile,
-    Location,
-    MaxBytes,
-    ModelFile,
-    NamespaceName,
-    NCtx,
-    Prefix,
-    Salt,
-    TokenizerFile,
-    configured,
-    max_bytes_of,
-    open_model,
-    tokens_of_prefix,
-)
-from prefixstore.cli.confirm import DryRun, Replace, is_confirmed
-from prefixstore.cli.heap import keep_freed_memory
-from prefixstore.cli.output import FAILED, emit, say, tell
-from prefixstore.config import explain, load_config
+from prefixstore.backends.location import without_password
+from prefixstore.cli import options
+from prefixstore.cli.command import Result
+from prefixstore.cli.files import STANDARD, reading, writing
+from prefixstore.cli.listing import chosen_namespaces
+from prefixstore.cli.model import configured, has_model, open_model, tokens_of_prefix
+from prefixstore.cli.output import DONE, FAILED, is_confirmed, say, tell
+from prefixstore.config import explain
 from prefixstore.errors import IncompatibleError, InvalidParameterError, LocationError
 from prefixstore.format.export import MAGIC, ExportReader
 from prefixstore.format.namespace import Namespace
@@ -42,28 +24,28 @@ from prefixstore.maintenance.archive import DEFAULT_BYTES, Archive
 from prefixstore.maintenance.transfer import Moved, copy_store, export_store, import_store, missing_bytes
 from prefixstore.units import counted, format_bytes
 
-__all__ = ["copy", "export", "import_"]
+__all__ = ["copy", "export", "import_", "keep_freed_memory"]
 
-STANDARD = "-"
+# parameters of mallopt in glibc; 32 MiB is the largest threshold that it accepts
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+LARGEST_FROM_HEAP = 32 << 20
+# more than a transaction of an import holds
+KEPT_BYTES = 256 << 20
 
 
 def export(
-    location: Location,
+    location: str,
     *,
-    out: Annotated[
-        str, typer.Option("--out", metavar="FILE", help="The file to write, such as f.pstore; - is stdout.")
-    ],
-    namespace: NamespaceName = None,
-    prefix: Prefix = None,
-    page: Annotated[
-        str | None, typer.Option(metavar="HASH", help="Only one page, with its ancestors and descendants.")
-    ] = None,
-    model: ModelFile = None,
-    tokenizer: TokenizerFile = None,
-    dry_run: DryRun = False,
-    yes: Replace = False,
-    as_json: AsJson = False,
-) -> int:
+    out: str,
+    namespace: str | None = None,
+    salt: str | None = None,
+    prefix: str | None = None,
+    page: str | None = None,
+    model: Path | None = None,
+    tokenizer: Path | None = None,
+    dry_run: bool = False,
+    yes: bool = False,
+) -> Result | int:
     """Write pages into one portable file.
 
     On a terminal it asks before it replaces an export; a file that is not an export is never replaced. Exit code 1:
@@ -77,50 +59,45 @@ def export(
     tokens = tokens_of_prefix(prefix, model, tokenizer)
     with Archive(location, read_only=True) as archive:
         where = archive.location
-        namespaces, keys = _selected(archive, namespace, tokens, page)
-        if out != STANDARD:
-            _require_replaceable(Path(out))
+        namespaces = chosen_namespaces(archive, namespace, salt)
+        keys = None
+        if prefix is not None or page is not None:
+            keys = archive.with_ancestors(archive.select(namespaces=namespaces, tokens=tokens, page=page))
+        exists = out != STANDARD and _is_replaced(Path(out))
         if dry_run:
-            return _say_what_would_be_exported(archive, out, namespaces, keys, as_json=as_json)
-        if out != STANDARD and Path(out).exists() and not is_confirmed(f"{out} exists; replace it?", yes=yes):
+            return _planned("exported", archive, out, namespaces, keys, ", which would be replaced" * exists)
+        if exists and not is_confirmed(f"{out} exists; replace it?", yes=yes):
             return FAILED
-        with _writing(out) as file:
+        with writing(out) as file:
             moved = export_store(archive, file, namespaces=namespaces, keys=keys)
-    seconds = time.perf_counter() - started
-    _report(moved, "exported", seconds, {"location": where, "file": out}, as_json=as_json)
-    return FAILED if moved.damaged else 0
+    return _moved(moved, "exported", started, {"location": where, "file": out})
 
 
-def _selected(
-    archive: Archive, namespace: str | None, prefix: list[int] | None, page: str | None
-) -> tuple[set[bytes] | None, set[bytes] | None]:
-    """Namespaces and keys of the selected pages; None for all."""
-    namespaces = {archive.namespace(namespace).key} if namespace is not None else None
-    if prefix is None and page is None:
-        return namespaces, None
-    return namespaces, archive.with_ancestors(archive.select(namespaces=namespaces, tokens=prefix, page=page))
-
-
-def _say_what_would_be_exported(
-    archive: Archive, out: str, namespaces: set[bytes] | None, keys: set[bytes] | None, *, as_json: bool
-) -> int:
+def _planned(
+    done: str,
+    archive: Archive,
+    target: str,
+    namespaces: set[bytes] | None,
+    keys: set[bytes] | None = None,
+    note: str = "",
+) -> Result:
+    """What would be exported or copied: some namespaces and keys, None for all."""
     pages = [
         page
         for page in archive.pages()
         if (namespaces is None or page.namespace in namespaces) and (keys is None or page.key in keys)
     ]
     size = sum(page.stored_bytes for page in pages)
-    if as_json:
-        emit({"location": archive.location, "file": out, "pages": len(pages), "bytes": size, "dry_run": True})
-    else:
-        replaced = ", which would be replaced" if out != STANDARD and Path(out).exists() else ""
-        held = f"{counted(len(pages), 'page')}, {format_bytes(size)}"
-        tell(f"{held}, would be exported from {archive.location} to {out}{replaced}")
-    return 0
+    name = "file" if done == "exported" else "target"
+    return Result(
+        {"location": archive.location, name: target, "pages": len(pages), "bytes": size, "dry_run": True},
+        f"{counted(len(pages), 'page')}, {format_bytes(size)}, "
+        f"would be {done} from {archive.location} to {target}{note}",
+    )
 
 
-def _require_replaceable(target: Path) -> None:
-    """Refuse a file that is not an export: it was named by mistake."""
+def _is_replaced(target: Path) -> bool:
+    """Whether an export is there already. Refuses a file that is no export: it was named by mistake."""
     if target.exists() and not target.is_file():
         # a device would be replaced, and a pipe waited for
         raise LocationError(f"{target} exists and is not a file; choose another name, or - for stdout")
@@ -128,48 +105,22 @@ def _require_replaceable(target: Path) -> None:
         with target.open("rb") as file:
             begin = file.read(len(MAGIC))
     except OSError:
-        return  # there is none, or writing it says why
+        return target.exists()  # writing it says why
     if begin and begin != MAGIC:
         raise LocationError(f"{target} exists and is not an export of prefixstore; choose another name, or delete it")
-
-
-@contextmanager
-def _writing(out: str) -> Iterator[BinaryIO]:
-    """A file that gets its name when it is complete. Only its owner can read it, since it contains prompts."""
-    if out == STANDARD:
-        yield sys.stdout.buffer
-        sys.stdout.buffer.flush()
-        return
-    target = Path(out)
-    part: Path | None = None
-    try:
-        # a unique name: an existing file may be a link, or readable by others
-        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
-        part = Path(name)
-        with os.fdopen(handle, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(target)
-        sync_path(target.absolute().parent)
-    except OSError as error:
-        raise LocationError(f"{out} cannot be written: {error.strerror or error}") from error
-    finally:
-        if part is not None:
-            part.unlink(missing_ok=True)
+    return True
 
 
 def import_(
-    location: Location,
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A file written by export; - is stdin.")],
+    location: str,
+    file: str,
     *,
-    max_bytes: MaxBytes = None,
-    model: ModelFile = None,
-    config: ConfigFile = None,
-    n_ctx: NCtx = None,
-    salt: Salt = None,
-    as_json: AsJson = False,
-) -> int:
+    max_bytes: str | None = None,
+    model: Path | None = None,
+    config: Path | None = None,
+    n_ctx: int | None = None,
+    salt: str | None = None,
+) -> Result:
     """Import the pages of a file into a store of any backend.
 
     The store is created if it does not exist. Pages that it already has are skipped, so an interrupted import can
@@ -181,11 +132,11 @@ def import_(
     Example: prefixstore import sqlite:////var/cache/kv.db night.pstore --model m.gguf
     """
     started = time.perf_counter()
-    budget = max_bytes_of(max_bytes)
+    budget = options.max_bytes_of(max_bytes)
     keep_freed_memory()
-    with _reading(file) as opened:
+    with reading(file) as opened:
         reader = ExportReader(opened, file)
-        if model is not None or (config is not None and load_config(config).path is not None):
+        if has_model(config, model):
             settings = configured(location, config, model, n_ctx, salt)
             llm = open_model(settings)
             with settings.open_store(llm, location="memory:") as store:
@@ -194,10 +145,8 @@ def import_(
         with Archive(location, max_bytes=budget, create=True) as archive:
             _warn_of_a_small_budget(file, archive)
             moved = import_store(reader, archive)
-            where = archive.location
-    seconds = time.perf_counter() - started
-    _report(moved, "imported", seconds, {"file": file, "location": where}, as_json=as_json)
-    return FAILED if moved.refused else 0
+            places = {"file": file, "location": archive.location}
+    return _moved(moved, "imported", started, places)
 
 
 def _warn_of_a_small_budget(file: str, archive: Archive) -> None:
@@ -206,7 +155,7 @@ def _warn_of_a_small_budget(file: str, archive: Archive) -> None:
     path = Path(file)
     if file == STANDARD or not path.is_file() or path.stat().st_size <= room:
         return
-    with _reading(file) as opened:
+    with reading(file) as opened:
         wanted = missing_bytes(ExportReader(opened, file), archive)
     if wanted > max(room, 0):
         _warn(file, wanted, archive, room)
@@ -230,29 +179,15 @@ def _require(file: str, reader: ExportReader, wanted: Namespace) -> None:
         )
 
 
-@contextmanager
-def _reading(file: str) -> Iterator[BinaryIO]:
-    if file == STANDARD:
-        yield sys.stdin.buffer
-        return
-    try:
-        opened = Path(file).open("rb")  # noqa: SIM115 - closed below; an OSError in the block does not come from the file
-    except OSError as error:
-        raise LocationError(f"{file} cannot be read: {error.strerror or error}") from error
-    with opened:
-        yield opened
-
-
 def copy(
-    source: Location,
-    target: Annotated[
-        str, typer.Argument(metavar="TARGET", help="Another location; it is created if it does not exist.")
-    ],
+    source: str,
+    target: str,
     *,
-    namespace: NamespaceName = None,
-    max_bytes: MaxBytes = None,
-    as_json: AsJson = False,
-) -> int:
+    namespace: str | None = None,
+    salt: str | None = None,
+    max_bytes: str | None = None,
+    dry_run: bool = False,
+) -> Result:
     """Copy pages into another store, of any backend.
 
     Without --max-bytes the target may grow to 10 GiB or twice the size of the source, whichever is more. Exit code 1:
@@ -261,12 +196,14 @@ def copy(
     Example: prefixstore copy lmdb:///var/cache/kv sqlite:////backup/kv.db
     """
     started = time.perf_counter()
-    budget = max_bytes_of(max_bytes)
+    budget = options.max_bytes_of(max_bytes)
     keep_freed_memory()
     with Archive(source, read_only=True) as archive:
         if _is_same(archive, target):
             raise InvalidParameterError("source and target are the same location")
-        wanted = {archive.namespace(namespace).key} if namespace is not None else None
+        wanted = chosen_namespaces(archive, namespace, salt)
+        if dry_run:
+            return _planned("copied", archive, without_password(target), wanted)
         used = archive.used().bytes
         with Archive(target, max_bytes=budget or max(2 * used, DEFAULT_BYTES), create=True) as other:
             size = sum(page.stored_bytes for page in archive.pages() if wanted is None or page.namespace in wanted)
@@ -275,8 +212,7 @@ def copy(
                 _warn(archive.location, size, other, room)
             moved = copy_store(archive, other, namespaces=wanted)
             places = {"location": archive.location, "target": other.location}
-    _report(moved, "copied", time.perf_counter() - started, places, as_json=as_json)
-    return FAILED if moved.damaged or moved.refused else 0
+    return _moved(moved, "copied", started, places)
 
 
 def _is_same(archive: Archive, target: str) -> bool:
@@ -287,23 +223,41 @@ def _is_same(archive: Archive, target: str) -> bool:
         return False  # the target does not exist yet
 
 
-def _report(moved: Moved, done: str, seconds: float, places: dict[str, str], *, as_json: bool) -> None:
-    """Print what was moved. `places` are the source and the target, by their names in the JSON document."""
+def _moved(moved: Moved, done: str, started: float, places: dict[str, str]) -> Result:
+    """What was moved. `places` are the source and the target, by their names in the JSON document."""
+    seconds = time.perf_counter() - started
     source, target = places.values()
     # stdout may carry the pages themselves
     is_piped = done == "exported" and target == STANDARD
-    if as_json and not is_piped:
-        emit(places | asdict(moved) | {"seconds": round(seconds, 3)})
-        return
-    size = f"{format_bytes(moved.bytes)} at {format_bytes(moved.bytes / seconds)}/s" if moved.bytes else "no bytes"
+    show = say if is_piped else tell
     more = {
         "already existed": moved.present,
         "damaged and left out": moved.damaged,
         "did not fit": moved.refused,
         "evicted to make space": moved.evicted,
     }
-    show = say if is_piped else tell
-    show(f"{counted(moved.pages, 'page')} {done} from {source} to {target}: {size}")
-    for what, n in more.items():
-        if n:
-            show(f"{counted(n, 'page')} {what}")
+
+    def text() -> None:
+        size = f"{format_bytes(moved.bytes)} at {format_bytes(moved.bytes / seconds)}/s" if moved.bytes else "no bytes"
+        show(f"{counted(moved.pages, 'page')} {done} from {source} to {target}: {size}")
+        for what, n in more.items():
+            if n:
+                show(f"{counted(n, 'page')} {what}")
+
+    # a damaged import file has been told as an error
+    is_whole = not moved.refused and (done == "imported" or not moved.damaged)
+    data = None if is_piped else places | asdict(moved) | {"seconds": round(seconds, 3)}
+    return Result(data, text, DONE if is_whole else FAILED)
+
+
+def keep_freed_memory() -> None:
+    """Have malloc keep the memory that is freed, as far as the C library can (glibc).
+
+    LMDB holds what a transaction writes in memory of malloc, which otherwise goes back to the system after each one:
+    page faults then take half of the system's time for an import. It holds for the whole process, so only commands do
+    this.
+    """
+    with suppress(AttributeError, OSError, TypeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_THRESHOLD, LARGEST_FROM_HEAP)
+        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)

@@ -6,24 +6,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from pathlib import Path
 
 import numpy as np
 import typer
 
-from prefixstore.cli.arguments import (
-    AsJson,
-    Location,
-    ModelFile,
-    NamespaceName,
-    Text,
-    TokenizerFile,
-    text_of_tokens,
-)
-from prefixstore.cli.figures import described_of
-from prefixstore.cli.listing import SHORT, Tenant, page_facts, say_no_tenant, text_of_pages
-from prefixstore.cli.output import FAILED, Form, Limit, OutputForm, ago, emit, form_of, rows_of, say, tell
-from prefixstore.cli.terminal import WIDE, listed, terminal_width
+from prefixstore.cli import options
+from prefixstore.cli.listing import SHORT, chosen_namespaces, described_of, page_facts, text_of_pages
+from prefixstore.cli.model import Text, text_of_tokens
+from prefixstore.cli.output import FAILED, WIDE, Form, ago, listed, rows_of, say, tell, terminal_width
 from prefixstore.engine.index import Page
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.figures import Described
@@ -44,33 +35,26 @@ ORDERS: dict[str, Callable[[Page], float]] = {
     "uses": lambda page: -page.hits,
     "hits": lambda page: -page.hits,  # as it was called
     "stored": lambda page: -page.stored_bytes,
+    "tokens": lambda page: -page.end,
     "created": lambda page: page.created,
 }
 
 
 def tree(
-    location: Location,
+    location: str,
     *,
-    namespace: NamespaceName = None,
-    salt: Tenant = None,
-    model: ModelFile = None,
-    tokenizer: TokenizerFile = None,
-    containing: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="Only sequences that contain this text; needs --model or --tokenizer."),
-    ] = None,
-    pinned: Annotated[bool, typer.Option("--pinned", help="Only branches with pinned pages.")] = False,
-    older_than: Annotated[
-        str | None,
-        typer.Option("--older-than", metavar="AGE", help="Only branches with pages not used for this long: 30d."),
-    ] = None,
-    depth: Annotated[int | None, typer.Option(metavar="N", min=1, help="Show N levels of branches.")] = None,
-    limit: Limit = None,
-    sort: Annotated[
-        str | None, typer.Option(metavar="ORDER", help="Order of branches: used, uses, stored or created.")
-    ] = None,
-    form: OutputForm = None,
-    as_json: AsJson = False,
+    namespace: str | None = None,
+    salt: str | None = None,
+    model: Path | None = None,
+    tokenizer: Path | None = None,
+    containing: str | None = None,
+    pinned: bool = False,
+    older_than: str | None = None,
+    depth: int | None = None,
+    limit: int | None = None,
+    sort: str | None = None,
+    form: Form | None = None,
+    as_json: bool = False,
 ) -> int:
     """Show the stored prefixes as a tree.
 
@@ -80,18 +64,16 @@ def tree(
 
     Example: prefixstore tree lmdb:///var/cache/kv --model m.gguf --containing "my secret"
     """
-    chosen = form_of(form, as_json=as_json)
+    chosen = options.form_of(form, as_json=as_json)
     if sort is not None and sort not in ORDERS:
-        raise InvalidParameterError(f"--sort {sort} is unknown; choose used, uses, stored or created")
+        raise InvalidParameterError(f"--sort {sort} is unknown; choose used, uses, stored, tokens or created")
     seconds = parse_seconds(older_than, "--older-than") if older_than is not None else None
     words = text_of_tokens(model, tokenizer)
     if containing is not None and words is None:
         raise InvalidParameterError("--containing needs --model or --tokenizer, to convert tokens to text")
     with Archive(location, read_only=True) as archive:
-        key = archive.namespace(namespace).key if namespace is not None else None
-        pages = archive.pages(key)
-        if salt is not None:
-            pages = _of_tenant(archive, pages, salt)
+        wanted = chosen_namespaces(archive, namespace, salt)
+        pages = [page for page in archive.pages() if wanted is None or page.namespace in wanted]
         if pinned:
             pages = _leading_to(archive, pages, lambda page: page.pinned)
         if seconds is not None:
@@ -109,20 +91,11 @@ def tree(
             if pages or containing is None:
                 tell(f"{archive.location}: {counted(len(pages), 'page')}")
         else:
-            facts = [page_facts(page, words) for page in shown.pages()[:limit]]
-            emit(facts) if chosen is Form.JSON else rows_of(facts, chosen)
+            rows_of([page_facts(page, words) for page in shown.pages()[:limit]], chosen)
     if containing is not None and not pages:
         say(f"{archive.location}: the text is not stored")
         return FAILED
     return 0
-
-
-def _of_tenant(archive: Archive, pages: list[Page], salt: str) -> list[Page]:
-    """The pages of a tenant."""
-    mine = {one.key for one in archive.holdings() if one.namespace is not None and one.namespace.salt == salt}
-    if not mine:
-        say_no_tenant(salt)
-    return [page for page in pages if page.namespace in mine]
 
 
 def _leading_to(archive: Archive, pages: list[Page], is_wanted: Callable[[Page], bool]) -> list[Page]:
@@ -183,7 +156,7 @@ class _Shown:
                 ago(max(page.last_used for page in chain)),
                 "pinned" if all(page.pinned for page in chain) else "",
             ]
-            line = "\n".join(listed([part for part in parts if part], _columns(), indent))
+            line = "\n".join(listed(parts, _columns(), indent))
             has_bar = has_bar or shared > 0
             typer.echo(line if self.words is None else _with_text(line, indent, self._text(chain, shared)))
         if has_bar:

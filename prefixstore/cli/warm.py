@@ -9,36 +9,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from prefixstore.backends.location import is_url, without_password
-from prefixstore.cli.arguments import (
-    AsJson,
-    ConfigFile,
-    HighWater,
-    LowWater,
-    MaxBytes,
-    ModelFile,
-    NCtx,
-    Salt,
-)
-from prefixstore.cli.confirm import has_terminal
-from prefixstore.cli.output import DONE, FAILED, emit, fields, say, tell
-from prefixstore.cli.progress import shown
+from prefixstore.cli.command import Result
+from prefixstore.cli.output import DONE, FAILED, has_terminal, say
 from prefixstore.cli.warm_model import Ready, as_tokens, prepare, prepare_check
 from prefixstore.cli.warm_report import (
-    budget_of,
-    expected_rows,
+    free_bytes,
     print_budget_note,
     print_problems,
     print_unstored,
-    report_rows,
+    progress_shown,
+    rows_of,
 )
 from prefixstore.config import Config, explain, load_config
 from prefixstore.errors import LocationError, MisuseError
 from prefixstore.store import PrefixStore
+from prefixstore.units import require_unit
 from prefixstore.warming.estimate import estimate, expected_bytes
 from prefixstore.warming.job import warm as run_job
 from prefixstore.warming.report import Progress
@@ -56,89 +44,37 @@ OF_SERVER = {"flash_attn": True}
 
 
 def warm(
-    prompts: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="PROMPTS",
-            help="JSONL files with prompt, messages or tokens in each line; text files; folders; patterns; - is stdin.",
-        ),
-    ] = None,
+    prompts: list[str] | None = None,
     *,
-    config: ConfigFile = None,
-    model: ModelFile = None,
-    store: Annotated[
-        list[str] | None,
-        typer.Option(metavar="LOCATION", help="lmdb:///path, sqlite:////path, …; a second one is the far location."),
-    ] = None,
-    far: Annotated[
-        str | None,
-        typer.Option("--far", metavar="LOCATION", help="A far location, shared with other machines."),
-    ] = None,
-    far_max_bytes: Annotated[
-        str | None,
-        typer.Option(
-            "--far-max-bytes", metavar="SIZE", help="Size limit of that location; by default that of the store."
-        ),
-    ] = None,
-    for_server: Annotated[
-        bool,
-        typer.Option("--for-server", help="Settings that are not given are those of llama-server, not of a Llama."),
-    ] = False,
-    n_ctx: NCtx = None,
-    threads: Annotated[int | None, typer.Option(metavar="N", help="Number of threads.")] = None,
-    batch: Annotated[int | None, typer.Option(metavar="N", help="Tokens evaluated at once.")] = None,
-    type_k: Annotated[
-        str | None, typer.Option("--type-k", metavar="TYPE", help="Type of K in the cache: f16, q8_0, …")
-    ] = None,
-    type_v: Annotated[
-        str | None,
-        typer.Option("--type-v", metavar="TYPE", help="Type of V in the cache; q8_0 and the like need --flash-attn."),
-    ] = None,
-    flash_attn: Annotated[bool | None, typer.Option("--flash-attn/--no-flash-attn", help="Flash attention.")] = None,
-    swa_full: Annotated[
-        bool | None, typer.Option("--swa-full/--no-swa-full", help="Keep all rows of sliding-window layers.")
-    ] = None,
-    gpu_layers: Annotated[
-        int | None, typer.Option("--gpu-layers", metavar="N", help="Layers on the GPU; -1 for all.")
-    ] = None,
-    lora: Annotated[Path | None, typer.Option(metavar="FILE", help="LoRA adapter.")] = None,
-    chat_format: Annotated[
-        str | None,
-        typer.Option("--chat-format", metavar="NAME", help="Chat format to use instead of the model's template."),
-    ] = None,
-    generation_prompt: Annotated[
-        bool | None,
-        typer.Option(
-            "--generation-prompt/--next-turn",
-            help="End messages where the assistant answers, or (the default) at the start of the next user turn.",
-        ),
-    ] = None,
-    salt: Salt = None,
-    namespace: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Label of the namespace; separates pages, as --salt does.")
-    ] = None,
-    page_tokens: Annotated[
-        int | None, typer.Option("--page-tokens", metavar="N", help="Tokens in a page; by default 256.")
-    ] = None,
-    max_bytes: MaxBytes = None,
-    high_water: HighWater = None,
-    low_water: LowWater = None,
-    ttl: Annotated[str | None, typer.Option(metavar="AGE", help="Time to live after the last use: 30d.")] = None,
-    priority: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="Priority, for stores with the eviction policy 'priority'; lower is evicted first."
-        ),
-    ] = None,
-    pin: Annotated[bool | None, typer.Option("--pin/--no-pin", help="Keep the prompts from eviction.")] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the estimated cost without storing anything.")
-    ] = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Show whether the store has pages for these settings, and if not, why.")
-    ] = False,
-    as_json: AsJson = False,
-) -> int:
+    config: Path | None = None,
+    model: Path | None = None,
+    store: list[str] | None = None,
+    far: str | None = None,
+    far_max_bytes: str | None = None,
+    for_server: bool = False,
+    n_ctx: int | None = None,
+    threads: int | None = None,
+    batch: int | None = None,
+    type_k: str | None = None,
+    type_v: str | None = None,
+    flash_attn: bool | None = None,
+    swa_full: bool | None = None,
+    gpu_layers: int | None = None,
+    lora: Path | None = None,
+    chat_format: str | None = None,
+    generation_prompt: bool | None = None,
+    salt: str | None = None,
+    namespace: str | None = None,
+    page_tokens: int | None = None,
+    max_bytes: str | None = None,
+    high_water: float | None = None,
+    low_water: float | None = None,
+    ttl: str | None = None,
+    priority: int | None = None,
+    pin: bool | None = None,
+    dry_run: bool = False,
+    check: bool = False,
+) -> Result:
     """Compute prompts and store them, each shared prefix once.
 
     Prompts that are stored already are skipped. Run an interrupted job again to finish it; several jobs with the same
@@ -153,6 +89,7 @@ def warm(
 
     Example: prefixstore warm --for-server --model m.gguf --store lmdb:///var/cache/kv prompts.jsonl docs/
     """
+    require_unit(ttl, "--ttl", "30d, 12h")
     models = {
         "n_ctx": n_ctx,
         "n_threads": threads,
@@ -167,7 +104,7 @@ def warm(
         "chat_format": chat_format,
     }
     stores = {
-        "location": _one_or_two(store),
+        "location": store[0] if store and len(store) == 1 else store,
         "far_max_bytes": far_max_bytes,
         "salt": salt,
         "namespace": namespace,
@@ -185,80 +122,65 @@ def warm(
     if for_server:
         settings = replace(settings, model=OF_SERVER | dict(settings.model))
     sources = list(prompts or settings.warm.get("prompts", ()))
-    ends = _either(generation_prompt, settings.warm.get("generation_prompt"))
+    ends = bool(settings.warm.get("generation_prompt")) if generation_prompt is None else generation_prompt
     if check:
-        return _check(settings, sources, generation_prompt=ends, as_json=as_json)
+        return _check(settings, sources, generation_prompt=ends)
     if not sources:
         raise MisuseError("no prompts are given; pass files, folders, or - for standard input")
     for source in sources:
         if Path(source).suffix.lower() == ".json":
             say(f"note: {source} is read as the text of one prompt; name it .jsonl if each line is a prompt")
     if dry_run:
-        return _dry_run(settings, sources, generation_prompt=ends, as_json=as_json)
-    pins = _either(pin, settings.warm.get("pin"))
-    return _warm(settings, sources, generation_prompt=ends, pin=pins, as_json=as_json)
-
-
-def _one_or_two(store: list[str] | None) -> str | list[str] | None:
-    return store[0] if store is not None and len(store) == 1 else store or None
-
-
-def _either(option: bool | None, setting: object) -> bool:
-    return option if option is not None else bool(setting)
+        return _dry_run(settings, sources, generation_prompt=ends)
+    pins = bool(settings.warm.get("pin")) if pin is None else pin
+    return _warm(settings, sources, generation_prompt=ends, pin=pins)
 
 
 # -- the commands -----------------------------------------------------------------------------------------------------
 
 
-def _warm(settings: Config, sources: list[str], *, generation_prompt: bool, pin: bool, as_json: bool) -> int:
-    with _signals() as caught, shown() as progress:
+def _warm(settings: Config, sources: list[str], *, generation_prompt: bool, pin: bool) -> Result:
+    with _signals() as caught, progress_shown() as progress:
         progress(Progress())
-        ready = prepare(settings, sources, generation_prompt=generation_prompt, stop=lambda: bool(caught))
-        prompts = as_tokens(ready, generation_prompt=generation_prompt, stop=lambda: bool(caught))
+        how: dict[str, Any] = {"generation_prompt": generation_prompt, "stop": lambda: bool(caught)}
+        ready = prepare(settings, sources, **how)
+        prompts = as_tokens(ready, **how)
         # what another job has stored is worth waiting for
         with ready.settings.open_store(ready.llm, max_delay=None) as store:
             _print_notes(ready, store)
-            budget = budget_of(store, store.location)
-            print_budget_note(budget, expected_bytes(ready.llm, store, prompts, budget.free))
-            report = run_job(
-                ready.llm,
-                store,
-                prompts,
-                progress=progress,
-                stop=lambda: bool(caught),
-                generation_prompt=generation_prompt,
-                pin=pin,
-            )
-            dropped = store.stats().dropped
-            location = store.location
+            expected = expected_bytes(ready.llm, store, prompts, free_bytes(store))
+            print_budget_note(store, store.location, expected)
+            report = run_job(ready.llm, store, prompts, progress=progress, pin=pin, **how)
+            dropped, location = store.stats().dropped, store.location
         ready.llm.close()
+    if not report.prompts and not report.problems:
+        say(f"note: there are no prompts in {', '.join(sources)}")
     print_problems(report.problems)
     print_unstored(report.unstored, dropped)
-    if as_json:
-        emit({"location": location, "n_ctx": ready.n_ctx, **asdict(report), "seconds": round(report.seconds, 3)})
-    else:
-        fields({"location": location, "n_ctx": ready.n_ctx_in_words, **report_rows(report)})
-    if report.interrupted:
-        return SIGNALLED + caught[0]
-    return FAILED if report.problems or report.unstored else DONE
+    code = FAILED if report.problems or report.unstored else DONE
+    return Result(
+        {"location": location, "n_ctx": ready.n_ctx, **asdict(report), "seconds": round(report.seconds, 3)},
+        {"location": location, "n_ctx": f"{ready.n_ctx:,} ({ready.reason})", **rows_of(report)},
+        SIGNALLED + caught[0] if report.interrupted else code,
+    )
 
 
-def _dry_run(settings: Config, sources: list[str], *, generation_prompt: bool, as_json: bool) -> int:
+def _dry_run(settings: Config, sources: list[str], *, generation_prompt: bool) -> Result:
     ready = prepare(settings, sources, generation_prompt=generation_prompt)
     with _open_read_only(ready.settings, ready.llm) as (store, location):
         _print_notes(ready, store)
         expected = estimate(ready.llm, store, ready.prompts, generation_prompt=generation_prompt)
-        fits = print_budget_note(budget_of(store, location), expected.bytes)
+        fits = print_budget_note(store, location, expected.bytes)
     ready.llm.close()
     print_problems(expected.problems)
-    if as_json:
-        emit({"location": location, "n_ctx": ready.n_ctx, **asdict(expected), "dry_run": True})
-    else:
-        fields({"location": location, "n_ctx": ready.n_ctx_in_words, **expected_rows(expected)})
-    return FAILED if expected.problems or not fits else DONE
+    return Result(
+        {"location": location, "n_ctx": ready.n_ctx, **asdict(expected), "dry_run": True},
+        {"location": location, "n_ctx": f"{ready.n_ctx:,} ({ready.reason})", **rows_of(expected)},
+        FAILED if expected.problems or not fits else DONE,
+    )
 
 
-def _check(settings: Config, sources: list[str], *, generation_prompt: bool, as_json: bool) -> int:
+def _check(settings: Config, sources: list[str], *, generation_prompt: bool) -> Result:
     ready = prepare_check(settings, sources, generation_prompt=generation_prompt)
     with _open_read_only(ready.settings, ready.llm) as (store, location):
         for note in ready.notes:
@@ -266,19 +188,20 @@ def _check(settings: Config, sources: list[str], *, generation_prompt: bool, as_
         known = store.engine.namespaces()
         same = any(namespace.key == store.namespace.key for namespace in known)
         differences = explain(store.namespace, known)
-        if as_json:
-            result = {"namespace": store.namespace.key.hex(), "stored": same, "differences": differences}
-            emit({"location": location} | result)
-        elif same:
-            tell(f"{location} has pages for these settings.")
-        elif differences:
-            tell(f"{location} has no pages for these settings. The most similar ones differ:")
-            for difference in differences:
-                tell(f"  {difference}")
-        else:
-            tell(f"{location} has no pages at all.")
+        key = store.namespace.key.hex()
     ready.llm.close()
-    return DONE if same else FAILED
+    if same:
+        text = f"{location} has pages for these settings."
+    elif differences:
+        text = f"{location} has no pages for these settings. The most similar ones differ:"
+    else:
+        text = f"{location} has no pages at all."
+    lines = [text, *(f"  {difference}" for difference in differences if not same)]
+    return Result(
+        {"location": location, "namespace": key, "stored": same, "differences": differences},
+        "\n".join(lines),
+        DONE if same else FAILED,
+    )
 
 
 def _print_notes(ready: Ready, store: PrefixStore) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from prefixstore.cli.arguments import open_model
+from prefixstore.cli.files import STANDARD
+from prefixstore.cli.model import open_model
 from prefixstore.config import Config
 from prefixstore.warming.context_size import fit, original_context
 from prefixstore.warming.prompts import Problem, Prompt, PromptLike, read, tokenized
@@ -14,9 +15,7 @@ from prefixstore.warming.prompts import Problem, Prompt, PromptLike, read, token
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-__all__ = ["STANDARD", "Ready", "as_tokens", "prepare", "prepare_check"]
-
-STANDARD = "-"
+__all__ = ["Ready", "as_tokens", "prepare", "prepare_check"]
 
 
 @dataclass
@@ -30,7 +29,7 @@ class Ready:
     llm
         The model.
     n_ctx
-        Length of its context.
+        Length of its context; known when the model is closed, too.
     prompts
         The prompts: tokens if the context was sized by them, otherwise read as they are needed.
     reason
@@ -47,13 +46,7 @@ class Ready:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        # the report is printed when the model is closed
         self.n_ctx = self.llm.n_ctx()
-
-    @property
-    def n_ctx_in_words(self) -> str:
-        """Length of the context, and the reason for it."""
-        return f"{self.n_ctx:,} ({self.reason})"
 
 
 def prepare(

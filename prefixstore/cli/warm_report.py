@@ -1,63 +1,54 @@
-"""The messages of ``prefixstore warm``: problems, whether all prompts will fit, the result."""
+"""The messages of ``prefixstore warm``: progress, problems, whether all prompts will fit, the result."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn
+from rich.progress import Progress as Bar
 
 from prefixstore.cli.output import say
 from prefixstore.store import PrefixStore
-from prefixstore.units import counted, format_bytes
+from prefixstore.units import counted, format_bytes, format_seconds, format_share
 from prefixstore.warming.estimate import Estimate
 from prefixstore.warming.prompts import Problem
-from prefixstore.warming.report import WarmReport
+from prefixstore.warming.report import Progress, WarmReport
 
-__all__ = [
-    "budget_of",
-    "expected_rows",
-    "print_budget_note",
-    "print_problems",
-    "print_unstored",
-    "report_rows",
-]
+__all__ = ["free_bytes", "print_budget_note", "print_problems", "print_unstored", "progress_shown", "rows_of"]
 
 # How many prompts that did not fit are listed one by one.
 LISTED = 10
 # More equal problems than this are one line.
 ALIKE = 3
+# How often a line is printed where there is no terminal.
+LINE_SECONDS = 10.0
 
 
-@dataclass(frozen=True)
-class Budget:
-    """What a store may hold, what of that is free, and where it is."""
-
-    location: str
-    max_bytes: int
-    free: int
+def free_bytes(store: PrefixStore) -> int:
+    """What of the size limit of a store is free."""
+    return max(0, store.parameters.budget.max_bytes - store.engine.used()[0].bytes)
 
 
-def budget_of(store: PrefixStore, location: str) -> Budget:
-    """The budget of a store for this location, and what of it is free."""
-    max_bytes = store.parameters.budget.max_bytes
-    return Budget(location, max_bytes, max(0, max_bytes - store.engine.used()[0].bytes))
-
-
-def print_budget_note(budget: Budget, expected: int) -> bool:
+def print_budget_note(store: PrefixStore, location: str, expected: int) -> bool:
     """Say whether what is expected will find space; returns whether it can."""
-    needed = f"the prompts need about {format_bytes(expected)}"
-    if expected > budget.max_bytes:
+    limit, free = store.parameters.budget.max_bytes, free_bytes(store)
+    needed = f"note: the prompts need about {format_bytes(expected)}"
+    if expected > limit:
         say(
-            f"note: {needed}, and {budget.location} may hold {format_bytes(budget.max_bytes)}: "
+            f"{needed}, and {location} may hold {format_bytes(limit)}: "
             "not all will be stored; pass a larger --max-bytes, or fewer prompts"
         )
-        return False
-    if expected > budget.free:
+    elif expected > free:
         say(
-            f"note: {needed}, and {format_bytes(budget.free)} of {format_bytes(budget.max_bytes)} are free in "
-            f"{budget.location}: other pages will be evicted; pass a larger --max-bytes to keep them"
+            f"{needed}, and {format_bytes(free)} of {format_bytes(limit)} are free in {location}: "
+            "other pages will be evicted; pass a larger --max-bytes to keep them"
         )
-    return True
+    return expected <= limit
 
 
 def print_problems(problems: Sequence[Problem]) -> None:
@@ -96,34 +87,83 @@ def print_unstored(unstored: tuple[str, ...], dropped: dict[str, int]) -> None:
         )
 
 
-def report_rows(report: WarmReport) -> dict[str, object]:
-    """The result of a job, for the summary."""
+def rows_of(found: WarmReport | Estimate) -> dict[str, object]:
+    """The result of a job, or its expected cost, for the summary."""
     rows: dict[str, object] = {
-        "prompts": f"{report.prompts:,}",
-        "tokens in them": f"{report.prompt_tokens:,}",
-        "unique tokens": f"{report.unique_tokens:,}",
-        "not stored before": f"{report.missing_tokens:,}",
-        "evaluated": f"{report.evaluated_tokens:,}",
-        "stored": format_bytes(report.stored_bytes),
-        "seconds": f"{report.seconds:,.1f}",
+        "prompts": f"{found.prompts:,}",
+        "tokens in them": f"{found.prompt_tokens:,}",
+        "unique tokens": f"{found.unique_tokens:,}",
     }
-    if report.short:
-        rows["too short to store"] = f"{report.short:,}"
-    if report.problems:
-        rows["problems"] = f"{len(report.problems):,}"
-    if report.interrupted:
+    if isinstance(found, Estimate):
+        rows |= {"to evaluate": f"{found.missing_tokens:,}", "bytes": format_bytes(found.bytes)}
+    else:
+        rows |= {"not stored before": f"{found.missing_tokens:,}", "evaluated": f"{found.evaluated_tokens:,}"}
+        rows["stored"] = format_bytes(found.stored_bytes)
+    rows["seconds"] = f"{found.seconds:,.1f}"
+    if isinstance(found, WarmReport) and found.short:
+        rows["too short to store"] = f"{found.short:,}"
+    if found.problems:
+        rows["problems"] = f"{len(found.problems):,}"
+    if isinstance(found, WarmReport) and found.interrupted:
         rows["interrupted"] = "yes; run it again for the rest"
     return rows
 
 
-def expected_rows(expected: Estimate) -> dict[str, object]:
-    """The expected cost of a job, for the summary."""
-    return {
-        "prompts": f"{expected.prompts:,}",
-        "tokens in them": f"{expected.prompt_tokens:,}",
-        "unique tokens": f"{expected.unique_tokens:,}",
-        "to evaluate": f"{expected.missing_tokens:,}",
-        "bytes": format_bytes(expected.bytes),
-        "seconds": f"{expected.seconds:,.1f}",
-        **({"problems": f"{len(expected.problems):,}"} if expected.problems else {}),
-    }
+# -- progress ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def progress_shown() -> Iterator[Callable[[Progress], None]]:
+    """A function that shows progress on stderr: as a bar on a terminal, otherwise as a line from time to time."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _Lines()
+        return
+    room = console.width
+    width = max(8, min(40, room // 4))
+    columns = [TextColumn("{task.description}"), BarColumn(width), TaskProgressColumn()]
+    # what the other columns leave
+    left = room - len("evaluating") - width - len("100%") - len(columns)
+    with Bar(*columns, TextColumn("{task.fields[text]}"), console=console, transient=True) as bar:
+        task = bar.add_task("reading", total=None, text="")
+
+        def show(progress: Progress) -> None:
+            total = progress.missing_tokens if progress.phase != "reading" else None
+            text = _text(progress, left) if progress.phase != "reading" else ""
+            bar.update(task, description=progress.phase, total=total, completed=progress.done_tokens, text=text)
+
+        yield show
+
+
+class _Lines:
+    """A line on stderr at the beginning of each phase, and every `LINE_SECONDS`."""
+
+    def __init__(self) -> None:
+        self._last = (0.0, "")
+
+    def __call__(self, progress: Progress) -> None:
+        now = time.monotonic()
+        at, phase = self._last
+        if now - at >= LINE_SECONDS or progress.phase != phase:
+            self._last = now, progress.phase
+            text = f"{progress.phase}: {_text(progress)}" if progress.phase != "reading" else "reading prompts"
+            typer.echo(text, err=True)
+
+
+def _text(progress: Progress, room: int | None = None) -> str:
+    """The progress as text, as much of it as there is room for: what is left first."""
+    left = progress.seconds_left
+    parts = [
+        f"{progress.done_tokens:,} of {progress.missing_tokens:,} tokens",
+        f"{progress.rate:,.0f} tokens/s",
+        f"{format_seconds(left)} left" if left is not None else "",
+        f"{format_bytes(progress.stored_bytes)} stored",
+        f"{format_share(progress.hit_share)} hits",
+    ]
+    if room is not None:
+        shown: list[str] = []
+        for i in (2, 0, 1, 3, 4):
+            if parts[i] and len(", ".join([*shown, parts[i]])) <= room:
+                shown.append(parts[i])
+        parts = [part for part in parts if part in shown]
+    return ", ".join(part for part in parts if part)

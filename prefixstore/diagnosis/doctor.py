@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import random
 import shutil
 import sqlite3
 import stat
@@ -19,7 +20,8 @@ from prefixstore.config import Config
 from prefixstore.config import explain as explain_settings
 from prefixstore.diagnosis.file_system import NETWORK, VOLATILE, existing, mount_of
 from prefixstore.errors import LocationError, PrefixStoreError
-from prefixstore.maintenance.archive import Archive, Holding
+from prefixstore.format.figures import DAY, History
+from prefixstore.maintenance.archive import DEFAULT_BYTES, Archive, Holding
 from prefixstore.maintenance.bench import measure_read_rate
 from prefixstore.opening import locations_of
 from prefixstore.parameters import Parameters
@@ -44,6 +46,10 @@ CLIENTS = {
 OLDEST_SQLITE = (3, 35)
 # contexts of full length that a budget should hold
 CONTEXTS = 2
+# what is read to find damaged pages
+SAMPLE_PAGES, SAMPLE_BYTES = 256, 64 << 20
+# a hit rate of so many prompts, and up to so much, is a problem
+FEW_LOOKUPS, LOW_HIT_RATE = 10, 0.02
 # how a file of SQLite begins
 SQLITE = b"SQLite format 3\0"
 
@@ -100,8 +106,8 @@ def examine(location: str | None, config: Config | None = None, max_bytes: int |
     texts = [text_of(each) for each in locations_of(given)]
     for text in texts:
         is_persistent(text)
-    limit = max_bytes if max_bytes is not None else settings.get("max_bytes", Parameters.MAX_BYTES)
-    budget = parse_bytes(limit, "max_bytes")
+    limit = max_bytes if max_bytes is not None else settings.get("max_bytes")
+    budget = None if limit is None else parse_bytes(limit, "max_bytes")
     far_limit = settings.get("far_max_bytes")
     far_budget = budget if far_limit is None else parse_bytes(far_limit, "far_max_bytes")
     found = [*_versions(needs_model=config is not None and config.path is not None)]
@@ -113,12 +119,12 @@ def examine(location: str | None, config: Config | None = None, max_bytes: int |
         holdings += held or ()
         can_open = can_open and held is not None
     if config is not None and config.path is not None and can_open:
-        found += _settings(config, holdings, budget)
+        found += _settings(config, holdings, budget or DEFAULT_BYTES)
     return found
 
 
 def _location(
-    text: str, budget: int, *, is_written: bool, is_nearer: bool
+    text: str, budget: int | None, *, is_written: bool, is_nearer: bool
 ) -> tuple[list[Finding], Sequence[Holding] | None]:
     """What is found in a location, and what it holds; None if it cannot be opened."""
     found = [Finding("location", without_password(text) if is_url(text) else str(Path(text).absolute()))]
@@ -130,10 +136,11 @@ def _location(
         found += _place(path, is_written=is_written)
     try:
         with Archive(text, read_only=True) as archive:
-            holdings, used = archive.holdings(), archive.used().bytes
+            holdings, used, history = archive.holdings(), archive.used().bytes, archive.history()
             found.append(_stored(used, holdings))
-            found += _budget(path, used, budget)
-            found += _break_even(archive)
+            # as `stats` has it: that of the process that was the last to begin writing
+            found += _budget(path, used, budget or history.max_bytes or DEFAULT_BYTES)
+            found += [*_sampled(archive), *_use(history), *_break_even(archive)]
     except PrefixStoreError as error:
         if not isinstance(error, LocationError) or path is None or not _is_missing(path):
             return [*found, Finding("store", "cannot be opened", Level.PROBLEM, str(error))], None
@@ -142,8 +149,39 @@ def _location(
         level = Level.NOTE if is_nearer else Level.PROBLEM
         found.append(Finding("store", "none yet", level, advice))
         holdings = []
-        found += _budget(path, 0, budget)
+        found += _budget(path, 0, budget or DEFAULT_BYTES)
     return found, holdings
+
+
+def _sampled(archive: Archive) -> Iterator[Finding]:
+    """Whether pages, drawn by chance, are intact."""
+    pages = archive.pages()
+    random.shuffle(pages)
+    n_bytes, n_sampled, n_damaged = 0, 0, 0
+    for page in pages:
+        if n_bytes > SAMPLE_BYTES or n_sampled == SAMPLE_PAGES:
+            break
+        n_bytes, n_sampled = n_bytes + page.stored_bytes, n_sampled + 1
+        n_damaged += archive.damage(page) is not None
+    if n_damaged:
+        found = f"{n_damaged:,} damaged of {n_sampled:,} that were read"
+        advice = f"prefixstore check {archive.location} lists them, and with --repair deletes them."
+        yield Finding("pages", found, Level.PROBLEM, advice)
+    elif pages:
+        yield Finding("pages", f"{n_sampled:,} of {len(pages):,} read, none damaged")
+
+
+def _use(history: History) -> Iterator[Finding]:
+    """Whether prompts of the last day found something."""
+    day = history.total(DAY)
+    if day.hit_rate is None:
+        return
+    found = f"hit rate {format_share(day.hit_rate)}, {counted(day.evictions, 'page')} evicted, in the last day"
+    if day.lookups < FEW_LOOKUPS or day.hit_rate > LOW_HIT_RATE:
+        yield Finding("use", found)
+        return
+    why = "Pages are evicted before they are used again: raise max_bytes." if day.evictions else ""
+    yield Finding("use", found, Level.PROBLEM, why or "prefixstore explain says why a prompt is not found.")
 
 
 # -- versions ---------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from prefixstore.engine.invariants import Violation
 from prefixstore.engine.page_view import Used, View
 from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.policy_memory import noted_policy
+from prefixstore.engine.relatives import with_descendants
 from prefixstore.errors import CorruptError, InvalidParameterError, StorageError
 from prefixstore.format.autocodec import FixedCodec
 from prefixstore.format.codec import decode
@@ -474,14 +475,20 @@ class Archive:
         """
         self.engine.scrub()
 
-    def repair(self, max_bytes: int | None = None) -> tuple[list[Violation], Removed]:
+    def repair(self, max_bytes: int | None = None, *, dry_run: bool = False) -> tuple[list[Violation], Removed]:
         """Delete damaged pages and their descendants, and rebuild a wrong index of children.
 
         Returns what was found, and how much was deleted.
 
-        With `max_bytes`, pages are then evicted until the location holds no more.
+        With `max_bytes`, pages are then evicted until the location holds no more. With `dry_run` nothing is changed;
+        what would be evicted is not counted.
         """
         found = self.check(max_bytes)
+        if dry_run:
+            keys = {bytes.fromhex(one.key) for one in found if one.key and one.rule != "index"}
+            with self.backend.view() as view:
+                sizes = [getattr(one.record, "stored_bytes", 0) for one in with_descendants(view, keys)]
+            return found, Removed(len(sizes), sum(sizes))
         removed = self.engine.repair(found)
         if max_bytes is not None:
             removed += self.evict_to(max_bytes)

@@ -87,7 +87,9 @@ def read(sources: Iterable[str | Path], stdin: BinaryIO | None = None) -> Iterat
             continue
         files = list(_files(str(source)))
         if not files:
-            yield Problem(str(source), "file not found, and no file matches this pattern")
+            is_folder = Path(source).is_dir()
+            reason = "the folder has no files" if is_folder else "file not found, and no file matches this pattern"
+            yield Problem(str(source), reason)
         for file in files:
             yield from _file(file)
 

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from prefixstore.cli import heap
+from prefixstore.cli import transfer
 from tests.support import ROOT
 
 FREED = """
 import ctypes, os
-from prefixstore.cli.heap import keep_freed_memory
+from prefixstore.cli.transfer import keep_freed_memory
 keep_freed_memory()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
@@ -41,5 +41,5 @@ def test_another_c_library_is_left_alone(monkeypatch, error):
     def without(name):
         raise error
 
-    monkeypatch.setattr(heap.ctypes, "CDLL", without)
-    heap.keep_freed_memory()
+    monkeypatch.setattr(transfer.ctypes, "CDLL", without)
+    transfer.keep_freed_memory()

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,12 +22,13 @@ import pytest
 from rich.console import Console
 
 from prefixstore import InvalidParameterError, PrefixStore, load, warm
-from prefixstore.cli import confirm, main, terminal
-from prefixstore.cli import progress as progress_module
-from prefixstore.cli.progress import shown
-from prefixstore.cli.prompt_files import chat_in, text_in
-from prefixstore.cli.terminal import WIDE
+from prefixstore.cli import main, output
+from prefixstore.cli import warm_report as progress_module
+from prefixstore.cli.app import COMMANDS
+from prefixstore.cli.files import chat_in, text_in
+from prefixstore.cli.output import WIDE
 from prefixstore.cli.warm import _signals
+from prefixstore.cli.warm_report import progress_shown as shown
 from prefixstore.config import Config, load_config, model_file
 from prefixstore.maintenance.archive import Archive
 from prefixstore.warming.estimate import estimate
@@ -97,13 +99,69 @@ def answers(monkeypatch):
 
     def terminal(*given):
         left = list(given)
-        monkeypatch.setattr(confirm, "has_terminal", lambda: True)
-        for module in ("delete", "maintain"):
-            monkeypatch.setattr(f"prefixstore.cli.{module}.has_terminal", lambda: True)
-        monkeypatch.setattr(confirm.typer, "confirm", lambda question, **_: asked.append(question) or left.pop(0))
+        monkeypatch.setattr(output, "has_terminal", lambda: True)
+        monkeypatch.setattr(output.typer, "confirm", lambda question, **_: asked.append(question) or left.pop(0))
         return asked
 
     return terminal
+
+
+# -- deleting ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["purge", "--older-than", "30"],
+        ["purge", "--older-than", "0.5"],
+        ["evict", "--to", "1000"],
+        ["check", "--repair", "--max-bytes", "1000"],
+    ],
+)
+def test_a_number_without_a_unit_deletes_nothing(store, run, arguments):
+    before = n_pages(store)
+    code, out, err = run(arguments[0], store, *arguments[1:])
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"prefixstore: --[a-z-]+='[\d.]+' has no unit; pass one, as in .*\n", err)
+    assert n_pages(store) == before
+    assert run("evict", store, "--to", "0", "--dry-run")[0] == 1  # nothing fits into it, whatever its unit
+
+
+def test_a_repair_asks(store, run, answers):
+    with Archive(store) as archive, archive.backend.update() as transaction:
+        first = next(key for key, record, _ in transaction.scan() if not record.start)
+        record, usage = transaction.record(first), transaction.usage(first)
+        transaction.delete(first)
+        transaction.put(first, replace(record, checksum=bytes(16)), usage, bytes(1000))
+    before, asked = n_pages(store), answers(False, True)
+    assert run("check", store, "--repair")[0] == 1
+    assert (n_pages(store), len(asked)) == (before, 1)
+    assert "delete" in asked[0]
+    assert run("check", store, "--repair")[0] == 0
+    assert n_pages(store) < before
+    # there is nothing left to ask about
+    assert run("check", store, "--repair")[0] == 0
+    assert len(asked) == 2
+
+
+def test_a_tenant_can_be_exported_and_copied_and_a_copy_be_tried(tmp_path, run, as_json):
+    both = filled(tmp_path / "both")
+    with Archive(both) as archive:
+        fill(archive.backend, space("yours"), SEQUENCES[:1])
+    n_yours = as_json("export", both, "--out", "f.pstore", "--salt", "yours")[1]["pages"]
+    assert 0 < n_yours < n_pages(both)
+    code, planned = as_json("copy", both, "other", "--salt", "yours", "--dry-run")
+    assert (code, planned["pages"], planned["dry_run"]) == (0, n_yours, True)
+    assert not Path("other").exists()
+    assert as_json("copy", both, "other", "--salt", "yours")[1]["pages"] == n_yours
+    assert "there is no tenant 'nobody'" in run("copy", both, "third", "--salt", "nobody")[2]
+
+
+def test_a_file_is_no_directory_and_may_be_of_sqlite(tmp_path, run):
+    (tmp_path / "kv.db").touch()
+    code, out, err = run("stats", tmp_path / "kv.db")
+    assert (code, out) == (3, "")
+    assert f"sqlite:///{tmp_path}/kv.db" in err
 
 
 # -- help -------------------------------------------------------------------------------------------------------------
@@ -114,7 +172,7 @@ def answers(monkeypatch):
 def test_lists_of_commands_are_whole_sentences(run, monkeypatch, columns, group):
     monkeypatch.setenv("COLUMNS", str(columns))
     _, out, _ = run(*group, "--help")
-    words = " ".join(out[out.index("Commands:") :].split())
+    words = " ".join(out[out.index("\nOptions:") :].split())
     assert "..." not in words
     assert words.endswith(".")
     assert max(map(len, out.splitlines())) <= columns
@@ -122,9 +180,7 @@ def test_lists_of_commands_are_whole_sentences(run, monkeypatch, columns, group)
 
 @pytest.mark.slow
 def test_every_option_says_what_it_takes_in_a_word(run):
-    for name in [
-        line.split()[0] for line in run("--help")[1].partition("Commands:\n")[2].splitlines() if line[2:3] > " "
-    ]:
+    for name in [name for section in COMMANDS.values() for name in section]:
         code, out, _ = run(name, "--help")
         options = out.partition("\nOptions:")[2]
         assert (code, re.findall(r"--[a-z-]+ <(?!text\|)[^>]*>", options)) == (0, []), name
@@ -149,7 +205,7 @@ def test_one_page_is_no_plural(tmp_path, run):
 
 
 def test_errors_and_results_are_broken_between_words_in_a_terminal(tmp_path, run, monkeypatch):
-    monkeypatch.setattr(terminal, "terminal_width", lambda _: 60)
+    monkeypatch.setattr(output, "terminal_width", lambda _: 60)
     _, _, err = run("ls", "--sort", "colour", filled(tmp_path / "kv"))
     assert err == "prefixstore: --sort colour is unknown; choose used, pages,\n  tokens, stored or uses\n"
     _, _, err = run("stats", "nowhere")
@@ -484,7 +540,7 @@ def test_init_writes_valid_settings_whatever_is_in_a_path(run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "command", [["purge", "--everything"], ["purge", "--salt", "mine"], ["evict", "--to", "1"], ["clear"]]
+    "command", [["purge", "--everything"], ["purge", "--salt", "mine"], ["evict", "--to", "1B"], ["clear"]]
 )
 def test_what_deletes_asks_on_a_terminal_and_has_a_dry_run(store, run, answers, command):
     name, *arguments = command
@@ -507,7 +563,7 @@ def test_what_deletes_asks_on_a_terminal_and_has_a_dry_run(store, run, answers, 
 def test_a_script_does_not_delete_from_the_default_location_by_mistake(store, run, monkeypatch, tmp_path):
     monkeypatch.setenv("PREFIXSTORE_LOCATION", store)
     before = n_pages(store)
-    for command in (["purge", "--everything"], ["evict", "--to", "1"], ["clear"]):
+    for command in (["purge", "--everything"], ["evict", "--to", "1B"], ["clear"]):
         code, _, err = run(*command)
         assert (code, f"no LOCATION is given; pass one, or --yes for {store}" in err) == (2, True)
         assert run(*command, "--dry-run")[0] in (0, 1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from prefixstore.cli import terminal
-from prefixstore.cli.terminal import grid, wrapped
+from prefixstore.cli import output
+from prefixstore.cli.output import grid, wrapped
 
 PATH = "/var/lib/prefixstore/a-path-that-is-longer-than-the-terminal-is-wide"
 
@@ -24,7 +24,7 @@ def test_a_table_that_is_too_wide_is_cut_at_its_texts_and_then_at_its_last_colum
 
 @pytest.mark.parametrize("columns", [20, 60])
 def test_lines_are_broken_between_words(monkeypatch, columns):
-    monkeypatch.setattr(terminal, "terminal_width", lambda _: columns)
+    monkeypatch.setattr(output, "terminal_width", lambda _: columns)
     text = "What follows is the same in both-of-them, for at least 1,293 characters."
     lines = wrapped(text).split("\n")
     assert " ".join(line.strip() for line in lines) == text
@@ -33,7 +33,7 @@ def test_lines_are_broken_between_words(monkeypatch, columns):
 
 
 def test_a_path_stays_whole_and_a_label_stands_alone_in_front(monkeypatch):
-    monkeypatch.setattr(terminal, "terminal_width", lambda _: 30)
+    monkeypatch.setattr(output, "terminal_width", lambda _: 30)
     assert wrapped(f"it is in {PATH} now", label="ok  ") == f"ok  it is in\n    {PATH}\n    now"
     assert wrapped("one\n  two", label="  - ") == "  - one\n      two"
 

@@ -21,9 +21,8 @@ import pytest
 import prefixstore
 from prefixstore import PrefixStore
 from prefixstore.cli import main
-from prefixstore.cli.output import emit
-from prefixstore.cli.screen import Screen, _last, lines
-from prefixstore.cli.terminal import grid
+from prefixstore.cli.output import emit, grid
+from prefixstore.cli.top import Screen, _last, lines
 from prefixstore.engine.history import short
 from prefixstore.errors import LocationError
 from prefixstore.format.figure_notes import ABOUT, NOTE
@@ -462,8 +461,8 @@ def test_pages_that_a_command_evicts_are_counted_as_maintenance(used, run):
     budget = json.loads(run("stats", used[0], "--json")[1])["capacity_bytes"]
     with Archive(used[0], read_only=True) as archive:
         n_pages, size = len(archive.pages()), archive.used().bytes
-    assert run("evict", used[0], "--to", size - 200_000, "--dry-run")[0] == 0
-    assert run("evict", used[0], "--to", size - 200_000)[0] == 0
+    assert run("evict", used[0], "--to", f"{size - 200_000}B", "--dry-run")[0] == 0
+    assert run("evict", used[0], "--to", f"{size - 200_000}B")[0] == 0
     with Archive(used[0], read_only=True) as archive:
         n_left, history = len(archive.pages()), archive.history()
     assert history.total(purpose="maintenance").evictions == n_pages - n_left > 0

@@ -14,8 +14,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from prefixstore import PrefixStore
-from prefixstore.cli import progress as shown_module
-from prefixstore.cli.progress import shown
+from prefixstore.cli import warm_report as shown_module
+from prefixstore.cli.warm_report import progress_shown as shown
 from prefixstore.maintenance.archive import Archive
 from prefixstore.warming.report import Progress
 from tests.support.models import load, prompt

@@ -11,7 +11,7 @@ import numpy as np
 import typer
 
 from prefixstore import PrefixStore
-from prefixstore.cli.output import guarded
+from prefixstore.cli.command import ready
 from prefixstore.cli.warm import warm as command_warm
 from prefixstore.warming.job import warm
 from prefixstore.warming.report import Progress
@@ -19,7 +19,7 @@ from tests.support.models import load, prompt
 from tests.support.timeouts import disable_timeouts
 
 app = typer.Typer()
-app.command("warm")(guarded(command_warm))
+app.command("warm")(ready(command_warm))
 
 
 @app.command()

@@ -134,7 +134,7 @@ function agePanel(content) {
 
 function evictionPanel(content) {
   const { evicted, estimates } = content, made = panel("Eviction and size", "");
-  if (!evicted) made.append(element("p", { class: "lead" }, `Which pages were evicted is not known: only the policy “adaptive” remembers them${content.policy ? `, and that of this store is “${content.policy}”` : ""}.`));
+  if (!evicted) made.append(element("p", { class: "lead" }, content.policy === "adaptive" ? "No page that was evicted is remembered yet." : `Which pages were evicted is not known: only the policy “adaptive” remembers them${content.policy ? `, and that of this store is “${content.policy}”` : ""}.`));
   else if (!evicted.pages) made.append(element("p", { class: "lead" }, "Nothing was evicted, as far as the policy remembers."));
   else {
     const most = Math.max(...evicted.uses, 1);

@@ -1,0 +1,211 @@
+"""What surrounds every command: its location, the settings file, errors, ``--json`` and the exit code."""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import os
+import re
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, get_args
+
+import typer
+
+from prefixstore.backends.location import is_url, without_password, without_passwords
+from prefixstore.cli import options
+from prefixstore.cli.output import DONE, FAILED, emit, fields, has_terminal, say, tell, visible_lines
+from prefixstore.config import Config, load_config
+from prefixstore.errors import (
+    IncompatibleError,
+    InvalidParameterError,
+    LocationError,
+    MisuseError,
+    PrefixStoreError,
+    ServerBusyError,
+    ServerUnreachableError,
+    UnavailableError,
+)
+
+__all__ = ["Result", "ready"]
+
+MISUSED, UNUSABLE = 2, 3
+ARE_UNUSABLE = (LocationError, IncompatibleError, UnavailableError, ServerUnreachableError, ServerBusyError)
+# what `Path.is_file` raises for a path given by the user
+HIDDEN = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+# the argument that is the location, by its names in the commands
+LOCATIONS = ("location", "source", "store")
+# an argument that can be left out if one of these options is given
+INSTEAD = {"prompt": ("prompt_file", "messages")}
+# the key of a page; what is none is a location after which it was forgotten
+HEXADECIMAL = re.compile("[0-9A-Fa-f]+")
+# a location rather than a prompt
+URL_OR_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(//.*|)|[^\s/]*/\S*")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command has found. A command that returns one has the option ``--json``.
+
+    Attributes
+    ----------
+    data
+        Printed for ``--json``; None if stdout is in use.
+    text
+        Printed otherwise: a line (not an empty one), names and values, or a function that prints.
+    code
+        The exit code.
+    """
+
+    data: object
+    text: str | Mapping[str, object] | Callable[[], None]
+    code: int = DONE
+
+    def print(self, *, as_json: bool) -> None:
+        """Print it to stdout."""
+        if as_json and self.data is not None:
+            emit(self.data)
+        elif isinstance(self.text, str):
+            if self.text:
+                tell(self.text)
+        elif isinstance(self.text, Mapping):
+            fields(self.text)
+        else:
+            self.text()
+
+
+def ready(command: Callable[..., Result | int | None]) -> Callable[..., None]:
+    """A command as it is called: its results are printed, its errors reported, and it ends with an exit code.
+
+    It gets ``--json`` if it returns a `Result`. If it has a location, that may be left out, and it gets ``--config``:
+    the location is then that of ``PREFIXSTORE_LOCATION``, of the file (the nearer one, if that has two), or the
+    default. The file also fills in size limits and, for texts, ``--model``.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    has_result = Result in (signature.return_annotation, *get_args(signature.return_annotation))
+    place = _Place(dict(signature.parameters))
+    parameters = place.optional()
+    if has_result:
+        parameters["as_json"] = _keyword("as_json", bool, default=False)
+    if place.name is not None:
+        parameters.setdefault("config", _keyword("config", Path | None, default=None))
+    parameters = {name: options.with_help(command, one) for name, one in parameters.items()}
+
+    def run(**given: Any) -> None:
+        as_json = has_result and given.pop("as_json")
+        try:
+            place.find(given)
+            result = command(**given)
+            if isinstance(result, Result):
+                result.print(as_json=as_json)
+                result = result.code
+            code = result or DONE
+        except PrefixStoreError as error:
+            # it may repeat an argument that was not where a location is expected
+            say(f"prefixstore: {without_passwords(str(error))}")
+            code = (
+                MISUSED if isinstance(error, MisuseError) else UNUSABLE if isinstance(error, ARE_UNUSABLE) else FAILED
+            )
+        except OSError as error:
+            if error.errno not in HIDDEN or error.filename is None:
+                raise
+            say(f"prefixstore: {visible_lines(os.fsdecode(error.filename))}: {error.strerror}")
+            code = MISUSED
+        except KeyboardInterrupt:
+            code = 128 + signal.SIGINT
+        raise typer.Exit(code)
+
+    run.__doc__ = command.__doc__
+    run.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*parameters.values()], return_annotation=None
+    )
+    run.__annotations__ = {name: one.annotation for name, one in parameters.items()}
+    return run
+
+
+def _keyword(name: str, annotation: Any, *, default: object) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+class _Place:
+    """The location among the parameters of a command, if it has one."""
+
+    def __init__(self, parameters: dict[str, inspect.Parameter]) -> None:
+        self._parameters = parameters
+        positional = {
+            name: one for name, one in parameters.items() if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        }
+        self.name = next((name for name in LOCATIONS if name in positional), None)
+        needed = {name for name, one in positional.items() if one.default is inspect.Parameter.empty}
+        # a command that does without a location can be given two by the file
+        self._is_needed = self.name in needed
+        # what follows it, and has to be given
+        self._after = [name for name in positional if name != self.name and (name in needed or name in INSTEAD)]
+        self._has_config = "config" in parameters
+
+    def optional(self) -> dict[str, inspect.Parameter]:
+        """The parameters, where the location, and what follows it, can be left out."""
+        names = [] if self.name is None else [self.name, *self._after]
+        return self._parameters | {name: self._parameters[name].replace(default=None) for name in names}
+
+    def find(self, given: dict[str, Any]) -> None:
+        """Fill in the location, and what else the file has, where it was left out."""
+        if self.name is None:
+            return
+        config: Path | None = given.get("config") if self._has_config else given.pop("config")
+        if self._after and self._is_left_out(given, self._after[-1]):
+            self._move_up(given, [self.name, *self._after])
+        settings = load_config(config) if config is not None else Config()
+        if given[self.name] is None and self._is_needed:
+            given[self.name] = _default_location(given, config, settings)
+        if given[self.name] is not None and not is_url(given[self.name]) and os.path.isfile(given[self.name]):  # noqa: PTH113
+            path = os.path.abspath(given[self.name])  # noqa: PTH100 - as it was given
+            raise LocationError(f"{path} is a file, and an LMDB store is a directory; for SQLite pass sqlite:///{path}")
+        for name in ("max_bytes", "far_max_bytes"):
+            size = settings.store.get(name)
+            if size is not None and given.get(name, "") is None:
+                given[name] = str(size)
+        wants_text = not self._has_config and given.get("model", "") is None and given.get("tokenizer", "") is None
+        # a text is shown where it can be, so what is missing for it is no error
+        if wants_text and settings.path and Path(settings.path).is_file() and find_spec("llama_cpp") is not None:
+            given["model"] = Path(settings.path)
+
+    def _is_left_out(self, given: dict[str, Any], last: str) -> bool:
+        """Whether the location was left out, so that each argument is in the place of the one before it."""
+        if given[last] is not None:
+            return False
+        if last not in INSTEAD:
+            return True
+        text = given[str(self.name)]
+        if text is None or any(given.get(option) is not None for option in INSTEAD[last]):
+            return False
+        return URL_OR_PATH.fullmatch(text) is None and not os.path.exists(text)  # noqa: PTH110 - false for a long text
+
+    def _move_up(self, given: dict[str, Any], names: list[str]) -> None:
+        """Move each argument to the place after it, and check that none is missing."""
+        given.update(zip(names, [None, *(given[name] for name in names)], strict=False))
+        last = given[names[-1]]
+        if last is None:
+            raise InvalidParameterError(f"{options.HELP[names[-1]][0]} is missing; see --help")
+        if names[-1] == "digits" and HEXADECIMAL.fullmatch(last) is None:
+            raise InvalidParameterError(f"{last!r} is not the key of a page; pass [LOCATION] HASH, see --help")
+
+
+def _default_location(given: dict[str, Any], config: Path | None, settings: Config) -> str:
+    """The location of a command to which none is given."""
+    nearest, *further = settings.locations
+    if further and "far" in given:
+        given["far"] = given["far"] or further[0]
+    elif further:
+        far = without_password(further[0])
+        say(f"note: this is about {without_password(nearest)} alone; for {far}, pass that as LOCATION")
+    is_named = config is not None and str(config) != os.environ.get(options.CONFIG_VARIABLE)
+    # whether it deletes pages, and would ask on a terminal
+    deletes = given.get("yes") is False and "out" not in given and given.get("repair", True) and not given["dry_run"]
+    if deletes and not is_named and not has_terminal():
+        # a variable of a script that is not set must not delete what is in the default location
+        raise InvalidParameterError(f"no LOCATION is given; pass one, or --yes for {without_password(nearest)}")
+    return nearest

@@ -1,0 +1,152 @@
+"""Commands that say what is wrong: ``doctor`` around a store, ``explain`` with a prompt."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from prefixstore.cli import options
+from prefixstore.cli.command import Result
+from prefixstore.cli.files import STANDARD, chat_in, text_in
+from prefixstore.cli.model import configured, open_model, silence
+from prefixstore.cli.output import DONE, FAILED, say, tell, visible_lines, wrapped
+from prefixstore.config import load_config
+from prefixstore.diagnosis.doctor import Finding, Level, examine
+from prefixstore.errors import InvalidParameterError, MissingExtraError, ServerError
+from prefixstore.maintenance.archive import Archive
+from prefixstore.units import counted
+
+__all__ = ["doctor", "explain"]
+
+MARKS = {Level.GOOD: "ok  ", Level.NOTE: "note", Level.PROBLEM: "FIX "}
+
+
+def doctor(
+    location: str | None = None,
+    *,
+    config: Path | None = None,
+    max_bytes: str | None = None,
+    server: str | None = None,
+    api_key: str | None = None,
+) -> Result:
+    """Examine the installation and a store, and say what to change.
+
+    Checks versions, the file system, permissions, free space, the budget, and whether restoring beats computing.
+    With --config, the model is loaded, and its settings are compared with those of the stored pages. With --server,
+    prefixstore serve is asked whether it stores and restores anything, and has pages for its settings, and if not,
+    why. It writes nothing.
+
+    Exit codes: 0 no problems found; 1 something should be changed.
+
+    Example: prefixstore doctor lmdb:///var/cache/kv --config warm.toml
+    """
+    settings = load_config(config) if config is not None else None
+    if settings is not None and not settings.model.get("verbose"):
+        silence()
+    found = examine(location or os.environ.get("PREFIXSTORE_LOCATION") or None, settings, max_bytes)
+    if server is not None:
+        found.append(_of_server(server, options.server_key(api_key)))
+    n_problems = sum(finding.level is Level.PROBLEM for finding in found)
+
+    def show() -> None:
+        width = max(len(finding.name) for finding in found)
+        for finding in found:
+            before = f"{MARKS[finding.level]}  {finding.name:{width}}  "
+            _print_labelled(before, finding.value)
+            if finding.advice:
+                _print_labelled(" " * len(before), finding.advice)
+        tell(f"{counted(n_problems, 'problem')} to fix" if n_problems else "no problems found")
+
+    where = next(finding.value for finding in found if finding.name == "location")
+    data = {"location": where, "problems": n_problems, "findings": [asdict(finding) for finding in found]}
+    return Result(data, show, FAILED if n_problems else DONE)
+
+
+def _of_server(url: str, api_key: str | None) -> Finding:
+    """Whether a ``prefixstore serve`` uses its store."""
+    try:
+        from prefixstore.server.client import LlamaServer  # noqa: PLC0415 - the extra "server"
+        from prefixstore.server.store_check import ADVICE  # noqa: PLC0415 - as above
+    except ImportError as error:
+        raise MissingExtraError('--server needs httpx; pip install "prefixstore[server]"') from error
+    try:
+        with LlamaServer(url, api_key=api_key) as server:
+            status = server.proxy_status()
+    except ServerError as error:
+        return Finding("server", "cannot be asked", Level.PROBLEM, str(error))
+    reason = status["passed_through"]
+    differ = (status.get("store") or {}).get("other_settings")
+    if differ:
+        found = f"{url} has no pages for its settings, but for others of its model: {'; '.join(differ)}"
+        return Finding("server", found, Level.PROBLEM, ADVICE)
+    if reason is None:
+        return Finding("server", f"{url} uses its store")
+    advice = str(status.get("why") or "docs/servers.md says which servers are not stored.")
+    return Finding("server", f"nothing is stored or restored: {reason}", Level.PROBLEM, advice)
+
+
+def explain(
+    location: str,
+    prompt: str | None = None,
+    *,
+    model: Path | None = None,
+    config: Path | None = None,
+    messages: Path | None = None,
+    prompt_file: Path | None = None,
+    n_ctx: int | None = None,
+    salt: str | None = None,
+    next_turn: bool = False,
+) -> Result:
+    """Explain how much of a prompt is stored, and why not more.
+
+    Shows where the prompt diverges from the nearest stored one, with both texts, and names the usual causes: a
+    timestamp or id, tools in a different order, thinking dropped from the history, text that tokenizes differently,
+    BOS twice. Also shows whether the page was evicted, and which setting differs from those of stored pages.
+
+    With --model, only the vocabulary is loaded, and the prompt is looked up under all stored settings of this model.
+    With --config, the model is loaded as a server would, and its settings are compared. Nothing is written.
+
+    Exit codes: 0 the whole prompt is stored; 1 not all of it.
+
+    Example: prefixstore explain lmdb:///var/cache/kv --model m.gguf --messages request.json
+    """
+    content = _content(prompt, prompt_file, messages)
+    if prompt is not None and os.path.isfile(prompt):  # noqa: PTH113 - a prompt may be longer than a path
+        say(f"note: {prompt} is looked up as the text of a prompt; for the file of this name, pass --prompt-file")
+    settings = configured(location, config, model, n_ctx, salt)
+    llm = open_model(settings, tokenizer_only=config is None)
+    from prefixstore.diagnosis.of_store import explain_without_context  # noqa: PLC0415 - the extra "llama"
+
+    try:
+        if config is None:
+            with Archive(location, read_only=True) as archive:
+                found = explain_without_context(
+                    archive.engine, llm, content, salt=salt, generation_prompt=not next_turn
+                )
+        else:
+            with settings.open_store(llm, read_only=True) as store:
+                found = store.explain(content, generation_prompt=not next_turn)
+    finally:
+        llm.close()
+
+    def show() -> None:
+        for label, text in found.lines():
+            _print_labelled(label, text)
+
+    return Result(asdict(found), show, DONE if found.reason == "complete" else FAILED)
+
+
+def _content(prompt: str | None, prompt_file: Path | None, messages: Path | None) -> str | dict[str, Any]:
+    if [prompt, prompt_file, messages].count(None) != 2:
+        raise InvalidParameterError("pass one prompt: PROMPT as text, --prompt-file FILE, or --messages FILE")
+    if prompt is not None:
+        return prompt
+    return text_in(prompt_file) if prompt_file is not None else chat_in(messages or Path(STANDARD))
+
+
+def _print_labelled(label: str, text: str) -> None:
+    typer.echo(wrapped(visible_lines(text), label=label))

@@ -1,0 +1,97 @@
+"""Files named on the command line: prompts that are read, exports and settings that are written."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from prefixstore.backends.files import sync_path
+from prefixstore.errors import InvalidParameterError, LocationError
+from prefixstore.units import format_bytes
+
+__all__ = ["STANDARD", "chat_in", "reading", "text_in", "writing"]
+
+# stdin or stdout, in place of a file
+STANDARD = "-"
+MAX_PROMPT = 64 << 20
+
+
+@contextmanager
+def reading(path: str) -> Iterator[BinaryIO]:
+    """An open file; stdin for ``-``. Raises `LocationError`."""
+    if path == STANDARD:
+        yield sys.stdin.buffer
+        return
+    try:
+        opened = Path(path).open("rb")  # noqa: SIM115 - closed below; an OSError in the block does not come from the file
+    except OSError as error:
+        raise LocationError(f"{path} cannot be read: {error.strerror or error}") from error
+    with opened:
+        yield opened
+
+
+@contextmanager
+def writing(path: str, *, mode: int = 0o600, replace: bool = True) -> Iterator[BinaryIO]:
+    """A file that gets its name when it is complete, or stdout for ``-``. Raises `LocationError`.
+
+    By default only its owner can read it, since most of them contain prompts. Without `replace`, a file that has
+    appeared in the meantime is left as it is.
+    """
+    if path == STANDARD:
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    target, part = Path(path), None
+    try:
+        # a new name: an existing file may be a link, or readable by others
+        new = target.with_name(f".{target.name}.{secrets.token_hex(6)}.part") if replace else target
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:  # noqa: PTH123 - it is open
+            part = new
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(target)
+        part = None
+        sync_path(target.absolute().parent)
+    except OSError as error:
+        raise LocationError(f"{path} cannot be written: {error.strerror or error}; choose another name") from error
+    finally:
+        if part is not None:
+            part.unlink(missing_ok=True)
+
+
+def text_in(path: Path) -> str:
+    """The text of a file; of stdin for ``-``. Raises `InvalidParameterError`."""
+    try:
+        with reading(str(path)) as file:
+            raw = file.read(MAX_PROMPT + 1)
+        if len(raw) > MAX_PROMPT:
+            raise InvalidParameterError(f"{path} is longer than {format_bytes(MAX_PROMPT)}")
+        # without a BOM, as in a warming job
+        return raw.decode("utf-8-sig")
+    except LocationError as error:
+        raise InvalidParameterError(str(error)) from None
+    except OSError as error:
+        raise InvalidParameterError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InvalidParameterError(f"{path} is not valid UTF-8 text") from None
+
+
+def chat_in(path: Path) -> dict[str, Any]:
+    """The object of a file with ``"messages"``; a list alone is taken for these. Raises `InvalidParameterError`."""
+    text = text_in(path)
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        raise InvalidParameterError(f"{path} is not valid JSON") from None
+    if isinstance(found, list):
+        found = {"messages": found}
+    if not isinstance(found, dict) or not isinstance(found.get("messages"), list):
+        raise InvalidParameterError(f'{path} must hold a list of messages, or an object with "messages"')
+    return found

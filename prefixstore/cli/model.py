@@ -1,0 +1,116 @@
+"""The model of a command, and the vocabulary with which it shows texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from prefixstore.config import Config, load_config, model_file
+from prefixstore.errors import InvalidParameterError, MissingExtraError
+
+if TYPE_CHECKING:
+    from llama_cpp import Llama
+
+__all__ = ["Text", "configured", "has_model", "open_model", "silence", "text_of_tokens", "tokens_of_prefix"]
+
+
+def has_model(config: Path | None, model: Path | None) -> bool:
+    """Whether a model is given, or named by the file."""
+    return model is not None or (config is not None and load_config(config).path is not None)
+
+
+def configured(
+    location: str, config: Path | None, model: Path | None, n_ctx: int | None = None, salt: str | None = None
+) -> Config:
+    """Settings of the given model, and of the store in this location; options override the file."""
+    if config is None and model is None:
+        raise InvalidParameterError("no model is given; pass --model FILE or --config FILE")
+    settings = load_config(config) if config is not None else Config()
+    return settings.override(str(model) if model else None, {"n_ctx": n_ctx}, {"location": location, "salt": salt})
+
+
+def open_model(settings: Config, *, tokenizer_only: bool = False) -> Llama:
+    """The model of a command; unless ``verbose`` is set for it, llama.cpp's log is discarded.
+
+    Parameters
+    ----------
+    settings
+        The model and its settings.
+    tokenizer_only
+        Whether to leave the weights out; see `Config.open_tokenizer`.
+    """
+    if not settings.model.get("verbose"):
+        silence()
+    return settings.open_tokenizer() if tokenizer_only else settings.open_llama()
+
+
+def silence() -> None:
+    """Discard the log of llama.cpp, if it is installed."""
+    try:
+        from prefixstore.llama.binding import silence  # noqa: PLC0415 - the extra "llama"
+    except ImportError:
+        return  # opening the model says which extra is missing
+    silence()
+
+
+# -- texts ------------------------------------------------------------------------------------------------------------
+
+
+class Text(Protocol):
+    """A vocabulary."""
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Tokens as text."""
+
+    def tokens(self, text: str) -> list[int]:
+        """The tokens of a prompt."""
+
+
+class _Tokenizer:
+    """The vocabulary in a tokenizer.json."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from tokenizers import Tokenizer  # noqa: PLC0415 - the extra "demo"
+        except ImportError as error:
+            raise MissingExtraError("--tokenizer needs the package tokenizers; pip install tokenizers") from error
+        if not path.is_file():
+            raise InvalidParameterError(f"tokenizer file not found: {path}")
+        try:
+            self._tokenizer: Any = Tokenizer.from_file(str(path))
+        except Exception as error:  # it raises nothing narrower
+            raise InvalidParameterError(f"{path} is not a valid tokenizer.json: {error}") from error
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+    def tokens(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text).ids)
+
+
+def text_of_tokens(model: Path | None, tokenizer: Path | None) -> Text | None:
+    """The vocabulary of the given tokenizer or model; None if neither is given."""
+    if tokenizer is not None:
+        return _Tokenizer(tokenizer)
+    if model is None:
+        return None
+    path = model_file(model)
+    try:
+        from prefixstore.warming.tokens import Vocabulary  # noqa: PLC0415 - the extra "llama"
+    except ImportError as error:
+        raise MissingExtraError('--model needs llama-cpp-python; pip install "prefixstore[llama]"') from error
+    silence()
+    return Vocabulary(Path(path))
+
+
+def tokens_of_prefix(prefix: str | None, model: Path | None, tokenizer: Path | None) -> list[int] | None:
+    """The tokens of ``--prefix``; None if it is not given."""
+    if prefix is None:
+        return None
+    if not prefix:
+        raise InvalidParameterError("--prefix is empty, and every text begins with it; leave it out")
+    words = text_of_tokens(model, tokenizer)
+    if words is None:
+        raise InvalidParameterError("--prefix needs --model or --tokenizer, to convert the text to tokens")
+    return words.tokens(prefix)

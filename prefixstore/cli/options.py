@@ -1,0 +1,201 @@
+"""The arguments and options of all commands: what each takes, and its help."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from prefixstore.cli.output import Form
+from prefixstore.engine.eviction import POLICIES
+from prefixstore.errors import InvalidParameterError
+from prefixstore.units import parse_bytes
+
+__all__ = ["CONFIG_VARIABLE", "form_of", "max_bytes_of", "server_key", "with_help"]
+
+CONFIG_VARIABLE = "PREFIXSTORE_CONFIG"
+# the second is llama-server's own
+SERVER_KEYS = ("PREFIXSTORE_SERVER_KEY", "LLAMA_API_KEY")
+# what stands for a location that is left out
+OTHERWISE = "by default PREFIXSTORE_LOCATION, then that of --config, then ~/.cache/prefixstore/kv."
+ANY_LOCATION = f"lmdb:///path (or a path), sqlite:////path, …; {OTHERWISE}"
+
+# By the name of the parameter, in one command or module if that comes before it: the metavar, and the help. A flag has
+# no metavar.
+HELP = {
+    # what many commands have
+    "location": ("LOCATION", ANY_LOCATION),
+    "serve.location": ("STORE", ANY_LOCATION),
+    "source": ("LOCATION", ANY_LOCATION),
+    "slots.store": ("STORE", ANY_LOCATION),
+    "store": ("LOCATION", "lmdb:///path, sqlite:////path, …; a second one is the far location."),
+    "target": ("TARGET", "Another location; it is created if it does not exist."),
+    "digits": ("HASH", "The key of a page, or its first digits."),
+    "as_json": ("", "Print one JSON document to stdout."),
+    "form": (None, "Output format; --json is the same as --format json."),
+    "limit": ("N", "Show at most N."),
+    "max_bytes": ("SIZE", "Size limit of the store, such as 20GiB."),
+    "model": ("FILE", "Model file (GGUF)."),
+    "tokenizer": ("FILE", "A tokenizer.json, instead of a model."),
+    "n_ctx": ("N", "Length of the context in tokens."),
+    "config": ("FILE", "TOML file with [model], [store] and [warm], shared with servers; prefixstore init writes one."),
+    "salt": ("TENANT", "Tenant: pages are shared only within one tenant."),
+    "prompt": ("PROMPT", "The text of the prompt."),
+    "prompt_file": ("FILE", "The text of the prompt; - is stdin."),
+    "messages": ("FILE", 'A chat as JSON: a list of messages, or a request with "messages" and "tools"; - is stdin.'),
+    "dry_run": ("", "Show what would be done without changing anything."),
+    "yes": ("", "Do not ask. Scripts are never asked, and need --yes only to delete without LOCATION or --config."),
+    "init.yes": ("", "Replace a file without asking."),
+    "export.yes": ("", "Replace a file without asking."),
+    "report.force": ("", "Replace the file if it exists."),
+    # which pages
+    "namespace": ("NAME", "Only pages of one namespace: its label, or the first digits of its key."),
+    "purge.salt": ("TENANT", "Only pages of one tenant, of all models."),
+    **{f"{name}.salt": ("TENANT", "Only pages of one tenant.") for name in ("ls", "tree", "export", "copy")},
+    "older_than": ("AGE", "Only pages not used for this long: 30d, 12h."),
+    "tree.older_than": ("AGE", "Only branches with pages not used for this long: 30d."),
+    "purge.page": ("HASH", "Only one page and its descendants."),
+    "export.page": ("HASH", "Only one page, with its ancestors and descendants."),
+    "prefix": ("TEXT", "Only sequences that begin with this text; needs --model or --tokenizer."),
+    "containing": ("TEXT", "Only sequences that contain this text; needs --model or --tokenizer."),
+    "pinned": ("", "Only branches with pinned pages."),
+    "everything": ("", "All pages of the store."),
+    # use
+    "init.file": ("FILE", "The file to write."),
+    "prompts": (
+        "PROMPTS",
+        "JSONL files with prompt, messages or tokens in each line; text files; folders; - is stdin.",
+    ),
+    "for_server": ("", "Settings that are not given are those of llama-server, not of a Llama."),
+    "threads": ("N", "Number of threads."),
+    "batch": ("N", "Tokens evaluated at once."),
+    "type_k": ("TYPE", "Type of K in the cache: f16, q8_0, …"),
+    "type_v": ("TYPE", "Type of V in the cache; q8_0 and the like need --flash-attn."),
+    "flash_attn": ("", "Flash attention."),
+    "swa_full": ("", "Keep all rows of sliding-window layers."),
+    "gpu_layers": ("N", "Layers on the GPU; -1 for all."),
+    "lora": ("FILE", "LoRA adapter."),
+    "chat_format": ("NAME", "Chat format to use instead of the model's template."),
+    "generation_prompt": ("", "End messages where the assistant answers, or (the default) where the next turn begins."),
+    "warm.namespace": ("NAME", "Label of the namespace; separates pages, as --salt does."),
+    "page_tokens": ("N", "Tokens in a page; by default 256."),
+    "high_water": ("SHARE", "Free space when more than this share of the size limit is in use; by default 0.95."),
+    "low_water": ("SHARE", "Free space until at most this share of the size limit is in use; by default 0.9."),
+    "ttl": ("AGE", "Time to live after the last use: 30d."),
+    "priority": ("N", "Priority, for stores with the eviction policy 'priority'; lower is evicted first."),
+    "pin": ("", "Keep the prompts from eviction."),
+    "warm.dry_run": ("", "Show the estimated cost without storing anything."),
+    "warm.check": ("", "Show whether the store has pages for these settings, and if not, why."),
+    "far": ("LOCATION", "A far location, shared with other machines, such as s3://…"),
+    "far_max_bytes": ("SIZE", "Size limit of the far location; by default that of the store."),
+    "serve.command": ("[-- llama-server ...]", "The llama-server to start; with --model, options of llama_cpp.server."),
+    "serve.model": ("FILE", "Serve this model with llama-cpp-python's server, without llama-server."),
+    "host": ("ADDRESS", "Address to listen on."),
+    "port": ("N", "Port to listen on; 0: any that is free."),
+    "server": ("URL", "URL of the server: http://127.0.0.1:8080."),
+    "serve.server": ("URL", "A llama-server that is already running."),
+    "slots_dir": ("DIR", "The server's --slot-save-path."),
+    "serve.slots_dir": ("DIR", "Its --slot-save-path; with --server."),
+    "status.slots_dir": ("DIR", "Its --slot-save-path: also shows bytes, which saves a slot."),
+    "slots.namespace": ("NAME", "A name for the model and settings of a server whose process cannot be read."),
+    "serve.namespace": ("NAME", "A name for its model and all settings, if they cannot be read; with --server."),
+    "api_key": ("KEY", f"Key of the server; by default {SERVER_KEYS[0]} in the environment."),
+    "serve.api_key": ("KEY", f"A key of the server, to save and restore; by default {SERVER_KEYS[0]}; with --server."),
+    "admin_key": ("KEY", "The key for /prefixstore/status, the report and /metrics."),
+    "salt_from": ("api-key|header:NAME", "Separate tenants by their API key or a header."),
+    "max_body": ("SIZE", "Size limit of a request."),
+    "max_bodies": ("SIZE", "Size limit of all requests together; by default 16 times --max-body."),
+    "max_waiting": ("N", "Requests that may wait for a slot; further ones get 503."),
+    "allow_field": ("NAME", "A request field unknown to prefixstore that affects only sampling; can be repeated."),
+    "serve.timeout": ("S", "Seconds to wait for the next byte of the server."),
+    "timeout": ("SECONDS", "Timeout of a request in seconds."),
+    "slot": ("N", "Number of the slot."),
+    "every": ("", "All slots that are idle."),
+    "deepest": ("", "The longest stored prompt that fits the slot, to its end."),
+    # look
+    "prometheus": ("", "Print metrics for Prometheus, such as for node_exporter's text files."),
+    "once": ("", "Print it once and exit (the default without a terminal)."),
+    "top.seconds": ("S", "Seconds between refreshes."),
+    "ls.sort": ("ORDER", "used, pages, tokens, stored or uses."),
+    "tree.sort": ("ORDER", "Order of branches: used, uses, stored, tokens or created."),
+    "depth": ("N", "Show N levels of branches."),
+    "next_turn": ("", "End messages at the start of the next user turn, not where the assistant answers."),
+    "report.out": ("FILE", "The page to write."),
+    # maintain
+    "doctor.server": ("URL", "URL of prefixstore serve: whether it uses the store."),
+    "repair": ("", "Delete damaged pages and their descendants, and rebuild a wrong index."),
+    "sample": ("N", "Number of sequences to compare."),
+    "seed": ("N", "Seed for choosing the sequences."),
+    "bound": ("SHARE", "Largest allowed difference, as a share of the logits' range."),
+    "to": ("SIZE", "Size to shrink the store to, such as 10GiB; with --max-bytes also 80%."),
+    "evict.policy": ("NAME", f"Order of eviction: one of {', '.join(POLICIES)}; by default the store's own."),
+    "scrub": ("", "Overwrite the deleted bytes."),
+    "bench.tokens": ("N", "Length of the longest prompt, with a model."),
+    "record.command": ("-- COMMAND", "A server or a job, after --."),
+    "record.out": ("TRACE", "The file; it is appended to."),
+    "record.text": ("", "Also record the text of prompts."),
+    "trace.file": ("TRACE", "JSON lines with hash_ids, plain or gzip."),
+    "trace.policy": ("NAME", f"One of {', '.join(POLICIES)}; can be repeated."),
+    "pages": ("N", "The budget in pages."),
+    "requests": ("N", "Only the first N requests."),
+    "plot": ("FILE", "Also draw it, as SVG."),
+    # move
+    "export.out": ("FILE", "The file to write, such as f.pstore; - is stdout."),
+    "file": ("FILE", "A file written by export; - is stdin."),
+    "migrate.check": ("", "Only report whether the schema is up to date."),
+    "sql": ("", "Only print the SQL statements."),
+}
+# names that are not those of the parameters
+NAMES = {
+    "as_json": ["--json"],
+    "every": ["--all"],
+    "force": ["--force", "--yes", "-y"],
+    "form": ["--format"],
+    "generation_prompt": ["--generation-prompt/--next-turn"],
+    "yes": ["--yes", "-y"],
+}
+MORE: dict[str, dict[str, Any]] = {
+    "admin_key": {"envvar": "PREFIXSTORE_ADMIN_KEY"},
+    "config": {"envvar": CONFIG_VARIABLE},
+    "bench.tokens": {"min": 32},
+    "bound": {"min": 0.0},
+    "port": {"min": 0, "max": 65535},
+    "max_waiting": {"min": 0},
+    "top.seconds": {"min": 0.1},
+    **{name: {"min": 1} for name in ("depth", "init.n_ctx", "limit", "pages", "requests", "sample", "serve.timeout")},
+}
+
+
+def with_help(command: Callable[..., object], parameter: inspect.Parameter) -> inspect.Parameter:
+    """A parameter of a command as the argument or option that the tables above describe."""
+    name = parameter.name
+    keys = [f"{command.__name__.rstrip('_')}.{name}", f"{command.__module__.rpartition('.')[2]}.{name}", name]
+    metavar, text = next(HELP[key] for key in keys if key in HELP)
+    more = next((MORE[key] for key in keys if key in MORE), {})
+    if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+        kind = typer.Argument(metavar=metavar, help=text, show_default=name not in ("location", "source"))
+    else:
+        # without a name, a flag would have its opposite too
+        names = NAMES.get(name, [f"--{name.replace('_', '-')}"] if parameter.default is False else [])
+        kind = typer.Option(*names, metavar=metavar or None, help=text, **more)
+    return parameter.replace(annotation=Annotated[parameter.annotation, kind])
+
+
+def form_of(form: Form | None, *, as_json: bool) -> Form:
+    """The form that ``--format`` and ``--json`` ask for."""
+    if as_json and form not in (None, Form.JSON):
+        raise InvalidParameterError("--json and --format cannot be combined; pass one of them")
+    return Form.JSON if as_json else form or Form.TEXT
+
+
+def server_key(given: str | None) -> str | None:
+    """The key of a llama-server: as given, or from the environment."""
+    return next(filter(None, [given, *map(os.environ.get, SERVER_KEYS)]), None)
+
+
+def max_bytes_of(size: str | None, name: str = "--max-bytes") -> int | None:
+    """The bytes of ``--max-bytes``; None if it is not given."""
+    return parse_bytes(size, name) if size is not None else None
