@@ -162,8 +162,8 @@ class OwnEndpoints:
                     "n_ctx": slot.n_ctx,
                     "tokens": len(slot.tokens),
                     "unsaved_tokens": slot.n_unsaved if slot.is_dirty else 0,
-                    "in_use": slot.is_held,
-                    "to_be_erased": slot.is_tainted,
+                    "in_use": slot.is_busy,
+                    "to_be_erased": not slot.is_clean,
                 }
                 for slot in pool.slots
             ]

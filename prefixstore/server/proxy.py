@@ -16,11 +16,11 @@ from prefixstore.metrics import RequestMetrics
 from prefixstore.server.admission import Admission
 from prefixstore.server.answers import AnswerTail, Usage
 from prefixstore.server.exchange import BodiesFullError, BodyBudget, BodyTooLargeError, Exchange
-from prefixstore.server.held_slot import HeldSlot
 from prefixstore.server.own_endpoints import OwnEndpoints
 from prefixstore.server.prefill import Prefill
 from prefixstore.server.prompts import ENDPOINTS, MESSAGES, SLOTLESS, UNKNOWN_FIELD, Ask, aside, parse, pinned
 from prefixstore.server.session import ServerSession
+from prefixstore.server.slot_choice import Claim
 from prefixstore.server.slot_manager import WORTH_A_LOOKUP, SlotManager
 from prefixstore.server.slot_pool import PoolClosedError, PoolFullError, Request
 from prefixstore.server.tenants import NoTenantError, TenantSource
@@ -211,16 +211,10 @@ class Proxy:
             await self._forward(exchange, content)
         else:
             self._observer.passed(path, "endpoint")
-            manager.n_elsewhere += 1
-            try:
-                with manager.pool.tainting() as foreign:
-                    status = await self._forward(exchange, content)
-                    foreign.is_harmless = (
-                        status >= HTTPStatus.BAD_REQUEST and status != HTTPStatus.INTERNAL_SERVER_ERROR
-                    )
-            finally:
-                manager.n_elsewhere -= 1
-            if path == "/lora-adapters" and not foreign.is_harmless:
+            with manager.pool.elsewhere(taints=True) as use:
+                status = await self._forward(exchange, content)
+                use.is_harmless = status >= HTTPStatus.BAD_REQUEST and status != HTTPStatus.INTERNAL_SERVER_ERROR
+            if path == "/lora-adapters" and not use.is_harmless:
                 self._session.lora_changed()
                 log.warning("LoRA adapters were changed: nothing is stored or restored until the server is restarted")
 
@@ -299,33 +293,33 @@ class Proxy:
 
     async def _with_store(self, exchange: Exchange, ask: Ask, body: bytes, owner: str | None) -> None:
         path, manager = exchange.path, self._manager
-        reason, tokens, held = self._session.reason or ask.reason, None, None
+        reason, tokens, claim = self._session.reason or ask.reason, None, None
         if reason is None and ask.id_slot is None and not ask.boundaries:
-            held = manager.continued(path, ask.turns, owner)
+            claim = manager.continued(path, ask.turns, owner)
         can_choose, is_separated = ask.can_pin or len(manager.pool.slots) == 1, self._options.tenants is not None
-        if held is None and (reason is None or (reason == UNKNOWN_FIELD and can_choose)):
+        if claim is None and (reason is None or (reason == UNKNOWN_FIELD and can_choose)):
             tokens = await self._tokens(exchange, ask, owner)
             reason = "no_tokens" if tokens is None else reason
         if reason is not None:
             self._observer.passed(path, reason)
         if reason == UNKNOWN_FIELD and ask.field is not None:
             self._tell_of_field(ask.field)
-        if not can_choose and held is None and is_separated and ask.reason in (None, UNKNOWN_FIELD):
+        if not can_choose and claim is None and is_separated and ask.reason in (None, UNKNOWN_FIELD):
             message = f"{path} cannot be used while tenants are separated: this server does not let a slot be chosen"
             exchange.refuse(501, "not_supported_error", message)
         elif not can_choose and reason is not None:
             await self._without_slot(exchange, ask, body, owner)
         else:
             taints = ask.taints or reason == "lora"
-            if held is None:
+            if claim is None:
                 # what the store is not asked for goes on in its own slot, as with the server alone
                 trusts = reason == UNKNOWN_FIELD or (reason is not None and ask.id_slot is not None)
-                held = await manager.acquire(tokens, owner, ask.id_slot, ask=reason is None, trusts=trusts)
-            if held.must_compute and not ask.can_add and is_separated:
-                manager.release(held, None, began=False)
+                claim = await manager.acquire(tokens, owner, ask.id_slot, asks=reason is None, trusts=trusts)
+            if claim.must_compute and not ask.can_add and is_separated:
+                manager.release(claim, None, began=False)
                 self._unavailable(exchange, "no slot can be emptied")
                 return
-            await self._with_slot(exchange, ask, body, held, is_counted=reason is None, taints=taints)
+            await self._with_slot(exchange, ask, body, claim, is_counted=reason is None, taints=taints)
 
     def _tell_of_field(self, name: str) -> None:
         """Say once of each field that is not known what that costs."""
@@ -366,20 +360,11 @@ class Proxy:
 
     async def _past_the_store(self, exchange: Exchange, ask: Ask, body: bytes) -> None:
         """Pass a completion on as it is, to any slot."""
-        manager = self._manager
-        manager.n_elsewhere += 1
-        try:
-            if ask.taints:
-                with manager.pool.tainting() as foreign:
-                    foreign.is_harmless = ask.has_left_nothing(await self._forward(exchange, body))
-            else:
-                await self._forward(exchange, body)
-        finally:
-            manager.pool.forget_requests()
-            manager.n_elsewhere -= 1
+        with self._manager.pool.elsewhere(taints=ask.taints) as use:
+            use.is_harmless = ask.has_left_nothing(await self._forward(exchange, body))
 
     async def _with_slot(
-        self, exchange: Exchange, ask: Ask, body: bytes, held: HeldSlot, *, is_counted: bool, taints: bool
+        self, exchange: Exchange, ask: Ask, body: bytes, claim: Claim, *, is_counted: bool, taints: bool
     ) -> None:
         manager = self._manager
         answer = _Answer()
@@ -390,33 +375,33 @@ class Proxy:
                 fields: dict[str, int | bool] = {"n_cache_reuse": 0}
                 if ask.can_pin:
                     # no guess of another slot may undo the restore
-                    fields["id_slot"] = held.slot.id
-                if held.must_compute:
+                    fields["id_slot"] = claim.slot.id
+                if claim.must_compute:
                     fields["cache_prompt"] = False
                 body = pinned(body, **fields)
             if not ask.can_pin:
                 await manager.empty_tainted()
-            if is_counted and not taints and not held.must_compute:
-                await self._compute_ahead(exchange, ask, held)
-            status = await self._forward(exchange, body, answer.began, answer.tail, lambda: manager.answering(held))
+            if is_counted and not taints and not claim.must_compute:
+                await self._compute_ahead(exchange, ask, claim)
+            status = await self._forward(exchange, body, answer.began, answer.tail, claim.slot.answering)
         finally:
             is_ok = answer.status == HTTPStatus.OK
             usage = answer.tail.usage() if is_ok else None
-            if usage is not None and is_counted and ask.turns is not None and manager.pool.is_current(held.slot):
-                held.slot.request = Request(exchange.path, ask.turns, usage.cached_tokens + usage.computed_tokens)
-            if usage is not None and usage.cached_tokens < held.n_continued - WORTH_A_LOOKUP:
+            if usage is not None and is_counted and ask.turns is not None and not claim.slot.is_lost:
+                claim.slot.request = Request(exchange.path, ask.turns, usage.cached_tokens + usage.computed_tokens)
+            if usage is not None and usage.cached_tokens < claim.n_continued - WORTH_A_LOOKUP:
                 # the slot did not hold what was continued, and the store may
-                held.reason = "not_asked"
+                claim.reason = "not_asked"
             began = answer.status in (None, HTTPStatus.OK) or (taints and not ask.has_left_nothing(answer.status))
-            manager.release(held, usage, began=began, taints=taints)
+            manager.release(claim, usage, began=began, taints=taints)
             if usage is not None:
                 self._session.computed(usage)
-                usage = usage.after(held.n_ahead)
-            self._session.note(usage, held, is_counted=is_counted)
+                usage = usage.after(claim.n_ahead)
+            self._session.note(usage, claim, is_counted=is_counted)
         if is_counted and status == HTTPStatus.OK:
-            self._observe(exchange.path, held, usage)
+            self._observe(exchange.path, claim, usage)
 
-    async def _compute_ahead(self, exchange: Exchange, ask: Ask, held: HeldSlot) -> None:
+    async def _compute_ahead(self, exchange: Exchange, ask: Ask, claim: Claim) -> None:
         async def ping(head: Sequence[tuple[bytes, bytes]]) -> None:
             """Tell the client of a stream that it is alive, as the server alone would do."""
             if ask.streams:
@@ -426,17 +411,17 @@ class Proxy:
 
         origin = [(name, value) for name, value in exchange.raw_headers if name == b"origin"]
         headers = [*self._upstream.credentials(exchange.raw_headers), *origin]
-        await self._prefill.run(held, ask.boundaries or (), headers, ping)
+        await self._prefill.run(claim, ask.boundaries or (), headers, ping)
 
-    def _observe(self, path: str, held: HeldSlot, usage: Usage | None) -> None:
-        usage = usage or Usage(held.n_restored, len(held.tokens) - held.n_restored)
+    def _observe(self, path: str, claim: Claim, usage: Usage | None) -> None:
+        usage = usage or Usage(claim.n_restored, len(claim.tokens) - claim.n_restored)
         cached = usage.cached_tokens
-        restored = min(held.n_restored, cached)
+        restored = min(claim.n_restored, cached)
         source = "store" if restored else "live" if cached else "none"
-        reason = held.reason
-        if held.n_restored and not restored:
+        reason = claim.reason
+        if claim.n_restored and not restored:
             reason = "restored_in_vain"
-        elif source == "none" and reason is None and len(held.tokens) >= WORTH_A_LOOKUP:
+        elif source == "none" and reason is None and len(claim.tokens) >= WORTH_A_LOOKUP:
             # it was believed to be in the slot
             reason = "not_live"
         self._observer.observe(
@@ -447,9 +432,9 @@ class Proxy:
             live_tokens=cached - restored,
             restored_tokens=restored,
             computed_tokens=usage.computed_tokens,
-            lookup_seconds=held.lookup_seconds,
-            restore_seconds=held.restored_seconds,
-            saved_seconds=held.saved_seconds if restored else 0.0,
+            lookup_seconds=claim.lookup_seconds,
+            restore_seconds=claim.restored_seconds,
+            saved_seconds=claim.saved_seconds if restored else 0.0,
         )
 
 

@@ -32,7 +32,7 @@ from prefixstore.server.process import command_of, directory_of, environment_of,
 from prefixstore.server.proxy import Proxy, ProxyOptions
 from prefixstore.server.records import Props
 from prefixstore.server.session import ServerSession, SessionOptions
-from prefixstore.server.slot_manager import Timing
+from prefixstore.server.slot_choice import Timing
 from prefixstore.server.slots import SlotStore
 from prefixstore.server.store_check import ADVICE, check_store, differences
 from prefixstore.server.upstream import Upstream

@@ -16,15 +16,15 @@ from prefixstore.models.boundaries import TokenKind, kinds_of_vocabulary
 from prefixstore.opening import Locations
 from prefixstore.server.answers import Usage
 from prefixstore.server.client import LlamaServer
-from prefixstore.server.held_slot import HeldSlot
 from prefixstore.server.namespace import ServerIdentity
 from prefixstore.server.rates import Rates
 from prefixstore.server.records import Props
-from prefixstore.server.slot_manager import SlotManager, Timing
-from prefixstore.server.slot_pool import SlotPool
+from prefixstore.server.slot_choice import Claim, Timing
+from prefixstore.server.slot_manager import SlotManager
+from prefixstore.server.slot_pool import Rows, SlotPool
 from prefixstore.server.slots import SlotStore
 from prefixstore.server.tokenizer import Tokenizer
-from prefixstore.server.upstream import Headers, Upstream, UpstreamError
+from prefixstore.server.upstream import ASK_SECONDS, Upstream, UpstreamError
 
 __all__ = ["ServerSession", "SessionOptions"]
 
@@ -39,22 +39,6 @@ MAY_SLEEP_AFTER = 1.0
 LOOK_SECONDS = 1.0
 # how long a request waits for another server to be known
 READY_SECONDS = 10.0
-
-
-@dataclass(frozen=True)
-class Facts:
-    """The facts by which one server is told from another.
-
-    Attributes
-    ----------
-    values
-        Its build, its model, its slots.
-    is_sleeping
-        Whether it has unloaded the model until the next request.
-    """
-
-    values: tuple[object, ...] = ()
-    is_sleeping: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,12 +98,13 @@ class ServerSession:
     def __init__(self, upstream: Upstream, options: SessionOptions) -> None:
         self.upstream, self.options = upstream, options
         self.server = LlamaServer(upstream.url, SERVER_SECONDS, options.key, socket=options.socket)
+        self._asked = LlamaServer(upstream.url, ASK_SECONDS, options.key, socket=options.socket)
         self.tokenizer = Tokenizer(upstream)
         self.rates = Rates()
         self.manager: SlotManager | None = None
         self.store: SlotStore | None = None
         self._is_up, self._hurried = asyncio.Event(), asyncio.Event()
-        self._facts: Facts | None = None
+        self._props: Props | None = None
         self._is_drafting = False
         self.when_store: Callable[[SlotStore | None], None] = lambda _: None
         self.when_ready: Callable[[], None] = lambda: None
@@ -153,7 +138,7 @@ class ServerSession:
     def is_busy(self) -> bool:
         """Whether requests are being answered."""
         manager = self.manager
-        return manager is not None and (manager.n_elsewhere > 0 or manager.pool.n_held > 0)
+        return manager is not None and (manager.pool.n_elsewhere > 0 or manager.pool.n_busy > 0)
 
     async def ready(self) -> None:
         """Called when the server is healthy, for the first time or again."""
@@ -167,28 +152,27 @@ class ServerSession:
         self._lora_changed = False
         if self.store is not None:
             self.store.is_drafting = self._is_drafting
-            self.manager.store = self.store if self.store.reason is None else None
-            self.manager.pool.can_cut = self.store.can_cut
+            self.manager.choice.can_cut = self.store.can_cut
+            self.manager.use(self.store if self.store.reason is None else None)
             if not self.store.can_cut:
                 # a large vocabulary takes a second
                 self._kinds = asyncio.ensure_future(asyncio.to_thread(_kinds_of, self.store.identity))
-            self.manager.pool.when_free()
         self._is_up.set()
         self.when_ready()
 
     async def _meet(self) -> None:
         """Learn which slots the server has: another one than before may answer."""
-        self._facts, slots = await self._ask_facts(), await self._slots()
+        self._props, slots = await self._ask_props(), await self._slots()
         if self.manager is not None:
             if slots == [(slot.id, slot.n_ctx) for slot in self.manager.pool.slots]:
                 return
             log.warning("the server has %d slots of %d tokens now", len(slots), slots[0][1])
             await self._retire(self.manager)
         options = self.options
-        pool = SlotPool(slots, self.rates, max_waiting=options.max_waiting, separated=options.separated)
+        pool = SlotPool(slots, max_waiting=options.max_waiting, separated=options.separated)
         # what is in the slots of a server that runs already may have been moved there from other positions
         pool.restarted(are_empty=options.socket is not None)
-        self.manager = SlotManager(pool, None, self.server.erase, options.timing)
+        self.manager = SlotManager(pool, self.rates, None, self.server.erase, options.timing)
         self._saving = asyncio.create_task(self.manager.save_when_idle())
 
     async def _retire(self, manager: SlotManager) -> None:
@@ -196,7 +180,7 @@ class ServerSession:
         if self._saving is not None:
             self._saving.cancel()
             await asyncio.gather(self._saving, return_exceptions=True)
-        manager.store = None
+        manager.use(None)
         manager.pool.close()
         await manager.keep_copies(STOP_SECONDS)
         await asyncio.to_thread(manager.close)
@@ -228,26 +212,20 @@ class ServerSession:
         return SlotStore(options.location, self.server, options.slots_dir, identity, **options.store_options)
 
     async def _slots(self) -> list[tuple[int, int]]:
-        reply = await self.upstream.ask("/slots", self._headers)
-        if not reply.is_ok:
-            # it says so if it is a router
-            await asyncio.to_thread(self.server.props)
-            raise ServerError(
-                f"{self.upstream.url}/slots answers {reply.status}: the URL must be that of a llama-server "
-                "alone, and the server must be started without --no-slots"
-            )
-        listed = reply.json()
-        self._is_drafting = any(slot.get("speculative") for slot in listed)
+        listed = await asyncio.to_thread(self._asked.slots)
+        self._is_drafting = any(slot.is_drafting for slot in listed)
         if self._is_drafting and self.options.separated:
             raise ServerError(
                 "--salt-from cannot be used with a llama-server that drafts tokens: drafts keep something of the "
                 "prompts of all, which shows in how fast others are answered; start it without --spec-type and -md"
             )
-        return [(int(slot["id"]), int(slot["n_ctx"])) for slot in listed]
+        return [(slot.id, slot.n_ctx) for slot in listed]
 
-    @property
-    def _headers(self) -> Headers:
-        return [(b"authorization", f"Bearer {self.options.key}".encode())] if self.options.key else []
+    async def _ask_props(self) -> Props:
+        """Raises `ServerError`."""
+        props = await asyncio.to_thread(self._asked.props)
+        self.tokenizer.marker = props.raw.get("media_marker")
+        return props
 
     async def kinds(self) -> Callable[[int], TokenKind]:
         """What each token of the model does in a prompt; all are text if its file cannot be read."""
@@ -270,7 +248,7 @@ class ServerSession:
         store, self.store = self.store, None
         self.when_store(None)
         if self.manager is not None:
-            self.manager.store = None
+            self.manager.use(None)
         if store is not None:
             try:
                 await asyncio.to_thread(store.close)
@@ -280,7 +258,9 @@ class ServerSession:
     async def has_adapters(self) -> bool:
         """Whether the server has LoRA adapters that a request can switch on."""
         try:
-            reply = await self.upstream.ask("/lora-adapters", self._headers)
+            key = self.options.key
+            headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
+            reply = await self.upstream.ask("/lora-adapters", headers)
             return bool(reply.json()) or not reply.is_ok
         except (UpstreamError, ValueError):
             return True
@@ -290,9 +270,9 @@ class ServerSession:
         self._lora_changed = True
         if self.manager is not None:
             # requests that wait for a slot have asked for the store before
-            self.manager.store = None
+            self.manager.use(None)
             for slot in self.manager.pool.slots:
-                slot.is_tainted = True
+                slot.doubt(Rows.ALTERED)
 
     async def look(self) -> bool:
         """Check for changes of the server since the last request; returns whether it can be used now.
@@ -305,37 +285,27 @@ class ServerSession:
         manager, store = self.manager, self.store
         has_process = store is not None and store.identity.process is not None
         is_other = has_process and not self.is_certainly_alive()
-        may_sleep = idle >= MAY_SLEEP_AFTER and manager is not None and not manager.pool.n_held
+        may_sleep = idle >= MAY_SLEEP_AFTER and manager is not None and not manager.pool.n_busy
         may_be_other = not has_process and self.options.socket is None and now >= self._last_look + LOOK_SECONDS
         if not is_other and (may_sleep or may_be_other):
             self._last_look = now
             try:
-                facts = await self._ask_facts()
-            except (UpstreamError, ServerError, ValueError):
-                return True  # what comes next says so
-            if facts.is_sleeping and manager is not None:
-                manager.pool.restarted()
-            is_other = self._facts is not None and replace(facts, is_sleeping=self._facts.is_sleeping) != self._facts
+                props = await self._ask_props()
+                is_other = self._props is None or replace(props, is_sleeping=False) != replace(
+                    self._props, is_sleeping=False
+                )
+                if props.is_sleeping and manager is not None:
+                    manager.pool.restarted()
+            except ServerError as error:
+                if error.__cause__ is not None:
+                    return True  # it does not answer: what comes next says so
+                is_other = True  # it loads a model, or wants another key
         if is_other and self.is_ready:
             log.warning("a different server answers at %s now", self.upstream.url)
             self.when_replaced()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._is_up.wait(), READY_SECONDS)
         return self.is_ready
-
-    async def _ask_facts(self) -> Facts:
-        """Raises `UpstreamError`, or what an answer in another form leads to."""
-        reply = await self.upstream.ask("/props", self._headers)
-        if not reply.is_ok:
-            return Facts()
-        props = reply.json()
-        self.tokenizer.marker = props.get("media_marker") if isinstance(props, dict) else None
-        generation = props.get("default_generation_settings") if isinstance(props, dict) else None
-        if not isinstance(generation, dict):
-            raise ServerError(f"{self.upstream.url}/props has answered in an unknown format: is it a llama-server?")
-        n_ctx = generation.get("n_ctx")
-        names = ("build_info", "model_path", "total_slots")
-        return Facts((*(props.get(name) for name in names), n_ctx), bool(props.get("is_sleeping")))
 
     def computed(self, usage: Usage) -> None:
         """Note how fast the server has computed."""
@@ -344,23 +314,23 @@ class ServerSession:
             if self.store is not None:
                 self.store.rate.computed(usage.computed_tokens, usage.computed_seconds)
 
-    def note(self, usage: Usage | None, held: HeldSlot, *, is_counted: bool) -> None:
+    def note(self, usage: Usage | None, claim: Claim, *, is_counted: bool) -> None:
         """Note what the server has done for a prompt, and count the lookup if it was one (`is_counted`)."""
         if usage is None:
             return
         if self.store is not None:
-            counters, found = self.store.counters, self.store.namespace(held.owner)
+            counters, found = self.store.counters, self.store.namespace(claim.owner)
             namespace = found.key if found is not None else None
             counters.count("tokens_computed", usage.computed_tokens, namespace=namespace)
             if is_counted:
                 n = usage.cached_tokens + usage.computed_tokens
-                source = "store" if held.n_restored else held.reason or ("live" if usage.cached_tokens else "none")
-                counters.asked(namespace, n, held.n_restored, source)
-                is_told = held.restored_seconds is not None and held.reason != "error"
+                source = "store" if claim.n_restored else claim.reason or ("live" if usage.cached_tokens else "none")
+                counters.asked(namespace, n, claim.n_restored, source)
+                is_told = claim.restored_seconds is not None and claim.reason != "error"
                 if is_told:
                     pass  # the store has counted what became of the restore
-                elif held.reason is not None:
-                    counters.count(f"miss:{held.reason}", namespace=namespace)
+                elif claim.reason is not None:
+                    counters.count(f"miss:{claim.reason}", namespace=namespace)
                 elif usage.cached_tokens:
                     counters.count("live_hits", namespace=namespace)
 
