@@ -1,4 +1,4 @@
-"""A llama-server as a child process: started, watched, restarted after a crash, ended with its parent."""
+"""A llama-server as a child process: started, watched, restarted if it crashes or hangs, ended with its parent."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from prefixstore.errors import ServerError, ServerUnreachableError
 from prefixstore.server.process import work_of_session
 from prefixstore.server.upstream import ASK_SECONDS, Upstream, UpstreamError, UpstreamLostError
-from prefixstore.server.watchdog import Patience, hangs
 
-__all__ = ["CHILD_URL", "Child"]
+__all__ = ["CHILD_URL", "Child", "Patience", "hangs"]
 
 log = logging.getLogger("prefixstore.server")
 
@@ -256,3 +256,49 @@ def _die_with(parent: int) -> Callable[[], None] | None:
             os._exit(1)
 
     return prepare
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a server may do nothing.
+
+    Attributes
+    ----------
+    interval
+        Seconds between two questions, and that an answer may take.
+    questions
+        How many in a row it may leave without an answer, with no work done meanwhile.
+    """
+
+    interval: float = 10.0
+    questions: int = 6
+
+
+async def hangs(
+    ask: Callable[[float], Awaitable[bool]], work_done: Callable[[], int | None], patience: Patience
+) -> None:
+    """Return when a server hangs.
+
+    A server that computes may be silent for as long as one batch takes, or all of its threads for requests may be
+    taken. So silence counts only if no work was done since the last question. Questions are counted, and not seconds:
+    after this process was stopped and continued, say, all of them are asked again.
+
+    Parameters
+    ----------
+    ask
+        Probes the server, given how many seconds the answer may take. Returns whether there was one.
+    work_done
+        A number that grows with the work that the server does; None if it is not known, and then it never hangs.
+    patience
+        How long it may do nothing.
+    """
+    before: int | None = None
+    silent = 0
+    while silent < patience.questions:
+        await asyncio.sleep(patience.interval)
+        if await ask(patience.interval):
+            before, silent = None, 0
+            continue
+        done = work_done()
+        silent = silent + 1 if done is not None and done == before else 0
+        before = done

@@ -14,9 +14,8 @@ from typing import Final
 
 from prefixstore.format.keys import Tokens, common_prefix
 from prefixstore.models.boundaries import prompt_boundaries
-from prefixstore.server.answers import AnswerTail, Usage
 from prefixstore.server.prompts import aside
-from prefixstore.server.rates import Rates
+from prefixstore.server.rates import AnswerTail, Rates, Usage
 from prefixstore.server.session import ServerSession
 from prefixstore.server.slot_choice import Claim
 from prefixstore.server.tokenizer import TOKEN_CHARACTERS

@@ -13,17 +13,16 @@ from aiohttp import ClientConnectionResetError, web
 
 from prefixstore.format.keys import Tokens
 from prefixstore.metrics import RequestMetrics
-from prefixstore.server.admission import Admission
-from prefixstore.server.answers import AnswerTail, Usage
 from prefixstore.server.exchange import BodiesFullError, BodyBudget, BodyTooLargeError, Exchange
 from prefixstore.server.own_endpoints import OwnEndpoints
 from prefixstore.server.prefill import Prefill
 from prefixstore.server.prompts import ENDPOINTS, MESSAGES, SLOTLESS, UNKNOWN_FIELD, Ask, aside, parse, pinned
+from prefixstore.server.rates import AnswerTail, Usage
 from prefixstore.server.session import ServerSession
 from prefixstore.server.slot_choice import Claim
 from prefixstore.server.slot_manager import WORTH_A_LOOKUP, SlotManager
 from prefixstore.server.slot_pool import PoolClosedError, PoolFullError, Request
-from prefixstore.server.tenants import NoTenantError, TenantSource
+from prefixstore.server.tenants import Admission, NoTenantError, TenantSource
 from prefixstore.server.upstream import (
     TargetError,
     Upstream,

@@ -18,16 +18,14 @@ from aiohttp import web
 from prefixstore.errors import PrefixStoreError
 from prefixstore.metrics import RequestMetrics, StoreMetrics, new_registry, render
 from prefixstore.opening import Locations
-from prefixstore.server.admission import Admission
 from prefixstore.server.child import CHILD_URL, Child
 from prefixstore.server.client import LlamaServer
-from prefixstore.server.command import ServerCommand, check_program
+from prefixstore.server.command import ServerCommand, check_program, private_directory
 from prefixstore.server.exchange import server_of
 from prefixstore.server.lifetime import OwnServer, RunningServer
 from prefixstore.server.listener import address_of, bound, stopped_by_signals
 from prefixstore.server.namespace import ServerIdentity, slots_dir_of
 from prefixstore.server.own_endpoints import OwnEndpoints
-from prefixstore.server.private_directory import private_directory
 from prefixstore.server.process import command_of, directory_of, environment_of, process_at
 from prefixstore.server.proxy import Proxy, ProxyOptions
 from prefixstore.server.records import Props
@@ -35,6 +33,7 @@ from prefixstore.server.session import ServerSession, SessionOptions
 from prefixstore.server.slot_choice import Timing
 from prefixstore.server.slots import SlotStore
 from prefixstore.server.store_check import ADVICE, check_store, differences
+from prefixstore.server.tenants import Admission
 from prefixstore.server.upstream import Upstream
 from prefixstore.units import counted, format_bytes
 

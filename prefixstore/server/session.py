@@ -14,10 +14,9 @@ from typing import Any
 from prefixstore.errors import ContextError, PrefixStoreError, ServerError, ServerRefusedError
 from prefixstore.models.boundaries import TokenKind, kinds_of_vocabulary
 from prefixstore.opening import Locations
-from prefixstore.server.answers import Usage
 from prefixstore.server.client import LlamaServer
 from prefixstore.server.namespace import ServerIdentity
-from prefixstore.server.rates import Rates
+from prefixstore.server.rates import Rates, Usage
 from prefixstore.server.records import Props
 from prefixstore.server.slot_choice import Claim, Timing
 from prefixstore.server.slot_manager import SlotManager

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from prefixstore.format.keys import NO_TOKENS, Tokens
-from prefixstore.server.answers import Usage
-from prefixstore.server.rates import Rates
+from prefixstore.server.chats import Turns
+from prefixstore.server.rates import Rates, Usage
 from prefixstore.server.slot_choice import Claim, SlotChoice, Timing
 from prefixstore.server.slot_pool import WORTH_A_SAVE, PoolSlot, Rows, SlotPool
-from prefixstore.server.turns import Turns
 
 if TYPE_CHECKING:
     from prefixstore.server.slots import SlotCopy, SlotStore

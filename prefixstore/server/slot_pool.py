@@ -15,7 +15,7 @@ from enum import IntEnum
 from typing import Any
 
 from prefixstore.format.keys import NO_TOKENS, Tokens
-from prefixstore.server.turns import Turns
+from prefixstore.server.chats import Turns
 
 __all__ = [
     "WORTH_A_SAVE",

@@ -35,10 +35,9 @@ from prefixstore.llama.state.view import Assembly
 from prefixstore.opening import Locations
 from prefixstore.server.client import LlamaServer
 from prefixstore.server.namespace import ServerIdentity, has_window, kind_of_layout
-from prefixstore.server.slot_directory import wrong_directory
+from prefixstore.server.records import Found, Restored, Stored
 from prefixstore.server.slot_file import SlotFile, SlotLayout, slot_assembly
-from prefixstore.server.slot_files import SlotFiles
-from prefixstore.server.slot_results import Found, Restored, Stored
+from prefixstore.server.slot_files import SlotFiles, wrong_directory
 from prefixstore.stats import Counters, Kind
 from prefixstore.store import PrefixStore
 from prefixstore.units import shown

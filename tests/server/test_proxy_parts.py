@@ -17,20 +17,17 @@ from multidict import CIMultiDict
 
 from prefixstore.errors import ClosedError, CorruptError, InvalidParameterError, ServerError, UnavailableError
 from prefixstore.server import slot_manager as slot_manager_module
-from prefixstore.server.answers import AnswerTail, Usage
-from prefixstore.server.command import ServerCommand
+from prefixstore.server.chats import Turns
+from prefixstore.server.command import ServerCommand, private_directory
 from prefixstore.server.exchange import BodyBudget, Exchange
 from prefixstore.server.lifetime import RunningServer
 from prefixstore.server.own_endpoints import OwnEndpoints
-from prefixstore.server.private_directory import private_directory
-from prefixstore.server.prompts import MAX_PARTS, Ask, parse, pinned
-from prefixstore.server.rates import RETRY_EVERY, SMALLEST_FILE, Rates
-from prefixstore.server.request_fields import unknown_field
+from prefixstore.server.prompts import MAX_PARTS, Ask, parse, pinned, unknown_field
+from prefixstore.server.rates import RETRY_EVERY, SMALLEST_FILE, AnswerTail, Rates, Usage
 from prefixstore.server.slot_choice import Claim, Plan, SlotChoice, Timing
 from prefixstore.server.slot_manager import SlotManager
 from prefixstore.server.slot_pool import PoolFullError, PoolSlot, Request, Rows, SlotPool
 from prefixstore.server.tenants import NoTenantError, TenantSource
-from prefixstore.server.turns import Turns
 from prefixstore.server.upstream import Upstream, end_to_end
 
 CHAT = "/v1/chat/completions"

@@ -13,13 +13,12 @@ import pytest
 
 from prefixstore.errors import CorruptError
 from prefixstore.server.records import SlotAction
-from prefixstore.server.slot_directory import SlotDirectory
-from prefixstore.server.slot_files import SlotFiles
+from prefixstore.server.slot_files import SlotDirectory, SlotFiles
 from tests.support import ROOT
 
 CUT = """
 import sys
-from prefixstore.server.slot_directory import SlotDirectory
+from prefixstore.server.slot_files import SlotDirectory
 directory = SlotDirectory(sys.argv[1])
 path = directory.path / "file"
 path.write_bytes(b"x" * 100_000)

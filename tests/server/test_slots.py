@@ -29,7 +29,7 @@ from prefixstore.llama.capture import Capture
 from prefixstore.llama.state.form import Form
 from prefixstore.server import LlamaServer, SlotStore
 from prefixstore.server.namespace import ServerIdentity
-from prefixstore.server.slot_directory import PREFIX, SlotDirectory
+from prefixstore.server.slot_files import PREFIX, SlotDirectory
 from tests.support.llama_server import Running
 from tests.support.models import answer, forget, load, prompt
 from tests.support.signals import suspend
