@@ -1,7 +1,7 @@
 """Chats: those of other interfaces as llama-server converts them, and the messages by which the next request is known.
 
-The conversions follow ``server-chat.cpp``. Where they differ, the tokens are guessed wrong, which costs time and never an answer:
-the server compares the tokens of a slot with those of the request.
+The conversions follow ``server-chat.cpp``. Where they differ, the tokens are guessed wrong, which costs time and never
+an answer: the server compares the tokens of a slot with those of the request.
 """
 
 from __future__ import annotations

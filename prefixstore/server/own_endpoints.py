@@ -17,7 +17,7 @@ from prefixstore.server.session import ServerSession
 from prefixstore.server.slots import SlotStore
 from prefixstore.server.store_check import differences
 from prefixstore.server.tenants import api_key_of
-from prefixstore.server.upstream import Reply, Upstream, UpstreamError
+from prefixstore.server.upstream import Reply, UpstreamError
 
 __all__ = ["OwnEndpoints"]
 
@@ -33,8 +33,8 @@ class OwnEndpoints:
 
     Parameters
     ----------
-    upstream, session
-        The server, and what is known of it.
+    session
+        What is known of the server.
     render
         The proxy's own metrics, and their content type.
     admin_key
@@ -49,7 +49,6 @@ class OwnEndpoints:
 
     def __init__(
         self,
-        upstream: Upstream,
         session: ServerSession,
         render: Callable[[], tuple[bytes, str]],
         *,
@@ -57,7 +56,7 @@ class OwnEndpoints:
         has_keys: bool = True,
         separated: bool = False,
     ) -> None:
-        self._upstream, self._session, self._render = upstream, session, render
+        self._session, self._render = session, render
         self._admin_key, self._has_keys, self._separated = admin_key, has_keys, separated
         self._report = LiveReport(self._source)
 
@@ -127,12 +126,13 @@ class OwnEndpoints:
         if self._admin_key is not None or not self._has_keys:
             return self._admin_key is not None
         try:
-            return not (await self._upstream.ask("/props")).is_ok
+            return not (await self._session.upstream.ask("/props")).is_ok
         except UpstreamError:
             return False
 
     async def _get(self, path: str, exchange: Exchange) -> Reply:
-        return await self._upstream.ask(path, self._upstream.credentials(exchange.raw_headers))
+        upstream = self._session.upstream
+        return await upstream.ask(path, upstream.credentials(exchange.raw_headers))
 
     async def _metrics(self, exchange: Exchange) -> None:
         # in a thread, as the location is asked: other requests go on while it does not answer

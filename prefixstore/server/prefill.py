@@ -19,7 +19,7 @@ from prefixstore.server.rates import AnswerTail, Rates, Usage
 from prefixstore.server.session import ServerSession
 from prefixstore.server.slot_choice import Claim
 from prefixstore.server.tokenizer import TOKEN_CHARACTERS
-from prefixstore.server.upstream import Headers, Upstream
+from prefixstore.server.upstream import Headers
 
 __all__ = ["Prefill", "most_stops"]
 
@@ -49,14 +49,12 @@ class Prefill:
 
     Parameters
     ----------
-    upstream
-        The server.
     session
-        What is known of it, and its store.
+        What is known of the server, and its store.
     """
 
-    def __init__(self, upstream: Upstream, session: ServerSession) -> None:
-        self._upstream, self._session = upstream, session
+    def __init__(self, session: ServerSession) -> None:
+        self._session = session
 
     async def run(self, claim: Claim, explicit: Sequence[int], headers: Headers, ping: Ping) -> None:
         """Compute the prompt in its slot up to its last boundary. If that fails, the client's request has the rest.
@@ -124,7 +122,7 @@ class Prefill:
         body = await aside(end * TOKEN_CHARACTERS, lambda: _request(claim.tokens[:end], claim.slot.id))
         headers = [(b"content-type", b"application/json"), *headers]
         tail = AnswerTail()
-        answer = await self._upstream.send("POST", b"/completion", headers, body)
+        answer = await self._session.upstream.send("POST", b"/completion", headers, body)
         try:
             async for chunk in answer.chunks():
                 tail.feed(chunk)

@@ -6,8 +6,8 @@ import contextlib
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from http import HTTPStatus
+from typing import TYPE_CHECKING
 
 from aiohttp import ClientConnectionResetError, web
 
@@ -22,17 +22,19 @@ from prefixstore.server.session import ServerSession
 from prefixstore.server.slot_choice import Claim
 from prefixstore.server.slot_manager import WORTH_A_LOOKUP, SlotManager
 from prefixstore.server.slot_pool import PoolClosedError, PoolFullError, Request
-from prefixstore.server.tenants import Admission, NoTenantError, TenantSource
+from prefixstore.server.tenants import Admission, NoTenantError
 from prefixstore.server.upstream import (
     TargetError,
-    Upstream,
     UpstreamError,
     UpstreamLostError,
     UpstreamTimeoutError,
     end_to_end,
 )
 
-__all__ = ["Proxy", "ProxyOptions"]
+if TYPE_CHECKING:
+    from prefixstore.server.serving import ServeSettings
+
+__all__ = ["Proxy"]
 
 log = logging.getLogger("prefixstore.server")
 
@@ -54,69 +56,41 @@ STATELESS = frozenset({"/embedding", "/embeddings", "/v1/embeddings"})
 STATELESS |= {"/rerank", "/reranking", "/v1/rerank", "/v1/reranking"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProxyOptions:
-    """Limits, and how tenants are identified.
-
-    Attributes
-    ----------
-    max_body
-        Bytes that the body of a request may have.
-    max_bodies
-        Bytes that the bodies of all requests may have together; None: as many as sixteen of the largest.
-    tenants
-        What identifies the tenant of a request; None: all share.
-    allowed_fields
-        Fields of completions that are not known here, and do not change what is computed for a token.
-    """
-
-    max_body: int = 16 << 20
-    max_bodies: int | None = None
-    tenants: TenantSource | None = None
-    allowed_fields: frozenset[str] = frozenset()
-
-
 class Proxy:
     """Answers requests.
 
     Parameters
     ----------
-    upstream
-        The server.
     session
-        What is known of it, and its store.
-    lost
-        Called when a connection to the server has failed.
+        What is known of the server, and its store.
     own
         The endpoints of the proxy itself.
     admission
         Whether the server lets a client in.
     observer
         Counts requests.
-    options
-        Limits.
+    settings
+        Limits, and what identifies tenants.
     """
 
     def __init__(
         self,
-        upstream: Upstream,
         session: ServerSession,
-        lost: Callable[[], None],
         own: OwnEndpoints,
         admission: Admission,
         observer: RequestMetrics,
-        options: ProxyOptions,
+        settings: ServeSettings,
     ) -> None:
-        self._upstream, self._session, self._lost = upstream, session, lost
+        self._upstream, self._session = session.upstream, session
         self._own, self._admission = own, admission
-        self._observer, self._options = observer, options
-        self._bodies = BodyBudget(16 * options.max_body if options.max_bodies is None else options.max_bodies)
+        self._observer, self._settings = observer, settings
+        self._bodies = BodyBudget(16 * settings.max_body if settings.max_bodies is None else settings.max_bodies)
         self._told_fields: set[str] = set()
-        self._prefill = Prefill(upstream, session)
+        self._prefill = Prefill(session)
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request. If the client goes away, the task is cancelled, and the server is told to stop."""
-        exchange = Exchange(request, self._options.max_body, self._bodies)
+        exchange = Exchange(request, self._settings.max_body, self._bodies)
         try:
             await self._try_to_answer(exchange)
         except ClientConnectionResetError:
@@ -135,7 +109,7 @@ class Proxy:
         try:
             await self._route(exchange)
         except BodyTooLargeError:
-            limit = self._options.max_body
+            limit = self._settings.max_body
             exchange.refuse(413, "invalid_request_error", f"the body has more than {limit} bytes (--max-body)")
         except BodiesFullError:
             limit = self._bodies.limit
@@ -152,7 +126,7 @@ class Proxy:
             self._broken(exchange, 504, "the server has not answered in time")
         except UpstreamError as error:
             if isinstance(error, UpstreamLostError):
-                self._lost()
+                self._session.lost()
             self._broken(exchange, 503, "the server does not answer; it may be restarting")
 
     def _broken(self, exchange: Exchange, status: int, message: str) -> None:
@@ -192,11 +166,11 @@ class Proxy:
 
     async def _pass(self, exchange: Exchange) -> None:
         path, manager = exchange.path, self._manager
-        if self._options.tenants is not None and not self._may_pass(exchange):
+        if self._settings.separated and not self._may_pass(exchange):
             message = f"{path} is switched off: tenants are separated, and it shows other tenants"
             exchange.refuse(403, "permission_error", message)
             return
-        if exchange.method == "POST" and path.startswith("/slots/") and self._session.options.socket is not None:
+        if exchange.method == "POST" and path.startswith("/slots/") and self._session.is_child:
             # any client could write files into its directory in memory, which are never deleted
             exchange.refuse(501, "not_supported_error", "slots are saved into the store only")
             return
@@ -236,7 +210,7 @@ class Proxy:
         if exchange.method not in READS:
             # a part of an answer that is made has no use, and llama-server refuses a wrong one after it has made all
             headers = [(name, value) for name, value in headers if name not in RANGES]
-        if self._options.tenants is not None:
+        if self._settings.separated:
             # who names the conversation of another would end it
             headers = [(name, value) for name, value in headers if name != b"x-conversation-id"]
         answer = await self._upstream.send(exchange.method, exchange.target, headers, content)
@@ -274,9 +248,9 @@ class Proxy:
         return manager
 
     async def _complete(self, exchange: Exchange, body: bytes) -> None:
-        tenants, path = self._options.tenants, exchange.path
+        tenants, path = self._settings.tenants, exchange.path
         owner = None if tenants is None else tenants.salt(exchange.headers)
-        ask = await aside(len(body), lambda: parse(path, body, self._options.allowed_fields))
+        ask = await aside(len(body), lambda: parse(path, body, self._settings.allowed_fields))
         if ask.boundaries is None:
             message = 'prefixstore must be {"boundaries": [N, ...]}: lengths in tokens'
             exchange.refuse(400, "invalid_request_error", message)
@@ -295,7 +269,7 @@ class Proxy:
         reason, tokens, claim = self._session.reason or ask.reason, None, None
         if reason is None and ask.id_slot is None and not ask.boundaries:
             claim = manager.continued(path, ask.turns, owner)
-        can_choose, is_separated = ask.can_pin or len(manager.pool.slots) == 1, self._options.tenants is not None
+        can_choose, is_separated = ask.can_pin or len(manager.pool.slots) == 1, self._settings.separated
         if claim is None and (reason is None or (reason == UNKNOWN_FIELD and can_choose)):
             tokens = await self._tokens(exchange, ask, owner)
             reason = "no_tokens" if tokens is None else reason
@@ -340,7 +314,7 @@ class Proxy:
 
     async def _without_slot(self, exchange: Exchange, ask: Ask, body: bytes, owner: str | None) -> None:
         """Pass a completion on for which the server chooses slots."""
-        manager, separated = self._manager, self._options.tenants is not None
+        manager, separated = self._manager, self._settings.separated
         if separated:
             if ask.reason not in ("several_answers", "several_prompts"):
                 exchange.refuse(400, "invalid_request_error", "the request is not valid")

@@ -55,7 +55,7 @@ class Props:
     model_path: str
     n_slots: int
     n_ctx: int
-    is_sleeping: bool = False
+    is_sleeping: bool = field(default=False, compare=False)
     has_media: bool = False
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 

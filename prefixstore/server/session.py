@@ -6,26 +6,27 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prefixstore.errors import ContextError, PrefixStoreError, ServerError, ServerRefusedError
 from prefixstore.models.boundaries import TokenKind, kinds_of_vocabulary
-from prefixstore.opening import Locations
-from prefixstore.server.client import LlamaServer
+from prefixstore.server.client import LlamaServer, props_of
 from prefixstore.server.namespace import ServerIdentity
 from prefixstore.server.rates import Rates, Usage
 from prefixstore.server.records import Props
-from prefixstore.server.slot_choice import Claim, Timing
+from prefixstore.server.slot_choice import Claim
 from prefixstore.server.slot_manager import SlotManager
 from prefixstore.server.slot_pool import Rows, SlotPool
 from prefixstore.server.slots import SlotStore
 from prefixstore.server.tokenizer import Tokenizer
-from prefixstore.server.upstream import ASK_SECONDS, Upstream, UpstreamError
+from prefixstore.server.upstream import Headers, Upstream, UpstreamError
 
-__all__ = ["ServerSession", "SessionOptions"]
+if TYPE_CHECKING:
+    from prefixstore.server.serving import ServeSettings
+
+__all__ = ["ServerSession"]
 
 log = logging.getLogger("prefixstore.server")
 
@@ -38,47 +39,25 @@ MAY_SLEEP_AFTER = 1.0
 LOOK_SECONDS = 1.0
 # how long a request waits for another server to be known
 READY_SECONDS = 10.0
+# between two questions whether a server that does not answer does so now
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0
 
 
-@dataclass(frozen=True)
-class SessionOptions:
-    """How the store of a server is used.
+class ServerSession:
+    """The state of the server and its store, from one `ready` to the next.
 
-    Attributes
+    Parameters
     ----------
-    location
-        The store.
+    upstream
+        The server. If it listens on a Unix socket, it is our child.
+    settings
+        Those of the proxy.
     slots_dir
         The directory in which the server saves slots.
     identify
         Makes the identity of the server from what it says about itself.
     key
         The key with which slots are saved and restored.
-    socket
-        The Unix socket that the server listens on; None: it listens at the address of `upstream`.
-    separated
-        Whether tenants are separated.
-    max_waiting
-        How many requests may wait for a slot.
-    store_options
-        Parameters of the store.
-    timing
-        When slots are saved.
-    """
-
-    location: Locations
-    slots_dir: str
-    identify: Callable[[Props], ServerIdentity]
-    key: str | None = None
-    socket: Path | None = None
-    separated: bool = False
-    max_waiting: int = 256
-    store_options: dict[str, Any] = field(default_factory=dict)
-    timing: Timing = field(default_factory=Timing)
-
-
-class ServerSession:
-    """The state of the server and its store, from one `ready` to the next.
 
     Attributes
     ----------
@@ -90,24 +69,30 @@ class ServerSession:
         Called with the store when it was opened, and with None when it is closed to be opened again.
     when_ready
         Called each time `ready` has ended.
-    when_replaced
-        Called when another server answers than the one that was ready.
     """
 
-    def __init__(self, upstream: Upstream, options: SessionOptions) -> None:
-        self.upstream, self.options = upstream, options
-        self.server = LlamaServer(upstream.url, SERVER_SECONDS, options.key, socket=options.socket)
-        self._asked = LlamaServer(upstream.url, ASK_SECONDS, options.key, socket=options.socket)
+    def __init__(
+        self,
+        upstream: Upstream,
+        settings: ServeSettings,
+        slots_dir: Path,
+        identify: Callable[[Props], ServerIdentity],
+        key: str | None = None,
+    ) -> None:
+        self.upstream, self._settings = upstream, settings
+        self._slots_dir, self._identify = slots_dir, identify
+        self._headers: Headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
+        self.is_child = upstream.socket is not None
+        self.server = LlamaServer(upstream.url, SERVER_SECONDS, key, socket=upstream.socket)
         self.tokenizer = Tokenizer(upstream)
         self.rates = Rates()
         self.manager: SlotManager | None = None
         self.store: SlotStore | None = None
-        self._is_up, self._hurried = asyncio.Event(), asyncio.Event()
+        self._is_up, self._hurried, self._is_lost = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._looking: asyncio.Task[None] | None = None
         self._props: Props | None = None
-        self._is_drafting = False
         self.when_store: Callable[[SlotStore | None], None] = lambda _: None
         self.when_ready: Callable[[], None] = lambda: None
-        self.when_replaced: Callable[[], None] = lambda: None
         self._lora_changed = False
         self._was_open = False
         self._saving: asyncio.Task[None] | None = None
@@ -150,7 +135,6 @@ class ServerSession:
             await self._open()
         self._lora_changed = False
         if self.store is not None:
-            self.store.is_drafting = self._is_drafting
             self.manager.choice.can_cut = self.store.can_cut
             self.manager.use(self.store if self.store.reason is None else None)
             if not self.store.can_cut:
@@ -167,11 +151,11 @@ class ServerSession:
                 return
             log.warning("the server has %d slots of %d tokens now", len(slots), slots[0][1])
             await self._retire(self.manager)
-        options = self.options
-        pool = SlotPool(slots, max_waiting=options.max_waiting, separated=options.separated)
+        settings = self._settings
+        pool = SlotPool(slots, max_waiting=settings.max_waiting, separated=settings.separated)
         # what is in the slots of a server that runs already may have been moved there from other positions
-        pool.restarted(are_empty=options.socket is not None)
-        self.manager = SlotManager(pool, self.rates, None, self.server.erase, options.timing)
+        pool.restarted(are_empty=self.is_child)
+        self.manager = SlotManager(pool, self.rates, None, self.server.erase, settings.timing)
         self._saving = asyncio.create_task(self.manager.save_when_idle())
 
     async def _retire(self, manager: SlotManager) -> None:
@@ -206,23 +190,27 @@ class ServerSession:
         return True
 
     def _open_store(self) -> SlotStore:
-        options = self.options
-        identity = options.identify(self.server.props())
-        return SlotStore(options.location, self.server, options.slots_dir, identity, **options.store_options)
+        settings, identity = self._settings, self._identify(self.server.props())
+        return SlotStore(settings.location, self.server, self._slots_dir, identity, **settings.store_options)
 
     async def _slots(self) -> list[tuple[int, int]]:
-        listed = await asyncio.to_thread(self._asked.slots)
-        self._is_drafting = any(slot.is_drafting for slot in listed)
-        if self._is_drafting and self.options.separated:
+        slots = await asyncio.to_thread(self.server.slots)
+        if self.server.is_drafting and self._settings.separated:
             raise ServerError(
                 "--salt-from cannot be used with a llama-server that drafts tokens: drafts keep something of the "
                 "prompts of all, which shows in how fast others are answered; start it without --spec-type and -md"
             )
-        return [(slot.id, slot.n_ctx) for slot in listed]
+        return [(slot.id, slot.n_ctx) for slot in slots]
 
-    async def _ask_props(self) -> Props:
-        """Raises `ServerError`."""
-        props = await asyncio.to_thread(self._asked.props)
+    async def _ask_props(self) -> Props | None:
+        """What the server says about itself; None if it refuses to, as while it loads a model.
+
+        Raises `UpstreamError`, `ServerError`, or `ValueError`.
+        """
+        reply = await self.upstream.ask("/props", self._headers)
+        if not reply.is_ok:
+            return None
+        props = props_of(reply.json())
         self.tokenizer.marker = props.raw.get("media_marker")
         return props
 
@@ -240,7 +228,7 @@ class ServerSession:
         self.tokenizer.forget()
         if self.manager is not None:
             # of one that is not our child it is not even certain that it has ended
-            self.manager.pool.restarted(are_empty=self.options.socket is not None)
+            self.manager.pool.restarted(are_empty=self.is_child)
 
     async def reopen(self) -> None:
         """Find out which server answers, since it may be another one by now."""
@@ -254,12 +242,67 @@ class ServerSession:
             except PrefixStoreError as error:
                 log.warning("not all pages were stored: %s", error)
 
+    # -- a server that is no child of ours -----------------------------------------------------------------------------
+
+    async def watch(self) -> None:
+        """Keep up with a server that somebody else starts and stops, until cancelled.
+
+        Raises
+        ------
+        PrefixStoreError
+            If the server or the store cannot be used.
+        """
+        pause, said = FIRST_PAUSE, ""
+        while True:
+            try:
+                problem = "it does not answer"
+                if await self._is_healthy():
+                    await self.ready()
+                    said = ""
+                    await self._is_lost.wait()
+                    self._is_lost.clear()
+                    await self.reopen()
+                    pause = FIRST_PAUSE
+                    continue
+            except (ServerError, UpstreamError, ValueError, LookupError, TypeError) as error:
+                problem = str(error)
+            if problem != said:
+                log.warning("waiting for %s: %s", self.upstream.url, problem)
+                said = problem
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def lost(self) -> None:
+        """A connection has failed: the server may have ended, and another one may answer next.
+
+        Or it has closed the connection, as it does with some requests that it refuses: then it answers the next one.
+        One that is started in its place does not, as long as it loads its model. If a child has ended, `Child` notices.
+        """
+        if not self.is_child and self.is_ready and not self.is_certainly_alive() and self._looking is None:
+            self._looking = asyncio.create_task(self._look_after_loss())
+
+    async def _look_after_loss(self) -> None:
+        try:
+            if not await self._is_healthy() and self.is_ready:
+                self._replaced()
+        finally:
+            self._looking = None
+
+    def _replaced(self) -> None:
+        self.down()
+        self._is_lost.set()
+
+    async def _is_healthy(self) -> bool:
+        with contextlib.suppress(UpstreamError):
+            return (await self.upstream.ask("/health")).is_ok
+        return False
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
     async def has_adapters(self) -> bool:
         """Whether the server has LoRA adapters that a request can switch on."""
         try:
-            key = self.options.key
-            headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
-            reply = await self.upstream.ask("/lora-adapters", headers)
+            reply = await self.upstream.ask("/lora-adapters", self._headers)
             return bool(reply.json()) or not reply.is_ok
         except (UpstreamError, ValueError):
             return True
@@ -285,23 +328,19 @@ class ServerSession:
         has_process = store is not None and store.identity.process is not None
         is_other = has_process and not self.is_certainly_alive()
         may_sleep = idle >= MAY_SLEEP_AFTER and manager is not None and not manager.pool.n_busy
-        may_be_other = not has_process and self.options.socket is None and now >= self._last_look + LOOK_SECONDS
+        may_be_other = not has_process and not self.is_child and now >= self._last_look + LOOK_SECONDS
         if not is_other and (may_sleep or may_be_other):
             self._last_look = now
             try:
                 props = await self._ask_props()
-                is_other = self._props is None or replace(props, is_sleeping=False) != replace(
-                    self._props, is_sleeping=False
-                )
-                if props.is_sleeping and manager is not None:
-                    manager.pool.restarted()
-            except ServerError as error:
-                if error.__cause__ is not None:
-                    return True  # it does not answer: what comes next says so
-                is_other = True  # it loads a model, or wants another key
-        if is_other and self.is_ready:
+            except (UpstreamError, ServerError, ValueError):
+                return True  # what comes next says so
+            if props is not None and props.is_sleeping and manager is not None:
+                manager.pool.restarted()
+            is_other = props != self._props
+        if is_other and self.is_ready and not self.is_child:
             log.warning("a different server answers at %s now", self.upstream.url)
-            self.when_replaced()
+            self._replaced()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._is_up.wait(), READY_SECONDS)
         return self.is_ready
@@ -355,9 +394,10 @@ class ServerSession:
 
     async def close(self) -> None:
         """Store what the slots hold, and close the store."""
-        if self._saving is not None:
-            self._saving.cancel()
-            await asyncio.gather(self._saving, return_exceptions=True)
+        tasks = [task for task in (self._saving, self._looking) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self.manager is not None:
             if self.is_ready and self.reason is None:
                 await self._unless_hurried(self.manager.save_all(STOP_SECONDS))

@@ -57,13 +57,10 @@ class SlotFiles:
     ----------
     directory
         The directory.
-    is_drafting
-        Whether the slots have the rows of a draft, too: then a slot is emptied before it is loaded.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.directory = SlotDirectory(path)
-        self.is_drafting = True  # until the server says otherwise
 
     def any(self, server: LlamaServer) -> SlotFile:
         """The file of any slot that holds something. If none does, a free one evaluates two tokens, and is erased.
@@ -77,9 +74,7 @@ class SlotFiles:
         """
         n_slots = server.props().n_slots
         try:
-            found = server.slots()
-            self.is_drafting = any(slot.is_drafting for slot in found)
-            slots = [slot for slot in found if not slot.is_processing]
+            slots = [slot for slot in server.slots() if not slot.is_processing]
             # those that hold little first, then those of which it is not known
             order = [slot.id for slot in sorted(slots, key=lambda slot: slot.n_tokens or 1 << 30)]
         except ServerRefusedError:
@@ -105,7 +100,7 @@ class SlotFiles:
         """Have the server load a slot's file, which is complete."""
         with self.directory.name() as name:
             written = self.directory.write(name, data)
-            if self.is_drafting:
+            if server.is_drafting:
                 # it restores the rows of the model only: those of the draft would be of another prompt, and end at
                 # another position, at which no batch of the draft continues
                 server.erase(slot)

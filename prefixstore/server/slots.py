@@ -189,11 +189,7 @@ class SlotStore:
     @property
     def is_drafting(self) -> bool:
         """Whether the server drafts tokens: of its drafts nothing is stored, and they begin empty after a restore."""
-        return self._files.is_drafting
-
-    @is_drafting.setter
-    def is_drafting(self, value: bool) -> None:
-        self._files.is_drafting = value
+        return self.server.is_drafting
 
     @property
     def can_cut(self) -> bool:

@@ -20,10 +20,12 @@ from prefixstore.server import slot_manager as slot_manager_module
 from prefixstore.server.chats import Turns
 from prefixstore.server.command import ServerCommand, private_directory
 from prefixstore.server.exchange import BodyBudget, Exchange
-from prefixstore.server.lifetime import RunningServer
+from prefixstore.server.namespace import ServerIdentity
 from prefixstore.server.own_endpoints import OwnEndpoints
 from prefixstore.server.prompts import MAX_PARTS, Ask, parse, pinned, unknown_field
 from prefixstore.server.rates import RETRY_EVERY, SMALLEST_FILE, AnswerTail, Rates, Usage
+from prefixstore.server.serving import ServeSettings, watched
+from prefixstore.server.session import ServerSession
 from prefixstore.server.slot_choice import Claim, Plan, SlotChoice, Timing
 from prefixstore.server.slot_manager import SlotManager
 from prefixstore.server.slot_pool import PoolFullError, PoolSlot, Request, Rows, SlotPool
@@ -959,8 +961,7 @@ def test_a_location_that_does_not_answer_stops_no_request(path: str):
     session: Any = SimpleNamespace(is_ready=False, reason=None, why="", manager=None, store=store)
 
     async def scene() -> None:
-        nothing: Any = None
-        own = OwnEndpoints(nothing, session, ask, has_keys=False)
+        own = OwnEndpoints(session, ask, has_keys=False)
         one = exchange(path, [])
         asked = asyncio.ensure_future(own.answer(one))
         await asyncio.sleep(0)
@@ -975,22 +976,17 @@ def test_a_location_that_does_not_answer_stops_no_request(path: str):
 def test_a_server_that_cannot_be_watched_ends_the_command_and_not_just_the_watch():
     failed: list[Exception] = []
 
-    async def get(*_: object, **__: object) -> Any:
-        return SimpleNamespace(status_code=200)
+    class Answering(ServerSession):
+        async def _is_healthy(self) -> bool:
+            return True
 
-    async def ready() -> None:
-        raise AttributeError("an answer in another form")
+        async def ready(self) -> None:
+            raise AttributeError("an answer in another form")
 
     async def scene() -> None:
-        upstream = SimpleNamespace(url="http://server", client=SimpleNamespace(get=get))
-        session: Any = SimpleNamespace(upstream=upstream, ready=ready)
-        lifetime = RunningServer(session, failed.append)
-        await lifetime.start()
-        while not failed:
-            assert lifetime._watching is not None
-            assert not lifetime._watching.done()
-            await asyncio.sleep(0)
-        await lifetime.stop()
+        settings, nothing = ServeSettings(location="memory:"), Path("/nowhere")
+        session = Answering(Upstream("http://server", timeout=60), settings, nothing, ServerIdentity)
+        await watched(session.watch(), failed.append)
 
     asyncio.run(scene())
     assert "AttributeError" in str(failed[0])
