@@ -25,7 +25,7 @@ from prefixstore.server.exchange import server_of
 from prefixstore.server.listener import address_of, bound, stopped_by_signals
 from prefixstore.server.namespace import ServerIdentity, slots_dir_of
 from prefixstore.server.own_endpoints import OwnEndpoints
-from prefixstore.server.process import command_of, directory_of, environment_of, process_at
+from prefixstore.server.process import process_at, running_process
 from prefixstore.server.proxy import Proxy
 from prefixstore.server.records import Props
 from prefixstore.server.session import ServerSession
@@ -120,9 +120,8 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
 
         def started() -> tuple[Sequence[str], Mapping[str, str], Path | None]:
             # what is given may be a script that adds options
-            pid = process_at(command.socket)
-            seen = (command_of(pid), environment_of(pid), directory_of(pid)) if pid is not None else (None, None, None)
-            return (seen[0], seen[1], seen[2]) if seen[0] and seen[1] is not None else (command.argv(), environ, None)
+            seen = running_process(process_at(command.socket))
+            return (command.argv(), environ, None) if seen is None else (seen.argv, seen.environ, seen.directory)
 
         def identify(props: Props) -> ServerIdentity:
             argv, variables, directory = started()
