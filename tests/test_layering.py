@@ -34,7 +34,7 @@ NEEDS = {
     "cli": CORE | {"rich", "typer"},  # the extra "cli"
     # the extra "python-server"
     "server.completions": CORE | {"llama_cpp", "starlette"},
-    "server.example_model": CORE | {"llama_cpp"},
+    "server.sequences": CORE | {"llama_cpp"},
     "server.python_server": CORE | {"llama_cpp", "fastapi", "pydantic", "uvicorn"},
 }
 # what is imported inside the functions that need it, or for type checkers

@@ -201,12 +201,11 @@ class Proxy:
         self,
         exchange: Exchange,
         content: bytes | None,
-        began: Callable[[int], None] = lambda _: None,
         tail: AnswerTail | None = None,
         first_byte: Callable[[], None] = lambda: None,
     ) -> int:
         """Pass a request on, and its answer back; the status of the answer."""
-        headers = exchange.raw_headers
+        tail, headers = tail or AnswerTail(), exchange.raw_headers
         if exchange.method not in READS:
             # a part of an answer that is made has no use, and llama-server refuses a wrong one after it has made all
             headers = [(name, value) for name, value in headers if name not in RANGES]
@@ -215,7 +214,7 @@ class Proxy:
             headers = [(name, value) for name, value in headers if name != b"x-conversation-id"]
         answer = await self._upstream.send(exchange.method, exchange.target, headers, content)
         try:
-            began(answer.status)
+            tail.status = answer.status
             before = after = b""
             if not exchange.has_begun:
                 await exchange.begin(answer.status, end_to_end(answer.headers))
@@ -229,8 +228,7 @@ class Proxy:
                 if is_first:
                     first_byte()
                     is_first = False
-                if tail is not None:
-                    tail.feed(chunk)
+                tail.feed(chunk)
                 await exchange.write(chunk)
             if after:
                 await exchange.write(after)
@@ -340,8 +338,7 @@ class Proxy:
         self, exchange: Exchange, ask: Ask, body: bytes, claim: Claim, *, is_counted: bool, taints: bool
     ) -> None:
         manager = self._manager
-        answer = _Answer()
-        status = 0
+        tail = AnswerTail()
         try:
             if ask.can_add:
                 # the store holds no rows that were moved
@@ -356,22 +353,21 @@ class Proxy:
                 await manager.empty_tainted()
             if is_counted and not taints and not claim.must_compute:
                 await self._compute_ahead(exchange, ask, claim)
-            status = await self._forward(exchange, body, answer.began, answer.tail, claim.slot.answering)
+            await self._forward(exchange, body, tail, claim.slot.answering)
         finally:
-            is_ok = answer.status == HTTPStatus.OK
-            usage = answer.tail.usage() if is_ok else None
+            usage = tail.usage() if tail.status == HTTPStatus.OK else None
             if usage is not None and is_counted and ask.turns is not None and not claim.slot.is_lost:
                 claim.slot.request = Request(exchange.path, ask.turns, usage.cached_tokens + usage.computed_tokens)
             if usage is not None and usage.cached_tokens < claim.n_continued - WORTH_A_LOOKUP:
                 # the slot did not hold what was continued, and the store may
                 claim.reason = "not_asked"
-            began = answer.status in (None, HTTPStatus.OK) or (taints and not ask.has_left_nothing(answer.status))
+            began = tail.status in (None, HTTPStatus.OK) or (taints and not ask.has_left_nothing(tail.status))
             manager.release(claim, usage, began=began, taints=taints)
             if usage is not None:
                 self._session.computed(usage)
                 usage = usage.after(claim.n_ahead)
             self._session.note(usage, claim, is_counted=is_counted)
-        if is_counted and status == HTTPStatus.OK:
+        if is_counted and tail.status == HTTPStatus.OK:
             self._observe(exchange.path, claim, usage)
 
     async def _compute_ahead(self, exchange: Exchange, ask: Ask, claim: Claim) -> None:
@@ -409,14 +405,3 @@ class Proxy:
             restore_seconds=claim.restored_seconds,
             saved_seconds=claim.saved_seconds if restored else 0.0,
         )
-
-
-class _Answer:
-    """What has come of the answer to a completion."""
-
-    def __init__(self) -> None:
-        self.status: int | None = None
-        self.tail = AnswerTail()
-
-    def began(self, status: int) -> None:
-        self.status = status

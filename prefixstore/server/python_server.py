@@ -42,7 +42,7 @@ from prefixstore.metrics import RequestMetrics, StoreMetrics, new_registry, rend
 from prefixstore.opening import Locations
 from prefixstore.server.completions import CachedTokens, Metrics, StoreProxy
 from prefixstore.server.listener import address_of, bound, stopped_by_signals
-from prefixstore.server.report_page import CONTENT, HTML, JSON, PAGE, LiveReport, page_of
+from prefixstore.server.own_endpoints import CONTENT, HTML, JSON, PAGE, LiveReport, page_of
 from prefixstore.server.store_check import check_store
 
 if TYPE_CHECKING:

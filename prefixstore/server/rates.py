@@ -153,9 +153,10 @@ class Usage:
 
 
 class AnswerTail:
-    """The last bytes of a response that is passed through."""
+    """The status and the last bytes of a response that is passed through; `status` is None until it has begun."""
 
     def __init__(self) -> None:
+        self.status: int | None = None
         self._tail = b""
 
     def feed(self, chunk: bytes) -> None:
