@@ -11,12 +11,14 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from prefixstore.errors import ServerError, ServerUnreachableError
 from prefixstore.server.process import work_of_session
 from prefixstore.server.upstream import ASK_SECONDS, Upstream, UpstreamError, UpstreamLostError
+
+if TYPE_CHECKING:
+    from prefixstore.server.command import ServerCommand
 
 __all__ = ["CHILD_URL", "Child", "Patience", "hangs"]
 
@@ -33,24 +35,6 @@ LOST_SECONDS = 10.0
 PR_SET_PDEATHSIG = 1
 # a name: it listens on a socket
 CHILD_URL = "http://llama-server"
-
-
-class Command(Protocol):
-    """The command that a child process runs."""
-
-    @property
-    def key(self) -> str:
-        """An API key that it accepts."""
-
-    @property
-    def socket(self) -> Path:
-        """Where it listens."""
-
-    def prepare(self) -> None:
-        """Create what it needs on disk. Raises `ServerError`."""
-
-    def argv(self) -> list[str]:
-        """All arguments."""
 
 
 class Child:
@@ -78,7 +62,7 @@ class Child:
 
     def __init__(
         self,
-        command: Command,
+        command: ServerCommand,
         environ: Mapping[str, str],
         when_ready: Callable[[], Awaitable[None]],
         when_down: Callable[[], None],

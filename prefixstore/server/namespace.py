@@ -139,8 +139,9 @@ class ServerIdentity:
             except (ValueError, KeyError, ZeroDivisionError):
                 reason = "arguments"
             else:
-                if found.is_decoder:
-                    return cls(found.settings, props, found.window, arguments.is_on("swa_full"), files=found.files)
+                if found is not None:
+                    settings, window, files = found
+                    return cls(settings, props, window, arguments.is_on("swa_full"), files=files)
                 reason = "no_decoder"
         return cls({"llama_cpp": commit_of(props)}, props, reason=reason)
 

@@ -34,7 +34,7 @@ from prefixstore.server.client import LlamaServer
 from prefixstore.server.records import SlotAction
 from prefixstore.server.slot_file import SlotFile, parse_slot_file
 
-__all__ = ["SlotDirectory", "SlotFiles", "wrong_directory"]
+__all__ = ["SlotDirectory", "wrong_directory"]
 
 log = logging.getLogger("prefixstore")
 
@@ -43,94 +43,6 @@ PART = ".part"
 # the server may write a file late, when a slot that was busy becomes idle: younger ones may belong to another process
 STALE_SECONDS = 600.0
 MAX_LATE = 1000
-
-
-class SlotFiles:
-    """Files of slots, each deleted once it was read.
-
-    Parameters
-    ----------
-    path
-        The directory that the server was started with as ``--slot-save-path``.
-
-    Attributes
-    ----------
-    directory
-        The directory.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.directory = SlotDirectory(path)
-
-    def any(self, server: LlamaServer) -> SlotFile:
-        """The file of any slot that holds something. If none does, a free one evaluates two tokens, and is erased.
-
-        Raises
-        ------
-        UnknownVersionError
-            If its version is not known.
-        ServerError
-            If the server cannot be asked.
-        """
-        n_slots = server.props().n_slots
-        try:
-            slots = [slot for slot in server.slots() if not slot.is_processing]
-            # those that hold little first, then those of which it is not known
-            order = [slot.id for slot in sorted(slots, key=lambda slot: slot.n_tokens or 1 << 30)]
-        except ServerRefusedError:
-            order = list(range(n_slots))
-        for slot in order:
-            with suppress(CorruptError), self.saved(server, slot) as (_, file):
-                if file.layout is not None:
-                    return file
-        for slot in order[-1:]:
-            # two: a recurrent state of one token cannot be told from empty attention
-            server.evaluate(slot, (0, 0))
-            try:
-                # what is not understood even then is stored whole
-                for whole in (False, True):
-                    with suppress(CorruptError), self.saved(server, slot, whole=whole) as (_, file):
-                        if file.layout is not None:
-                            return file
-            finally:
-                server.erase(slot)
-        raise ServerBusyError(f"no slot of {server.url} is idle")
-
-    def load(self, server: LlamaServer, slot: int, n: int, data: memoryview) -> None:
-        """Have the server load a slot's file, which is complete."""
-        with self.directory.name() as name:
-            written = self.directory.write(name, data)
-            if server.is_drafting:
-                # it restores the rows of the model only: those of the draft would be of another prompt, and end at
-                # another position, at which no batch of the draft continues
-                server.erase(slot)
-            action = server.restore(slot, name)
-            is_same = self.directory.mark(name) == written
-        if not is_same:
-            server.erase(slot)
-            raise CorruptError("another process has changed a slot file before the server read it: the slot was erased")
-        if (action.n_tokens, action.n_bytes) != (n, len(data)):
-            server.erase(slot)
-            raise ServerTooOldError(
-                f"{server.url} has restored {action.n_tokens} tokens of a slot's file of {n}: the slot was erased"
-            )
-
-    @contextmanager
-    def saved(self, server: LlamaServer, slot: int, *, whole: bool = False) -> Iterator[tuple[SlotAction, SlotFile]]:
-        """A slot's file, parsed; it is deleted whatever happens. With `whole`, its state is left as it is."""
-        self.directory.remove_late()
-        with self.directory.name() as name:
-            try:
-                action = server.save(slot, name)
-            except (ServerBusyError, ServerUnreachableError):
-                # it may write the file when the slot becomes idle
-                self.directory.expect_late(name)
-                raise
-            data = self.directory.read(name, action.n_bytes)
-            file = parse_slot_file(data, slot, whole=whole)
-            if len(file.tokens) != action.n_tokens and not file.has_media:
-                raise CorruptError(f"a slot's file has {len(file.tokens)} tokens, the server says {action.n_tokens}")
-            yield action, file
 
 
 class SlotDirectory:
@@ -276,6 +188,78 @@ class SlotDirectory:
         # the group, since the server may be another user's; others have no business with prompts
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         return io.FileIO(os.open(self.path / name, flags, 0o640), "w")
+
+    # -- slots ---------------------------------------------------------------------------------------------------------
+
+    def any(self, server: LlamaServer) -> SlotFile:
+        """The file of any slot that holds something. If none does, a free one evaluates two tokens, and is erased.
+
+        Raises
+        ------
+        UnknownVersionError
+            If its version is not known.
+        ServerError
+            If the server cannot be asked.
+        """
+        n_slots = server.props().n_slots
+        try:
+            slots = [slot for slot in server.slots() if not slot.is_processing]
+            # those that hold little first, then those of which it is not known
+            order = [slot.id for slot in sorted(slots, key=lambda slot: slot.n_tokens or 1 << 30)]
+        except ServerRefusedError:
+            order = list(range(n_slots))
+        for slot in order:
+            with suppress(CorruptError), self.saved(server, slot) as (_, file):
+                if file.layout is not None:
+                    return file
+        for slot in order[-1:]:
+            # two: a recurrent state of one token cannot be told from empty attention
+            server.evaluate(slot, (0, 0))
+            try:
+                # what is not understood even then is stored whole
+                for whole in (False, True):
+                    with suppress(CorruptError), self.saved(server, slot, whole=whole) as (_, file):
+                        if file.layout is not None:
+                            return file
+            finally:
+                server.erase(slot)
+        raise ServerBusyError(f"no slot of {server.url} is idle")
+
+    def load(self, server: LlamaServer, slot: int, n: int, data: memoryview) -> None:
+        """Have the server load a slot's file, which is complete."""
+        with self.name() as name:
+            written = self.write(name, data)
+            if server.is_drafting:
+                # it restores the rows of the model only: those of the draft would be of another prompt, and end at
+                # another position, at which no batch of the draft continues
+                server.erase(slot)
+            action = server.restore(slot, name)
+            is_same = self.mark(name) == written
+        if not is_same:
+            server.erase(slot)
+            raise CorruptError("another process has changed a slot file before the server read it: the slot was erased")
+        if (action.n_tokens, action.n_bytes) != (n, len(data)):
+            server.erase(slot)
+            raise ServerTooOldError(
+                f"{server.url} has restored {action.n_tokens} tokens of a slot's file of {n}: the slot was erased"
+            )
+
+    @contextmanager
+    def saved(self, server: LlamaServer, slot: int, *, whole: bool = False) -> Iterator[tuple[SlotAction, SlotFile]]:
+        """A slot's file, parsed; it is deleted whatever happens. With `whole`, its state is left as it is."""
+        self.remove_late()
+        with self.name() as name:
+            try:
+                action = server.save(slot, name)
+            except (ServerBusyError, ServerUnreachableError):
+                # it may write the file when the slot becomes idle
+                self.expect_late(name)
+                raise
+            data = self.read(name, action.n_bytes)
+            file = parse_slot_file(data, slot, whole=whole)
+            if len(file.tokens) != action.n_tokens and not file.has_media:
+                raise CorruptError(f"a slot's file has {len(file.tokens)} tokens, the server says {action.n_tokens}")
+            yield action, file
 
 
 def _read(handle: int, size: int) -> memoryview:

@@ -25,7 +25,7 @@ from prefixstore.server.client import LlamaServer
 from prefixstore.server.namespace import ServerIdentity, kind_of_layout
 from prefixstore.server.records import Found, Restored, Stored
 from prefixstore.server.slot_file import SlotFile
-from prefixstore.server.slot_files import SlotFiles, wrong_directory
+from prefixstore.server.slot_files import SlotDirectory, wrong_directory
 from prefixstore.server.slot_states import SlotStates
 from prefixstore.stats import Counters, Kind
 from prefixstore.store import PrefixStore
@@ -94,8 +94,7 @@ class SlotStore:
     ) -> None:
         self.server = server
         self.identity = identity
-        self._files = SlotFiles(slots_dir)
-        self.directory = self._files.directory
+        self.directory = SlotDirectory(slots_dir)
         if identity.slots_dir is not None and not identity.slots_dir.samefile(self.directory.path):
             # before the server writes files there that are never deleted
             raise wrong_directory(self.directory.path)
@@ -202,7 +201,7 @@ class SlotStore:
 
     def _learn(self) -> None:
         try:
-            file = self._files.any(self.server)
+            file = self.directory.any(self.server)
         except UnknownVersionError as error:
             self.reason, self.why = "version", str(error)
             self.counters.count("dropped:version")
@@ -305,7 +304,7 @@ class SlotStore:
                 if file.data is not None and file.n_good >= max(self.store.min_tokens, 1):
                     if file.n_good < n:
                         n, used = file.n_good, used[: -(-file.n_good // place.page_tokens)]
-                    self._files.load(self.server, slot, n, file.data)
+                    self.directory.load(self.server, slot, n, file.data)
                     seconds = time.perf_counter() - started
                     self.engine.touch(way.place(place).namespace.key, used, len(prompt))
                     self.engine.nudge()
@@ -371,7 +370,7 @@ class SlotStore:
         if states is None:
             return SlotCopy(self, None, None, started, self.reason)
         self.identity.check(self.server)
-        with self._files.saved(self.server, slot, whole=states.layout.shape is None) as (_, file):
+        with self.directory.saved(self.server, slot, whole=states.layout.shape is None) as (_, file):
             reason: str | None = None
             if file.has_media and (file.layout is None or not self.can_cut):
                 reason = "media"

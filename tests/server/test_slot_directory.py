@@ -14,7 +14,7 @@ import pytest
 from prefixstore.errors import CorruptError
 from prefixstore.server.client import LlamaServer
 from prefixstore.server.records import SlotAction
-from prefixstore.server.slot_files import SlotDirectory, SlotFiles
+from prefixstore.server.slot_files import SlotDirectory
 from tests.support import ROOT
 
 CUT = """
@@ -94,19 +94,19 @@ def test_a_slot_is_erased_if_its_file_was_changed_before_the_server_read_it(
 ):
     server: Any = Server(tmp_path, meddle)
     with pytest.raises(CorruptError, match="another process has changed a slot file"):
-        SlotFiles(tmp_path).load(server, 3, 7, memoryview(bytes(1000)))
+        SlotDirectory(tmp_path).load(server, 3, 7, memoryview(bytes(1000)))
     assert server.erased == [3]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_that_nobody_has_changed_is_loaded(tmp_path: Path):
     server: Any = Server(tmp_path, Path.read_bytes)
-    SlotFiles(tmp_path).load(server, 3, 7, memoryview(bytes(1000)))
+    SlotDirectory(tmp_path).load(server, 3, 7, memoryview(bytes(1000)))
     assert server.erased == []
 
 
 def test_before_a_server_has_said_that_it_drafts_nothing_its_slots_are_emptied_first(tmp_path: Path):
     server: Any = Server(tmp_path, Path.read_bytes)
     server.is_drafting = LlamaServer(server.url).is_drafting
-    SlotFiles(tmp_path).load(server, 3, 7, memoryview(bytes(1000)))
+    SlotDirectory(tmp_path).load(server, 3, 7, memoryview(bytes(1000)))
     assert server.erased == [3]
