@@ -21,7 +21,7 @@ from prefixstore.server.rates import AnswerTail, Usage
 from prefixstore.server.session import ServerSession
 from prefixstore.server.slot_choice import Claim
 from prefixstore.server.slot_manager import WORTH_A_LOOKUP, SlotManager
-from prefixstore.server.slot_pool import PoolClosedError, PoolFullError, Request
+from prefixstore.server.slot_pool import PoolClosedError, PoolFullError
 from prefixstore.server.tenants import Admission, NoTenantError
 from prefixstore.server.upstream import (
     TargetError,
@@ -356,13 +356,12 @@ class Proxy:
             await self._forward(exchange, body, tail, claim.slot.answering)
         finally:
             usage = tail.usage() if tail.status == HTTPStatus.OK else None
-            if usage is not None and is_counted and ask.turns is not None and not claim.slot.is_lost:
-                claim.slot.request = Request(exchange.path, ask.turns, usage.cached_tokens + usage.computed_tokens)
+            chat = (exchange.path, ask.turns) if is_counted and ask.turns is not None else None
             if usage is not None and usage.cached_tokens < claim.n_continued - WORTH_A_LOOKUP:
                 # the slot did not hold what was continued, and the store may
                 claim.reason = "not_asked"
             began = tail.status in (None, HTTPStatus.OK) or (taints and not ask.has_left_nothing(tail.status))
-            manager.release(claim, usage, began=began, taints=taints)
+            manager.release(claim, usage, began=began, taints=taints, chat=chat)
             if usage is not None:
                 self._session.computed(usage)
                 usage = usage.after(claim.n_ahead)

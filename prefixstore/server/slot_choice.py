@@ -16,6 +16,7 @@ MAX_FAILURES = 3
 # While requests wait for a slot, one is copied before it goes only if computing that again would take so many times
 # as long.
 WORTH_WAITING = 8.0
+UNKNOWN_PROMPT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -196,6 +197,11 @@ class SlotChoice:
     def lead(self, slot: PoolSlot, claim: Claim) -> int:
         """How many more tokens of a prompt a slot holds than every idle one."""
         return self.live(slot, claim) - max((self.live(other, claim) for other in self._pool.idle()), default=0)
+
+    def computing(self, claim: Claim, n_reused: int) -> float:
+        """Seconds in which the prompt will probably be computed."""
+        n_tokens = len(claim.tokens)
+        return 1.5 * (self.rates.computing(n_tokens - n_reused) if n_tokens else UNKNOWN_PROMPT_SECONDS)
 
     # -- saving --------------------------------------------------------------------------------------------------------
 

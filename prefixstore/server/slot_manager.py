@@ -21,7 +21,7 @@ from prefixstore.format.keys import NO_TOKENS, Tokens
 from prefixstore.server.chats import Turns
 from prefixstore.server.rates import Rates, Usage
 from prefixstore.server.slot_choice import Claim, SlotChoice, Timing
-from prefixstore.server.slot_pool import WORTH_A_SAVE, PoolSlot, Rows, SlotPool
+from prefixstore.server.slot_pool import WORTH_A_SAVE, PoolSlot, Request, Rows, SlotPool
 
 if TYPE_CHECKING:
     from prefixstore.server.slots import SlotCopy, SlotStore
@@ -36,7 +36,6 @@ T = TypeVar("T")
 WORTH_A_LOOKUP = 32
 # Copies of slots that may wait to be stored, in memory; then the next one waits, too.
 MAX_COPIES = 2
-UNKNOWN_PROMPT_SECONDS = 5.0
 # How long a request waits for slots to be emptied, one after the other.
 EMPTYING_SECONDS = 30.0
 # How long the last saves wait for slots that are still busy.
@@ -146,7 +145,7 @@ class SlotManager:
                 return claim
         # it is emptied before its next use, and not saved
         claim.slot.doubt()
-        claim.slot.lent(owner, self._computing(claim, 0))
+        claim.slot.lent(owner, self.choice.computing(claim, 0))
         claim.reason, claim.must_compute = "error", True
         return claim
 
@@ -216,12 +215,7 @@ class SlotManager:
             await self._restore(claim)
         elif claim.n_found > plan.n_usable:
             claim.reason = "slow"
-        slot.lent(claim.owner, self._computing(claim, max(claim.n_restored, plan.n_live)))
-
-    def _computing(self, claim: Claim, n_reused: int) -> float:
-        """Seconds in which the prompt will probably be computed."""
-        n_tokens = len(claim.tokens)
-        return 1.5 * (self.rates.computing(n_tokens - n_reused) if n_tokens else UNKNOWN_PROMPT_SECONDS)
+        slot.lent(claim.owner, self.choice.computing(claim, max(claim.n_restored, plan.n_live)))
 
     async def _find(self, claim: Claim) -> str | None:
         """Ask the store for a prompt; why nothing is found, if it says so."""
@@ -307,7 +301,15 @@ class SlotManager:
 
     # -- after the answer ----------------------------------------------------------------------------------------------
 
-    def release(self, claim: Claim, usage: Usage | None, *, began: bool, taints: bool = False) -> None:
+    def release(
+        self,
+        claim: Claim,
+        usage: Usage | None,
+        *,
+        began: bool,
+        taints: bool = False,
+        chat: tuple[str, Turns] | None = None,
+    ) -> None:
         """Give the slot back.
 
         Parameters
@@ -320,8 +322,10 @@ class SlotManager:
             Whether the server has begun to answer, so that the slot holds the prompt.
         taints
             Whether rows were computed that are not those of the tokens alone.
+        chat
+            Path and messages of the request, if its next one may go on in this slot.
         """
-        slot = claim.slot
+        slot, request = claim.slot, None
         if began and slot.is_lost:
             # it may have been computed in the server that was started meanwhile
             slot.doubt()
@@ -331,7 +335,9 @@ class SlotManager:
             slot.computed(claim.tokens, max(n_new, WORTH_A_SAVE) if claim.n_ahead else n_new)
             if taints:
                 slot.doubt(Rows.ALTERED)
-        slot.answered()
+            if chat is not None and usage is not None:
+                request = Request(*chat, usage.cached_tokens + usage.computed_tokens)
+        slot.answered(request)
         self.pool.release(slot)
 
     async def save_when_idle(self) -> None:
@@ -390,7 +396,7 @@ class SlotManager:
         """Store what was copied of a slot; if that fails, it is copied again later, if it is still there."""
         if await self._quietly("save", copied.store) is not None:
             self.n_saves += 1
-            slot.failures = 0
+            slot.stored()
         elif slot.tokens is tokens:
             slot.not_saved(n_unsaved)
             self.pool.changed.set()

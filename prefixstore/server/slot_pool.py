@@ -145,18 +145,22 @@ class PoolSlot:
         """Note that its prompt is computed: the first byte of the answer has arrived."""
         self.computing_until = 0.0
 
-    def answered(self) -> None:
-        """Note that its answer has ended."""
-        self.used, self.computing_until = time.monotonic(), 0.0
-
     def computed(self, tokens: Tokens, n_new: int) -> None:
         """Note that it holds these tokens of its owner, and that so many of them and of an answer are new."""
         self.tokens, self.failures = tokens, 0
         self._add_unsaved(n_new)
 
+    def answered(self, request: Request | None = None) -> None:
+        """Note that its answer has ended; `request` if it is that of a chat, and complete."""
+        self.used, self.computing_until, self.request = time.monotonic(), 0.0, request
+
     def saved(self, tokens: Tokens) -> None:
         """Note that it holds these tokens, and that all of them are copied."""
         self.tokens, self.n_unsaved = tokens, 0
+
+    def stored(self) -> None:
+        """Note that what was copied is stored."""
+        self.failures = 0
 
     def not_saved(self, n_lost: int = 0) -> None:
         """Note that a save of it has failed, and that so many tokens are not copied, after all."""
