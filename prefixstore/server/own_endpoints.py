@@ -185,7 +185,7 @@ class OwnEndpoints:
                 for slot in pool.slots
             ]
             status["waiting"] = pool.n_waiting
-            status["copies"] = session.manager.n_copies
+            status["copies"] = len(session.manager.copies)
             status["saves"] = session.manager.n_saves
             status["failures"] = dict(session.manager.failures)
             rates = asdict(session.rates)

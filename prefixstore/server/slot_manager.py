@@ -21,7 +21,7 @@ from prefixstore.format.keys import NO_TOKENS, Tokens
 from prefixstore.server.chats import Turns
 from prefixstore.server.rates import Rates, Usage
 from prefixstore.server.slot_choice import Claim, SlotChoice, Timing
-from prefixstore.server.slot_pool import WORTH_A_SAVE, PoolSlot, Request, Rows, SlotPool
+from prefixstore.server.slot_pool import WORTH_A_SAVE, PoolSlot, Rank, Request, Rows, SlotPool
 
 if TYPE_CHECKING:
     from prefixstore.server.slots import SlotCopy, SlotStore
@@ -63,6 +63,11 @@ class SlotManager:
         Empties a slot of the server.
     timing
         When slots are saved.
+
+    Attributes
+    ----------
+    copies
+        Copies of slots that wait to be stored.
     """
 
     def __init__(
@@ -79,7 +84,9 @@ class SlotManager:
         self.n_saves = 0
         self._erase = erase
         self._threads = ThreadPoolExecutor(len(pool.slots) + 2, thread_name_prefix="prefixstore-slots")
-        self._copies: set[asyncio.Task[None]] = set()
+        self.copies: set[asyncio.Task[None]] = set()
+        # the next copy of a slot goes on where the last one ends
+        self._storing = asyncio.Lock()
         # the idle slot that is being saved, and until when
         self._saving: tuple[PoolSlot, asyncio.Future[None]] | None = None
         self.use(store)
@@ -88,11 +95,6 @@ class SlotManager:
         """Use this store from now on; None: slots are only given out."""
         self._store, self.choice.has_store = store, store is not None
         self.pool.changed.set()
-
-    @property
-    def n_copies(self) -> int:
-        """How many copies of slots wait to be stored."""
-        return len(self._copies)
 
     # -- before the answer ---------------------------------------------------------------------------------------------
 
@@ -117,10 +119,7 @@ class SlotManager:
         """
         prompt = NO_TOKENS if tokens is None else tokens
         claim = Claim(prompt, owner, wanted, asks=asks and tokens is not None, trusts=trusts)
-
-        def rank(slot: PoolSlot) -> tuple[float, float]:
-            return self.choice.cost(slot, claim)
-
+        rank = partial(self.choice.cost, claim=claim)
         while wanted is None and (saving := self._saving_for(claim)) is not None:
             await asyncio.wait({saving})
         claim.slot = await self.pool.take(rank, wanted)
@@ -190,9 +189,7 @@ class SlotManager:
         claim.slot = slot
         return claim
 
-    async def _prepare(
-        self, claim: Claim, rank: Callable[[PoolSlot], tuple[float, float]], unusable: list[PoolSlot]
-    ) -> None:
+    async def _prepare(self, claim: Claim, rank: Rank, unusable: list[PoolSlot]) -> None:
         plan, n_tokens = self.choice.weigh(claim.slot, claim), len(claim.tokens)
         claim.reason = None
         if claim.asks and n_tokens >= claim.slot.n_ctx:
@@ -286,9 +283,9 @@ class SlotManager:
         """
         slot, tokens = claim.slot, claim.tokens[:n]
         slot.computed(tokens, n - slot.n_unsaved)
-        if len(self._copies) >= MAX_COPIES:
-            await asyncio.wait(self._copies, timeout=COPY_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        if len(self._copies) >= MAX_COPIES or not self.choice.may_save(slot):
+        if len(self.copies) >= MAX_COPIES:
+            await asyncio.wait(self.copies, timeout=COPY_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        if len(self.copies) >= MAX_COPIES or not self.choice.may_save(slot):
             return False
         saving = asyncio.ensure_future(self._save(slot, tokens))
         try:
@@ -372,16 +369,15 @@ class SlotManager:
         if not self.choice.may_save(slot):
             return
         n_begun = self.pool.n_tainting_begun
-        while len(self._copies) >= MAX_COPIES:
-            await asyncio.wait(self._copies, return_when=asyncio.FIRST_COMPLETED)
+        while len(self.copies) >= MAX_COPIES:
+            await asyncio.wait(self.copies, return_when=asyncio.FIRST_COMPLETED)
         began, owner, n_unsaved = time.perf_counter(), slot.owner, slot.n_unsaved
         copied = await self._ask_store("save", lambda store: store.copy(slot.id, salt=owner, expected=expected))
         if self.pool.n_tainting_begun != n_begun:
             # a request has begun that may use any slot: the server may have given it this one before it was copied
             return
         if copied is None:
-            if not slot.is_lost:
-                slot.not_saved()
+            slot.not_saved()
             return
         # of those with images it is known only what comes before them
         tokens = slot.tokens if copied.has_media else np.asarray(copied.tokens, np.int32)
@@ -389,12 +385,14 @@ class SlotManager:
             slot.saved(tokens)
             self.rates.saved(len(tokens), copied.n_bytes, time.perf_counter() - began)
         keeping = asyncio.ensure_future(self._keep(copied, slot, tokens, n_unsaved))
-        self._copies.add(keeping)
-        keeping.add_done_callback(self._copies.discard)
+        self.copies.add(keeping)
+        keeping.add_done_callback(self.copies.discard)
 
     async def _keep(self, copied: SlotCopy, slot: PoolSlot, tokens: Tokens, n_unsaved: int) -> None:
         """Store what was copied of a slot; if that fails, it is copied again later, if it is still there."""
-        if await self._quietly("save", copied.store) is not None:
+        async with self._storing:
+            stored = await self._quietly("save", copied.store)
+        if stored is not None:
             self.n_saves += 1
             slot.stored()
         elif slot.tokens is tokens:
@@ -424,8 +422,8 @@ class SlotManager:
 
     async def keep_copies(self, seconds: float) -> None:
         """Wait until all copies are stored."""
-        if self._copies:
-            await asyncio.wait(self._copies, timeout=seconds)
+        if self.copies:
+            await asyncio.wait(self.copies, timeout=seconds)
 
     def close(self, *, wait: bool = True) -> None:
         """End the threads, and wait for their work if requested."""

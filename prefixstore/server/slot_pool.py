@@ -23,6 +23,7 @@ __all__ = [
     "PoolClosedError",
     "PoolFullError",
     "PoolSlot",
+    "Rank",
     "Request",
     "Rows",
     "SlotPool",
