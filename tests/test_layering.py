@@ -33,10 +33,8 @@ NEEDS = {
     "server.upstream": {"aiohttp", "multidict", "yarl"},
     "cli": CORE | {"rich", "typer"},  # the extra "cli"
     # the extra "python-server"
-    "server.completions": CORE | {"llama_cpp"},
-    "server.example_model": CORE | {"llama_cpp"},
-    "server.model_proxy": CORE | {"llama_cpp"},
-    "server.usage": CORE | {"starlette"},
+    "server.completions": CORE | {"llama_cpp", "starlette"},
+    "server.sequences": CORE | {"llama_cpp"},
     "server.python_server": CORE | {"llama_cpp", "fastapi", "pydantic", "uvicorn"},
 }
 # what is imported inside the functions that need it, or for type checkers

@@ -65,37 +65,37 @@ FLAGS = """
 --no-spec-draft-backend-sampling
 """.split()  # noqa: SIM905 - as above
 
-# Options that are understood, by all of their names: the setting, and how many values it has.
-KNOWN: dict[str, tuple[str, int]] = {
-    "-c": ("n_ctx", 1),
-    "--ctx-size": ("n_ctx", 1),
-    "-np": ("n_parallel", 1),
-    "--parallel": ("n_parallel", 1),
-    "-kvu": ("kv_unified", 0),
-    "--kv-unified": ("kv_unified", 0),
-    "-no-kvu": ("no_kv_unified", 0),
-    "--no-kv-unified": ("no_kv_unified", 0),
-    "-fa": ("flash_attn", 1),
-    "--flash-attn": ("flash_attn", 1),
-    "-ctk": ("type_k", 1),
-    "--cache-type-k": ("type_k", 1),
-    "-ctv": ("type_v", 1),
-    "--cache-type-v": ("type_v", 1),
-    "--swa-full": ("swa_full", 0),
-    "--rope-scaling": ("rope_scaling", 1),
-    "--rope-scale": ("rope_scale", 1),
-    "--rope-freq-base": ("rope_freq_base", 1),
-    "--rope-freq-scale": ("rope_freq_scale", 1),
-    "--yarn-orig-ctx": ("yarn_orig_ctx", 1),
-    "--yarn-ext-factor": ("yarn_ext_factor", 1),
-    "--yarn-attn-factor": ("yarn_attn_factor", 1),
-    "--yarn-beta-slow": ("yarn_beta_slow", 1),
-    "--yarn-beta-fast": ("yarn_beta_fast", 1),
-    "--override-kv": ("override_kv", 1),
-    "--context-shift": ("context_shift", 0),
-    "--cache-reuse": ("cache_reuse", 1),
-    "--slot-save-path": ("slots_dir", 1),
-}
+# What is understood: the setting, its options, its variable (without LLAMA_ARG_), and whether it has no value. The
+# settings are in the order of llama-server's own list: of two variables for one, that of the later one counts.
+UNDERSTOOD: tuple[tuple[str, str, str | None, bool], ...] = (
+    ("n_ctx", "-c --ctx-size", "CTX_SIZE", False),
+    ("n_parallel", "-np --parallel", "N_PARALLEL", False),
+    ("kv_unified", "-kvu --kv-unified", "KV_UNIFIED", True),
+    ("no_kv_unified", "-no-kvu --no-kv-unified", None, True),
+    ("flash_attn", "-fa --flash-attn", "FLASH_ATTN", False),
+    ("type_k", "-ctk --cache-type-k", "CACHE_TYPE_K", False),
+    ("type_v", "-ctv --cache-type-v", "CACHE_TYPE_V", False),
+    ("swa_full", "--swa-full", "SWA_FULL", True),
+    ("rope_scaling", "--rope-scaling", "ROPE_SCALING_TYPE", False),
+    ("rope_scale", "--rope-scale", "ROPE_SCALE", False),
+    ("rope_freq_base", "--rope-freq-base", "ROPE_FREQ_BASE", False),
+    ("rope_freq_scale", "--rope-freq-scale", "ROPE_FREQ_SCALE", False),
+    ("yarn_orig_ctx", "--yarn-orig-ctx", "YARN_ORIG_CTX", False),
+    ("yarn_ext_factor", "--yarn-ext-factor", "YARN_EXT_FACTOR", False),
+    ("yarn_attn_factor", "--yarn-attn-factor", "YARN_ATTN_FACTOR", False),
+    ("yarn_beta_slow", "--yarn-beta-slow", "YARN_BETA_SLOW", False),
+    ("yarn_beta_fast", "--yarn-beta-fast", "YARN_BETA_FAST", False),
+    ("override_kv", "--override-kv", None, False),
+    ("context_shift", "--context-shift", "CONTEXT_SHIFT", True),
+    ("cache_reuse", "--cache-reuse", "CACHE_REUSE", False),
+    ("slots_dir", "--slot-save-path", None, False),
+)
+# by option: the setting, and how many values it has
+KNOWN = {name: (setting, 0 if is_flag else 1) for setting, names, _, is_flag in UNDERSTOOD for name in names.split()}
+# by variable: the setting
+VARIABLES = {f"LLAMA_ARG_{variable}": setting for setting, _, variable, _ in UNDERSTOOD if variable is not None}
+FLAG_SETTINGS = {setting for setting, _, _, is_flag in UNDERSTOOD if is_flag}
+ORDER = {name: i for i, name in enumerate(VARIABLES)}
 
 # Options with which nothing is stored, by how they begin, and the reason.
 REFUSED = (
@@ -110,29 +110,6 @@ REFUSED = (
     ("--models-", "router"),
 )
 
-# The environment has the same settings: the variable of an option, where it has one.
-VARIABLES = {
-    "LLAMA_ARG_CTX_SIZE": "n_ctx",
-    "LLAMA_ARG_N_PARALLEL": "n_parallel",
-    "LLAMA_ARG_KV_UNIFIED": "kv_unified",
-    "LLAMA_ARG_FLASH_ATTN": "flash_attn",
-    "LLAMA_ARG_CACHE_TYPE_K": "type_k",
-    "LLAMA_ARG_CACHE_TYPE_V": "type_v",
-    "LLAMA_ARG_SWA_FULL": "swa_full",
-    "LLAMA_ARG_ROPE_SCALING_TYPE": "rope_scaling",
-    "LLAMA_ARG_ROPE_SCALE": "rope_scale",
-    "LLAMA_ARG_ROPE_FREQ_BASE": "rope_freq_base",
-    "LLAMA_ARG_ROPE_FREQ_SCALE": "rope_freq_scale",
-    "LLAMA_ARG_YARN_ORIG_CTX": "yarn_orig_ctx",
-    "LLAMA_ARG_YARN_EXT_FACTOR": "yarn_ext_factor",
-    "LLAMA_ARG_YARN_ATTN_FACTOR": "yarn_attn_factor",
-    "LLAMA_ARG_YARN_BETA_SLOW": "yarn_beta_slow",
-    "LLAMA_ARG_YARN_BETA_FAST": "yarn_beta_fast",
-    "LLAMA_ARG_CONTEXT_SHIFT": "context_shift",
-    "LLAMA_ARG_CACHE_REUSE": "cache_reuse",
-}
-ORDER = {name: i for i, name in enumerate(VARIABLES)}
-FLAG_SETTINGS = ("kv_unified", "swa_full", "context_shift")
 # Variables that change no state, beside those of the options above that do not.
 HARMLESS_VARIABLES = """
 THREADS N_PREDICT BATCH UBATCH PERF KV_OFFLOAD REPACK NO_HOST DEFRAG_THOLD RPC LOAD_MODE LAZY_MODE NUMA

@@ -1,4 +1,4 @@
-"""A llama-server as a child process: started, watched, restarted after a crash, ended with its parent."""
+"""A llama-server as a child process: started, watched, restarted if it crashes or hangs, ended with its parent."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from pathlib import Path
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from prefixstore.errors import ServerError, ServerUnreachableError
 from prefixstore.server.process import work_of_session
 from prefixstore.server.upstream import ASK_SECONDS, Upstream, UpstreamError, UpstreamLostError
-from prefixstore.server.watchdog import Patience, hangs
 
-__all__ = ["CHILD_URL", "Child"]
+if TYPE_CHECKING:
+    from prefixstore.server.command import ServerCommand
+
+__all__ = ["CHILD_URL", "Child", "Patience", "hangs"]
 
 log = logging.getLogger("prefixstore.server")
 
@@ -33,24 +35,6 @@ LOST_SECONDS = 10.0
 PR_SET_PDEATHSIG = 1
 # a name: it listens on a socket
 CHILD_URL = "http://llama-server"
-
-
-class Command(Protocol):
-    """The command that a child process runs."""
-
-    @property
-    def key(self) -> str:
-        """An API key that it accepts."""
-
-    @property
-    def socket(self) -> Path:
-        """Where it listens."""
-
-    def prepare(self) -> None:
-        """Create what it needs on disk. Raises `ServerError`."""
-
-    def argv(self) -> list[str]:
-        """All arguments."""
 
 
 class Child:
@@ -78,7 +62,7 @@ class Child:
 
     def __init__(
         self,
-        command: Command,
+        command: ServerCommand,
         environ: Mapping[str, str],
         when_ready: Callable[[], Awaitable[None]],
         when_down: Callable[[], None],
@@ -256,3 +240,49 @@ def _die_with(parent: int) -> Callable[[], None] | None:
             os._exit(1)
 
     return prepare
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a server may do nothing.
+
+    Attributes
+    ----------
+    interval
+        Seconds between two questions, and that an answer may take.
+    questions
+        How many in a row it may leave without an answer, with no work done meanwhile.
+    """
+
+    interval: float = 10.0
+    questions: int = 6
+
+
+async def hangs(
+    ask: Callable[[float], Awaitable[bool]], work_done: Callable[[], int | None], patience: Patience
+) -> None:
+    """Return when a server hangs.
+
+    A server that computes may be silent for as long as one batch takes, or all of its threads for requests may be
+    taken. So silence counts only if no work was done since the last question. Questions are counted, and not seconds:
+    after this process was stopped and continued, say, all of them are asked again.
+
+    Parameters
+    ----------
+    ask
+        Probes the server, given how many seconds the answer may take. Returns whether there was one.
+    work_done
+        A number that grows with the work that the server does; None if it is not known, and then it never hangs.
+    patience
+        How long it may do nothing.
+    """
+    before: int | None = None
+    silent = 0
+    while silent < patience.questions:
+        await asyncio.sleep(patience.interval)
+        if await ask(patience.interval):
+            before, silent = None, 0
+            continue
+        done = work_done()
+        silent = silent + 1 if done is not None and done == before else 0
+        before = done

@@ -29,7 +29,7 @@ from prefixstore.units import shown
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["LlamaServer"]
+__all__ = ["LlamaServer", "props_of"]
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")  # noqa: S104 - compared, not bound
 # more than any answer of the endpoints that are asked here
@@ -59,6 +59,8 @@ class LlamaServer:
         As given, without a slash at the end.
     bytes_per_token
         Bytes of state a token, once a slot was saved (see `SlotStore`); None before.
+    is_drafting
+        Whether tokens are drafted for its slots, as `slots` has said last; True until it has.
 
     Notes
     -----
@@ -88,6 +90,7 @@ class LlamaServer:
             raise InvalidParameterError(f"timeout={shown(timeout)} must be a number of seconds above 0")
         self.url = url.rstrip("/")
         self.bytes_per_token: int | None = None
+        self.is_drafting = True
         self._host, self._port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
         # proxies of the environment are for other hosts, and would see the prompts: none is used
         self._parts, self._timeout = parts, timeout
@@ -131,7 +134,7 @@ class LlamaServer:
             `ServerUnreachableError`, `ServerBusyError` (loading), `ServerRefusedError` (the key), `ServerTooOldError`.
         """
         try:
-            return _props(self._ask("GET", "/props"))
+            return props_of(self._ask("GET", "/props"))
         except ServerError:
             if not quiet:
                 raise
@@ -155,7 +158,9 @@ class LlamaServer:
             answer = self._ask("GET", "/slots")
             if not isinstance(answer, list):
                 raise ServerTooOldError(f"{self.url}/slots has answered in a form that is not known")
-            return tuple(self._slot(one) for one in answer)
+            slots = tuple(self._slot(one) for one in answer)
+            self.is_drafting = any(slot.is_drafting for slot in slots)
+            return slots
         except ServerError:
             if not quiet:
                 raise
@@ -383,7 +388,8 @@ def _refused(url: str, code: int, answer: Any) -> ServerError:
     return ServerRefusedError(f"{url} was refused: {said}")
 
 
-def _props(answer: Any) -> Props:
+def props_of(answer: Any) -> Props:
+    """The properties in the answer of ``/props``. Raises `ServerError`."""
     try:
         if answer.get("role") == "router":
             raise ServerRefusedError(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -31,7 +30,6 @@ __all__ = [
     "FLASH_OFF",
     "FLASH_ON",
     "YARN_DEFAULTS",
-    "ModelSettings",
     "Setting",
     "commit_of",
     "gains_from_full_window",
@@ -73,30 +71,16 @@ RECURRENT_KEYS = ("ssm", "shortconv", "kda", "wkv")
 CONTEXT_STEP = 256
 
 
-@dataclass(frozen=True)
-class ModelSettings:
+def model_settings(
+    arguments: Arguments, props: Props, path: Path
+) -> tuple[dict[str, Setting], Window | None, dict[str, list[int]]] | None:
     """What the states of a server depend on, as far as its arguments and its model show.
 
-    Attributes
-    ----------
-    settings
-        As in the namespace of a ``Llama``.
-    window
-        What tokens see in the layers that do not see all; None if the model has none.
-    files
-        What the files of the model were.
-    is_decoder
-        Whether it is a model that generates text from its own state.
-    """
-
-    settings: dict[str, Setting]
-    window: Window | None
-    files: Mapping[str, Sequence[int]]
-    is_decoder: bool = True
-
-
-def model_settings(arguments: Arguments, props: Props, path: Path) -> ModelSettings:
-    """The settings of a model in arguments.
+    Returns
+    -------
+    tuple
+        The settings, as in the namespace of a ``Llama``; what tokens see in the layers that do not see all, None if the
+        model has none; and what the files of the model were. None if the model generates no text from its own state.
 
     Raises
     ------
@@ -138,7 +122,7 @@ def model_settings(arguments: Arguments, props: Props, path: Path) -> ModelSetti
     }
     if arguments.unknown:
         settings["arguments"] = json.dumps(arguments.unknown)
-    return ModelSettings(settings, _window(model, architecture), files, architecture not in NO_DECODERS)
+    return None if architecture in NO_DECODERS else (settings, _window(model, architecture), files)
 
 
 def gains_from_full_window(arguments: Arguments, path: str | None) -> bool:

@@ -27,15 +27,7 @@ from prefixstore.models.file import file_identity, model_names, read_metadata
 from prefixstore.server.arguments import Arguments, config_files, parse_arguments
 from prefixstore.server.client import LlamaServer
 from prefixstore.server.model_settings import FLASH_AUTO, FLASH_OFF, FLASH_ON, Setting, commit_of, model_settings
-from prefixstore.server.process import (
-    command_of,
-    directory_of,
-    environment_of,
-    listening_process,
-    path_of,
-    start_ticks,
-    started_at,
-)
+from prefixstore.server.process import RunningProcess, listening_process, running_process, start_ticks
 from prefixstore.server.records import Props
 from prefixstore.server.slot_file import STATE_VERSION, SlotLayout
 from prefixstore.stats import Kind
@@ -147,8 +139,9 @@ class ServerIdentity:
             except (ValueError, KeyError, ZeroDivisionError):
                 reason = "arguments"
             else:
-                if found.is_decoder:
-                    return cls(found.settings, props, found.window, arguments.is_on("swa_full"), files=found.files)
+                if found is not None:
+                    settings, window, files = found
+                    return cls(settings, props, window, arguments.is_on("swa_full"), files=files)
                 reason = "no_decoder"
         return cls({"llama_cpp": commit_of(props)}, props, reason=reason)
 
@@ -163,33 +156,28 @@ class ServerIdentity:
         ContextError
             If a file of the model cannot be read.
         """
-        with LlamaServer(url) as server:
-            pid = listening_process(server.port) if server.is_local else None
-        argv = command_of(pid) if pid is not None else None
-        environ = environment_of(pid) if pid is not None else None
-        directory = directory_of(pid) if pid is not None else None
-        since, ticks = (started_at(pid), start_ticks(pid)) if pid is not None else (None, None)
-        if pid is None or not argv or environ is None or directory is None or since is None or ticks is None:
+        found = _process_of(url)
+        if found is None:
             raise InvalidParameterError(
                 f"the process of {url} is not found on this machine, or belongs to another user: pass --namespace, a "
                 "name that stands for its model and settings"
             )
-        if "serve" in argv[1:] and any(Path(argument).name == "prefixstore" for argument in argv):
+        if "serve" in found.argv[1:] and any(Path(argument).name == "prefixstore" for argument in found.argv):
             raise InvalidParameterError(
                 f"prefixstore serve listens at {url}, and saves and restores slots itself; if it was started with "
                 "--server URL, pass that URL here"
             )
         # llama-swap, for example, has models of its own choice behind it
-        if "llama-server" not in Path(argv[0]).name:
+        if "llama-server" not in Path(found.argv[0]).name:
             raise InvalidParameterError(
-                f"{Path(argv[0]).name} listens at {url}, not llama-server: pass --namespace, a name that stands "
+                f"{Path(found.argv[0]).name} listens at {url}, not llama-server: pass --namespace, a name that stands "
                 "for its model and settings"
             )
-        found = cls.of_command(argv, environ, props, directory=directory)
-        for path in found.files:
-            if Path(path).stat().st_ctime > since:
+        identity = cls.of_command(found.argv, found.environ, props, directory=found.directory)
+        for path in identity.files:
+            if Path(path).stat().st_ctime > found.started_at:
                 raise ContextError(f"{path} has changed since the server was started: restart the server")
-        return replace(found, process=(pid, ticks), slots_dir=slots_dir_of(url))
+        return replace(identity, process=(found.pid, found.ticks), slots_dir=_slots_dir(found))
 
     # -- used for -----------------------------------------------------------------------------------------------------
 
@@ -277,13 +265,18 @@ class ServerIdentity:
 
 def slots_dir_of(url: str) -> Path | None:
     """Where a server on this machine saves its slots, as this process sees it; None if that is not known."""
+    found = _process_of(url)
+    return None if found is None else _slots_dir(found)
+
+
+def _process_of(url: str) -> RunningProcess | None:
     with LlamaServer(url) as server:
-        pid = listening_process(server.port) if server.is_local else None
-    argv, environ = (command_of(pid), environment_of(pid)) if pid is not None else (None, None)
-    if pid is None or not argv or environ is None:
-        return None
-    given = parse_arguments(argv[1:], environ).settings.get("slots_dir")
-    return path_of(pid, given) if given else None
+        return running_process(listening_process(server.port)) if server.is_local else None
+
+
+def _slots_dir(process: RunningProcess) -> Path | None:
+    given = parse_arguments(process.argv[1:], process.environ).settings.get("slots_dir")
+    return process.path(given) if given else None
 
 
 def has_window(layout: SlotLayout, window: Window | None) -> bool:

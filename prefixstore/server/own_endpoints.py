@@ -1,28 +1,45 @@
-"""The proxy's own endpoints: health, status, metrics, and the report as a page."""
+"""The proxy's own endpoints: health, status, metrics, and the report, which the Python server has, too."""
 
 from __future__ import annotations
 
 import asyncio
+import gzip
 import hmac
 import json
+import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from prefixstore.engine.engine import Engine
 from prefixstore.errors import ClosedError, PrefixStoreError, UnavailableError
+from prefixstore.report.content import content_of
+from prefixstore.report.page import live_html
 from prefixstore.server.exchange import Exchange
-from prefixstore.server.report_page import CONTENT, HTML, PAGE, LiveReport, page_of
 from prefixstore.server.session import ServerSession
 from prefixstore.server.slots import SlotStore
 from prefixstore.server.store_check import differences
 from prefixstore.server.tenants import api_key_of
-from prefixstore.server.upstream import Reply, Upstream, UpstreamError
+from prefixstore.server.upstream import Reply, UpstreamError
 
-__all__ = ["OwnEndpoints"]
+__all__ = ["CONTENT", "HTML", "JSON", "PAGE", "LiveReport", "OwnEndpoints", "page_of"]
 
 HEALTH, STATUS, METRICS = "/prefixstore/health", "/prefixstore/status", "/metrics"
 JSON = "application/json; charset=utf-8"
+PAGE = "/prefixstore/"
+CONTENT = "/prefixstore/report.json"
+HTML = "text/html; charset=utf-8"
+# It is made again after that, or after so many times as long as it took: who reloads the page often must not keep the
+# process busy.
+SECONDS, TIMES = 5.0, 10.0
+MOST_RUNS = 50_000
+HEADERS = {
+    "cache-control": "no-store",
+    "content-security-policy": "frame-ancestors 'none'",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+}
 
 
 class OwnEndpoints:
@@ -33,8 +50,8 @@ class OwnEndpoints:
 
     Parameters
     ----------
-    upstream, session
-        The server, and what is known of it.
+    session
+        What is known of the server.
     render
         The proxy's own metrics, and their content type.
     admin_key
@@ -49,7 +66,6 @@ class OwnEndpoints:
 
     def __init__(
         self,
-        upstream: Upstream,
         session: ServerSession,
         render: Callable[[], tuple[bytes, str]],
         *,
@@ -57,7 +73,7 @@ class OwnEndpoints:
         has_keys: bool = True,
         separated: bool = False,
     ) -> None:
-        self._upstream, self._session, self._render = upstream, session, render
+        self._session, self._render = session, render
         self._admin_key, self._has_keys, self._separated = admin_key, has_keys, separated
         self._report = LiveReport(self._source)
 
@@ -127,12 +143,13 @@ class OwnEndpoints:
         if self._admin_key is not None or not self._has_keys:
             return self._admin_key is not None
         try:
-            return not (await self._upstream.ask("/props")).is_ok
+            return not (await self._session.upstream.ask("/props")).is_ok
         except UpstreamError:
             return False
 
     async def _get(self, path: str, exchange: Exchange) -> Reply:
-        return await self._upstream.ask(path, self._upstream.credentials(exchange.raw_headers))
+        upstream = self._session.upstream
+        return await upstream.ask(path, upstream.credentials(exchange.raw_headers))
 
     async def _metrics(self, exchange: Exchange) -> None:
         # in a thread, as the location is asked: other requests go on while it does not answer
@@ -162,13 +179,13 @@ class OwnEndpoints:
                     "n_ctx": slot.n_ctx,
                     "tokens": len(slot.tokens),
                     "unsaved_tokens": slot.n_unsaved if slot.is_dirty else 0,
-                    "in_use": slot.is_held,
-                    "to_be_erased": slot.is_tainted,
+                    "in_use": slot.is_busy,
+                    "to_be_erased": not slot.is_clean,
                 }
                 for slot in pool.slots
             ]
             status["waiting"] = pool.n_waiting
-            status["copies"] = session.manager.n_copies
+            status["copies"] = len(session.manager.copies)
             status["saves"] = session.manager.n_saves
             status["failures"] = dict(session.manager.failures)
             rates = asdict(session.rates)
@@ -184,3 +201,87 @@ def _told(store: SlotStore) -> dict[str, Any] | None:
         return asdict(store.store.stats()) | {"kind": store.kind.value, "other_settings": differences(store)}
     except ClosedError:
         return None
+
+
+def page_of() -> tuple[bytes, dict[str, str]]:
+    """The page, without content, and its headers. It asks for a key if the content requires one."""
+    return live_html().encode(), HEADERS
+
+
+class _Made(NamedTuple):
+    """A report: its JSON, packed by gzip, and until when it is new."""
+
+    packed: bytes
+    with_tokens: bool
+    until: float
+
+
+class LiveReport:
+    """Generates the content, one at a time and not too often.
+
+    Parameters
+    ----------
+    source
+        The engine of the store, and its location. May raise `PrefixStoreError`.
+    """
+
+    def __init__(self, source: Callable[[], tuple[Engine, str]]) -> None:
+        self._source = source
+        self._made: _Made | None = None
+        self._work: asyncio.Task[_Made] | None = None
+
+    async def content(self, *, accepted: str, with_tokens: bool) -> tuple[bytes, dict[str, str]]:
+        """The content of the page, and its headers.
+
+        Parameters
+        ----------
+        accepted
+            Encodings that the client accepts.
+        with_tokens
+            Whether it may have token ids of prompts.
+
+        Raises
+        ------
+        PrefixStoreError
+            If the store cannot be read.
+        """
+        made = await self._newest(with_tokens=with_tokens)
+        if "gzip" in accepted:
+            return made.packed, HEADERS | {"content-encoding": "gzip"}
+        return gzip.decompress(made.packed), HEADERS
+
+    async def _newest(self, *, with_tokens: bool) -> _Made:
+        """The report, made again if it is old; the client may disconnect meanwhile."""
+        while True:
+            made = self._made
+            if made is not None and made.with_tokens == with_tokens and time.monotonic() < made.until:
+                return made
+            if self._work is None:
+                self._work = asyncio.create_task(self._make(with_tokens=with_tokens))
+                # there may be no client left to receive the error
+                self._work.add_done_callback(lambda done: done.cancelled() or done.exception())
+            made = await asyncio.shield(self._work)
+            if made.with_tokens == with_tokens:
+                return made
+
+    async def _make(self, *, with_tokens: bool) -> _Made:
+        try:
+            self._made = await asyncio.to_thread(self._read, with_tokens=with_tokens)
+            return self._made
+        finally:
+            self._work = None
+
+    def _read(self, *, with_tokens: bool) -> _Made:
+        began = time.monotonic()
+        engine, location = self._source()
+        with engine.view() as view:
+            content = content_of(
+                view,
+                location,
+                with_tokens=with_tokens,
+                max_bytes=engine.budget.max_bytes,
+                most_runs=MOST_RUNS,
+            )
+        packed = gzip.compress(json.dumps(content, separators=(",", ":")).encode(), 5)
+        ended = time.monotonic()
+        return _Made(packed, with_tokens, ended + max(SECONDS, TIMES * (ended - began)))

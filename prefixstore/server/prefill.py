@@ -14,13 +14,12 @@ from typing import Final
 
 from prefixstore.format.keys import Tokens, common_prefix
 from prefixstore.models.boundaries import prompt_boundaries
-from prefixstore.server.answers import AnswerTail, Usage
-from prefixstore.server.held_slot import HeldSlot
 from prefixstore.server.prompts import aside
-from prefixstore.server.rates import Rates
+from prefixstore.server.rates import AnswerTail, Rates, Usage
 from prefixstore.server.session import ServerSession
+from prefixstore.server.slot_choice import Claim
 from prefixstore.server.tokenizer import TOKEN_CHARACTERS
-from prefixstore.server.upstream import Headers, Upstream
+from prefixstore.server.upstream import Headers
 
 __all__ = ["Prefill", "most_stops"]
 
@@ -50,22 +49,20 @@ class Prefill:
 
     Parameters
     ----------
-    upstream
-        The server.
     session
-        What is known of it, and its store.
+        What is known of the server, and its store.
     """
 
-    def __init__(self, upstream: Upstream, session: ServerSession) -> None:
-        self._upstream, self._session = upstream, session
+    def __init__(self, session: ServerSession) -> None:
+        self._session = session
 
-    async def run(self, held: HeldSlot, explicit: Sequence[int], headers: Headers, ping: Ping) -> None:
-        """Compute the prompt of a held slot up to its last boundary. If that fails, the client's request has the rest.
+    async def run(self, claim: Claim, explicit: Sequence[int], headers: Headers, ping: Ping) -> None:
+        """Compute the prompt in its slot up to its last boundary. If that fails, the client's request has the rest.
 
         Parameters
         ----------
-        held
-            The slot, filled with what the store has. It is told how many tokens were computed.
+        claim
+            That of the request, whose slot has what the store has. It is told how many tokens were computed.
         explicit
             Boundaries that the client asks for.
         headers
@@ -80,22 +77,22 @@ class Prefill:
         """
         manager = self._session.manager
         assert manager is not None, "the session is ready"
-        for end in await self._boundaries(held, explicit):
-            usage = await self._compute(held, end, headers, ping)
+        for end in await self._boundaries(claim, explicit):
+            usage = await self._compute(claim, end, headers, ping)
             if usage is None:
                 return
-            held.n_ahead += usage.computed_tokens
+            claim.n_ahead += usage.computed_tokens
             self._session.computed(usage)
-            if not await manager.keep(held, end):
+            if not await manager.keep(claim, end):
                 return
 
-    async def _boundaries(self, held: HeldSlot, explicit: Sequence[int]) -> list[int]:
-        store, manager, slot, tokens = self._session.store, self._session.manager, held.slot, held.tokens
+    async def _boundaries(self, claim: Claim, explicit: Sequence[int]) -> list[int]:
+        store, manager, slot, tokens = self._session.store, self._session.manager, claim.slot, claim.tokens
         if store is None or manager is None or store.can_cut or len(tokens) >= slot.n_ctx:
             return []
         start = common_prefix(slot.tokens, tokens)
         most = most_stops(manager.rates, len(tokens) - start, len(tokens))
-        if most == 0 or not manager.may_save(slot):
+        if most == 0 or not manager.choice.may_save(slot):
             return []
         if start == len(slot.tokens):
             # The end of the last answer may be in the slot, too. To stop before that would be to step back.
@@ -105,7 +102,7 @@ class Prefill:
             explicit = [*explicit, start]
             start -= 1
         kinds = await self._session.kinds()
-        shared = await manager.shared(held)
+        shared = await manager.shared(claim)
         return await aside(
             len(tokens) * TOKEN_CHARACTERS,
             lambda: prompt_boundaries(
@@ -120,12 +117,12 @@ class Prefill:
             ),
         )
 
-    async def _compute(self, held: HeldSlot, end: int, headers: Headers, ping: Ping) -> Usage | None:
+    async def _compute(self, claim: Claim, end: int, headers: Headers, ping: Ping) -> Usage | None:
         """Have the server compute the first `end` tokens; None if it refuses."""
-        body = await aside(end * TOKEN_CHARACTERS, lambda: _request(held.tokens[:end], held.slot.id))
+        body = await aside(end * TOKEN_CHARACTERS, lambda: _request(claim.tokens[:end], claim.slot.id))
         headers = [(b"content-type", b"application/json"), *headers]
         tail = AnswerTail()
-        answer = await self._upstream.send("POST", b"/completion", headers, body)
+        answer = await self._session.upstream.send("POST", b"/completion", headers, body)
         try:
             async for chunk in answer.chunks():
                 tail.feed(chunk)

@@ -11,15 +11,12 @@ from pathlib import Path
 
 __all__ = [
     "ProcessMemory",
-    "command_of",
-    "directory_of",
-    "environment_of",
+    "RunningProcess",
     "listening_process",
     "memory_of",
-    "path_of",
     "process_at",
+    "running_process",
     "start_ticks",
-    "started_at",
     "work_of_session",
 ]
 
@@ -52,6 +49,42 @@ class ProcessMemory:
     swapped: int
 
 
+@dataclass(frozen=True)
+class RunningProcess:
+    """A process, as it was started.
+
+    Attributes
+    ----------
+    pid
+        The process.
+    argv, environ, directory
+        Its arguments, its name first; its environment; its working directory.
+    ticks
+        When it was started, in ticks since the system was.
+    """
+
+    pid: int
+    argv: list[str]
+    environ: dict[str, str]
+    directory: Path
+    ticks: int
+
+    @property
+    def started_at(self) -> float:
+        """When it was started at the latest, in seconds since the epoch."""
+        booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+        return booted + (self.ticks + 1) / os.sysconf("SC_CLK_TCK")
+
+    def path(self, path: str) -> Path | None:
+        """A path as it sees it, which may have other mounts and another working directory; None if not known."""
+        try:
+            seen = PROC / str(self.pid) / "root" / (self.directory / path).relative_to("/")
+            seen.stat()
+        except (OSError, ValueError):  # ValueError: a working directory "(unreachable)/…", outside of its mounts
+            return None
+        return seen
+
+
 def memory_of(pid: int) -> ProcessMemory | None:
     """The memory of a process; None if it cannot be read."""
     try:
@@ -72,10 +105,7 @@ def listening_process(port: int) -> int | None:
                 fields = line.split()
                 if fields[3] == LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
                     inodes.add(f"socket:[{fields[9]}]")
-    if not inodes:
-        return None
-    found = {pid for pid in _processes() if _has_open(pid, inodes)}
-    return found.pop() if len(found) == 1 else None
+    return _process_with(inodes)
 
 
 def process_at(path: Path) -> int | None:
@@ -87,55 +117,32 @@ def process_at(path: Path) -> int | None:
             fields = line.split(maxsplit=7)
             if len(fields) == 8 and fields[7] == str(path):
                 inodes.add(f"socket:[{fields[6]}]")
-    found = {pid for pid in _processes() if _has_open(pid, inodes)} if inodes else set()
+    return _process_with(inodes)
+
+
+def _process_with(sockets: set[str]) -> int | None:
+    found = {pid for pid in _processes() if _has_open(pid, sockets)} if sockets else set()
     return found.pop() if len(found) == 1 else None
 
 
-def command_of(pid: int) -> list[str] | None:
-    """The arguments that a process was started with, its name first; None if they cannot be read."""
-    arguments = _strings(pid, "cmdline")
-    return arguments or None
-
-
-def environment_of(pid: int) -> dict[str, str] | None:
-    """The environment that a process was started with; None if it cannot be read."""
-    strings = _strings(pid, "environ")
-    return None if strings is None else dict(text.split("=", 1) for text in strings if "=" in text)
-
-
-def directory_of(pid: int) -> Path | None:
-    """The working directory of a process; None if it cannot be read."""
+def running_process(pid: int | None) -> RunningProcess | None:
+    """A process as it was started; None if it cannot be read."""
+    if pid is None:
+        return None
+    argv, environ, ticks = _strings(pid, "cmdline"), _strings(pid, "environ"), start_ticks(pid)
     try:
-        return (PROC / str(pid) / "cwd").readlink()
+        directory = (PROC / str(pid) / "cwd").readlink()
     except OSError:
         return None
-
-
-def path_of(pid: int, path: str) -> Path | None:
-    """A path as a process sees it, which may have other mounts and another working directory; None if not known."""
-    directory = directory_of(pid)
-    if directory is None:
+    if not argv or environ is None or ticks is None:
         return None
-    try:
-        seen = PROC / str(pid) / "root" / (directory / path).relative_to("/")
-        seen.stat()
-    except (OSError, ValueError):  # ValueError: a working directory "(unreachable)/…", outside of its mounts
-        return None
-    return seen
+    return RunningProcess(pid, argv, dict(text.split("=", 1) for text in environ if "=" in text), directory, ticks)
 
 
 def start_ticks(pid: int) -> int | None:
     """When a process was started, in ticks since the system was; None if there is none. The same at each call."""
     fields = _fields(pid)
     return None if fields is None or fields[0] in ("Z", "X") else int(fields[19])
-
-
-def started_at(pid: int) -> float | None:
-    """When a process was started at the latest, in seconds since the epoch; None if there is none."""
-    ticks = start_ticks(pid)
-    if ticks is None or not hasattr(time, "CLOCK_BOOTTIME"):
-        return None
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + (ticks + 1) / os.sysconf("SC_CLK_TCK")
 
 
 def work_of_session(leader: int) -> int | None:

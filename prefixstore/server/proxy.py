@@ -6,34 +6,35 @@ import contextlib
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from http import HTTPStatus
+from typing import TYPE_CHECKING
 
 from aiohttp import ClientConnectionResetError, web
 
 from prefixstore.format.keys import Tokens
 from prefixstore.metrics import RequestMetrics
-from prefixstore.server.admission import Admission
-from prefixstore.server.answers import AnswerTail, Usage
 from prefixstore.server.exchange import BodiesFullError, BodyBudget, BodyTooLargeError, Exchange
-from prefixstore.server.held_slot import HeldSlot
 from prefixstore.server.own_endpoints import OwnEndpoints
 from prefixstore.server.prefill import Prefill
 from prefixstore.server.prompts import ENDPOINTS, MESSAGES, SLOTLESS, UNKNOWN_FIELD, Ask, aside, parse, pinned
+from prefixstore.server.rates import AnswerTail, Usage
 from prefixstore.server.session import ServerSession
+from prefixstore.server.slot_choice import Claim
 from prefixstore.server.slot_manager import WORTH_A_LOOKUP, SlotManager
-from prefixstore.server.slot_pool import PoolClosedError, PoolFullError, Request
-from prefixstore.server.tenants import NoTenantError, TenantSource
+from prefixstore.server.slot_pool import PoolClosedError, PoolFullError
+from prefixstore.server.tenants import Admission, NoTenantError
 from prefixstore.server.upstream import (
     TargetError,
-    Upstream,
     UpstreamError,
     UpstreamLostError,
     UpstreamTimeoutError,
     end_to_end,
 )
 
-__all__ = ["Proxy", "ProxyOptions"]
+if TYPE_CHECKING:
+    from prefixstore.server.serving import ServeSettings
+
+__all__ = ["Proxy"]
 
 log = logging.getLogger("prefixstore.server")
 
@@ -55,69 +56,41 @@ STATELESS = frozenset({"/embedding", "/embeddings", "/v1/embeddings"})
 STATELESS |= {"/rerank", "/reranking", "/v1/rerank", "/v1/reranking"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProxyOptions:
-    """Limits, and how tenants are identified.
-
-    Attributes
-    ----------
-    max_body
-        Bytes that the body of a request may have.
-    max_bodies
-        Bytes that the bodies of all requests may have together; None: as many as sixteen of the largest.
-    tenants
-        What identifies the tenant of a request; None: all share.
-    allowed_fields
-        Fields of completions that are not known here, and do not change what is computed for a token.
-    """
-
-    max_body: int = 16 << 20
-    max_bodies: int | None = None
-    tenants: TenantSource | None = None
-    allowed_fields: frozenset[str] = frozenset()
-
-
 class Proxy:
     """Answers requests.
 
     Parameters
     ----------
-    upstream
-        The server.
     session
-        What is known of it, and its store.
-    lost
-        Called when a connection to the server has failed.
+        What is known of the server, and its store.
     own
         The endpoints of the proxy itself.
     admission
         Whether the server lets a client in.
     observer
         Counts requests.
-    options
-        Limits.
+    settings
+        Limits, and what identifies tenants.
     """
 
     def __init__(
         self,
-        upstream: Upstream,
         session: ServerSession,
-        lost: Callable[[], None],
         own: OwnEndpoints,
         admission: Admission,
         observer: RequestMetrics,
-        options: ProxyOptions,
+        settings: ServeSettings,
     ) -> None:
-        self._upstream, self._session, self._lost = upstream, session, lost
+        self._upstream, self._session = session.upstream, session
         self._own, self._admission = own, admission
-        self._observer, self._options = observer, options
-        self._bodies = BodyBudget(16 * options.max_body if options.max_bodies is None else options.max_bodies)
+        self._observer, self._settings = observer, settings
+        self._bodies = BodyBudget(16 * settings.max_body if settings.max_bodies is None else settings.max_bodies)
         self._told_fields: set[str] = set()
-        self._prefill = Prefill(upstream, session)
+        self._prefill = Prefill(session)
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request. If the client goes away, the task is cancelled, and the server is told to stop."""
-        exchange = Exchange(request, self._options.max_body, self._bodies)
+        exchange = Exchange(request, self._settings.max_body, self._bodies)
         try:
             await self._try_to_answer(exchange)
         except ClientConnectionResetError:
@@ -136,7 +109,7 @@ class Proxy:
         try:
             await self._route(exchange)
         except BodyTooLargeError:
-            limit = self._options.max_body
+            limit = self._settings.max_body
             exchange.refuse(413, "invalid_request_error", f"the body has more than {limit} bytes (--max-body)")
         except BodiesFullError:
             limit = self._bodies.limit
@@ -153,7 +126,7 @@ class Proxy:
             self._broken(exchange, 504, "the server has not answered in time")
         except UpstreamError as error:
             if isinstance(error, UpstreamLostError):
-                self._lost()
+                self._session.lost()
             self._broken(exchange, 503, "the server does not answer; it may be restarting")
 
     def _broken(self, exchange: Exchange, status: int, message: str) -> None:
@@ -193,11 +166,11 @@ class Proxy:
 
     async def _pass(self, exchange: Exchange) -> None:
         path, manager = exchange.path, self._manager
-        if self._options.tenants is not None and not self._may_pass(exchange):
+        if self._settings.separated and not self._may_pass(exchange):
             message = f"{path} is switched off: tenants are separated, and it shows other tenants"
             exchange.refuse(403, "permission_error", message)
             return
-        if exchange.method == "POST" and path.startswith("/slots/") and self._session.options.socket is not None:
+        if exchange.method == "POST" and path.startswith("/slots/") and self._session.is_child:
             # any client could write files into its directory in memory, which are never deleted
             exchange.refuse(501, "not_supported_error", "slots are saved into the store only")
             return
@@ -211,16 +184,10 @@ class Proxy:
             await self._forward(exchange, content)
         else:
             self._observer.passed(path, "endpoint")
-            manager.n_elsewhere += 1
-            try:
-                with manager.pool.tainting() as foreign:
-                    status = await self._forward(exchange, content)
-                    foreign.is_harmless = (
-                        status >= HTTPStatus.BAD_REQUEST and status != HTTPStatus.INTERNAL_SERVER_ERROR
-                    )
-            finally:
-                manager.n_elsewhere -= 1
-            if path == "/lora-adapters" and not foreign.is_harmless:
+            with manager.pool.elsewhere(taints=True) as use:
+                status = await self._forward(exchange, content)
+                use.is_harmless = status >= HTTPStatus.BAD_REQUEST and status != HTTPStatus.INTERNAL_SERVER_ERROR
+            if path == "/lora-adapters" and not use.is_harmless:
                 self._session.lora_changed()
                 log.warning("LoRA adapters were changed: nothing is stored or restored until the server is restarted")
 
@@ -234,21 +201,20 @@ class Proxy:
         self,
         exchange: Exchange,
         content: bytes | None,
-        began: Callable[[int], None] = lambda _: None,
         tail: AnswerTail | None = None,
         first_byte: Callable[[], None] = lambda: None,
     ) -> int:
         """Pass a request on, and its answer back; the status of the answer."""
-        headers = exchange.raw_headers
+        tail, headers = tail or AnswerTail(), exchange.raw_headers
         if exchange.method not in READS:
             # a part of an answer that is made has no use, and llama-server refuses a wrong one after it has made all
             headers = [(name, value) for name, value in headers if name not in RANGES]
-        if self._options.tenants is not None:
+        if self._settings.separated:
             # who names the conversation of another would end it
             headers = [(name, value) for name, value in headers if name != b"x-conversation-id"]
         answer = await self._upstream.send(exchange.method, exchange.target, headers, content)
         try:
-            began(answer.status)
+            tail.status = answer.status
             before = after = b""
             if not exchange.has_begun:
                 await exchange.begin(answer.status, end_to_end(answer.headers))
@@ -262,8 +228,7 @@ class Proxy:
                 if is_first:
                     first_byte()
                     is_first = False
-                if tail is not None:
-                    tail.feed(chunk)
+                tail.feed(chunk)
                 await exchange.write(chunk)
             if after:
                 await exchange.write(after)
@@ -281,9 +246,9 @@ class Proxy:
         return manager
 
     async def _complete(self, exchange: Exchange, body: bytes) -> None:
-        tenants, path = self._options.tenants, exchange.path
+        tenants, path = self._settings.tenants, exchange.path
         owner = None if tenants is None else tenants.salt(exchange.headers)
-        ask = await aside(len(body), lambda: parse(path, body, self._options.allowed_fields))
+        ask = await aside(len(body), lambda: parse(path, body, self._settings.allowed_fields))
         if ask.boundaries is None:
             message = 'prefixstore must be {"boundaries": [N, ...]}: lengths in tokens'
             exchange.refuse(400, "invalid_request_error", message)
@@ -299,33 +264,33 @@ class Proxy:
 
     async def _with_store(self, exchange: Exchange, ask: Ask, body: bytes, owner: str | None) -> None:
         path, manager = exchange.path, self._manager
-        reason, tokens, held = self._session.reason or ask.reason, None, None
+        reason, tokens, claim = self._session.reason or ask.reason, None, None
         if reason is None and ask.id_slot is None and not ask.boundaries:
-            held = manager.continued(path, ask.turns, owner)
-        can_choose, is_separated = ask.can_pin or len(manager.pool.slots) == 1, self._options.tenants is not None
-        if held is None and (reason is None or (reason == UNKNOWN_FIELD and can_choose)):
+            claim = manager.continued(path, ask.turns, owner)
+        can_choose, is_separated = ask.can_pin or len(manager.pool.slots) == 1, self._settings.separated
+        if claim is None and (reason is None or (reason == UNKNOWN_FIELD and can_choose)):
             tokens = await self._tokens(exchange, ask, owner)
             reason = "no_tokens" if tokens is None else reason
         if reason is not None:
             self._observer.passed(path, reason)
         if reason == UNKNOWN_FIELD and ask.field is not None:
             self._tell_of_field(ask.field)
-        if not can_choose and held is None and is_separated and ask.reason in (None, UNKNOWN_FIELD):
+        if not can_choose and claim is None and is_separated and ask.reason in (None, UNKNOWN_FIELD):
             message = f"{path} cannot be used while tenants are separated: this server does not let a slot be chosen"
             exchange.refuse(501, "not_supported_error", message)
         elif not can_choose and reason is not None:
             await self._without_slot(exchange, ask, body, owner)
         else:
             taints = ask.taints or reason == "lora"
-            if held is None:
+            if claim is None:
                 # what the store is not asked for goes on in its own slot, as with the server alone
                 trusts = reason == UNKNOWN_FIELD or (reason is not None and ask.id_slot is not None)
-                held = await manager.acquire(tokens, owner, ask.id_slot, ask=reason is None, trusts=trusts)
-            if held.must_compute and not ask.can_add and is_separated:
-                manager.release(held, None, began=False)
+                claim = await manager.acquire(tokens, owner, ask.id_slot, asks=reason is None, trusts=trusts)
+            if claim.must_compute and not ask.can_add and is_separated:
+                manager.release(claim, None, began=False)
                 self._unavailable(exchange, "no slot can be emptied")
                 return
-            await self._with_slot(exchange, ask, body, held, is_counted=reason is None, taints=taints)
+            await self._with_slot(exchange, ask, body, claim, is_counted=reason is None, taints=taints)
 
     def _tell_of_field(self, name: str) -> None:
         """Say once of each field that is not known what that costs."""
@@ -347,7 +312,7 @@ class Proxy:
 
     async def _without_slot(self, exchange: Exchange, ask: Ask, body: bytes, owner: str | None) -> None:
         """Pass a completion on for which the server chooses slots."""
-        manager, separated = self._manager, self._options.tenants is not None
+        manager, separated = self._manager, self._settings.separated
         if separated:
             if ask.reason not in ("several_answers", "several_prompts"):
                 exchange.refuse(400, "invalid_request_error", "the request is not valid")
@@ -366,57 +331,45 @@ class Proxy:
 
     async def _past_the_store(self, exchange: Exchange, ask: Ask, body: bytes) -> None:
         """Pass a completion on as it is, to any slot."""
-        manager = self._manager
-        manager.n_elsewhere += 1
-        try:
-            if ask.taints:
-                with manager.pool.tainting() as foreign:
-                    foreign.is_harmless = ask.has_left_nothing(await self._forward(exchange, body))
-            else:
-                await self._forward(exchange, body)
-        finally:
-            manager.pool.forget_requests()
-            manager.n_elsewhere -= 1
+        with self._manager.pool.elsewhere(taints=ask.taints) as use:
+            use.is_harmless = ask.has_left_nothing(await self._forward(exchange, body))
 
     async def _with_slot(
-        self, exchange: Exchange, ask: Ask, body: bytes, held: HeldSlot, *, is_counted: bool, taints: bool
+        self, exchange: Exchange, ask: Ask, body: bytes, claim: Claim, *, is_counted: bool, taints: bool
     ) -> None:
         manager = self._manager
-        answer = _Answer()
-        status = 0
+        tail = AnswerTail()
         try:
             if ask.can_add:
                 # the store holds no rows that were moved
                 fields: dict[str, int | bool] = {"n_cache_reuse": 0}
                 if ask.can_pin:
                     # no guess of another slot may undo the restore
-                    fields["id_slot"] = held.slot.id
-                if held.must_compute:
+                    fields["id_slot"] = claim.slot.id
+                if claim.must_compute:
                     fields["cache_prompt"] = False
                 body = pinned(body, **fields)
             if not ask.can_pin:
                 await manager.empty_tainted()
-            if is_counted and not taints and not held.must_compute:
-                await self._compute_ahead(exchange, ask, held)
-            status = await self._forward(exchange, body, answer.began, answer.tail, lambda: manager.answering(held))
+            if is_counted and not taints and not claim.must_compute:
+                await self._compute_ahead(exchange, ask, claim)
+            await self._forward(exchange, body, tail, claim.slot.answering)
         finally:
-            is_ok = answer.status == HTTPStatus.OK
-            usage = answer.tail.usage() if is_ok else None
-            if usage is not None and is_counted and ask.turns is not None and manager.pool.is_current(held.slot):
-                held.slot.request = Request(exchange.path, ask.turns, usage.cached_tokens + usage.computed_tokens)
-            if usage is not None and usage.cached_tokens < held.n_continued - WORTH_A_LOOKUP:
+            usage = tail.usage() if tail.status == HTTPStatus.OK else None
+            chat = (exchange.path, ask.turns) if is_counted and ask.turns is not None else None
+            if usage is not None and usage.cached_tokens < claim.n_continued - WORTH_A_LOOKUP:
                 # the slot did not hold what was continued, and the store may
-                held.reason = "not_asked"
-            began = answer.status in (None, HTTPStatus.OK) or (taints and not ask.has_left_nothing(answer.status))
-            manager.release(held, usage, began=began, taints=taints)
+                claim.reason = "not_asked"
+            began = tail.status in (None, HTTPStatus.OK) or (taints and not ask.has_left_nothing(tail.status))
+            manager.release(claim, usage, began=began, taints=taints, chat=chat)
             if usage is not None:
                 self._session.computed(usage)
-                usage = usage.after(held.n_ahead)
-            self._session.note(usage, held, is_counted=is_counted)
-        if is_counted and status == HTTPStatus.OK:
-            self._observe(exchange.path, held, usage)
+                usage = usage.after(claim.n_ahead)
+            self._session.note(usage, claim, is_counted=is_counted)
+        if is_counted and tail.status == HTTPStatus.OK:
+            self._observe(exchange.path, claim, usage)
 
-    async def _compute_ahead(self, exchange: Exchange, ask: Ask, held: HeldSlot) -> None:
+    async def _compute_ahead(self, exchange: Exchange, ask: Ask, claim: Claim) -> None:
         async def ping(head: Sequence[tuple[bytes, bytes]]) -> None:
             """Tell the client of a stream that it is alive, as the server alone would do."""
             if ask.streams:
@@ -426,17 +379,17 @@ class Proxy:
 
         origin = [(name, value) for name, value in exchange.raw_headers if name == b"origin"]
         headers = [*self._upstream.credentials(exchange.raw_headers), *origin]
-        await self._prefill.run(held, ask.boundaries or (), headers, ping)
+        await self._prefill.run(claim, ask.boundaries or (), headers, ping)
 
-    def _observe(self, path: str, held: HeldSlot, usage: Usage | None) -> None:
-        usage = usage or Usage(held.n_restored, len(held.tokens) - held.n_restored)
+    def _observe(self, path: str, claim: Claim, usage: Usage | None) -> None:
+        usage = usage or Usage(claim.n_restored, len(claim.tokens) - claim.n_restored)
         cached = usage.cached_tokens
-        restored = min(held.n_restored, cached)
+        restored = min(claim.n_restored, cached)
         source = "store" if restored else "live" if cached else "none"
-        reason = held.reason
-        if held.n_restored and not restored:
+        reason = claim.reason
+        if claim.n_restored and not restored:
             reason = "restored_in_vain"
-        elif source == "none" and reason is None and len(held.tokens) >= WORTH_A_LOOKUP:
+        elif source == "none" and reason is None and len(claim.tokens) >= WORTH_A_LOOKUP:
             # it was believed to be in the slot
             reason = "not_live"
         self._observer.observe(
@@ -447,18 +400,7 @@ class Proxy:
             live_tokens=cached - restored,
             restored_tokens=restored,
             computed_tokens=usage.computed_tokens,
-            lookup_seconds=held.lookup_seconds,
-            restore_seconds=held.restored_seconds,
-            saved_seconds=held.saved_seconds if restored else 0.0,
+            lookup_seconds=claim.lookup_seconds,
+            restore_seconds=claim.restored_seconds,
+            saved_seconds=claim.saved_seconds if restored else 0.0,
         )
-
-
-class _Answer:
-    """What has come of the answer to a completion."""
-
-    def __init__(self) -> None:
-        self.status: int | None = None
-        self.tail = AnswerTail()
-
-    def began(self, status: int) -> None:
-        self.status = status

@@ -40,12 +40,10 @@ from prefixstore.errors import (
 )
 from prefixstore.metrics import RequestMetrics, StoreMetrics, new_registry, render
 from prefixstore.opening import Locations
-from prefixstore.server.completions import Metrics
+from prefixstore.server.completions import CachedTokens, Metrics, StoreProxy
 from prefixstore.server.listener import address_of, bound, stopped_by_signals
-from prefixstore.server.model_proxy import StoreProxy
-from prefixstore.server.report_page import CONTENT, HTML, JSON, PAGE, LiveReport, page_of
+from prefixstore.server.own_endpoints import CONTENT, HTML, JSON, PAGE, LiveReport, page_of
 from prefixstore.server.store_check import check_store
-from prefixstore.server.usage import CachedTokens
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

@@ -8,37 +8,35 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from aiohttp import web
 
-from prefixstore.errors import PrefixStoreError
+from prefixstore.errors import PrefixStoreError, ServerError
 from prefixstore.metrics import RequestMetrics, StoreMetrics, new_registry, render
 from prefixstore.opening import Locations
-from prefixstore.server.admission import Admission
 from prefixstore.server.child import CHILD_URL, Child
 from prefixstore.server.client import LlamaServer
-from prefixstore.server.command import ServerCommand, check_program
+from prefixstore.server.command import ServerCommand, check_program, private_directory
 from prefixstore.server.exchange import server_of
-from prefixstore.server.lifetime import OwnServer, RunningServer
 from prefixstore.server.listener import address_of, bound, stopped_by_signals
 from prefixstore.server.namespace import ServerIdentity, slots_dir_of
 from prefixstore.server.own_endpoints import OwnEndpoints
-from prefixstore.server.private_directory import private_directory
-from prefixstore.server.process import command_of, directory_of, environment_of, process_at
-from prefixstore.server.proxy import Proxy, ProxyOptions
+from prefixstore.server.process import process_at, running_process
+from prefixstore.server.proxy import Proxy
 from prefixstore.server.records import Props
-from prefixstore.server.session import ServerSession, SessionOptions
-from prefixstore.server.slot_manager import Timing
+from prefixstore.server.session import ServerSession
+from prefixstore.server.slot_choice import Timing
 from prefixstore.server.slots import SlotStore
 from prefixstore.server.store_check import ADVICE, check_store, differences
+from prefixstore.server.tenants import Admission, TenantSource
 from prefixstore.server.upstream import Upstream
 from prefixstore.units import counted, format_bytes
 
-__all__ = ["ServeSettings", "serve_child", "serve_running"]
+__all__ = ["ServeSettings", "serve_child", "serve_running", "watched"]
 
 log = logging.getLogger("prefixstore.server")
 
@@ -49,8 +47,8 @@ HURRY_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeSettings(ProxyOptions):
-    """The settings of ``prefixstore serve``, with those of the proxy.
+class ServeSettings:
+    """The settings of ``prefixstore serve``.
 
     Attributes
     ----------
@@ -62,6 +60,14 @@ class ServeSettings(ProxyOptions):
         The key for the endpoints of the proxy itself.
     store_options
         Parameters of the store.
+    max_body
+        Bytes that the body of a request may have.
+    max_bodies
+        Bytes that the bodies of all requests may have together; None: as many as sixteen of the largest.
+    tenants
+        What identifies the tenant of a request; None: all share.
+    allowed_fields
+        Fields of completions that are not known here, and do not change what is computed for a token.
     max_waiting
         How many requests may wait for a slot.
     timeout
@@ -78,10 +84,19 @@ class ServeSettings(ProxyOptions):
     port: int = 8080
     admin_key: str | None = None
     store_options: dict[str, Any] = field(default_factory=dict)
+    max_body: int = 16 << 20
+    max_bodies: int | None = None
+    tenants: TenantSource | None = None
+    allowed_fields: frozenset[str] = frozenset()
     max_waiting: int = 256
     timeout: float = 3600.0
     timing: Timing = field(default_factory=Timing)
     announce: Callable[[str], None] = log.info
+
+    @property
+    def separated(self) -> bool:
+        """Whether tenants are separated."""
+        return self.tenants is not None
 
 
 def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
@@ -97,18 +112,16 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
         If the store cannot be opened.
     """
     environ = dict(os.environ)
-    separated = settings.tenants is not None
     # a model may take a minute to load: what can be said before is said before
     check_program(argv, environ)
     check_store(settings.location, settings.store_options)
     with bound(settings.host, settings.port) as sockets, private_directory() as private:
-        command = ServerCommand(argv, environ, private, separated=separated)
+        command = ServerCommand(argv, environ, private, separated=settings.separated)
 
         def started() -> tuple[Sequence[str], Mapping[str, str], Path | None]:
             # what is given may be a script that adds options
-            pid = process_at(command.socket)
-            seen = (command_of(pid), environment_of(pid), directory_of(pid)) if pid is not None else (None, None, None)
-            return (seen[0], seen[1], seen[2]) if seen[0] and seen[1] is not None else (command.argv(), environ, None)
+            seen = running_process(process_at(command.socket))
+            return (command.argv(), environ, None) if seen is None else (seen.argv, seen.environ, seen.directory)
 
         def identify(props: Props) -> ServerIdentity:
             argv, variables, directory = started()
@@ -121,21 +134,13 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
 
         key = None if command.has_keys else command.key
         upstream = Upstream(CHILD_URL, timeout=settings.timeout, key=key, socket=command.socket)
-        options = SessionOptions(
-            settings.location,
-            str(command.slots_dir),
-            identify,
-            key=command.key,
-            socket=command.socket,
-            separated=separated,
-            max_waiting=settings.max_waiting,
-            store_options=settings.store_options,
-            timing=settings.timing,
-        )
-        session = ServerSession(upstream, options)
+        session = ServerSession(upstream, settings, command.slots_dir, identify, command.key)
         child = Child(command, environ, ready, session.down, is_busy=lambda: session.is_busy)
-        work = _serve(settings, sockets, session, lambda failed: OwnServer(child, session, failed), command.has_keys)
-        asyncio.run(work)
+
+        async def stop() -> None:
+            await child.stop(at_once=session.is_hurried)
+
+        asyncio.run(_serve(settings, sockets, session, child.run(), stop, has_keys=command.has_keys))
 
 
 def serve_running(
@@ -163,28 +168,22 @@ def serve_running(
         )
         return replace(identity, reason="replaced")
 
-    options = SessionOptions(
-        settings.location,
-        str(slots_dir),
-        identify,
-        key=api_key,
-        max_waiting=settings.max_waiting,
-        store_options=settings.store_options,
-        timing=settings.timing,
-    )
+    session = ServerSession(Upstream(url, timeout=settings.timeout), settings, slots_dir, identify, api_key)
 
-    session = ServerSession(Upstream(url, timeout=settings.timeout), options)
     with bound(settings.host, settings.port) as sockets:
-        asyncio.run(_serve(settings, sockets, session, lambda failed: RunningServer(session, failed), has_keys=True))
+        asyncio.run(_serve(settings, sockets, session, session.watch(), None, has_keys=True))
 
 
 async def _serve(
     settings: ServeSettings,
     sockets: list[socket.socket],
     session: ServerSession,
-    lifetime_of: Callable[[Callable[[PrefixStoreError], None]], OwnServer | RunningServer],
+    work: Coroutine[Any, Any, None],
+    stop: Callable[[], Awaitable[None]] | None,
+    *,
     has_keys: bool,
 ) -> None:
+    """Serve while the server is kept running, or watched (`work`); `stop` ends a server that is ours."""
     failures: list[PrefixStoreError] = []
     stopped, hurried = asyncio.Event(), asyncio.Event()
 
@@ -192,21 +191,19 @@ async def _serve(
         failures.append(error)
         stopped.set()
 
-    upstream, lifetime = session.upstream, lifetime_of(failed)
     registry = new_registry()
     stores = StoreMetrics(registry)
     session.when_store = lambda store: _tell_of(stores, store)
     session.when_ready = lambda: settings.announce(_what_is_stored(session))
     own = OwnEndpoints(
-        upstream,
         session,
         lambda: render(registry),
         admin_key=settings.admin_key,
         has_keys=has_keys,
-        separated=settings.tenants is not None,
+        separated=settings.separated,
     )
-    admission = Admission(upstream, has_keys=has_keys)
-    proxy = Proxy(upstream, session, lifetime.lost, own, admission, RequestMetrics(registry), settings)
+    admission = Admission(session.upstream, has_keys=has_keys)
+    proxy = Proxy(session, own, admission, RequestMetrics(registry), settings)
 
     def signalled(number: int) -> None:
         if not stopped.is_set():
@@ -220,15 +217,30 @@ async def _serve(
 
     loop = asyncio.get_running_loop()
     with stopped_by_signals(lambda number: loop.call_soon_threadsafe(signalled, number)):
+        working = asyncio.create_task(watched(work, failed))
         try:
-            await lifetime.start()
             await _listen(proxy, sockets, settings.announce, stopped, hurried)
         finally:
             await session.close()
-            await lifetime.stop()
-            await upstream.close()
+            if stop is None:
+                working.cancel()
+            else:
+                await stop()
+            await asyncio.gather(working, return_exceptions=True)
+            await session.upstream.close()
     if failures:
         raise failures[0]
+
+
+async def watched(work: Coroutine[Any, Any, None], failed: Callable[[PrefixStoreError], None]) -> None:
+    """Do work for as long as it takes; whatever ends it is told, as nothing else would notice that it has ended."""
+    try:
+        await work
+    except PrefixStoreError as error:
+        failed(error)
+    except Exception as error:
+        log.exception("llama-server cannot be watched any longer")
+        failed(ServerError(f"llama-server does not answer as it should: {type(error).__name__}: {error}"))
 
 
 async def _listen(

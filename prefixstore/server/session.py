@@ -6,27 +6,27 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prefixstore.errors import ContextError, PrefixStoreError, ServerError, ServerRefusedError
 from prefixstore.models.boundaries import TokenKind, kinds_of_vocabulary
-from prefixstore.opening import Locations
-from prefixstore.server.answers import Usage
-from prefixstore.server.client import LlamaServer
-from prefixstore.server.held_slot import HeldSlot
+from prefixstore.server.client import LlamaServer, props_of
 from prefixstore.server.namespace import ServerIdentity
-from prefixstore.server.rates import Rates
+from prefixstore.server.rates import Rates, Usage
 from prefixstore.server.records import Props
-from prefixstore.server.slot_manager import SlotManager, Timing
-from prefixstore.server.slot_pool import SlotPool
+from prefixstore.server.slot_choice import Claim
+from prefixstore.server.slot_manager import SlotManager
+from prefixstore.server.slot_pool import Rows, SlotPool
 from prefixstore.server.slots import SlotStore
 from prefixstore.server.tokenizer import Tokenizer
 from prefixstore.server.upstream import Headers, Upstream, UpstreamError
 
-__all__ = ["ServerSession", "SessionOptions"]
+if TYPE_CHECKING:
+    from prefixstore.server.serving import ServeSettings
+
+__all__ = ["ServerSession"]
 
 log = logging.getLogger("prefixstore.server")
 
@@ -39,63 +39,25 @@ MAY_SLEEP_AFTER = 1.0
 LOOK_SECONDS = 1.0
 # how long a request waits for another server to be known
 READY_SECONDS = 10.0
+# between two questions whether a server that does not answer does so now
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0
 
 
-@dataclass(frozen=True)
-class Facts:
-    """The facts by which one server is told from another.
+class ServerSession:
+    """The state of the server and its store, from one `ready` to the next.
 
-    Attributes
+    Parameters
     ----------
-    values
-        Its build, its model, its slots.
-    is_sleeping
-        Whether it has unloaded the model until the next request.
-    """
-
-    values: tuple[object, ...] = ()
-    is_sleeping: bool = False
-
-
-@dataclass(frozen=True)
-class SessionOptions:
-    """How the store of a server is used.
-
-    Attributes
-    ----------
-    location
-        The store.
+    upstream
+        The server. If it listens on a Unix socket, it is our child.
+    settings
+        Those of the proxy.
     slots_dir
         The directory in which the server saves slots.
     identify
         Makes the identity of the server from what it says about itself.
     key
         The key with which slots are saved and restored.
-    socket
-        The Unix socket that the server listens on; None: it listens at the address of `upstream`.
-    separated
-        Whether tenants are separated.
-    max_waiting
-        How many requests may wait for a slot.
-    store_options
-        Parameters of the store.
-    timing
-        When slots are saved.
-    """
-
-    location: Locations
-    slots_dir: str
-    identify: Callable[[Props], ServerIdentity]
-    key: str | None = None
-    socket: Path | None = None
-    separated: bool = False
-    max_waiting: int = 256
-    store_options: dict[str, Any] = field(default_factory=dict)
-    timing: Timing = field(default_factory=Timing)
-
-
-class ServerSession:
-    """The state of the server and its store, from one `ready` to the next.
 
     Attributes
     ----------
@@ -107,23 +69,30 @@ class ServerSession:
         Called with the store when it was opened, and with None when it is closed to be opened again.
     when_ready
         Called each time `ready` has ended.
-    when_replaced
-        Called when another server answers than the one that was ready.
     """
 
-    def __init__(self, upstream: Upstream, options: SessionOptions) -> None:
-        self.upstream, self.options = upstream, options
-        self.server = LlamaServer(upstream.url, SERVER_SECONDS, options.key, socket=options.socket)
+    def __init__(
+        self,
+        upstream: Upstream,
+        settings: ServeSettings,
+        slots_dir: Path,
+        identify: Callable[[Props], ServerIdentity],
+        key: str | None = None,
+    ) -> None:
+        self.upstream, self._settings = upstream, settings
+        self._slots_dir, self._identify = slots_dir, identify
+        self._headers: Headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
+        self.is_child = upstream.socket is not None
+        self.server = LlamaServer(upstream.url, SERVER_SECONDS, key, socket=upstream.socket)
         self.tokenizer = Tokenizer(upstream)
         self.rates = Rates()
         self.manager: SlotManager | None = None
         self.store: SlotStore | None = None
-        self._is_up, self._hurried = asyncio.Event(), asyncio.Event()
-        self._facts: Facts | None = None
-        self._is_drafting = False
+        self._is_up, self._hurried, self._is_lost = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._looking: asyncio.Task[None] | None = None
+        self._props: Props | None = None
         self.when_store: Callable[[SlotStore | None], None] = lambda _: None
         self.when_ready: Callable[[], None] = lambda: None
-        self.when_replaced: Callable[[], None] = lambda: None
         self._lora_changed = False
         self._was_open = False
         self._saving: asyncio.Task[None] | None = None
@@ -153,7 +122,7 @@ class ServerSession:
     def is_busy(self) -> bool:
         """Whether requests are being answered."""
         manager = self.manager
-        return manager is not None and (manager.n_elsewhere > 0 or manager.pool.n_held > 0)
+        return manager is not None and (manager.pool.n_elsewhere > 0 or manager.pool.n_busy > 0)
 
     async def ready(self) -> None:
         """Called when the server is healthy, for the first time or again."""
@@ -166,29 +135,27 @@ class ServerSession:
             await self._open()
         self._lora_changed = False
         if self.store is not None:
-            self.store.is_drafting = self._is_drafting
-            self.manager.store = self.store if self.store.reason is None else None
-            self.manager.pool.can_cut = self.store.can_cut
+            self.manager.choice.can_cut = self.store.can_cut
+            self.manager.use(self.store if self.store.reason is None else None)
             if not self.store.can_cut:
                 # a large vocabulary takes a second
                 self._kinds = asyncio.ensure_future(asyncio.to_thread(_kinds_of, self.store.identity))
-            self.manager.pool.when_free()
         self._is_up.set()
         self.when_ready()
 
     async def _meet(self) -> None:
         """Learn which slots the server has: another one than before may answer."""
-        self._facts, slots = await self._ask_facts(), await self._slots()
+        self._props, slots = await self._ask_props(), await self._slots()
         if self.manager is not None:
             if slots == [(slot.id, slot.n_ctx) for slot in self.manager.pool.slots]:
                 return
             log.warning("the server has %d slots of %d tokens now", len(slots), slots[0][1])
             await self._retire(self.manager)
-        options = self.options
-        pool = SlotPool(slots, self.rates, max_waiting=options.max_waiting, separated=options.separated)
+        settings = self._settings
+        pool = SlotPool(slots, max_waiting=settings.max_waiting, separated=settings.separated)
         # what is in the slots of a server that runs already may have been moved there from other positions
-        pool.restarted(are_empty=options.socket is not None)
-        self.manager = SlotManager(pool, None, self.server.erase, options.timing)
+        pool.restarted(are_empty=self.is_child)
+        self.manager = SlotManager(pool, self.rates, None, self.server.erase, settings.timing)
         self._saving = asyncio.create_task(self.manager.save_when_idle())
 
     async def _retire(self, manager: SlotManager) -> None:
@@ -196,7 +163,7 @@ class ServerSession:
         if self._saving is not None:
             self._saving.cancel()
             await asyncio.gather(self._saving, return_exceptions=True)
-        manager.store = None
+        manager.use(None)
         manager.pool.close()
         await manager.keep_copies(STOP_SECONDS)
         await asyncio.to_thread(manager.close)
@@ -223,31 +190,29 @@ class ServerSession:
         return True
 
     def _open_store(self) -> SlotStore:
-        options = self.options
-        identity = options.identify(self.server.props())
-        return SlotStore(options.location, self.server, options.slots_dir, identity, **options.store_options)
+        settings, identity = self._settings, self._identify(self.server.props())
+        return SlotStore(settings.location, self.server, self._slots_dir, identity, **settings.store_options)
 
     async def _slots(self) -> list[tuple[int, int]]:
-        reply = await self.upstream.ask("/slots", self._headers)
-        if not reply.is_ok:
-            # it says so if it is a router
-            await asyncio.to_thread(self.server.props)
-            raise ServerError(
-                f"{self.upstream.url}/slots answers {reply.status}: the URL must be that of a llama-server "
-                "alone, and the server must be started without --no-slots"
-            )
-        listed = reply.json()
-        self._is_drafting = any(slot.get("speculative") for slot in listed)
-        if self._is_drafting and self.options.separated:
+        slots = await asyncio.to_thread(self.server.slots)
+        if self.server.is_drafting and self._settings.separated:
             raise ServerError(
                 "--salt-from cannot be used with a llama-server that drafts tokens: drafts keep something of the "
                 "prompts of all, which shows in how fast others are answered; start it without --spec-type and -md"
             )
-        return [(int(slot["id"]), int(slot["n_ctx"])) for slot in listed]
+        return [(slot.id, slot.n_ctx) for slot in slots]
 
-    @property
-    def _headers(self) -> Headers:
-        return [(b"authorization", f"Bearer {self.options.key}".encode())] if self.options.key else []
+    async def _ask_props(self) -> Props | None:
+        """What the server says about itself; None if it refuses to, as while it loads a model.
+
+        Raises `UpstreamError`, `ServerError`, or `ValueError`.
+        """
+        reply = await self.upstream.ask("/props", self._headers)
+        if not reply.is_ok:
+            return None
+        props = props_of(reply.json())
+        self.tokenizer.marker = props.raw.get("media_marker")
+        return props
 
     async def kinds(self) -> Callable[[int], TokenKind]:
         """What each token of the model does in a prompt; all are text if its file cannot be read."""
@@ -263,19 +228,76 @@ class ServerSession:
         self.tokenizer.forget()
         if self.manager is not None:
             # of one that is not our child it is not even certain that it has ended
-            self.manager.pool.restarted(are_empty=self.options.socket is not None)
+            self.manager.pool.restarted(are_empty=self.is_child)
 
     async def reopen(self) -> None:
         """Find out which server answers, since it may be another one by now."""
         store, self.store = self.store, None
         self.when_store(None)
         if self.manager is not None:
-            self.manager.store = None
+            self.manager.use(None)
         if store is not None:
             try:
                 await asyncio.to_thread(store.close)
             except PrefixStoreError as error:
                 log.warning("not all pages were stored: %s", error)
+
+    # -- a server that is no child of ours -----------------------------------------------------------------------------
+
+    async def watch(self) -> None:
+        """Keep up with a server that somebody else starts and stops, until cancelled.
+
+        Raises
+        ------
+        PrefixStoreError
+            If the server or the store cannot be used.
+        """
+        pause, said = FIRST_PAUSE, ""
+        while True:
+            try:
+                problem = "it does not answer"
+                if await self._is_healthy():
+                    await self.ready()
+                    said = ""
+                    await self._is_lost.wait()
+                    self._is_lost.clear()
+                    await self.reopen()
+                    pause = FIRST_PAUSE
+                    continue
+            except (ServerError, UpstreamError, ValueError, LookupError, TypeError) as error:
+                problem = str(error)
+            if problem != said:
+                log.warning("waiting for %s: %s", self.upstream.url, problem)
+                said = problem
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def lost(self) -> None:
+        """A connection has failed: the server may have ended, and another one may answer next.
+
+        Or it has closed the connection, as it does with some requests that it refuses: then it answers the next one.
+        One that is started in its place does not, as long as it loads its model. If a child has ended, `Child` notices.
+        """
+        if not self.is_child and self.is_ready and not self.is_certainly_alive() and self._looking is None:
+            self._looking = asyncio.create_task(self._look_after_loss())
+
+    async def _look_after_loss(self) -> None:
+        try:
+            if not await self._is_healthy() and self.is_ready:
+                self._replaced()
+        finally:
+            self._looking = None
+
+    def _replaced(self) -> None:
+        self.down()
+        self._is_lost.set()
+
+    async def _is_healthy(self) -> bool:
+        with contextlib.suppress(UpstreamError):
+            return (await self.upstream.ask("/health")).is_ok
+        return False
+
+    # -- requests ------------------------------------------------------------------------------------------------------
 
     async def has_adapters(self) -> bool:
         """Whether the server has LoRA adapters that a request can switch on."""
@@ -290,9 +312,9 @@ class ServerSession:
         self._lora_changed = True
         if self.manager is not None:
             # requests that wait for a slot have asked for the store before
-            self.manager.store = None
+            self.manager.use(None)
             for slot in self.manager.pool.slots:
-                slot.is_tainted = True
+                slot.doubt(Rows.ALTERED)
 
     async def look(self) -> bool:
         """Check for changes of the server since the last request; returns whether it can be used now.
@@ -305,37 +327,23 @@ class ServerSession:
         manager, store = self.manager, self.store
         has_process = store is not None and store.identity.process is not None
         is_other = has_process and not self.is_certainly_alive()
-        may_sleep = idle >= MAY_SLEEP_AFTER and manager is not None and not manager.pool.n_held
-        may_be_other = not has_process and self.options.socket is None and now >= self._last_look + LOOK_SECONDS
+        may_sleep = idle >= MAY_SLEEP_AFTER and manager is not None and not manager.pool.n_busy
+        may_be_other = not has_process and not self.is_child and now >= self._last_look + LOOK_SECONDS
         if not is_other and (may_sleep or may_be_other):
             self._last_look = now
             try:
-                facts = await self._ask_facts()
+                props = await self._ask_props()
             except (UpstreamError, ServerError, ValueError):
                 return True  # what comes next says so
-            if facts.is_sleeping and manager is not None:
+            if props is not None and props.is_sleeping and manager is not None:
                 manager.pool.restarted()
-            is_other = self._facts is not None and replace(facts, is_sleeping=self._facts.is_sleeping) != self._facts
-        if is_other and self.is_ready:
+            is_other = props != self._props
+        if is_other and self.is_ready and not self.is_child:
             log.warning("a different server answers at %s now", self.upstream.url)
-            self.when_replaced()
+            self._replaced()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._is_up.wait(), READY_SECONDS)
         return self.is_ready
-
-    async def _ask_facts(self) -> Facts:
-        """Raises `UpstreamError`, or what an answer in another form leads to."""
-        reply = await self.upstream.ask("/props", self._headers)
-        if not reply.is_ok:
-            return Facts()
-        props = reply.json()
-        self.tokenizer.marker = props.get("media_marker") if isinstance(props, dict) else None
-        generation = props.get("default_generation_settings") if isinstance(props, dict) else None
-        if not isinstance(generation, dict):
-            raise ServerError(f"{self.upstream.url}/props has answered in an unknown format: is it a llama-server?")
-        n_ctx = generation.get("n_ctx")
-        names = ("build_info", "model_path", "total_slots")
-        return Facts((*(props.get(name) for name in names), n_ctx), bool(props.get("is_sleeping")))
 
     def computed(self, usage: Usage) -> None:
         """Note how fast the server has computed."""
@@ -344,23 +352,23 @@ class ServerSession:
             if self.store is not None:
                 self.store.rate.computed(usage.computed_tokens, usage.computed_seconds)
 
-    def note(self, usage: Usage | None, held: HeldSlot, *, is_counted: bool) -> None:
+    def note(self, usage: Usage | None, claim: Claim, *, is_counted: bool) -> None:
         """Note what the server has done for a prompt, and count the lookup if it was one (`is_counted`)."""
         if usage is None:
             return
         if self.store is not None:
-            counters, found = self.store.counters, self.store.namespace(held.owner)
+            counters, found = self.store.counters, self.store.namespace(claim.owner)
             namespace = found.key if found is not None else None
             counters.count("tokens_computed", usage.computed_tokens, namespace=namespace)
             if is_counted:
                 n = usage.cached_tokens + usage.computed_tokens
-                source = "store" if held.n_restored else held.reason or ("live" if usage.cached_tokens else "none")
-                counters.asked(namespace, n, held.n_restored, source)
-                is_told = held.restored_seconds is not None and held.reason != "error"
+                source = "store" if claim.n_restored else claim.reason or ("live" if usage.cached_tokens else "none")
+                counters.asked(namespace, n, claim.n_restored, source)
+                is_told = claim.restored_seconds is not None and claim.reason != "error"
                 if is_told:
                     pass  # the store has counted what became of the restore
-                elif held.reason is not None:
-                    counters.count(f"miss:{held.reason}", namespace=namespace)
+                elif claim.reason is not None:
+                    counters.count(f"miss:{claim.reason}", namespace=namespace)
                 elif usage.cached_tokens:
                     counters.count("live_hits", namespace=namespace)
 
@@ -386,9 +394,10 @@ class ServerSession:
 
     async def close(self) -> None:
         """Store what the slots hold, and close the store."""
-        if self._saving is not None:
-            self._saving.cancel()
-            await asyncio.gather(self._saving, return_exceptions=True)
+        tasks = [task for task in (self._saving, self._looking) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self.manager is not None:
             if self.is_ready and self.reason is None:
                 await self._unless_hurried(self.manager.save_all(STOP_SECONDS))

@@ -1,45 +1,195 @@
-"""Moves slots out of a server, and into it, through files in its slot directory."""
+"""Moves slots out of a server, and into it, through files in its slot directory.
+
+Files appear there only when they are complete, and are always removed.
+"""
 
 from __future__ import annotations
 
+import errno
+import io
+import logging
 import os
+import secrets
+import stat
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
 
 from prefixstore.errors import (
     CorruptError,
+    FullError,
+    InvalidParameterError,
     ServerBusyError,
     ServerRefusedError,
     ServerTooOldError,
     ServerUnreachableError,
+    UnavailableError,
 )
+from prefixstore.format.record import Buffer
 from prefixstore.server.client import LlamaServer
 from prefixstore.server.records import SlotAction
-from prefixstore.server.slot_directory import SlotDirectory
 from prefixstore.server.slot_file import SlotFile, parse_slot_file
 
-__all__ = ["SlotFiles"]
+__all__ = ["SlotDirectory", "wrong_directory"]
+
+log = logging.getLogger("prefixstore")
+
+PREFIX = "prefixstore-"
+PART = ".part"
+# the server may write a file late, when a slot that was busy becomes idle: younger ones may belong to another process
+STALE_SECONDS = 600.0
+MAX_LATE = 1000
 
 
-class SlotFiles:
-    """Files of slots, each deleted once it was read.
+class SlotDirectory:
+    """The ``--slot-save-path`` of a llama-server, which this process can write to.
 
     Parameters
     ----------
     path
-        The directory that the server was started with as ``--slot-save-path``.
+        The directory; best on tmpfs. Stale files that a process like this one has left there are deleted.
 
-    Attributes
-    ----------
-    directory
-        The directory.
-    is_drafting
-        Whether the slots have the rows of a draft, too: then a slot is emptied before it is loaded.
+    Raises
+    ------
+    InvalidParameterError
+        If it is not a directory, or cannot be written to.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.directory = SlotDirectory(path)
-        self.is_drafting = True  # until the server says otherwise
+        self.path = Path(path)
+        self._lock = threading.Lock()
+        # files that the server may still write
+        self._late: set[str] = set()
+        if not self.path.is_dir():
+            raise InvalidParameterError(
+                f"slots_dir={str(path)!r} is not a directory; create it, and start the server with it"
+            )
+        try:
+            name = _new_name()
+            self._create(name).close()
+            self.remove(name)
+        except OSError as error:
+            raise InvalidParameterError(f"slots_dir={str(path)!r} cannot be written to: {error.strerror}") from None
+        found = self.path.stat().st_mode
+        if found & stat.S_IWOTH and not found & stat.S_ISVTX:
+            place = self.path
+            log.warning("%s can be written by every user, who could forge what is stored: chmod o-w '%s'", place, place)
+        self.sweep()
+
+    @contextmanager
+    def name(self) -> Iterator[str]:
+        """An unused file name; a file with that name at the end of the block is deleted."""
+        name = _new_name()
+        try:
+            yield name
+        finally:
+            self.remove(name)
+
+    def read(self, name: str, size: int) -> memoryview:
+        """A file of the server, in memory.
+
+        Raises
+        ------
+        InvalidParameterError
+            If it is not there: the server uses another directory.
+        CorruptError
+            If it has another size.
+        UnavailableError
+            If it cannot be read.
+        """
+        try:
+            # what is not a file must neither be followed nor waited for
+            handle = os.open(self.path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise wrong_directory(self.path, f"; {name} is left in that one") from None
+        except OSError as error:
+            raise UnavailableError(f"a slot file cannot be read: {error.strerror}; run as the server's user") from error
+        try:
+            found = os.fstat(handle)
+            if not stat.S_ISREG(found.st_mode) or found.st_size != size or not size:
+                raise CorruptError(f"a slot file has {found.st_size} bytes, and the server has written {size}")
+            # copied, not mapped: a file that somebody cuts while it is mapped ends the process that looks at it
+            return _read(handle, size)
+        except OSError as error:
+            raise UnavailableError(f"a slot file cannot be read: {error.strerror}") from error
+        finally:
+            os.close(handle)
+            self.remove(name)
+
+    def write(self, name: str, data: Buffer) -> tuple[int, ...]:
+        """Write a file that appears under its name when it is complete; its `mark`.
+
+        Raises
+        ------
+        FullError
+            If there is no space.
+        UnavailableError
+            If it cannot be written.
+        """
+        try:
+            with self._create(name + PART) as file:
+                left = memoryview(data)
+                while left:
+                    left = left[file.write(left) :]
+            (self.path / (name + PART)).rename(self.path / name)
+            return self.mark(name)
+        except OSError as error:
+            self.remove(name)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise FullError(f"no space for a slot file of {len(data)} bytes in {self.path}") from error
+            raise UnavailableError(f"a slot file cannot be written: {error.strerror}") from error
+
+    def mark(self, name: str) -> tuple[int, ...]:
+        """A value that changes if a file is replaced, truncated or written to; empty if it does not exist."""
+        try:
+            found = (self.path / name).lstat()
+        except FileNotFoundError:
+            return ()
+        return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+    def remove(self, name: str) -> None:
+        """Delete a file, finished or not, if it is there."""
+        for path in (self.path / (name + PART), self.path / name):
+            with suppress(OSError):
+                path.unlink()
+
+    def expect_late(self, name: str) -> None:
+        """Note that the server may write this file later: it is deleted by a later `remove_late`."""
+        with self._lock:
+            # more are swept when they are stale
+            if len(self._late) < MAX_LATE:
+                self._late.add(name)
+
+    def remove_late(self) -> None:
+        """Delete the files that were written late."""
+        if not self._late:
+            return
+        with self._lock:
+            for name in list(self._late):
+                if os.path.lexists(self.path / name):
+                    self.remove(name)
+                    self._late.discard(name)
+
+    def sweep(self) -> None:
+        """Delete old files of this kind, left by processes that have ended."""
+        before = time.time() - STALE_SECONDS
+        with suppress(OSError):
+            for entry in os.scandir(self.path):
+                with suppress(OSError):
+                    found = entry.stat(follow_symlinks=False)
+                    if entry.name.startswith(PREFIX) and stat.S_ISREG(found.st_mode) and found.st_mtime < before:
+                        Path(entry.path).unlink()
+
+    def _create(self, name: str) -> io.FileIO:
+        # the group, since the server may be another user's; others have no business with prompts
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        return io.FileIO(os.open(self.path / name, flags, 0o640), "w")
+
+    # -- slots ---------------------------------------------------------------------------------------------------------
 
     def any(self, server: LlamaServer) -> SlotFile:
         """The file of any slot that holds something. If none does, a free one evaluates two tokens, and is erased.
@@ -53,9 +203,7 @@ class SlotFiles:
         """
         n_slots = server.props().n_slots
         try:
-            found = server.slots()
-            self.is_drafting = any(slot.is_drafting for slot in found)
-            slots = [slot for slot in found if not slot.is_processing]
+            slots = [slot for slot in server.slots() if not slot.is_processing]
             # those that hold little first, then those of which it is not known
             order = [slot.id for slot in sorted(slots, key=lambda slot: slot.n_tokens or 1 << 30)]
         except ServerRefusedError:
@@ -79,14 +227,14 @@ class SlotFiles:
 
     def load(self, server: LlamaServer, slot: int, n: int, data: memoryview) -> None:
         """Have the server load a slot's file, which is complete."""
-        with self.directory.name() as name:
-            written = self.directory.write(name, data)
-            if self.is_drafting:
+        with self.name() as name:
+            written = self.write(name, data)
+            if server.is_drafting:
                 # it restores the rows of the model only: those of the draft would be of another prompt, and end at
                 # another position, at which no batch of the draft continues
                 server.erase(slot)
             action = server.restore(slot, name)
-            is_same = self.directory.mark(name) == written
+            is_same = self.mark(name) == written
         if not is_same:
             server.erase(slot)
             raise CorruptError("another process has changed a slot file before the server read it: the slot was erased")
@@ -99,16 +247,39 @@ class SlotFiles:
     @contextmanager
     def saved(self, server: LlamaServer, slot: int, *, whole: bool = False) -> Iterator[tuple[SlotAction, SlotFile]]:
         """A slot's file, parsed; it is deleted whatever happens. With `whole`, its state is left as it is."""
-        self.directory.remove_late()
-        with self.directory.name() as name:
+        self.remove_late()
+        with self.name() as name:
             try:
                 action = server.save(slot, name)
             except (ServerBusyError, ServerUnreachableError):
                 # it may write the file when the slot becomes idle
-                self.directory.expect_late(name)
+                self.expect_late(name)
                 raise
-            data = self.directory.read(name, action.n_bytes)
+            data = self.read(name, action.n_bytes)
             file = parse_slot_file(data, slot, whole=whole)
             if len(file.tokens) != action.n_tokens and not file.has_media:
                 raise CorruptError(f"a slot's file has {len(file.tokens)} tokens, the server says {action.n_tokens}")
             yield action, file
+
+
+def _read(handle: int, size: int) -> memoryview:
+    data = np.empty(size, np.uint8).data
+    n = 0
+    while n < size:
+        got = os.readv(handle, [data[n:]])
+        if not got:
+            raise CorruptError(f"a slot file was cut while it was read, after {n} bytes of {size}")
+        n += got
+    return data.toreadonly()
+
+
+def wrong_directory(path: Path, more: str = "") -> InvalidParameterError:
+    """The error for a directory that the server does not use."""
+    return InvalidParameterError(
+        f"slots_dir={str(path)!r} is not the directory that the server writes slots to; pass the one it was started "
+        f"with as --slot-save-path{more}"
+    )
+
+
+def _new_name() -> str:
+    return PREFIX + secrets.token_hex(12)

@@ -1,35 +1,38 @@
-"""What each slot holds, who uses it, and which one a request gets.
+"""The slots of a server: one record for each, and every change of it. ``docs/servers.md`` draws the states.
 
-All of it runs in the event loop. A slot is *held* by one request or by one save at a time, from before anything is done
-to it until the answer has ended. Requests wait for a slot in the order in which they came.
+All of it runs in the event loop, which is the lock. A slot is *busy* from before anything is done to it until the
+answer has ended. Requests wait for a slot in the order in which they came.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
 
-from prefixstore.format.keys import NO_TOKENS, Tokens, common_prefix
-from prefixstore.server.rates import Rates
-from prefixstore.server.turns import Turns
+from prefixstore.format.keys import NO_TOKENS, Tokens
+from prefixstore.server.chats import Turns
 
 __all__ = [
     "WORTH_A_SAVE",
-    "Choice",
+    "Elsewhere",
     "PoolClosedError",
     "PoolFullError",
     "PoolSlot",
+    "Rank",
     "Request",
+    "Rows",
     "SlotPool",
 ]
 
 # Fewer new tokens are saved only when the server stops.
 WORTH_A_SAVE = 32
-# A shorter common beginning is no reason to prefer a slot.
-WORTH_KEEPING = 32
+# What orders slots for a request; the lowest is taken.
+Rank = Callable[["PoolSlot"], Any]
 
 
 class PoolFullError(Exception):
@@ -42,21 +45,22 @@ class PoolClosedError(Exception):
 
 @dataclass(frozen=True)
 class Request:
-    """A chat that a slot has answered.
-
-    Attributes
-    ----------
-    path
-        Of the request.
-    turns
-        Its messages.
-    n_tokens
-        Tokens of its prompt.
-    """
+    """A chat that a slot has answered: its path, its messages, and the tokens of its prompt."""
 
     path: str
     turns: Turns
     n_tokens: int
+
+
+class Rows(IntEnum):
+    """Whose rows a slot has. If they are not clean, it is not saved, and it is emptied before its next use."""
+
+    # those of its tokens alone
+    CLEAN = 0
+    # a request that bypassed the store may have altered them: another such request of its owner may go on there
+    ALTERED = 1
+    # they may be anyone's
+    UNKNOWN = 2
 
 
 @dataclass(eq=False)
@@ -71,109 +75,123 @@ class PoolSlot:
         What it is believed to hold. The server compares tokens itself, so that an error here costs time only.
     owner
         The tenant whose tokens these are.
-    n_unsaved
-        How many tokens entered it since it was saved.
-    is_tainted
-        Whether its rows may be other than those of its tokens alone: it is not saved, and emptied before its next use.
-    is_unknown
-        Whether its rows may be those of anyone: it is tainted, and emptied also before those who would trust it.
-    is_held
+    rows
+        Whether its rows are those of its tokens alone.
+    is_busy
         Whether a request or a save has it.
-    generation
-        Which start of the server it belongs to.
-    used
-        When it was given back, in releases of all slots: the lowest was used longest ago.
+    is_lost
+        Whether the server was restarted while it was busy: what was done to it may belong to either server.
+    n_unsaved, unsaved_since
+        How many tokens entered it since it was saved, and when the first of them did.
     failures
         How many saves of it have failed since the last answer.
     request
         The chat that it has answered last; None if that is not what it holds.
+    used
+        When its last answer has ended.
+    computing_until
+        When its prompt is probably computed; 0 if it is.
     """
 
     id: int
     n_ctx: int
     tokens: Tokens = field(default_factory=lambda: NO_TOKENS)
     owner: str | None = None
+    rows: Rows = Rows.CLEAN
+    is_busy: bool = False
+    is_lost: bool = False
     n_unsaved: int = 0
-    is_tainted: bool = False
-    is_unknown: bool = False
-    is_held: bool = False
-    generation: int = 0
-    used: float = 0.0
+    unsaved_since: float = 0.0
     failures: int = 0
     request: Request | None = None
+    used: float = 0.0
+    computing_until: float = 0.0
 
-    def forget(self) -> None:
-        """Note that it is empty, or that its contents are unknown."""
-        self.tokens, self.owner, self.request = NO_TOKENS, None, None
-        self.n_unsaved = self.failures = 0
+    @property
+    def is_clean(self) -> bool:
+        """Whether its rows are those of its tokens alone."""
+        return self.rows is Rows.CLEAN
 
-    def doubt(self) -> None:
-        """Note that neither its rows nor their tenant are known."""
-        self.is_tainted = self.is_unknown = True
-
-    def must_empty(self, *, trusts: bool) -> bool:
-        """Whether it must be emptied before a use; `trusts` if the user trusts the rows that it left there itself."""
-        return self.is_unknown or (self.is_tainted and not trusts)
+    @property
+    def is_dirty(self) -> bool:
+        """Whether it holds what can be stored, and is not."""
+        return self.n_unsaved > 0 and self.is_clean
 
     @property
     def is_worth_saving(self) -> bool:
         """Whether it holds so much that can be stored, and is not, that all slots may wait for a save."""
         return self.is_dirty and self.n_unsaved >= WORTH_A_SAVE
 
-    @property
-    def is_dirty(self) -> bool:
-        """Whether it holds what can be stored, and is not."""
-        return self.n_unsaved > 0 and not self.is_tainted
+    def must_empty(self, *, trusts: bool) -> bool:
+        """Whether it must be emptied before a use; `trusts` if the user trusts the rows that it left there itself."""
+        return self.rows > (Rows.ALTERED if trusts else Rows.CLEAN)
 
+    # -- what is done to it, in this order -----------------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class Choice:
-    """The slot chosen for a request.
+    def emptied(self) -> None:
+        """Note that it holds nothing."""
+        self.tokens, self.owner, self.request, self.rows = NO_TOKENS, None, None, Rows.CLEAN
+        self.n_unsaved = self.failures = 0
 
-    Attributes
-    ----------
-    slot
-        The slot, now held.
-    n_live
-        How many of the tokens of the prompt it is believed to hold.
-    n_usable
-        How many of them the server can certainly use: all, unless it would have to step back to a state that it may
-        not have.
-    restore
-        Whether to restore what the store has.
-    save_first
-        Whether it loses what is not stored, and the request waits until that is saved.
-    erase_first
-        Whether it must be emptied: for another tenant, or since it is tainted.
-    """
+    def filled(self, tokens: Tokens, owner: str | None) -> None:
+        """Note that it holds what was restored, and nothing else."""
+        self.tokens, self.owner, self.n_unsaved, self.request = tokens, owner, 0, None
 
-    slot: PoolSlot
-    n_live: int
-    n_usable: int
-    restore: bool
-    save_first: bool
-    erase_first: bool
+    def lent(self, owner: str | None, seconds: float) -> None:
+        """Note that a request of this tenant is sent to it: it may hold tokens of that, however the request ends."""
+        self.owner, self.request = owner, None
+        self.computing_until = time.monotonic() + seconds
 
+    def answering(self) -> None:
+        """Note that its prompt is computed: the first byte of the answer has arrived."""
+        self.computing_until = 0.0
 
-@dataclass(eq=False)
-class _Waiting:
-    """A request that waits for any slot, or for a certain one."""
+    def computed(self, tokens: Tokens, n_new: int) -> None:
+        """Note that it holds these tokens of its owner, and that so many of them and of an answer are new."""
+        self.tokens, self.failures = tokens, 0
+        self._add_unsaved(n_new)
 
-    wanted: int | None
-    turn: asyncio.Future[None] | None = None
+    def answered(self, request: Request | None = None) -> None:
+        """Note that its answer has ended; `request` if it is that of a chat, and complete."""
+        self.used, self.computing_until, self.request = time.monotonic(), 0.0, request
+
+    def saved(self, tokens: Tokens) -> None:
+        """Note that it holds these tokens, and that all of them are copied."""
+        self.tokens, self.n_unsaved = tokens, 0
+
+    def stored(self) -> None:
+        """Note that what was copied is stored."""
+        self.failures = 0
+
+    def not_saved(self, n_lost: int = 0) -> None:
+        """Note that a save of it has failed, and that so many tokens are not copied, after all."""
+        self.failures += 1
+        self._add_unsaved(n_lost)
+
+    def doubt(self, rows: Rows = Rows.UNKNOWN) -> None:
+        """Note that its rows may be other than those of its tokens."""
+        self.rows = max(self.rows, rows)
+
+    def _add_unsaved(self, n: int) -> None:
+        if not self.n_unsaved:
+            self.unsaved_since = time.monotonic()
+        self.n_unsaved += n
 
 
 @dataclass
-class Foreign:
-    """A request that may use any slot.
-
-    Attributes
-    ----------
-    is_harmless
-        Whether it turned out that it used none.
-    """
+class Elsewhere:
+    """A request that may use any slot; `is_harmless` if it turned out that it used none."""
 
     is_harmless: bool = False
+
+
+@dataclass
+class _Waiting:
+    """A request that waits for a slot."""
+
+    rank: Rank
+    wanted: int | None
+    granted: asyncio.Future[PoolSlot]
 
 
 class SlotPool:
@@ -183,8 +201,6 @@ class SlotPool:
     ----------
     slots
         Number and length of the context of each.
-    rates
-        What work costs, to compare slots.
     max_waiting
         How many requests may wait for a slot.
     separated
@@ -192,33 +208,22 @@ class SlotPool:
 
     Attributes
     ----------
-    can_cut
-        Whether the server can use any part of what a slot holds, as with full attention. A recurrent state, or the end
-        of a sliding window, is of use only to a prompt that goes on from there.
-    is_worth_a_wait
-        Whether a request waits until what a slot loses to it is saved; asked when slots are compared, and when one is
-        taken. Set by who saves.
-    n_foreign, n_foreign_begun
-        How many requests run that may leave any rows in any slot, and how many have begun so far.
+    changed
+        Set when a slot may have to be saved, or may be taken.
+    n_elsewhere
+        How many requests run that have no slot of their own.
+    n_tainting, n_tainting_begun
+        How many of them may leave any rows in any slot, and how many such requests have begun so far.
     """
 
-    def __init__(
-        self, slots: Sequence[tuple[int, int]], rates: Rates, *, max_waiting: int = 1024, separated: bool = False
-    ) -> None:
+    def __init__(self, slots: Sequence[tuple[int, int]], *, max_waiting: int = 1024, separated: bool = False) -> None:
         self.slots = [PoolSlot(id_, n_ctx) for id_, n_ctx in slots]
-        self.rates = rates
-        self.generation = 0
-        self.can_cut = True
-        self.when_free: Callable[[], None] = lambda: None
-        self.is_worth_a_wait: Callable[[PoolSlot], bool] = lambda slot: slot.is_worth_saving
+        self.separated = separated
+        self.changed = asyncio.Event()
+        self.n_elsewhere = self.n_tainting = self.n_tainting_begun = 0
         self._max_waiting = max_waiting
-        self._separated = separated
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: list[_Waiting] = []
         self._is_closed = False
-        self._clock = 0.0
-        # requests that may use any slot: those that run, and how many have begun
-        self.n_foreign = 0
-        self.n_foreign_begun = 0
 
     @property
     def n_waiting(self) -> int:
@@ -226,32 +231,19 @@ class SlotPool:
         return len(self._waiting)
 
     @property
-    def n_held(self) -> int:
+    def n_busy(self) -> int:
         """How many slots are in use."""
-        return sum(slot.is_held for slot in self.slots)
+        return sum(slot.is_busy for slot in self.slots)
 
-    def continued(self, path: str, turns: Turns, owner: str | None) -> PoolSlot | None:
-        """Hold the idle slot whose last request this one continues; None if there is none, or others wait."""
-        if self._waiting:
-            return None
-        best, most = None, 0
-        for slot in self.slots:
-            last = slot.request
-            if last is None or slot.is_held or slot.is_tainted or slot.owner != owner or last.path != path:
-                continue
-            if len(last.turns.messages) > most and turns.follow(last.turns):
-                best, most = slot, len(last.turns.messages)
-        if best is not None:
-            self.hold(best)
-        return best
+    def idle(self, wanted: int | None = None) -> list[PoolSlot]:
+        """The slots that nobody uses, or the wanted one if that is so."""
+        slots = self.slots if wanted is None else [self.slots[wanted % len(self.slots)]]
+        return [slot for slot in slots if not slot.is_busy]
 
-    def forget_requests(self) -> None:
-        """Note that a request has used unknown slots: none is certain to hold its last response."""
-        for slot in self.slots:
-            slot.request = None
+    # -- free, busy, free ----------------------------------------------------------------------------------------------
 
-    async def wait_for_slot(self, wanted: int | None = None) -> None:
-        """Return when a slot, or the wanted one, is idle, and it is this request's turn.
+    async def take(self, rank: Rank, wanted: int | None = None) -> PoolSlot:
+        """Take the idle slot of the lowest rank, or the wanted one, when it is this request's turn.
 
         Raises
         ------
@@ -262,197 +254,109 @@ class SlotPool:
         """
         if self._is_closed:
             raise PoolClosedError
-        wanted = None if wanted is None else wanted % len(self.slots)
-        if self._is_idle(wanted) and not any(wanted is None or one.wanted in (None, wanted) for one in self._waiting):
-            return
+        # a slot that is idle is one that nobody waits for
+        if (slot := self.take_now(rank, wanted)) is not None:
+            return slot
         if len(self._waiting) >= self._max_waiting:
             raise PoolFullError
-        entry = _Waiting(wanted)
-        self._waiting.append(entry)
+        waiting = _Waiting(rank, wanted, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
         try:
-            entry.turn = asyncio.get_running_loop().create_future()
-            self._next()
-            await entry.turn
-            # one that wants a certain slot may lose it to one that takes any
-            while not self._is_idle(wanted):
-                entry.turn = asyncio.get_running_loop().create_future()
-                await entry.turn
-        except (asyncio.CancelledError, PoolClosedError):
-            self._waiting.remove(entry)
-            self._next()  # its turn may have come just now
+            return await waiting.granted
+        except BaseException:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+                self.changed.set()
+            elif not waiting.granted.cancelled() and waiting.granted.exception() is None:
+                # it was granted just now
+                self.release(waiting.granted.result())
             raise
-        self._waiting.remove(entry)
 
-    def choose(
-        self,
-        tokens: Tokens,
-        owner: str | None,
-        *,
-        wanted: int | None = None,
-        trusts: bool = False,
-        without: Collection[int] = (),
-    ) -> Choice | None:
-        """Hold the idle slot with which a response is fastest without the store; None if there is none.
+    def take_now(self, rank: Rank, wanted: int | None = None) -> PoolSlot | None:
+        """Take the idle slot of the lowest rank, or the wanted one; None if there is none."""
+        slot = min(self.idle(wanted), key=rank, default=None)
+        return self.hold(slot) if slot is not None else None
 
-        Parameters
-        ----------
-        tokens
-            The prompt; empty if it is unknown.
-        owner
-            Its tenant.
-        wanted
-            The slot that the client wants.
-        trusts
-            Whether the rows of a tainted slot will do.
-        without
-            Slots that cannot be used.
-        """
-        idle = [slot for slot in self._candidates(wanted) if not slot.is_held and slot.id not in without]
-        if not idle:
-            return None
-        slot = min(idle, key=lambda slot: self._cost(slot, tokens, owner, 0, 0, trusts=trusts))
-        self.hold(slot)
-        return self.weigh(slot, tokens, owner, 0, 0, trusts=trusts)
+    def hold(self, slot: PoolSlot) -> PoolSlot:
+        """Take this slot, which is idle."""
+        assert not slot.is_busy, "a slot has one user at a time"
+        slot.is_busy, slot.is_lost = True, False
+        return slot
 
-    def lead(self, slot: PoolSlot, tokens: Tokens, owner: str | None) -> int:
-        """How many more tokens of a prompt a slot holds than every idle one."""
-        most = max((self._live(other, tokens, owner) for other in self.slots if not other.is_held), default=0)
-        return self._live(slot, tokens, owner) - most
-
-    def swap(
-        self,
-        slot: PoolSlot,
-        tokens: Tokens,
-        owner: str | None,
-        n_found: int,
-        n_bytes: int,
-        *,
-        without: Collection[int] = (),
-    ) -> PoolSlot:
-        """The held slot, or instead an idle one that costs less, given what the store has."""
-        idle = [slot, *(other for other in self.slots if not other.is_held and other.id not in without)]
-        best = min(idle, key=lambda slot: self._cost(slot, tokens, owner, n_found, n_bytes))
+    def exchange(self, slot: PoolSlot, rank: Rank, unusable: Collection[PoolSlot] = ()) -> PoolSlot:
+        """A slot of the lowest rank instead of a busy one: an idle one, or the same if none is better."""
+        usable = [one for one in (slot, *self.idle()) if one not in unusable]
+        best = min(usable, key=rank, default=slot)
         if best is not slot:
             self.hold(best)
-            slot.is_held = False  # not used, and not by a request that waits: there was an idle one
-            self._next()
+            self.release(slot)
         return best
-
-    def weigh(
-        self,
-        slot: PoolSlot,
-        tokens: Tokens,
-        owner: str | None,
-        n_found: int,
-        n_bytes: int,
-        *,
-        trusts: bool = False,
-        tries: bool = False,
-    ) -> Choice:
-        """What to do with a slot for a prompt. With `tries`, what was found is restored even if that is slower."""
-        n_live = self._live(slot, tokens, owner, trusts=trusts)
-        n_usable = n_live if self.can_cut or n_live == len(slot.tokens) else 0
-        is_faster = tries or self.rates.is_faster(self.rates.restoring(n_bytes), n_found - n_usable)
-        restore = n_found > n_usable and is_faster
-        n_lost = len(slot.tokens) - (0 if restore else n_live)
-        is_foreign = self._separated and slot.owner not in (None, owner)
-        # the end of an answer is lost, too, but the tokens of that are not known
-        save_first = n_lost > 0 and self.is_worth_a_wait(slot)
-        must_erase = is_foreign or slot.must_empty(trusts=trusts)
-        return Choice(slot, n_live, n_usable, restore, save_first, must_erase)
-
-    def _cost(
-        self, slot: PoolSlot, tokens: Tokens, owner: str | None, n_found: int, n_bytes: int, *, trusts: bool = False
-    ) -> tuple[float, float]:
-        rates, choice = self.rates, self.weigh(slot, tokens, owner, n_found, n_bytes, trusts=trusts)
-        kept = n_found if choice.restore else choice.n_live
-        if kept < WORTH_KEEPING:
-            # the first token of all prompts, say: no reason to take a slot from a conversation
-            kept = 0
-        seconds = rates.computing(len(tokens) - kept) + (rates.restoring(n_bytes) if choice.restore else 0.0)
-        if choice.save_first:
-            seconds += rates.saving(len(slot.tokens))
-        # who comes back to what is lost here waits for a restore, or for the computing of what was not saved
-        n_lost = len(slot.tokens) - (0 if choice.restore else choice.n_live)
-        n_unsaved = min(n_lost, slot.n_unsaved) if slot.is_dirty and not choice.save_first else 0
-        seconds += 0.5 * (rates.restoring((n_lost - n_unsaved) * rates.token_bytes) + rates.computing(n_unsaved))
-        return round(seconds, 4), slot.used
-
-    def _candidates(self, wanted: int | None) -> list[PoolSlot]:
-        return self.slots if wanted is None else [self.slots[wanted % len(self.slots)]]
-
-    def _live(self, slot: PoolSlot, tokens: Tokens, owner: str | None, *, trusts: bool = False) -> int:
-        if slot.must_empty(trusts=trusts) or slot.owner != owner:
-            return 0
-        return common_prefix(slot.tokens, tokens)
-
-    def hold(self, slot: PoolSlot) -> None:
-        """Take an idle slot."""
-        assert not slot.is_held, "a slot is held once"
-        slot.is_held, slot.generation = True, self.generation
 
     def release(self, slot: PoolSlot) -> None:
         """Give a slot back, and let the next request have it."""
-        slot.is_held = False
-        self._clock += 1
-        slot.used = self._clock
-        if self.n_foreign:
+        slot.is_busy = False
+        if self.n_tainting:
             self._taint(slot)
-        self._next()
-        self.when_free()
+        for waiting in list(self._waiting):
+            if not waiting.granted.done() and (granted := self.take_now(waiting.rank, waiting.wanted)) is not None:
+                self._waiting.remove(waiting)
+                waiting.granted.set_result(granted)
+        self.changed.set()
 
-    def is_current(self, slot: PoolSlot) -> bool:
-        """Whether the server in which the slot was taken is still running."""
-        return slot.generation == self.generation
+    def continued(self, path: str, turns: Turns, owner: str | None) -> tuple[PoolSlot, Request] | None:
+        """Take the idle slot whose last request this one continues; None if there is none, or others wait."""
+        found = [
+            (slot, last)
+            for slot in self.idle()
+            if (last := slot.request) is not None
+            and (last.path, slot.owner, slot.is_clean) == (path, owner, True)
+            and turns.follow(last.turns)
+        ]
+        if self._waiting or not found:
+            return None
+        slot, last = max(found, key=lambda one: len(one[1].turns.messages))
+        slot.request = None
+        return self.hold(slot), last
+
+    # -- what concerns all of them -------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def elsewhere(self, *, taints: bool) -> Iterator[Elsewhere]:
+        """While a request runs that may use any slot that is idle in the server; `taints` if it may leave any rows."""
+        request = Elsewhere()
+        self.n_elsewhere += 1
+        self.n_tainting += taints
+        self.n_tainting_begun += taints
+        try:
+            yield request
+        finally:
+            self.n_elsewhere -= 1
+            self.n_tainting -= taints
+            for slot in () if request.is_harmless else self.slots:
+                # none is certain to hold its last answer; one that is busy here may be idle there already
+                slot.request = None
+                if taints:
+                    self._taint(slot)
+            # meanwhile nothing was saved
+            self.changed.set()
+
+    def _taint(self, slot: PoolSlot) -> None:
+        # they may be those of another tenant
+        slot.doubt(Rows.UNKNOWN if self.separated else Rows.ALTERED)
+
+    def restarted(self, *, are_empty: bool = True) -> None:
+        """What the slots hold is lost, or unknown if they are not certainly empty: then each is emptied before use."""
+        for slot in self.slots:
+            slot.emptied()
+            slot.is_lost = slot.is_busy
+            if not are_empty:
+                slot.doubt()
 
     def close(self) -> None:
         """Note that the slots no longer exist. Waiting requests are refused; those that have a slot are not ended."""
         self._is_closed = True
-        self.generation += 1
-        for one in self._waiting:
-            if one.turn is not None and not one.turn.done():
-                one.turn.set_exception(PoolClosedError())
-
-    def restarted(self, *, are_empty: bool = True) -> None:
-        """What the slots hold is lost, or unknown if they are not certainly empty: then each is emptied before use."""
-        self.generation += 1
         for slot in self.slots:
-            slot.forget()
-            slot.is_tainted = slot.is_unknown = not are_empty
-
-    @contextlib.contextmanager
-    def tainting(self) -> Iterator[Foreign]:
-        """While a request runs that may leave any rows in any slot that is idle in the server."""
-        foreign = Foreign()
-        self.n_foreign += 1
-        self.n_foreign_begun += 1
-        try:
-            yield foreign
-        finally:
-            self.n_foreign -= 1
-            if not foreign.is_harmless:
-                # one that is held here may be idle there already
-                self.forget_requests()
-                for slot in self.slots:
-                    self._taint(slot)
-            # meanwhile nothing was saved
-            self.when_free()
-
-    def _taint(self, slot: PoolSlot) -> None:
-        slot.is_tainted = True
-        # they may be those of another tenant
-        slot.is_unknown |= self._separated
-
-    def _is_idle(self, wanted: int | None) -> bool:
-        return any(not slot.is_held for slot in self.slots if wanted is None or slot.id == wanted)
-
-    def _next(self) -> None:
-        """Wake the first that can have a slot. Each that gives up wakes the next one."""
-        n_idle = sum(not slot.is_held for slot in self.slots)
-        for one in self._waiting:
-            if n_idle == 0:
-                return
-            if self._is_idle(one.wanted):
-                if one.turn is not None and not one.turn.done():
-                    one.turn.set_result(None)
-                n_idle -= 1
+            slot.is_lost = True
+        for waiting in self._waiting:
+            if not waiting.granted.done():
+                waiting.granted.set_exception(PoolClosedError())

@@ -7,38 +7,26 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prefixstore.buffers import BufferPool
 from prefixstore.engine.compute_rate import ComputeRate
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.miss import miss_reason
-from prefixstore.errors import (
-    InvalidParameterError,
-    ServerError,
-    ServerRefusedError,
-    UnknownVersionError,
-)
+from prefixstore.errors import InvalidParameterError, ServerError, ServerRefusedError, UnknownVersionError
 from prefixstore.format.keys import NO_TOKENS, SNAPSHOT, Tokens, TokenSequence, as_tokens
 from prefixstore.format.namespace import Namespace
-from prefixstore.format.record import Buffer
-from prefixstore.llama.capture import Capture, Captured, Place
-from prefixstore.llama.restore import Found as FoundPages
-from prefixstore.llama.restore import Frame, Positions, Restore
-from prefixstore.llama.state.form import HIDDEN_ROWS, Form
-from prefixstore.llama.state.shape import StateShape
-from prefixstore.llama.state.view import Assembly
+from prefixstore.llama.capture import Captured, Place
 from prefixstore.opening import Locations
 from prefixstore.server.client import LlamaServer
-from prefixstore.server.namespace import ServerIdentity, has_window, kind_of_layout
-from prefixstore.server.slot_directory import wrong_directory
-from prefixstore.server.slot_file import SlotFile, SlotLayout, slot_assembly
-from prefixstore.server.slot_files import SlotFiles
-from prefixstore.server.slot_results import Found, Restored, Stored
+from prefixstore.server.namespace import ServerIdentity, kind_of_layout
+from prefixstore.server.records import Found, Restored, Stored
+from prefixstore.server.slot_file import SlotFile
+from prefixstore.server.slot_files import SlotDirectory, wrong_directory
+from prefixstore.server.slot_states import SlotStates
 from prefixstore.stats import Counters, Kind
 from prefixstore.store import PrefixStore
 from prefixstore.units import shown
@@ -53,27 +41,6 @@ log = logging.getLogger("prefixstore")
 ANY_TOKEN = np.zeros(1, "<i4")
 # if a page is damaged, those before it are tried, and so on
 ATTEMPTS = 3
-# of tenants, whose number nothing bounds
-MOST_PLACES = 1024
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way in which the slots of a server are stored.
-
-    Attributes
-    ----------
-    form
-        What goes into pages, and what into snapshots.
-    restore
-        Joins them.
-    place
-        Where they are, for the place of a tenant.
-    """
-
-    form: Form
-    restore: Restore
-    place: Callable[[Place], Place]
 
 
 class SlotStore:
@@ -127,19 +94,13 @@ class SlotStore:
     ) -> None:
         self.server = server
         self.identity = identity
-        self._files = SlotFiles(slots_dir)
-        self.directory = self._files.directory
+        self.directory = SlotDirectory(slots_dir)
         if identity.slots_dir is not None and not identity.slots_dir.samefile(self.directory.path):
             # before the server writes files there that are never deleted
             raise wrong_directory(self.directory.path)
         self.reason, self.why = identity.reason, ""
         self._connecting = threading.Lock()
-        self._layout: SlotLayout | None = None
-        self._ways: tuple[Way, ...] = ()
-        self._places: dict[str | None, Place] = {}
-        self._names: dict[str, str | None] = {}
-        # files are built in memory and written with one call: a full tmpfs is then an error, not a signal
-        self._buffers = BufferPool(limit=None)
+        self._states: SlotStates | None = None
         # the label has no effect here: the identity has the namespace
         self.store = PrefixStore(location, namespace="server", **store_options)
         self.rate = ComputeRate(self.store.parameters.max_delay)
@@ -180,44 +141,41 @@ class SlotStore:
     @property
     def is_connected(self) -> bool:
         """Whether the layout of the server's states is known."""
-        return self._layout is not None or self.reason is not None
+        return self._states is not None or self.reason is not None
 
     @property
     def kind(self) -> Kind:
         """What is stored of the slots; unbound as long as the layout of the server's states is not known."""
-        return Kind.UNBOUND if self._layout is None or self.reason is not None else kind_of_layout(self._layout)
+        return Kind.UNBOUND if self._known is None else kind_of_layout(self._known.layout)
 
     @property
     def is_drafting(self) -> bool:
         """Whether the server drafts tokens: of its drafts nothing is stored, and they begin empty after a restore."""
-        return self._files.is_drafting
-
-    @is_drafting.setter
-    def is_drafting(self, value: bool) -> None:
-        self._files.is_drafting = value
+        return self.server.is_drafting
 
     @property
     def can_cut(self) -> bool:
         """Whether a slot can be used up to any of its tokens."""
-        return not any(way.form.has_snapshots for way in self._ways)
+        return self._states is None or self._states.can_cut
 
     @property
     def shortest(self) -> int:
         """How many tokens a slot must hold for it to be stored."""
-        form = self._ways[-1].form if self._ways else Form()
-        window = form.window if form.shape is not None and form.shape.recurrent is None else None
-        # of a window that has not been left, the server would compute all again
-        return max(self.store.min_tokens, window.size + HIDDEN_ROWS if window is not None else 1)
+        return max(self.store.min_tokens, 1 if self._states is None else self._states.shortest)
+
+    @property
+    def _known(self) -> SlotStates | None:
+        """How slots are stored; None if nothing is, or that is not known yet."""
+        return self._states if self.reason is None else None
 
     def namespace(self, salt: str | None = None) -> Namespace | None:
         """The namespace of a tenant's pages; None as long as the layout of the server's states is not known."""
-        place = self._place(salt)
-        return place.namespace if place is not None else None
+        return self._known.place(salt).namespace if self._known is not None else None
 
     def namespaces(self, salt: str | None = None) -> list[Namespace]:
         """All namespaces in which a tenant's pages are looked up; as `namespace`."""
-        place = self._place(salt)
-        return [way.place(place).namespace for way in self._ways] if place is not None else []
+        states = self._known
+        return [way.place(states.place(salt)).namespace for way in states.ways] if states is not None else []
 
     # -- connecting ---------------------------------------------------------------------------------------------------
 
@@ -243,62 +201,24 @@ class SlotStore:
 
     def _learn(self) -> None:
         try:
-            file = self._files.any(self.server)
+            file = self.directory.any(self.server)
         except UnknownVersionError as error:
             self.reason, self.why = "version", str(error)
             self.counters.count("dropped:version")
             log.warning("nothing is stored or restored of %s: %s", self.server.url, error)
             return
-        layout = file.layout
-        assert layout is not None, "a file with tokens has a layout"
-        self._ways = self._ways_of(file, layout)
-        self._places.clear()
-        self._layout = layout
-        if layout.shape is not None:
-            self.server.bytes_per_token = layout.shape.size(2) - layout.shape.size(1)
+        states = SlotStates(file, self.identity, self.store, self.rate)
+        self.reason = self.reason or states.reason
+        self._states = states
+        shape = states.layout.shape
+        if shape is not None:
+            self.server.bytes_per_token = shape.size(2) - shape.size(1)
         else:
             log.warning(
                 "the states of %s have a layout that is not known: each is stored whole, and is of use only to prompts "
                 "that continue it",
                 self.server.url,
             )
-
-    def _ways_of(self, file: SlotFile, layout: SlotLayout) -> tuple[Way, ...]:
-        """How slots of this server are stored; the last way is that in which they are written."""
-        identity, engine, rate, buffers = self.identity, self.engine, self.rate, self._buffers
-        if file.view is None or layout.shape is None:
-            return (Way(Form(), Restore(engine, Form(), rate, buffers), _same),)
-        window = identity.window if has_window(layout, identity.window) else None
-        if layout.shape.recurrent is not None:
-            form = Form.ends(file.view, window)
-            return (Way(form, Restore(engine, form, rate, buffers, hides=True), _same),)
-        rows = Form.rows(layout.shape)
-        if window is None or identity.swa_full:
-            # with --swa-full, the server would step back to where rows of the window are missing: all or none
-            if identity.is_named and len(layout.shape.sections) > 1:
-                self.reason = "window"
-            return (Way(rows, Restore(engine, rows, rate, buffers), _same),)
-        # pages of a Llama have all rows of the window; what the server computes has only those that are still seen
-        ends = Form.ends(file.view, window)
-        seen = Restore(engine, rows, rate, buffers, seen=window.size + HIDDEN_ROWS)
-        return (Way(rows, seen, _same), Way(ends, Restore(engine, ends, rate, buffers, hides=True), Place.of_ends))
-
-    def _place(self, salt: str | None) -> Place | None:
-        layout = self._layout
-        if layout is None or self.reason is not None:
-            return None
-        place = self._places.get(salt)
-        if place is None:
-            page_tokens = self.identity.page_tokens(layout, self.store.page_tokens)
-            place = Place(self.identity.namespace(layout, page_tokens=page_tokens, salt=salt), page_tokens)
-            if len(self._places) >= MOST_PLACES:
-                # made again in a moment; threads may be looking into the old one
-                self._places = {}
-            self._places[salt] = place
-            self._names = self._names or self.identity.names(place.namespace)
-            for way in self._ways:
-                self.engine.describe(way.place(place).namespace, self._names)
-        return place
 
     # -- finding ------------------------------------------------------------------------------------------------------
 
@@ -310,24 +230,13 @@ class SlotStore:
         StorageError
             If the location cannot be asked.
         """
-        prompt, place = as_tokens(tokens), self._place(salt)
-        if place is None:
+        prompt, states = as_tokens(tokens), self._known
+        if states is None:
             return Found()
-        found, _ = self._find(place, prompt, self._limit(prompt))
+        found, _ = states.find(prompt, self._limit(prompt), salt)
         if found.n_tokens < max(self.store.min_tokens, 1):
-            return Found(reason=self._missed(place, prompt, found.n_tokens))
+            return Found(reason=self._missed(states.place(salt), prompt, found.n_tokens))
         return Found(found.n_tokens, sum(page.raw_bytes for page in found.pages), len(found.read))
-
-    def _find(self, place: Place, prompt: Tokens, limit: int) -> tuple[FoundPages, Way]:
-        """The most that is stored of a prompt, and in which way."""
-        best = FoundPages(), self._ways[-1]
-        for way in self._ways:
-            # the server steps back by one token only if it finds rows there
-            at_most = min(limit, len(prompt) - 1) if way.form.has_snapshots and way.form.window is None else limit
-            found = way.restore.find(way.place(place), prompt, at_most)
-            if found.n_tokens >= best[0].n_tokens:
-                best = found, way
-        return best
 
     def _missed(self, place: Place, prompt: Tokens, n: int) -> str:
         namespace, tokens, least = place.namespace.key, prompt[: self._limit(prompt)], self.store.min_tokens
@@ -341,33 +250,14 @@ class SlotStore:
         StorageError
             If the location cannot be asked.
         """
-        place = self._place(salt)
-        if place is None:
-            return 0
-        place = self._ways[-1].place(place)
-        return self.engine.match(place.namespace.key, as_tokens(tokens), place.page_tokens).n_tokens
+        return self._known.shared(as_tokens(tokens), salt) if self._known is not None else 0
 
     def deepest(self, *, salt: str | None = None) -> Tokens:
         """The longest stored prompt that fits into a slot; empty if there is none.
 
         All that is stored is looked at. Raises `StorageError`.
         """
-        place = self._place(salt)
-        if place is None:
-            return NO_TOKENS
-        # what can be cut ends at any page, and everything else at a snapshot
-        ends = {way.place(place).namespace.key: way.form.has_snapshots for way in self._ways}
-        pages = [
-            page
-            for page in self.engine.pages()
-            if page.end < self.identity.props.n_ctx
-            and page.namespace in ends
-            and (page.form == SNAPSHOT or not ends[page.namespace])
-        ]
-        if not pages:
-            return NO_TOKENS
-        deepest = max(pages, key=lambda page: (page.end, page.last_used))
-        return np.frombuffer(b"".join(page.tokens for page in self.engine.path(deepest)), "<i4")
+        return self._known.deepest(salt) if self._known is not None else NO_TOKENS
 
     def restore_deepest(self, slot: int, *, salt: str | None = None) -> Restored:
         """Restore the longest stored prompt into a slot, in place of its contents; see `restore`."""
@@ -394,26 +284,27 @@ class SlotStore:
         prompt = as_tokens(tokens)
         self._check_slot(slot)
         self.connect()
-        place = self._place(salt)
-        if place is None:
+        states = self._known
+        if states is None:
             return Restored(reason=self.reason)
+        place = states.place(salt)
         self.identity.check(self.server)
         limit, counters = self._limit(prompt), self.counters
         self.engine.token_seconds = self.rate.token_seconds
         reason: str | None = None
         for _ in range(ATTEMPTS):
-            found, way = self._find(place, prompt, limit)
+            found, way = states.find(prompt, limit, salt)
             n, used = found.n_tokens, found.pages
             if n < max(self.store.min_tokens, 1):
                 self.engine.touch(place.namespace.key, (), len(prompt))
                 reason = reason or self._missed(place, prompt, n)
                 counters.count(f"miss:{reason}", namespace=place.namespace.key)
                 return Restored(reason=reason)
-            with way.restore.joined(prompt, found, self._frame(prompt, slot)) as file:
+            with way.restore.joined(prompt, found, states.frame(prompt, slot)) as file:
                 if file.data is not None and file.n_good >= max(self.store.min_tokens, 1):
                     if file.n_good < n:
                         n, used = file.n_good, used[: -(-file.n_good // place.page_tokens)]
-                    self._files.load(self.server, slot, n, file.data)
+                    self.directory.load(self.server, slot, n, file.data)
                     seconds = time.perf_counter() - started
                     self.engine.touch(way.place(place).namespace.key, used, len(prompt))
                     self.engine.nudge()
@@ -421,16 +312,6 @@ class SlotStore:
             reason, limit = "unreadable", file.n_good
         counters.count("miss:unreadable", namespace=place.namespace.key)
         return Restored(reason="unreadable")
-
-    def _frame(self, prompt: Tokens, slot: int) -> Frame:
-        """Makes files of this slot, of the first tokens of a prompt."""
-        layout = self._layout
-        assert layout is not None  # connected
-
-        def frame(shape: StateShape, positions: Positions, n_tokens: int, recurrent: Buffer) -> Assembly:
-            return slot_assembly(layout, shape, positions, prompt[:n_tokens], slot, recurrent)
-
-        return frame
 
     def _count(self, place: Place, used: Any, n: int, seconds: float) -> float:
         """Count a restore; the seconds that it saved."""
@@ -485,17 +366,17 @@ class SlotStore:
         started = time.perf_counter()
         self._check_slot(slot)
         self.connect()
-        if self.reason is not None:
+        states = self._known
+        if states is None:
             return SlotCopy(self, None, None, started, self.reason)
         self.identity.check(self.server)
-        is_whole = self._layout is not None and self._layout.shape is None
-        with self._files.saved(self.server, slot, whole=is_whole) as (_, file):
+        with self.directory.saved(self.server, slot, whole=states.layout.shape is None) as (_, file):
             reason: str | None = None
             if file.has_media and (file.layout is None or not self.can_cut):
                 reason = "media"
             elif file.layout is None:
                 reason = "empty"
-            elif file.layout != self._layout:
+            elif file.layout != states.layout:
                 raise ServerRefusedError(
                     f"the states of {self.server.url} have changed: it was restarted with other settings; "
                     "open the store again"
@@ -504,16 +385,7 @@ class SlotStore:
                 reason = "other_tokens"
             elif len(file.tokens) < self.store.min_tokens:
                 reason = "short"
-            return SlotCopy(self, self._place(salt), file, started, reason)
-
-    def _store(self, place: Place, file: SlotFile) -> Captured:
-        way, n = self._ways[-1], len(file.tokens)
-        if n < self.shortest:
-            return Captured(reason="short")
-        if file.view is not None and not way.form.is_complete(file.view, n):
-            return Captured(reason="incomplete")
-        to = Capture(self.engine, way.place(place), way.form, self.rate.compute_us, self.store.parameters)
-        return to.store(file.tokens, file.view, file.memory)
+            return SlotCopy(self, partial(states.store, file, salt), file, started, reason)
 
 
 class SlotCopy:
@@ -530,12 +402,17 @@ class SlotCopy:
     """
 
     def __init__(
-        self, store: SlotStore, place: Place | None, file: SlotFile | None, started: float, reason: str | None
+        self,
+        store: SlotStore,
+        work: Callable[[], Captured] | None,
+        file: SlotFile | None,
+        started: float,
+        reason: str | None,
     ) -> None:
         self.tokens = file.tokens if file is not None else NO_TOKENS
         self.n_bytes = file.n_bytes if file is not None else 0
         self.has_media = file is not None and file.has_media
-        self._store, self._place, self._file, self._reason = store, place, file, reason
+        self._counters, self._work, self._reason = store.counters, work, reason
         self._seconds = time.perf_counter() - started
 
     def store(self) -> Stored:
@@ -547,24 +424,19 @@ class SlotCopy:
             If the location cannot be asked.
         """
         started = time.perf_counter()
-        file, self._file = self._file, None
+        # with it goes the file
+        work, self._work = self._work, None
         n_new, n_bytes, reason = 0, 0, self._reason
         if reason is None:
-            assert file is not None  # not stored before
-            assert self._place is not None  # connected
-            done = self._store._store(self._place, file)  # noqa: SLF001 - two halves of one thing
+            assert work is not None, "it was stored before"
+            done = work()
             n_new, n_bytes, reason = done.n, done.n_bytes, done.reason
         seconds = self._seconds + time.perf_counter() - started
-        counters = self._store.counters
-        counters.time("capture", seconds)
-        if file is not None and reason is not None and reason not in ("short", "empty", "media"):
-            counters.count(f"dropped:{reason}")
+        self._counters.time("capture", seconds)
+        if work is not None and reason is not None and reason not in ("short", "empty", "media"):
+            self._counters.count(f"dropped:{reason}")
         return Stored(self.tokens, n_new, n_bytes, seconds, reason)
 
 
 def _begins_with(tokens: Tokens, expected: Tokens) -> bool:
     return len(tokens) >= len(expected) and np.array_equal(tokens[: len(expected)], expected)
-
-
-def _same(place: Place) -> Place:
-    return place

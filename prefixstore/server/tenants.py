@@ -1,18 +1,23 @@
-"""Which tenant a request belongs to."""
+"""Who a client is: whether the server lets it in, and which tenant its requests belong to."""
 
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 
 from prefixstore.errors import InvalidParameterError
+from prefixstore.server.upstream import Headers, Reply, Upstream
 
-__all__ = ["NoTenantError", "TenantSource", "api_key_of"]
+__all__ = ["Admission", "NoTenantError", "TenantSource", "api_key_of"]
 
 MAX_HEADER = 256
 # what these say must not be in the store
 CREDENTIALS = frozenset({"authorization", "x-api-key", "cookie", "proxy-authorization"})
+MAX_REMEMBERED = 1024
+REFUSALS = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 
 
 class NoTenantError(Exception):
@@ -76,3 +81,45 @@ def api_key_of(headers: Mapping[str, str]) -> str:
     """The API key of a request, where llama-server looks for it; empty if there is none."""
     authorization = headers.get("authorization", "")
     return (authorization or headers.get("x-api-key", "")).removeprefix("Bearer ")
+
+
+class Admission:
+    """Asks the server about each API key once, and remembers the accepted ones.
+
+    A client without a key must not get a slot, or have a body read and understood.
+
+    Parameters
+    ----------
+    upstream
+        The server.
+    has_keys
+        Whether it requires a key of its clients.
+    """
+
+    def __init__(self, upstream: Upstream, *, has_keys: bool) -> None:
+        self._upstream, self._has_keys = upstream, has_keys
+        self._let_in: OrderedDict[bytes, None] = OrderedDict()
+
+    async def refusal(self, headers: Headers) -> Reply | None:
+        """The server's refusal of a client with these headers; None if it is accepted.
+
+        Raises
+        ------
+        UpstreamError
+            If the server does not answer.
+        """
+        if not self._has_keys:
+            return None
+        credentials = self._upstream.credentials(headers)
+        digest = hashlib.sha256(repr(credentials).encode()).digest()
+        if digest in self._let_in:
+            self._let_in.move_to_end(digest)
+            return None
+        reply = await self._upstream.ask("/props", credentials)
+        if reply.status in REFUSALS:
+            return reply
+        if reply.is_ok:
+            self._let_in[digest] = None
+            if len(self._let_in) > MAX_REMEMBERED:
+                self._let_in.popitem(last=False)
+        return None

@@ -136,7 +136,7 @@ class Upstream:
         self.url = url.rstrip("/")
         self._host = URL(self.url).raw_authority.rpartition("@")[2].encode()
         self._key, self._timeout = key, timeout
-        self._socket = None if socket is None else os.fspath(socket)
+        self.socket = None if socket is None else os.fspath(socket)
         self._opened: aiohttp.ClientSession | None = None
 
     @property
@@ -147,8 +147,8 @@ class Upstream:
             # on one of them would fail; one that is kept open keeps one of its threads
             connector: aiohttp.BaseConnector = (
                 aiohttp.TCPConnector(force_close=True, limit=0)
-                if self._socket is None
-                else aiohttp.UnixConnector(self._socket, force_close=True, limit=0)
+                if self.socket is None
+                else aiohttp.UnixConnector(self.socket, force_close=True, limit=0)
             )
             self._opened = aiohttp.ClientSession(
                 connector=connector,

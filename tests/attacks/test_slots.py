@@ -16,7 +16,7 @@ import pytest
 
 from prefixstore.errors import FullError, ServerError, StorageError
 from prefixstore.server import SlotStore
-from prefixstore.server import slot_directory as slot_directory_module
+from prefixstore.server import slot_files as slot_files_module
 from prefixstore.server.namespace import ServerIdentity
 from tests.support import PATIENCE, python
 from tests.support.llama_server import Running
@@ -137,7 +137,7 @@ def test_what_a_killed_process_has_left_is_swept(
     process.kill()
     process.communicate()
     assert len(list(running.slots_dir.iterdir())) == 1
-    monkeypatch.setattr(slot_directory_module, "STALE_SECONDS", -1.0)
+    monkeypatch.setattr(slot_files_module, "STALE_SECONDS", -1.0)
     with opened(running, location) as slots:
         assert list(running.slots_dir.iterdir()) == []
         assert slots.restore(1, prompt(N)).n_tokens == N

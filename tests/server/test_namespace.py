@@ -31,6 +31,7 @@ from prefixstore.server import namespace as namespace_module
 from prefixstore.server.arguments import FLAGS, HARMLESS_VARIABLES, KNOWN, REFUSED, VALUED, VARIABLES, parse_arguments
 from prefixstore.server.model_settings import gains_from_full_window
 from prefixstore.server.namespace import ServerIdentity
+from prefixstore.server.process import RunningProcess
 from prefixstore.server.records import Props
 from prefixstore.server.slot_file import SlotLayout
 from tests.support.llama_server import Running, binary
@@ -297,8 +298,8 @@ def test_a_process_that_is_not_found_needs_a_name():
 
 
 def test_a_process_that_chooses_among_servers_needs_a_name(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(namespace_module, "listening_process", lambda _: os.getpid())
-    monkeypatch.setattr(namespace_module, "command_of", lambda _: ["/usr/bin/llama-swap", "-config", "models.yaml"])
+    swapping = RunningProcess(1, ["/usr/bin/llama-swap", "-config", "models.yaml"], {}, Path("/"), 0)
+    monkeypatch.setattr(namespace_module, "running_process", lambda _: swapping)
     with pytest.raises(InvalidParameterError, match="llama-swap listens"):
         ServerIdentity.of_process("http://127.0.0.1:9", PROPS)
 

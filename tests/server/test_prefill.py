@@ -13,10 +13,9 @@ import httpx
 import pytest
 
 from prefixstore.server import prefill
-from prefixstore.server.answers import Usage
 from prefixstore.server.prefill import MIN_MISSING, MOST_STOPS, most_stops
 from prefixstore.server.prompts import parse
-from prefixstore.server.rates import FEW_TOKENS, Rates
+from prefixstore.server.rates import FEW_TOKENS, Rates, Usage
 from tests.support.llama_server import Running
 from tests.support.models import prompt as numbers
 from tests.support.served import TEXT, Serve

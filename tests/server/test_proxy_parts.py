@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,19 +17,19 @@ from multidict import CIMultiDict
 
 from prefixstore.errors import ClosedError, CorruptError, InvalidParameterError, ServerError, UnavailableError
 from prefixstore.server import slot_manager as slot_manager_module
-from prefixstore.server.answers import AnswerTail, Usage
-from prefixstore.server.command import ServerCommand
+from prefixstore.server.chats import Turns
+from prefixstore.server.command import ServerCommand, private_directory
 from prefixstore.server.exchange import BodyBudget, Exchange
-from prefixstore.server.lifetime import RunningServer
+from prefixstore.server.namespace import ServerIdentity
 from prefixstore.server.own_endpoints import OwnEndpoints
-from prefixstore.server.private_directory import private_directory
-from prefixstore.server.prompts import MAX_PARTS, Ask, parse, pinned
-from prefixstore.server.rates import RETRY_EVERY, SMALLEST_FILE, Rates
-from prefixstore.server.request_fields import unknown_field
-from prefixstore.server.slot_manager import SlotManager, Timing
-from prefixstore.server.slot_pool import PoolFullError, Request, SlotPool
+from prefixstore.server.prompts import MAX_PARTS, Ask, parse, pinned, unknown_field
+from prefixstore.server.rates import RETRY_EVERY, SMALLEST_FILE, AnswerTail, Rates, Usage
+from prefixstore.server.serving import ServeSettings, watched
+from prefixstore.server.session import ServerSession
+from prefixstore.server.slot_choice import Claim, Plan, SlotChoice, Timing
+from prefixstore.server.slot_manager import SlotManager
+from prefixstore.server.slot_pool import PoolFullError, PoolSlot, Request, Rows, SlotPool
 from prefixstore.server.tenants import NoTenantError, TenantSource
-from prefixstore.server.turns import Turns
 from prefixstore.server.upstream import Upstream, end_to_end
 
 CHAT = "/v1/chat/completions"
@@ -176,24 +177,40 @@ def test_an_answer_that_is_cut_in_a_number_says_nothing(end: bytes):
     assert tail.usage() is None
 
 
+def weigh(
+    choice: SlotChoice,
+    slot: PoolSlot,
+    prompt: Any,
+    owner: str | None = None,
+    found: tuple[int, int] = (0, 0),
+    *,
+    trusts: bool = False,
+) -> Plan:
+    claim = Claim(prompt, owner, trusts=trusts)
+    claim.n_found, claim.n_bytes = found
+    return choice.weigh(slot, claim)
+
+
+def chosen(choice: SlotChoice, pool: SlotPool, prompt: Any) -> PoolSlot | None:
+    return pool.take_now(lambda slot: choice.cost(slot, Claim(prompt, None)))
+
+
 def test_the_slot_that_holds_most_of_the_prompt_is_chosen_then_the_one_used_longest_ago():
-    pool = SlotPool([(0, 100), (1, 100)], Rates())
+    pool = SlotPool([(0, 100), (1, 100)])
     pool.slots[1].tokens = tokens(*range(50))
-    choice = pool.choose(tokens(*range(60)), None)
-    assert choice is not None
-    assert (choice.slot.id, choice.n_live, choice.restore) == (1, 50, False)
-    other = pool.choose(tokens(9, 9), None)
-    assert other is not None
-    assert other.slot.id == 0
-    assert pool.choose(tokens(1), None) is None
+    choice = SlotChoice(pool, Rates(), Timing())
+    plan = weigh(choice, pool.slots[1], tokens(*range(60)))
+    assert (plan.n_live, plan.restore) == (50, False)
+    assert chosen(choice, pool, tokens(*range(60))) is pool.slots[1]
+    assert chosen(choice, pool, tokens(9, 9)) is pool.slots[0]
+    assert chosen(choice, pool, tokens(1)) is None
 
 
 def test_a_few_tokens_in_common_take_no_slot_from_a_conversation_while_another_is_free():
-    pool = SlotPool([(0, 100), (1, 100)], Rates(token_seconds=1.0))
+    pool = SlotPool([(0, 100), (1, 100)])
     pool.slots[0].tokens = tokens(*range(50))
-    choice = pool.choose(tokens(0, 1, *range(60, 90)), None)
-    assert choice is not None
-    assert choice.slot.id == 1
+    choice = SlotChoice(pool, Rates(token_seconds=1.0), Timing())
+    assert chosen(choice, pool, tokens(0, 1, *range(60, 90))) is pool.slots[1]
 
 
 class Copying:
@@ -229,8 +246,8 @@ def test_a_prompt_whose_slot_is_just_being_saved_waits_for_that_unless_another_s
     store.tokens = prompt
 
     async def run() -> int:
-        pool = SlotPool([(0, 100), (1, 100)], Rates(token_seconds=1.0))
-        manager = SlotManager(pool, store, lambda _: None, Timing(debounce=0.0))
+        pool = SlotPool([(0, 100), (1, 100)])
+        manager = SlotManager(pool, Rates(token_seconds=1.0), store, lambda _: None, Timing(debounce=0.0))
         first = await manager.acquire(prompt, None)
         manager.release(first, Usage(0, 60), began=True)
         pool.slots[1 - first.slot.id].tokens = prompt[:others]
@@ -255,7 +272,7 @@ def test_a_save_that_was_begun_in_idle_time_ends_before_the_server_stops():
     store.tokens = tokens(*range(60))
 
     async def run() -> int:
-        manager = SlotManager(SlotPool([(0, 100)], Rates()), store, lambda _: None, Timing(debounce=0.0))
+        manager = SlotManager(SlotPool([(0, 100)]), Rates(), store, lambda _: None, Timing(debounce=0.0))
         held = await manager.acquire(store.tokens, None)
         manager.release(held, Usage(0, 60), began=True)
         saving = asyncio.create_task(manager.save_when_idle())
@@ -277,7 +294,7 @@ def test_the_slot_of_a_request_that_is_cut_by_a_stop_is_saved():
     store.may_end.set()
 
     async def run() -> int:
-        manager = SlotManager(SlotPool([(0, 100)], Rates()), store, lambda _: None)
+        manager = SlotManager(SlotPool([(0, 100)]), Rates(), store, lambda _: None)
         held = await manager.acquire(prompt, None)
         stopping = asyncio.create_task(manager.save_all(60))
         for _ in range(10):
@@ -300,8 +317,8 @@ def test_nobody_waits_for_the_save_of_what_is_soon_computed(n_tokens: int, saves
     store.may_end.set()
 
     async def run() -> int:
-        pool = SlotPool([(0, 200)], Rates(token_seconds=0.004))
-        manager = SlotManager(pool, store, lambda _: None, Timing(soon=0.3))
+        pool = SlotPool([(0, 200)])
+        manager = SlotManager(pool, Rates(token_seconds=0.004), store, lambda _: None, Timing(soon=0.3))
         held = await manager.acquire(store.tokens, None)
         manager.release(held, Usage(0, n_tokens), began=True)
         await manager.acquire(tokens(*range(100, 160)), None)
@@ -320,8 +337,14 @@ def test_slots_are_compared_by_what_is_done_and_not_by_saves_that_are_left_out(s
     copying.may_end.set()
 
     async def run() -> tuple[int, int]:
-        pool = SlotPool([(0, 500), (1, 500)], Rates(token_seconds=1e-3, restore_seconds=2e-7, save_seconds=1e-6))
-        manager = SlotManager(pool, copying if store else None, lambda _: None, Timing(soon=soon))
+        pool = SlotPool([(0, 500), (1, 500)])
+        manager = SlotManager(
+            pool,
+            Rates(token_seconds=1e-3, restore_seconds=2e-7, save_seconds=1e-6),
+            copying if store else None,
+            lambda _: None,
+            Timing(soon=soon),
+        )
         pool.slots[0].tokens, pool.slots[0].n_unsaved = tokens(*range(200)), 40
         pool.slots[1].tokens = tokens(*range(400))
         held = await manager.acquire(tokens(*range(400, 460)), None)
@@ -359,22 +382,22 @@ def test_a_slot_that_cannot_be_emptied_is_left_for_the_next_best(
     stuck: tuple[int, ...], wanted: int | None, slot: int, must_compute: bool
 ):
     async def run() -> None:
-        pool, erase = SlotPool([(i, 100) for i in range(3)], Rates()), Emptying(*stuck)
-        manager = SlotManager(pool, None, erase)
+        pool, erase = SlotPool([(i, 100) for i in range(3)]), Emptying(*stuck)
+        manager = SlotManager(pool, Rates(), None, erase)
         for i, one in enumerate(pool.slots):
-            one.is_tainted, one.used = True, i
+            one.rows, one.used = Rows.ALTERED, i
         held = await manager.acquire(tokens(*range(60)), None, wanted)
         if not must_compute:
-            assert (held.slot.id, held.must_compute, held.slot.is_tainted) == (slot, False, False)
+            assert (held.slot.id, held.must_compute, held.slot.is_clean) == (slot, False, True)
             assert erase.asked == ([wanted] if wanted is not None else list(range(slot + 1)))
         else:
             # nothing in it may be used, it is not saved, and emptied before its next use
             assert held.must_compute
-            assert held.slot.is_tainted
-        assert [one for one in pool.slots if one.is_held] == [held.slot]
+            assert not held.slot.is_clean
+        assert [one for one in pool.slots if one.is_busy] == [held.slot]
         manager.release(held, Usage(0, 60), began=True)
         assert held.slot.is_dirty is not must_compute
-        assert pool.n_held == 0
+        assert pool.n_busy == 0
         manager.close()
 
     asyncio.run(run())
@@ -389,18 +412,18 @@ def test_a_request_that_leaves_while_no_slot_can_be_emptied_gives_its_slot_back(
         raise UnavailableError("it does not answer")
 
     async def run() -> int:
-        pool = SlotPool([(0, 100)], Rates())
-        manager = SlotManager(pool, None, erase)
-        pool.slots[0].is_tainted = True
+        pool = SlotPool([(0, 100)])
+        manager = SlotManager(pool, Rates(), None, erase)
+        pool.slots[0].rows = Rows.ALTERED
         asking = asyncio.create_task(manager.acquire(tokens(*range(60)), None))
         await asyncio.to_thread(begun.wait, 60)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        assert pool.n_held == 1
+        assert pool.n_busy == 1
         may_end.set()
-        await asyncio.wait_for(pool.wait_for_slot(), 60)
+        pool.release(await asyncio.wait_for(pool.take(id), 60))
         manager.close()
-        return pool.n_held
+        return pool.n_busy
 
     assert asyncio.run(run()) == 0
 
@@ -411,37 +434,43 @@ def test_a_copy_is_dropped_if_a_request_that_may_use_any_slot_has_begun_meanwhil
     store.tokens = tokens(*range(60))
 
     async def run() -> tuple[int, bool]:
-        pool = SlotPool([(0, 100)], Rates())
-        manager = SlotManager(pool, store, lambda _: None, Timing(debounce=0.0))
+        pool = SlotPool([(0, 100)])
+        manager = SlotManager(pool, Rates(), store, lambda _: None, Timing(debounce=0.0))
         manager.release(await manager.acquire(store.tokens, None), Usage(0, 60), began=True)
         saving = asyncio.create_task(manager.save_when_idle())
         await asyncio.to_thread(store.begun.wait, 60)
-        with pool.tainting():
+        with pool.elsewhere(taints=True):
             store.may_end.set()
-            await asyncio.wait_for(pool.wait_for_slot(), 60)
+            pool.release(await asyncio.wait_for(pool.take(id), 60))
             await manager.keep_copies(60)
         saving.cancel()
         manager.close()
-        return manager.n_saves, pool.slots[0].is_tainted
+        return manager.n_saves, not pool.slots[0].is_clean
 
     assert asyncio.run(run()) == (0, True)
 
 
 def test_nothing_is_saved_while_a_request_runs_that_may_use_any_slot():
-    async def run() -> list[float | None]:
-        pool = SlotPool([(0, 100)], Rates())
-        manager = SlotManager(pool, Copying(), lambda _: None, Timing(debounce=0.0, patience=0.0))
+    async def run() -> list[PoolSlot | None]:
+        pool = SlotPool([(0, 100)])
+        manager = SlotManager(pool, Rates(), Copying(), lambda _: None, Timing(debounce=0.0, patience=0.0))
         manager.release(await manager.acquire(tokens(*range(60)), None), Usage(0, 60), began=True)
-        waits = [manager._until_next()]
-        with pool.tainting() as foreign:
-            waits.append(manager._until_next())
-            assert not pool.is_worth_a_wait(pool.slots[0])
-            foreign.is_harmless = True
-        waits.append(manager._until_next())
+        saves = [_saved_now(manager)]
+        with pool.elsewhere(taints=True) as use:
+            saves.append(_saved_now(manager))
+            assert not manager.choice.would_save(pool.slots[0])
+            use.is_harmless = True
+        saves.append(_saved_now(manager))
         manager.close()
-        return waits
+        assert saves[0] is saves[2] is pool.slots[0]
+        return saves
 
-    assert asyncio.run(run()) == [0.0, None, 0.0]
+    assert asyncio.run(run())[1] is None
+
+
+def _saved_now(manager: SlotManager) -> PoolSlot | None:
+    due = manager.choice.next_save()
+    return due[1] if due is not None and due[0] <= time.monotonic() else None
 
 
 def test_a_slot_that_was_filled_across_a_restart_of_the_server_is_emptied():
@@ -460,8 +489,8 @@ def test_a_slot_that_was_filled_across_a_restart_of_the_server_is_emptied():
     async def run() -> None:
         nonlocal loop
         loop = asyncio.get_running_loop()
-        pools.append(SlotPool([(0, 100)], Rates()))
-        manager = SlotManager(pools[0], Restoring(), erase)
+        pools.append(SlotPool([(0, 100)]))
+        manager = SlotManager(pools[0], Rates(), Restoring(), erase)
         held = await manager.acquire(tokens(*range(60)), None)
         assert (held.n_restored, len(held.slot.tokens)) == (0, 0)
         manager.close()
@@ -471,7 +500,7 @@ def test_a_slot_that_was_filled_across_a_restart_of_the_server_is_emptied():
     assert erase.asked == [0]
 
 
-@pytest.mark.parametrize(("stuck", "slot", "must_compute"), [((), 0, False), ((0,), 1, False), ((0, 1), 0, True)])
+@pytest.mark.parametrize(("stuck", "slot", "must_compute"), [((), 0, False), ((0,), 1, False), ((0, 1), 1, True)])
 def test_nothing_is_computed_from_a_slot_whose_restore_has_failed(
     stuck: tuple[int, ...], slot: int, must_compute: bool
 ):
@@ -484,8 +513,8 @@ def test_nothing_is_computed_from_a_slot_whose_restore_has_failed(
             raise CorruptError("another process has changed a slot file before the server read it")
 
     async def run() -> None:
-        pool, erase = SlotPool([(0, 100), (1, 100)], Rates()), Emptying(*stuck)
-        manager = SlotManager(pool, Failing(), erase)
+        pool, erase = SlotPool([(0, 100), (1, 100)]), Emptying(*stuck)
+        manager = SlotManager(pool, Rates(), Failing(), erase)
         held = await manager.acquire(tokens(*range(60)), None)
         assert (held.slot.id, held.must_compute, held.n_restored) == (slot, must_compute, 0)
         assert set(stuck) <= set(erase.asked)
@@ -499,15 +528,15 @@ def test_requests_that_go_past_the_store_keep_their_own_slot():
     """Those with a field that is not known: nobody else gets their rows, and they lose nothing by that."""
 
     async def run() -> None:
-        pool, erase = SlotPool([(0, 200), (1, 200)], Rates()), Emptying()
-        manager = SlotManager(pool, None, erase)
-        first = await manager.acquire(tokens(*range(60)), None, ask=False, trusts=True)
+        pool, erase = SlotPool([(0, 200), (1, 200)]), Emptying()
+        manager = SlotManager(pool, Rates(), None, erase)
+        first = await manager.acquire(tokens(*range(60)), None, asks=False, trusts=True)
         manager.release(first, Usage(0, 60), began=True, taints=True)
-        again = await manager.acquire(tokens(*range(90)), None, ask=False, trusts=True)
-        assert (again.slot, again.slot.is_tainted, erase.asked) == (first.slot, True, [])
+        again = await manager.acquire(tokens(*range(90)), None, asks=False, trusts=True)
+        assert (again.slot, again.slot.is_clean, erase.asked) == (first.slot, False, [])
         manager.release(again, Usage(60, 30), began=True, taints=True)
         both = [await manager.acquire(tokens(*range(90)), None) for _ in range(2)]
-        assert not any(held.slot.is_tainted for held in both)
+        assert all(held.slot.is_clean for held in both)
         assert erase.asked == [first.slot.id]
         manager.close()
 
@@ -518,8 +547,8 @@ def test_a_request_gets_no_rows_that_may_be_those_of_another_tenant_even_if_it_w
     """A slot that could not be emptied, and that its next request has not computed anything in."""
 
     async def run() -> None:
-        pool, erase = SlotPool([(0, 100)], Rates(), separated=True), Emptying(0)
-        manager = SlotManager(pool, None, erase)
+        pool, erase = SlotPool([(0, 100)], separated=True), Emptying(0)
+        manager = SlotManager(pool, Rates(), None, erase)
         prompt = tokens(*range(60))
         manager.release(await manager.acquire(prompt, "ann"), Usage(0, 60), began=True)
         held = await manager.acquire(prompt, "bob")
@@ -527,14 +556,14 @@ def test_a_request_gets_no_rows_that_may_be_those_of_another_tenant_even_if_it_w
         # the server has refused it
         manager.release(held, None, began=False)
         erase.stuck.clear()
-        held = await manager.acquire(prompt, "bob", ask=False, trusts=True)
+        held = await manager.acquire(prompt, "bob", asks=False, trusts=True)
         assert (held.must_compute, erase.asked[-1], len(erase.asked)) == (False, 0, 2)
-        assert (held.slot.is_tainted, held.slot.is_unknown) == (False, False)
+        assert held.slot.rows is Rows.CLEAN
         manager.release(held, None, began=False)
         # a request that may use any slot, as of embeddings, has left the rows of anyone
-        with pool.tainting():
+        with pool.elsewhere(taints=True):
             pass
-        await manager.acquire(prompt, "bob", ask=False, trusts=True)
+        await manager.acquire(prompt, "bob", asks=False, trusts=True)
         assert len(erase.asked) == 3
         manager.close()
 
@@ -543,12 +572,12 @@ def test_a_request_gets_no_rows_that_may_be_those_of_another_tenant_even_if_it_w
 
 def test_an_answer_that_goes_on_across_a_restart_leaves_rows_that_nobody_trusts():
     async def run() -> None:
-        pool, erase = SlotPool([(0, 100)], Rates()), Emptying()
-        manager = SlotManager(pool, None, erase)
+        pool, erase = SlotPool([(0, 100)]), Emptying()
+        manager = SlotManager(pool, Rates(), None, erase)
         held = await manager.acquire(tokens(*range(60)), None)
         pool.restarted()
         manager.release(held, Usage(0, 60), began=True)
-        await manager.acquire(tokens(*range(60)), None, ask=False, trusts=True)
+        await manager.acquire(tokens(*range(60)), None, asks=False, trusts=True)
         assert erase.asked == [0]
         manager.close()
 
@@ -559,16 +588,16 @@ def test_a_slot_whose_rows_come_into_doubt_while_it_is_saved_is_emptied():
     """Another request may run in it then: for the server it is idle."""
 
     async def run() -> None:
-        pool, erase, store = SlotPool([(0, 200)], Rates(token_seconds=1.0)), Emptying(), Copying()
-        manager = SlotManager(pool, store, erase, Timing(soon=0.0))
+        pool, erase, store = SlotPool([(0, 200)]), Emptying(), Copying()
+        manager = SlotManager(pool, Rates(token_seconds=1.0), store, erase, Timing(soon=0.0))
         manager.release(await manager.acquire(tokens(*range(60)), None), Usage(0, 60), began=True)
         acquiring = asyncio.ensure_future(manager.acquire(tokens(*range(100, 160)), None))
         assert await asyncio.to_thread(store.begun.wait, 60)
-        with pool.tainting():
+        with pool.elsewhere(taints=True):
             pass
         store.may_end.set()
         held = await acquiring
-        assert (erase.asked, held.slot.is_tainted) == ([0], False)
+        assert (erase.asked, held.slot.is_clean) == ([0], True)
         manager.close()
 
     asyncio.run(run())
@@ -580,8 +609,10 @@ def test_a_restore_that_is_slower_since_the_slot_holds_nearly_as_much_is_not_tri
 
     async def run() -> None:
         # restoring takes 0.1 s, computing all of it 0.15
-        pool = SlotPool([(0, 400)], Rates(token_seconds=1e-3, restore_seconds=1e-4))
-        manager = SlotManager(pool, store, lambda _: None, Timing(soon=100.0))
+        pool = SlotPool([(0, 400)])
+        manager = SlotManager(
+            pool, Rates(token_seconds=1e-3, restore_seconds=1e-4), store, lambda _: None, Timing(soon=100.0)
+        )
         for _ in range(3 * RETRY_EVERY):
             pool.slots[0].tokens = tokens(*range(100))
             manager.release(await manager.acquire(tokens(*range(300)), None), None, began=False)
@@ -595,10 +626,10 @@ def test_a_request_does_not_wait_for_every_slot_to_be_emptied(monkeypatch: pytes
     monkeypatch.setattr(slot_manager_module, "EMPTYING_SECONDS", -1.0)
 
     async def run() -> None:
-        pool, erase = SlotPool([(i, 100) for i in range(3)], Rates()), Emptying(0, 1, 2)
-        manager = SlotManager(pool, None, erase)
+        pool, erase = SlotPool([(i, 100) for i in range(3)]), Emptying(0, 1, 2)
+        manager = SlotManager(pool, Rates(), None, erase)
         for slot in pool.slots:
-            slot.is_tainted = True
+            slot.rows = Rows.ALTERED
         held = await manager.acquire(tokens(*range(60)), None)
         assert (held.must_compute, len(erase.asked)) == (True, 1)
         manager.close()
@@ -607,30 +638,32 @@ def test_a_request_does_not_wait_for_every_slot_to_be_emptied(monkeypatch: pytes
 
 
 def test_the_slots_of_a_server_that_is_not_our_child_are_emptied_before_their_first_use():
-    pool = SlotPool([(0, 100), (1, 100)], Rates())
+    pool = SlotPool([(0, 100), (1, 100)])
     pool.restarted(are_empty=False)
-    assert all(pool.weigh(slot, tokens(1), None, 0, 0).erase_first for slot in pool.slots)
-    assert all(pool.weigh(slot, tokens(1), None, 0, 0, trusts=True).erase_first for slot in pool.slots)
+    choice = SlotChoice(pool, Rates(), Timing())
+    assert all(weigh(choice, slot, tokens(1)).erase_first for slot in pool.slots)
+    assert all(weigh(choice, slot, tokens(1), trusts=True).erase_first for slot in pool.slots)
     pool.restarted()
-    assert not any(pool.weigh(slot, tokens(1), None, 0, 0).erase_first for slot in pool.slots)
+    assert not any(weigh(choice, slot, tokens(1)).erase_first for slot in pool.slots)
 
 
 def test_while_there_is_no_store_nothing_waits_to_be_saved():
-    async def run() -> float | None:
-        manager = SlotManager(SlotPool([(0, 100)], Rates()), None, lambda _: None, Timing(debounce=0.0))
+    async def run() -> object:
+        manager = SlotManager(SlotPool([(0, 100)]), Rates(), None, lambda _: None, Timing(debounce=0.0))
         manager.release(await manager.acquire(tokens(*range(60)), None), Usage(0, 60), began=True)
         assert manager.pool.slots[0].is_worth_saving
         manager.close()
-        return manager._until_next()
+        return manager.choice.next_save()
 
     assert asyncio.run(run()) is None
 
 
 def test_what_is_found_is_restored_if_that_is_faster_than_computing_it():
-    pool = SlotPool([(0, 100)], Rates(token_seconds=1e-3, restore_seconds=1e-6))
+    pool = SlotPool([(0, 100)])
+    choice = SlotChoice(pool, Rates(token_seconds=1e-3, restore_seconds=1e-6), Timing())
     slot, prompt = pool.slots[0], tokens(*range(50))
-    assert pool.weigh(slot, prompt, None, 40, 10_000).restore
-    assert not pool.weigh(slot, prompt, None, 40, 50_000).restore
+    assert weigh(choice, slot, prompt, found=(40, 10_000)).restore
+    assert not weigh(choice, slot, prompt, found=(40, 50_000)).restore
 
 
 def test_a_restore_that_was_slow_by_chance_is_not_the_last_one():
@@ -641,12 +674,12 @@ def test_a_restore_that_was_slow_by_chance_is_not_the_last_one():
     async def run() -> list[str | None]:
         rates = Rates(token_seconds=1e-3)
         rates.restored(60, 1 << 20, 5.0)
-        manager = SlotManager(SlotPool([(0, 100)], rates), store, lambda _: None)
+        manager = SlotManager(SlotPool([(0, 100)]), rates, store, lambda _: None)
         reasons = []
         for i in range(RETRY_EVERY + 2):
             held = await manager.acquire(tokens(*range(i, i + 60)), None)
             manager.release(held, None, began=False)
-            manager.pool.slots[0].forget()
+            manager.pool.slots[0].emptied()
             reasons.append(held.reason)
             if store.n_restores == 1:
                 # it was fast this time
@@ -667,42 +700,43 @@ def test_restores_that_stay_slow_are_tried_ever_more_seldom():
 
 
 def test_of_memory_that_cannot_be_cut_only_what_ends_where_the_prompt_goes_on_is_usable():
-    pool = SlotPool([(0, 100)], Rates(token_seconds=1e-3, restore_seconds=1e-9))
+    pool = SlotPool([(0, 100)])
+    choice = SlotChoice(pool, Rates(token_seconds=1e-3, restore_seconds=1e-9), Timing())
     slot, prompt = pool.slots[0], tokens(*range(50))
     slot.tokens = tokens(*range(40), 99)
-    assert not pool.weigh(slot, prompt, None, 30, 1000).restore
-    pool.can_cut = False
-    assert pool.weigh(slot, prompt, None, 30, 1000).restore
+    assert not weigh(choice, slot, prompt, found=(30, 1000)).restore
+    choice.can_cut = False
+    assert weigh(choice, slot, prompt, found=(30, 1000)).restore
     slot.tokens = tokens(*range(40))
-    assert not pool.weigh(slot, prompt, None, 30, 1000).restore
+    assert not weigh(choice, slot, prompt, found=(30, 1000)).restore
 
 
 def test_another_tenants_slot_is_emptied_and_its_tokens_are_not_seen():
-    pool = SlotPool([(0, 100)], Rates(), separated=True)
+    pool = SlotPool([(0, 100)], separated=True)
     pool.slots[0].tokens, pool.slots[0].owner = tokens(*range(50)), "ann"
-    assert pool.weigh(pool.slots[0], tokens(*range(50)), "ann", 0, 0).erase_first is False
-    choice = pool.weigh(pool.slots[0], tokens(*range(50)), "bob", 0, 0)
-    assert (choice.erase_first, choice.n_live) == (True, 0)
+    choice = SlotChoice(pool, Rates(), Timing())
+    assert weigh(choice, pool.slots[0], tokens(*range(50)), "ann").erase_first is False
+    plan = weigh(choice, pool.slots[0], tokens(*range(50)), "bob")
+    assert (plan.erase_first, plan.n_live) == (True, 0)
 
 
-def test_a_request_that_may_use_any_slot_taints_all_even_one_that_is_held():
-    pool = SlotPool([(0, 100), (1, 100)], Rates())
+def test_a_request_that_may_use_any_slot_taints_all_even_one_that_is_busy():
+    pool = SlotPool([(0, 100), (1, 100)])
     pool.hold(pool.slots[0])
-    with pool.tainting() as foreign:
+    with pool.elsewhere(taints=True) as use:
         pool.release(pool.slots[0])
-        assert pool.slots[0].is_tainted
-    assert all(slot.is_tainted for slot in pool.slots)
-    assert not foreign.is_harmless
+        assert not pool.slots[0].is_clean
+    assert not any(slot.is_clean for slot in pool.slots)
+    assert not use.is_harmless
 
 
 def test_requests_wait_in_order_and_one_that_gives_up_wakes_the_next():
     async def scene() -> list[str]:
-        pool, done = SlotPool([(0, 100)], Rates(), max_waiting=3), []
+        pool, done = SlotPool([(0, 100)], max_waiting=3), []
         pool.hold(pool.slots[0])
 
         async def request(name: str) -> None:
-            await pool.wait_for_slot()
-            pool.hold(pool.slots[0])
+            await pool.take(id)
             done.append(name)
             await asyncio.sleep(0)
             pool.release(pool.slots[0])
@@ -710,7 +744,7 @@ def test_requests_wait_in_order_and_one_that_gives_up_wakes_the_next():
         tasks = [asyncio.create_task(request(name)) for name in "abc"]
         await asyncio.sleep(0)
         with pytest.raises(PoolFullError):
-            await pool.wait_for_slot()
+            await pool.take(id)
         pool.release(pool.slots[0])
         tasks[0].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -763,7 +797,7 @@ def test_a_request_that_lacks_or_adds_more_than_the_next_messages_continues_no_c
 
 
 def test_the_next_request_of_a_conversation_gets_its_slot_and_that_of_another_user_does_not():
-    pool, answered = SlotPool([(0, 100), (1, 100)], Rates()), Request(CHAT, _turns(ASKED), 60)
+    pool, answered = SlotPool([(0, 100), (1, 100)]), Request(CHAT, _turns(ASKED), 60)
     pool.slots[1].request = answered
     other = [SYSTEM, {"role": "user", "content": "I am Bob. What is a slot?"}, *NEXT[2:]]
     assert pool.continued(CHAT, _turns(other), None) is None
@@ -772,22 +806,26 @@ def test_the_next_request_of_a_conversation_gets_its_slot_and_that_of_another_us
     # the slot that has the most of it
     pool.slots[0].request = Request(CHAT, _turns(NEXT), 70)
     later = _turns([*NEXT, ANSWERED, {"role": "user", "content": "And a token?"}])
-    assert pool.continued(CHAT, later, None) is pool.slots[0]
-    assert pool.continued(CHAT, later, None) is pool.slots[1]
+    for slot in pool.slots:
+        found = pool.continued(CHAT, later, None)
+        assert found is not None
+        assert found[0] is slot
     assert pool.continued(CHAT, later, None) is None
 
 
 def test_what_was_not_saved_is_lost_to_a_request_only_if_nothing_else_is_as_fast():
     """Users who share a system prompt: each gets an empty slot, and the shared part from the store."""
-    pool = SlotPool([(0, 4096), (1, 4096)], Rates(token_seconds=5e-4))
-    pool.is_worth_a_wait = lambda slot: False
+    pool = SlotPool([(0, 4096), (1, 4096)])
+    # nothing is saved: there is no store
+    choice = SlotChoice(pool, Rates(token_seconds=5e-4), Timing())
     shared = np.arange(1000, dtype=np.int32)
     ann, bob = (np.concatenate([shared, np.full(300, n, np.int32)]) for n in (1, 2))
     pool.slots[0].tokens = ann
     for n_unsaved, n_found, wanted in ((300, 1000, 1), (0, 1000, 0), (300, 0, 0)):
         pool.slots[0].n_unsaved = n_unsaved
-        pool.hold(pool.slots[0])
-        slot = pool.swap(pool.slots[0], bob, None, n_found, n_found * 4096)
+        claim = Claim(bob, None)
+        claim.n_found, claim.n_bytes = n_found, n_found * 4096
+        slot = pool.exchange(pool.hold(pool.slots[0]), lambda slot, claim=claim: choice.cost(slot, claim))
         assert slot.id == wanted
         pool.release(slot)
 
@@ -923,8 +961,7 @@ def test_a_location_that_does_not_answer_stops_no_request(path: str):
     session: Any = SimpleNamespace(is_ready=False, reason=None, why="", manager=None, store=store)
 
     async def scene() -> None:
-        nothing: Any = None
-        own = OwnEndpoints(nothing, session, ask, has_keys=False)
+        own = OwnEndpoints(session, ask, has_keys=False)
         one = exchange(path, [])
         asked = asyncio.ensure_future(own.answer(one))
         await asyncio.sleep(0)
@@ -939,22 +976,17 @@ def test_a_location_that_does_not_answer_stops_no_request(path: str):
 def test_a_server_that_cannot_be_watched_ends_the_command_and_not_just_the_watch():
     failed: list[Exception] = []
 
-    async def get(*_: object, **__: object) -> Any:
-        return SimpleNamespace(status_code=200)
+    class Answering(ServerSession):
+        async def _is_healthy(self) -> bool:
+            return True
 
-    async def ready() -> None:
-        raise AttributeError("an answer in another form")
+        async def ready(self) -> None:
+            raise AttributeError("an answer in another form")
 
     async def scene() -> None:
-        upstream = SimpleNamespace(url="http://server", client=SimpleNamespace(get=get))
-        session: Any = SimpleNamespace(upstream=upstream, ready=ready)
-        lifetime = RunningServer(session, failed.append)
-        await lifetime.start()
-        while not failed:
-            assert lifetime._watching is not None
-            assert not lifetime._watching.done()
-            await asyncio.sleep(0)
-        await lifetime.stop()
+        settings, nothing = ServeSettings(location="memory:"), Path("/nowhere")
+        session = Answering(Upstream("http://server", timeout=60), settings, nothing, ServerIdentity)
+        await watched(session.watch(), failed.append)
 
     asyncio.run(scene())
     assert "AttributeError" in str(failed[0])

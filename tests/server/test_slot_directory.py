@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from prefixstore.errors import CorruptError
+from prefixstore.server.client import LlamaServer
 from prefixstore.server.records import SlotAction
-from prefixstore.server.slot_directory import SlotDirectory
-from prefixstore.server.slot_files import SlotFiles
+from prefixstore.server.slot_files import SlotDirectory
 from tests.support import ROOT
 
 CUT = """
 import sys
-from prefixstore.server.slot_directory import SlotDirectory
+from prefixstore.server.slot_files import SlotDirectory
 directory = SlotDirectory(sys.argv[1])
 path = directory.path / "file"
 path.write_bytes(b"x" * 100_000)
@@ -71,8 +71,9 @@ def _replace(path: Path) -> None:
 
 
 class Server:
-    """One that restores what is in a file by then, and says nothing of it but its size."""
+    """One that restores what is in a file by then, and says nothing of it but its size; it drafts nothing."""
 
+    is_drafting = False
     url = "http://server"
 
     def __init__(self, directory: Path, before: Callable[[Path], object]):
@@ -87,31 +88,25 @@ class Server:
         self.erased.append(slot)
 
 
-def files(directory: Path) -> SlotFiles:
-    """Of a server that drafts nothing."""
-    found = SlotFiles(directory)
-    found.is_drafting = False
-    return found
-
-
 @pytest.mark.parametrize("meddle", [_overwrite, _replace, Path.unlink, lambda path: os.truncate(path, 10)])
 def test_a_slot_is_erased_if_its_file_was_changed_before_the_server_read_it(
     meddle: Callable[[Path], object], tmp_path: Path
 ):
     server: Any = Server(tmp_path, meddle)
     with pytest.raises(CorruptError, match="another process has changed a slot file"):
-        files(tmp_path).load(server, 3, 7, memoryview(bytes(1000)))
+        SlotDirectory(tmp_path).load(server, 3, 7, memoryview(bytes(1000)))
     assert server.erased == [3]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_that_nobody_has_changed_is_loaded(tmp_path: Path):
     server: Any = Server(tmp_path, Path.read_bytes)
-    files(tmp_path).load(server, 3, 7, memoryview(bytes(1000)))
+    SlotDirectory(tmp_path).load(server, 3, 7, memoryview(bytes(1000)))
     assert server.erased == []
 
 
 def test_before_a_server_has_said_that_it_drafts_nothing_its_slots_are_emptied_first(tmp_path: Path):
     server: Any = Server(tmp_path, Path.read_bytes)
-    SlotFiles(tmp_path).load(server, 3, 7, memoryview(bytes(1000)))
+    server.is_drafting = LlamaServer(server.url).is_drafting
+    SlotDirectory(tmp_path).load(server, 3, 7, memoryview(bytes(1000)))
     assert server.erased == [3]

@@ -29,7 +29,7 @@ from prefixstore.llama.capture import Capture
 from prefixstore.llama.state.form import Form
 from prefixstore.server import LlamaServer, SlotStore
 from prefixstore.server.namespace import ServerIdentity
-from prefixstore.server.slot_directory import PREFIX, SlotDirectory
+from prefixstore.server.slot_files import PREFIX, SlotDirectory
 from tests.support.llama_server import Running
 from tests.support.models import answer, forget, load, prompt
 from tests.support.signals import suspend
@@ -395,7 +395,7 @@ def test_pages_of_another_shape_never_reach_the_server(running: Running, models:
             buffer.view[:] = state
             keys = page_keys(mine.key, np.asarray(tokens, "<i4"), 256)
             parent = keys[i - 1] if i else mine.key
-            place = slots._place(None)
+            place = slots._known.place(None)
             array = np.asarray(tokens[i * 256 : (i + 1) * 256], "<i4")
             forged = Capture(slots.engine, place, Form(), slots.rate.compute_us, slots.store.parameters)
             assert forged.submit(array, parent, i * 256, buffer, PAGE)
@@ -443,13 +443,13 @@ def test_what_another_tenant_has_in_the_slot_is_not_stored(running: Running):
 
 
 def test_a_process_remembers_the_namespaces_of_few_tenants(running: Running, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("prefixstore.server.slots.MOST_PLACES", 3)
+    monkeypatch.setattr("prefixstore.server.slot_states.MOST_PLACES", 3)
     with served(running) as (slots, tokens):
         slots.save(0, salt="ann")
         slots.store.flush()
         for n in range(10):
             assert slots.find(tokens, salt=f"tenant {n}").n_tokens == 0
-        assert len(slots._places) <= 3
+        assert slots._known.place.cache_info().currsize <= 3
         assert slots.find(tokens, salt="ann").n_tokens > 0
 
 

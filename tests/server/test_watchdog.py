@@ -15,11 +15,10 @@ import pytest
 
 from prefixstore.errors import ServerError
 from prefixstore.server import child as child_module
-from prefixstore.server.child import Child
+from prefixstore.server.child import Child, Patience, hangs
 from prefixstore.server.command import ServerCommand
 from prefixstore.server.process import start_ticks, work_of_session
 from prefixstore.server.upstream import Upstream
-from prefixstore.server.watchdog import Patience, hangs
 from tests.support.llama_server import binary
 
 
