@@ -53,10 +53,8 @@ class Catalog(Chooser):
 
     def longest(self, found: Located) -> Path:
         """The longest prefix, up to the last page that has not expired."""
-        path, now = found.path(), time.time_ns()
-        if not self.expects_expiry:
-            return path
-        n_kept = next((i for i, page in enumerate(path.pages) if page.has_expired(now)), len(path.pages))
+        path = found.path()
+        n_kept = self._n_kept(path.pages)
         if n_kept == len(path.pages):
             return path
         self.expired()
@@ -65,13 +63,19 @@ class Catalog(Chooser):
 
     def deepest_snapshot(self, found: Located, multiple_of: int = 1) -> Path:
         """The path to the deepest snapshot at a multiple of `multiple_of`."""
-        now = time.time_ns()
-        for path in found.snapshot_paths():
-            if any(page.has_expired(now) for page in path.pages):
+        n_kept = self._n_kept(found.pages)
+        for n_pages, snapshot in found.fitting_snapshots():
+            if n_pages > n_kept or self._n_kept([snapshot]) == 0:
                 self.expired()
-            elif path.n_tokens % multiple_of == 0:
-                return path
+            elif snapshot.end % multiple_of == 0:
+                return found.path_to(n_pages, snapshot)
         return Path((), 0)
+
+    def _n_kept(self, pages: Sequence[Page]) -> int:
+        """How many of the first of these pages have not expired."""
+        now = time.time_ns()
+        expired = (i for i, page in enumerate(pages) if page.has_expired(now)) if self.expects_expiry else iter(())
+        return next(expired, len(pages))
 
     def missing(self, found: Located) -> list[int]:
         """Which full pages of a prompt to capture: up to the first that was refused.
@@ -179,8 +183,9 @@ class Catalog(Chooser):
     def thin(self, view: View, found: Located, keep: int, interval: int, valued: Collection[int] = ()) -> int:
         """Give up all but `keep` of the snapshots along a prompt, except pinned ones; how many."""
         with self._lock:
-            paths = [path for path in found.snapshot_paths() if path.pages[-1].key not in self._deferred.thinned][::-1]
-        if len(paths) <= keep:
+            thinned = self._deferred.thinned
+            there = [page for _, page in found.fitting_snapshots() if page.key not in thinned][::-1]
+        if len(there) <= keep:
             return 0
         namespace, tokens = found.prompt.namespace, found.prompt.tokens
         ends = {namespace: 0} | {page.key: page.end for page in found.path().pages if page.end <= len(tokens)}
@@ -189,12 +194,12 @@ class Catalog(Chooser):
             for entry in view.children(list(ends), form, SIBLINGS_COMPARED):
                 if isinstance(entry.record, Record):
                     others[entry.record.parent].append(entry.record.tokens)
-        positions = [path.n_tokens for path in paths]
+        positions = [page.end for page in there]
         forks = branches([(end, others[key]) for key, end in ends.items()], tokens)
         # other sequences start from the last snapshot before the fork
         shared = {max((n for n in positions if n <= fork), default=0) for fork in forks}
         doomed = thin(positions, keep, interval, shared.union(valued))
-        discarded = [path.pages[-1] for path in paths if path.n_tokens in doomed and not path.pages[-1].pinned]
+        discarded = [page for page in there if page.end in doomed and not page.pinned]
         for page in discarded:
             self.discard_snapshot(page)
         return len(discarded)

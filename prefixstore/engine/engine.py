@@ -931,7 +931,7 @@ class Engine:
             prompt = Prompt(namespace, tokens, page_tokens, self._trie)
             found = self._catalog.locate(transaction, self._catalog.along(prompt), prompt, snapshots=True)
             # where there are snapshots, pages alone cannot be restored
-            path = next(iter(found.snapshot_paths()), found.path())
+            path = next((found.path_to(*one) for one in found.fitting_snapshots()), found.path())
             return [page.key for page in path.pages]
 
         self._set_pinned(chosen, pinned=pinned)

@@ -119,15 +119,19 @@ class Located:
         more = (self.beside[n],) if shared else ()
         return Path((*self.pages, *more), at * self.prompt.page_tokens + shared)
 
-    def snapshot_paths(self) -> list[Path]:
-        """The snapshots whose tokens are a beginning of the prompt, the deepest first, each at the end of its path."""
+    def fitting_snapshots(self) -> list[tuple[int, Page]]:
+        """The snapshots whose tokens are a beginning of the prompt, the deepest first, each after the number of its pages."""
         found = [
-            Path((*self.pages[:i], page), page.end)
+            (i, page)
             for i, after in enumerate(self.snapshots)
             for page in after
             if self.prompt.pieces[i].startswith(page.tokens)
         ]
-        return sorted(found, key=lambda path: path.n_tokens, reverse=True)
+        return sorted(found, key=lambda one: one[1].end, reverse=True)
+
+    def path_to(self, n_pages: int, snapshot: Page) -> Path:
+        """The path to a snapshot."""
+        return Path((*self.pages[:n_pages], snapshot), snapshot.end)
 
 
 def locate(

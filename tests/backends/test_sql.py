@@ -195,7 +195,7 @@ def test_a_missing_package_is_named_with_its_extra(location, module, extra):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("snapshots", [False, True])
-def test_a_lookup_is_few_round_trips_while_others_write(new_database, snapshots):
+def test_a_lookup_is_three_round_trips_whatever_others_write(new_database, snapshots):
     url = new_database()
     with (
         opened(url) as backend,
@@ -211,15 +211,12 @@ def test_a_lookup_is_few_round_trips_while_others_write(new_database, snapshots)
                 writer.put([number] * (3 * P), 1)
             with statements() as sent:
                 assert match([number] * (3 * P)) == 3 * P
-            assert len(sent) <= 8
+            assert len(sent) <= 3
             # and some that are not there
             writer.put([100 + number] * (3 * P), 1)
             with statements() as sent:
                 match([number] * P + [7] * P)
-            assert len(sent) <= 8
-            with statements() as sent:
-                match([number] * P + [7] * P)
-            assert len(sent) == 1
+            assert len(sent) <= 3
 
 
 def new_engine(backend, max_bytes=64 * MIB, **terms):

@@ -110,11 +110,11 @@ def a_tail_matches_one_token_too_many(patch: Patch) -> None:
     ("match", 0, (RECURRENT, (0, 1, 1))),
 )
 def a_snapshot_of_other_tokens_is_found(patch: Patch) -> None:
-    def paths(real: Any, self: Any) -> list[Path]:
+    def fitting(real: Any, self: Any) -> list[tuple[int, Any]]:
         found = [page for page in self.snapshots[0] if page.tokens[:4] == self.prompt.pieces[0][:4]]
-        return [Path((page,), page.end) for page in found] or real(self)
+        return [(0, page) for page in found] or real(self)
 
-    wrap(patch, Located, "snapshot_paths", paths)
+    wrap(patch, Located, "fitting_snapshots", fitting)
 
 
 @leads_to("what is pinned stays", ("capture", 0, [TWO_PAGES]), ("pin", 0, TWO_PAGES, True), ("evict", 0, 0.0))
