@@ -120,7 +120,7 @@ class Located:
         return Path((*self.pages, *more), at * self.prompt.page_tokens + shared)
 
     def fitting_snapshots(self) -> list[tuple[int, Page]]:
-        """The snapshots whose tokens are a beginning of the prompt, the deepest first, each after the number of its pages."""
+        """The snapshots whose tokens begin the prompt, the deepest first, each with the number of pages before it."""
         found = [
             (i, page)
             for i, after in enumerate(self.snapshots)
