@@ -79,7 +79,14 @@ class HistoryKeeper:
         Whether the budget is kept with the figures: not that of an `Archive`, which serves no prompts.
     clock
         Seconds since the epoch.
+
+    Attributes
+    ----------
+    is_on
+        Whether anything is written: a measurement is no use of the location.
     """
+
+    is_on = True
 
     def __init__(
         self,
@@ -147,7 +154,7 @@ class HistoryKeeper:
 
     @property
     def _has_unwritten(self) -> bool:
-        return self._counters.has_unwritten or not self._stored <= self._noted
+        return self.is_on and (self._counters.has_unwritten or not self._stored <= self._noted)
 
     def hurry(self) -> None:
         """Have what was counted written with the next commit, even if it is the only thing to write."""

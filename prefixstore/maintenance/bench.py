@@ -124,10 +124,6 @@ class BreakEven:
         return round(self.lengths[i - 1] + (self.lengths[i] - self.lengths[i - 1]) * before / (before + after))
 
 
-def _nothing(*_: object, **__: object) -> None:
-    """Record nothing."""
-
-
 def measure_break_even(llm: Llama, store: PrefixStore, archive: Archive, longest: int) -> BreakEven:
     """Compute and restore prompts of increasing length, and delete what was stored for this.
 
@@ -143,7 +139,7 @@ def measure_break_even(llm: Llama, store: PrefixStore, archive: Archive, longest
         Tokens of the longest prompt.
     """
     # what is measured is no use of the location: it must not be in its figures, nor the limit of this store
-    store.engine.keeper.write = _nothing  # type: ignore[method-assign]
+    store.engine.keeper.is_on = False
     lengths = [n for n in (2**i for i in range(5, 20)) if n < longest] + [longest]
     rng = np.random.default_rng(int.from_bytes(os.urandom(4), "little"))
     prompts = [rng.integers(llm.n_vocab() // 4, llm.n_vocab() // 2, n).tolist() for n in lengths]
