@@ -434,8 +434,7 @@ def section(result: dict[str, Any]) -> list[str]:
             `benchmarks/scale.py` defines them, and takes any number of pages. Lookups: 2,560 tokens that this process
             has not looked up before, and 32,000 that it has. Memory: all of the process before the first eviction, and
             what it has grown by when it evicts, per page; 15 MB of that are the same for any number. The
-            insert that evicts is the median of those after the first, before which the write thread reads what eviction
-            needs to know of all pages: 7 s for a million."""
+            insert that evicts is the median of those after the first."""
         ),
         *table(
             [

@@ -1,7 +1,8 @@
 """Looks pages up: those of the location, and those that wait to be written. The location is the only truth.
 
 What this process has not written yet is in `engine.waiting`, and `engine.choose` chooses what is evicted; each extends
-the one before. Nothing that was read of the location is kept: what another process does is seen by the next lookup.
+the one before. Nothing that was read of the location decides anything later: what another process does is seen by the
+next lookup.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Catalog(Chooser):
     Attributes
     ----------
     n_lookups
-        How many lookups there were since the start of this process.
+        How many prompts were recorded whose pages were used, or none, since this engine was opened.
     """
 
     n_lookups = 0

@@ -269,7 +269,9 @@ class Committer:
     ) -> list[tuple[PendingPage, DropReason]]:
         """Write pages; those that are refused, and why."""
         found = _stored(transaction, packed)
-        reasons = self._admit(transaction, packed, found)
+        # nothing is evicted for a page that cannot be written
+        reasons = _hindrances(packed, found)
+        reasons |= self._admit(transaction, [one for one in packed if one.pending.page.key not in reasons], found)
         refused: list[tuple[PendingPage, DropReason]] = []
         for one in packed:
             page = one.pending.page
@@ -316,13 +318,7 @@ class Committer:
     ) -> DropReason | None:
         """Write one page; returns the reason if it is refused."""
         new, record, page = one.pending, one.record, one.pending.page
-        # The parent has to be stored; the page itself may be: another process may have computed it too.
-        known = [found.get(page.parent), found.get(page.key)]
-        for error in known:
-            if isinstance(error, IncompatibleError):
-                log.warning("a page was not written: %s", error)
-                return DropReason.UNAVAILABLE
-        if page.parent not in put and not _follows(record, known[0]):
+        if page.parent not in put and not _follows(record, found.get(page.parent)):
             return DropReason.ORPHAN
         tail, is_covered = siblings_of(transaction, page)
         if not self._catalog.claim(new, is_covered=is_covered):
@@ -394,6 +390,26 @@ class Committer:
                 if last_used == use.last_used:
                     used = replace(used, uses=max(use.uses, usage.uses), page_class=use.page_class)
                 transaction.touch(key, used)
+
+
+def _hindrances(packed: Sequence[PackedPage], found: Mapping[bytes, Record | StorageError]) -> dict[bytes, DropReason]:
+    """Which of these pages cannot be written, whatever space there is, and why."""
+    reasons: dict[bytes, DropReason] = {}
+    here: set[bytes] = set()
+    for one in packed:
+        page = one.pending.page
+        # The parent has to be stored; the page itself may be: another process may have computed it too.
+        error = next(
+            (each for key in (page.parent, page.key) if isinstance(each := found.get(key), IncompatibleError)), None
+        )
+        if error is not None:
+            log.warning("a page was not written: %s", error)
+            reasons[page.key] = DropReason.UNAVAILABLE
+        elif page.parent not in here and not _follows(one.record, found.get(page.parent)):
+            reasons[page.key] = reasons.get(page.parent, DropReason.ORPHAN)
+        else:
+            here.add(page.key)
+    return reasons
 
 
 def _follows(record: Record, parent: Record | StorageError | None) -> bool:

@@ -37,7 +37,7 @@ __all__ = [
 ROUNDS = 16
 
 Choice: TypeAlias = Callable[[Index], Collection[bytes]]
-"""Chooses keys of pages from the index; with a page it chooses all of its descendants."""
+"""Chooses keys of pages from a tree of all pages; with a page it chooses all of its descendants."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,9 @@ class Deleter:
         found = list(found)
         if any(violation.rule == "index" for violation in found):
             self._backend.reindex()
-        return self._delete_all({bytes.fromhex(one.key) for one in found if one.key and one.rule != "index"})
+        # a forged usage may have an empty key; other violations without one are of the location
+        named = [one for one in found if one.rule == "orphan" or (one.key and one.rule != "index")]
+        return self._delete_all({bytes.fromhex(one.key) for one in named})
 
     def _delete_all(self, keys: Collection[bytes], *, strays_only: bool = False) -> Removed:
         """Delete pages, and what is stored after them: children first, some at a time.

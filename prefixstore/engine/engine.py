@@ -688,7 +688,7 @@ class Engine:
         return is_wanted
 
     def announce(self, new: PendingPage) -> bool:
-        """Put a captured page into the index, where it is matched from now on; False if it is not wanted."""
+        """Have a captured page matched from now on, as one that waits; False if it is not wanted."""
         return self.place(new) is Placement.ADDED
 
     def place(self, new: PendingPage) -> Placement:

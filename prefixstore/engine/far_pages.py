@@ -35,7 +35,7 @@ class Nearer(Protocol):
 
 def node_of(page: Page) -> Page:
     """The same page, for another location."""
-    return replace(page, stored_bytes=0, hits=0, pinned=False, is_stored=False, children=[], is_far=False)
+    return replace(page, stored_bytes=0, hits=0, pinned=False, children=[], is_far=False)
 
 
 @dataclass(slots=True, eq=False)

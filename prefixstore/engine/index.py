@@ -46,10 +46,8 @@ class Page:
     form
         `PAGE`, or `SNAPSHOT`: the state needed to resume after its tokens, which are those since the end of its
         parent. A snapshot has no children.
-    is_stored
-        Whether it was read from the location.
     children
-        What follows it, in a tree of pages: pages and snapshots.
+        What follows it, in a tree of pages: pages and snapshots. Empty in a lookup.
     is_far
         Whether the far one of two locations has given it.
     """
@@ -69,7 +67,6 @@ class Page:
     priority: int = 0
     expires: int = 0
     form: int = PAGE
-    is_stored: bool = False
     uses: int = 1
     page_class: int = 0
     children: list[Page] = field(default_factory=list, repr=False)
@@ -77,7 +74,7 @@ class Page:
 
     @classmethod
     def stored(cls, key: bytes, record: Record, usage: Usage) -> Page:
-        """The node of a page that is in a backend."""
+        """The page that these rows describe."""
         # fields in their order: a lookup makes one for each page
         return cls(
             key,
@@ -95,7 +92,6 @@ class Page:
             usage.priority,
             usage.expires,
             record.form,
-            True,
             usage.uses,
             usage.page_class,
         )

@@ -1,5 +1,7 @@
 """The rows of a location: their keys and their values. The only module that knows them.
 
+Child rows are in `engine.siblings`.
+
 ==========  =================================  ==========================================
 row         key                                value
 ==========  =================================  ==========================================

@@ -1,7 +1,7 @@
 """Finds what is stored of a prompt, to the token: in a view of the location, and among what waits to be written.
 
-Two round trips to a server: the records of all full pages, whose keys follow from the tokens, and then what follows the
-last of them. Nothing that was found is used for the next lookup.
+Mostly three round trips to a server: the records of all full pages, whose keys follow from the tokens, then the child
+rows after the last of them, and the records of these. Nothing that was found is used for the next lookup.
 """
 
 from __future__ import annotations

@@ -409,7 +409,7 @@ class ReadAlong(Reader):
                 return None
             record, payload = found
             _check_record(page, record)
-            # it may be packed after all, if it was written again since the index learned of it
+            # it may be packed after all, if it was written again since it was looked up
             raw = record.codec == CODECS["raw"]
             view = inspect(record, payload) if raw else decode(record, payload)
             try:

@@ -15,7 +15,7 @@ from prefixstore.format.record import Record, Usage
 
 __all__ = ["Entry", "Trie"]
 
-# pages that are remembered: 3 KB each
+# pages that are remembered: 4 KB each of 256 tokens
 MOST_KEPT = 4096
 
 

@@ -16,7 +16,7 @@ from prefixstore.engine.lookup import Prompt, Waiting
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import View
 from prefixstore.engine.pages import Pages
-from prefixstore.engine.pending import Deferred, PendingPage, Use
+from prefixstore.engine.pending import Deferred, PendingPage
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.trie import Entry
 from prefixstore.errors import CorruptError
@@ -57,7 +57,7 @@ class Placement(Enum):
 
     ADDED = "added"
     KNOWN = "known"
-    """It waits already, or a longer page that covers it does."""
+    """It is here already, or a longer page that covers it does."""
     REFUSED = "refused"
     """There was no space for it earlier, or another page has its key."""
 
@@ -198,7 +198,6 @@ class WaitingPages:
             if place is not Placement.ADDED:
                 return place
             new.announced(self.time_of_use())
-            new.page.is_stored = False
             self.expects_expiry = self.expects_expiry or new.page.expires > 0
             self._pending[new.page.key] = new
             self._after.setdefault(new.page.parent, {})[new.page.key] = new
@@ -347,10 +346,6 @@ class WaitingPages:
     def expired(self) -> None:
         """A lookup has found an expired page, which is to be deleted."""
         self._deferred.expired = True
-
-    def use_of(self, key: bytes) -> Use | None:
-        """The uses of a page that are still to be written."""
-        return self._deferred.uses.get(key)
 
     # -- transactions -------------------------------------------------------------------------------------------------
 

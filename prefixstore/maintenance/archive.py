@@ -191,7 +191,7 @@ class Archive:
     # -- inspecting ---------------------------------------------------------------------------------------------------
 
     def view(self) -> AbstractContextManager[View]:
-        """A view of what is stored now; the index is refreshed from it, so that `path` and `find` agree with it."""
+        """A view of what is stored now."""
         return self.engine.view()
 
     def used(self) -> Used:

@@ -300,9 +300,8 @@ class Interleaving(RuleBasedStateMachine):
         member.catalog.drop(self.pending(member)[choice : choice + 1], DropReason.UNAVAILABLE)
 
     def pending(self, member) -> list[PendingPage]:
-        """The pending pages, those first that another engine has stored."""
-        pending = member.catalog._pending
-        return sorted(pending.values(), key=lambda new: not new.page.is_stored)
+        """The pending pages."""
+        return list(member.catalog._pending.values())
 
     def known(self, member):
         """What is stored."""

@@ -262,7 +262,7 @@ def nothing_is_evicted_on_request(patch: Patch) -> None:
 def what_waits_is_not_found(patch: Patch) -> None:
     def longest(real: Any, *arguments: Any) -> Path:
         path = real(*arguments)
-        pages = tuple(page for page in path.pages if page.is_stored)
+        pages = tuple(page for page in path.pages if arguments[0].get(page.key) is None)
         return Path(pages, min(path.n_tokens, pages[-1].end if pages else 0))
 
     wrap(patch, Catalog, "longest", longest)
