@@ -225,6 +225,19 @@ def test_a_snapshot_that_is_given_up_while_it_is_written_leaves_no_orphan(interf
         assert new.page.key not in store.stored_keys()
 
 
+def test_nothing_is_evicted_for_a_page_that_cannot_be_written():
+    with store_of(max_entries=2) as store:
+        store.put(A[:8])
+        before = store.stored_keys()
+        buffer = store.buffers.acquire(1000)
+        new = PendingPage.of(NS, b"{}", page_keys(NS, as_tokens(B), P)[0], 4, as_tokens(B[4:8]).tobytes(), buffer)
+        assert store.engine.announce(new)
+        assert store.engine.commit([new]) == 0
+        buffer.release()
+        assert store.stored_keys() == before
+        assert store.counters.group("dropped") == {"orphan": 1}
+
+
 def test_the_parent_of_a_thinned_snapshot_stays_until_the_snapshot_is_deleted():
     with store_of(max_entries=2) as store:
         store.put(A[:4])
