@@ -153,7 +153,7 @@ class PoolSlot:
 
     def answered(self, request: Request | None = None) -> None:
         """Note that its answer has ended; `request` if it is that of a chat, and complete."""
-        self.used, self.computing_until, self.request = time.monotonic(), 0.0, request
+        self.used, self.request = time.monotonic(), request
 
     def saved(self, tokens: Tokens) -> None:
         """Note that it holds these tokens, and that all of them are copied."""
@@ -294,7 +294,8 @@ class SlotPool:
 
     def release(self, slot: PoolSlot) -> None:
         """Give a slot back, and let the next request have it."""
-        slot.is_busy = False
+        # also if its request has gone before the answer began
+        slot.is_busy, slot.computing_until = False, 0.0
         if self.n_tainting:
             self._taint(slot)
         for waiting in list(self._waiting):

@@ -990,3 +990,15 @@ def test_a_server_that_cannot_be_watched_ends_the_command_and_not_just_the_watch
 
     asyncio.run(scene())
     assert "AttributeError" in str(failed[0])
+
+
+def test_a_slot_that_is_given_back_computes_nothing_even_if_its_request_has_gone_before_the_answer():
+    async def scenario() -> None:
+        pool = SlotPool([(0, 100)])
+        slot = await pool.take(lambda slot: slot.id)
+        slot.lent("a", 3600.0)
+        assert slot.computing_until > 0
+        pool.release(slot)
+        assert slot.computing_until == 0
+
+    asyncio.run(scenario())
