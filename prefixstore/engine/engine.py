@@ -46,7 +46,7 @@ from prefixstore.engine.relay import Keep, Relays
 from prefixstore.engine.room import Room
 from prefixstore.engine.tap import Tap
 from prefixstore.engine.waiting import Lock, LockT, Placement
-from prefixstore.errors import ClosedError, CorruptError, StorageError, UnavailableError
+from prefixstore.errors import ClosedError, CorruptError, StorageError
 from prefixstore.format.autocodec import Encoder
 from prefixstore.format.figures import History
 from prefixstore.format.keys import KEY_BYTES, PAGE, Tokens, page_key
@@ -649,7 +649,7 @@ class Engine:
         try:
             with self._breaker.asking(), self._backend.view() as view:
                 found = self._catalog.locate(view, waiting, prompt)
-        except UnavailableError:
+        except StorageError:
             n_here = next((i for i, key in enumerate(prompt.keys) if key not in waiting.pages), len(prompt.keys))
             found = Located(prompt, pages=[waiting.pages[key] for key in prompt.keys[:n_here]])
         return self._catalog.missing(found)

@@ -184,6 +184,8 @@ def test_a_location_that_reads_slowly_ends_the_restore_and_is_not_asked_for_more
 
 def test_a_slow_write_queue_drops_pages_within_its_memory_and_no_completion_waits(llama, flaky):
     with serving(llama(), "memory:", *range(6), queue_bytes="100KB") as server:
+        server.store.flush()
+        server.store.clear()  # of what was stored when the answers were learned
         # so slow that a completion that waited for it would not return
         flaky().slow = ("update", "put", "delete")
         flaky().gate.clear()
