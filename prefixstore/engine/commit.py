@@ -17,7 +17,7 @@ from prefixstore.engine.budget import Budget, Evictor
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.delete import Deleter
 from prefixstore.engine.history_keeper import HistoryKeeper
-from prefixstore.engine.index import Page, is_same
+from prefixstore.engine.index import Page, is_same, later
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import Used
 from prefixstore.engine.pages import CONFLICTS, Pages
@@ -346,7 +346,7 @@ class Committer:
         usage = transaction.usage(page.key)
         if usage is not None:
             pinned = usage.pinned or (tail is not None and tail.pinned)
-            expires = max(usage.expires, page.expires) if usage.expires else 0
+            expires = later(usage.expires, page.expires)
             if (pinned, expires) != (usage.pinned, usage.expires):
                 transaction.touch(page.key, replace(usage, pinned=pinned, expires=expires))
         if tail is not None:

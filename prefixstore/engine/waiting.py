@@ -11,7 +11,7 @@ from enum import Enum
 from typing import TypeAlias, TypeVar
 
 from prefixstore.buffers import PooledBuffer
-from prefixstore.engine.index import Page, is_same
+from prefixstore.engine.index import Page, is_same, later
 from prefixstore.engine.lookup import Prompt, Waiting
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import View
@@ -135,6 +135,9 @@ class WaitingPages:
                     latest = page.last_used
                 if page.expires:
                     self.expects_expiry = True
+                    if key in self._pending:
+                        # it was captured again, and lasts as long as that
+                        page.expires = later(page.expires, self._pending[key].page.expires)
                 if key in uses:
                     uses[key].apply(page)
                 found.append(page)
