@@ -194,23 +194,6 @@ def write_at_the_same_time(*, model: str, location: str, seeds: list[int], commo
     return {"texts": texts, "dropped": stats.dropped, "misses": stats.misses, "hits": stats.hits, "pid": os.getpid()}
 
 
-def answer_turns(*, model: str, location: str, turns: list[list[int]]) -> dict:
-    """Prompts one after the other, each answered in 10 tokens, through one store."""
-    llm = load(model)
-    with PrefixStore(location, llm, snapshot_interval=256) as store:
-        llm.set_cache(store)
-        texts = [answer(llm, tokens, 10) for tokens in turns]
-        store.flush()
-        stats, problems = store.stats(), [str(violation) for violation in store.check()]
-    return {
-        "texts": texts,
-        "computed": stats.tokens_computed,
-        "misses": stats.misses,
-        "dropped": stats.dropped,
-        "check": problems,
-    }
-
-
 def serve() -> None:
     """Run the functions that are named on standard input, one a line, until it ends."""
     for line in sys.stdin:
