@@ -52,7 +52,7 @@ def test_a_fork_in_the_middle_of_writing_loses_nothing(models, tmp_path):
             answer(llm, prompt(1000, seed), 1)
 
             def child() -> None:
-                assert store._engine.queued_bytes == 0
+                assert store.engine.queued_bytes == 0
                 assert store.check() == []
                 store.match(prompt(1000, 0))
 

@@ -97,7 +97,7 @@ def test_a_page_of_another_shape_is_deleted_and_the_prefix_is_stored_again(llama
         forget(llm)
         answer(llm, tokens, 4)
         store.flush()
-        with store._engine._backend.view() as view:
+        with store.engine.view() as view:
             pages = {record.start: (key, record, usage) for key, record, usage in view.scan()}
             key, record, usage = pages[128]
             state = bytes(decode(record, view.payload(key)))
