@@ -1,4 +1,4 @@
-"""Processes for tests: ``in_process("answer_turns", location=...)`` runs a function of this module, `in_fork` forks."""
+"""Processes for tests: ``in_process("evaluate_and_store", location=...)`` runs a function of this module, `in_fork` forks."""
 
 from __future__ import annotations
 
@@ -165,19 +165,6 @@ def converse_until_killed(
     for i in range(1_000_000):
         with sessions.admit(f"later {i % 5}") as session:
             session.create_completion(prompt(40, seed=i), max_tokens=2, temperature=0)
-
-
-def capture_until_killed(*, model: str, location: str, options: dict, store: dict) -> None:
-    """Capture prompt after prompt; a line on stdout says what is flushed."""
-    llm = load(model, **options)
-    cache = PrefixStore(location, llm, **store)
-    llm.set_cache(cache)
-    for seed in range(10_000):
-        llm.reset()
-        answer(llm, prompt(700, seed), 2)
-        if seed % 3 == 0:
-            cache.flush()
-            print(seed, flush=True)
 
 
 def write_at_the_same_time(*, model: str, location: str, seeds: list[int], common: int, store: dict) -> dict:
