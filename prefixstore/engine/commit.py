@@ -217,11 +217,11 @@ class Committer:
 
         with catalog.update(self._backend, committed) as transaction:
             # Delete what is damaged, expired, or no longer wanted.
+            fresh = {one.record.key for one in packed}
             if self._housekeeping:
-                deferred = catalog.deferred()
+                deferred = catalog.deferred(fresh)
                 n_damaged = self._clean_up(transaction, deferred)
             # Record uses: what is evicted depends on them.
-            fresh = {one.record.key for one in packed}
             self._write_uses(transaction, {key: n for key, n in deferred.uses.items() if key not in fresh})
             # Write the pages, parents first, making space for each.
             refused = self._put_all(transaction, packed, written, put)
