@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from prefixstore.engine.budget import Evicted
 from prefixstore.engine.engine import Engine
@@ -238,6 +238,13 @@ class PrefixStore:
 
     def __repr__(self) -> str:
         return f"PrefixStore({self.location!r}, kind={self.kind.value!r})"
+
+    def __reduce__(self) -> NoReturn:
+        # also what `copy` calls
+        raise MisuseError(
+            f"a store cannot be pickled or copied: it holds threads and an open location; pass the location on, and "
+            f"open it there: PrefixStore({self.location!r})"
+        )
 
     # -- lifetime -----------------------------------------------------------------------------------------------------
 
