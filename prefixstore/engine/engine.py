@@ -593,6 +593,10 @@ class Engine:
         """The names of those whose sequences are stored as a whole. Raises `StorageError`."""
         return self._bookmarks.whole(namespace, self._bookmarks.read(namespace))
 
+    def take_deleted_bookmarks(self, namespace: bytes) -> Mapping[str, Bookmark]:
+        """Bookmarks that somebody has deleted with their sequences, by name, each once. Raises `StorageError`."""
+        return self._bookmarks.take_deleted(namespace)
+
     def bookmarked(self, namespace: bytes, bookmark: Bookmark) -> Tokens | None:
         """The sequence of a bookmark; None if not all of it is stored. Raises `StorageError`."""
         return self._bookmarks.tokens(namespace, bookmark)
