@@ -79,14 +79,15 @@ class Report:
 
 
 class Points:
-    """The points at which a child may be killed."""
+    """The points at which a child may be killed, and how many of them it has passed."""
 
     def __init__(self, die_at: int) -> None:
-        self._left = die_at
+        self._die_at = die_at
+        self.n_passed = 0
 
     def __call__(self) -> None:
-        self._left -= 1
-        if self._left == 0:
+        self.n_passed += 1
+        if self.n_passed == self._die_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
