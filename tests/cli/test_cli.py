@@ -219,7 +219,7 @@ def test_every_summary_names_the_location(store, tmp_path, run, as_json):
         ("check",),
         ("pin", page),
         ("unpin", page),
-        ("export", "--out", file),
+        ("export", "--out", file, "--yes"),
         ("copy", tmp_path / "other"),
         ("bench",),
         ("compact",),
@@ -279,16 +279,13 @@ def test_tree_and_show_list_pages(store, run, as_json):
     assert run("show", store, branch["page"])[0] == 0
 
 
-def test_a_report_is_a_page_of_its_own_and_replaces_no_file_unasked(store, tmp_path, run, as_json):
+def test_a_report_is_a_page_of_its_own(store, tmp_path, run, as_json):
     out = tmp_path / "r.html"
     code, printed, said = run("report", store, "--out", out, "--max-bytes", "1GiB")
     assert (code, printed) == (0, "")
     assert str(out) in said
     assert "9 pages" in said
     assert out.read_text().startswith("<!doctype html>")
-    code, _, said = run("report", store, "--out", out)
-    assert code == 3
-    assert "--force" in said
     code, found = as_json("report", store, "--out", out, "--force")
     assert (code, found["pages"], found["labels"], found["max_bytes"]) == (0, 9, "tokens", None)
     assert {one["tenant"] for one in found["spaces"]} == {"mine", "yours"}
@@ -527,7 +524,7 @@ def test_export_import_and_copy_move_every_page(store, tmp_path, as_json, run):
     assert (code, found["pages"]) == (0, 9)
     with Archive(store, read_only=True) as one, Archive(f"sqlite:///{tmp_path}/third.db", read_only=True) as other:
         assert contents(one.backend) == contents(other.backend)
-    assert as_json("export", store, "--out", file, "--namespace", YOURS.key.hex())[1]["pages"] == 2
+    assert as_json("export", store, "--out", file, "--namespace", YOURS.key.hex(), "--yes")[1]["pages"] == 2
     file.write_bytes(file.read_bytes()[:-10])
     code, _, err = run("import", tmp_path / "fourth", file)
     assert code == 1
@@ -544,7 +541,7 @@ def test_an_export_replaces_an_export_and_nothing_else(store, tmp_path, run):
     assert "is not an export of prefixstore; choose another name" in message
     assert mine.read_text() == '{"prompt": "hello"}'
     for _ in range(2):
-        assert run("export", store, "--out", str(tmp_path / "f.pstore"))[0] == 0
+        assert run("export", store, "--out", str(tmp_path / "f.pstore"), "--yes")[0] == 0
 
 
 def test_an_export_neither_replaces_a_device_nor_waits_for_a_pipe(store, tmp_path, run):
