@@ -20,11 +20,15 @@ from benchmarks import readme, report
 from prefixstore import demo, stats
 from prefixstore.backends.lmdb import environment as lmdb_environment
 from prefixstore.cli import main
+from prefixstore.engine import policy
+from prefixstore.engine.keyspace import LEAVES
 from prefixstore.format import record
 from prefixstore.format.codec import CODECS, PLANES_HEADER
 from prefixstore.format.keys import SNAPSHOT, as_tokens, page_key, page_keys
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import FORMAT_VERSION, Record, Usage, checksum
+from tests.models.architectures import Memory, model
+from tests.models.catalogue import MODELS
 from tests.support import ROOT
 from tests.support.untimed import untimed
 
@@ -152,6 +156,24 @@ def test_the_map_of_the_architecture_has_every_module_and_no_other():
     assert {name for name in named if not (package / name).exists()} == set()
     modules = {path.relative_to(package) for path in package.rglob("*.py") if not path.name.startswith("__")}
     assert {path for path in modules if not named & {path, *path.parents}} == set()
+
+
+def test_the_worked_examples_of_contributing_work(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    names = dict(vars(policy))
+    for block in blocks:
+        exec(compile(block, "CONTRIBUTING.md", "exec", dont_inherit=True), names)
+    leaves = np.zeros(3, LEAVES)
+    leaves["stored_bytes"] = [2, 3, 1]
+    assert names["largest_first"]().ranks(leaves).argsort().tolist() == [1, 0, 2]
+    contract = names["TestTimed"]()
+    tests = [name for name in dir(contract) if name.startswith("test_")]
+    assert len(tests) > 10
+    for name in tests:
+        (tmp_path / name).mkdir()
+        getattr(contract, name)(tmp_path / name)
+    row = re.search(r"^    (model\(.*\)),$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert eval(row.group(1), {"model": model, "Memory": Memory}) == MODELS["qwen3moe"]
 
 
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
