@@ -9,7 +9,6 @@ import re
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
@@ -170,7 +169,7 @@ class _Place:
                 given[name] = str(size)
         wants_text = not self._has_config and given.get("model", "") is None and given.get("tokenizer", "") is None
         # a text is shown where it can be, so what is missing for it is no error
-        if wants_text and settings.path and Path(settings.path).is_file() and find_spec("llama_cpp") is not None:
+        if wants_text and settings.path and Path(settings.path).is_file():
             given["model"] = Path(settings.path)
 
     def _is_left_out(self, given: dict[str, Any], last: str) -> bool:

@@ -23,6 +23,7 @@ from prefixstore.cli import main
 from prefixstore.cli.app import GROUPS, app
 from prefixstore.format.record import checksum
 from prefixstore.maintenance.archive import Archive
+from prefixstore.models.vocabulary import Vocabulary
 from prefixstore.units import counted
 from tests.support.models import answer, load, prompt
 from tests.support.places import contents, fill, space
@@ -179,13 +180,15 @@ def test_the_lists_of_commands_have_the_first_sentence_of_the_help_of_each():
 
 
 @pytest.mark.slow
-def test_commands_that_only_read_do_not_import_llama_cpp(store):
+def test_commands_that_only_read_do_not_need_llama_cpp_also_to_show_text(store, models, tmp_path):
     code = (
-        "import sys; from prefixstore.cli import main\n"
-        "for command in ('stats', 'ls', 'check'): main([command, sys.argv[1]])\n"
-        "main(['--help']); sys.exit('llama_cpp' in sys.modules)"
+        "import sys; sys.modules['llama_cpp'] = None; from prefixstore.cli import main\n"
+        "text = ['--model', sys.argv[2]]\n"
+        "commands = ['stats'], ['ls'], ['check'], ['tree', *text], ['report', '--out', sys.argv[3], *text]\n"
+        "for name, *options in commands: assert main([name, sys.argv[1], *options]) == 0, name"
     )
-    subprocess.run([sys.executable, "-c", code, store], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    given = [sys.executable, "-c", code, store, models("llama"), tmp_path / "r.html"]
+    subprocess.run(given, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
 def test_without_typer_the_message_names_the_extra():
@@ -311,9 +314,7 @@ def test_with_a_model_text_is_shown_and_found(served, run, as_json):
     tail = llm.detokenize(prompt(100, 2)[20:40]).decode()
     code, pages = as_json("tree", location, "--model", model)
     assert code == 0
-    assert "".join(page["text"] for page in pages if page["start"] == 0) == llm.detokenize(
-        prompt(256), special=True
-    ).decode(errors="replace")
+    assert "".join(page["text"] for page in pages if page["start"] == 0) == Vocabulary(model).text(prompt(256))
     code, found = as_json("tree", location, "--model", model, "--containing", tail)
     assert code == 0
     assert 3 <= len(found) < len(pages)
