@@ -310,11 +310,11 @@ def test_a_report_has_text_only_with_a_model(served, tmp_path, run):
 
 def test_with_a_model_text_is_shown_and_found(served, run, as_json):
     model, location = served
-    llm = load(model)
-    tail = llm.detokenize(prompt(100, 2)[20:40]).decode()
+    words = Vocabulary(model)
+    tail = words.text(prompt(100, 2)[20:40])
     code, pages = as_json("tree", location, "--model", model)
     assert code == 0
-    assert "".join(page["text"] for page in pages if page["start"] == 0) == Vocabulary(model).text(prompt(256))
+    assert "".join(page["text"] for page in pages if page["start"] == 0) == words.text(prompt(256))
     code, found = as_json("tree", location, "--model", model, "--containing", tail)
     assert code == 0
     assert 3 <= len(found) < len(pages)
