@@ -48,9 +48,7 @@ HELP = {
     "messages": ("FILE", 'A chat as JSON: a list of messages, or a request with "messages" and "tools"; - is stdin.'),
     "dry_run": ("", "Show what would be done without changing anything."),
     "yes": ("", "Do not ask. Scripts are never asked, and need --yes only to delete without LOCATION or --config."),
-    "init.yes": ("", "Replace a file without asking."),
-    "export.yes": ("", "Replace a file without asking."),
-    "report.force": ("", "Replace the file if it exists."),
+    **{f"{name}.yes": ("", "Replace a file without asking.") for name in ("init", "export", "report")},
     # which pages
     "namespace": ("NAME", "Only pages of one namespace: its label, or the first digits of its key."),
     "purge.salt": ("TENANT", "Only pages of one tenant, of all models."),
@@ -152,9 +150,9 @@ HELP = {
 NAMES = {
     "as_json": ["--json"],
     "every": ["--all"],
-    "force": ["--force", "--yes", "-y"],
     "form": ["--format"],
     "generation_prompt": ["--generation-prompt/--next-turn"],
+    "report.yes": ["--yes", "-y", "--force"],
     "yes": ["--yes", "-y"],
 }
 MORE: dict[str, dict[str, Any]] = {
@@ -179,7 +177,10 @@ def with_help(command: Callable[..., object], parameter: inspect.Parameter) -> i
         kind = typer.Argument(metavar=metavar, help=text, show_default=name not in ("location", "source"))
     else:
         # without a name, a flag would have its opposite too
-        names = NAMES.get(name, [f"--{name.replace('_', '-')}"] if parameter.default is False else [])
+        names = next(
+            (NAMES[key] for key in keys if key in NAMES),
+            [f"--{name.replace('_', '-')}"] if parameter.default is False else [],
+        )
         kind = typer.Option(*names, metavar=metavar or None, help=text, **more)
     return parameter.replace(annotation=Annotated[parameter.annotation, kind])
 
