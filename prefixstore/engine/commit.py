@@ -16,7 +16,7 @@ from prefixstore.backends.contract import ConflictError
 from prefixstore.engine.budget import Budget, Evictor
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.delete import Deleter
-from prefixstore.engine.history_keeper import HistoryKeeper
+from prefixstore.engine.figures import FigureKeeper
 from prefixstore.engine.index import Page, is_same, later
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import Used
@@ -83,7 +83,7 @@ class Committer:
         budget: Budget,
         encode: Encoder,
         counters: Counters,
-        keeper: HistoryKeeper,
+        keeper: FigureKeeper,
         *,
         on_used: Callable[[Used, int], None],
         housekeeping: bool,

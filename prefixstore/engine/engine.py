@@ -28,7 +28,7 @@ from prefixstore.engine.commit import Committer
 from prefixstore.engine.delete import Choice, Deleter, Removed, in_common, of_namespaces
 from prefixstore.engine.evictions import Cause, Eviction, EvictionNote
 from prefixstore.engine.fetch import Deadline, Fetcher, States
-from prefixstore.engine.history_keeper import HistoryKeeper
+from prefixstore.engine.figures import FigureKeeper
 from prefixstore.engine.index import Page, Path, is_same
 from prefixstore.engine.invariants import Violation, violations
 from prefixstore.engine.lookup import Located, Prompt
@@ -197,7 +197,7 @@ class Engine:
             self._encode,
             is_active=self._write_behind and self._housekeeping and not self._read_only,
         )
-        self.keeper = HistoryKeeper(
+        self.keeper = FigureKeeper(
             backend, counters, self._budget, self._waiting, notes_budget=self._housekeeping and not self._read_only
         )
         self._committer = Committer(
@@ -527,7 +527,7 @@ class Engine:
         """Write what was counted, for an engine without housekeeping. What cannot be written is lost."""
         self.keeper.hurry()
         try:
-            if self.counters.has_unwritten and not self._read_only:
+            if self.keeper.has_unwritten and not self._read_only:
                 with self._catalog.update(self._backend, self.keeper.committed) as transaction:
                     self.keeper.write(transaction)
         except StorageError as error:
