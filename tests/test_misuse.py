@@ -51,7 +51,7 @@ from tests.support.models import load, prompt
         ({"low_water": "90%"}, "low_water='90%' must be a number"),
         ({"low_water": True}, "low_water=True must be a number"),
         ({"low_water": float("nan")}, "low_water=nan must be a number"),
-        ({"high_water": 0.8}, "high_water=0.8: room is made from high_water down to low_water; set both"),
+        ({"high_water": 0.8}, "high_water=0.8: pages are packed from high_water down to low_water; set both"),
         ({"page_tokens": 0}, "page_tokens=0 must be an integer of at least 1"),
         ({"page_tokens": -256}, "page_tokens"),
         ({"page_tokens": 12.5}, "page_tokens"),
