@@ -84,10 +84,10 @@ def test_the_reference_of_the_configuration_has_every_setting(tmp_path):
     [
         ("docs/design.md#words", "index.md", "design.md#words"),
         ("docs/plots/saving.png", "index.md", "plots/saving.png"),
-        ("../README.md#use", "design.md", "index.md#use"),
-        ("../../README.md", "howto/quickstart.md", "../index.md"),
+        ("../README.md#figures", "design.md", "index.md#figures"),
+        ("../../README.md", "howto/app.md", "../index.md"),
         ("../CHANGELOG.md", "design.md", f"{hooks.REPOSITORY}/CHANGELOG.md"),
-        ("../servers.md#hooks", "howto/quickstart.md", "../servers.md#hooks"),
+        ("../servers.md#hooks", "howto/app.md", "../servers.md#hooks"),
         ("https://example.org", "design.md", "https://example.org"),
         ("#here", "design.md", "#here"),
     ],
@@ -163,12 +163,12 @@ def test_the_how_to_pages_do_what_they_say(document, tmp_path, models):
     }
     environment = {name: value for name, value in environment.items() if not name.startswith("PREFIXSTORE_")}
     (tmp_path / "work" / "model.gguf").symlink_to(models("llama"))
-    if document.name == "deletion.md":
+    if document.name in {"deletion.md", "moving.md", "upgrade.md"}:  # begin with a store
         fill = next(code for _, code in blocks((DOCS / "howto" / "sharing.md").read_text(), "python"))
         run([sys.executable, "-c", fill], tmp_path / "work", environment)
     for language, code in blocks(document.read_text(), "python", "console"):
         if language == "python":
-            if "write_model" not in code:
+            if "write_model" not in code:  # a session: tests/test_docs.py runs it
                 run([sys.executable, "-c", code], tmp_path / "work", environment)
         else:
             for line in code.splitlines():
