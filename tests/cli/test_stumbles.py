@@ -425,9 +425,9 @@ def test_serve_says_which_settings_it_ignores(tmp_path, run, monkeypatch):
         f"python -m prefixstore.server --config {config} serves the model in it" in run("serve", "--config", config)[2]
     )
     with config.open("a") as file:
-        file.write('ttl = "30d"\nsalt = "tenant-7"\n')
+        file.write('ttl = "30d"\nsalt = "tenant-7"\nnamespace = "chat"\n')
     code, _, err = run("serve", "--config", config, "--", "llama-server")
-    assert (code, "and ignores salt, ttl in [store]" in " ".join(err.split())) == (0, True)
+    assert (code, "serve ignores namespace, salt in [store]" in " ".join(err.split())) == (0, True)
 
 
 def test_a_file_of_settings_with_a_password_is_its_owners(run, tmp_path):
