@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[2]
 COMMANDS = (
     *("stats", "top", "ls", "tree", "show", "report", "check", "verify", "evict", "purge", "pin", "unpin", "compact"),
     *("clear", "export", "import", "copy", "migrate", "bench", "demo", "init", "warm", "explain", "doctor"),
+    *("shim", "tenants"),
 )
 OF_SLOTS = ("slots status", "slots save", "slots restore", "slots erase")
 OF_TRACE = ("trace replay", "trace simulate")

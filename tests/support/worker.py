@@ -1,4 +1,4 @@
-"""Processes for tests: ``in_process("evaluate_and_store", location=...)`` runs a function of this module, `in_fork` forks."""
+"""Processes for tests: ``in_process("evaluate_and_store", ...)`` runs a function of this module, `in_fork` forks."""
 
 from __future__ import annotations
 
