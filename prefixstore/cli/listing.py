@@ -15,7 +15,8 @@ from prefixstore.cli.output import DONE, FAILED, Form, ago, iso, rows_of, say, t
 from prefixstore.engine.index import Page
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.figures import Described, History
-from prefixstore.maintenance.archive import Archive, Holding
+from prefixstore.maintenance.archive import Archive
+from prefixstore.maintenance.holdings import Holding
 from prefixstore.models.file import model_names
 from prefixstore.report.labels import visible
 from prefixstore.units import counted, format_bytes, format_seconds
