@@ -178,8 +178,6 @@ class Work:
         point: Callable[[], None],
         *,
         durable: bool = True,
-        budget: Budget = BUDGET,
-        codec: str = "raw",
     ) -> None:
         self._location = location
         self._watch = lambda backend: Watched(backend, say, point, durable=durable)
@@ -187,7 +185,7 @@ class Work:
         with backend.view() as view:
             say("found", digest(view))
         options = {"queue_bytes": 1 << 24, "write_behind": False}
-        self.engine = Engine(self._watch(backend), budget, POLICIES["lru"](), pick(codec), Counters(), **options)
+        self.engine = Engine(self._watch(backend), BUDGET, POLICIES["lru"](), pick("raw"), Counters(), **options)
 
     def capture(self, settings: Any, tokens: list[int], form: int = PAGE) -> None:
         """Store what is missing of a sequence, in one batch."""

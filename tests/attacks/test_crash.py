@@ -124,9 +124,9 @@ class Life:
         return lines(self._report)
 
 
-# how often a process is killed that does a little of everything, that evicts and builds its indexes again, that makes
-# room: at points that are evenly spread, and at length at each of them; with a server, which takes longer, a quarter
-DEATHS = {"work": 24, "maintain": 12, "make_room": 8}
+# how often a process is killed that does a little of everything, or evicts and builds its indexes again: at points that
+# are evenly spread, and at length at each of them; with a server, which takes longer, a quarter
+DEATHS = {"work": 24, "maintain": 12}
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -166,12 +166,11 @@ def test_a_payload_for_which_there_is_no_memory_is_an_error_of_ours(url, monkeyp
         with backend.update() as transaction:
             key = put(transaction, 1)
 
-        def acquire(size, **_):
+        def refuse(size):
             raise MemoryError
 
         with monkeypatch.context() as patch, backend.view() as view:
-            patch.setattr(backend.rows._memory.pool, "acquire", acquire)
-            patch.setattr(received, "SMALL", 16)
+            patch.setattr(received, "bytearray", refuse, raising=False)
             with pytest.raises(UnavailableError, match="no memory"):
                 view.payload(key)
         assert sound(backend) == {key}

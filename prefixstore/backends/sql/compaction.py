@@ -21,17 +21,9 @@ AT_ONCE = 32
 # What is written between two vacuums: such a part of the free space, so that the table need not grow for it; and never
 # less than so many bytes, since a vacuum takes its time.
 PART, LEAST_BYTES = 8, 32 << 20
-# as long as such a part of the table is free, this goes on
+# as long as such a part of the tables is free, this goes on
 WORTH = 1 / 8
 
-# How large the table is, and what it needs at most: 256 bytes for a piece, for its row and its keys; and for its bytes,
-# in chunks of 1996, of which 4 are in a page of 8192, and their keys, 4 percent. The server knows the length of a piece
-# without reading it.
-_SPACE = """
-SELECT pg_catalog.pg_total_relation_size('prefixstore_payloads'::regclass),
-    coalesce(sum(octet_length(data)), 0)::bigint * 17 / 16 + count(*) * 256
-FROM prefixstore_payloads
-"""
 # a value that is written as it is would stay where it is
 _REWRITE = """
 WITH chosen AS (
@@ -50,8 +42,9 @@ def compact(database: PostgreSQL, vacuum: Callable[[], object]) -> None:
     place: tuple[bytes, int] | None = b"", 0
     largest: int | None = None
     while place is not None:
-        ((size, needed),) = database.ask(_SPACE)
-        free = size - needed
+        size = database.disk_bytes()
+        with database.view() as view:
+            free = size - view.used
         left = max(free // PART, LEAST_BYTES)
         largest = largest or size + left
         # if it grows, another process reads an older state, so that what was rewritten is not free yet; or others write

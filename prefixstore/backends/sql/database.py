@@ -319,7 +319,6 @@ class Database(Backend, Generic[D]):
     def renew(self) -> None:
         """In a forked child: drop what belongs to the parent, whose connections stay open."""
         self._writing = threading.Lock()
-        self.memory = ReceivedMemory()
         self.abandon_idle()
 
     def abandon_idle(self) -> None:

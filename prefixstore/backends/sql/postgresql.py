@@ -219,17 +219,16 @@ class PostgreSQL(Database[_Connection]):
         """Rewrite payloads, some at a time, so that a vacuum can cut off the end of the table.
 
         With `erase` the server rewrites all tables, and all others wait; its log and its backups are not covered. Only
-        the owner of the tables can do either. What was counted is counted again.
+        the owner of the tables can do either. First what was counted is counted again.
         """
-        self.require_writable()
+        with self.turn() as (driver, _), self.translated():
+            driver.silence = None
+            driver.execute(COUNT_AGAIN)
         before = self.disk_bytes()
         if erase:
             self._vacuum("VACUUM FULL", "deleted data is still in the files")
         else:
             compact(self, lambda: self._vacuum("VACUUM", "no space was returned"))
-        with self.turn() as (driver, _), self.translated():
-            driver.silence = None
-            driver.execute(COUNT_AGAIN)
         return max(before - self.disk_bytes(), 0)
 
     def disk_bytes(self) -> int:

@@ -186,7 +186,7 @@ class PostgreSQLView(View):
             if not (has_payload and size):
                 return None if value is None else (bytes(value), b"" if has_payload else None)
             if payload is None:
-                payload = self._database.memory.take(size)
+                payload = np.frombuffer(self._database.memory.take(size), np.uint8)
             start, end = end, end + len(data)
             payload[start:end] = np.frombuffer(data, np.uint8)
             self.arrived = end

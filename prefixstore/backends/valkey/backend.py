@@ -144,10 +144,6 @@ class ValkeyBackend(Backend):
                 f"{self.location}: the server has evicted a part of the location; the next write creates an empty store"
             )
 
-    def after_fork(self) -> None:
-        # the pool of connections sees by itself that it is that of a parent
-        self._memory = ReceivedMemory()
-
     def close(self) -> None:
         self._connections.close()
 

@@ -90,7 +90,7 @@ def translated(where: str) -> Iterator[None]:
 
 
 class Connections:
-    """Connections to one server, used by one thread at a time each.
+    """Connections to one server, used by one thread at a time each. In a forked child the pool begins anew by itself.
 
     Parameters
     ----------

@@ -123,7 +123,7 @@ class _Replies:
             raise InvalidResponse(f"the server has answered {length[:40]!r}")
         if (size := int(length)) < 0:
             return None
-        into, n = self._memory.take(size).data, 0
+        into, n = self._memory.take(size), 0
         while n < size:
             n_more = self._file.readinto1(into[n:])
             if not n_more:
