@@ -10,7 +10,8 @@ from typing import Any
 from prefixstore.cli.command import Result
 from prefixstore.cli.output import ago, iso, table, tell
 from prefixstore.errors import InvalidParameterError
-from prefixstore.maintenance.archive import Archive, Holding
+from prefixstore.maintenance.archive import Archive
+from prefixstore.maintenance.holdings import Holding
 from prefixstore.report.labels import visible
 from prefixstore.server.tenants import tenant_of, tenant_of_key
 from prefixstore.units import counted, format_bytes

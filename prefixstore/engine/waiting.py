@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import TypeAlias, TypeVar
@@ -341,10 +341,13 @@ class WaitingPages:
         """Whether uses, or pages to be deleted, wait for the next commit."""
         return bool(self._deferred)
 
-    def deferred(self) -> Deferred:
-        """A copy of the deferred changes."""
+    def deferred(self, batch: Collection[bytes] = ()) -> Deferred:
+        """The deferred changes, to be made with these pages. Uses of others that wait are written with those."""
         with self._lock:
-            return self._deferred.copy()
+            deferred = self._deferred.copy()
+            for key in deferred.uses.keys() & self._pending.keys() - set(batch):
+                del deferred.uses[key]
+            return deferred
 
     def expired(self) -> None:
         """A lookup has found an expired page, which is to be deleted."""
