@@ -138,8 +138,8 @@ class Room:
             if self._n_failures == 1:
                 log.warning("no space could be freed in idle time: %s", error)
             return min(PAUSE * 2.0**self._n_failures, LONGEST_PAUSE)
-        except BaseException:
-            # a fault of the store, or an interrupt: not the same again and again
+        except Exception:
+            # a fault of the store: not the same again and again
             self._stop()
             raise
         self._n_failures = 0
