@@ -21,10 +21,10 @@ NO_MEMORY: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
 class PooledBuffer:
     """A buffer in use. It starts with one holder, and returns to the pool when the last holder releases it.
 
-    One that is lost, since its holder was interrupted, no longer counts as in use when it is collected.
+    One that is lost no longer counts as in use when it is collected.
     """
 
-    # set by the pool; also of one whose making was interrupted
+    # set by the pool
     _holders = 0
 
     def __init__(self, pool: BufferPool, size: int) -> None:
@@ -59,7 +59,6 @@ class PooledBuffer:
         pool = self._pool
         with pool.lock:
             if self._holders > 0:
-                # nothing is called in between, so no Ctrl-C comes in between
                 self._holders = 0
                 pool.in_use -= self._size
                 pool.released()
@@ -90,7 +89,7 @@ class BufferPool:
     """
 
     def __init__(self, limit: int | None) -> None:
-        # entered by itself: a Ctrl-C may come after a condition has taken its lock, and before the block begins
+        # entered by itself, and not through the condition: this takes a single step
         self.lock = threading.RLock()
         self._released = threading.Condition(self.lock)
         self._limit = limit
@@ -109,7 +108,6 @@ class BufferPool:
                 if not self._released.wait(timeout):
                     return None
             buffer = PooledBuffer(self, size)
-            # nothing is called in between, so no Ctrl-C comes in between
             buffer._holders = 1  # noqa: SLF001 - of this module
             self.in_use += size
             fitting = [memory for memory in self._idle if memory.nbytes >= size]
@@ -120,7 +118,7 @@ class BufferPool:
                 return buffer
         try:
             buffer._memory = np.empty(size, np.uint8)  # noqa: SLF001 - as above
-        except BaseException:
+        except Exception:
             buffer.abandon()
             raise
         return buffer

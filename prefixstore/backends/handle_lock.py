@@ -9,15 +9,15 @@ and then looks into the other, so of two threads at least one sees the other.
 from __future__ import annotations
 
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from prefixstore.backends.threads import caller
 from prefixstore.errors import MisuseError
 
-__all__ = ["HandleLock"]
+__all__ = ["HandleLock", "release_interrupted_frames"]
 
 # How often a thread that waits looks again. Nobody wakes it: an interrupt could prevent that, and it waits rarely.
 POLL_SECONDS = 0.001
@@ -39,7 +39,7 @@ class HandleLock:
     @property
     def is_held(self) -> bool:
         """Whether this thread holds it, shared or exclusive."""
-        me = threading.get_ident()
+        me = caller()
         return me in list(self._inside.values()) or me in list(self._alone.values())
 
     def is_exclusive(self, hold: object) -> bool:
@@ -61,7 +61,7 @@ class HandleLock:
             self._inside.pop(entry, None)
 
     def _enter(self, entry: object) -> None:
-        me = threading.get_ident()
+        me = caller()
         self._inside[entry] = me
         # a thread that waits to be alone comes first, or it would wait forever
         while self._alone and not self._holds(me, entry):
@@ -90,19 +90,19 @@ class HandleLock:
         MisuseError
             If this thread holds it shared.
         """
-        me = threading.get_ident()
+        me = caller()
         if any(thread == me and other != hold for other, thread in list(self._alone.items())):
             # it is alone already, and may be inside as well
             self._alone[hold] = me
             self._got[hold] = None
             return
         if me in list(self._inside.values()):
-            _release_interrupted_frames()
+            release_interrupted_frames()
             if me in list(self._inside.values()):
                 # it would wait for itself
                 raise MisuseError("this thread is inside a view or a transaction of the location; leave it first")
         self._alone[hold] = me
-        _wait(lambda: not self._inside and list(self._alone.values())[:1] == [me], or_else=_release_interrupted_frames)
+        _wait(lambda: not self._inside and list(self._alone.values())[:1] == [me], or_else=release_interrupted_frames)
         self._got[hold] = None
 
     def release_exclusive(self, hold: object) -> None:
@@ -141,7 +141,7 @@ def _wait(is_over: Callable[[], bool], *, or_else: Callable[[], None] = lambda: 
             since = time.monotonic()
 
 
-def _release_interrupted_frames() -> None:
+def release_interrupted_frames() -> None:
     """Release what a traceback keeps from being released.
 
     An interrupt may come after a ``with`` block, before the first step of ``__exit__``. What it would have released is

@@ -1,96 +1,72 @@
-"""Threads that do jobs for others, and results to wait for: a Ctrl-C at any step leaves nothing locked.
+"""The store's own threads: they do all work on a location, and a caller waits for the answer.
 
-A Ctrl-C is raised in the main thread, after any call that it makes. The methods of a `threading.Condition`, and so of
-an `Event`, a `Semaphore`, a `Future` and an executor, make calls while they hold a lock: one that ends there leaves the
-lock taken, and other threads wait for it forever. The state here changes in single calls of C only.
+Python raises KeyboardInterrupt in the main thread only, which is none of these. So a Ctrl-C ends a wait, never the
+work: that ends by itself, and cleans up after itself. A caller whose time is over does the same: it waits no longer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
+import _thread
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial, wraps
 from queue import Empty, SimpleQueue
-from threading import Lock, Thread
-from typing import Any, Generic, TypeVar
+from types import TracebackType
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
+from weakref import WeakSet
 
-__all__ = ["Job", "Outcome", "Signal", "Threads"]
+__all__ = ["Answer", "HasThreads", "Lent", "OwnThread", "Threads", "caller", "handed_over", "is_own", "start_thread"]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Signal:
-    """An event that happens once, like a `threading.Event` that is never cleared.
+class _Here(threading.local):
+    """What a thread knows of itself: whether it is one of the store's, and for which thread it works."""
 
-    Of several threads that wait, one that is interrupted may leave the others waiting for as long as they wanted to.
-
-    Attributes
-    ----------
-    is_set
-        Whether it has happened.
-    """
-
-    def __init__(self) -> None:
-        self.is_set = False
-        # open when it has happened
-        self._gate = Lock()
-        self._gate.acquire()
-
-    def set(self) -> None:
-        """It has happened. A second call does nothing."""
-        # first: one who was interrupted after passing the gate does not come to it again
-        self.is_set = True
-        try:  # noqa: SIM105 - with another call in between, a Ctrl-C could come in between
-            self._gate.release()
-        except RuntimeError:
-            pass  # it is open
-
-    def wait(self, seconds: float = -1.0) -> bool:
-        """Wait until it has happened, or so long; without `seconds`, as long as it takes. Whether it has happened."""
-        if not self.is_set and self._gate.acquire(timeout=seconds):
-            # for the next one who waits
-            self.set()
-        return self.is_set
+    is_own = False
+    caller: int | None = None
 
 
-class Outcome(Generic[T]):
-    """A result or an error of one thread, which another one waits for."""
+_here = _Here()
+
+
+def is_own() -> bool:
+    """Whether this is one of the store's threads, which calls directly what others hand over."""
+    return _here.is_own
+
+
+def caller() -> int:
+    """The thread for which this one works: itself, if it does not work for another one."""
+    return _here.caller or threading.get_ident()
+
+
+class Answer(Generic[T]):
+    """What a thread will have found, for one other thread, which takes it once."""
 
     def __init__(self) -> None:
-        self._is_there = Signal()
-        self._result: T | None = None
-        self._error: BaseException | None = None
+        # it has no lock that an interrupted wait could leave taken
+        self._found: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
 
     @property
     def is_there(self) -> bool:
-        """Whether it is known."""
-        return self._is_there.is_set
+        """Whether it can be taken without waiting."""
+        return not self._found.empty()
 
-    def set_result(self, result: T) -> None:
-        """Set the result."""
-        self._result = result
-        self._is_there.set()
+    def put(self, result: T) -> None:
+        """Give a result."""
+        self._found.put((result, None))
 
-    def set_error(self, error: BaseException) -> None:
-        """Set the error, which `result` raises."""
-        self._error = error
-        self._is_there.set()
+    def fail(self, error: BaseException) -> None:
+        """Give an error, which `get` raises."""
+        self._found.put((None, error))
 
-    def wait(self, seconds: float = -1.0) -> bool:
-        """Wait until it is known, or so long. Whether it is known."""
-        return self._is_there.wait(seconds)
-
-    def error(self) -> BaseException | None:
-        """The error, if it is one, when it is known."""
-        self.wait()
-        return self._error
-
-    def result(self) -> T:
-        """The result, when it is known. Raises the error."""
-        self.wait()
-        error, result = self._error, self._result
+    def get(self, seconds: float | None = None) -> T:
+        """Take the result, or raise the error. Raises `queue.Empty` if neither comes in so many seconds."""
+        result, error = self._found.get(timeout=seconds)
         if error is None:
-            return result  # type: ignore[return-value]  # None is a result, too
+            return result  # type: ignore[no-any-return]  # what `put` was given
         try:
             raise error
         finally:
@@ -98,124 +74,121 @@ class Outcome(Generic[T]):
             del self, error
 
 
-class Job(Outcome[T]):
-    """Work for a thread. One other thread waits for it.
+class _Job(NamedTuple):
+    answer: Answer[Any]
+    caller: int
+    work: Callable[..., Any]
+    args: tuple[Any, ...]
 
-    It is made first, kept where it will be found, and submitted then: one that has begun is never lost to a Ctrl-C.
-
-    Parameters
-    ----------
-    work
-        What to do.
-    args
-        Its arguments.
-    """
-
-    def __init__(self, work: Callable[..., T], *args: Any) -> None:
-        super().__init__()
-        self._work, self._args = work, args
-        # has one entry as soon as it is decided: whether it is cancelled, or runs
-        self._fate: dict[None, bool] = {}
-
-    def cancel(self) -> bool:
-        """Keep the job from starting; false if it has started. A second call returns the same."""
-        is_cancelled = self._fate.setdefault(None, True)
-        if is_cancelled:
-            self._forget_work()
-        return is_cancelled
-
-    def _forget_work(self) -> None:
-        # it often refers to what keeps this job: buffers would live until the next collection of garbage
-        self._work, self._args = _nothing, ()
-
-    def end(self) -> None:
-        """Return when the job can do nothing more: when it has ended, or at once if it has not started."""
-        if not self.cancel():
-            self.wait()
-
-    def run(self, before_told: Callable[[], object] = lambda: None) -> None:
-        """Do the work, unless it was cancelled; `before_told` is called before the outcome is set."""
-        is_there = self._is_there
+    def run(self, before_told: Callable[[], object]) -> None:
+        """Do the work; `before_told` is called before the answer is given."""
+        answer, _here.caller = self.answer, self.caller
         try:
-            if not self._fate.setdefault(None, False):
-                try:
-                    self._result = self._work(*self._args)
-                finally:
-                    self._forget_work()
-        except BaseException as error:  # noqa: BLE001 - raised by `result`
-            self._error = error
-            # as in `result`
+            result = self.work(*self.args)
+        except BaseException as error:  # noqa: BLE001 - raised by `Answer.get`
+            # it may keep this frame
             del self
-        try:
             before_told()
+            answer.fail(error)
+        else:
+            del self
+            before_told()
+            answer.put(result)
         finally:
-            is_there.set()
-
-
-def _nothing(*_: Any) -> Any:
-    """The work of a job that is done, or never will be."""
+            _here.caller = None
 
 
 class Threads:
-    """Threads that do jobs; started as needed, and kept waiting for more. They do not keep the process alive.
+    """Threads that do what others hand over; started as needed, and kept waiting for more.
+
+    They do not keep the process alive.
 
     Parameters
     ----------
-    most
-        How many there are at most. More jobs than that wait.
     name
         Of each.
+    most
+        How many there are at most, None for as many as there are callers. More jobs than that wait.
     """
 
-    def __init__(self, most: int, name: str) -> None:
-        self._most = most
+    def __init__(self, name: str, most: int | None = None) -> None:
         self._name = name
-        self._jobs: SimpleQueue[Job[Any] | None] = SimpleQueue()
-        # An entry for each thread that is going to take one more job. Whoever is interrupted after taking one, or while
-        # a thread starts, leaves an extra thread, which does jobs as well.
+        self._most = most
+        self._n_started = 0
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        # An entry for each thread that is going to take one more job. One who is interrupted after taking it leaves an
+        # extra thread.
         self._idle: SimpleQueue[None] = SimpleQueue()
-        self._started: list[Thread] = []
         self._is_closed = False
+        self._lent: WeakSet[Lent] = WeakSet()
 
-    def submit(self, job: Job[Any]) -> None:
-        """Have a thread do a job.
+    def lend(self, lent: Lent) -> None:
+        """Note that a caller has something that a thread holds open, until it leaves the block or loses it."""
+        self._lent.add(lent)
+
+    def has_lent(self) -> bool:
+        """Whether the calling thread has something that is open."""
+        return any(lent.caller == caller() for lent in list(self._lent) if lent.is_open)
+
+    def call(self, work: Callable[..., T], *args: Any) -> T:
+        """What a thread finds; this one does the work itself if it is one of the store's, or if no other can."""
+        return work(*args) if is_own() else self.answer(work, *args)
+
+    def answer(self, work: Callable[..., T], *args: Any, seconds: float | None = None) -> T:
+        """What another thread finds; this one does the work itself if no other can, as at the end of the process.
+
+        Raises
+        ------
+        queue.Empty
+            If it takes longer than `seconds`. The work goes on.
+        """
+        return self.start_or_run(work, *args).get(seconds)
+
+    @contextmanager
+    def holding(self, opened: AbstractContextManager[T]) -> Iterator[T]:
+        """A block in which a thread has something open: it opens and closes it, even if the caller is interrupted."""
+        if is_own():
+            with opened as found:
+                yield found
+            return
+        with _Held(self, opened) as found:
+            yield found
+
+    def start(self, work: Callable[..., T], *args: Any) -> Answer[T]:
+        """Have a thread do this.
 
         Raises
         ------
         RuntimeError
-            If these threads are to end, or none can be started. The job will not be done.
+            If these threads are to end, or none can be started.
         """
+        if self._is_closed:
+            raise RuntimeError("the threads have ended")
+        answer: Answer[T] = Answer()
         try:
             self._idle.get_nowait()
         except Empty:
-            if len(self._started) < self._most:
-                self._start()
-        self._jobs.put(job)
-        # one that was put before the end, which `close` puts after setting this, is done
-        if self._is_closed and job.cancel():
-            raise RuntimeError("the threads have ended")
+            if self._most is None or self._n_started < self._most:
+                start_thread(_serve, self._jobs, self._idle, name=self._name)
+                self._n_started += 1
+        self._jobs.put(_Job(answer, caller(), work, args))
+        if self._is_closed:
+            # perhaps too late for them
+            _finish(self._jobs)
+        return answer
 
-    def submit_or_run(self, job: Job[Any]) -> None:
-        """Have a thread do a job, or do it here if none can start, as at the end of the process. Not after `close`."""
+    def start_or_run(self, work: Callable[..., T], *args: Any) -> Answer[T]:
+        """As `start`; done here if no thread can do it."""
         try:
-            self.submit(job)
+            return self.start(work, *args)
         except RuntimeError:
-            job.run()
-
-    def _start(self) -> None:
-        # Nobody waits for a daemon at the end of the process: one who uses a store has closed it then.
-        thread = Thread(target=_run, args=(self._jobs, self._idle), name=self._name, daemon=True)
-        try:
-            self._started.append(thread)
-            thread.start()
-        except BaseException:
-            # interrupted: it may have been started
-            with suppress(ValueError):
-                self._started.remove(thread)
-            raise
+            job = _Job(Answer(), caller(), work, args)
+            answer = job.answer
+            job.run(lambda: None)
+            return answer
 
     def close(self) -> None:
-        """End the threads, each when the jobs that were submitted are done; not waited for."""
+        """End the threads, each when all is done that was handed over; not waited for."""
         self._is_closed = True
         self._jobs.put(None)
 
@@ -224,12 +197,128 @@ class Threads:
             self._jobs.put(None)
 
 
-def _run(jobs: SimpleQueue[Job[Any] | None], idle: SimpleQueue[None]) -> None:
-    is_idle = partial(idle.put, None)
+class Lent:
+    """What a thread holds open for a caller.
+
+    Attributes
+    ----------
+    caller
+        The thread that has it.
+    is_open
+        Whether that is in the block.
+    """
+
+    def __init__(self) -> None:
+        self.caller = caller()
+        self.is_open = True
+
+
+class _Held(Lent, AbstractContextManager[T]):
+    """What a thread has open. Whoever is interrupted on the way into the block, or out of it, loses this."""
+
+    def __init__(self, threads: Threads, opened: AbstractContextManager[T]) -> None:
+        super().__init__()
+        self._over: SimpleQueue[None] = SimpleQueue()
+        self._found: Answer[T] = Answer()
+        self._threads = threads
+        self._opened = opened
+        self._closed: Answer[None] | None = None
+
+    def __enter__(self) -> T:
+        self._threads.lend(self)
+        try:
+            self._closed = self._threads.start(_hold, self._opened, self._found, self._over)
+        except RuntimeError:
+            return self._opened.__enter__()
+        return self._found.get()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.is_open = False
+        self._over.put(None)
+        if self._closed is None:
+            self._opened.__exit__(kind, error, trace)
+        elif kind is None or issubclass(kind, Exception):
+            self._closed.get()
+
+    def __del__(self) -> None:
+        with suppress(AttributeError):
+            self._over.put(None)
+
+
+def _hold(opened: AbstractContextManager[T], found: Answer[T], over: SimpleQueue[None]) -> None:
+    try:
+        with opened as it:
+            found.put(it)
+            del it
+            over.get()
+    except BaseException as error:  # noqa: BLE001 - raised where the caller waits
+        found.fail(error)
+
+
+class HasThreads(Protocol):
+    """What has threads for its methods."""
+
+    threads: Threads
+
+
+S = TypeVar("S", bound=HasThreads)
+
+
+def handed_over(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """A method whose work is done by a thread: see `Threads.call`."""
+
+    @wraps(method)
+    def handing_over(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.threads.call(partial(method, self, *args, **kwargs))
+
+    return handing_over  # type: ignore[return-value]  # of `wraps`: the same
+
+
+class OwnThread(threading.Thread):
+    """One of the store's threads. It does not keep the process alive."""
+
+    def __init__(self, work: Callable[..., object], *args: Any, name: str) -> None:
+        super().__init__(target=work, args=args, name=name, daemon=True)
+
+    def run(self) -> None:
+        _here.is_own = True
+        super().run()
+
+
+def start_thread(work: Callable[..., object], *args: Any, name: str) -> None:
+    """Start one of the store's threads. Raises `RuntimeError` if that is not possible."""
+    thread = OwnThread(work, *args, name=name)
+    # by another thread: `Thread.start` waits, and an interrupt in the wait would leave a lock taken
+    _thread.start_new_thread(_start, (thread,))
+
+
+def _start(thread: threading.Thread) -> None:
+    try:
+        thread.start()
+    except RuntimeError:
+        # no more threads than this one
+        thread.run()
+
+
+def _serve(jobs: SimpleQueue[_Job | None], idle: SimpleQueue[None]) -> None:
+    def is_idle() -> None:
+        idle.put(None)
+
     while (job := jobs.get()) is not None:
         # before it is told: whoever waits for it may have the next job for this thread
         job.run(is_idle)
         # not for as long as there is no other
         del job
-    # for the next thread
+    _finish(jobs)
+
+
+def _finish(jobs: SimpleQueue[_Job | None]) -> None:
+    """Do what is left, and tell the next thread to end."""
+    with suppress(Empty):
+        while True:
+            job = jobs.get_nowait()
+            if job is not None:
+                job.run(lambda: None)
     jobs.put(None)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from prefixstore.backends.threads import start_thread
 from prefixstore.engine.index import Page
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError, UnavailableError
 from prefixstore.stats import Counters
@@ -21,6 +22,8 @@ log = logging.getLogger("prefixstore")
 SLOW_SECONDS = 0.5
 SLOW_BYTES_PER_SECOND = 8 << 20
 SLOW_RECORDS_PER_SECOND = 2000
+# After this a location hangs, beside what its bytes may take: a caller no longer waits for it.
+HANG_SECONDS = 10.0
 # A location on this machine is slow if so many answers in a row are: one may be late because the machine had paused.
 LOCAL_PATIENCE = 3
 # After a failure the circuit is open for this many times as long as the failure took, so that failures take less than a
@@ -81,7 +84,7 @@ class CircuitBreaker:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._open_until = 0.0
-        self._prober: threading.Thread | None = None
+        self._is_probing = False
 
     def close(self) -> None:
         """End the probing thread; a running probe ends with the location's answer."""
@@ -130,21 +133,25 @@ class CircuitBreaker:
         elif is_slow:
             self._counters.time("lost", seconds)
 
+    def patience(self, page: Page | None = None) -> float:
+        """Seconds that a caller waits for the answer to a request: for a page, or for records."""
+        return HANG_SECONDS + Request(page).time_limit
+
+    def hangs(self, page: Page | None = None) -> None:
+        """Open the circuit because a caller has waited so long in vain."""
+        self._open(self.patience(page), page, "it does not answer")
+
     def _open(self, seconds: float, page: Page | None, why: str) -> None:
         """Open the circuit after a failure that took so many seconds."""
         self._counters.time("lost", seconds)
         open_seconds = seconds * OPEN_FACTOR if seconds > FAST_SECONDS else 0.0
         with self._lock:
             self._open_until = max(self._open_until, self._clock() + open_seconds)
-            # one that a Ctrl-C has kept from being started does not count
-            is_probing = self._prober is not None and self._prober.is_alive()
-            starts = open_seconds > SHORT_OPEN and not is_probing and not self._closing.is_set()
+            starts = open_seconds > SHORT_OPEN and not self._is_probing and not self._closing.is_set()
             if starts:
-                self._prober = threading.Thread(
-                    target=self._probe_until_healthy, args=(page,), name="prefixstore-probe", daemon=True
-                )
+                self._is_probing = True
                 with suppress(RuntimeError):  # the interpreter is shutting down; there will be no more requests
-                    self._prober.start()
+                    start_thread(self._probe_until_healthy, page, name="prefixstore-probe")
         if starts:
             log.warning("the location is not used until a probe succeeds: %s", why)
             self._counters.count("outages")
@@ -163,7 +170,7 @@ class CircuitBreaker:
                 log.exception("the location cannot be probed")
                 healthy = False
             with self._lock:
-                self._prober = None if healthy else self._prober
+                self._is_probing = not healthy
                 # while it probes, no other thread sends requests
                 self._open_until = 0.0 if healthy else float("inf")
             if healthy:

@@ -14,10 +14,13 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
-from typing import NamedTuple
+from functools import partial, wraps
+from queue import Empty
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from prefixstore.backends.forks import ForkLevel, register_at_fork
+from prefixstore.backends.handle_lock import release_interrupted_frames
+from prefixstore.backends.threads import Threads, handed_over
 from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.bookmark import Bookmark, BookmarkChange
 from prefixstore.engine.bookmarks import Bookmarks
@@ -27,7 +30,7 @@ from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.commit import Committer
 from prefixstore.engine.delete import Choice, Deleter, Removed, in_common, of_namespaces
 from prefixstore.engine.evictions import Cause, Eviction, EvictionNote
-from prefixstore.engine.fetch import Deadline, Fetcher, States
+from prefixstore.engine.fetch import Deadline, Fetcher, Keep, States
 from prefixstore.engine.figures import FigureKeeper
 from prefixstore.engine.index import Page, Path, is_same
 from prefixstore.engine.invariants import Violation, violations
@@ -42,10 +45,9 @@ from prefixstore.engine.queue import Drained, WriteQueue
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.readers import Admit, Look
 from prefixstore.engine.relatives import pinned_with, siblings_of
-from prefixstore.engine.relay import Keep, Relays
 from prefixstore.engine.tap import Tap
 from prefixstore.engine.waiting import Lock, LockT, Placement
-from prefixstore.errors import ClosedError, CorruptError, StorageError
+from prefixstore.errors import ClosedError, CorruptError, StorageError, UnavailableError
 from prefixstore.format.autocodec import Encoder
 from prefixstore.format.figures import History
 from prefixstore.format.keys import KEY_BYTES, PAGE, Tokens, page_key
@@ -56,6 +58,10 @@ from prefixstore.stats import Counters, SessionCounts, Shortage, TierStats
 __all__ = ["Engine", "Imported"]
 
 log = logging.getLogger("prefixstore")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+E = TypeVar("E", bound="Engine")
 
 QUEUE_BYTES = 256 << 20
 
@@ -86,6 +92,16 @@ class Imported(NamedTuple):
             self.present + other.present,
             self.refused + other.refused,
         )
+
+
+def asked(method: Callable[Concatenate[E, P], T]) -> Callable[Concatenate[E, P], T]:
+    """A method that reads the location for a completion: if it hangs, the caller gives up. See `Engine.in_time`."""
+
+    @wraps(method)
+    def asking(self: E, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.in_time(partial(method, self, *args, **kwargs))
+
+    return asking  # type: ignore[return-value]  # of `wraps`: the same
 
 
 class Engine:
@@ -179,14 +195,16 @@ class Engine:
     def _start(self) -> None:
         """Everything that has locks, threads or buffers of this process."""
         backend, counters = self._backend, self.counters
+        self.threads = Threads("prefixstore-work")
         # held by the thread that closes the engine
         self._ending = threading.RLock()
         self._ram = RamTier(self._ram_bytes)
         self._catalog = catalog = Catalog(self._policy, counters, self._ram)
         patience = LOCAL_PATIENCE if backend.is_local else 1
         self._breaker = CircuitBreaker(self._probe, counters, patience=patience, clock=self._clock)
-        self._fetcher = Fetcher(backend, catalog, self._ram, counters, self._encode.read_rate, self._breaker)
-        self._relays = Relays(self._fetcher)
+        self._fetcher = Fetcher(
+            backend, catalog, self._ram, self.threads, counters, self._encode.read_rate, self._breaker
+        )
         self._deleter = Deleter(backend, catalog)
         # what the location was seen to hold: last, and at most
         self._last_used = Used(0, 0)
@@ -238,15 +256,25 @@ class Engine:
     def close(self) -> None:
         """Write what is queued and deferred, make it durable, and release the backend.
 
-        If the write thread calls it, it does that when it returns to the queue. While another thread closes the engine,
-        a second call waits for it.
+        The write thread has another one do that, and waits for nothing. While another thread closes the engine, a
+        second call waits for it.
 
         Raises
         ------
         StorageError
             If something cannot be written, or made durable. The engine is closed all the same.
+        MisuseError
+            If the calling thread is in the block of a view or of `fetching`.
         """
-        if self._queue.close_from_within():
+        if self.threads.has_lent():
+            # `with store:` was interrupted: what it has is referred to by the exception that it handles
+            release_interrupted_frames()
+        self._close()
+
+    @handed_over
+    def _close(self) -> None:
+        if self._queue.is_here:
+            self.close_soon()
             return
         with self._ending:
             # a write thread that no caller waits for releases the backend when it ends
@@ -306,9 +334,9 @@ class Engine:
             # waits for the views that are open: a restore that has begun ends first
             self._backend.close()
         finally:
-            self._relays.close()
             self._fetcher.close()
             self._ram.clear()
+            self.threads.close()
             if self.tap is not None:
                 self.tap.close()
 
@@ -340,8 +368,23 @@ class Engine:
         """Statistics of each location, if there are several."""
         return ()
 
+    def in_time(self, work: Callable[[], T]) -> T:
+        """What a thread finds in the location.
+
+        Raises
+        ------
+        UnavailableError
+            If a location on this machine does not answer for ten seconds. Others have timeouts of their own.
+        """
+        try:
+            return self.threads.answer(work, seconds=self._breaker.patience() if self._backend.is_local else None)
+        except Empty:
+            self._breaker.hangs()
+            raise UnavailableError(f"{self.location} does not answer") from None
+
     # -- reading ------------------------------------------------------------------------------------------------------
 
+    @asked
     def match(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> Path:
         """The longest stored prefix of `tokens`, among pages that any process has committed or that are pending here.
 
@@ -360,6 +403,7 @@ class Engine:
             self.tap.asked(namespace, tokens, page_tokens, path.n_tokens)
         return path
 
+    @asked
     def match_snapshot(
         self, namespace: bytes, tokens: Tokens, page_tokens: int, limit: int, multiple_of: int = 1
     ) -> Path:
@@ -407,16 +451,12 @@ class Engine:
         deadline: Deadline | None = None,
         keep: Keep | None = None,
     ) -> AbstractContextManager[States]:
-        """The verified states of `pages`, in order: see `Fetcher.fetching`, and `Relays.fetching` for another machine.
+        """The verified states of `pages`, in order: see `Fetcher.fetching`."""
+        return self._fetcher.fetching(
+            pages, streamed=streamed, along=along, look=look, admit=admit, deadline=deadline, keep=keep
+        )
 
-        A `deadline` ends them in the middle of a page if the location is not on this machine, else between two.
-        """
-        if keep is None and (deadline is None or self._backend.is_local):
-            return self._fetcher.fetching(
-                pages, streamed=streamed, along=along, look=look, admit=admit, deadline=deadline
-            )
-        return self._relays.fetching(pages, streamed=streamed, look=look, admit=admit, deadline=deadline, keep=keep)
-
+    @handed_over
     def touch(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None = None) -> None:
         """Note that a prompt began with these pages, none for a miss; written with the next commit.
 
@@ -432,12 +472,11 @@ class Engine:
         if self.tap is not None and n_tokens is not None:
             self.tap.used(namespace, pages, n_tokens)
 
-    @contextmanager
-    def view(self) -> Iterator[View]:
-        """A view, for callers that read the location directly."""
-        with self._backend.view() as view:
-            yield view
+    def view(self) -> AbstractContextManager[View]:
+        """A view, for callers that read the location directly; a thread opens and closes it."""
+        return self.threads.holding(self._backend.view())
 
+    @handed_over
     def evictions(self, keys: Sequence[bytes]) -> dict[bytes, Eviction]:
         """When and why these pages were evicted, as far as it is remembered. Raises `StorageError`."""
         with self._backend.view() as view:
@@ -447,6 +486,7 @@ class Engine:
         """Whether this process has evicted a page lately. The location is not asked."""
         return self._catalog.evictions.find(key) is not None
 
+    @handed_over
     def children(self, parent: bytes, at_most: int) -> list[Page]:
         """Children of this page, or of this namespace: some of the stored ones, and those that wait."""
         # before the view: what is committed meanwhile is stored
@@ -456,20 +496,24 @@ class Engine:
         stored = [Page.stored(key, record, usage) for key, record, usage in found if isinstance(record, Record)]
         return stored + waiting
 
+    @handed_over
     def pages(self) -> list[Page]:
         """All pages, stored and pending, parents before their children."""
         return self._catalog.pages(self._backend)
 
+    @handed_over
     def path(self, page: Page) -> list[Page]:
         """The pages from the start of the sequence up to this one."""
         with self._backend.view() as view:
             return self._catalog.path(view, page)
 
+    @handed_over
     def select(self, choices: Iterable[Choice]) -> list[bytes]:
         """The keys that several choices have in common, parents before their children."""
         choose = partial(in_common, choices=list(choices))
         return [page.key for page in self._catalog.select(self._backend, choose)]
 
+    @handed_over
     def used(self) -> tuple[Used, int, int]:
         """The size of the location, and the bytes of all payloads as stored and as states."""
         with self.view() as view:
@@ -486,6 +530,7 @@ class Engine:
         """The last known `used`; does not query the location."""
         return self._last_used, *self._sizes
 
+    @handed_over
     def measure(self) -> bool:
         """Bring `last_used` up to date, for monitoring; whether the location answered.
 
@@ -517,10 +562,12 @@ class Engine:
         """Bytes of states that may be in RAM."""
         return self._ram_bytes
 
+    @handed_over
     def history(self) -> History:
         """How the location was used, by all processes; see `History`. Raises `StorageError`."""
         return self.keeper.read()
 
+    @handed_over
     def keep_history(self) -> None:
         """Write what was counted, for an engine without housekeeping. What cannot be written is lost."""
         self.keeper.hurry()
@@ -531,6 +578,7 @@ class Engine:
         except StorageError as error:
             log.warning("figures were not written: %s", error)
 
+    @handed_over
     def describe(self, namespace: Namespace, names: Mapping[str, str | None] | None = None) -> None:
         """Have the settings and names of a namespace kept in the location, with one of the next commits."""
         self.keeper.describe(namespace, names)
@@ -538,6 +586,7 @@ class Engine:
     def _waiting(self) -> tuple[int, int]:
         return sum(self.pending), self.queued_bytes
 
+    @handed_over
     def namespaces(self) -> list[Namespace]:
         """The namespaces that have pages in the location, except those whose settings are damaged."""
         found: list[Namespace] = []
@@ -547,6 +596,7 @@ class Engine:
                     found.append(Namespace.parse(settings))
         return found
 
+    @handed_over
     def check(self, budget: Budget | None = None) -> list[Violation]:
         """Check every invariant of the location, every checksum, and a budget (by default the engine's)."""
         with self._backend.view() as view:
@@ -564,11 +614,13 @@ class Engine:
 
     # -- notes of jobs ------------------------------------------------------------------------------------------------
 
+    @handed_over
     def note(self, name: bytes) -> bytes | None:
         """A note that a job has left in the location. Raises `StorageError`."""
         with self._backend.view() as view:
             return view.note(name)
 
+    @handed_over
     @retried
     def change_note(self, name: bytes, change: Callable[[bytes | None], bytes | None]) -> None:
         """Replace a note by what `change` makes of it (None for no note), atomically. Raises `StorageError`.
@@ -583,22 +635,27 @@ class Engine:
 
     # -- names of sequences -------------------------------------------------------------------------------------------
 
+    @handed_over
     def bookmarks(self, namespace: bytes) -> Mapping[str, Bookmark]:
         """The bookmarks of a namespace, by name, the latest at the end. Raises `StorageError`."""
         return self._bookmarks.read(namespace)
 
+    @handed_over
     def whole_bookmarks(self, namespace: bytes) -> list[str]:
         """The names of those whose sequences are stored as a whole. Raises `StorageError`."""
         return self._bookmarks.whole(namespace, self._bookmarks.read(namespace))
 
+    @handed_over
     def take_deleted_bookmarks(self, namespace: bytes) -> Mapping[str, Bookmark]:
         """Bookmarks that somebody has deleted with their sequences, by name, each once. Raises `StorageError`."""
         return self._bookmarks.take_deleted(namespace)
 
+    @handed_over
     def bookmarked(self, namespace: bytes, bookmark: Bookmark) -> Tokens | None:
         """The sequence of a bookmark; None if not all of it is stored. Raises `StorageError`."""
         return self._bookmarks.tokens(namespace, bookmark)
 
+    @handed_over
     def set_bookmark(self, namespace: bytes, name: str, bookmark: BookmarkChange) -> None:
         """Name a sequence, with the commit after those of its pages; None or `Unset` removes the name."""
         if self._read_only:
@@ -615,16 +672,19 @@ class Engine:
         except StorageError as error:
             log.warning("names of stored sequences were not written yet: %s", error)
 
+    @handed_over
     def keep(self, owner: str, keys: Collection[bytes]) -> None:
         """Have these pages evicted after all others; see `Catalog.keep`."""
         self._catalog.keep(owner, keys)
 
+    @handed_over
     def keep_nothing(self) -> None:
         """Undo every `keep`."""
         self._catalog.keep_nothing()
 
     # -- capturing ----------------------------------------------------------------------------------------------------
 
+    @asked
     def wants(self, namespace: bytes, parent: bytes, tokens: bytes) -> bool:
         """Whether the page with these token bytes after `parent` is worth capturing."""
         page = Page(page_key(parent, tokens), parent, namespace, 0, tokens, 0, 0, 0, 0, 0)
@@ -636,6 +696,7 @@ class Engine:
         # what is stored already is found when it is to be written
         return True
 
+    @asked
     def missing(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> list[int]:
         """Which full pages of a sequence to capture: up to the first that was refused.
 
@@ -656,6 +717,7 @@ class Engine:
             found = Located(prompt, pages=[waiting.pages[key] for key in prompt.keys[:n_here]])
         return self._catalog.missing(found)
 
+    @asked
     def needs_no_capture(self, key: bytes) -> bool:
         """Whether a page or snapshot need not be captured: it is here, or was refused."""
         if self._catalog.get(key) is not None or self._catalog.is_refused(key):
@@ -665,34 +727,32 @@ class Engine:
             return record is not None and not self._catalog.is_damaged(key, record)
         return False
 
+    @handed_over
     def acquire(self, size: int, *, wait: bool = False) -> PooledBuffer | None:
         """A buffer to capture a page into; None if too much is queued already and `wait` is false."""
         return self._queue.acquire(size, wait=wait)
 
+    @handed_over
     def submit(self, new: PendingPage) -> bool:
         """Have a captured page written; its buffer is the engine's from here on. False if the page is not wanted."""
         return self._take(new, self.tap)
 
     def _take(self, new: PendingPage, tap: Tap | None) -> bool:
         """As `submit`, telling only this tap."""
-        try:
-            is_wanted = self.announce(new)
-            if is_wanted:
-                if tap is not None:
-                    tap.captured(new.page)
-                self._queue.put(new)
-            else:
-                new.release()
-        except BaseException:
-            # interrupted: whether it was queued or not, it is no longer matched, and is not written
-            self._catalog.abandon([new])
-            raise
+        is_wanted = self.announce(new)
+        if is_wanted:
+            if tap is not None:
+                tap.captured(new.page)
+            self._queue.put(new)
+        else:
+            new.release()
         return is_wanted
 
     def announce(self, new: PendingPage) -> bool:
         """Have a captured page matched from now on, as one that waits; False if it is not wanted."""
         return self.place(new) is Placement.ADDED
 
+    @handed_over
     def place(self, new: PendingPage) -> Placement:
         """As `announce`; what became of the page."""
         page = new.page
@@ -711,6 +771,7 @@ class Engine:
         finally:
             self._stores_all -= 1
 
+    @handed_over
     def commit(self, batch: Sequence[PendingPage]) -> int:
         """Write announced pages, and what is deferred. Used by the queue.
 
@@ -736,6 +797,7 @@ class Engine:
         is_kept = self._housekeeping and (self._catalog.has_deferred or self.keeper.is_due)
         return is_kept or self._bookmarks.has_pending
 
+    @handed_over
     def thin(
         self,
         namespace: bytes,
@@ -755,6 +817,7 @@ class Engine:
             found = self._catalog.locate(view, waiting, prompt, snapshots=True)
             return self._catalog.thin(view, found, keep, interval, valued)
 
+    @handed_over
     def condemn(self, page: Page, fits: Fits, size: int | None = None) -> None:
         """Have a page and its descendants deleted with the next commit, if its state still does not fit then.
 
@@ -775,10 +838,12 @@ class Engine:
         """Bytes captured and not yet written."""
         return self._queue.n_bytes
 
+    @handed_over
     def nudge(self) -> None:
         """Have deferred changes committed soon."""
         self._queue.nudge()
 
+    @handed_over
     def drain(self, pages: int | None = None, n_bytes: int | None = None, seconds: float | None = None) -> Drained:
         """Wait until the queue is empty: everything submitted is committed or dropped; see `WriteQueue.drain`.
 
@@ -810,6 +875,7 @@ class Engine:
         """The last time that a captured page found no space; None if all have."""
         return self._committer.shortage
 
+    @handed_over
     def flush(self) -> None:
         """Return when everything submitted so far is durable. Raises `StorageError`."""
         self.keeper.hurry()
@@ -817,6 +883,7 @@ class Engine:
         if not self._read_only:
             self.sync()
 
+    @handed_over
     def sync(self) -> None:
         """Return when everything committed so far is durable."""
         self._backend.sync()
@@ -831,6 +898,7 @@ class Engine:
         """Whether `do_idle_work` has something to do."""
         return self._ram.wants_pages
 
+    @handed_over
     def do_idle_work(self) -> float | None:
         """Copy states of pages that were used recently into RAM.
 
@@ -860,11 +928,13 @@ class Engine:
 
     # -- importing ----------------------------------------------------------------------------------------------------
 
+    @handed_over
     def has(self, record: Record) -> bool:
         """Whether the page of a record is here."""
         known = self._known(record.key)
         return known is not None and is_same(known, record)
 
+    @handed_over
     def has_other(self, record: Record) -> bool:
         """Whether another page is here under the key of a record: neither it nor its descendants can be here."""
         known = self._known(record.key)
@@ -879,6 +949,7 @@ class Engine:
             record, _ = view.records([key]).get(key, (None, None))
         return record if isinstance(record, Record) else None
 
+    @handed_over
     def import_pages(self, batch: Sequence[StoredPage], settings: Mapping[bytes, bytes]) -> Imported:
         """Write pages that were stored elsewhere, parents before their children. Until then they cannot be restored.
 
@@ -915,7 +986,7 @@ class Engine:
             with self._backend.view() as view:
                 # tails that a stored page continues
                 n_covered = sum(siblings_of(view, new.page)[1] for new in added if new not in written)
-        except BaseException:
+        except Exception:
             # also those that were announced and not passed on
             self._catalog.abandon(news)
             raise
@@ -924,6 +995,7 @@ class Engine:
 
     # -- pinning, deleting --------------------------------------------------------------------------------------------
 
+    @handed_over
     def pin(self, namespace: bytes, tokens: Tokens, page_tokens: int, *, pinned: bool) -> int:
         """Pin or unpin the committed pages of the longest stored prefix; the number of tokens they cover."""
         path = Path((), 0)
@@ -939,6 +1011,7 @@ class Engine:
         self._set_pinned(chosen, pinned=pinned)
         return path.n_tokens
 
+    @handed_over
     def pin_page(self, page: Page, *, pinned: bool) -> int:
         """Pin or unpin a page with its descendants and its ancestors; how many pages changed.
 
@@ -962,18 +1035,21 @@ class Engine:
                     changed += 1
         return changed
 
+    @handed_over
     def delete(self, choices: Sequence[Choice]) -> Removed:
         """Delete the pages that all choices have in common, pinned ones too; see `engine.delete`."""
         removed = self._deleter.delete(choices)
         self._bookmarks.prune()
         return removed
 
+    @handed_over
     def delete_strays(
         self, namespaces: Iterable[bytes] | None, before: int | None = None, tokens: bytes | None = None
     ) -> Removed:
         """Delete damaged pages, and those without a place in the index that match; see `engine.delete`."""
         return self._deleter.delete_strays(None if namespaces is None else set(namespaces), before, tokens)
 
+    @handed_over
     def delete_damaged_strays(self) -> Removed:
         """Delete damaged pages without a known owner, and their descendants."""
         return self._deleter.delete_damaged_strays()
@@ -983,6 +1059,7 @@ class Engine:
         """How many stored pages cannot be read because a newer version wrote them."""
         return self._deleter.n_newer()
 
+    @handed_over
     def drop_empty_namespaces(self) -> None:
         """Forget the settings of namespaces that have no pages any more."""
         self._deleter.drop_empty_namespaces()
@@ -996,10 +1073,12 @@ class Engine:
         choices = [] if namespace is None else [partial(of_namespaces, namespaces={namespace})]
         return self.delete(choices).pages
 
+    @handed_over
     def repair(self, found: Iterable[Violation]) -> Removed:
         """Delete the pages that a check has named, and their descendants; a wrong index of children is rebuilt."""
         return self._deleter.repair(found)
 
+    @handed_over
     def evict(self, max_bytes: int, *, dry_run: bool = False) -> Evicted:
         """Evict in the order of the policy until the location holds `max_bytes`, or only what is pinned.
 
@@ -1032,10 +1111,12 @@ class Engine:
         with suppress(StorageError):
             self._memory.load()
 
+    @handed_over
     def scrub(self) -> None:
         """Overwrite what deletions have freed. Raises `UnavailableError` if another process still reads it."""
         self._backend.scrub()
 
+    @handed_over
     def compact(self) -> int:
         """Return free space to the disk; how many bytes. Raises `UnavailableError`."""
         return self._backend.compact()

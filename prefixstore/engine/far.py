@@ -52,8 +52,7 @@ class FarEngine(Engine):
     def _start(self) -> None:
         super()._start()
         self._catalog.is_far = True
-        # entered by itself: a page that was lost may be collected while it is held
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._held = 0
         self._n_named = 0
         self._named: OrderedDict[bytes, float] = OrderedDict()
@@ -75,23 +74,16 @@ class FarEngine(Engine):
         shared = SharedPage(
             node_of(new.page), new.settings, None, is_wanted=new.is_wanted, on_release=self._shared_released
         )
-        try:
-            with self._lock:
-                if not self._held or self._held + size <= self.queue_bytes:
-                    # nothing is called in between, so no Ctrl-C comes in between
-                    self._held += size
-                    shared.weight = size
+        with self._lock:
+            fits = not self._held or self._held + size <= self.queue_bytes
             # the caller holds it as well, so it has not returned to the pool
-            fits = (not size or shared.weight > 0) and buffer.hold()
-            if fits:
+            if fits and buffer.hold():
                 shared.buffer = buffer
-        except BaseException:
-            shared.release()
-            raise
-        if fits:
+                shared.weight = size
+                self._held += size
+        if shared.buffer is not None:
             self._queue.put(shared)
         else:
-            shared.release()
             self.counters.count("dropped:queue_full")
 
     def offer_stored(self, pages: Sequence[Page]) -> None:
@@ -100,29 +92,25 @@ class FarEngine(Engine):
             if self._catalog.get(page.key) is not None:
                 continue
             now = time.monotonic()
-            new = NamedPage(node_of(page), b"", None, on_release=self._named_released)
             with self._lock:
                 is_new = now >= self._named.get(page.key, now) and self._n_named < NAMED
                 if is_new:
                     self._n_named += 1
-                    new.is_counted = True
                     self._named[page.key] = now + REMEMBERED_SECONDS
                     self._named.move_to_end(page.key)
                     while len(self._named) > REMEMBERED:
                         self._named.popitem(last=False)
             if is_new:
-                self._queue.put(new)
+                self._queue.put(NamedPage(node_of(page), b"", None, on_release=self._named_released))
 
     def _shared_released(self, page: SharedPage) -> None:
         with self._lock:
-            # nothing is called in between, so no Ctrl-C comes in between
             self._held -= page.weight
             page.weight = 0
 
-    def _named_released(self, page: NamedPage) -> None:
+    def _named_released(self) -> None:
         with self._lock:
-            self._n_named -= page.is_counted
-            page.is_counted = False
+            self._n_named -= 1
 
     def forget_offers(self, keys: Iterable[bytes]) -> None:
         """Allow these pages, which were not written, to be offered again."""
@@ -168,7 +156,7 @@ class FarEngine(Engine):
                     waiting.pop(new.page.key, None)
         except StorageError as error:
             self._give_up([new for key, new in waiting.items() if key not in stored], error)
-        except BaseException:
+        except Exception:
             self._catalog.abandon(announced)
             raise
         n_written += super().commit(announced)
@@ -257,7 +245,7 @@ class FarEngine(Engine):
                     news.append(PendingPage(node_of(page), settings, buffer))
                     buffer.view[:] = state
             return super().commit([new for new in news if self.place(new) is Placement.ADDED])
-        except BaseException:
+        except Exception:
             self._catalog.abandon(news)
             raise
         finally:

@@ -40,12 +40,8 @@ def node_of(page: Page) -> Page:
 
 @dataclass(slots=True, eq=False)
 class SharedPage(PendingPage):
-    """A captured page, whose buffer the nearer engine has, too.
+    """A captured page, whose buffer the nearer engine has, too."""
 
-    One that is lost, since its holder was interrupted, no longer counts when it is collected.
-    """
-
-    # sets its weight to 0, and may be called again
     on_release: Callable[[SharedPage], None]
     # bytes that it counts as, until it is released
     weight: int = 0
@@ -54,19 +50,12 @@ class SharedPage(PendingPage):
         PendingPage.release(self)
         self.on_release(self)
 
-    def __del__(self) -> None:
-        # not of one whose making was interrupted
-        if getattr(self, "weight", 0):
-            self.on_release(self)
-
 
 @dataclass(slots=True, eq=False)
 class NamedPage(PendingPage):
     """A page that the nearer location has: its state is read there when its turn comes."""
 
-    # sets that it is not counted, and may be called again
-    on_release: Callable[[NamedPage], None]
-    is_counted: bool = False
+    on_release: Callable[[], None]
 
     @property
     def n_bytes(self) -> int:
@@ -74,12 +63,7 @@ class NamedPage(PendingPage):
         return self.page.raw_bytes
 
     def release(self) -> None:
-        self.on_release(self)
-
-    def __del__(self) -> None:
-        # as that of a `SharedPage`
-        if getattr(self, "is_counted", False):
-            self.on_release(self)
+        self.on_release()
 
 
 class Thinning(NamedTuple):

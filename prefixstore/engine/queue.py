@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
+from prefixstore.backends.threads import OwnThread
 from prefixstore.buffers import BufferPool, PooledBuffer
 from prefixstore.engine.pending import PendingPage
 from prefixstore.engine.waiting import DropReason
@@ -109,7 +110,6 @@ class WriteQueue:
         self._on_released = on_released
         self._buffers = BufferPool(limit)
         self._queue: deque[PendingPage] = deque()
-        # entered by itself: a Ctrl-C may come after a condition has taken its lock, and before the block begins
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
         # the thread commits; or it does what no caller waits for, except one that closes the queue
@@ -136,21 +136,14 @@ class WriteQueue:
 
     def put(self, new: PendingPage) -> None:
         """Have an announced page written; its buffer is the queue's from here on."""
-        taken = False
-        try:
-            with self._lock:
-                # once the thread has been told to end, it would not take it from the queue
-                taken = self._in_background and not self._closing and self._start()
-                if taken:
-                    self._queue.append(new)
-                    self._wake.notify_all()
-            if not taken:
-                self._commit([new])
-        except BaseException:
-            if not taken:
-                # again, if that was interrupted after it had done so
-                new.release()
-            raise
+        with self._lock:
+            # once the thread has been told to end, it would not take it from the queue
+            taken = self._in_background and not self._closing and self._start()
+            if taken:
+                self._queue.append(new)
+                self._wake.notify_all()
+        if not taken:
+            self._commit([new])
 
     def nudge(self) -> None:
         """Have deferred changes committed soon."""
@@ -161,17 +154,14 @@ class WriteQueue:
     def _start(self) -> bool:
         """Start the thread unless it runs; whether it does. The caller holds the lock, which the thread takes first."""
         if self._thread is None and not self._closing:
-            self._thread = thread = threading.Thread(target=self._run, name="prefixstore-write", daemon=True)
+            thread = OwnThread(self._run, name="prefixstore-write")
             try:
                 thread.start()
             except RuntimeError as error:
                 # no more threads, or the interpreter is shutting down: the caller commits
                 log.warning("the write thread cannot be started: %s", error)
-                self._thread = None
-            except BaseException:
-                # interrupted: it may have been started, and ends when it finds that it is not the thread of the queue
-                self._thread = None
-                raise
+            else:
+                self._thread = thread
         return self._thread is not None
 
     def drain(self, pages: int | None = None, n_bytes: int | None = None, seconds: float | None = None) -> Drained:
@@ -236,17 +226,10 @@ class WriteQueue:
     def _has_progressed(self, before: int) -> bool:
         return self._steps != before
 
-    def close_from_within(self) -> bool:
-        """As `close`, if this is the thread of the queue; whether it is.
-
-        The garbage collector may run there, and call what closes a store. The thread cannot wait for itself: it
-        writes what waits when it returns to the queue, and then calls `on_released`.
-        """
-        if self._thread is None or self._thread.ident != threading.get_ident():
-            return False
-        if not self._closing:
-            self._flush_requested = self._closing = self.is_on_its_own = True
-        return True
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the thread of the queue, which cannot wait for itself."""
+        return self._thread is threading.current_thread()
 
     def close(self) -> None:
         """Write what waits, and end the thread.
@@ -261,12 +244,7 @@ class WriteQueue:
             self._closing = True
             thread, self._flush_requested = self._thread, self._thread is not None
             self._wake.notify_all()
-            try:
-                self.is_on_its_own = not self._wait_until_idle()
-            except BaseException:
-                # the thread finishes its work, and releases the location then
-                self.is_on_its_own = True
-                raise
+            self.is_on_its_own = not self._wait_until_idle()
             if self.is_on_its_own:
                 self._flush_requested = False
                 left += self._queue
@@ -286,9 +264,6 @@ class WriteQueue:
             self._thread = None
 
     def _run(self) -> None:
-        with self._lock:
-            if self._thread is not threading.current_thread():
-                return
         # when changes without pages are committed; and when the next piece of idle work begins, if there is one
         due = time.monotonic() + DEFERRED_SECONDS
         idle_from: float | None = None
@@ -345,9 +320,8 @@ class WriteQueue:
         return None
 
     def _commit(self, batch: Sequence[PendingPage]) -> None:
-        size = 0
+        size = sum(new.n_bytes for new in batch)
         try:
-            size = sum(new.n_bytes for new in batch)
             self._work.commit(batch)
         except PrefixStoreError as error:
             log.warning("a batch of %d pages was dropped: %s", len(batch), error)

@@ -22,21 +22,21 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from queue import Empty
 from threading import TIMEOUT_MAX
 from typing import Any
 
-from prefixstore.backends.threads import Job
+from prefixstore.backends.threads import Answer, handed_over
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.far import FarEngine
 from prefixstore.engine.far_pages import Thinning, node_of
-from prefixstore.engine.fetch import Deadline, Shifted, States
+from prefixstore.engine.fetch import Deadline, Keep, Shifted, States
 from prefixstore.engine.index import Page, Path
 from prefixstore.engine.invariants import Violation
 from prefixstore.engine.page_view import View
 from prefixstore.engine.pending import Fits, PendingPage
 from prefixstore.engine.queue import Drained
-from prefixstore.engine.readers import Admit, Look, ReaderPool, job_for
-from prefixstore.engine.relay import Keep
+from prefixstore.engine.readers import Admit, Look
 from prefixstore.errors import ClosedError, CorruptError, IncompatibleError, StorageError
 from prefixstore.format.keys import Tokens
 from prefixstore.format.namespace import Namespace
@@ -79,27 +79,23 @@ class TieredEngine(Engine):
         super().__init__(*arguments, **options)
         try:
             self.far = make_far(self)
-        except BaseException:
+        except Exception:
             # nothing was written
             self._release()
             raise
 
     def _start(self) -> None:
         super()._start()
-        self._lookups = ReaderPool()
         # a query of the far location that is no longer waited for
-        self._overdue: Job[Path] | None = None
+        self._overdue: Answer[Path] | None = None
 
-    def close(self) -> None:
-        """As `Engine.close`; what waits for the far location is written first, if it takes it."""
+    @handed_over
+    def _close(self) -> None:
+        """What waits for the far location is written first, if it takes it."""
         try:
             self._without_far("was not closed cleanly", self.far.close)
         finally:
-            super().close()
-
-    def _release(self) -> None:
-        self._lookups.close()
-        super()._release()
+            super()._close()
 
     @property
     def location(self) -> str:
@@ -126,12 +122,14 @@ class TieredEngine(Engine):
 
     # -- looking up ---------------------------------------------------------------------------------------------------
 
+    @handed_over
     def match(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> Path:
         """As `Engine.match`, of both locations: the longer one, each page from the nearer location if it has it."""
         near = partial(super().match, namespace, tokens, page_tokens)
         path = self._longer(near, lambda far: far.match(namespace, tokens, page_tokens), len(tokens))
         return self._told(namespace, tokens, page_tokens, path)
 
+    @handed_over
     def match_snapshot(
         self, namespace: bytes, tokens: Tokens, page_tokens: int, limit: int, multiple_of: int = 1
     ) -> Path:
@@ -176,17 +174,17 @@ class TieredEngine(Engine):
         try:
             if is_patient or self._max_delay is None:
                 return ask(self.far)
-            asked = job_for(ask, self.far)
-            self._lookups.submit(asked)
+            asked = self.threads.start(ask, self.far)
             if self.token_seconds is None:
                 seconds = self._max_delay + UNKNOWN_SECONDS
             else:
                 seconds = max(self._max_delay, SHARE * n_tokens * self.token_seconds)
-            if not asked.wait(min(seconds, TIMEOUT_MAX)):
+            try:
+                return asked.get(min(seconds, TIMEOUT_MAX))
+            except Empty:
                 self._overdue = asked
                 self.far.counters.count("late_lookups")
                 return None
-            return asked.result()
         except Exception as error:  # a fault of the far location must not cost what the nearer one has
             is_expected = isinstance(error, StorageError | ClosedError)
             level = logging.INFO if is_expected else logging.ERROR
@@ -284,16 +282,13 @@ class TieredEngine(Engine):
             self.counters.count("not_kept")
             return False
         new = PendingPage(node_of(page), settings, buffer)
-        try:
-            buffer.view[:] = state
-        except BaseException:
-            new.release()
-            raise
+        buffer.view[:] = state
         # a kept page is not new: it is neither passed on nor recorded
         is_kept = self._take(new, None)
         self.counters.count("kept" if is_kept else "not_kept")
         return is_kept
 
+    @handed_over
     def touch(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None = None) -> None:
         """As `Engine.touch`, in both locations; the far one is offered what it lacks of the pages."""
         near = [page for page in pages if not page.is_far]
@@ -314,6 +309,7 @@ class TieredEngine(Engine):
 
     # -- capturing ----------------------------------------------------------------------------------------------------
 
+    @handed_over
     def submit(self, new: PendingPage) -> bool:
         """As `Engine.submit`; the page is written to the far location, too, later."""
         # held for the far queue: the nearer location may have written it before this returns
@@ -339,6 +335,7 @@ class TieredEngine(Engine):
         with super().storing_all(), self.far.storing_all():
             yield
 
+    @handed_over
     def drain(self, pages: int | None = None, n_bytes: int | None = None, seconds: float | None = None) -> Drained:
         """As `Engine.drain`; without a limit, nothing waits for the far location either."""
         until = time.monotonic() + seconds if seconds is not None else None
@@ -348,6 +345,7 @@ class TieredEngine(Engine):
             self._without_far("has not taken all pages queued for it", partial(self.far.drain, seconds=left))
         return drained
 
+    @handed_over
     def sync(self) -> None:
         """As `Engine.sync`, of both locations."""
         super().sync()
@@ -357,14 +355,17 @@ class TieredEngine(Engine):
 
     # -- maintenance, notes -------------------------------------------------------------------------------------------
 
+    @handed_over
     def check(self, *arguments: Any) -> list[Violation]:
         """As `Engine.check`, of both locations."""
         return super().check(*arguments) + self.far.check()
 
+    @handed_over
     def clear(self, namespace: bytes | None) -> int:
         """As `Engine.clear`, in both locations; the pages of both are counted."""
         return super().clear(namespace) + self.far.clear(namespace)
 
+    @handed_over
     def pin(self, namespace: bytes, tokens: Tokens, page_tokens: int, *, pinned: bool) -> int:
         """As `Engine.pin`, in both locations."""
         far = partial(self.far.pin, namespace, tokens, page_tokens, pinned=pinned)
@@ -372,11 +373,13 @@ class TieredEngine(Engine):
         self._without_far("does not follow", far)
         return n_near
 
+    @handed_over
     def describe(self, namespace: Namespace, names: Mapping[str, str | None] | None = None) -> None:
         """As `Engine.describe`, in both locations."""
         super().describe(namespace, names)
         self.far.describe(namespace, names)
 
+    @handed_over
     def namespaces(self) -> list[Namespace]:
         """As `Engine.namespaces`, of both locations."""
         found = super().namespaces()
@@ -389,6 +392,7 @@ class TieredEngine(Engine):
             self._without_far("cannot list its namespaces", more)
         return found
 
+    @handed_over
     def note(self, name: bytes) -> bytes | None:
         """As `Engine.note`, of the far location: it is the one that jobs share. Without it, of the nearer one."""
         try:
@@ -397,6 +401,7 @@ class TieredEngine(Engine):
             log.info("reading a note from the nearer location: %s", error)
             return super().note(name)
 
+    @handed_over
     def change_note(self, name: bytes, change: Callable[[bytes | None], bytes | None]) -> None:
         """As `Engine.change_note`, in the far location; without it, in the nearer one."""
         try:
@@ -405,6 +410,7 @@ class TieredEngine(Engine):
             log.info("writing a note to the nearer location: %s", error)
             super().change_note(name, change)
 
+    @handed_over
     def thin(
         self,
         namespace: bytes,
@@ -495,7 +501,3 @@ class _JoinedStates(States):
     def _add_up(self) -> None:
         self.n_given = self._first.n_given + self._second.n_given
         self.n_verified = self._first.n_verified + self._second.n_verified
-
-    def close(self) -> None:
-        self._first.close()
-        self._second.close()

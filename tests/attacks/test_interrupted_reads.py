@@ -9,16 +9,15 @@ import time
 import pytest
 
 from prefixstore.backends.objects.read_ahead import Window, ahead, at_once
-from prefixstore.engine.readers import ReaderPool
-from prefixstore.engine.relay import Relays
+from prefixstore.backends.threads import Threads
 from tests.support import outcome
 from tests.support.ctrl_c import interrupted, places_in, sample
-from tests.support.fetching import Watcher, store_of
+from tests.support.fetching import Watcher, state_of, store_of
 from tests.support.models import TORTURE
 from tests.support.timeouts import wait_for
 
 SECONDS = 30
-NAMES = ("prefixstore-read", "prefixstore-objects")
+NAMES = ("prefixstore-read", "prefixstore-work", "prefixstore-objects")
 
 # what happens when a generator is interrupted that the garbage collector ends
 pytestmark = pytest.mark.filterwarnings(
@@ -61,48 +60,25 @@ def test_a_ctrl_c_at_any_place_of_a_restore(codec, streamed, kept):
     with store_of([codec] * 4, Slow()) as store:
 
         def work():
-            return store.fetch(streamed=streamed)
-
-        n = places_in(work)
-        for at in sample(n, 50 * TORTURE):
-            if not kept:
-                store.fetcher._pool.close()
-                store.fetcher._pool = ReaderPool()
-            where, other = "", None
-            try:
-                where = interrupted(work, at)
-            except Exception as error:  # noqa: BLE001 - reported below
-                other = error
-            gc.collect()
-            found = outcome(work, where)
-            if found != 4 or other is not None or store.backend.misused:
-                faults.append((where, found, other, list(store.backend.misused)))
-                store.backend.misused.clear()
-                store.fetcher._pool = ReaderPool()
-        store.fetcher.close()
-    assert faults == []
-    assert left() == []
-
-
-def test_a_ctrl_c_at_any_place_of_a_relayed_restore():
-    faults = []
-    with store_of(["raw"] * 4, Slow()) as store:
-        relays = Relays(store.fetcher)
-
-        def work():
-            options = dict.fromkeys(("look", "admit", "deadline", "keep"))
-            with relays.fetching(store.pages, streamed=True, **options) as states:
-                return sum(1 for _ in states)
+            n = 0
+            with store.fetcher.fetching(store.pages, streamed=streamed) as states:
+                for n, state in enumerate(states, 1):
+                    assert bytes(state) == state_of(n - 1)
+            return n
 
         for at in sample(places_in(work), 50 * TORTURE):
+            if not kept:
+                store.fetcher.threads.close()
+                store.fetcher.threads = Threads("prefixstore-read")
             where = interrupted(work, at)
             gc.collect()
             found = outcome(work, where)
             if found != 4 or store.backend.misused:
                 faults.append((where, found, list(store.backend.misused)))
+                store.backend.misused.clear()
         # those that were not waited for end when they are told
-        wait_for(lambda: store.backend.open == 0, "all views are closed")
-        relays.close()
+        wait_for(lambda: store.backend.open == 0 and store.bytes_in_use == 0, "all views are closed")
+        store.fetcher.threads.close()
     assert faults == []
     assert left() == []
 

@@ -341,20 +341,6 @@ def test_a_page_that_is_captured_again_while_its_namespace_is_cleared_stays():
         assert store.match(A) == 12
 
 
-def test_an_interrupted_submit_leaves_no_pending_page(monkeypatch):
-    def interrupted(_):
-        raise KeyboardInterrupt
-
-    with store_of() as store:
-        new = store.pages(A[:4])[0]
-        monkeypatch.setattr(store.engine._queue, "put", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            store.engine.submit(new)
-        monkeypatch.undo()
-        assert store.match(A) == 0
-        assert store.put(A) == 3
-
-
 def stored_pages(n, *, namespace=NS, **usage):
     """Pages of a file, as many as wanted, each the first of a sequence."""
     for number in range(n):
@@ -364,19 +350,18 @@ def stored_pages(n, *, namespace=NS, **usage):
         yield StoredPage(record.key, record, Usage(1 + number, **usage), state)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_an_interrupted_import_can_be_repeated(monkeypatch, error):
+def test_an_import_that_failed_can_be_repeated(monkeypatch):
     batch, settings = list(stored_pages(6)), {NS: b"{}"}
     with store_of() as store:
         announce, calls = store.engine._catalog.announce, itertools.count()
 
-        def interrupted(new):
+        def failing(new):
             if next(calls) == 3:
-                raise error
+                raise MemoryError
             return announce(new)
 
-        monkeypatch.setattr(store.engine._catalog, "announce", interrupted)
-        with pytest.raises(error):
+        monkeypatch.setattr(store.engine._catalog, "announce", failing)
+        with pytest.raises(MemoryError):
             store.engine.import_pages(batch, settings)
         monkeypatch.undo()
         assert store.engine.import_pages(batch, settings).pages == 6

@@ -79,7 +79,7 @@ def releasing(writer, steps, n):
 
     def waiting(*arguments, **options):
         # the thread of the queue needs the lock, which is held until the wait begins
-        if threading.current_thread() is threading.main_thread() and left:
+        if threading.current_thread() is not writer.engine._queue._thread and left:
             steps.release(left.pop())
         return wait_until(*arguments, **options)
 

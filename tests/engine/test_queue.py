@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import random
 import threading
@@ -11,7 +10,6 @@ from contextlib import contextmanager
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.engine.far_pages import SharedPage
 from prefixstore.engine.pages import Pages
 from prefixstore.engine.pending import PendingPage
 from prefixstore.engine.queue import WriteQueue
@@ -19,7 +17,6 @@ from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_key
 from prefixstore.stats import Counters
 from tests.support import PATIENCE, in_thread
-from tests.support.ctrl_c import interrupted, places_in, sample
 from tests.support.engines import MIB, NS, A, B, MemoryPages, P, Store, gated, state_of, store_of, wait_for, writer_of
 from tests.support.faults import FaultyBackend, SlowBackend
 from tests.support.fragile import known_keys
@@ -414,35 +411,3 @@ def test_idle_work_that_fails_does_not_end_the_thread(caplog):
             queue.drain()
         assert work.n_commits == 2
         wait_for(lambda: "the location is gone" in caplog.text, "the warning")
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_ctrl_c_while_the_caller_commits_leaves_no_page_behind():
-    class Work:
-        has_deferred = has_idle_work = False
-        queued_bytes = 0
-
-        def commit(self, batch):
-            pass
-
-    held = 0
-
-    def release(page):
-        nonlocal held
-        held, page.weight = held - page.weight, 0
-
-    queue = WriteQueue(Work(), MIB, Counters(), in_background=False, read_only=False, on_released=lambda: None)
-    (page, *_) = Store(MemoryPages()).pages(A)
-
-    def put():
-        nonlocal held
-        new = SharedPage(page.page, b"", queue.acquire(1000), on_release=release)
-        held, new.weight = held + 1, 1
-        queue.put(new)
-
-    for at in sample(places_in(put), 100):
-        where = interrupted(put, at)
-        gc.collect()
-        assert held == 0 or "__del__" in where, where
-        held = 0

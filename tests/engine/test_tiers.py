@@ -1,6 +1,5 @@
 """A location in front of another one: who gives which page, what is kept, what is passed on, and what a loss costs."""
 
-import gc
 import os
 import threading
 import time
@@ -356,32 +355,13 @@ def filled_later(near, far, *sequences, sizes=None, **options):
 
 def use_at_once(store, *sequences):
     """Use sequences, and have the far location told of all their pages before it begins with the first."""
-    with store.far._queue._lock:
-        for tokens in sequences:
-            assert store.restore(tokens) == len(tokens) // P
 
+    def use():
+        with store.far._queue._lock:
+            for tokens in sequences:
+                assert store.restore(tokens) == len(tokens) // P
 
-def test_a_ctrl_c_before_a_page_is_queued_for_the_far_location_takes_no_place_there(monkeypatch):
-    def put(_):
-        raise KeyboardInterrupt
-
-    with tiers() as store:
-        with monkeypatch.context() as patch:
-            patch.setattr(store.far._queue, "put", put)
-            with pytest.raises(KeyboardInterrupt):
-                store.capture(A)
-            gc.collect()
-            assert store.far.queued_bytes == 0
-        store.capture(B)
-        store.engine.flush()
-        Engine.clear(store.far, SPACE.key)
-        store.far.forget_offers(keys_of(store.backend))
-        with monkeypatch.context() as patch:
-            patch.setattr(store.far._queue, "put", put)
-            with pytest.raises(KeyboardInterrupt):
-                store.restore(B)
-            gc.collect()
-            assert store.far._n_named == 0
+    store.engine.threads.call(use)
 
 
 def test_pages_that_are_made_up_for_are_written_together(monkeypatch):

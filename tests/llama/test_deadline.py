@@ -65,7 +65,7 @@ def over(seconds: list[float], speed: float, max_delay: float, stalls_at: float 
     ends = [end / speed for end in itertools.accumulate(seconds)]
     for n, end in enumerate(ends):
         begin = ends[n - 1] if n else 0.0
-        # as the relay does: at the deadline once more, with what has come
+        # as a fetch does: at the deadline once more, with what has come
         for is_again in (False, True):
             arrived = max(min(clock.now, stalls_at) - begin, 0.0) / (end - begin) if is_again else 0.0
             until = clock.now + max(deadline.left(n, arrived), 0.0)

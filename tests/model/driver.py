@@ -217,11 +217,14 @@ class Store:
         for space, tokens in jobs:
             with suppress(StorageError) if self.is_faulty else nullcontext():
                 self._match(space, tokens)
-            # all pages of a sequence are written together
-            with self._engine._queue._lock:
-                taken += [page for page in pages_of(space, tokens) if self._submit(page)]
+            taken += self._engine.threads.call(self._submit_together, pages_of(space, tokens))
             self.settle()
         return taken
+
+    def _submit_together(self, pages: Sequence[Page]) -> list[Page]:
+        """Have all pages of a sequence written together; those that were taken."""
+        with self._engine._queue._lock:
+            return [page for page in pages if self._submit(page)]
 
     def _submit(self, page: Page) -> bool:
         namespace, state = _namespace(page.space), page.state

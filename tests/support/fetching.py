@@ -117,7 +117,7 @@ class Store:
 
     @property
     def bytes_in_use(self):
-        return self.fetcher._pool.buffers.in_use
+        return self.fetcher.buffers.in_use
 
     def fetch(self, pages=None, **options):
         """How many states were given out; each is compared with the original."""
@@ -138,6 +138,7 @@ def store_of(codecs, backend=None, **options):
     finally:
         store.fetcher.close()
         store.backend.close()
+        store.engine.threads.close()
 
 
 def forging(at, **changes):

@@ -16,8 +16,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from weakref import ref
 
-from prefixstore.backends.threads import Signal
-
 __all__ = ["WriteBack"]
 
 # smaller commits are not worth a thread
@@ -54,7 +52,7 @@ class WriteBack:
 
     def __init__(self, file: str) -> None:
         self._file = file
-        self._ended = Signal()
+        self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, n_bytes: int) -> None:
@@ -78,7 +76,7 @@ class WriteBack:
                 self._thread.join()
 
 
-def _run(owner: ref[WriteBack], file: str, ended: Signal) -> None:
+def _run(owner: ref[WriteBack], file: str, ended: threading.Event) -> None:
     assert begin_writing is not None
     try:
         handle = os.open(file, os.O_RDWR | os.O_CLOEXEC)

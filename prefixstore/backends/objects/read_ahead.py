@@ -10,13 +10,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from queue import SimpleQueue
 from typing import Generic, TypeAlias, TypeVar
 
-from prefixstore.backends.threads import Job, Threads
+from prefixstore.backends.threads import Answer, Threads
 from prefixstore.errors import UnavailableError
 
 __all__ = ["AT_ONCE", "HELD_BYTES", "Arrived", "Window", "ahead", "at_once"]
@@ -110,22 +111,35 @@ def at_once(
     """
     if len(items) < 2:
         return [work(item) for item in items]
-    threads, jobs, held, found = Threads(SMALL_AT_ONCE, NAME), [Job(work, item) for item in items], 0, list[R]()
+    threads, held, found = Threads(NAME, SMALL_AT_ONCE), 0, list[R]()
+    waiting: deque[tuple[T, Answer[R]]] = deque()
+    has_failed = False
+
+    def unless_failed(item: T) -> R:
+        if has_failed:
+            raise UnavailableError("another one has failed")
+        return work(item)
+
+    def take() -> int:
+        item, answer = waiting.popleft()
+        found.append(answer.get())
+        meanwhile()
+        return size_of(item)
+
     try:
-        for item, job in zip(items, jobs, strict=True):
+        for item in items:
             held += size_of(item)
-            while held > HELD_BYTES and job is not jobs[len(found)]:
-                held -= size_of(items[len(found)])
-                found.append(jobs[len(found)].result())
-                meanwhile()
-            threads.submit_or_run(job)
-        while len(found) < len(jobs):
-            found.append(jobs[len(found)].result())
-            meanwhile()
+            while held > HELD_BYTES and waiting:
+                held -= take()
+            waiting.append((item, threads.start_or_run(unless_failed, item)))
+        while waiting:
+            take()
         return found
     finally:
-        for job in jobs:
-            job.end()
+        has_failed = True
+        for _, answer in waiting:
+            with suppress(Exception):
+                answer.get()
         threads.close()
 
 
@@ -154,10 +168,10 @@ def ahead(
     requests = _Requests(items, size_of, read, window, told)
     try:
         while (first := requests.wait_for_first()) is not None:
-            request, job = first
-            found = job.result()
+            request, answer = first
+            found = answer.get()
             yield request.item, found
-            del first, found, job
+            del first, found, answer
     finally:
         requests.close()
 
@@ -176,15 +190,15 @@ class _Requests(Generic[T, R]):
         self._size_of, self._read, self._window, self._told = size_of, read, window, told
         self._left = iter(items)
         self._next: list[T] = []
-        self._waiting: deque[tuple[_Request[T], Job[R]]] = deque()
+        self._waiting: deque[tuple[_Request[T], Answer[R]]] = deque()
         self._held = 0
-        # from the threads: bytes that have arrived, None at the end. A queue, whose reader may be interrupted any time.
+        # from the threads: bytes that have arrived, None at the end
         self._news: SimpleQueue[tuple[_Request[T], int | None]] = SimpleQueue()
         self._is_first, self._is_over, self._is_closed = True, False, False
-        self._readers = Threads(AT_ONCE, NAME)
+        self._readers = Threads(NAME, AT_ONCE)
         window.begin()
 
-    def wait_for_first(self) -> tuple[_Request[T], Job[R]] | None:
+    def wait_for_first(self) -> tuple[_Request[T], Answer[R]] | None:
         """The next request, when it is done; None if there is none left."""
         self._ask()
         while self._waiting and not (first := self._waiting[0][0]).is_done:
@@ -210,9 +224,7 @@ class _Requests(Generic[T, R]):
                 return
             request = _Request(self._next.pop(), size, size, self._is_first and not self._waiting)
             self._held += size
-            job = Job(self._work, request)
-            self._waiting.append((request, job))
-            self._readers.submit_or_run(job)
+            self._waiting.append((request, self._readers.start_or_run(self._work, request)))
 
     def _may_ask(self, size: int) -> bool:
         if not self._waiting:
@@ -225,6 +237,7 @@ class _Requests(Generic[T, R]):
     def _work(self, request: _Request[T]) -> R:
         started = time.perf_counter()
         try:
+            self._arrived(request, 0)
             found = self._read(request.item, partial(self._arrived, request))
             seconds = time.perf_counter() - started
             self._window.received(request.size, seconds, is_full=not (request.is_first or self._is_over))
@@ -240,6 +253,4 @@ class _Requests(Generic[T, R]):
     def close(self) -> None:
         """Wait for nothing: requests that have begun end with the next bytes that arrive."""
         self._is_closed = True
-        for _, job in self._waiting:
-            job.cancel()
         self._readers.close()
