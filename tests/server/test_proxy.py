@@ -859,9 +859,9 @@ def test_it_goes_on_when_nobody_reads_its_messages(tmp_path: Path, docs_model: P
 
 
 @pytest.mark.slow
-def test_a_location_that_cannot_be_opened_ends_the_command(serve: Serve, tmp_path: Path):
+def test_a_location_that_cannot_be_opened_ends_the_command_before_the_model_is_loaded(serve: Serve, tmp_path: Path):
     (tmp_path / "store").write_text("not a directory")
-    served = serve(ready=False)
+    served = serve(options=("--on-damage", "fail"), ready=False)
     assert served.ended() == 3
     assert "load_model" not in served.text()
 
