@@ -28,10 +28,10 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# attacks one at a time: many of them are crowds of processes
+# those of tests/attacks one at a time: many of them are crowds of processes
 attack: $(VENV)/.dev
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal --ignore tests/attacks -m 'slow and not attack'
-	$(BIN)/python -m pytest -m attack
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal --ignore tests/attacks -m 'slow or attack'
+	$(BIN)/python -m pytest tests/attacks
 
 torture: $(VENV)/.dev
 	PREFIXSTORE_TORTURE=1 $(BIN)/python -m pytest --timeout=3600 -m attack

@@ -298,15 +298,17 @@ def section(result: dict[str, Any]) -> list[str]:
     lines += paragraph(
         f"""Pages of {PAGE_TOKENS} tokens. MB/s are of the state, not of what is stored; unpacked by one thread and by
         {CORES}. A restore is of {N_PAGES} pages from LMDB into a context, with the file in memory ("warm") and with
-        none of it there ("cold"); in parentheses its speed relative to raw pages in the same round; medians."""
+        none of it there ("cold"); in parentheses its speed relative to raw pages in the same round; medians.
+        The codec that `auto` chooses is marked."""
     )
+    rows = []
     for name, figures in result.items():
-        rows = []
         for codec, of in figures["codecs"].items():
             restore = figures["restores"].get(codec)
             rows.append(
                 [
-                    codec,
+                    f"{name}, {figures['page_bytes'] / 1e6:.2f} MB",
+                    f"{codec} (`auto`)" if codec == figures["auto"] else codec,
                     f"{of['ratio']:.3f}",
                     *(f"{of[key] / 1e6:,.0f}" for key in ("pack", "unpack", "unpack_all_cores")),
                     *(
@@ -315,10 +317,6 @@ def section(result: dict[str, Any]) -> list[str]:
                     ),
                 ]
             )
-        head = ["codec", "ratio", "pack", "unpack", f"unpack, {CORES} threads", "restore, warm", "restore, cold"]
-        lines += [
-            f"### {name.capitalize()}: pages of {figures['page_bytes'] / 1e6:.2f} MB; `auto` chooses {figures['auto']}",
-            "",
-            *table(head, rows),
-        ]
+    head = ["states, page", "codec", "ratio", "pack", "unpack", f"{CORES} threads", "restore, warm", "restore, cold"]
+    lines += table(head, rows)
     return lines

@@ -179,20 +179,6 @@ def run(models: list[str] | None = None, names: list[str] | None = None, caches:
     return results
 
 
-HEAD = [
-    "cache",
-    "first token, empty cache: p50, p95",
-    "after a restart: the first request",
-    "after a restart: p50, p95",
-    "tokens evaluated: empty cache, after the restart",
-    "lost per request",
-    "written",
-    "on the disk",
-    "peak RSS",
-    "differ",
-]
-
-
 def section(result: dict[str, Any] | None) -> list[str]:
     """The figures as Markdown."""
     if result is None:
@@ -201,16 +187,36 @@ def section(result: dict[str, Any] | None) -> list[str]:
     lines += paragraph(losses(result))
     for model, by_workload in result.items():
         lines += [f"### {model}: {MODELS[model].title}", "", f"![Time to the first token, {model}]({plot(model)})", ""]
-        for name, found in by_workload.items():
-            asked = found[NOTHING]
-            numbers = [f"{len(asked[phase]['first_token'])} requests" for phase in ("cold", "warm")]
-            tokens = [f"{asked[phase]['prompt_tokens']:,} tokens" for phase in ("cold", "warm")]
-            lines += paragraph(
-                f"""**{WORKLOADS[name]}**: {numbers[0]} ({tokens[0]}) with an empty cache, {numbers[1]} ({tokens[1]})
-                after the restart."""
-            )
-            lines += table(HEAD, [row for cache in found for row in rows(cache, found[cache])])
+        lines += paragraph("; ".join(asked(name, found[NOTHING]) for name, found in by_workload.items()) + ".")
+        for first, cell in (("after the restart", waited), ("what it costs", spent)):
+            head = [first, *(WORKLOADS[name] for name in by_workload)]
+            caches = list(next(iter(by_workload.values())))
+            rows = [[cache, *(cell(found[cache]) for found in by_workload.values())] for cache in caches]
+            lines += table(head, rows)
     return lines
+
+
+def asked(name: str, figures: dict[str, Any]) -> str:
+    """The requests of a workload."""
+    cold, warm = (f"{len(figures[phase]['first_token'])} requests" for phase in ("cold", "warm"))
+    tokens = [f"{figures[phase]['prompt_tokens']:,} tokens" for phase in ("cold", "warm")]
+    return f"{WORKLOADS[name]}: {cold} ({tokens[0]}) with an empty cache, {warm} ({tokens[1]}) after the restart"
+
+
+def waited(figures: dict[str, Any]) -> str:
+    """How long requests have waited after the restart, and the tokens evaluated."""
+    warm = figures["warm"]
+    return f"{milliseconds(warm['first_token'][0])}; {waits(warm)}; {warm['evaluated']:,}"
+
+
+def spent(figures: dict[str, Any]) -> str:
+    """Time in the foreground, bytes, and answers that differ, of both phases."""
+    cold, warm = figures["cold"], figures["warm"]
+    lost = (cold["lost_seconds"] + warm["lost_seconds"]) / (len(cold["first_token"]) + len(warm["first_token"]))
+    written = megabytes(cold["written_bytes"] + warm["written_bytes"])
+    rss = megabytes(max(cold["peak_rss"], warm["peak_rss"]))
+    differing = cold["differing"] + warm["differing"]
+    return f"{milliseconds(lost)}; {written}; {megabytes(figures['disk_bytes'])}; {rss}; {differing}"
 
 
 ABOUT = """Four seeded workloads on three models, with every cache in the same run. *Many users*: one system prompt,
@@ -228,18 +234,17 @@ a temporary name and then renamed, and files that the new one continues are dele
 is compared with the tokens of all files, and the file with the longest common prefix is loaded by
 `llama_state_load_file` if that is longer than the live prefix. It verifies nothing, makes nothing durable, serves one
 process, and never evicts; it is the strongest peer here. `LlamaDiskCache` removes an entry when it is hit, and so has
-one at a time. `LlamaRAMCache` is empty after a restart, as any memory is; *not restarted* is the same cache in the
-first process, which continues."""
+one at a time. `LlamaRAMCache` is empty after a restart, as any memory is."""
 
-READ = """*First token*: from the call of the completion, which includes lookup and restore, to its first token; the p95
-of so few requests is the slowest. *Lost*: the foreground's time for lookup, restore and saving, a mean over both
-phases. *Written*: what both processes wrote to files, as the system counts it. *On the disk*: blocks, after both.
-*Peak RSS*: of the larger process, with the mapped pages of LMDB's file. *Differ*: greedy answers that differ from those
-without a cache, of all requests; batches are split differently after a restore, and where the best two tokens are that
-close an answer may change ([design.md](design.md), point 4). Files are in the system's memory in all cells.
-The same work took up to 1.5 times as long in one process as in the next on this machine (a chat without a cache, three
-times: medians of 396, 401 and 274 ms), whatever the cache: of two cells that are closer than that, neither is
-faster. Tokens evaluated and bytes do not vary."""
+READ = """After the restart: time to the first token of the first request; p50, p95 of all; tokens evaluated. The time
+includes lookup and restore; the p95 of so few requests is the slowest. What it costs, over both phases: the
+foreground's time for each request (lookup, restore and saving); bytes written to files, as the system counts them;
+blocks on the disk at the end; peak RSS of the larger process, with the mapped pages of LMDB's file; greedy answers
+that differ from those without a cache (batches are split differently after a restore, and where the best two tokens
+are that close an answer may change, [design.md](design.md), point 4). Figures with an empty cache are in
+`latest.json`. Files are in the system's memory in all cells. The same work took up to 1.5 times as long in one
+process as in the next on this machine (a chat without a cache, three times: medians of 396, 401 and 274 ms), whatever
+the cache: of two cells that are closer than that, neither is faster. Tokens evaluated and bytes do not vary."""
 
 
 def plot(model: str) -> str:
@@ -263,31 +268,6 @@ def losses(result: dict[str, Any]) -> str:
         )
     return f"""After the restart another cache had a lower median than prefixstore (LMDB, raw) in {len(lost)} of {cells}
         cells: {"; ".join(lost)}."""
-
-
-def rows(cache: str, figures: dict[str, Any]) -> list[list[str]]:
-    cold, warm = figures["cold"], figures["warm"]
-    requests = len(cold["first_token"]) + len(warm["first_token"])
-    found = [
-        [
-            cache,
-            waits(cold),
-            milliseconds(warm["first_token"][0]),
-            waits(warm),
-            f"{cold['evaluated']:,}, {warm['evaluated']:,}",
-            milliseconds((cold["lost_seconds"] + warm["lost_seconds"]) / requests),
-            megabytes(cold["written_bytes"] + warm["written_bytes"]),
-            megabytes(figures["disk_bytes"]),
-            megabytes(max(cold["peak_rss"], warm["peak_rss"])),
-            str(cold["differing"] + warm["differing"]),
-        ]
-    ]
-    if "stayed" in figures:
-        stayed = figures["stayed"]
-        lost = milliseconds(stayed["lost_seconds"] / len(stayed["first_token"]))
-        first, evaluated = milliseconds(stayed["first_token"][0]), f"{stayed['evaluated']:,}"
-        found.append([STAYED, "", first, waits(stayed), evaluated, lost, "", "", "", str(stayed["differing"])])
-    return found
 
 
 def waits(phase: dict[str, Any]) -> str:

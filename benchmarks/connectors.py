@@ -313,45 +313,45 @@ def _figures(taken: dict[str, Any], version: str | None) -> dict[str, Any]:
 
 def section(found: dict[str, Any]) -> list[str]:
     """The figures of one model as Markdown."""
-    rows, versions = [], set()
-    reasons: dict[str, list[str]] = {}
-    for line, servers in found["lines"].items():
-        for server, by_client in servers.items():
-            for name, each in by_client.items():
-                rows.append([line, server, name, *_row(each, found)])
-                if "not_run" in each and name not in reasons.setdefault(each["not_run"], []):
-                    reasons[each["not_run"]].append(name)
-                versions |= {each["version"]} if "version" in each else set()
+    places = {(line, server): by for line, servers in found["lines"].items() for server, by in servers.items()}
+    measured = [(name, each) for by_client in places.values() for name, each in by_client.items()]
+    clients = list(dict.fromkeys(name for name, _ in measured))
+    rows = [[*place, *(_cell(by.get(name), found) for name in clients)] for place, by in places.items()]
+    versions = {each["version"] for _, each in measured if "version" in each}
+    reasons: dict[str, dict[str, None]] = {}
+    for name, each in measured:
+        if "not_run" in each:
+            reasons.setdefault(each["not_run"], {})[name] = None
     about = f"LMCache {', '.join(sorted(versions))}" if versions else "LMCache"
     lines = paragraph(
         f"""{about} on the same values: {found["chunks"]} chunks of {found["chunk_bytes"]:,} bytes, K and V of
-        {found["page_tokens"]} tokens each, into the same server and back, in turns. LMCache: its `RemoteBackend` with
-        the connector that the URL names, as its engine calls it (with the asynchronous lookup: the other one of its
-        RESP client can wait forever), with its defaults, from and into its own memory on the CPU; no context, no GPU,
-        and nothing is verified. prefixstore: lookup, and each page verified and copied to a place of its own, without a
-        context, and without the deadline of a restore. LMCache gives up after 10 s (with `redis://`, for one value) by
-        itself. Written: until the server has acknowledged the last value; prefixstore with records and index, in one
-        transaction. LMCache's client of object storage needs the bucket in the host's name, so it has a server of the
-        same kind to itself; it remembers which objects there are, and looks up without asking."""
+        {found["page_tokens"]} tokens each, into the same server and back, in turns. LMCache: its `RemoteBackend`
+        with the connector that the URL names, as its engine calls it (with the asynchronous lookup: the other one
+        of its RESP client can wait forever), with its defaults, from and into its own memory on the CPU; no
+        context, no GPU, and nothing is verified. prefixstore: lookup, and each page verified and copied to a place
+        of its own, without a context, and without the deadline of a restore. LMCache gives up after 10 s (with
+        `redis://`, for one value) by itself. Lookup; lookup and values (GB/s; fewer tokens, where it gave up);
+        written: until the server has acknowledged the last value; prefixstore with records and index, in one
+        transaction. LMCache's client of object storage needs the bucket in the host's name, so it has a server of
+        the same kind to itself; it remembers which objects there are, and looks up without asking."""
     )
     if "beside" in found:
         lines += paragraph(
             f"""Measured in a run of its own, beside {found["beside"]}: compare the clients with each other."""
         )
-    lines += table(["line", "server", "client", "lookup", "lookup and values", "GB/s", "tokens", "written"], rows)
+    lines += table(["line", "server", *clients], rows)
     for reason, names in reasons.items():
         lines += paragraph(f"Not run: {'; '.join(names)}. Reason: {reason}.")
     return lines
 
 
-def _row(each: dict[str, Any], found: dict[str, Any]) -> list[str]:
+def _cell(each: dict[str, Any] | None, found: dict[str, Any]) -> str:
+    if each is None:
+        return ""
     if "not_run" in each:
-        return ["not run", "", "", "", ""]
+        return "not run"
     seconds, n = each["get"]["p50"], each["chunks"]
-    return [
-        milliseconds(each["lookup"]["p50"]),
-        milliseconds(seconds),
-        f"{n * found['chunk_bytes'] / seconds / 1e9:.3f}",
-        f"{n * found['page_tokens']:,}",
-        milliseconds(each["put"]["p50"]) if "put" in each else "",
-    ]
+    missing = "" if n == found["chunks"] else f", {n * found['page_tokens']:,} tokens"
+    rate = f"{n * found['chunk_bytes'] / seconds / 1e9:.3f}"
+    written = f"; {milliseconds(each['put']['p50'])}" if "put" in each else ""
+    return f"{milliseconds(each['lookup']['p50'])}; {milliseconds(seconds)} ({rate}{missing}){written}"

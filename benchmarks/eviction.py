@@ -43,13 +43,16 @@ def section(result: dict[str, Any] | None) -> list[str]:
         "![Share of blocks found](plots/hits.png)",
         "",
     ]
+    traces = list(result)
+    head = ["policy", *(f"{trace}, {float(capacity):.0%}" for trace in traces for capacity in CAPACITIES)]
+    rows = [
+        [policy, *(f"{result[trace]['hits'][policy][each]:.3f}" for trace in traces for each in CAPACITIES)]
+        for policy in result[traces[0]]["hits"]
+    ]
+    rows.append(["goal", *(f"{GOALS[trace][capacity]:.3f}" for trace in traces for capacity in CAPACITIES)])
+    lines += table(head, rows)
     for trace, found in result.items():
-        hits, written = found["hits"], found["written"]
-        rows = [[policy, *(f"{rates[capacity]:.3f}" for capacity in CAPACITIES)] for policy, rates in hits.items()]
-        rows.append(["goal", *(f"{GOALS[trace][capacity]:.3f}" for capacity in CAPACITIES)])
-        lines += [f"### {trace.capitalize()}", ""]
-        lines += table(["policy", *(f"{float(capacity):.0%}" for capacity in CAPACITIES)], rows)
-        lines += paragraph(_summary(trace, hits, written))
+        lines += paragraph(f"{trace.capitalize()}: {_summary(trace, found['hits'], found['written'])}")
     return lines
 
 
@@ -63,6 +66,6 @@ def _summary(trace: str, hits: dict[str, dict[str, float]], written: dict[str, d
     )
     first = CAPACITIES[0]
     goals = f"missed at {', '.join(f'{float(each):.0%}' for each in missed)}" if missed else "reached at all capacities"
-    return f"""The goals are {goals}. Where `adaptive` is furthest behind the best of the others except Belady, it is
+    return f"""the goals are {goals}. Where `adaptive` is furthest behind the best of the others except Belady, it is
         behind by {max(behind, 0):.4f} (goal: 0.003). At {float(first):.0%} it writes
         {written["adaptive"][first]:.1%} of all requested blocks (goal: 25 %), `lru` {written["lru"][first]:.1%}."""

@@ -3,8 +3,7 @@
 Measured: how much `planes` saves on states of the trained model, and how long a restore of raw and of packed pages, and
 computing them, takes there. Replayed: traces through the real engine, with its water marks. Modelled
 in the replay: one block of a trace is one page of one token, whose payload of `BLOCK_BYTES` saves as much as the
-measured states do; only payloads count against the budget; and the time between two requests is enough for all idle
-work.
+measured states do; and only payloads count against the budget.
 """
 
 from __future__ import annotations
@@ -40,13 +39,8 @@ from prefixstore.format.keys import TOKEN_BYTES, as_tokens
 from prefixstore.stats import Counters
 
 BLOCK_BYTES = 4096
-# name -> codec, and whether room is made in idle time
-MODES = {
-    "raw only, no idle time": ("raw", False),
-    "raw only": ("raw", True),
-    "packed always": ("planes", True),
-    "packed under pressure": ("auto", True),
-}
+# name -> codec
+MODES = {"raw only": "raw", "packed always": "planes", "packed under pressure": "auto"}
 
 
 # -- measured on a model -----------------------------------------------------------------------------------------------
@@ -101,14 +95,12 @@ class _Payloads(Costs):
 
 
 class Replayed:
-    """The engine with a budget in bytes, used as by a server that is idle for a while after each request."""
+    """The engine with a budget in bytes."""
 
     def __init__(self, mode: str, policy: str, max_bytes: int, payload: bytes) -> None:
-        codec, self._idles = MODES[mode]
         self.counters = Counters()
-        marks = {} if self._idles else {"high_water": 1.0, "low_water": 1.0}
-        budget = Budget(max_bytes, **marks)
-        self.engine = Engine(Pages(MemoryBackend()), budget, POLICIES[policy](), pick(codec), self.counters)
+        encode = pick(MODES[mode])
+        self.engine = Engine(Pages(MemoryBackend()), Budget(max_bytes), POLICIES[policy](), encode, self.counters)
         buffer = BufferPool(1 << 20).acquire(len(payload))
         assert buffer is not None
         buffer.view[:] = payload
@@ -131,8 +123,6 @@ class Replayed:
             batch.append(new)
             parent = new.page.key
         self.n_written += self.engine.commit(batch)
-        while self._idles and self.engine.has_idle_work:
-            self.engine.do_idle_work()
         return path.n_tokens
 
 
@@ -197,33 +187,27 @@ def section(result: dict[str, Any] | None) -> list[str]:
     )
     lines += paragraph(
         f"""Replayed through the real engine, with its water marks; modelled: a block is a page of one token with a
-        payload of {BLOCK_BYTES} bytes that packs by {result["block_ratio"]:.3f}, payloads alone count against the
-        budget, and there is idle time enough after each request. Budgets are fractions of the bytes that all unique
-        blocks take raw. Except in the first row room is made from 95 % down to 90 % of the budget. In parentheses: the
-        share of the hits that restored packed pages."""
+        payload of {BLOCK_BYTES} bytes that packs by {result["block_ratio"]:.3f}, and payloads alone count against the
+        budget. Budgets are fractions of the bytes that all unique blocks take raw. Hit rate; in parentheses the share
+        of the hits that restored packed pages; pages written, again or for the first time, for each block."""
     )
+    if any("no idle time" in mode for policies in result["replayed"].values() for mode in policies["adaptive"]):
+        lines += paragraph(
+            """Measured when room was still made in idle time, from 95 % down to 90 % of the budget, in all rows but the
+            first."""
+        )
     for trace, policies in result["replayed"].items():
         for policy, modes in policies.items():
             capacities = list(next(iter(modes.values())))
-            rows = [
-                [
-                    mode,
-                    *(f"{cell['hit_rate']:.3f} ({cell['packed_hits']:.0%})" for cell in cells.values()),
-                ]
-                for mode, cells in modes.items()
-            ]
-            lines += [f"### Hit rates on the {trace} trace, policy `{policy}`", ""]
-            lines += table(["pages", *(f"{float(capacity):.0%}" for capacity in capacities)], rows)
-            rows = [
-                [
-                    mode,
-                    *(f"{cell['written'] / cell['n_blocks']:.3f}" for cell in cells.values()),
-                ]
-                for mode, cells in modes.items()
-            ]
-            lines += paragraph("Pages written, again or for the first time, for each block of the trace:")
+            rows = [[mode, *(_cell(cell) for cell in cells.values())] for mode, cells in modes.items()]
+            lines += paragraph(f"The {trace} trace, policy `{policy}`:")
             lines += table(["pages", *(f"{float(capacity):.0%}" for capacity in capacities)], rows)
     return lines
+
+
+def _cell(found: dict[str, Any]) -> str:
+    written = found["written"] / found["n_blocks"]
+    return f"{found['hit_rate']:.3f} ({found['packed_hits']:.0%}); {written:.3f}"
 
 
 def main() -> None:

@@ -61,7 +61,7 @@ LINES = {
 ROUNDS = {HERE: 7, "1 Gbit/s": 3, "1 Gbit/s, 50 ms": 3, "100 Mbit/s": 1, "100 Mbit/s, 50 ms": 1}
 TIERED = {"1 Gbit/s, 50 ms": 2, "100 Mbit/s": 1}
 FEWER = {HERE: 3, "1 Gbit/s": 2, "1 Gbit/s, 50 ms": 2}
-EMPTY, WARM, LOST = "near one empty", "near one warm", "far one lost"
+STATES = EMPTY, WARM, LOST = "near one empty", "near one warm", "far one lost"
 # of computing: what a line may cost
 MOST = 1.05
 # how often the prompt is computed
@@ -536,30 +536,19 @@ def _shares(found: dict[str, Any]) -> list[str]:
 
 def _tiers(found: dict[str, Any]) -> list[str]:
     rows = [
-        [
-            line,
-            f"LMDB, {far}",
-            state,
-            *_taken(each, found),
-        ]
+        [line, f"LMDB, {far}", *("; ".join(filter(None, _taken(states[state], found))) for state in STATES)]
         for line, measured in found["lines"].items()
         for far, states in measured.get("tiers", {}).items()
-        for state, each in states.items()
     ]
     if not rows:
         return []
     return [
         *paragraph(
             """A location of this machine in front: while it is empty, when it has kept what came, and when the far one
-            stops answering without a word, for the first prompt after that."""
+            stops answering without a word, for the first prompt after that. Restore; to the first token; relative to
+            computing; cost, if there is one; tokens restored."""
         ),
-        *table(
-            [
-                *("line", "locations", "state", "restore", "to the first token"),
-                *("relative to computing", "cost", "tokens restored"),
-            ],
-            rows,
-        ),
+        *table(["line", "locations", *STATES], rows),
     ]
 
 

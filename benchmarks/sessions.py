@@ -189,9 +189,12 @@ def run(sizes: Sizes = FULL) -> dict[str, Any]:
 def section(result: dict[str, Any]) -> list[str]:
     """The figures as Markdown."""
     sizes, fork = result["sizes"], result["fork"]
-    rows = [[n, *(milliseconds(figures[way]["first_token"]["p50"]) for way in WAYS)] for n, figures in _by_n(result)]
-    switches = [
-        [n, f"{milliseconds(figures['sessions']['switch']['p50'])} {_mostly(figures['sessions'])}"]
+    rows = [
+        [
+            n,
+            *(milliseconds(figures[way]["first_token"]["p50"]) for way in WAYS),
+            f"{milliseconds(figures['sessions']['switch']['p50'])} {_mostly(figures['sessions'])}",
+        ]
         for n, figures in _by_n(result)
     ]
     lines = [
@@ -199,12 +202,10 @@ def section(result: dict[str, Any]) -> list[str]:
         "",
         *paragraph(
             f"""Time to the first token, p50, when each conversation has its turn after all others: {sizes["first"]:,}
-            tokens, and {sizes["turn"]} more in each turn; an eighth of the computation of the model above."""
+            tokens, and {sizes["turn"]} more in each turn; an eighth of the computation of the model above. The
+            switch is `admit`, to the beginning of the block; in parentheses where most conversations came from."""
         ),
-        *table(["conversations", *WAYS], rows),
-        "Of that, the switch: `admit`, to the beginning of the block, and where most conversations came from.",
-        "",
-        *table(["conversations", "sessions"], switches),
+        *table(["conversations", *WAYS, "of that, the switch"], rows),
         *paragraph(
             f"""A fork of a conversation of {sizes["forked"]:,} tokens: p50 {fork["p50"] * 1e6:.0f} µs, in milliseconds
             p95 {met(fork["p95"] * 1e3, FORK_GOAL * 1e3, at_most=True)}."""

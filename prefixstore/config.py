@@ -64,6 +64,9 @@ MODEL_FLAGS = frozenset(
     use_mmap use_mlock logits_all offload_kqv flash_attn op_offload swa_full no_perf spm_infill verbose
     """.split()  # noqa: SIM905 - to be read at a glance
 )
+# the least of those that are numbers: 0 is the model's own n_ctx, and -1 all layers, or all threads
+LEAST = {"n_ctx": 0, "n_batch": 1, "n_ubatch": 1}
+MOST = 2**31 - 1
 WARM_SETTINGS = frozenset({"prompts", "pin", "generation_prompt"})
 PATHS = frozenset({"path", "lora_path"})
 # settings that are numbers in llama.cpp: the prefix of the names of their constants
@@ -113,6 +116,9 @@ class Config:
         for name, value in self.model.items():
             if name.startswith("n_") and (isinstance(value, bool) or not isinstance(value, (int, type(None)))):
                 raise InvalidParameterError(f"[model] {name}={shown(value)} must be an integer")
+            if name.startswith("n_") and value is not None and not (least := LEAST.get(name, -1)) <= value <= MOST:
+                # llama.cpp takes it for another number, or ends the process
+                raise InvalidParameterError(f"[model] {name}={shown(value)} must be from {least} to {MOST}")
             if name in MODEL_FLAGS and not isinstance(value, (bool, type(None))):
                 raise InvalidParameterError(f"[model] {name}={shown(value)} must be true or false")
         for name, value in self.warm.items():
@@ -186,7 +192,7 @@ class Config:
         known = {name: _number(llama_cpp, name, value) for name, value in settings.items()}
         try:
             llm: Llama = llama_cpp.Llama(path, **{"verbose": False, **known, **more})
-        except (ValueError, RuntimeError, TypeError, AttributeError, ctypes.ArgumentError) as error:
+        except (ValueError, RuntimeError, TypeError, AttributeError, MemoryError, ctypes.ArgumentError) as error:
             hint = _hint(known) if "context" in str(error) else ""
             raise InvalidParameterError(f"llama.cpp cannot load {path} with these settings: {error}{hint}") from error
         return llm

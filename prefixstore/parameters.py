@@ -123,8 +123,8 @@ class Parameters:
         high, low = _share(high_water, "high_water"), _share(low_water, "low_water")
         if low > high:
             raise InvalidParameterError(
-                f"low_water={low} must not be above high_water={high}: room is made from high_water down to low_water; "
-                "set both"
+                f"low_water={low} must not be above high_water={high}: pages are packed from high_water down to "
+                "low_water; set both"
             )
         return cls(
             label=_text(namespace, "namespace"),

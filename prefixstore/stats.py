@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
 
 from prefixstore.units import counted, format_bytes, format_seconds
 
@@ -18,16 +17,17 @@ __all__ = [
     "AGE_BUCKETS",
     "HISTOGRAMS",
     "SECONDS_BUCKETS",
-    "Asked",
     "Counters",
     "Histogram",
     "Kind",
     "Ledger",
     "Purpose",
+    "Request",
     "SessionCounts",
     "Shortage",
     "Stats",
     "TierStats",
+    "short",
 ]
 
 _NONE = "none: "
@@ -107,7 +107,7 @@ class Purpose(str, Enum):
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """A prompt that was looked up.
 
     Attributes
@@ -115,9 +115,9 @@ class Asked:
     at
         When, in seconds since the epoch.
     namespace
-        Key of its namespace.
+        The `short` name of its namespace.
     purpose
-        What for.
+        ``"serving"``, ``"warming"`` or ``"maintenance"``.
     source
         ``"store"``, ``"live"``, or why nothing came from the store: a name in ``Stats.misses``.
     prompt_tokens, restored_tokens
@@ -125,7 +125,7 @@ class Asked:
     """
 
     at: float
-    namespace: bytes
+    namespace: str
     purpose: str
     source: str
     prompt_tokens: int
@@ -483,8 +483,14 @@ KEPT = frozenset(
 )
 # rows that may wait to be written; those beyond are counted together, under no namespace
 MOST_ROWS = 4096
-MOST_ASKED = 16
+REQUESTS_KEPT = 16
+MINUTES_KEPT = 60
 HOUR = 3600
+
+
+def short(key: bytes) -> str:
+    """The short name of a namespace in figures: the first 16 digits of its key."""
+    return key.hex()[:16]
 
 
 class Ledger:
@@ -492,66 +498,48 @@ class Ledger:
 
     Attributes
     ----------
-    purpose
-        What the store is used for at present.
     rows
-        Counts by hour (since the epoch), key of the namespace, and purpose.
+        Counts by hour (since the epoch), short name of the namespace, and purpose.
     minutes
         Counts of all namespaces by minute (since the epoch); of serving only.
-    asked
+    requests
         The last prompts.
     """
 
-    def __init__(self, purpose: Purpose = Purpose.SERVING) -> None:
-        self.purpose = purpose
-        self.rows: dict[tuple[int, bytes, str], Counter[str]] = {}
+    def __init__(self) -> None:
+        self.rows: dict[tuple[int, str, str], Counter[str]] = {}
         self.minutes: dict[int, Counter[str]] = {}
-        self.asked: list[Asked] = []
+        self.requests: list[Request] = []
 
-    def add(self, name: str, by: int, namespace: bytes) -> None:
+    def count(self, name: str, by: int, namespace: bytes, purpose: Purpose) -> None:
         """Raise a count, if it is one that is kept."""
         if not by or (name not in KEPT and not name.startswith("miss:")):
             return
-        now, purpose = time.time(), self.purpose.value
-        row = int(now // HOUR), namespace, purpose
+        now, counts = time.time(), Counter({name: by})
+        self._add((int(now // HOUR), short(namespace), purpose.value), counts)
+        if purpose is Purpose.SERVING:
+            self._add_minute(int(now // 60), counts)
+
+    def add(self, other: Ledger) -> None:
+        """Add what another ledger has."""
+        for row, counts in other.rows.items():
+            self._add(row, counts)
+        for minute, counts in other.minutes.items():
+            self._add_minute(minute, counts)
+        self.requests = sorted([*self.requests, *other.requests], key=lambda one: one.at)[-REQUESTS_KEPT:]
+
+    def _add(self, row: tuple[int, str, str], counts: Counter[str]) -> None:
         if row not in self.rows and len(self.rows) >= MOST_ROWS:
-            row = int(now // HOUR), b"", purpose
-        self.rows.setdefault(row, Counter())[name] += by
-        if self.purpose is Purpose.SERVING:
-            minute = int(now // 60)
-            self.minutes.setdefault(minute, Counter())[name] += by
-            if len(self.minutes) > 60:
-                del self.minutes[next(iter(self.minutes))]
+            row = row[0], "", row[2]
+        self.rows.setdefault(row, Counter()).update(counts)
 
-    def copy(self) -> Ledger:
-        """What waits now."""
-        copied = Ledger(self.purpose)
-        copied.rows = {row: Counter(counts) for row, counts in self.rows.items()}
-        copied.minutes = {minute: Counter(counts) for minute, counts in self.minutes.items()}
-        copied.asked = list(self.asked)
-        return copied
-
-    def take_off(self, written: Ledger) -> None:
-        """Subtract a copy, which is written now."""
-        for row, counts in written.rows.items():
-            _take_off(self.rows, row, counts)
-        for minute, counts in written.minutes.items():
-            _take_off(self.minutes, minute, counts)
-        self.asked = [one for one in self.asked if not any(one is other for other in written.asked)]
+    def _add_minute(self, minute: int, counts: Counter[str]) -> None:
+        self.minutes.setdefault(minute, Counter()).update(counts)
+        if len(self.minutes) > MINUTES_KEPT:
+            del self.minutes[min(self.minutes)]
 
     def __bool__(self) -> bool:
         return bool(self.rows)
-
-
-_KeyT = TypeVar("_KeyT")
-
-
-def _take_off(counts: dict[_KeyT, Counter[str]], key: _KeyT, written: Counter[str]) -> None:
-    left = counts.get(key)
-    if left is not None:
-        left.subtract(written)
-        if not any(left.values()):
-            del counts[key]
 
 
 class Counters:
@@ -562,6 +550,7 @@ class Counters:
 
     def __init__(self) -> None:
         self._ledger = Ledger()
+        self._purpose = Purpose.SERVING
         self._counts: Counter[str] = Counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._gained: defaultdict[str, float] = defaultdict(float)
@@ -574,7 +563,7 @@ class Counters:
         What the parent has collected for the location, the parent writes.
         """
         copied = Counters()
-        copied._ledger.purpose = self._ledger.purpose
+        copied._purpose = self._purpose
         copied._counts |= self._counts
         copied._seconds |= self._seconds
         copied._gained |= self._gained
@@ -589,27 +578,27 @@ class Counters:
         with self._lock:
             self._counts[name] += by
             if namespace is not None:
-                self._ledger.add(name, by, namespace)
+                self._ledger.count(name, by, namespace, self._purpose)
 
     def asked(self, namespace: bytes | None, n_tokens: int, n_restored: int, source: str) -> None:
-        """Note that a prompt of so many tokens was looked up; for `source`, see `Asked`."""
+        """Note that a prompt of so many tokens was looked up; for `source`, see `Request`."""
         with self._lock:
             self._counts["prompt_tokens"] += n_tokens
             if namespace is None:
                 return
-            ledger = self._ledger
-            ledger.add("prompt_tokens", n_tokens, namespace)
-            one = Asked(time.time(), namespace, ledger.purpose.value, source, n_tokens, n_restored)
-            ledger.asked = [*ledger.asked[-MOST_ASKED + 1 :], one]
+            self._ledger.count("prompt_tokens", n_tokens, namespace, self._purpose)
+            at = round(time.time(), 3)
+            one = Request(at, short(namespace), self._purpose.value, source, n_tokens, n_restored)
+            self._ledger.requests = [*self._ledger.requests[-REQUESTS_KEPT + 1 :], one]
 
     @contextmanager
     def counting(self, purpose: Purpose) -> Iterator[None]:
         """In this block, counts are kept in the location under this purpose."""
-        before, self._ledger.purpose = self._ledger.purpose, purpose
+        before, self._purpose = self._purpose, purpose
         try:
             yield
         finally:
-            self._ledger.purpose = before
+            self._purpose = before
 
     @property
     def has_unwritten(self) -> bool:
@@ -618,13 +607,22 @@ class Counters:
 
     def unwritten(self) -> Ledger:
         """A copy of what was counted and is not in the location yet."""
+        copied = Ledger()
         with self._lock:
-            return self._ledger.copy()
+            copied.add(self._ledger)
+        return copied
 
-    def written(self, ledger: Ledger) -> None:
-        """Note that what `unwritten` returned is in the location now."""
+    def take(self) -> Ledger:
+        """What was counted since the last call, to be written into the location."""
         with self._lock:
-            self._ledger.take_off(ledger)
+            taken, self._ledger = self._ledger, Ledger()
+        return taken
+
+    def give_back(self, taken: Ledger) -> None:
+        """What `take` returned was not written."""
+        with self._lock:
+            taken.add(self._ledger)
+            self._ledger = taken
 
     def time(self, name: str, seconds: float, *, namespace: bytes | None = None) -> None:
         """Add to a time, and to the histogram of this name, if there is one.
@@ -633,7 +631,7 @@ class Counters:
         """
         with self._lock:
             if namespace is not None:
-                self._ledger.add(f"{name}_microseconds", round(seconds * 1e6), namespace)
+                self._ledger.count(f"{name}_microseconds", round(seconds * 1e6), namespace, self._purpose)
             self._seconds[name] += seconds
             if seconds > 0:
                 self._gained[name] += seconds

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from prefixstore.engine.budget import Evicted
 from prefixstore.engine.engine import Engine
@@ -106,9 +106,8 @@ class PrefixStore:
     max_entries
         Limit on the number of pages in the location; None for no limit.
     high_water, low_water
-        Shares of both limits. When more than `high_water` is in use, the background thread frees space down to
-        `low_water`, so that there is space for the next pages: it packs pages (see `codec`), and evicts when there is
-        nothing left to pack.
+        Shares of `max_bytes`. When more than `high_water` is in use, new pages are packed (see `codec`), until no more
+        than `low_water` is.
     quota
         Limit for one tenant: a size, for each namespace and for all namespaces of a `salt` together, or
         ``{"namespace": size, "salt": size}``. A tenant with a quota evicts its own pages first, so it evicts those of
@@ -136,8 +135,7 @@ class PrefixStore:
     read_only
         Restore from an existing store, and never write to it.
     write_behind
-        Whether a background thread packs and writes pages, and frees space in idle time. If not, the completion waits
-        for pages to be written, and space is freed when a page needs it.
+        Whether a background thread packs and writes pages. If not, the completion waits for pages to be written.
     queue_bytes
         Memory for pages that wait to be written. A page that does not fit is captured later, or not at all. A far
         location has a second queue of the same size.
@@ -238,6 +236,13 @@ class PrefixStore:
 
     def __repr__(self) -> str:
         return f"PrefixStore({self.location!r}, kind={self.kind.value!r})"
+
+    def __reduce__(self) -> NoReturn:
+        # also what `copy` calls
+        raise MisuseError(
+            f"a store cannot be pickled or copied: it holds threads and an open location; pass the location on, and "
+            f"open it there: PrefixStore({self.location!r})"
+        )
 
     # -- lifetime -----------------------------------------------------------------------------------------------------
 

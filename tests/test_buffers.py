@@ -54,18 +54,6 @@ def test_a_pool_without_a_limit_gives_out_any_number_of_buffers():
     assert pool.in_use == (2 << 20) + 100
 
 
-def test_a_buffer_that_was_lost_is_not_in_use_and_its_memory_is_not_given_out_again():
-    pool = BufferPool(100)
-    buffer = pool.acquire(60)
-    view = buffer.view
-    view[:] = bytes(60)
-    del buffer  # by Ctrl-C between two lines, say
-    assert pool.in_use == 0
-    again = pool.acquire(60)
-    again.view[:] = b"x" * 60
-    assert bytes(view) == bytes(60)
-
-
 @pytest.mark.slow
 def test_an_interrupt_at_any_step_of_acquiring_leaves_nothing_in_use_and_reports_nothing(monkeypatch):
     reported = []

@@ -181,15 +181,18 @@ def test_without_lmcache_the_rows_say_so_and_with_it_each_line_has_its_own(store
         assert all(each["chunks"] == N for each in measured["Valkey, TCP"].values())
         assert len(measured["Valkey, TCP"]) == 4
     lines = connectors.section(without)
-    assert f"| {remote.HERE} | Valkey, socket | LMCache `redis://` (redis-py) | not run |  |  |  |  |" in lines
+    assert any(one.startswith(f"| {remote.HERE} | Valkey, socket |") and "| not run |" in one for one in lines)
     assert NOT_NAMED in " ".join(lines)
     assert max(len(line) for line in lines if line[:1] != "|") <= 118
     lines = connectors.section(with_it)
     size = N * chunks.chunk_bytes / 2.0 / 1e9
-    row = f"LMCache `resp://` (its own client, C++) | 500.0 ms | 2000.0 ms | {size:.3f} | 768 |"
-    assert f"| {remote.HERE} | Valkey, TCP | {row} 2000.0 ms |" in lines
+    cell = f"500.0 ms; 2000.0 ms ({size:.3f})"
+    here, there = (
+        next(row for row in lines if row.startswith(f"| {one} | Valkey, TCP |")) for one in (remote.HERE, line)
+    )
+    assert f"| {cell}; 2000.0 ms |" in here
     # what is put is there for all lines
-    assert f"| {line} | Valkey, TCP | {row}  |" in lines
+    assert f"| {cell} |" in there
     assert "LMCache 1.2" in " ".join(lines)
     assert "not run" not in " ".join(lines)
 

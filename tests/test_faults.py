@@ -37,7 +37,7 @@ def test_a_failing_backend_costs_a_miss_and_recovers(llama, cold, tmp_path, monk
             assert answer(llm, TOKENS, 6) == cold
             llm.reset()
             assert answer(llm, TOKENS, 6) == cold
-            store._engine.drain()
+            store.engine.drain()
         stats = store.stats()
         assert stats.misses.get("unavailable", 0) == (2 if method == "view" else 0)
         assert (stats.dropped.get("unavailable", 0) > 0) == (method == "update")
@@ -56,7 +56,7 @@ def test_an_unexpected_exception_does_not_reach_a_completion(llama, cold, monkey
         llm.set_cache(store)
         with monkeypatch.context() as faulty:
             faulty.setattr(PagedMemory, "take", lambda *_: 1 / 0)
-            faulty.setattr(type(store._engine), "match", lambda *_: 1 / 0)
+            faulty.setattr(type(store.engine), "match", lambda *_: 1 / 0)
             with caplog.at_level(logging.WARNING, "prefixstore"):
                 assert answer(llm, TOKENS, 6) == cold
         stats = store.stats()
@@ -127,7 +127,7 @@ with PrefixStore(sys.argv[2], llm, max_bytes="1GiB") as store:
     for seed in range(30):
         llm.reset()
         answer(llm, prompt(700, seed), 2)
-        store._engine.drain()
+        store.engine.drain()
     last = store.match(prompt(700, 29)).n_tokens
     assert store.check() == [], store.check()
     stats = store.stats()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import copy
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -49,7 +51,7 @@ from tests.support.models import load, prompt
         ({"low_water": "90%"}, "low_water='90%' must be a number"),
         ({"low_water": True}, "low_water=True must be a number"),
         ({"low_water": float("nan")}, "low_water=nan must be a number"),
-        ({"high_water": 0.8}, "high_water=0.8: room is made from high_water down to low_water; set both"),
+        ({"high_water": 0.8}, "high_water=0.8: pages are packed from high_water down to low_water; set both"),
         ({"page_tokens": 0}, "page_tokens=0 must be an integer of at least 1"),
         ({"page_tokens": -256}, "page_tokens"),
         ({"page_tokens": 12.5}, "page_tokens"),
@@ -175,6 +177,12 @@ def test_a_closed_store_raises_closed_error(tmp_path):
     with pytest.raises(ClosedError), store:
         pass
     assert bool(store)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_store_is_not_copied_and_not_sent_to_another_process(tmp_path, duplicate):
+    with PrefixStore(tmp_path / "kv") as store, pytest.raises(MisuseError, match="cannot be pickled or copied"):
+        duplicate(store)
 
 
 def test_without_a_llama_there_is_nothing_to_restore_into(tmp_path):

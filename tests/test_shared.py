@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prefixstore import PrefixStore
-from tests.support.models import answer, load, prompt
+from tests.support.models import TORTURE, answer, load, prompt
 from tests.support.worker import in_fork, in_process
 
 
@@ -54,4 +54,26 @@ def test_a_forked_child_works_and_so_does_its_parent(models, tmp_path, location)
         assert store.match(prompt(600, seed=6)).n_tokens == 600
         # what the child wrote is the parent's too, where there is a place that both see
         assert store.match(prompt(600, seed=5)).n_tokens == (600 if location == "lmdb" else 0)
+        assert store.check() == []
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_fork_in_the_middle_of_writing_loses_nothing(models, tmp_path):
+    llm = load(models("llama"))
+    with PrefixStore(tmp_path, llm) as store:
+        llm.set_cache(store)
+        for seed in range(6 * TORTURE):
+            llm.reset()
+            answer(llm, prompt(1000, seed), 1)
+
+            def child() -> None:
+                assert store.engine.queued_bytes == 0
+                assert store.check() == []
+                store.match(prompt(1000, 0))
+
+            in_fork(child)
+        store.flush()
+        for seed in range(6 * TORTURE):
+            assert store.match(prompt(1000, seed)).n_tokens == 1000
         assert store.check() == []

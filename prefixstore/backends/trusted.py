@@ -76,8 +76,8 @@ def _require(path: Path, found: os.stat_result) -> None:
         return
     raise LocationError(
         f"{path} belongs to another user (uid {found.st_uid}); choose another location, run as that user (a container: "
-        f"docker run --user {found.st_uid}), or run: chown {os.geteuid()} '{path}'. A group of this user may share it, "
-        "after: chmod g+rw (of the directory: g+rwx)"
+        f"docker run --user {found.st_uid}), or run: chown -R {os.geteuid()} '{path}'. A group of this user may share "
+        "it, after: chmod g+rw (of the directory: g+rwx)"
     )
 
 

@@ -9,13 +9,12 @@ import re
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
 import typer
 
-from prefixstore.backends.location import is_url, without_password, without_passwords
+from prefixstore.backends.location import ENVIRONMENT, is_url, without_password, without_passwords
 from prefixstore.cli import options
 from prefixstore.cli.output import DONE, FAILED, emit, fields, has_terminal, say, tell, visible_lines
 from prefixstore.config import Config, load_config
@@ -170,7 +169,7 @@ class _Place:
                 given[name] = str(size)
         wants_text = not self._has_config and given.get("model", "") is None and given.get("tokenizer", "") is None
         # a text is shown where it can be, so what is missing for it is no error
-        if wants_text and settings.path and Path(settings.path).is_file() and find_spec("llama_cpp") is not None:
+        if wants_text and settings.path and Path(settings.path).is_file():
             given["model"] = Path(settings.path)
 
     def _is_left_out(self, given: dict[str, Any], last: str) -> bool:
@@ -203,6 +202,10 @@ def _default_location(given: dict[str, Any], config: Path | None, settings: Conf
         far = without_password(further[0])
         say(f"note: this is about {without_password(nearest)} alone; for {far}, pass that as LOCATION")
     is_named = config is not None and str(config) != os.environ.get(options.CONFIG_VARIABLE)
+    if "target" in given and config is None and ENVIRONMENT not in os.environ:
+        # the one argument may as well have been meant as the source
+        only = without_password(given["target"])
+        raise InvalidParameterError(f"only {only} is given; pass LOCATION TARGET, or --config, or set {ENVIRONMENT}")
     # whether it deletes pages, and would ask on a terminal
     deletes = given.get("yes") is False and "out" not in given and given.get("repair", True) and not given["dry_run"]
     if deletes and not is_named and not has_terminal():

@@ -12,7 +12,7 @@ from prefixstore.backends.location import default_location, is_url, without_pass
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.files import writing
-from prefixstore.cli.output import FAILED, is_confirmed, say
+from prefixstore.cli.output import FAILED, may_replace, say
 from prefixstore.errors import InvalidParameterError
 from prefixstore.opening import locations_of
 from prefixstore.report.labels import visible
@@ -65,7 +65,7 @@ def init(
     options.max_bytes_of(max_bytes)
     # a link that leads nowhere too
     exists = os.path.lexists(file)
-    if exists and not is_confirmed(f"{file} exists; replace it?", yes=yes, without_terminal=False):
+    if exists and not may_replace(file, yes=yes):
         return FAILED
     locations = store or [default_location()]
     locations_of(locations)

@@ -12,11 +12,11 @@ from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.model import Text, text_of_tokens
 from prefixstore.cli.output import DONE, FAILED, Form, ago, iso, rows_of, say, table, tell, visible_lines
-from prefixstore.engine.history import described
 from prefixstore.engine.index import Page
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.figures import Described, History
-from prefixstore.maintenance.archive import Archive, Holding
+from prefixstore.maintenance.archive import Archive
+from prefixstore.maintenance.holdings import Holding
 from prefixstore.models.file import model_names
 from prefixstore.report.labels import visible
 from prefixstore.units import counted, format_bytes, format_seconds
@@ -41,7 +41,7 @@ def described_of(history: History, holding: Holding) -> Described:
         return history.described[name]
     if holding.namespace is None:
         return Described(name)
-    return described(holding.namespace, model_names({}, holding.namespace.settings))
+    return Described.of(holding.namespace, model_names({}, holding.namespace.settings))
 
 
 def holdings_of(archive: Archive, namespace: str | None, salt: str | None) -> list[Holding]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from prefixstore.config import Config, load_config, model_file
 from prefixstore.errors import InvalidParameterError, MissingExtraError
+from prefixstore.models.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
@@ -63,9 +64,6 @@ class Text(Protocol):
     def text(self, tokens: Sequence[int]) -> str:
         """Tokens as text."""
 
-    def tokens(self, text: str) -> list[int]:
-        """The tokens of a prompt."""
-
 
 class _Tokenizer:
     """The vocabulary in a tokenizer.json."""
@@ -95,13 +93,7 @@ def text_of_tokens(model: Path | None, tokenizer: Path | None) -> Text | None:
         return _Tokenizer(tokenizer)
     if model is None:
         return None
-    path = model_file(model)
-    try:
-        from prefixstore.warming.tokens import Vocabulary  # noqa: PLC0415 - the extra "llama"
-    except ImportError as error:
-        raise MissingExtraError('--model needs llama-cpp-python; pip install "prefixstore[llama]"') from error
-    silence()
-    return Vocabulary(Path(path))
+    return Vocabulary(model_file(model))
 
 
 def tokens_of_prefix(prefix: str | None, model: Path | None, tokenizer: Path | None) -> list[int] | None:
@@ -110,7 +102,12 @@ def tokens_of_prefix(prefix: str | None, model: Path | None, tokenizer: Path | N
         return None
     if not prefix:
         raise InvalidParameterError("--prefix is empty, and every text begins with it; leave it out")
-    words = text_of_tokens(model, tokenizer)
-    if words is None:
+    if tokenizer is not None:
+        return _Tokenizer(tokenizer).tokens(prefix)
+    if model is None:
         raise InvalidParameterError("--prefix needs --model or --tokenizer, to convert the text to tokens")
-    return words.tokens(prefix)
+    llm = open_model(Config().override(str(model)), tokenizer_only=True)
+    try:
+        return llm.tokenize(prefix.encode(), add_bos=True, special=True)
+    finally:
+        llm.close()

@@ -48,9 +48,7 @@ HELP = {
     "messages": ("FILE", 'A chat as JSON: a list of messages, or a request with "messages" and "tools"; - is stdin.'),
     "dry_run": ("", "Show what would be done without changing anything."),
     "yes": ("", "Do not ask. Scripts are never asked, and need --yes only to delete without LOCATION or --config."),
-    "init.yes": ("", "Replace a file without asking."),
-    "export.yes": ("", "Replace a file without asking."),
-    "report.force": ("", "Replace the file if it exists."),
+    **{f"{name}.yes": ("", "Replace a file without asking.") for name in ("init", "export", "report")},
     # which pages
     "namespace": ("NAME", "Only pages of one namespace: its label, or the first digits of its key."),
     "purge.salt": ("TENANT", "Only pages of one tenant, of all models."),
@@ -82,9 +80,12 @@ HELP = {
     "generation_prompt": ("", "End messages where the assistant answers, or (the default) where the next turn begins."),
     "warm.namespace": ("NAME", "Label of the namespace; separates pages, as --salt does."),
     "page_tokens": ("N", "Tokens in a page; by default 256."),
-    "high_water": ("SHARE", "Free space when more than this share of the size limit is in use; by default 0.95."),
-    "low_water": ("SHARE", "Free space until at most this share of the size limit is in use; by default 0.9."),
+    "high_water": ("SHARE", "Pack new pages when more than this share of the size limit is in use; by default 0.95."),
+    "low_water": ("SHARE", "Pack until at most this share of the size limit is in use; by default 0.9."),
     "ttl": ("AGE", "Time to live after the last use: 30d."),
+    "quota": ("SIZE", "Size limit of one tenant, who evicts its own pages first: 2GiB."),
+    "on_damage": ("aside|without|fail", "If the store cannot be opened: move its files aside, do without, or fail."),
+    "tenants.api_key_file": ("FILE", "Only the tenants of these API keys, one in each line; - is stdin."),
     "priority": ("N", "Priority, for stores with the eviction policy 'priority'; lower is evicted first."),
     "pin": ("", "Keep the prompts from eviction."),
     "warm.dry_run": ("", "Show the estimated cost without storing anything."),
@@ -97,6 +98,9 @@ HELP = {
     "port": ("N", "Port to listen on; 0: any that is free."),
     "server": ("URL", "URL of the server: http://127.0.0.1:8080."),
     "serve.server": ("URL", "A llama-server that is already running."),
+    "directory": ("DIR", "Where the program is written, which must not have one of this name."),
+    "shim.store": ("STORE", ANY_LOCATION),
+    "llama_server": ("FILE", "The llama-server to start; by default the one on the PATH."),
     "slots_dir": ("DIR", "The server's --slot-save-path."),
     "serve.slots_dir": ("DIR", "Its --slot-save-path; with --server."),
     "status.slots_dir": ("DIR", "Its --slot-save-path: also shows bytes, which saves a slot."),
@@ -152,9 +156,9 @@ HELP = {
 NAMES = {
     "as_json": ["--json"],
     "every": ["--all"],
-    "force": ["--force", "--yes", "-y"],
     "form": ["--format"],
     "generation_prompt": ["--generation-prompt/--next-turn"],
+    "report.yes": ["--yes", "-y", "--force"],
     "yes": ["--yes", "-y"],
 }
 MORE: dict[str, dict[str, Any]] = {
@@ -179,7 +183,10 @@ def with_help(command: Callable[..., object], parameter: inspect.Parameter) -> i
         kind = typer.Argument(metavar=metavar, help=text, show_default=name not in ("location", "source"))
     else:
         # without a name, a flag would have its opposite too
-        names = NAMES.get(name, [f"--{name.replace('_', '-')}"] if parameter.default is False else [])
+        names = next(
+            (NAMES[key] for key in keys if key in NAMES),
+            [f"--{name.replace('_', '-')}"] if parameter.default is False else [],
+        )
         kind = typer.Option(*names, metavar=metavar or None, help=text, **more)
     return parameter.replace(annotation=Annotated[parameter.annotation, kind])
 

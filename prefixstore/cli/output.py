@@ -32,9 +32,9 @@ __all__ = [
     "fields",
     "grid",
     "has_terminal",
-    "is_confirmed",
     "iso",
     "listed",
+    "may_replace",
     "rows_of",
     "say",
     "table",
@@ -285,27 +285,20 @@ def has_terminal() -> bool:
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 
-def is_confirmed(question: str, *, yes: bool, without_terminal: bool = True) -> bool:
-    """Ask on a terminal whether to go on; a no is reported.
-
-    Parameters
-    ----------
-    question
-        What would be done.
-    yes
-        Whether ``--yes`` was given: then nothing is asked.
-    without_terminal
-        The answer if there is no terminal to ask on.
-    """
-    if yes:
-        return True
-    if not has_terminal():
-        if not without_terminal:
-            say(f"{question} Without a terminal to ask on, that needs --yes")
-        return without_terminal
+def is_confirmed(question: str) -> bool:
+    """Ask on a terminal whether to go on; a no is reported."""
     if typer.confirm(wrapped(question, sys.stderr), err=True):
         return True
     say("nothing was changed")
+    return False
+
+
+def may_replace(path: object, *, yes: bool) -> bool:
+    """Whether a file that exists may be replaced: with ``--yes``, or by the answer on a terminal; a no is reported."""
+    question = f"{path} exists; replace it?"
+    if yes or has_terminal():
+        return yes or is_confirmed(question)
+    say(f"{question} Without a terminal to ask on, that needs --yes")
     return False
 
 
@@ -327,6 +320,6 @@ def confirmed(
         return delete(dry_run=True)
     if not yes and has_terminal():
         text = question(delete(dry_run=True))
-        if text is not None and not is_confirmed(text, yes=yes):
+        if text is not None and not is_confirmed(text):
             return None
     return delete(dry_run=False)

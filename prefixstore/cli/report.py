@@ -9,8 +9,7 @@ from pathlib import Path
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.model import text_of_tokens
-from prefixstore.cli.output import say
-from prefixstore.errors import LocationError
+from prefixstore.cli.output import FAILED, may_replace, say
 from prefixstore.maintenance.archive import Archive
 from prefixstore.models.file import file_digest, model_parts
 from prefixstore.report.content import content_of
@@ -24,21 +23,22 @@ def report(
     location: str,
     *,
     out: Path = Path("report.html"),
-    force: bool = False,
     model: Path | None = None,
     tokenizer: Path | None = None,
     max_bytes: str | None = None,
-) -> Result:
+    yes: bool = False,
+) -> Result | int:
     """Write a page that shows a store: its tree, its use, the effect of another size.
 
     The page is one file that needs no network. With a model or a tokenizer it shows the text where prompts diverge;
-    otherwise token ids, which anyone with the model can turn into text. Only its owner can read the file.
+    otherwise token ids, which anyone with the model can turn into text. Only its owner can read the file. On a terminal
+    it asks before it replaces a file; otherwise that needs --yes. Exit code 1: it was not replaced.
 
     Example: prefixstore report lmdb:///var/cache/kv --out report.html --model m.gguf
     """
-    if os.path.lexists(out) and not force:
-        # before the store is read
-        raise LocationError(f"{out} exists; pass --force to replace it, or another --out")
+    exists = os.path.lexists(out)
+    if exists and not may_replace(out, yes=yes):
+        return FAILED
     words = text_of_tokens(model, tokenizer)
     with Archive(location, read_only=True) as archive, archive.backend.view() as view:
         content = content_of(
@@ -49,7 +49,7 @@ def report(
             max_bytes=options.max_bytes_of(max_bytes),
         )
     text = html_of(content)
-    write_page(out, text, replace=force)
+    write_page(out, text, replace=exists)
     held = f"{counted(content['pages'], 'page')}, {format_bytes(content['used_bytes'])}"
     runs = content.pop("runs")
     return Result(

@@ -16,14 +16,15 @@ from prefixstore.cli import options
 from prefixstore.cli.output import DONE, say
 from prefixstore.config import Config, load_config, model_file
 from prefixstore.errors import InvalidParameterError, MissingExtraError, PrefixStoreError
-from prefixstore.units import parse_bytes
+from prefixstore.units import parse_bytes, require_unit
 
 __all__ = ["COMMAND_CLASS", "serve"]
 
+ON_DAMAGE = ("aside", "without", "fail")
 MAX_BODY, MAX_WAITING, SILENT_SECONDS = "16MiB", 256, 3600.0
 
-# the settings of a file that this command uses
-USED = ("location", "max_bytes", "far_max_bytes")
+# the settings of a file that this command does not use: it has a namespace of its own, and tenants of its clients
+IGNORED = ("namespace", "salt", "read_only")
 
 
 class ServeCommand(TyperCommand):
@@ -78,6 +79,9 @@ def serve(
     far: str | None = None,
     far_max_bytes: str | None = None,
     max_bytes: str | None = None,
+    ttl: str | None = None,
+    quota: str | None = None,
+    on_damage: str = "without",
     max_body: str = MAX_BODY,
     max_bodies: str | None = None,
     max_waiting: int = MAX_WAITING,
@@ -98,7 +102,8 @@ def serve(
 
     Example: prefixstore serve ./store --model model.gguf -- --n_ctx 8192 --n_threads 8
     """
-    hint = "" if config is None else _note_ignored(config)
+    settings_of_file = Config() if config is None else load_config(config)
+    require_unit(ttl, "--ttl", "30d, 12h")
     of_running = {"--slots-dir": slots_dir, "--namespace": namespace, "--api-key": api_key}
     if model is not None:
         of_llama_server = {
@@ -106,6 +111,7 @@ def serve(
             **of_running,
             "--admin-key": admin_key,
             "--salt-from": salt_from,
+            "--on-damage": on_damage != "without",
             "--max-body": max_body != MAX_BODY,
             "--max-bodies": max_bodies,
             "--max-waiting": max_waiting != MAX_WAITING,
@@ -113,12 +119,19 @@ def serve(
             "--timeout": timeout != SILENT_SECONDS,
         }
         _refuse(of_llama_server, "is for llama-server; options of llama_cpp.server follow --")
-        behind = {"--max_bytes": max_bytes, "--far": far, "--far_max_bytes": far_max_bytes}
+        behind = {
+            "--max_bytes": max_bytes,
+            "--ttl": ttl,
+            "--quota": quota,
+            "--far": far,
+            "--far_max_bytes": far_max_bytes,
+        }
         passed = [text for name, value in behind.items() if value is not None for text in (name, value)]
         return _serve_model(location, model, ["--host", host, "--port", str(port), *passed], command or [])
     try:
         # the extra "server"
         from prefixstore.server.serving import ServeSettings, serve_child, serve_running  # noqa: PLC0415
+        from prefixstore.server.store_check import OnDamage  # noqa: PLC0415
         from prefixstore.server.tenants import TenantSource  # noqa: PLC0415
     except ImportError as error:
         raise MissingExtraError(
@@ -126,7 +139,10 @@ def serve(
         ) from error
     _require_key(admin_key)
     body, bodies = _body_sizes(max_body, max_bodies)
-    sizes = {"max_bytes": options.max_bytes_of(max_bytes), "far_max_bytes": options.max_bytes_of(far_max_bytes)}
+    if on_damage not in ON_DAMAGE:
+        raise InvalidParameterError(f"--on-damage {on_damage} is unknown; choose {', '.join(ON_DAMAGE)}")
+    sizes = {"max_bytes": max_bytes, "far_max_bytes": far_max_bytes, "quota": quota}
+    given = {name: options.max_bytes_of(size, f"--{name.replace('_', '-')}") for name, size in sizes.items()}
     _log_to_stderr()
     settings = ServeSettings(
         location=location if far is None else [location, far],
@@ -134,7 +150,8 @@ def serve(
         port=port,
         admin_key=admin_key,
         tenants=None if salt_from is None else TenantSource.parse(salt_from),
-        store_options={name: size for name, size in sizes.items() if size is not None},
+        store_options=_store_options(settings_of_file, {**given, "ttl": ttl}, config),
+        on_damage=OnDamage(on_damage),
         max_body=body,
         max_bodies=bodies,
         max_waiting=max_waiting,
@@ -144,6 +161,8 @@ def serve(
     )
     if server is None:
         if not command:
+            path = settings_of_file.path
+            hint = "" if path is None else f"; python -m prefixstore.server --config {config} serves the model in it"
             raise InvalidParameterError(
                 f"no server is given; add -- llama-server -m FILE, or pass --server URL or --model FILE{hint}"
             )
@@ -170,13 +189,13 @@ def _refuse(given: Mapping[str, object], why: str) -> None:
             raise InvalidParameterError(f"{name} {why}")
 
 
-def _note_ignored(config: Path) -> str:
-    """Say which settings of the store are not used; what to do for the model that the file names, as a hint."""
-    settings = load_config(config)
-    ignored = sorted(settings.store.keys() - USED)
+def _store_options(settings: Config, given: Mapping[str, object], config: Path | None) -> dict[str, Any]:
+    """The parameters of the store: those that are given, and else those of the file."""
+    ignored = sorted(settings.store.keys() & set(IGNORED))
     if ignored:
-        say(f"note: {config}: serve uses {', '.join(USED)}, and ignores {', '.join(ignored)} in [store]")
-    return "" if settings.path is None else f"; python -m prefixstore.server --config {config} serves the model in it"
+        say(f"note: {config}: serve ignores {', '.join(ignored)} in [store]")
+    in_file = {name: value for name, value in settings.store.items() if name not in ("location", *IGNORED)}
+    return in_file | {name: value for name, value in given.items() if value is not None}
 
 
 def _require_key(text: str | None) -> None:

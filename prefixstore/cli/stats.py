@@ -18,7 +18,8 @@ from prefixstore.engine.index import Page
 from prefixstore.engine.page_view import Used
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.figures import DAY, HOUR, OTHERS, Described, Figures, History
-from prefixstore.maintenance.archive import Archive, Holding
+from prefixstore.maintenance.archive import Archive
+from prefixstore.maintenance.holdings import Holding
 from prefixstore.metrics import Share, location_text
 from prefixstore.report.labels import visible
 from prefixstore.stats import Purpose

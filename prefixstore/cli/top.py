@@ -17,14 +17,13 @@ from rich.live import Live
 from rich.text import Text
 
 from prefixstore.cli.output import ago, grid, width
-from prefixstore.engine.history_keeper import MINUTES_KEPT
 from prefixstore.engine.page_view import Used
 from prefixstore.errors import StorageError
 from prefixstore.format.figures import MINUTE, Figures, History
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.hottest import Hot, hottest
 from prefixstore.report.labels import visible
-from prefixstore.stats import Purpose
+from prefixstore.stats import MINUTES_KEPT, Purpose
 from prefixstore.units import counted, format_bytes, format_number, format_seconds, format_share
 
 __all__ = ["Screen", "lines", "top"]

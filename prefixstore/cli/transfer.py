@@ -15,7 +15,7 @@ from prefixstore.cli.command import Result
 from prefixstore.cli.files import STANDARD, reading, writing
 from prefixstore.cli.listing import chosen_namespaces
 from prefixstore.cli.model import configured, has_model, open_model, tokens_of_prefix
-from prefixstore.cli.output import DONE, FAILED, is_confirmed, say, tell
+from prefixstore.cli.output import DONE, FAILED, may_replace, say, tell
 from prefixstore.config import explain
 from prefixstore.errors import IncompatibleError, InvalidParameterError, LocationError
 from prefixstore.format.export import MAGIC, ExportReader
@@ -48,8 +48,8 @@ def export(
 ) -> Result | int:
     """Write pages into one portable file.
 
-    On a terminal it asks before it replaces an export; a file that is not an export is never replaced. Exit code 1:
-    damaged pages were left out, or the answer was no.
+    On a terminal it asks before it replaces an export; otherwise that needs --yes. A file that is not an export is
+    never replaced. Exit code 1: damaged pages were left out, or nothing was replaced.
 
     Example: prefixstore export lmdb:///var/cache/kv --out night.pstore
     """
@@ -66,7 +66,7 @@ def export(
         exists = out != STANDARD and _is_replaced(Path(out))
         if dry_run:
             return _planned("exported", archive, out, namespaces, keys, ", which would be replaced" * exists)
-        if exists and not is_confirmed(f"{out} exists; replace it?", yes=yes):
+        if exists and not may_replace(out, yes=yes):
             return FAILED
         with writing(out) as file:
             moved = export_store(archive, file, namespaces=namespaces, keys=keys)

@@ -21,8 +21,9 @@ from prefixstore.config import explain as explain_settings
 from prefixstore.diagnosis.file_system import NETWORK, VOLATILE, existing, mount_of
 from prefixstore.errors import LocationError, PrefixStoreError
 from prefixstore.format.figures import DAY, History
-from prefixstore.maintenance.archive import DEFAULT_BYTES, Archive, Holding
+from prefixstore.maintenance.archive import DEFAULT_BYTES, Archive
 from prefixstore.maintenance.bench import measure_read_rate
+from prefixstore.maintenance.holdings import Holding
 from prefixstore.opening import locations_of
 from prefixstore.parameters import Parameters
 from prefixstore.units import counted, format_bytes, format_share, parse_bytes

@@ -49,6 +49,8 @@ class Bookmarks:
         self._pending: dict[bytes, dict[str, BookmarkChange]] = {}
         # the note that was read last, and what it says: each admission reads it
         self._parsed: tuple[bytes | None, Mapping[str, Bookmark]] = (None, {})
+        # what this process has read or written, by namespace and name, until it is found to be deleted
+        self._seen: dict[bytes, dict[str, Bookmark]] = {}
 
     @property
     def has_pending(self) -> bool:
@@ -71,8 +73,24 @@ class Bookmarks:
         if note != parsed[0]:
             self._parsed = parsed = note, parse(note)
         with self._lock:
+            self._seen.setdefault(namespace, {}).update(parsed[1])
             changes = self._pending.get(namespace)
             return merged(parsed[1], changes) if changes else parsed[1]
+
+    def take_deleted(self, namespace: bytes) -> dict[str, Bookmark]:
+        """Bookmarks that were there, and were deleted with their sequences, as by a purge; each once.
+
+        Raises `StorageError`.
+        """
+        known = self.read(namespace)
+        with self._lock:
+            missing = {name: each for name, each in self._seen[namespace].items() if name not in known}
+        kept = set(self.whole(namespace, missing)) if missing else set()
+        deleted = {name: each for name, each in missing.items() if name not in kept}
+        with self._lock:
+            for name in deleted:
+                self._seen[namespace].pop(name, None)
+        return deleted
 
     def write(self) -> None:
         """Write waiting bookmarks. What cannot be written is tried again later; raises `StorageError`.
@@ -100,13 +118,23 @@ class Bookmarks:
                 self._write(transaction, namespace, changes)
         with self._lock:
             for namespace, changes in waiting.items():
-                left = self._pending.get(namespace, {})
-                for name in changes:
-                    # not one that was set again meanwhile
-                    if name in left and left[name] is before[namespace][name]:
-                        del left[name]
-                if not left:
-                    self._pending.pop(namespace, None)
+                self._written(namespace, changes, before[namespace])
+
+    def _written(
+        self, namespace: bytes, changes: Mapping[str, BookmarkChange], asked: Mapping[str, BookmarkChange]
+    ) -> None:
+        """These changes were written, for those that were asked for. Called under the lock."""
+        left, seen = self._pending.get(namespace, {}), self._seen.setdefault(namespace, {})
+        for name, bookmark in changes.items():
+            if isinstance(bookmark, Bookmark):
+                seen[name] = bookmark
+            else:
+                seen.pop(name, None)
+            # not one that was set again meanwhile
+            if name in left and left[name] is asked[name]:
+                del left[name]
+        if not left:
+            self._pending.pop(namespace, None)
 
     def _write(self, transaction: Transaction, namespace: bytes, changes: Mapping[str, BookmarkChange]) -> None:
         old = transaction.note(note_name(namespace))

@@ -30,11 +30,10 @@ from prefixstore.format.record import CHECKSUM_BYTES, Record, time_of_use
 from prefixstore.stats import Counters, Shortage
 from prefixstore.units import parse_bytes
 
-__all__ = ["NO_LIMIT", "PAGES_AT_ONCE", "Budget", "Evicted", "Evictor", "Quota"]
+__all__ = ["PAGES_AT_ONCE", "Budget", "Evicted", "Evictor", "Quota"]
 
 # so large that what a page costs beside its payload does not matter
 MANY_BYTES = 1 << 40
-NO_LIMIT = 2**63
 # other processes wait while a transaction is open: it evicts so many pages and bytes, and no more
 PAGES_AT_ONCE = 512
 BYTES_AT_ONCE = 256 << 20
@@ -94,7 +93,7 @@ class Budget:
     quota
         Of each tenant.
     high_water, low_water
-        Shares of both limits: beyond the first, room is made in idle time, until no more than the second is in use.
+        Shares of `max_bytes`: above the first, new pages are packed, until no more than the second is in use.
     """
 
     max_bytes: int
@@ -111,14 +110,6 @@ class Budget:
         """Whether `used` and `adding` bytes in `entries` more entries are too much."""
         too_many = self.max_entries is not None and used.entries + entries > self.max_entries
         return too_many or used.bytes + adding > self.max_bytes
-
-    def share(self, share: float) -> Used:
-        """What a location holds when this share of both limits is in use.
-
-        Entries are rounded up, as a share of a few of them may be less than one page below all.
-        """
-        entries = NO_LIMIT if self.max_entries is None else math.ceil(self.max_entries * share)
-        return Used(math.floor(self.max_bytes * share), entries)
 
 
 @dataclass(frozen=True)
@@ -444,15 +435,6 @@ class Evictor:
             is_hopeless = self._is_hopeless(transaction, 0, 0)
         if not is_hopeless:
             self.used = replace(self.used, bytes=self.shrink(backend, self._budget.max_bytes))
-
-    def evict(self, transaction: Transaction, limit: Used, at_most: int) -> bool:
-        """Evict until the location holds no more than `limit`, at most `at_most` pages; false if none are left."""
-
-        def exceeded() -> bool:
-            used = transaction.used
-            return used.bytes > limit.bytes or used.entries > limit.entries
-
-        return self._evict(transaction, exceeded, at_most=at_most)
 
     def delete_expired(self, transaction: Transaction, at_most: int) -> bool:
         """Delete expired leaves, and parents that become such leaves, as far as they are found.

@@ -16,8 +16,8 @@ from prefixstore.backends.contract import ConflictError
 from prefixstore.engine.budget import Budget, Evictor
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.delete import Deleter
-from prefixstore.engine.history_keeper import HistoryKeeper
-from prefixstore.engine.index import Page, is_same
+from prefixstore.engine.figures import FigureKeeper
+from prefixstore.engine.index import Page, is_same, later
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import Used
 from prefixstore.engine.pages import CONFLICTS, Pages
@@ -64,7 +64,7 @@ class Committer:
     keeper
         Keeps in the location what was counted.
     on_used
-        Called after each transaction with what the location holds then, and how many bytes it was to write.
+        Called after each transaction with what the location holds then.
     housekeeping
         Whether to delete damaged, thinned and expired pages as well, and to record uses.
 
@@ -83,9 +83,9 @@ class Committer:
         budget: Budget,
         encode: Encoder,
         counters: Counters,
-        keeper: HistoryKeeper,
+        keeper: FigureKeeper,
         *,
-        on_used: Callable[[Used, int], None],
+        on_used: Callable[[Used], None],
         housekeeping: bool,
     ) -> None:
         self.shortage: Shortage | None = None
@@ -99,6 +99,10 @@ class Committer:
         self._keeper = keeper
         self._on_used = on_used
         self._housekeeping = housekeeping
+        self._max_bytes = budget.max_bytes
+        self._high_bytes, self._low_bytes = (
+            int(budget.max_bytes * one) for one in (budget.high_water, budget.low_water)
+        )
 
     def commit(self, batch: Sequence[PendingPage]) -> list[PendingPage]:
         """Write announced pages, and what is deferred.
@@ -217,11 +221,11 @@ class Committer:
 
         with catalog.update(self._backend, committed) as transaction:
             # Delete what is damaged, expired, or no longer wanted.
+            fresh = {one.record.key for one in packed}
             if self._housekeeping:
-                deferred = catalog.deferred()
+                deferred = catalog.deferred(fresh)
                 n_damaged = self._clean_up(transaction, deferred)
             # Record uses: what is evicted depends on them.
-            fresh = {one.record.key for one in packed}
             self._write_uses(transaction, {key: n for key, n in deferred.uses.items() if key not in fresh})
             # Write the pages, parents first, making space for each.
             refused = self._put_all(transaction, packed, written, put)
@@ -240,11 +244,20 @@ class Committer:
             spaces = {new.page.namespace for new in written}
             self._keeper.write(transaction, len(packed), n_bytes, spaces, is_wanted=with_figures and self._housekeeping)
             self._evictor.used = used = transaction.used
-        self._on_used(used, sum(len(one.payload) for one in packed))
+        self._on_used(used)
+        self._choose_packing(used.bytes, sum(len(one.payload) for one in packed))
         self._counters.count("corrupt", n_damaged)
         self._counters.count("allocations", len(put))
         self._counters.count("packed", sum(one.record.key in put and one.record.codec != RAW for one in packed))
         return written
+
+    def _choose_packing(self, used: int, written: int) -> None:
+        """Have new pages packed above the high water mark, and again as `auto` chooses below the low one."""
+        # or where there is no space for as much again: a few pages may fill the budget
+        if used > min(self._high_bytes, self._max_bytes - written):
+            self._encode.is_short_of_space = True
+        elif used <= self._low_bytes:
+            self._encode.is_short_of_space = False
 
     def _clean_up(self, transaction: Transaction, deferred: Deferred) -> int:
         """Delete pages that cannot or should not be restored; return how many of them were damaged."""
@@ -346,7 +359,7 @@ class Committer:
         usage = transaction.usage(page.key)
         if usage is not None:
             pinned = usage.pinned or (tail is not None and tail.pinned)
-            expires = max(usage.expires, page.expires) if usage.expires else 0
+            expires = later(usage.expires, page.expires)
             if (pinned, expires) != (usage.pinned, usage.expires):
                 transaction.touch(page.key, replace(usage, pinned=pinned, expires=expires))
         if tail is not None:

@@ -31,7 +31,7 @@ from prefixstore.engine.commit import Committer
 from prefixstore.engine.delete import Choice, Deleter, Removed, in_common, of_namespaces
 from prefixstore.engine.evictions import Cause, Eviction, EvictionNote
 from prefixstore.engine.fetch import Deadline, Fetcher, Keep, States
-from prefixstore.engine.history_keeper import HistoryKeeper
+from prefixstore.engine.figures import FigureKeeper
 from prefixstore.engine.index import Page, Path, is_same
 from prefixstore.engine.invariants import Violation, violations
 from prefixstore.engine.lookup import Located, Prompt
@@ -45,7 +45,6 @@ from prefixstore.engine.queue import Drained, WriteQueue
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.readers import Admit, Look
 from prefixstore.engine.relatives import pinned_with, siblings_of
-from prefixstore.engine.room import Room
 from prefixstore.engine.tap import Tap
 from prefixstore.engine.waiting import Lock, LockT, Placement
 from prefixstore.errors import ClosedError, CorruptError, StorageError, UnavailableError
@@ -130,7 +129,7 @@ class Engine:
     queue_bytes
         Memory for pages that wait to be written.
     write_behind
-        Whether a thread writes them, and makes room in idle time; if not, `submit` writes them.
+        Whether a thread writes them; if not, `submit` writes them.
     read_only
         Whether nothing is ever written.
     housekeeping
@@ -207,15 +206,10 @@ class Engine:
             backend, catalog, self._ram, self.threads, counters, self._encode.read_rate, self._breaker
         )
         self._deleter = Deleter(backend, catalog)
-        self._room = Room(
-            backend,
-            catalog,
-            self._budget,
-            Evictor(catalog, self._budget, counters),
-            self._encode,
-            is_active=self._write_behind and self._housekeeping and not self._read_only,
-        )
-        self.keeper = HistoryKeeper(
+        # what the location was seen to hold: last, and at most
+        self._last_used = Used(0, 0)
+        self._peak_bytes = 0
+        self.keeper = FigureKeeper(
             backend, counters, self._budget, self._waiting, notes_budget=self._housekeeping and not self._read_only
         )
         self._committer = Committer(
@@ -227,7 +221,7 @@ class Engine:
             self._encode,
             counters,
             self.keeper,
-            on_used=self._room.note,
+            on_used=self._saw,
             housekeeping=self._housekeeping,
         )
         self._memory = PolicyMemory(backend, catalog, Evictor(catalog, self._budget, counters), self._budget)
@@ -292,7 +286,6 @@ class Engine:
                 if not self._read_only and not self._queue.is_on_its_own:
                     self._memory.save(closing=True)
                     self._evictions.save(closing=True)
-                    self._room.close()
                     self.sync()
             finally:
                 if not self._queue.is_on_its_own:
@@ -524,13 +517,18 @@ class Engine:
     def used(self) -> tuple[Used, int, int]:
         """The size of the location, and the bytes of all payloads as stored and as states."""
         with self.view() as view:
-            used, self._sizes = view.used, view.sizes
-        self._room.saw(used)
+            self._saw(view.used)
+            self._sizes = view.sizes
         return self.last_used()
+
+    def _saw(self, used: Used) -> None:
+        """Note how much the location holds."""
+        self._last_used = used
+        self._peak_bytes = max(self._peak_bytes, used.bytes)
 
     def last_used(self) -> tuple[Used, int, int]:
         """The last known `used`; does not query the location."""
-        return self._room.last, *self._sizes
+        return self._last_used, *self._sizes
 
     @handed_over
     def measure(self) -> bool:
@@ -543,8 +541,8 @@ class Engine:
             return False
         try:
             with self._breaker.asking(), self._backend.view() as view:
-                used, self._sizes = view.used, view.sizes
-            self._room.saw(used)
+                self._saw(view.used)
+                self._sizes = view.sizes
         except (ClosedError, StorageError):
             return False
         return True
@@ -574,7 +572,7 @@ class Engine:
         """Write what was counted, for an engine without housekeeping. What cannot be written is lost."""
         self.keeper.hurry()
         try:
-            if self.counters.has_unwritten and not self._read_only:
+            if self.keeper.has_unwritten and not self._read_only:
                 with self._catalog.update(self._backend, self.keeper.committed) as transaction:
                     self.keeper.write(transaction)
         except StorageError as error:
@@ -646,6 +644,11 @@ class Engine:
     def whole_bookmarks(self, namespace: bytes) -> list[str]:
         """The names of those whose sequences are stored as a whole. Raises `StorageError`."""
         return self._bookmarks.whole(namespace, self._bookmarks.read(namespace))
+
+    @handed_over
+    def take_deleted_bookmarks(self, namespace: bytes) -> Mapping[str, Bookmark]:
+        """Bookmarks that somebody has deleted with their sequences, by name, each once. Raises `StorageError`."""
+        return self._bookmarks.take_deleted(namespace)
 
     @handed_over
     def bookmarked(self, namespace: bytes, bookmark: Bookmark) -> Tokens | None:
@@ -860,7 +863,7 @@ class Engine:
     @property
     def peak_bytes(self) -> int:
         """The largest size of the location that this process has seen, in bytes."""
-        return self._room.peak
+        return self._peak_bytes
 
     def session_counts(self) -> SessionCounts | None:
         """What the sessions of its store have done; None if there are none."""
@@ -893,16 +896,16 @@ class Engine:
     @property
     def has_idle_work(self) -> bool:
         """Whether `do_idle_work` has something to do."""
-        return self._ram.wants_pages or self._room.has_work
+        return self._ram.wants_pages
 
     @handed_over
     def do_idle_work(self) -> float | None:
-        """Copy states of pages that were used recently into RAM, and make a little room in the location.
+        """Copy states of pages that were used recently into RAM.
 
         Returns
         -------
         float or None
-            Seconds until it should be called again; None if there is nothing left to do, or the location fails.
+            Seconds until it should be called again; None if there is nothing left to do.
 
         Raises
         ------
@@ -914,7 +917,7 @@ class Engine:
                 with self.fetching([page]) as states:
                     for state in states:
                         self._ram.keep(page, state)
-        return self._room.step() if self._room.has_work and not self._breaker.is_open else None
+        return None
 
     def _has(self, key: bytes) -> bool:
         """Whether a page is here, or will be with one of the next commits."""

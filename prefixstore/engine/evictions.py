@@ -38,7 +38,7 @@ class Cause(IntEnum):
     """Why a page left the location."""
 
     SPACE = 1
-    """The location was full, or fuller than ``high_water``."""
+    """The location was full."""
     QUOTA = 2
     """The tenant held as much as it may."""
     ASKED = 3

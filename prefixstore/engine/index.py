@@ -10,7 +10,7 @@ import numpy as np
 from prefixstore.format.keys import PAGE, TOKEN_BYTES, Tokens, common_prefix
 from prefixstore.format.record import Record, Usage
 
-__all__ = ["Index", "Page", "Path", "branches", "depth_first", "is_same", "shared_tokens"]
+__all__ = ["Index", "Page", "Path", "branches", "depth_first", "is_same", "later", "shared_tokens"]
 
 
 @dataclass(slots=True, eq=False)
@@ -121,6 +121,11 @@ class Page:
         if not self.expires or (self.pinned and other.pinned):
             return True
         return bool(other.expires) and not other.pinned and self.expires >= other.expires
+
+
+def later(expires: int, other: int) -> int:
+    """The later of two times at which a page expires; 0 is never."""
+    return max(expires, other) if expires and other else 0
 
 
 def is_same(one: Page | Record, other: Page | Record) -> bool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import TypeAlias, TypeVar
 
 from prefixstore.buffers import PooledBuffer
-from prefixstore.engine.index import Page, is_same
+from prefixstore.engine.index import Page, is_same, later
 from prefixstore.engine.lookup import Prompt, Waiting
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import View
@@ -135,6 +135,9 @@ class WaitingPages:
                     latest = page.last_used
                 if page.expires:
                     self.expects_expiry = True
+                    if key in self._pending:
+                        # it was captured again, and lasts as long as that
+                        page.expires = later(page.expires, self._pending[key].page.expires)
                 if key in uses:
                     uses[key].apply(page)
                 found.append(page)
@@ -338,10 +341,13 @@ class WaitingPages:
         """Whether uses, or pages to be deleted, wait for the next commit."""
         return bool(self._deferred)
 
-    def deferred(self) -> Deferred:
-        """A copy of the deferred changes."""
+    def deferred(self, batch: Collection[bytes] = ()) -> Deferred:
+        """The deferred changes, to be made with these pages. Uses of others that wait are written with those."""
         with self._lock:
-            return self._deferred.copy()
+            deferred = self._deferred.copy()
+            for key in deferred.uses.keys() & self._pending.keys() - set(batch):
+                del deferred.uses[key]
+            return deferred
 
     def expired(self) -> None:
         """A lookup has found an expired page, which is to be deleted."""

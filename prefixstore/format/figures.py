@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from prefixstore.stats import Purpose
+from prefixstore.format.namespace import Namespace
+from prefixstore.stats import Purpose, Request, short
 
 __all__ = [
     "DAY",
     "HOUR",
     "LATEST",
+    "LONGEST_NAME",
     "MINUTE",
     "OTHERS",
     "WEEK",
@@ -19,7 +21,6 @@ __all__ = [
     "Figures",
     "History",
     "Period",
-    "Request",
     "Writer",
 ]
 
@@ -32,6 +33,8 @@ WEEK = 604_800
 LATEST = 253_402_300_799
 # the namespace of what is counted together, where there are too many namespaces
 OTHERS = ""
+# characters of names that users have chosen
+LONGEST_NAME = 200
 # misses of prompts that were to bypass the store: they say nothing about it
 PASSED = frozenset({"bypassed", "session"})
 
@@ -187,6 +190,22 @@ class Described:
     type_k: str | None = None
     type_v: str | None = None
 
+    @classmethod
+    def of(cls, namespace: Namespace, names: Mapping[str, str | None] | None = None) -> Described:
+        """What a namespace is, from its settings and from what a file of the model says."""
+
+        def text(value: object) -> str | None:
+            return str(value)[:LONGEST_NAME] if value not in (None, "") else None
+
+        settings = namespace.settings
+        return cls(
+            short(namespace.key),
+            text(settings.get("salt")),
+            text(settings.get("label") or settings.get("server")),
+            (text(settings.get("model")) or "")[:12] or None,
+            **{name: text(value) for name, value in (names or {}).items()},
+        )
+
     @property
     def title(self) -> str:
         """The model as one text, with its quantization and the types of its KV cache if they are not f16."""
@@ -195,30 +214,6 @@ class Described:
             name += f" {self.quantization}"
         kinds = dict.fromkeys(kind for kind in (self.type_k, self.type_v) if kind is not None)
         return name if set(kinds) <= {"f16"} else f"{name} (KV {'/'.join(kinds)})"
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt that was looked up.
-
-    Attributes
-    ----------
-    at
-        When, in seconds since the epoch.
-    namespace, purpose
-        As in `Period`.
-    source
-        ``"store"``, ``"live"``, or why nothing came from the store: a name in ``Stats.misses``.
-    prompt_tokens, restored_tokens
-        Tokens of the prompt, and those that were restored.
-    """
-
-    at: float
-    namespace: str
-    purpose: str
-    source: str
-    prompt_tokens: int
-    restored_tokens: int
 
 
 @dataclass(frozen=True)
@@ -262,7 +257,7 @@ class History:
     writers
         The processes that have written in the last hour.
     max_bytes, max_entries
-        The budget of the store that was the last to begin writing; None if that is not known, or there is no limit.
+        The budget of the store that was the last to write; None if that is not known, or there is no limit.
     """
 
     at: float

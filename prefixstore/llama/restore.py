@@ -9,12 +9,11 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from prefixstore.buffers import BufferPool, PooledBuffer, released_on_error
 from prefixstore.engine.compute_rate import ComputeRate, RestoreDeadline
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.index import Page
@@ -27,13 +26,31 @@ from prefixstore.llama.state.parse import parse_sequence
 from prefixstore.llama.state.shape import PAIR, StateShape
 from prefixstore.llama.state.view import Assembly, StateView
 
-__all__ = ["Found", "Frame", "Joined", "Positions", "Restore", "of_sequence"]
+__all__ = ["Buffers", "Found", "Frame", "Joined", "Lent", "Positions", "Restore", "of_sequence"]
 
 log = logging.getLogger("prefixstore")
 
 Positions: TypeAlias = Sequence[npt.NDArray[np.int32]]
 Frame: TypeAlias = Callable[[StateShape, Positions, int, Buffer], Assembly]
 """Says whose a state is: makes an `Assembly` of a shape, positions, the number of tokens, and a recurrent part."""
+
+
+class Lent(Protocol):
+    """Memory for a state, such as a `PooledBuffer`."""
+
+    @property
+    def view(self) -> memoryview:
+        """The memory."""
+
+    def release(self) -> None:
+        """Give it back."""
+
+
+class Buffers(Protocol):
+    """Lends memory for states, such as an unbounded `BufferPool`."""
+
+    def acquire(self, size: int) -> Lent | None:
+        """Memory of this size."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +91,14 @@ class Joined:
         How many tokens the pages hold before the first one that could not be used.
     is_late
         Whether a snapshot was given up because it took longer than computing would.
+    buffer
+        What `data` is the memory of; None if it is a page's own.
     """
 
     data: memoryview | None
     n_good: int
     is_late: bool = False
+    buffer: Lent | None = None
 
 
 class Restore:
@@ -108,7 +128,7 @@ class Restore:
         engine: Engine,
         form: Form,
         rate: ComputeRate,
-        buffers: BufferPool,
+        buffers: Buffers,
         *,
         largest: Callable[[Page], int] | None = None,
         seen: int | None = None,
@@ -173,7 +193,7 @@ class Restore:
         with join(tokens, found.read, frame, deadline) as joined:
             yield joined
 
-    def _buffer(self, size: int) -> PooledBuffer:
+    def _buffer(self, size: int) -> Lent:
         buffer = self._buffers.acquire(size)
         assert buffer is not None  # this pool is unbounded
         return buffer
@@ -200,14 +220,14 @@ class Restore:
             n_good = min(pages[n_verified - 1].end, n) if n_verified else 0
             if n_good >= n:
                 assembly.close()
-                yield Joined(buffer.view, n)
+                yield Joined(buffer.view, n, buffer=buffer)
             elif n_good and self._seen is None:
                 # from what was joined for a longer one: reading it again could be late again
                 shorter = frame(self._shape, self._positions(n_good, 0), n_good, b"")
                 smaller = self._buffer(shorter.size)
                 try:
                     shorter.write(smaller.view, [assembly.state.cut(0, n_good)])
-                    yield Joined(smaller.view, n_good)
+                    yield Joined(smaller.view, n_good, buffer=smaller)
                 finally:
                     smaller.release()
             else:
@@ -243,7 +263,7 @@ class Restore:
                 log.warning("snapshot %s cannot be restored: %s", pages[-1].key.hex(), error)
                 self._engine.counters.count("unreadable:shape")
             try:
-                yield Joined(data, n if data is not None else n - 1)
+                yield Joined(data, n if data is not None else n - 1, buffer=buffer)
             finally:
                 if buffer is not None:
                     buffer.release()
@@ -259,7 +279,7 @@ class Restore:
             raise CorruptError("rows of a whole state are missing")
         return state
 
-    def _put_together(self, states: Sequence[memoryview], start: int, n: int, frame: Frame) -> PooledBuffer:
+    def _put_together(self, states: Sequence[memoryview], start: int, n: int, frame: Frame) -> Lent:
         """The state of `n` tokens, from its pages and its snapshot, whose last full page ends at `start`.
 
         Raises
@@ -283,8 +303,11 @@ class Restore:
                 positions[-1] = np.concatenate((hidden.positions[-1], positions[-1]))
         assembly = frame(form.shape or StateShape(), positions, n, recurrent)
         buffer = self._buffer(assembly.size)
-        with released_on_error(buffer):
+        try:
             assembly.write(buffer.view, pieces)
+        except BaseException:
+            buffer.release()
+            raise
         return buffer
 
     # -- what is read -------------------------------------------------------------------------------------------------

@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from prefixstore.backends import agreed_bytes, is_persistent
 from prefixstore.engine.budget import Budget, Evicted
@@ -24,12 +22,12 @@ from prefixstore.engine.page_view import Used, View
 from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.policy_memory import noted_policy
 from prefixstore.engine.relatives import with_descendants
-from prefixstore.errors import CorruptError, InvalidParameterError, StorageError
+from prefixstore.errors import InvalidParameterError, StorageError
 from prefixstore.format.autocodec import FixedCodec
 from prefixstore.format.codec import decode
 from prefixstore.format.figures import History
 from prefixstore.format.keys import TokenSequence, as_tokens
-from prefixstore.format.namespace import Namespace
+from prefixstore.maintenance.holdings import Holding, holdings_of, only_one
 from prefixstore.parameters import Parameters
 from prefixstore.stats import Counters, Purpose
 from prefixstore.units import parse_bytes, parse_seconds, parse_target, shown
@@ -37,47 +35,13 @@ from prefixstore.units import parse_bytes, parse_seconds, parse_target, shown
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["DEFAULT_BYTES", "Archive", "Holding"]
+__all__ = ["DEFAULT_BYTES", "Archive"]
 
 log = logging.getLogger("prefixstore")
-
-_T = TypeVar("_T")
 
 # the budget of a location that is opened without one, as of a `PrefixStore`
 DEFAULT_BYTES = parse_bytes(Parameters.MAX_BYTES, "max_bytes")
 NO_BUDGET = Budget(2**63 - 1)
-
-
-@dataclass(frozen=True)
-class Holding:
-    """What a location holds of one namespace.
-
-    Attributes
-    ----------
-    key
-        Key of the namespace.
-    namespace
-        Its settings; None if they are missing or damaged.
-    pages, tokens, stored_bytes, raw_bytes
-        The number of pages and of their tokens, and the sizes of their payloads and of their states.
-    hits
-        How often its pages were restored.
-    pinned
-        How many pages are pinned.
-    created, last_used
-        Of the oldest page, and of the most recently used one; nanoseconds since the epoch.
-    """
-
-    key: bytes
-    namespace: Namespace | None
-    pages: int
-    tokens: int
-    stored_bytes: int
-    raw_bytes: int
-    hits: int
-    pinned: int
-    created: int
-    last_used: int
 
 
 class Archive:
@@ -218,11 +182,7 @@ class Archive:
         """What the location holds of each namespace, the most recently used first."""
         with self.view() as view:
             settings = view.namespaces()
-        by_namespace: defaultdict[bytes, list[Page]] = defaultdict(list, {key: [] for key in settings})
-        for page in self.engine.pages():
-            by_namespace[page.namespace].append(page)
-        found = [_holding(key, settings.get(key), pages) for key, pages in by_namespace.items()]
-        return sorted(found, key=lambda holding: -holding.last_used)
+        return holdings_of(settings, self.engine.pages())
 
     def namespace(self, name: str) -> Holding:
         """The namespace whose key begins with these hexadecimal digits, or which has this label.
@@ -239,7 +199,7 @@ class Archive:
             if holding.key.hex().startswith(name.lower())
             or (holding.namespace is not None and holding.namespace.settings.get("label") == name)
         ]
-        return self._only(found, "namespace", name, [holding.key.hex() for holding in found])
+        return only_one(found, "namespace", name, self.location)
 
     def pages(self, namespace: bytes | None = None) -> list[Page]:
         """The pages of a namespace, or of all, parents before their children."""
@@ -255,19 +215,7 @@ class Archive:
         """
         digits = _string(digits, "page")
         found = [page for page in self.pages() if page.key.hex().startswith(digits.lower())]
-        return self._only(found, "page", digits, [page.key.hex() for page in found])
-
-    def _only(self, found: Sequence[_T], kind: str, wanted: str, matches: Sequence[str]) -> _T:
-        if len(found) == 1:
-            return found[0]
-        if not found:
-            command = "ls" if kind == "namespace" else "tree"
-            raise InvalidParameterError(
-                f"{self.location}: no {kind} begins with {wanted!r}; prefixstore {command} lists them"
-            )
-        raise InvalidParameterError(
-            f"{kind} {wanted!r} is ambiguous; it matches {', '.join(match[:12] for match in matches[:4])}"
-        )
+        return only_one(found, "page", digits, self.location)
 
     def path(self, page: Page) -> list[Page]:
         """The pages from the start of the sequence up to this one."""
@@ -509,25 +457,3 @@ def _string(value: object, parameter: str) -> str:
     if not isinstance(value, str):
         raise InvalidParameterError(f"{parameter}={shown(value)} must be a string")
     return value
-
-
-def _parsed(settings: bytes) -> Namespace | None:
-    try:
-        return Namespace.parse(settings)
-    except CorruptError:
-        return None
-
-
-def _holding(key: bytes, settings: bytes | None, pages: Sequence[Page]) -> Holding:
-    return Holding(
-        key,
-        _parsed(settings) if settings is not None else None,
-        len(pages),
-        sum(page.n_tokens for page in pages),
-        sum(page.stored_bytes for page in pages),
-        sum(page.raw_bytes for page in pages),
-        sum(page.hits for page in pages),
-        sum(page.pinned for page in pages),
-        min((page.created for page in pages), default=0),
-        max((page.last_used for page in pages), default=0),
-    )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from prefixstore.engine.history import read_history
+from prefixstore.engine.figures import read_history
 from prefixstore.engine.page_view import View
 from prefixstore.format.figures import PASSED, Figures, Period
 from prefixstore.stats import Purpose

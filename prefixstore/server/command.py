@@ -21,7 +21,7 @@ from prefixstore.errors import InvalidParameterError, ServerError
 from prefixstore.server.arguments import config_files, option_name, parse_arguments
 from prefixstore.server.model_settings import gains_from_full_window
 
-__all__ = ["ServerCommand", "api_keys_of", "check_program", "number_of", "private_directory"]
+__all__ = ["ServerCommand", "api_keys_of", "check_options", "check_program", "number_of", "private_directory"]
 
 # Options that would work against the proxy, and what to do instead.
 REFUSED = {
@@ -89,7 +89,7 @@ class ServerCommand:
     ) -> None:
         if not argv:
             raise InvalidParameterError("no llama-server is given; put its command after --: -- llama-server -m FILE")
-        _check(argv, environ)
+        check_options(argv, environ)
         self.given = tuple(argv)
         self.socket = private / SOCKET
         if len(os.fsencode(self.socket)) > MAX_SOCKET:
@@ -180,7 +180,8 @@ def check_program(argv: Sequence[str], environ: Mapping[str, str]) -> None:
         raise InvalidParameterError(f"{argv[0]} {where}; give the path of llama-server after --")
 
 
-def _check(argv: Sequence[str], environ: Mapping[str, str]) -> None:
+def check_options(argv: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Raise `InvalidParameterError` if an option, or a variable, cannot be used behind the proxy."""
     for i, argument in enumerate(argv):
         name = option_name(argument.split("=", 1)[0])
         if name == "--cache-reuse" and argv[i + 1 : i + 2] == ["0"]:

@@ -105,6 +105,8 @@ class Exchange:
         What the request says: the target as it was sent, the path of it decoded, the headers with names in lower case.
     has_begun
         Whether the answer has begun.
+    told
+        What the store did for the prompt; the answer says it in the header ``x-prefixstore``.
     """
 
     def __init__(self, request: web.BaseRequest, max_body: int, budget: BodyBudget) -> None:
@@ -123,6 +125,7 @@ class Exchange:
             (name.decode("latin-1"), value.decode("latin-1")) for name, value in self.raw_headers
         )
         self.has_begun = False
+        self.told: str | None = None
         self._response: web.StreamResponse = web.Response(status=500)
         self._loop = asyncio.get_running_loop()
         # what the client had sent and read when it was looked at, and when it last did
@@ -177,7 +180,10 @@ class Exchange:
     async def begin(self, status: int, headers: Headers) -> None:
         """Send the status line and the headers of an answer whose body is written in parts."""
         self.has_begun = True
-        self._use(web.StreamResponse(status=status, headers=text_of(headers)))
+        response = web.StreamResponse(status=status, headers=text_of(headers))
+        if self.told is not None:
+            response.headers["x-prefixstore"] = self.told
+        self._use(response)
         await self._response.prepare(self._request)
 
     async def write(self, chunk: bytes) -> None:

@@ -181,6 +181,7 @@ class OwnEndpoints:
                     "unsaved_tokens": slot.n_unsaved if slot.is_dirty else 0,
                     "in_use": slot.is_busy,
                     "to_be_erased": not slot.is_clean,
+                    "last_prompt": slot.told,
                 }
                 for slot in pool.slots
             ]

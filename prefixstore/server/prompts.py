@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from prefixstore.server.chats import Turns, chat_of_messages, chat_of_responses
 
 __all__ = [
+    "CACHE_SALT",
     "ENDPOINTS",
     "KNOWN_FIELDS",
     "MESSAGES",
@@ -118,6 +119,8 @@ truncation_length typ_p typical usage use_beam_search
 """
 # Of this proxy: llama-server ignores it.
 OWN_FIELD = "prefixstore"
+# Of vLLM: only requests with the same one share pages. llama-server ignores it.
+CACHE_SALT = "cache_salt"
 KNOWN_FIELDS = frozenset((OF_LLAMA_SERVER + OF_INTERFACES + OF_CLIENTS).split()) | {OWN_FIELD}
 # What clients always send, and what a server that has guidance would take for none.
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {"guidance_scale": (0, 1), "negative_prompt": ("",)}
@@ -157,6 +160,8 @@ class Ask:
     boundaries
         Lengths of the parts of its prompt that other prompts will share, in tokens, as the client says; None if what it
         says is not understood.
+    cache_salt
+        What the client adds to the name of its tenant; empty if that is not understood.
     may_fail_late
         Whether the server may refuse it after it has computed some of it: one of its prompts, or what cannot be told.
     """
@@ -173,6 +178,7 @@ class Ask:
     can_add: bool = True
     streams: bool = False
     boundaries: tuple[int, ...] | None = ()
+    cache_salt: str | None = None
     may_fail_late: bool = False
 
     def has_left_nothing(self, status: int) -> bool:
@@ -212,7 +218,9 @@ def parse(path: str, body: bytes, allowed: Collection[str] = ()) -> Ask:
         return UNREAD
     may_fail_late = path in TEXT and _may_be_several(request.get("prompt"))
     told, streams = _boundaries(request.get(OWN_FIELD)), request.get("stream") is True
-    ask = replace(ask, may_fail_late=may_fail_late, boundaries=told, streams=streams)
+    salt = request.get(CACHE_SALT)
+    salt = salt if salt is None or isinstance(salt, str) else ""
+    ask = replace(ask, may_fail_late=may_fail_late, boundaries=told, streams=streams, cache_salt=salt)
     if field is None or ask.reason == INVALID.reason:
         return ask
     return replace(ask, reason=ask.reason or UNKNOWN_FIELD, taints=True, field=field)

@@ -16,13 +16,23 @@ from prefixstore.metrics import RequestMetrics
 from prefixstore.server.exchange import BodiesFullError, BodyBudget, BodyTooLargeError, Exchange
 from prefixstore.server.own_endpoints import OwnEndpoints
 from prefixstore.server.prefill import Prefill
-from prefixstore.server.prompts import ENDPOINTS, MESSAGES, SLOTLESS, UNKNOWN_FIELD, Ask, aside, parse, pinned
+from prefixstore.server.prompts import (
+    CACHE_SALT,
+    ENDPOINTS,
+    MESSAGES,
+    SLOTLESS,
+    UNKNOWN_FIELD,
+    Ask,
+    aside,
+    parse,
+    pinned,
+)
 from prefixstore.server.rates import AnswerTail, Usage
 from prefixstore.server.session import ServerSession
 from prefixstore.server.slot_choice import Claim
 from prefixstore.server.slot_manager import WORTH_A_LOOKUP, SlotManager
 from prefixstore.server.slot_pool import PoolClosedError, PoolFullError
-from prefixstore.server.tenants import Admission, NoTenantError
+from prefixstore.server.tenants import Admission, NoTenantError, within
 from prefixstore.server.upstream import (
     TargetError,
     UpstreamError,
@@ -248,15 +258,21 @@ class Proxy:
     async def _complete(self, exchange: Exchange, body: bytes) -> None:
         tenants, path = self._settings.tenants, exchange.path
         owner = None if tenants is None else tenants.salt(exchange.headers)
-        ask = await aside(len(body), lambda: parse(path, body, self._settings.allowed_fields))
+        # without tenants, it is the server that would have to separate its slots
+        allowed = self._settings.allowed_fields | (set() if owner is None else {CACHE_SALT})
+        ask = await aside(len(body), lambda: parse(path, body, allowed))
+        if owner is not None and ask.cache_salt is not None:
+            owner = within(owner, ask.cache_salt)
         if ask.boundaries is None:
             message = 'prefixstore must be {"boundaries": [N, ...]}: lengths in tokens'
             exchange.refuse(400, "invalid_request_error", message)
+        elif owner is not None and ask.cache_salt == "":
+            exchange.refuse(400, "invalid_request_error", "cache_salt must be a text that is not empty")
         elif not await self._session.look():
             self._unavailable(exchange, "the server is starting")
-        elif tenants is None and self._session.reason is not None:
+        elif tenants is None and (reason := self._session.reason) is not None:
             # without the store, the server itself knows best which slot has the prompt
-            self._observer.passed(path, self._session.reason)
+            self._passed(exchange, reason)
             await self._past_the_store(exchange, ask, body)
         else:
             await self._with_store(exchange, ask, body, owner)
@@ -272,7 +288,7 @@ class Proxy:
             tokens = await self._tokens(exchange, ask, owner)
             reason = "no_tokens" if tokens is None else reason
         if reason is not None:
-            self._observer.passed(path, reason)
+            self._passed(exchange, reason)
         if reason == UNKNOWN_FIELD and ask.field is not None:
             self._tell_of_field(ask.field)
         if not can_choose and claim is None and is_separated and ask.reason in (None, UNKNOWN_FIELD):
@@ -291,6 +307,11 @@ class Proxy:
                 self._unavailable(exchange, "no slot can be emptied")
                 return
             await self._with_slot(exchange, ask, body, claim, is_counted=reason is None, taints=taints)
+
+    def _passed(self, exchange: Exchange, reason: str) -> None:
+        """Note why a completion is passed on without the store."""
+        self._observer.passed(exchange.path, reason)
+        exchange.told = f"restored=0; reason={reason}"
 
     def _tell_of_field(self, name: str) -> None:
         """Say once of each field that is not known what that costs."""
@@ -351,6 +372,9 @@ class Proxy:
                 body = pinned(body, **fields)
             if not ask.can_pin:
                 await manager.empty_tainted()
+            if is_counted:
+                exchange.told = claim.told
+            claim.slot.told = exchange.told
             if is_counted and not taints and not claim.must_compute:
                 await self._compute_ahead(exchange, ask, claim)
             await self._forward(exchange, body, tail, claim.slot.answering)

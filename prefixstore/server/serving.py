@@ -31,7 +31,7 @@ from prefixstore.server.records import Props
 from prefixstore.server.session import ServerSession
 from prefixstore.server.slot_choice import Timing
 from prefixstore.server.slots import SlotStore
-from prefixstore.server.store_check import ADVICE, check_store, differences
+from prefixstore.server.store_check import ADVICE, OnDamage, check_store, differences, opened
 from prefixstore.server.tenants import Admission, TenantSource
 from prefixstore.server.upstream import Upstream
 from prefixstore.units import counted, format_bytes
@@ -60,6 +60,8 @@ class ServeSettings:
         The key for the endpoints of the proxy itself.
     store_options
         Parameters of the store.
+    on_damage
+        What to do if it cannot be opened.
     max_body
         Bytes that the body of a request may have.
     max_bodies
@@ -84,6 +86,7 @@ class ServeSettings:
     port: int = 8080
     admin_key: str | None = None
     store_options: dict[str, Any] = field(default_factory=dict)
+    on_damage: OnDamage = OnDamage.WITHOUT
     max_body: int = 16 << 20
     max_bodies: int | None = None
     tenants: TenantSource | None = None
@@ -114,7 +117,11 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
     environ = dict(os.environ)
     # a model may take a minute to load: what can be said before is said before
     check_program(argv, environ)
-    check_store(settings.location, settings.store_options)
+    failed = opened(
+        settings.location, settings.on_damage, lambda: check_store(settings.location, settings.store_options)
+    )
+    if failed is not None:
+        settings.announce(f"THE STORE CANNOT BE USED, and every prompt will be computed: {failed}")
     with bound(settings.host, settings.port) as sockets, private_directory() as private:
         command = ServerCommand(argv, environ, private, separated=settings.separated)
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prefixstore.errors import ContextError, PrefixStoreError, ServerError, ServerRefusedError
+from prefixstore.errors import ContextError, PrefixStoreError, ServerError, ServerRefusedError, StorageError
 from prefixstore.models.boundaries import TokenKind, kinds_of_vocabulary
 from prefixstore.server.client import LlamaServer, props_of
 from prefixstore.server.namespace import ServerIdentity
@@ -20,6 +20,7 @@ from prefixstore.server.slot_choice import Claim
 from prefixstore.server.slot_manager import SlotManager
 from prefixstore.server.slot_pool import Rows, SlotPool
 from prefixstore.server.slots import SlotStore
+from prefixstore.server.store_check import OnDamage, opened
 from prefixstore.server.tokenizer import Tokenizer
 from prefixstore.server.upstream import Headers, Upstream, UpstreamError
 
@@ -39,6 +40,8 @@ MAY_SLEEP_AFTER = 1.0
 LOOK_SECONDS = 1.0
 # how long a request waits for another server to be known
 READY_SECONDS = 10.0
+# between two attempts to open a store that could not be opened
+REOPEN_SECONDS = 60.0
 # between two questions whether a server that does not answer does so now
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0
 
@@ -90,11 +93,14 @@ class ServerSession:
         self.store: SlotStore | None = None
         self._is_up, self._hurried, self._is_lost = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
+        self._reopening: asyncio.Task[None] | None = None
         self._props: Props | None = None
         self.when_store: Callable[[SlotStore | None], None] = lambda _: None
         self.when_ready: Callable[[], None] = lambda: None
         self._lora_changed = False
         self._was_open = False
+        self._failure = ""
+        self._last_opened = 0.0
         self._saving: asyncio.Task[None] | None = None
         self._last_use = self._last_look = 0.0
         self._kinds: asyncio.Future[Callable[[int], TokenKind]] | None = None
@@ -111,7 +117,9 @@ class ServerSession:
     @property
     def why(self) -> str:
         """That reason in words; empty if there is nothing to add."""
-        return self.store.why if self.store is not None and self.store.reason == self.reason else ""
+        if self.store is None:
+            return self._failure
+        return self.store.why if self.store.reason == self.reason else ""
 
     @property
     def is_ready(self) -> bool:
@@ -127,19 +135,16 @@ class ServerSession:
     async def ready(self) -> None:
         """Called when the server is healthy, for the first time or again."""
         await self._meet()
-        assert self.manager is not None, "it was met"
+        if self._reopening is not None:
+            await asyncio.wait({self._reopening})
         if self.store is not None and not await asyncio.to_thread(self._is_of_this_server, self.store):
             log.warning("the model of the server was replaced: reopening the store")
             await self.reopen()
+        self._lora_changed = False
         if self.store is None:
             await self._open()
-        self._lora_changed = False
-        if self.store is not None:
-            self.manager.choice.can_cut = self.store.can_cut
-            self.manager.use(self.store if self.store.reason is None else None)
-            if not self.store.can_cut:
-                # a large vocabulary takes a second
-                self._kinds = asyncio.ensure_future(asyncio.to_thread(_kinds_of, self.store.identity))
+        else:
+            self._use(self.store)
         self._is_up.set()
         self.when_ready()
 
@@ -169,18 +174,47 @@ class ServerSession:
         await asyncio.to_thread(manager.close)
 
     async def _open(self) -> None:
-        """Open the store. A fault of it must not keep the server from answering."""
+        """Open the store. A fault of it must not keep the server from answering, unless that is wanted at the start."""
+        settings, self._last_opened = self._settings, asyncio.get_running_loop().time()
+        on_damage = settings.on_damage
+        if self._was_open and on_damage is OnDamage.FAIL:
+            on_damage = OnDamage.WITHOUT
+        failed: Exception
         try:
-            self.store = await asyncio.to_thread(self._open_store)
-            self.when_store(self.store)
-            self._was_open = True
+            store = await asyncio.to_thread(opened, settings.location, on_damage, self._open_store)
+            if not isinstance(store, StorageError):
+                self.store, self._was_open, self._failure = store, True, ""
+                self.when_store(store)
+                self._use(store)
+                return
+            failed = store
         except PrefixStoreError as error:
             if isinstance(error, ServerError) or not self._was_open:
                 raise
-            # it was good at the start: requests are answered without it
-            log.warning("the store cannot be used: %s", error)
+            failed = error
         except Exception as error:  # noqa: BLE001
+            failed = error
+        if self._failure != str(failed):
+            log.warning("the store cannot be used: %s", failed)
+        self._failure = str(failed)
+
+    def _use(self, store: SlotStore) -> None:
+        """Give the requests of the server this store."""
+        assert self.manager is not None, "it was met"
+        self.manager.choice.can_cut = store.can_cut
+        self.manager.use(store if store.reason is None else None)
+        if not store.can_cut:
+            # a large vocabulary takes a second
+            self._kinds = asyncio.ensure_future(asyncio.to_thread(_kinds_of, store.identity))
+
+    async def _open_again(self) -> None:
+        """Open the store that could not be opened before: its location may be there by now."""
+        try:
+            await self._open()
+        except PrefixStoreError as error:
             log.warning("the store cannot be used: %s", error)
+        finally:
+            self._reopening = None
 
     def _is_of_this_server(self, store: SlotStore) -> bool:
         try:
@@ -343,6 +377,9 @@ class ServerSession:
             self._replaced()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._is_up.wait(), READY_SECONDS)
+        is_missing = self.store is None and self.is_ready and self._reopening is None
+        if is_missing and now >= self._last_opened + REOPEN_SECONDS:
+            self._reopening = asyncio.create_task(self._open_again())
         return self.is_ready
 
     def computed(self, usage: Usage) -> None:
@@ -394,7 +431,7 @@ class ServerSession:
 
     async def close(self) -> None:
         """Store what the slots hold, and close the store."""
-        tasks = [task for task in (self._saving, self._looking) if task is not None]
+        tasks = [task for task in (self._saving, self._looking, self._reopening) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

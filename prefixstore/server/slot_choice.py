@@ -63,6 +63,8 @@ class Claim:
         How many tokens the chat had that it continues, for which the store was not asked; 0 if it was.
     n_restored
         How many tokens were restored for it.
+    n_reused
+        How many tokens of the prompt the slot is believed to hold when the request is sent.
     n_ahead
         How many tokens were computed ahead of the request itself.
     restored_seconds, lookup_seconds
@@ -85,12 +87,22 @@ class Claim:
     n_bytes: int = 0
     n_continued: int = 0
     n_restored: int = 0
+    n_reused: int = 0
     n_ahead: int = 0
     restored_seconds: float | None = None
     saved_seconds: float = 0.0
     lookup_seconds: float | None = None
     reason: str | None = None
     must_compute: bool = False
+
+    @property
+    def told(self) -> str:
+        """What was done for the prompt, as the client is told before it is computed."""
+        if self.n_continued:
+            return "restored=0; reason=live"
+        reason = self.reason or ("live" if self.n_reused and not self.n_restored else None)
+        n, computed = len(self.tokens), len(self.tokens) - self.n_reused
+        return f"restored={self.n_restored} of {n}; computed={computed}" + (f"; reason={reason}" if reason else "")
 
 
 @dataclass(frozen=True)

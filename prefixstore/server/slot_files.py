@@ -1,6 +1,7 @@
 """Moves slots out of a server, and into it, through files in its slot directory.
 
-Files appear there only when they are complete, and are always removed.
+What the server reads appears under its name only when it is complete. It is put together in the memory of the file
+itself, which is kept for the next restore: a fresh file of 134 MB takes longer than the copy into it.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import errno
 import io
 import logging
+import mmap
 import os
 import secrets
+import shutil
 import stat
 import threading
 import time
@@ -29,12 +32,11 @@ from prefixstore.errors import (
     ServerUnreachableError,
     UnavailableError,
 )
-from prefixstore.format.record import Buffer
 from prefixstore.server.client import LlamaServer
 from prefixstore.server.records import SlotAction
 from prefixstore.server.slot_file import SlotFile, parse_slot_file
 
-__all__ = ["SlotDirectory", "wrong_directory"]
+__all__ = ["SlotBuffer", "SlotDirectory", "wrong_directory"]
 
 log = logging.getLogger("prefixstore")
 
@@ -43,6 +45,65 @@ PART = ".part"
 # the server may write a file late, when a slot that was busy becomes idle: younger ones may belong to another process
 STALE_SECONDS = 600.0
 MAX_LATE = 1000
+
+
+class SlotBuffer:
+    """A file that the server can restore a slot from, as memory that is written.
+
+    Its space is reserved: to write where a full disk has none would end the process. Nobody but this user can make it
+    shorter.
+
+    Parameters
+    ----------
+    directory
+        That of the server.
+    path
+        Where it is as long as it is not complete.
+    size
+        Its bytes.
+
+    Attributes
+    ----------
+    view
+        The memory.
+    capacity
+        How many bytes it can have at most.
+    is_intact
+        Whether the file is still where it was, and as it was written.
+    """
+
+    def __init__(self, directory: SlotDirectory, path: Path, size: int) -> None:
+        self._directory, self.path = directory, path
+        # a little more, for the next prompt; what is not reserved takes no space
+        self.capacity = size + size // 4
+        self._file = _created(path)
+        try:
+            self._file.truncate(self.capacity)
+            self._memory = mmap.mmap(self._file.fileno(), self.capacity)
+            self._size, self.is_intact = 0, True
+            self._file.truncate(0)
+            self.fit(size)
+        except BaseException:
+            self.remove()
+            raise
+
+    def fit(self, size: int) -> None:
+        """Give the file this size."""
+        self._file.truncate(size)
+        if size > self._size:
+            _reserve(self._file.fileno(), self._size, size)
+        self._size = size
+        self.view = memoryview(self._memory)[:size]
+
+    def release(self) -> None:
+        """Give it back, for the next restore."""
+        self._directory.released(self)
+
+    def remove(self) -> None:
+        """Delete the file. The memory stays as long as somebody looks at it."""
+        with suppress(OSError):
+            self.path.unlink()
+        self._file.close()
 
 
 class SlotDirectory:
@@ -64,13 +125,16 @@ class SlotDirectory:
         self._lock = threading.Lock()
         # files that the server may still write
         self._late: set[str] = set()
+        # kept for the next restore
+        self._spare: SlotBuffer | None = None
+        self._is_closed = False
         if not self.path.is_dir():
             raise InvalidParameterError(
                 f"slots_dir={str(path)!r} is not a directory; create it, and start the server with it"
             )
         try:
             name = _new_name()
-            self._create(name).close()
+            _created(self.path / name).close()
             self.remove(name)
         except OSError as error:
             raise InvalidParameterError(f"slots_dir={str(path)!r} cannot be written to: {error.strerror}") from None
@@ -120,8 +184,8 @@ class SlotDirectory:
             os.close(handle)
             self.remove(name)
 
-    def write(self, name: str, data: Buffer) -> tuple[int, ...]:
-        """Write a file that appears under its name when it is complete; its `mark`.
+    def acquire(self, size: int) -> SlotBuffer:
+        """Memory for a file of this size.
 
         Raises
         ------
@@ -130,18 +194,45 @@ class SlotDirectory:
         UnavailableError
             If it cannot be written.
         """
+        with self._lock:
+            spare, self._spare = self._spare, None
         try:
-            with self._create(name + PART) as file:
-                left = memoryview(data)
-                while left:
-                    left = left[file.write(left) :]
-            (self.path / (name + PART)).rename(self.path / name)
-            return self.mark(name)
+            if spare is not None and spare.capacity >= size and spare.path.exists():
+                spare.fit(size)
+                return spare
+            if spare is not None:
+                spare.remove()
+            return SlotBuffer(self, self.path / (_new_name() + PART), size)
         except OSError as error:
-            self.remove(name)
+            if spare is not None:
+                spare.remove()
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise FullError(f"no space for a slot file of {len(data)} bytes in {self.path}") from error
+                raise FullError(f"no space for a slot file of {size} bytes in {self.path}") from error
             raise UnavailableError(f"a slot file cannot be written: {error.strerror}") from error
+
+    def released(self, buffer: SlotBuffer) -> None:
+        """Keep a buffer that is not used any more, unless there is a larger one."""
+        with self._lock:
+            other = self._spare
+            is_kept = buffer.is_intact and not self._is_closed
+            if not is_kept or (other is not None and other.capacity >= buffer.capacity):
+                other = buffer
+            else:
+                self._spare = buffer
+        if other is not None:
+            other.remove()
+
+    def close(self) -> None:
+        """Delete what was kept, and the files that were written late."""
+        self._is_closed = True
+        self._drop_spare()
+        self.remove_late()
+
+    def _drop_spare(self) -> None:
+        with self._lock:
+            spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.remove()
 
     def mark(self, name: str) -> tuple[int, ...]:
         """A value that changes if a file is replaced, truncated or written to; empty if it does not exist."""
@@ -152,10 +243,9 @@ class SlotDirectory:
         return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
     def remove(self, name: str) -> None:
-        """Delete a file, finished or not, if it is there."""
-        for path in (self.path / (name + PART), self.path / name):
-            with suppress(OSError):
-                path.unlink()
+        """Delete a file, if it is there."""
+        with suppress(OSError):
+            (self.path / name).unlink()
 
     def expect_late(self, name: str) -> None:
         """Note that the server may write this file later: it is deleted by a later `remove_late`."""
@@ -183,11 +273,6 @@ class SlotDirectory:
                     found = entry.stat(follow_symlinks=False)
                     if entry.name.startswith(PREFIX) and stat.S_ISREG(found.st_mode) and found.st_mtime < before:
                         Path(entry.path).unlink()
-
-    def _create(self, name: str) -> io.FileIO:
-        # the group, since the server may be another user's; others have no business with prompts
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        return io.FileIO(os.open(self.path / name, flags, 0o640), "w")
 
     # -- slots ---------------------------------------------------------------------------------------------------------
 
@@ -225,20 +310,29 @@ class SlotDirectory:
                 server.erase(slot)
         raise ServerBusyError(f"no slot of {server.url} is idle")
 
-    def load(self, server: LlamaServer, slot: int, n: int, data: memoryview) -> None:
+    def load(self, server: LlamaServer, slot: int, n: int, buffer: SlotBuffer) -> None:
         """Have the server load a slot's file, which is complete."""
-        with self.name() as name:
-            written = self.write(name, data)
+        path, n_bytes = self.path / _new_name(), len(buffer.view)
+        buffer.path.rename(path)
+        buffer.is_intact = False
+        try:
+            written = self.mark(path.name)
             if server.is_drafting:
                 # it restores the rows of the model only: those of the draft would be of another prompt, and end at
                 # another position, at which no batch of the draft continues
                 server.erase(slot)
-            action = server.restore(slot, name)
-            is_same = self.mark(name) == written
+            action = server.restore(slot, path.name)
+            is_same = self.mark(path.name) == written
+            if is_same:
+                path.rename(buffer.path)
+                buffer.is_intact = True
+        finally:
+            if not buffer.is_intact:
+                self.remove(path.name)
         if not is_same:
             server.erase(slot)
             raise CorruptError("another process has changed a slot file before the server read it: the slot was erased")
-        if (action.n_tokens, action.n_bytes) != (n, len(data)):
+        if (action.n_tokens, action.n_bytes) != (n, n_bytes):
             server.erase(slot)
             raise ServerTooOldError(
                 f"{server.url} has restored {action.n_tokens} tokens of a slot's file of {n}: the slot was erased"
@@ -248,6 +342,9 @@ class SlotDirectory:
     def saved(self, server: LlamaServer, slot: int, *, whole: bool = False) -> Iterator[tuple[SlotAction, SlotFile]]:
         """A slot's file, parsed; it is deleted whatever happens. With `whole`, its state is left as it is."""
         self.remove_late()
+        spare = self._spare
+        if spare is not None and shutil.disk_usage(self.path).free < spare.capacity:
+            self._drop_spare()
         with self.name() as name:
             try:
                 action = server.save(slot, name)
@@ -260,6 +357,20 @@ class SlotDirectory:
             if len(file.tokens) != action.n_tokens and not file.has_media:
                 raise CorruptError(f"a slot's file has {len(file.tokens)} tokens, the server says {action.n_tokens}")
             yield action, file
+
+
+def _created(path: Path) -> io.FileIO:
+    # the group, since the server may be another user's; others have no business with prompts
+    return io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640), "r+")
+
+
+def _reserve(handle: int, start: int, end: int) -> None:
+    """Have the file system reserve the bytes of a file. Raises `OSError`."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(handle, start, end - start)
+        return
+    while start < end:
+        start += os.pwrite(handle, bytes(min(end - start, 1 << 20)), start)
 
 
 def _read(handle: int, size: int) -> memoryview:

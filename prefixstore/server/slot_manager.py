@@ -212,7 +212,8 @@ class SlotManager:
             await self._restore(claim)
         elif claim.n_found > plan.n_usable:
             claim.reason = "slow"
-        slot.lent(claim.owner, self.choice.computing(claim, max(claim.n_restored, plan.n_live)))
+        claim.n_reused = self.choice.weigh(slot, claim).n_usable
+        slot.lent(claim.owner, self.choice.computing(claim, claim.n_reused))
 
     async def _find(self, claim: Claim) -> str | None:
         """Ask the store for a prompt; why nothing is found, if it says so."""

@@ -89,6 +89,8 @@ class PoolSlot:
         The chat that it has answered last; None if that is not what it holds.
     used
         When its last answer has ended.
+    told
+        What was done for its last prompt, as the client was told.
     computing_until
         When its prompt is probably computed; 0 if it is.
     """
@@ -105,6 +107,7 @@ class PoolSlot:
     failures: int = 0
     request: Request | None = None
     used: float = 0.0
+    told: str | None = None
     computing_until: float = 0.0
 
     @property

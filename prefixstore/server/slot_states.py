@@ -8,7 +8,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from prefixstore.buffers import BufferPool
 from prefixstore.engine.compute_rate import ComputeRate
 from prefixstore.format.keys import NO_TOKENS, SNAPSHOT, Tokens
 from prefixstore.format.record import Buffer
@@ -19,6 +18,7 @@ from prefixstore.llama.state.shape import StateShape
 from prefixstore.llama.state.view import Assembly
 from prefixstore.server.namespace import ServerIdentity, has_window
 from prefixstore.server.slot_file import SlotFile, slot_assembly
+from prefixstore.server.slot_files import SlotDirectory
 from prefixstore.store import PrefixStore
 
 __all__ = ["SlotStates", "Way"]
@@ -57,6 +57,8 @@ class SlotStates:
         What fixes the namespace.
     store
         Where they are stored.
+    directory
+        Where files are made.
     rate
         How fast the server computes.
 
@@ -72,19 +74,25 @@ class SlotStates:
         Where the pages of a tenant are.
     """
 
-    def __init__(self, file: SlotFile, identity: ServerIdentity, store: PrefixStore, rate: ComputeRate) -> None:
+    def __init__(
+        self,
+        file: SlotFile,
+        identity: ServerIdentity,
+        store: PrefixStore,
+        directory: SlotDirectory,
+        rate: ComputeRate,
+    ) -> None:
         assert file.layout is not None, "a file with tokens has a layout"
         self.layout = file.layout
         self.reason: str | None = None
         self._identity, self._store, self._rate = identity, store, rate
-        # files are built in memory and written with one call: a full tmpfs is then an error, not a signal
-        self._buffers = BufferPool(limit=None)
+        self._directory = directory
         self.ways = self._ways_of(file)
         self._names: dict[str, str | None] = {}
         self.place = lru_cache(MOST_PLACES)(self._place)
 
     def _ways_of(self, file: SlotFile) -> tuple[Way, ...]:
-        identity, engine, rate, buffers = self._identity, self._store.engine, self._rate, self._buffers
+        identity, engine, rate, buffers = self._identity, self._store.engine, self._rate, self._directory
         shape = self.layout.shape
         if file.view is None or shape is None:
             return (Way(Form(), Restore(engine, Form(), rate, buffers)),)

@@ -25,7 +25,7 @@ from prefixstore.server.client import LlamaServer
 from prefixstore.server.namespace import ServerIdentity, kind_of_layout
 from prefixstore.server.records import Found, Restored, Stored
 from prefixstore.server.slot_file import SlotFile
-from prefixstore.server.slot_files import SlotDirectory, wrong_directory
+from prefixstore.server.slot_files import SlotBuffer, SlotDirectory, wrong_directory
 from prefixstore.server.slot_states import SlotStates
 from prefixstore.stats import Counters, Kind
 from prefixstore.store import PrefixStore
@@ -117,7 +117,7 @@ class SlotStore:
 
     def close(self) -> None:
         """Write what is queued, and release the location. A second call does nothing. Raises `StorageError`."""
-        self.directory.remove_late()
+        self.directory.close()
         self.store.close()
 
     def __enter__(self) -> Self:
@@ -207,7 +207,7 @@ class SlotStore:
             self.counters.count("dropped:version")
             log.warning("nothing is stored or restored of %s: %s", self.server.url, error)
             return
-        states = SlotStates(file, self.identity, self.store, self.rate)
+        states = SlotStates(file, self.identity, self.store, self.directory, self.rate)
         self.reason = self.reason or states.reason
         self._states = states
         shape = states.layout.shape
@@ -304,7 +304,8 @@ class SlotStore:
                 if file.data is not None and file.n_good >= max(self.store.min_tokens, 1):
                     if file.n_good < n:
                         n, used = file.n_good, used[: -(-file.n_good // place.page_tokens)]
-                    self.directory.load(self.server, slot, n, file.data)
+                    assert isinstance(file.buffer, SlotBuffer), "it is put together in the memory of a file"
+                    self.directory.load(self.server, slot, n, file.buffer)
                     seconds = time.perf_counter() - started
                     self.engine.touch(way.place(place).namespace.key, used, len(prompt))
                     self.engine.nudge()

@@ -1,22 +1,91 @@
-"""Checks the store of a server: whether it can be opened, and whether it has pages for the settings of the server."""
+"""The store of a server: whether it can be opened, what is done if not, and whether it has pages for the server."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
 
+from prefixstore.backends.location import path_of, scheme_of, text_of
 from prefixstore.config import explain_of_model
-from prefixstore.errors import PrefixStoreError
-from prefixstore.opening import Locations
+from prefixstore.errors import CorruptError, IncompatibleError, LocationError, PrefixStoreError, StorageError
+from prefixstore.opening import Locations, locations_of
 from prefixstore.server.slots import SlotStore
 from prefixstore.store import PrefixStore
 
-__all__ = ["ADVICE", "check_store", "differences"]
+__all__ = ["ADVICE", "OnDamage", "check_store", "differences", "opened"]
 
+log = logging.getLogger("prefixstore")
+
+T = TypeVar("T")
+
+DAMAGE = (CorruptError, IncompatibleError, LocationError)
+# in a directory that may have files of others
+LMDB_FILES = ("data.mdb", "lock.mdb", "checked")
+SQLITE_FILES = ("", "-wal", "-shm", "-journal")
 FAR = "the far location"
 # what to do where `differences` finds some
 ADVICE = "Start the server with the settings of the pages, or compute pages for its own: prefixstore warm --for-server."
+
+
+class OnDamage(Enum):
+    """What a server does if its store cannot be opened."""
+
+    ASIDE = "aside"
+    WITHOUT = "without"
+    FAIL = "fail"
+
+
+def opened(location: Locations, on_damage: OnDamage, open_it: Callable[[], T]) -> T | StorageError:
+    """What `open_it` returns, or its error if the server has to do without.
+
+    Parameters
+    ----------
+    location
+        Where the store is. The files of a damaged one are moved aside if that is wanted.
+    on_damage
+        What to do.
+    open_it
+        Opens it, and raises as `PrefixStore` does.
+
+    Raises
+    ------
+    StorageError
+        If it cannot be opened, and `on_damage` is to fail.
+    """
+    try:
+        return open_it()
+    except StorageError as error:
+        if on_damage is OnDamage.FAIL:
+            raise
+        place = _moved_aside(location) if on_damage is OnDamage.ASIDE and isinstance(error, DAMAGE) else None
+        if place is None:
+            return error
+        log.warning("the store cannot be used: %s; its files were moved to %s, and it begins empty", error, place)
+    return opened(location, OnDamage.WITHOUT, open_it)
+
+
+def _moved_aside(location: Locations) -> Path | None:
+    """Move the files of a location, the nearer one of two, and return where they are; None if that cannot be done."""
+    try:
+        text = text_of(locations_of(location)[0])
+        if scheme_of(text) not in ("lmdb", "sqlite"):
+            return None
+        path, aside = Path(path_of(text)), f"damaged-{time.strftime('%Y%m%d-%H%M%S')}"
+        is_directory = path.is_dir()
+        files = [path / name for name in LMDB_FILES] if is_directory else [Path(f"{path}{end}") for end in SQLITE_FILES]
+        place = path / aside if is_directory else path.with_name(f"{path.name}.{aside}")
+        place.mkdir()
+        for file in files:
+            if file.exists():
+                file.rename(place / file.name)
+    except (OSError, PrefixStoreError) as error:
+        log.warning("the files of the store cannot be moved: %s", error)
+        return None
+    return place
 
 
 def check_store(location: Locations, options: Mapping[str, Any]) -> None:
@@ -24,7 +93,6 @@ def check_store(location: Locations, options: Mapping[str, Any]) -> None:
 
     An unreachable far location is not an error. It is not logged here: opening the store for the server logs it.
     """
-    log = logging.getLogger("prefixstore")
     log.addFilter(_is_not_of_far)
     try:
         PrefixStore(location, **{"namespace": "server", **options}).close()

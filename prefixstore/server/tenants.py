@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import TYPE_CHECKING
 
 from prefixstore.errors import InvalidParameterError
-from prefixstore.server.upstream import Headers, Reply, Upstream
 
-__all__ = ["Admission", "NoTenantError", "TenantSource", "api_key_of"]
+if TYPE_CHECKING:
+    from prefixstore.server.upstream import Headers, Reply, Upstream
+
+__all__ = ["Admission", "NoTenantError", "TenantSource", "api_key_of", "tenant_of", "tenant_of_key", "within"]
 
 MAX_HEADER = 256
+# What a client may add to its tenant's name. It stands before the first colon, where nothing else has a slash.
+WITHIN = re.compile(r"/cache-salt-[0-9a-f]{32}(?=:)")
 # what these say must not be in the store
 CREDENTIALS = frozenset({"authorization", "x-api-key", "cookie", "proxy-authorization"})
 MAX_REMEMBERED = 1024
@@ -66,7 +72,7 @@ class TenantSource:
             key = api_key_of(headers)
             if not key:
                 raise NoTenantError("an API key is needed: it determines whose prompts may be reused")
-            return f"api-key:{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+            return tenant_of_key(key.encode("latin-1"))
         # white space of HTTP only: headers are read as Latin-1, in which a letter of UTF-8 may end in other white space
         values = [value.strip(" \t") for name, value in headers.items() if name.lower() == self.header]
         # one that a client has added to that of the gateway must not count
@@ -74,7 +80,33 @@ class TenantSource:
             raise NoTenantError(
                 f"the header {self.header} is needed, exactly once: it determines whose prompts may be reused"
             )
-        return f"{self.header}:{values[0]}"
+        name = values[0].encode("latin-1")
+        try:
+            # as an operator writes it
+            return f"{self.header}:{name.decode()}"
+        except UnicodeDecodeError:
+            return f"{self.header}/latin-1:{values[0]}"
+
+
+def tenant_of_key(key: bytes) -> str:
+    """The tenant whose API key this is."""
+    return f"api-key:{_digest(key)}"
+
+
+def within(salt: str, cache_salt: str) -> str:
+    """The part of a tenant's pages that requests with this ``cache_salt`` share."""
+    source, _, name = salt.partition(":")
+    return f"{source}/cache-salt-{_digest(cache_salt.encode('utf-8', 'surrogatepass'))}:{name}"
+
+
+def tenant_of(salt: str) -> str:
+    """The tenant that a salt belongs to, whichever part of its pages that is."""
+    source, colon, name = salt.partition(":")
+    return WITHIN.sub("", source + colon, count=1) + name
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
 
 
 def api_key_of(headers: Mapping[str, str]) -> str:

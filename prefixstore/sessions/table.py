@@ -191,8 +191,23 @@ class Table:
 
     # -- what is saved ------------------------------------------------------------------------------------------------
 
+    def drop_deleted(self) -> None:
+        """Drop the sessions whose names and pages were deleted, as by a purge of another process."""
+        deleted: Mapping[str, Bookmark] = {}
+        with self._looking_up():
+            deleted = self._engine.take_deleted_bookmarks(self._namespace)
+        for name, bookmark in deleted.items():
+            with self.lock:
+                entry = self.entries.get(name)
+                # not one that has gone on here since
+                if entry is None or entry.set_at > bookmark.set_at or self._is_leased(entry):
+                    continue
+                del self.entries[name]
+            self._engine.keep(name, ())
+
     def names(self) -> list[str]:
         """Those that can be resumed: of this process, and of the location."""
+        self.drop_deleted()
         saved = self._saved()
         with self.lock:
             held = {each.name for each in self.entries.values() if len(each.tokens) or self._is_leased(each)}
@@ -202,7 +217,8 @@ class Table:
         return sorted(held | (set(saved) - hidden))
 
     def look_up(self, *names: str) -> None:
-        """Note what another process, or an earlier one, has left as the last one of these sessions."""
+        """Note what another process, or an earlier one, has left as the last one of these sessions, or has deleted."""
+        self.drop_deleted()
         with self.lock:
             set_at = {name: self.entries[name].set_at if name in self.entries else 0 for name in names}
         for name, bookmark in self._newer(set_at).items():

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 import llama_cpp
 
-from prefixstore.errors import ContextError, InvalidParameterError
+from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import Tokens, as_tokens, common_prefix
 from prefixstore.llama.binding import is_multimodal, prompt_start
 
-__all__ = ["Vocabulary", "chat_tokens", "text_tokens"]
+__all__ = ["chat_tokens", "text_tokens"]
 
 # Two possible next messages, whose first tokens differ. What the template puts before them is the same.
 NEXT = ("A", "1")
@@ -120,40 +118,3 @@ class _StandIn:
 
     def create_completion(self, prompt: str | list[int], *args: Any, **kwargs: Any) -> Any:
         raise _PromptTaken(prompt)
-
-
-class Vocabulary:
-    """The vocabulary of a model; its tensors are not loaded.
-
-    Parameters
-    ----------
-    path
-        A GGUF file.
-
-    Raises
-    ------
-    ContextError
-        If it cannot be loaded.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        try:
-            self._llm = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
-        except (ValueError, RuntimeError) as error:
-            raise ContextError(f"llama.cpp cannot load {path}: {error}") from error
-
-    def text(self, tokens: Sequence[int]) -> str:
-        """Tokens as text, special ones by name; bytes that are not valid UTF-8, and unknown tokens, are replaced."""
-        n = self._llm.n_vocab()
-        pieces: list[str] = []
-        # of an unknown one, llama.cpp would end the process
-        for is_known, some in groupby(tokens, lambda token: 0 <= token < n):
-            known = list(some)
-            pieces.append(
-                self._llm.detokenize(known, special=True).decode("utf-8", "replace") if is_known else "�" * len(known)
-            )
-        return "".join(pieces)
-
-    def tokens(self, text: str) -> list[int]:
-        """The tokens of a prompt, as in a completion."""
-        return self._llm.tokenize(text.encode(), add_bos=True, special=True)

@@ -9,7 +9,6 @@ import os
 import random
 import sys
 import threading
-import time
 import traceback
 from collections import Counter
 from contextlib import suppress
@@ -26,10 +25,13 @@ from prefixstore.format.keys import PAGE, SNAPSHOT, as_tokens, page_key
 from prefixstore.format.namespace import Namespace
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import export_store, import_store
+from tests.support import PATIENCE
 from tests.support.engines import compressible
-from tests.support.timeouts import disable_timeouts
+from tests.support.timeouts import disable_timeouts, wait_for
 
 P = 4
+# of a thread, in a bounded attack
+ACTS = 60
 SIZES = (0, 1, 900, 20_000, 90_000)
 NOTE = b"crowd"
 TENANTS = ("one", "two", None)
@@ -61,17 +63,17 @@ class Member:
         self.location = location
         self.max_bytes = max_bytes
         self.done: Counter[str] = Counter()
-        self.noted = 0
+        self.n_acts = self.noted = 0
         self.problems: list[str] = []
 
-    def run(self, until: float) -> None:
+    def run(self, n_acts: int) -> None:
         acts = [self.capture, self.capture, self.capture, self.fetch, self.fetch, self.fetch]
         acts += [self.pin, self.unpin, self.flush, self.look, self.look, self.note, self.thin]
         seldom = [self.clear, self.purge, self.move, self.check]
-        # however slow the machine is
         first = [self.capture, self.fetch, self.pin, self.note]
-        while (first or time.monotonic() < until) and not self.problems:
+        while self.n_acts < n_acts and not self.problems:
             act = first.pop() if first else self.chance.choice(seldom if self.chance.random() < 0.02 else acts)
+            self.n_acts += 1
             try:
                 act(self.chance.choice(self.stores))
                 self.done[act.__name__] += 1
@@ -196,7 +198,7 @@ def fork_once(stores: list[PrefixStore], kind: int) -> bool:
             if kind == 0:
                 os._exit(0)
             # shows where it hangs
-            faulthandler.dump_traceback_later(150, exit=True)
+            faulthandler.dump_traceback_later(PATIENCE, exit=True)
             member = Member(os.getpid(), stores, "", 1 << 62)
             for _ in range(5):
                 member.capture(stores[0])
@@ -210,23 +212,15 @@ def fork_once(stores: list[PrefixStore], kind: int) -> bool:
             faulthandler.dump_traceback(all_threads=True)
         finally:
             os._exit(code)
-    until = time.monotonic() + 180
-    while time.monotonic() < until:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            if status:
-                sys.stderr.write(f"a child of kind {kind} ended with {status}\n")
-            return status == 0
-        time.sleep(0.01)
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    return False
+    # one that hangs ends itself
+    _, status = os.waitpid(child, 0)
+    if status:
+        sys.stderr.write(f"a child of kind {kind} ended with {status}\n")
+    return status == 0
 
 
-def crowd(  # noqa: C901 - one thing after the other
-    location: str, seed: int, threads: int, seconds: float, max_bytes: int, forks: int
-) -> dict:
-    """Threads act at random for some seconds; what they did, and what was wrong."""
+def crowd(location: str, seed: int, threads: int, acts: int, max_bytes: int, forks: int) -> dict:  # noqa: C901
+    """Threads act at random, each so many times; what they did, and what was wrong."""
     before_threads = threading.active_count()
     stores = [
         open_store(
@@ -236,25 +230,24 @@ def crowd(  # noqa: C901 - one thing after the other
             quota=max_bytes // 2 if salt == "one" else None,
             ttl=0.5 if salt == "two" else None,
             codec="zstd" if salt == "two" else "auto",
-            # for one of them so low that there is always room to be made, and made use of
+            # for one of them so low that its pages are packed
             **({"high_water": 0.5, "low_water": 0.3} if salt is None else {}),
             ram_bytes="1MB" if salt == "one" else None,
             queue_bytes="1MB",
         )
         for salt in TENANTS
     ]
-    until = time.monotonic() + seconds
     members = [Member(seed * 1000 + i, stores, location, max_bytes) for i in range(threads)]
-    running = [threading.Thread(target=member.run, args=(until,), daemon=True) for member in members]
+    running = [threading.Thread(target=member.run, args=(acts,), daemon=True) for member in members]
     for thread in running:
         thread.start()
     problems = []
     for i in range(forks):
-        time.sleep(seconds / (forks + 1))
+        wait_for(lambda at=i + 1: members[0].n_acts >= acts * at // (forks + 1) or members[0].problems, "the moment")
         if not fork_once(stores, i % 3):
             problems.append(f"the child of fork {i} (kind {i % 3}) did not end well")
     for thread in running:
-        thread.join(max(until - time.monotonic(), 0) + 400)
+        thread.join(5 * PATIENCE * max(acts // ACTS, 1))
         if thread.is_alive():
             faulthandler.dump_traceback(all_threads=True)
             problems.append("a thread does not end: deadlock")
@@ -285,9 +278,8 @@ def crowd(  # noqa: C901 - one thing after the other
         done += Counter({name: counters[name] for name in ("evictions", "packed", "expired", "outages")})
         with suppress(StorageError):
             store.close()
-    wait_until = time.monotonic() + 60
-    while threading.active_count() > before_threads and time.monotonic() < wait_until:
-        time.sleep(0.05)
+    with suppress(AssertionError):
+        wait_for(lambda: threading.active_count() <= before_threads, "the end of all threads")
     if threading.active_count() > before_threads:
         problems.append(f"threads left: {[thread.name for thread in threading.enumerate()]}")
     return {"problems": problems, "done": dict(done), "noted": sum(member.noted for member in members)}
@@ -296,5 +288,4 @@ def crowd(  # noqa: C901 - one thing after the other
 if __name__ == "__main__":
     disable_timeouts()
     order = json.loads(sys.argv[1])
-    # how many pages each index caches
     print(json.dumps(crowd(**order)))

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, redirect_stdout
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +19,7 @@ import xxhash
 
 from prefixstore.backends.sql import migrations as migrate
 from prefixstore.cli import main
-from prefixstore.engine import lease, siblings
+from prefixstore.engine import siblings
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
@@ -34,7 +33,7 @@ from prefixstore.format.keys import PAGE, SNAPSHOT, as_tokens, page_key
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import import_store
 from prefixstore.stats import Counters
-from tests.support.engines import compressible, rest
+from tests.support.engines import compressible
 from tests.support.places import space
 from tests.support.revisions import a_later_version
 
@@ -79,14 +78,15 @@ class Report:
 
 
 class Points:
-    """The points at which a child may be killed."""
+    """The points at which a child may be killed, and how many of them it has passed."""
 
     def __init__(self, die_at: int) -> None:
-        self._left = die_at
+        self._die_at = die_at
+        self.n_passed = 0
 
     def __call__(self) -> None:
-        self._left -= 1
-        if self._left == 0:
+        self.n_passed += 1
+        if self.n_passed == self._die_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -178,8 +178,6 @@ class Work:
         point: Callable[[], None],
         *,
         durable: bool = True,
-        budget: Budget = BUDGET,
-        codec: str = "raw",
     ) -> None:
         self._location = location
         self._watch = lambda backend: Watched(backend, say, point, durable=durable)
@@ -187,7 +185,7 @@ class Work:
         with backend.view() as view:
             say("found", digest(view))
         options = {"queue_bytes": 1 << 24, "write_behind": False}
-        self.engine = Engine(self._watch(backend), budget, POLICIES["lru"](), pick(codec), Counters(), **options)
+        self.engine = Engine(self._watch(backend), BUDGET, POLICIES["lru"](), pick("raw"), Counters(), **options)
 
     def capture(self, settings: Any, tokens: list[int], form: int = PAGE) -> None:
         """Store what is missing of a sequence, in one batch."""
@@ -248,22 +246,6 @@ class Work:
 def work(location: str, seed: int, pack: str, say: Report, point: Points, *, durable: bool = True) -> None:
     with closing(Work(location, say, point, durable=durable)) as one:
         one.all(seed, bytes.fromhex(pack))
-
-
-def make_room(location: str, seed: int, pack: str, say: Report, point: Points) -> None:
-    """Make room, and pack what is stored meanwhile."""
-    del pack
-    sequences = np.random.default_rng(seed).integers(0, 3, (8, 9)).tolist()
-    # one that was killed keeps no lease
-    lease.SECONDS = 0.0
-    budget = replace(BUDGET, high_water=0.25, low_water=0.2)
-    with closing(Work(location, say, point, budget=budget, codec="auto")) as one:
-        # here, and not in a thread: its operations could not be counted
-        one.engine._room._is_active = True
-        for tokens in sequences:
-            one.capture(SPACES[0], tokens)
-            one.use(SPACES[0], tokens)
-            rest(one.engine)
 
 
 def maintain(location: str, seed: int, pack: str, say: Report, point: Points) -> None:
@@ -339,7 +321,4 @@ def upgrade(location: str, later: str, say: Report, point: Points) -> None:
     say("upgraded")
 
 
-TASKS = {
-    task.__name__: task
-    for task in (work, work_forever, scrub_among_writers, make_room, maintain, create, export, upgrade)
-}
+TASKS = {task.__name__: task for task in (work, work_forever, scrub_among_writers, maintain, create, export, upgrade)}

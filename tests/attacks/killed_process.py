@@ -85,26 +85,31 @@ def _points_at_requests(point: Points) -> None:
         setattr(Client, name, use)
 
 
+_POINTS_AT = {
+    "statements": _points_at_statements,
+    "commands": _points_at_commands,
+    "requests": _points_at_requests,
+}
+
+
 def _obey(order: dict[str, Any]) -> None:
     """In a child of its own."""
     die_at, level = order.pop("die_at", 0), order.pop("level", "operations")
     # credentials of a server that was started after this process
     os.environ.update(order.pop("environment", {}))
     journal, below = order.pop("journal", None), order.pop("below", None)
-    point = Points(die_at if level == "operations" else 0)
-    if level == "statements":
-        _points_at_statements(Points(die_at))
-    if level == "commands":
-        _points_at_commands(Points(die_at))
-    if level == "requests":
-        _points_at_requests(Points(die_at))
+    point = Points(0 if level == "calls" else die_at)
+    if level in _POINTS_AT:
+        _POINTS_AT[level](point)
     say = Report(order.pop("report"))
     if journal is not None:
         start = ctypes.CDLL(None).power_start
         start.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_long]
         start(below.encode(), journal.encode(), die_at if level == "calls" else 0)
-    TASKS[order.pop("task")](**order, say=say, point=point)
-    say("end")
+    # where the point is elsewhere, the operations are none
+    operation = point if level == "operations" else Points(0)
+    TASKS[order.pop("task")](**order, say=say, point=operation)
+    say("end", str(point.n_passed))
 
 
 def _serve() -> None:

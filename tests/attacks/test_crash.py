@@ -21,6 +21,7 @@ from tests.attacks.after_kill import contents_of_old, look_at, look_without_writ
 from tests.attacks.kill_workload import BUDGET
 from tests.attacks.killed_process import KillableProcess, allowed
 from tests.attacks.power import shim
+from tests.support.ctrl_c import sample
 from tests.support.models import TORTURE
 from tests.support.places import SCHEMES, place
 from tests.support.postgres import database, until_alone
@@ -123,29 +124,25 @@ class Life:
         return lines(self._report)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_store_is_sound_after_a_kill_at_each_write(killable, tmp_path, request, scheme):
-    life = Life(killable, place(scheme, tmp_path, request), tmp_path)
-    level = LEVELS.get(scheme, "statements")
-    # at length, each statement
-    step = 1 if EACH else {"lmdb": 1, "sqlite": 8, "postgresql": 8, "valkey": 40, "s3": 200}[scheme]
-    for seed, die_at in enumerate(itertools.count(1, step)):
-        if not life.goes_on("work", seed=seed, die_at=die_at, level=level):
-            break
-    assert life.deaths > 40 / step
+# how often a process is killed that does a little of everything, or evicts and builds its indexes again: at points that
+# are evenly spread, and at length at each of them; with a server, which takes longer, a quarter
+DEATHS = {"work": 24, "maintain": 12}
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_store_is_sound_after_a_kill_while_tables_and_indexes_are_built(killable, tmp_path, request, scheme):
+@pytest.mark.parametrize("task", DEATHS)
+def test_a_store_is_sound_after_a_kill_at_each_write(killable, tmp_path, request, task, scheme):
     life = Life(killable, place(scheme, tmp_path, request), tmp_path)
     # the index of children is built in several transactions
-    life.is_whole_unwritten = scheme != "lmdb"
+    life.is_whole_unwritten = (task, scheme) != ("maintain", "lmdb")
     level = LEVELS.get(scheme, "statements")
-    step = 1 if EACH else {"lmdb": 7, "sqlite": 23, "postgresql": 23, "valkey": 60, "s3": 400}[scheme]
-    for seed, die_at in enumerate(itertools.count(1, step)):
-        if not life.goes_on("maintain", seed=seed, die_at=die_at, level=level):
-            break
-    assert life.deaths > 25 / step
+    assert not life.goes_on(task, seed=0, level=level)
+    n_points = int(life.report[-1].removeprefix("end "))
+    deaths = DEATHS[task] // (1 if scheme in ("lmdb", "sqlite") else 4)
+    for seed, die_at in enumerate(sample(n_points, n_points if EACH else deaths)):
+        life.goes_on(task, seed=seed, die_at=die_at, level=level)
+    # another seed may have fewer points
+    assert life.deaths >= deaths / 2
 
 
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
@@ -170,7 +167,8 @@ def test_a_store_is_sound_after_a_kill_at_any_moment(killable, tmp_path, request
     assert not life.goes_on("work", seed=0)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+# of Valkey, see test_stopped: a lock that a dead process has is waited for until it is taken for silent
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "valkey"])
 def test_others_continue_when_one_process_is_killed(killable, others, tmp_path, request, scheme):
     location, rng = place(scheme, tmp_path, request), random.Random(scheme)
     empty(location)

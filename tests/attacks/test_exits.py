@@ -5,11 +5,13 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 
 from prefixstore.maintenance.archive import Archive
 from tests.support import PATIENCE, ROOT
+from tests.support.models import TORTURE
 from tests.support.places import place
 from tests.support.signals import default_signals
 
@@ -74,7 +76,7 @@ elif end == "atexit":
     # registered last, so called first
     atexit.register(lambda: (answer(llm, prompt(300, 5), 2) if llm else None, print("at exit", flush=True)))
 elif end == "closed at exit":
-    atexit.register(store.close)
+    atexit.register(lambda: store and store.close())
 """
 
 CODES = {"exit": 7, "exception": 1, "os._exit": 9, "SIGTERM": -signal.SIGTERM, "SIGTERM handled": 143}
@@ -83,6 +85,14 @@ SECONDS = 5 * PATIENCE
 # these end the process at once: what was queued is lost
 AT_ONCE = ("os._exit", "SIGTERM")
 ENDS = ["return", "exit", "exception", "os._exit", "SIGTERM", "SIGTERM handled", "atexit", "closed at exit"]
+SPEEDS, LLMS = ["slow", "hangs"], ["alive", "collected", "collected with the store"]
+# each end, and each of the others with the ends that take another way through the exit of Python; at length, all
+CASES = [
+    *(("slow", end, "alive") for end in ENDS),
+    *(("slow", end, llm) for end in ("return", "SIGTERM handled") for llm in LLMS[1:]),
+    *(("hangs", end, "alive") for end in ("return", "SIGTERM handled", "closed at exit")),
+    *(("hangs", "return", llm) for llm in LLMS[1:]),
+]
 
 
 def run(models, location, speed, end, llm):
@@ -99,9 +109,7 @@ def run(models, location, speed, end, llm):
     return done
 
 
-@pytest.mark.parametrize("llm", ["alive", "collected"])
-@pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("speed", ["slow", "hangs"])
+@pytest.mark.parametrize(("speed", "end", "llm"), [*product(SPEEDS, ENDS, LLMS)] if TORTURE > 1 else CASES)
 def test_a_process_ends_in_time_with_what_it_could_write(models, tmp_path, request, speed, end, llm):
     location = place("lmdb", tmp_path, request)
     done = run(models, location, speed, end, llm)
@@ -128,14 +136,6 @@ def test_what_waits_for_object_storage_is_written_before_the_process_ends(models
     assert (done.returncode, done.stderr) == (0, "")
     with Archive(location) as archive:
         assert len({page.tokens[:16] for page in archive.pages() if page.start == 0}) == 4
-
-
-@pytest.mark.parametrize("end", ["return", "exit", "SIGTERM handled"])
-@pytest.mark.parametrize("speed", ["slow", "hangs"])
-def test_what_a_collected_store_has_captured_is_written_before_the_process_ends(models, tmp_path, request, speed, end):
-    test_a_process_ends_in_time_with_what_it_could_write(
-        models, tmp_path, request, speed, end, "collected with the store"
-    )
 
 
 def test_a_daemon_thread_that_evaluates_does_not_keep_the_process(models, tmp_path, request):

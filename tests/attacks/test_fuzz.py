@@ -33,7 +33,7 @@ from tests.support.places import place, space
 
 TARGETS = ("record", "packed", "export", "state", "namespace", "jsonl", "config")
 # a minute for each, at length
-BOUND = "-max_total_time=60" if TORTURE > 1 else "-atheris_runs=2000"
+BOUND = "-max_total_time=60" if TORTURE > 1 else "-atheris_runs=500"
 SPACE = space()
 
 

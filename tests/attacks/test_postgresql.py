@@ -70,8 +70,8 @@ def clear(store):
 
 
 def flush(store):
-    store.engine.touch(NS, store.engine.match(NS, as_tokens(A), P).pages)
     with suppress(StorageError):
+        store.engine.touch(NS, store.engine.match(NS, as_tokens(A), P).pages)
         store.engine.flush()
 
 

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from prefixstore import PrefixStore
-from prefixstore.engine.adaptive_policy import SAMPLES, TIMES_KEPT
+from prefixstore.engine import adaptive_policy, choose
+from prefixstore.engine.adaptive_policy import SAMPLES
+from prefixstore.engine.evictions import REMEMBERED
+from prefixstore.engine.trie import MOST_KEPT
 from tests.support.models import TORTURE, answer, prompt
 from tests.support.timeouts import wait_for
 
 COMPLETIONS = 5_000 if TORTURE > 1 else 120
 MAX_BYTES = 6 << 20
-# of a prompt of at most 2048 tokens, its tail included, as many as it can leave in the index
-# pages that may wait when the sizes are looked at
-MOST_PENDING = 20
+# bytes that may wait when the sizes are looked at: some twenty pages
+MOST_QUEUED = 1 << 20
+COLLECTIONS = (dict, list, set, deque, bytearray)
 # of what fills slowly
-BOUNDS = {"samples": SAMPLES, "times": 2 * TIMES_KEPT}
+BOUNDS = {
+    "Adaptive._samples": SAMPLES,
+    "Adaptive._times": 2 * adaptive_policy.TIMES_KEPT,
+    "Catalog._last_used": choose.TIMES_KEPT,
+    "EvictionLog._found": REMEMBERED,
+    "Trie._read": MOST_KEPT,
+}
 
 
 def resident() -> int:
@@ -28,22 +38,22 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def collections_of(store):
-    """All that could grow, by name."""
-    engine, hook = store.engine, store._hooks.current
-    catalog, queue = engine._catalog, engine._queue
-    deferred, policy = catalog._deferred, catalog._policy
-    named = {"pending": catalog._pending, "after": catalog._after, "writing": catalog._writing}
-    named |= {"refused": catalog._refused, "times of use": catalog._last_used}
-    named |= {name: getattr(deferred, name) for name in ("uses", "damaged", "suspicions", "thinned")}
-    named |= {"pools": [row for pool in catalog._sampler._pools.values() for row in pool], "kept": catalog._kept}
-    named |= {"samples": policy._samples, "prompts": policy._prompts, "latest": policy._latest}
-    named |= {"times": policy._times}
-    named |= {"ghosts": policy._ghosts, "duel": [n for cache in policy._duel._caches for n in cache._numbers]}
-    named |= {"hot": engine._ram._wanted, "in memory": engine._ram._states}
-    named |= {"gone": hook.context.lineage.gone, "keys": hook.context.lineage._keys, "saved": hook.saved._saved}
-    named |= {"idle": queue._buffers._idle, "queue": queue._queue, "counts": engine.counters._counts}
-    return {name: len(value) for name, value in named.items()}
+def collections_of(root):
+    """The length of everything in an object that could grow, and in what it has of ours, by name."""
+    found, seen, waiting = {}, set(), [root]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        names = {*getattr(one, "__dict__", ()), *getattr(type(one), "__slots__", ())}
+        for name, value in [(name, getattr(one, name, None)) for name in names]:
+            if isinstance(value, COLLECTIONS):
+                path = f"{type(one).__name__}.{name}"
+                found[path] = found.get(path, 0) + len(value)
+            elif type(value).__module__.startswith("prefixstore"):
+                waiting.append(value)
+    return found
 
 
 def files(location):
@@ -58,8 +68,7 @@ def files(location):
 def complete(store, llm, tokens):
     """A completion. A disk that stands still for a moment is no leak: not many pages wait afterwards."""
     answer(llm, tokens, 2)
-    pending = store.engine._catalog._pending
-    wait_for(lambda: len(pending) <= MOST_PENDING, "a short queue")
+    wait_for(lambda: store.engine.queued_bytes <= MOST_QUEUED, "a short queue")
 
 
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])

@@ -167,14 +167,16 @@ def test_a_line_that_is_cut_anywhere_in_an_answer_costs_no_more_than_a_miss(line
 @contextmanager
 def impatient(store):
     """In the block the server, which is silent, is waited for only shortly: before and after it may be slow."""
-    idle = list(store.backend.rows._connections._idle)
+    pool = store.backend.rows._connections._pool
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(connections, "SILENT_SECONDS", 0.5)
-        for one in idle:
-            one._sock.settimeout(0.5)
+        patch.setitem(pool.connection_kwargs, "socket_timeout", 0.5)
+        for one in pool._available_connections:
+            if one._sock is not None:
+                one._sock.settimeout(0.5)
         yield
     # those that were made in the block
-    store.backend.rows._connections._idle.clear()
+    store.backend.rows._connections._pool._available_connections.clear()
 
 
 def test_a_line_that_stalls_in_an_answer_delays_one_lookup(line):

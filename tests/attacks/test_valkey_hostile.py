@@ -14,7 +14,9 @@ from types import SimpleNamespace
 import pytest
 from valkey.connection import UnixDomainSocketConnection
 
+from prefixstore.backends import received
 from prefixstore.backends.contract import ConflictError
+from prefixstore.backends.received import ReceivedMemory
 from prefixstore.backends.valkey import backend as backend_module
 from prefixstore.backends.valkey import open_valkey, payloads
 from prefixstore.backends.valkey.connections import translated
@@ -146,15 +148,17 @@ def test_a_user_who_lacks_a_command_writes_nothing(url, client, valkey_server, c
         client.execute_command("ACL", "DELUSER", "lacking")
 
 
-@pytest.mark.parametrize("answer", [b"$abc", b"$", b"$1e3", b"$%d" % (1 << 62), b":1", b"*1", b"+OK", b"-ERR no"])
-def test_an_answer_that_is_no_value_is_an_error_of_ours(answer):
+@pytest.mark.parametrize("before", [b"", b"*2\r\n", b"*2\r\n$1\r\nr\r\n"])
+@pytest.mark.parametrize("answer", [b"$abc", b"$", b"$1e3", b"$%d" % (1 << 62), b":1", b"**", b"+OK", b"-ERR no"])
+def test_an_answer_that_is_no_value_is_an_error_of_ours(before, answer):
     near, far = socket.socketpair()
     with near, far:
         connection = UnixDomainSocketConnection()
         connection._sock = near
-        far.sendall(answer + b"\r\n")
+        far.sendall(b"+OK\r\n+QUEUED\r\n+QUEUED\r\n" + before + answer + b"\r\n")
+        far.shutdown(socket.SHUT_WR)
         with pytest.raises(UnavailableError), translated("here"):
-            payloads._Replies(connection, payloads.KeptBuffers(), SimpleNamespace()).next()
+            payloads._Replies(connection, ReceivedMemory(), SimpleNamespace()).next()
 
 
 def test_a_payload_for_which_there_is_no_memory_is_an_error_of_ours(url, monkeypatch):
@@ -162,12 +166,11 @@ def test_a_payload_for_which_there_is_no_memory_is_an_error_of_ours(url, monkeyp
         with backend.update() as transaction:
             key = put(transaction, 1)
 
-        def acquire(_, size):
+        def refuse(size):
             raise MemoryError
 
         with monkeypatch.context() as patch, backend.view() as view:
-            patch.setattr(payloads.KeptBuffers, "acquire", acquire)
-            patch.setattr(payloads, "SMALL", 16)
+            patch.setattr(received, "bytearray", refuse, raising=False)
             with pytest.raises(UnavailableError, match="no memory"):
                 view.payload(key)
         assert sound(backend) == {key}
@@ -313,7 +316,7 @@ def test_what_is_left_of_a_location_of_another_version_stays(url, client):
 
 
 def test_a_lock_lasts_as_long_as_a_large_payload_is_sent(url, client, monkeypatch):
-    monkeypatch.setattr(payloads, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(backend_module, "PIECE_BYTES", 1000)
     monkeypatch.setattr(backend_module, "RENEW_SECONDS", 0)
     lock, left, renew = name_of(url, "lock"), [], backend_module.Turn.keep
 

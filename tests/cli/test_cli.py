@@ -23,6 +23,7 @@ from prefixstore.cli import main
 from prefixstore.cli.app import GROUPS, app
 from prefixstore.format.record import checksum
 from prefixstore.maintenance.archive import Archive
+from prefixstore.models.vocabulary import Vocabulary
 from prefixstore.units import counted
 from tests.support.models import answer, load, prompt
 from tests.support.places import contents, fill, space
@@ -32,6 +33,7 @@ ROOT = Path(__file__).parents[2]
 COMMANDS = (
     *("stats", "top", "ls", "tree", "show", "report", "check", "verify", "evict", "purge", "pin", "unpin", "compact"),
     *("clear", "export", "import", "copy", "migrate", "bench", "demo", "init", "warm", "explain", "doctor"),
+    *("shim", "tenants"),
 )
 OF_SLOTS = ("slots status", "slots save", "slots restore", "slots erase")
 OF_TRACE = ("trace replay", "trace simulate")
@@ -179,13 +181,15 @@ def test_the_lists_of_commands_have_the_first_sentence_of_the_help_of_each():
 
 
 @pytest.mark.slow
-def test_commands_that_only_read_do_not_import_llama_cpp(store):
+def test_commands_that_only_read_do_not_need_llama_cpp_also_to_show_text(store, models, tmp_path):
     code = (
-        "import sys; from prefixstore.cli import main\n"
-        "for command in ('stats', 'ls', 'check'): main([command, sys.argv[1]])\n"
-        "main(['--help']); sys.exit('llama_cpp' in sys.modules)"
+        "import sys; sys.modules['llama_cpp'] = None; from prefixstore.cli import main\n"
+        "text = ['--model', sys.argv[2]]\n"
+        "commands = ['stats'], ['ls'], ['check'], ['tree', *text], ['report', '--out', sys.argv[3], *text]\n"
+        "for name, *options in commands: assert main([name, sys.argv[1], *options]) == 0, name"
     )
-    subprocess.run([sys.executable, "-c", code, store], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    given = [sys.executable, "-c", code, store, models("llama"), tmp_path / "r.html"]
+    subprocess.run(given, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
 def test_without_typer_the_message_names_the_extra():
@@ -219,7 +223,7 @@ def test_every_summary_names_the_location(store, tmp_path, run, as_json):
         ("check",),
         ("pin", page),
         ("unpin", page),
-        ("export", "--out", file),
+        ("export", "--out", file, "--yes"),
         ("copy", tmp_path / "other"),
         ("bench",),
         ("compact",),
@@ -279,16 +283,13 @@ def test_tree_and_show_list_pages(store, run, as_json):
     assert run("show", store, branch["page"])[0] == 0
 
 
-def test_a_report_is_a_page_of_its_own_and_replaces_no_file_unasked(store, tmp_path, run, as_json):
+def test_a_report_is_a_page_of_its_own(store, tmp_path, run, as_json):
     out = tmp_path / "r.html"
     code, printed, said = run("report", store, "--out", out, "--max-bytes", "1GiB")
     assert (code, printed) == (0, "")
     assert str(out) in said
     assert "9 pages" in said
     assert out.read_text().startswith("<!doctype html>")
-    code, _, said = run("report", store, "--out", out)
-    assert code == 3
-    assert "--force" in said
     code, found = as_json("report", store, "--out", out, "--force")
     assert (code, found["pages"], found["labels"], found["max_bytes"]) == (0, 9, "tokens", None)
     assert {one["tenant"] for one in found["spaces"]} == {"mine", "yours"}
@@ -310,13 +311,11 @@ def test_a_report_has_text_only_with_a_model(served, tmp_path, run):
 
 def test_with_a_model_text_is_shown_and_found(served, run, as_json):
     model, location = served
-    llm = load(model)
-    tail = llm.detokenize(prompt(100, 2)[20:40]).decode()
+    words = Vocabulary(model)
+    tail = words.text(prompt(100, 2)[20:40])
     code, pages = as_json("tree", location, "--model", model)
     assert code == 0
-    assert "".join(page["text"] for page in pages if page["start"] == 0) == llm.detokenize(
-        prompt(256), special=True
-    ).decode(errors="replace")
+    assert "".join(page["text"] for page in pages if page["start"] == 0) == words.text(prompt(256))
     code, found = as_json("tree", location, "--model", model, "--containing", tail)
     assert code == 0
     assert 3 <= len(found) < len(pages)
@@ -527,7 +526,7 @@ def test_export_import_and_copy_move_every_page(store, tmp_path, as_json, run):
     assert (code, found["pages"]) == (0, 9)
     with Archive(store, read_only=True) as one, Archive(f"sqlite:///{tmp_path}/third.db", read_only=True) as other:
         assert contents(one.backend) == contents(other.backend)
-    assert as_json("export", store, "--out", file, "--namespace", YOURS.key.hex())[1]["pages"] == 2
+    assert as_json("export", store, "--out", file, "--namespace", YOURS.key.hex(), "--yes")[1]["pages"] == 2
     file.write_bytes(file.read_bytes()[:-10])
     code, _, err = run("import", tmp_path / "fourth", file)
     assert code == 1
@@ -544,7 +543,7 @@ def test_an_export_replaces_an_export_and_nothing_else(store, tmp_path, run):
     assert "is not an export of prefixstore; choose another name" in message
     assert mine.read_text() == '{"prompt": "hello"}'
     for _ in range(2):
-        assert run("export", store, "--out", str(tmp_path / "f.pstore"))[0] == 0
+        assert run("export", store, "--out", str(tmp_path / "f.pstore"), "--yes")[0] == 0
 
 
 def test_an_export_neither_replaces_a_device_nor_waits_for_a_pipe(store, tmp_path, run):

@@ -186,10 +186,27 @@ def test_every_option_says_what_it_takes_in_a_word(run):
         assert (code, re.findall(r"--[a-z-]+ <(?!text\|)[^>]*>", options)) == (0, []), name
 
 
-def test_a_report_is_replaced_with_yes_as_other_files_are(store, run):
-    assert run("report", store, "--out", "r.html")[0] == 0
-    assert run("report", store, "--out", "r.html")[0] == 3
-    assert run("report", store, "--out", "r.html", "--yes")[0] == 0
+@pytest.mark.parametrize(
+    "command", [["report", "--out", "r.html"], ["export", "--out", "f.pstore"], ["init", "f.toml", "--store"]]
+)
+def test_a_file_is_replaced_after_asking_or_with_yes(store, run, answers, command):
+    name, *arguments = command
+    arguments = [*arguments, store] if name == "init" else [store, *arguments]
+    assert run(name, *arguments)[0] == 0
+    code, _, err = run(name, *arguments)
+    assert (code, "exists; replace it? Without a terminal to ask on, that needs --yes" in err) == (1, True)
+    assert run(name, *arguments, "--yes")[0] == 0
+    asked = answers(False, True)
+    assert [run(name, *arguments)[0] for _ in range(2)] == [1, 0]
+    assert len(asked) == 2
+
+
+def test_one_argument_of_a_copy_is_not_taken_for_the_target_of_the_default(store, run, tmp_path, monkeypatch):
+    monkeypatch.delenv("PREFIXSTORE_LOCATION", raising=False)
+    code, _, err = run("copy", store)
+    assert (code, "pass LOCATION TARGET" in err) == (2, True)
+    monkeypatch.setenv("PREFIXSTORE_LOCATION", store)
+    assert run("copy", tmp_path / "other")[0] == 0
 
 
 def test_one_page_is_no_plural(tmp_path, run):
@@ -408,9 +425,9 @@ def test_serve_says_which_settings_it_ignores(tmp_path, run, monkeypatch):
         f"python -m prefixstore.server --config {config} serves the model in it" in run("serve", "--config", config)[2]
     )
     with config.open("a") as file:
-        file.write('ttl = "30d"\nsalt = "tenant-7"\n')
+        file.write('ttl = "30d"\nsalt = "tenant-7"\nnamespace = "chat"\n')
     code, _, err = run("serve", "--config", config, "--", "llama-server")
-    assert (code, "and ignores salt, ttl in [store]" in " ".join(err.split())) == (0, True)
+    assert (code, "serve ignores namespace, salt in [store]" in " ".join(err.split())) == (0, True)
 
 
 def test_a_file_of_settings_with_a_password_is_its_owners(run, tmp_path):
@@ -579,17 +596,12 @@ def test_a_script_does_not_delete_from_the_default_location_by_mistake(store, ru
     assert n_pages(store) == 0
 
 
-def test_an_export_asks_before_it_replaces_one(store, run, as_json, answers, tmp_path):
+def test_an_export_can_be_tried(store, run, as_json, tmp_path):
     file = tmp_path / "f.pstore"
     code, found = as_json("export", store, "--out", file, "--dry-run")
     assert (code, found["pages"], file.exists()) == (0, n_pages(store), False)
     assert run("export", store, "--out", file)[0] == 0
-    before = file.stat()
-    asked = answers(False)
-    assert run("export", store, "--out", file)[0] == 1
-    assert (file.stat().st_ino, len(asked)) == (before.st_ino, 1)
     assert "which would be replaced" in run("export", store, "--out", file, "--dry-run")[1]
-    assert run("export", store, "--out", file, "--yes")[0] == 0
 
 
 def test_an_unknown_tenant_is_a_failure_and_not_a_success_with_no_pages(store, run):

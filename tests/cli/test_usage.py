@@ -23,15 +23,15 @@ from prefixstore import PrefixStore
 from prefixstore.cli import main
 from prefixstore.cli.output import emit, grid
 from prefixstore.cli.top import Screen, _last, lines
-from prefixstore.engine.history import short
 from prefixstore.errors import LocationError
-from prefixstore.format.figure_notes import ABOUT, NOTE
-from prefixstore.format.figures import HOUR, Figures, History, Period, Request, Writer
+from prefixstore.format.figure_note import NOTE
+from prefixstore.format.figures import HOUR, Figures, History, Period, Writer
 from prefixstore.format.saved_state import pack_state
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.hottest import hottest
 from prefixstore.maintenance.verify import verify
 from prefixstore.models.file import FILE_TYPES
+from prefixstore.stats import Request, short
 from tests.support import ROOT
 from tests.support.models import answer, load, prompt
 from tests.support.places import fill, space
@@ -352,21 +352,20 @@ def test_names_of_tenants_do_not_command_a_terminal(tmp_path, run):
 def test_figures_with_damaged_names_and_counts_are_told(tmp_path, run):
     now = time.time()
     name = "\ud800\x1b[31m"
-    running = {
-        "hour": int(now // HOUR),
-        "rows": [["a", "serving", {"h": 3, f"miss:{name}": 2}]],
-        "minutes": {str(int(now // 60) - 1): {"h": -4}, str(int(now // 60)): {"h": 6}},
+    figures = {
+        "minutes": {str(int(now // 60) - 1): {"hits": -4}, str(int(now // 60)): {"hits": 6}},
         "requests": [[now, name, "serving", name, 1, 1]],
         "writers": [],
-        "days": [],
-        "blocks": [],
+        "described": [{"namespace": "a", "tenant": name}],
+        "max_bytes": 0,
+        "max_entries": None,
     }
-    about = {"max_bytes": 0, "max_entries": None, "namespaces": [{"namespace": "a", "tenant": name}]}
+    rows = [["a", "serving", {"hits": 3, f"miss:{name}": 2}]]
+    parts = {"1": figures, f"{HOUR}:{int(now // HOUR)}": rows}
     with Archive(tmp_path / "kv", create=True) as archive:
         fill(archive.backend, space("t"), [[1, 2, 3, 4]])
         with archive.backend.update() as transaction:
-            transaction.put_note(NOTE, pack_state({"1": json.dumps(running).encode()}))
-            transaction.put_note(ABOUT, pack_state({"1": json.dumps(about).encode()}))
+            transaction.put_note(NOTE, pack_state({name: json.dumps(one).encode() for name, one in parts.items()}))
     for command in (["ls"], ["stats"], ["top", "--once"], ["stats", "--json"]):
         code, out, _ = run(command[0], tmp_path / "kv", *command[1:])
         assert (code, "\x1b" in out) == (0, False)

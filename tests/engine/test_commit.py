@@ -126,6 +126,16 @@ def test_uses_of_a_pending_page_are_counted_once():
             assert view.usage(batch[0].page.key).hits == 3
 
 
+def test_uses_of_a_pending_page_wait_for_the_commit_that_writes_it():
+    with store_of() as store:
+        batch = store.announce(A[:8])
+        assert store.fetch(A) == 2
+        for new in batch:
+            store.engine.commit([new])
+        with store.backend.view() as view:
+            assert [view.usage(new.page.key).hits for new in batch] == [1, 1]
+
+
 # -- a backend that fails ----------------------------------------------------------------------------------------------
 
 

@@ -15,18 +15,16 @@ import pytest
 
 from prefixstore import stats as stats_module
 from prefixstore.backends.contract import ConflictError
-from prefixstore.engine.history import days_note, hours_note, read_history, short
-from prefixstore.engine.history_keeper import BLOCKS_KEPT, DAYS_IN_BLOCK, DAYS_KEPT
+from prefixstore.engine.figures import read_history
 from prefixstore.engine.keyspace import everything
 from prefixstore.errors import CorruptError, FullError, IncompatibleError, UnavailableError
-from prefixstore.format import figure_rows
-from prefixstore.format.figure_notes import ABOUT, NOTE, About, Chunk, Running, parse_chunk
-from prefixstore.format.figure_rows import add_rows
+from prefixstore.format import figure_note
+from prefixstore.format.figure_note import DAYS_KEPT, HOURS_KEPT, NOTE, FigureNote, Periods
 from prefixstore.format.figures import DAY, HOUR, OTHERS, WEEK, Figures
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import checksum
-from prefixstore.format.saved_state import pack_state
-from prefixstore.stats import Purpose
+from prefixstore.format.saved_state import pack_state, unpack_state
+from prefixstore.stats import Purpose, short
 from tests.support import PATIENCE, ROOT
 from tests.support.engines import MIB, NS, A, B, MemoryPages, Store, store_of, two_stores
 from tests.support.faults import FaultyBackend
@@ -212,7 +210,7 @@ def test_misses_alone_are_written_after_a_while(monkeypatch):
     with store_of() as store:
         ask(store, 1)
         assert not store.engine.has_deferred
-        monkeypatch.setattr("prefixstore.engine.history_keeper.ALONE_SECONDS", 0.0)
+        monkeypatch.setattr("prefixstore.engine.figures.ALONE_SECONDS", 0.0)
         assert store.engine.has_deferred
         store.engine.commit([])
         assert note(store, NOTE) is not None
@@ -240,11 +238,8 @@ def test_hours_are_kept_for_a_week_and_days_for_a_year(clock):
             keep(store)
             clock.now += DAY
         history = store.engine.history()
-        assert 365 <= len(history.days) <= DAYS_IN_BLOCK * BLOCKS_KEPT
-        running = Running.parse(note(store, NOTE))
-        assert (len(running.days), len(running.blocks)) == (DAYS_KEPT, BLOCKS_KEPT)
-        notes = set(notes_of(store))
-        assert notes == {NOTE, *map(hours_note, running.days), *map(days_note, running.blocks)} | {ABOUT}
+        assert 365 <= len(history.days) <= DAYS_KEPT + HOURS_KEPT // 24 + 1
+        assert set(notes_of(store)) == {NOTE}
 
 
 def test_what_waited_is_counted_in_the_hour_in_which_it_happened(clock):
@@ -276,19 +271,6 @@ def test_a_clock_that_was_ahead_for_a_while_costs_nothing(clock):
         assert store.engine.history().total().lookups == 40
         assert store.engine.history().total(DAY).lookups >= 24
         assert store.engine.history().total(HOUR).lookups == 1
-
-
-def test_a_machine_whose_clock_is_ahead_does_not_take_turns_with_one_whose_is_not(clock):
-    with store_of() as store:
-        clock.told(store)
-        clock.now += HOUR
-        ask(store, 1)
-        keep(store)
-        clock.now -= HOUR
-        ask(store, 1)
-        keep(store)
-        running = Running.parse(note(store, NOTE))
-        assert (running.hour, running.days) == (int((NOW + HOUR) // HOUR), [])
 
 
 def test_the_last_minutes_are_kept(clock):
@@ -332,13 +314,11 @@ def test_a_thousand_tenants_fit_into_a_bounded_space(clock):
         assert len({one.namespace for one in history.days}) == 1000
         assert history.total(namespaces=[short(tenants[7].key)]).hits == 26
         assert history.describe(short(tenants[7].key)).tenant == "tenant 7"
-        sizes = {name: len(value) for name, value in notes_of(store).items()}
-        assert max(sizes.values()) < MIB
-        assert sizes[NOTE] < 64 << 10
+        assert len(note(store, NOTE)) < MIB
 
 
 def test_a_process_remembers_what_few_of_its_tenants_are_and_all_are_in_the_location(clock, monkeypatch):
-    monkeypatch.setattr("prefixstore.engine.history_keeper.MOST_DESCRIBED", 10)
+    monkeypatch.setattr("prefixstore.engine.figures.MOST_DESCRIBED", 10)
     with store_of(max_bytes=10 << 30) as store:
         clock.told(store)
         keeper = store.engine.keeper
@@ -354,7 +334,7 @@ def test_a_process_remembers_what_few_of_its_tenants_are_and_all_are_in_the_loca
 
 
 def test_of_more_namespaces_than_there_may_be_the_others_are_one(monkeypatch, clock):
-    monkeypatch.setattr(figure_rows, "MOST_ROWS", 10)
+    monkeypatch.setattr(figure_note, "MOST_ROWS", 10)
     with store_of() as store:
         clock.told(store)
         for n in range(30):
@@ -366,37 +346,40 @@ def test_of_more_namespaces_than_there_may_be_the_others_are_one(monkeypatch, cl
 
 
 def test_in_a_small_budget_rows_are_added_up_and_not_lost():
-    running = Running(hour=1)
     rows = {(short(checksum(bytes([n]))), "serving"): Counter(hits=n + 1, saved_microseconds=-5) for n in range(64)}
-    add_rows(running.rows, rows)
-    small = running.pack(600)
-    assert small is not None
-    rows = Running.parse(small).rows
+    found = FigureNote(Periods({1: rows})).pack(800)
+    assert found is not None
+    rows = FigureNote.parse(found).hours[1]
     assert 2 <= len(rows) < 64
     assert sum(counts["hits"] for counts in rows.values()) == sum(range(65))
     assert sum(counts["saved_microseconds"] for counts in rows.values()) == -320
     # the busiest ones have rows of their own
     assert (short(checksum(bytes([63]))), "serving") in rows
-    assert running.pack(10) is None
+    assert FigureNote(Periods({1: rows})).pack(10) is None
 
 
-def test_a_chunk_that_is_too_large_loses_its_first_periods():
-    periods = {
-        hour: {(OTHERS, "serving"): Counter({f"miss:reason_{hour}_{n}": n + 1 for n in range(9)})} for hour in range(40)
-    }
-    chunk = Chunk()
-    for hour, rows in periods.items():
-        chunk.add(hour, rows)
-    note = chunk.pack(1000)
-    assert note is not None
-    kept = parse_chunk(note)
-    assert sorted(kept) == list(range(min(kept), 40))
+def test_a_note_that_is_too_large_has_days_instead_of_hours_and_loses_the_first_ones():
+    def periods(n):
+        return Periods(
+            {
+                hour: {(OTHERS, "serving"): Counter({f"miss:reason_{hour}_{n}": n + 1 for n in range(9)})}
+                for hour in range(n)
+            }
+        )
+
+    hours = FigureNote(periods(40))
+    n_counted = hours.history(0.0).total().lookups
+    kept = FigureNote.parse(hours.pack(1600))
+    assert list(kept.hours) == list(range(min(kept.hours), 40)) != []
+    assert kept.history(0.0).total().lookups == n_counted
+    kept = FigureNote.parse(FigureNote(days=periods(40)).pack(1200))
+    assert list(kept.days) == list(range(min(kept.days), 40))
 
 
 def test_what_cannot_be_written_is_bounded_in_memory():
     with store_of() as store:
         for n in range(stats_module.MOST_ROWS + 500):
-            ask(store, 1, namespace=n.to_bytes(32, "big"))
+            ask(store, 1, namespace=checksum(n.to_bytes(32, "big")))
         ledger = store.engine.counters.unwritten()
         assert len(ledger.rows) <= stats_module.MOST_ROWS + 2
         assert sum(counts["miss:not_found"] for counts in ledger.rows.values()) == stats_module.MOST_ROWS + 500
@@ -419,25 +402,21 @@ def test_figures_never_evict_a_page_and_never_exceed_the_budget():
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [NOTE, ABOUT])
-@pytest.mark.parametrize("damage", ["flipped", "short", "other json", "not json"])
-def test_damaged_figures_are_ignored_with_one_warning(name, damage, caplog, clock):
+@pytest.mark.parametrize("damage", ["flipped", "short", "other json", "not json", "no dates"])
+def test_damaged_figures_are_replaced_with_one_warning(damage, caplog, clock):
     with store_of() as store:
         clock.told(store)
-        store.engine.keeper.describe(Namespace({"salt": "a"}))
-        ask(store, 2, namespace=Namespace({"salt": "a"}).key)
+        ask(store, 2)
         keep(store)
-        clock.now += HOUR
-        ask(store, 1)
-        keep(store)
-        whole = note(store, name)
+        whole = note(store, NOTE)
         damaged = {
             "flipped": whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:],
             "short": whole[:9],
             "other json": pack_state({"1": json.dumps({"rows": 3}).encode()}),
             "not json": pack_state({"1": b"{"}),
+            "no dates": FigureNote(Periods({1 << 62: {("a", "serving"): Counter(hits=1)}})).pack(MIB),
         }[damage]
-        put_note(store, name, damaged)
+        put_note(store, NOTE, damaged)
         store.open()
         clock.told(store)
         store.engine.keeper.describe(Namespace({"salt": "b"}))
@@ -448,8 +427,7 @@ def test_damaged_figures_are_ignored_with_one_warning(name, damage, caplog, cloc
             keep(store)
         assert [record.message.count("figures kept in") for record in caplog.records] == [1]
         history = store.engine.history()
-        # the hours before are in other notes
-        assert history.total().lookups == (2 if name == NOTE else 3) + 5
+        assert history.total().lookups == 5
         assert history.describe(short(Namespace({"salt": "b"}).key)).tenant == "b"
 
 
@@ -457,58 +435,27 @@ def test_damaged_figures_are_ignored_with_one_warning(name, damage, caplog, cloc
 @pytest.mark.parametrize("of", ["requests", "writers"])
 def test_times_that_are_no_dates_are_damage(at, of):
     found = {"requests": [[at, "a", "serving", "store", 1, 1]], "writers": [["w", at, 1, 1]]}
-    note = {"hour": 1, "rows": [], "minutes": {}, "requests": [], "writers": [], "days": [], "blocks": []}
+    raw = json.loads(unpack_state(FigureNote().pack(MIB))["1"])
     with pytest.raises(CorruptError, match="unexpected value"):
-        Running.parse(pack_state({"1": json.dumps(note | {of: found[of]}).encode()}))
+        FigureNote.parse(pack_state({"1": json.dumps(raw | {of: found[of]}).encode()}))
 
 
-@pytest.mark.parametrize("hour", [1 << 62, -(1 << 62), -1])
-def test_hours_that_are_no_dates_are_not_told_and_not_kept(hour, clock):
-    with store_of() as store:
-        clock.told(store)
-        put_note(store, NOTE, Running(hour, {("a", "serving"): Counter(hits=1)}).pack(MIB))
-        assert store.engine.history().total().lookups == 0
-        ask(store, 2)
-        keep(store)
-        assert [one.start for one in store.engine.history().hours] == [int(NOW // HOUR) * HOUR] * (1 + (hour > 0))
-
-
-def test_a_damaged_chunk_costs_only_what_was_in_it(clock, caplog):
-    with store_of() as store:
-        clock.told(store)
-        ask(store, 2)
-        keep(store)
-        clock.now += HOUR
-        ask(store, 3)
-        keep(store)
-        put_note(store, hours_note(int(NOW // DAY)), b"nonsense")
-        assert store.engine.history().total().lookups == 5
-        assert store.engine.history().total(WEEK).lookups == 3
-        assert "figures cannot be used" in caplog.text
-        clock.now += HOUR
-        ask(store, 1)
-        keep(store)
-        assert store.engine.history().total(WEEK).lookups == 4
-
-
-@pytest.mark.parametrize("name", [NOTE, ABOUT, days_note(int(NOW // DAY) // DAYS_IN_BLOCK)])
-def test_figures_of_a_newer_version_are_left_alone(name, clock):
+def test_figures_of_a_newer_version_are_left_alone(clock):
     with store_of() as store:
         clock.told(store)
         newer = pack_state({"2": b"something else"})
-        put_note(store, name, newer)
+        put_note(store, NOTE, newer)
         ask(store, 2)
         clock.now += HOUR
         ask(store, 2)
         assert store.put(A) == 3
         keep(store)
-        assert note(store, name) == newer
+        assert note(store, NOTE) == newer
         assert store.engine.history().total().lookups == 4
-    for parse in (Running.parse, About.parse, parse_chunk):
-        with pytest.raises(IncompatibleError):
-            parse(newer)
-        with pytest.raises(CorruptError):
-            parse(b"")
+    with pytest.raises(IncompatibleError):
+        FigureNote.parse(newer)
+    with pytest.raises(CorruptError):
+        FigureNote.parse(b"")
 
 
 @pytest.mark.parametrize("error", [UnavailableError("no"), FullError("no")])

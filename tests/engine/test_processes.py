@@ -145,6 +145,21 @@ def test_a_reader_sees_that_another_engine_keeps_a_page_alive(tmp_path, clock, r
         two.engine.close()
 
 
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_page_captured_here_outlasts_one_that_expires_and_that_another_engine_has_stored(tmp_path, clock, is_late):
+    with (
+        store_of(Pages(LMDBBackend(tmp_path, MIB)), options={"ttl": 60.0}) as one,
+        store_of(Pages(LMDBBackend(tmp_path, MIB))) as two,
+    ):
+        waiting = two.announce(A)
+        one.put(A)
+        clock[0] += (61 if is_late else 30) * 10**9
+        assert two.match(A) == 12
+        assert two.engine.commit(waiting) == 3
+        clock[0] += 61 * 10**9
+        assert two.match(A) == one.match(A) == 12
+
+
 # -- other threads, while a transaction is open ------------------------------------------------------------------------
 
 

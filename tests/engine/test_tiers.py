@@ -15,7 +15,7 @@ from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.far import FarEngine
 from prefixstore.engine.far_pages import Thinning
-from prefixstore.engine.history import read_history
+from prefixstore.engine.figures import read_history
 from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.tiers import TieredEngine
 from prefixstore.errors import UnavailableError

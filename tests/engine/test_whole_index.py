@@ -9,9 +9,7 @@ from functools import partial
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.engine.budget import Budget, Evictor
 from prefixstore.engine.delete import of_namespaces, subtree
-from prefixstore.engine.page_view import Used
 from prefixstore.engine.pages import Pages
 from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_keys
@@ -91,12 +89,14 @@ def test_what_a_transaction_deletes_and_puts_back_is_deleted_by_a_purge():
         store.put(A)
         store.put(B)
         engine = store.engine
-        assert len(engine.pages()) == 6
+        pages = engine.pages()
+        assert len(pages) == 6
         removed, gate = threading.Event(), threading.Event()
 
         def evict():
             with suppress(UnavailableError), engine._catalog.update(store.backend) as transaction:
-                Evictor(engine._catalog, Budget(MIB), store.counters).evict(transaction, Used(MIB, 3), 3)
+                for page in pages[2::-1]:
+                    transaction.delete(page.key)
                 removed.set()
                 gate.wait(PATIENCE)
                 raise UnavailableError("the location does not answer")

@@ -31,7 +31,7 @@ def with_cache(store, llm):
 
 def _be_short_of_space(store) -> None:
     store.engine._encode.is_short_of_space = True
-    store.engine._room._relaxed = -1
+    store.engine._committer._low_bytes = -1
 
 
 def n_packed(store) -> int:

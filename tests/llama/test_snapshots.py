@@ -16,8 +16,7 @@ from prefixstore.llama import snapshots, strategy
 from prefixstore.llama.binding import token_kinds
 from prefixstore.models.boundaries import message_starts
 from prefixstore.warming.tokens import chat_tokens
-from tests.support.models import answer, load, logits, prompt, state_bytes
-from tests.support.worker import in_process
+from tests.support.models import answer, attached, evaluated, forget, logits, prompt, state_bytes
 
 KINDS = {"mamba": "snapshots", "lfm2": "pages and snapshots"}
 SYSTEM = {"role": "system", "content": "You answer questions about the standard library. " * 30}
@@ -37,24 +36,6 @@ def store():
     with PrefixStore("memory:", snapshot_interval=256) as store:
         yield store
         assert store.check() == []
-
-
-def attached(store, llm):
-    store.attach(llm)
-    llm.set_cache(store)
-    return llm
-
-
-def forget(llm) -> None:
-    """An empty context, as a restarted process has it."""
-    llm.reset()
-
-
-def evaluated(store, work) -> int:
-    """How many tokens go through eval while `work` runs."""
-    before = store.stats().tokens_computed
-    work()
-    return store.stats().tokens_computed - before
 
 
 def stored(store) -> list[int]:
@@ -139,37 +120,6 @@ def test_an_edited_question_evaluates_nothing_before_its_message(llama, store, a
     forget(llm)
     assert evaluated(store, lambda: say(llm, other, 1)) == plain.n_tokens - 7 - first
     assert say(llm, other) == expected
-
-
-@pytest.mark.slow
-def test_two_processes_go_through_edits_forks_and_regenerations_as_without_a_cache(models, arch, tmp_path):
-    common = prompt(900, seed=1)
-    turns = [
-        common,
-        common,  # again
-        common + prompt(80, seed=2),  # on
-        common + prompt(80, seed=2) + prompt(60, seed=3),
-        common + prompt(80, seed=4),  # a fork
-        common[:600] + prompt(90, seed=5),  # an edit further up
-        common + prompt(80, seed=2) + prompt(60, seed=3),  # back again
-        prompt(300, seed=6),  # something else
-        common + prompt(80, seed=4) + prompt(40, seed=7),
-    ]
-    llm = load(models(arch))
-    expected = []
-    for turn in turns:
-        llm.reset()
-        expected.append(answer(llm, turn, 10))
-    shared = {"model": str(models(arch)), "location": str(tmp_path / "kv"), "turns": turns}
-    for i in range(2):
-        done = in_process("answer_turns", **shared)
-        assert done["texts"] == expected
-        assert done["check"] == []
-        assert done["dropped"] == {}
-        if i:
-            # all was computed before, and nothing but the last token of each prompt is computed again
-            assert done["computed"] == len(turns) * 10
-            assert done["misses"] == {}
 
 
 @pytest.mark.slow

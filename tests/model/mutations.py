@@ -24,7 +24,6 @@ from prefixstore.engine.lookup import Located
 from prefixstore.engine.queue import WriteQueue
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.relatives import siblings_of
-from prefixstore.engine.room import Room
 from prefixstore.format.record import Usage
 from prefixstore.maintenance import transfer
 from tests.model.machine import SPACES
@@ -148,7 +147,6 @@ def eviction_takes_the_parent_as_well(patch: Patch) -> None:
 @leads_to("the budget is kept", ("capture", 0, [(ONE, (0,) * 36)]), limits="entries")
 def the_budget_is_ignored(patch: Patch) -> None:
     patch.setattr(Budget, "exceeded", lambda *_, **__: False)
-    patch.setattr(Room, "note", lambda *_: None)
 
 
 @leads_to("quotas are kept", ("capture", 0, [(ONE, (LARGE,) * 16)]), limits="quotas")

@@ -1,7 +1,13 @@
-"""What is saved for each model: the matrix as tests. The table is that of ``python -m tests.models``."""
+"""What is saved for each model: the matrix as tests. The table is that of ``python -m tests.models``.
+
+Each run tries each model through `Llama`, with a few prompts; and one of each kind of memory with all prompts and with
+other settings, through both doors and across them, each prompt after a restart of everything. `make torture` does all
+that with all of them.
+"""
 
 from __future__ import annotations
 
+import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -20,20 +26,36 @@ from tests.models.report import document
 from tests.support import ROOT
 from tests.support.models import TORTURE, forget
 
-OTHER_SETTINGS = (Settings(fa="off"), Settings(kv="q8_0"))
+USUAL, OTHER_SETTINGS = Settings(), (Settings(fa="off"), Settings(kv="q8_0"))
+KINDS = list(OF_EACH_KIND.values())
+# through both doors in each run; at length, all of them
+THROUGH_BOTH = DECODERS if TORTURE > 1 else KINDS
+WITH_SETTINGS = (
+    KINDS if TORTURE > 1 else [OF_EACH_KIND[kind] for kind in (Memory.ATTENTION, Memory.WINDOW, Memory.HYBRID)]
+)
+slow = pytest.mark.slow
+CASES = [
+    *(pytest.param(name, USUAL, id=name, marks=() if name in KINDS else slow) for name in DECODERS),
+    *(
+        pytest.param(name, settings, id=f"{name}, fa {settings.fa}, {settings.kv}", marks=slow)
+        for name in KINDS
+        for settings in OTHER_SETTINGS
+    ),
+]
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where models are generated."""
-    return tmp_path_factory.mktemp("generated")
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_after_a_restart_no_more_is_computed_than_its_memory_requires(name: str, settings: Settings):
+    with tempfile.TemporaryDirectory() as own:
+        row = restored_in_this_process(name, settings, Path(own))
+    assert row.misses() == []
 
 
-@pytest.mark.parametrize("memory", OF_EACH_KIND, ids=lambda memory: memory.value)
-def test_after_a_restart_no_more_is_computed_than_its_memory_requires(memory: Memory, directory: Path, tmp_path: Path):
-    model = DECODERS[OF_EACH_KIND[memory]]
-    case = Case(model, generate(model, directory), Settings(), tmp_path, shorter=2)
-    row, store = case.row("python"), tmp_path / "python"
+def restored_in_this_process(name: str, settings: Settings, place: Path) -> Row:
+    """The row of a model through `Llama`, with a new one for each of both lives, and fewer prompts."""
+    model = DECODERS[name]
+    case = Case(model, generate(model, place), settings, place, shorter=2)
+    row, store = case.row("python"), place / "python"
     scenarios = ("same", "other", "next")
     llm = opened(case.path, case.settings)
     answer = ""
@@ -55,47 +77,43 @@ def test_after_a_restart_no_more_is_computed_than_its_memory_requires(memory: Me
             [found] = answers(llm, kept, [case.prompt(scenario).replace(ANSWER, answer)])
         row.outcomes[scenario] = case.outcome(scenario, found)
     llm.close()
-    row.exact = True  # that is what the next test is about
-    assert row.misses() == []
+    row.exact = is_restored_exactly(case, place / "exact", 500)
+    return row
 
 
-@pytest.mark.parametrize("memory", OF_EACH_KIND, ids=lambda memory: memory.value)
-def test_a_restored_state_and_its_logits_are_those_that_were_computed(memory: Memory, directory: Path, tmp_path: Path):
-    model, cut = DECODERS[OF_EACH_KIND[memory]], 500
-    case = Case(model, generate(model, directory), Settings(), tmp_path, shorter=2)
+def is_restored_exactly(case: Case, store: Path, cut: int) -> bool | None:
+    """Whether a restored state, and the logits after it, are those that were computed."""
     found = []
     for _ in range(2):
         llm, beside = opened(case.path, case.settings), opened(case.path, case.settings)
-        with PrefixStore(str(tmp_path / "store"), llm) as kept:
+        with PrefixStore(str(store), llm) as kept:
             llm.set_cache(kept)
             found.append(exactly(llm, kept, tokens_of(llm, case.text.first), cut, beside))
         llm.close()
         beside.close()
-    assert is_exact(found[0], found[1], cut)
+    return is_exact(found[0], found[1], cut)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", THROUGH_BOTH)
 def test_everything_that_a_model_allows_is_restored_through_both_doors(name: str):
-    """And across them, of one model of each kind. The other models of plain attention: both doors in `make torture`."""
-    is_one_of_many = DECODERS[name].memory is Memory.ATTENTION and name not in OF_EACH_KIND.values() and TORTURE == 1
-    doors = ("python",) if is_one_of_many else DOORS
-    assert misses(name, Settings(), across=name in OF_EACH_KIND.values(), doors=doors) == []
+    """And across them, of one model of each kind."""
+    assert misses(name, USUAL, across=name in KINDS) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", OTHER_SETTINGS, ids=["without flash attention", "q8_0"])
-@pytest.mark.parametrize("memory", OF_EACH_KIND, ids=lambda memory: memory.value)
-def test_other_settings_change_nothing_about_it(memory: Memory, settings: Settings):
-    assert misses(OF_EACH_KIND[memory], settings, across=False) == []
+@pytest.mark.parametrize("name", WITH_SETTINGS)
+def test_other_settings_change_nothing_about_it(name: str, settings: Settings):
+    assert misses(name, settings, across=False) == []
 
 
-def misses(name: str, settings: Settings, *, across: bool, doors: tuple[str, ...] = DOORS) -> list[str]:
+def misses(name: str, settings: Settings, *, across: bool) -> list[str]:
     """What is not as it must be in the rows of a model. All models and stores together would be gigabytes."""
     with tempfile.TemporaryDirectory() as own:
         model, place = DECODERS[name], Path(own)
-        found = list(rows(model, generate(model, place), settings, doors, place, across=across))
-    assert len(found) == (4 if across and model.memory is not Memory.COMPRESSED else len(doors))
+        found = list(rows(model, generate(model, place), settings, DOORS, place, across=across))
+    assert len(found) == (4 if across and model.memory is not Memory.COMPRESSED else 2)
     return [f"{row.door}: {miss}" for row in found for miss in row.misses()]
 
 
@@ -120,4 +138,4 @@ def test_an_answer_that_parts_between_equal_candidates_is_a_tie():
 
 def test_each_model_is_in_the_document():
     text = (ROOT / "docs" / "models.md").read_text()
-    assert [name for name in MODELS if f"| {name} |" not in text and f"- {name} (" not in text] == []
+    assert [name for name in MODELS if not re.search(rf"[|;-] {re.escape(name)} \(", text)] == []

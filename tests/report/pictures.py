@@ -11,11 +11,11 @@ from PIL import Image
 
 from prefixstore.engine.pages import open_pages
 from prefixstore.llama.binding import silence
+from prefixstore.models.vocabulary import Vocabulary
 from prefixstore.report.content import Content, content_of
 from prefixstore.report.history import Asked
 from prefixstore.report.page import html_of
 from prefixstore.testing.models import TINY, write_model
-from prefixstore.warming.tokens import Vocabulary
 from tests.report.test_in_browser import ENTER, ESCAPE
 from tests.support import ROOT
 from tests.support.browser import DESKTOP, MISSING, PHONE, Browser, programs

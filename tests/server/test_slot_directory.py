@@ -78,14 +78,25 @@ class Server:
 
     def __init__(self, directory: Path, before: Callable[[Path], object]):
         self.directory, self.before = directory, before
+        self.size = 1000
         self.erased: list[int] = []
 
     def restore(self, slot: int, name: str) -> SlotAction:
         self.before(self.directory / name)
-        return SlotAction(n_tokens=7, n_bytes=1000)
+        return SlotAction(n_tokens=7, n_bytes=self.size)
 
     def erase(self, slot: int) -> None:
         self.erased.append(slot)
+
+
+def load(directory: SlotDirectory, server: Any) -> None:
+    buffer = directory.acquire(1000)
+    buffer.view[:] = bytes(1000)
+    try:
+        directory.load(server, 3, 7, buffer)
+    finally:
+        buffer.release()
+        directory.close()
 
 
 @pytest.mark.parametrize("meddle", [_overwrite, _replace, Path.unlink, lambda path: os.truncate(path, 10)])
@@ -94,19 +105,47 @@ def test_a_slot_is_erased_if_its_file_was_changed_before_the_server_read_it(
 ):
     server: Any = Server(tmp_path, meddle)
     with pytest.raises(CorruptError, match="another process has changed a slot file"):
-        SlotDirectory(tmp_path).load(server, 3, 7, memoryview(bytes(1000)))
+        load(SlotDirectory(tmp_path), server)
     assert server.erased == [3]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_that_nobody_has_changed_is_loaded(tmp_path: Path):
     server: Any = Server(tmp_path, Path.read_bytes)
-    SlotDirectory(tmp_path).load(server, 3, 7, memoryview(bytes(1000)))
+    load(SlotDirectory(tmp_path), server)
     assert server.erased == []
+
+
+def test_a_file_is_used_again_and_is_gone_when_the_directory_is_closed(tmp_path: Path):
+    read: list[bytes] = []
+    server: Any = Server(tmp_path, lambda path: read.append(path.read_bytes()))
+    directory = SlotDirectory(tmp_path)
+    first = directory.acquire(1000)
+    first.view[:] = b"a" * 1000
+    directory.load(server, 3, 7, first)
+    first.release()
+    (kept,) = tmp_path.iterdir()
+    for size, letter in ((900, b"b"), (1100, b"c")):
+        again = directory.acquire(size)
+        assert (again is first, again.path) == (True, kept)
+        again.view[:] = letter * size
+        server.size = size
+        directory.load(server, 3, 7, again)
+        again.release()
+    larger, other = directory.acquire(5000), directory.acquire(10)
+    assert not kept.exists()
+    for buffer in (larger, other):
+        buffer.release()
+    assert list(tmp_path.iterdir()) == [larger.path]
+    directory.close()
+    late = directory.acquire(10)
+    late.release()
+    assert list(tmp_path.iterdir()) == []
+    assert read == [b"a" * 1000, b"b" * 900, b"c" * 1100]
 
 
 def test_before_a_server_has_said_that_it_drafts_nothing_its_slots_are_emptied_first(tmp_path: Path):
     server: Any = Server(tmp_path, Path.read_bytes)
     server.is_drafting = LlamaServer(server.url).is_drafting
-    SlotDirectory(tmp_path).load(server, 3, 7, memoryview(bytes(1000)))
+    load(SlotDirectory(tmp_path), server)
     assert server.erased == [3]

@@ -202,6 +202,28 @@ def test_a_purge_removes_the_names_of_what_it_deletes(purged, stay, left, llm, t
     assert sorted(store.engine.bookmarks(store.namespace.key)) == stay
 
 
+@pytest.mark.parametrize("salt", ["tenant", "another"])
+def test_what_another_process_purges_is_gone_from_a_table_in_use_too(llm, tmp_path, open_store, salt):
+    store = open_store(llm, salt="tenant")
+    sessions = store.sessions()
+    for seed, name in enumerate(["alice", "bob"]):
+        turn(sessions, name, prompt(70, seed=seed))
+    store.flush()
+    with Archive(tmp_path / "kv") as archive:
+        archive.purge(salt=salt)
+    names = sessions.names()
+    with sessions.admit("alice") as session:
+        held = len(session.tokens)
+    if salt == "tenant":
+        assert (names, held) == ([], 0)
+    else:
+        assert (names, held) == (["alice", "bob"], 75)
+    # what is said afterwards is stored, and found, as ever
+    turn(sessions, "alice", prompt(80, seed=9))
+    store.flush()
+    assert "alice" in sessions.names()
+
+
 def test_clear_removes_them(left, llm, open_store):
     store = open_store(llm, salt="tenant")
     sessions = store.sessions()

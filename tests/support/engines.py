@@ -39,7 +39,6 @@ __all__ = [
     "entry",
     "gated",
     "put_snapshots",
-    "rest",
     "snapshot_of",
     "state_of",
     "store_of",
@@ -90,15 +89,6 @@ def compressible(key: bytes, size: int = 1000) -> bytes:
     """The state of a page as models make them: 16-bit floats, of which the upper bytes can be compressed."""
     values = np.random.default_rng(int.from_bytes(key, "little")).standard_normal(-(-size // 2))
     return values.astype(np.float16).tobytes()[:size]
-
-
-def rest(engine: Engine, at_most: int = 1000) -> int:
-    """Let an engine do its idle work in this thread, until nothing is left; how many pieces there were."""
-    for n in range(at_most):
-        if not engine.has_idle_work:
-            return n
-        engine.do_idle_work()
-    raise AssertionError("there is always more to do")
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Processes for tests: ``in_process("answer_turns", location=...)`` runs a function of this module, `in_fork` forks."""
+"""Processes for tests: ``in_process("evaluate_and_store", ...)`` runs a function of this module, `in_fork` forks."""
 
 from __future__ import annotations
 
@@ -167,19 +167,6 @@ def converse_until_killed(
             session.create_completion(prompt(40, seed=i), max_tokens=2, temperature=0)
 
 
-def capture_until_killed(*, model: str, location: str, options: dict, store: dict) -> None:
-    """Capture prompt after prompt; a line on stdout says what is flushed."""
-    llm = load(model, **options)
-    cache = PrefixStore(location, llm, **store)
-    llm.set_cache(cache)
-    for seed in range(10_000):
-        llm.reset()
-        answer(llm, prompt(700, seed), 2)
-        if seed % 3 == 0:
-            cache.flush()
-            print(seed, flush=True)
-
-
 def write_at_the_same_time(*, model: str, location: str, seeds: list[int], common: int, store: dict) -> dict:
     """Several prompts with a common start, through one location that others use as well."""
     llm = load(model)
@@ -192,23 +179,6 @@ def write_at_the_same_time(*, model: str, location: str, seeds: list[int], commo
         cache.flush()
         stats = cache.stats()
     return {"texts": texts, "dropped": stats.dropped, "misses": stats.misses, "hits": stats.hits, "pid": os.getpid()}
-
-
-def answer_turns(*, model: str, location: str, turns: list[list[int]]) -> dict:
-    """Prompts one after the other, each answered in 10 tokens, through one store."""
-    llm = load(model)
-    with PrefixStore(location, llm, snapshot_interval=256) as store:
-        llm.set_cache(store)
-        texts = [answer(llm, tokens, 10) for tokens in turns]
-        store.flush()
-        stats, problems = store.stats(), [str(violation) for violation in store.check()]
-    return {
-        "texts": texts,
-        "computed": stats.tokens_computed,
-        "misses": stats.misses,
-        "dropped": stats.dropped,
-        "check": problems,
-    }
 
 
 def serve() -> None:

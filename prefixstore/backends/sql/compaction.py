@@ -9,7 +9,7 @@ superusers may read the table of its chunks. So most of the free space is given 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from prefixstore.backends.sql.postgresql import PostgreSQL
@@ -21,18 +21,9 @@ AT_ONCE = 32
 # What is written between two vacuums: such a part of the free space, so that the table need not grow for it; and never
 # less than so many bytes, since a vacuum takes its time.
 PART, LEAST_BYTES = 8, 32 << 20
-# as long as such a part of the table is free, it is written again; and as long as that frees half as much
+# as long as such a part of the tables is free, this goes on
 WORTH = 1 / 8
-ROUNDS = 4
 
-# How large the table is, and what it needs at most: 256 bytes for a piece, for its row and its keys; and for its bytes,
-# in chunks of 1996, of which 4 are in a page of 8192, and their keys, 4 percent. The server knows the length of a piece
-# without reading it.
-_SPACE = """
-SELECT pg_catalog.pg_total_relation_size('prefixstore_payloads'::regclass),
-    coalesce(sum(octet_length(data)), 0)::bigint * 17 / 16 + count(*) * 256
-FROM prefixstore_payloads
-"""
 # a value that is written as it is would stay where it is
 _REWRITE = """
 WITH chosen AS (
@@ -45,44 +36,19 @@ RETURNING stored.key, stored.piece, octet_length(stored.data)
 """
 
 
-class _Space(NamedTuple):
-    """How large the table is, and how much of it is free."""
-
-    size: int
-    free: int
-
-    @property
-    def is_worth_it(self) -> bool:
-        return self.free > self.size * WORTH and self.free > LEAST_BYTES
-
-
 def compact(database: PostgreSQL, vacuum: Callable[[], object]) -> None:
-    """Rewrite all payloads of a store, as long as that frees space; `vacuum` is called to vacuum its tables."""
+    """Rewrite each payload of a store, as long as that is worth it; `vacuum` is called to vacuum its tables."""
     vacuum()
-    for _ in range(ROUNDS):
-        before = _space_of(database)
-        if not before.is_worth_it:
-            return
-        _rewrite_once(database, vacuum)
-        if before.size - _space_of(database).size < before.size * WORTH / 2:
-            return
-
-
-def _space_of(database: PostgreSQL) -> _Space:
-    with database.using():
-        ((size, needed),) = database.ask(_SPACE)
-    return _Space(size, max(size - needed, 0))
-
-
-def _rewrite_once(database: PostgreSQL, vacuum: Callable[[], object]) -> None:
-    """Rewrite each payload once, or until it is no longer worth it."""
     place: tuple[bytes, int] | None = b"", 0
     largest: int | None = None
-    while place is not None and (space := _space_of(database)).is_worth_it:
-        left = max(space.free // PART, LEAST_BYTES)
-        largest = largest or space.size + left
-        if space.size > largest:
-            # another process reads an older state, so that what was rewritten is not free yet; or others write more
+    while place is not None:
+        size = database.disk_bytes()
+        with database.view() as view:
+            free = size - view.used
+        left = max(free // PART, LEAST_BYTES)
+        largest = largest or size + left
+        # if it grows, another process reads an older state, so that what was rewritten is not free yet; or others write
+        if free <= max(size * WORTH, LEAST_BYTES) or size > largest:
             return
         while place is not None and left > 0:
             place, n_bytes = _step(database, place)

@@ -1,27 +1,23 @@
-"""What the two SQL databases have in common: connections, turns, the revision, memory, the translation of errors."""
+"""What the two SQL databases have in common: connections, turns, the revision, the translation of errors."""
 
 from __future__ import annotations
 
 import threading
-import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 from sqlalchemy import URL
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
 from prefixstore.backends import refusals
 from prefixstore.backends.contract import Backend, Change, ConflictError
-from prefixstore.backends.handle_lock import HandleLock
+from prefixstore.backends.received import ReceivedMemory
 from prefixstore.backends.sql import migrations
 from prefixstore.backends.sql.migrations import VERSION_TABLE
-from prefixstore.buffers import BufferPool
 from prefixstore.errors import (
     CorruptError,
     FullError,
@@ -94,10 +90,9 @@ def parse_url(location: str) -> URL:
 
 
 def translate(error: Exception, where: str) -> StorageError:
-    """Translate an error of a driver, or one that SQLAlchemy has made of it, into a prefixstore error."""
-    cause = getattr(error, "orig", None) or error
-    text = " ".join(str(cause).split())
-    state = getattr(cause, "sqlstate", None) or ""
+    """Translate an error of a driver into a prefixstore error."""
+    text = " ".join(str(error).split())
+    state = getattr(error, "sqlstate", None) or ""
     for beginning, kind in _STATES:
         if state.startswith(beginning):
             return kind(f"{where}: {text}")
@@ -133,18 +128,24 @@ class Database(Backend, Generic[D]):
 
     All connections are in autocommit mode; a transaction begins with a BEGIN that is sent here. So everything that is
     sent is visible here: the drivers would begin transactions of their own otherwise.
+
+    Attributes
+    ----------
+    memory
+        For payloads that consist of several pieces.
     """
 
-    # what the driver raises, and SQLAlchemy in a migration
-    ERRORS: ClassVar[tuple[type[Exception], ...]]
+    # what the driver raises
+    ERROR: ClassVar[type[Exception]]
+    # as Alembic calls the database
+    DIALECT: ClassVar[str]
 
     def __init__(self, location: str, *, read_only: bool) -> None:
         self._location = location
         self.read_only = read_only
         self._closed = False
-        self._handle_lock = HandleLock()
         self._writing = threading.Lock()
-        self._buffers = BufferPool(limit=None)
+        self.memory = ReceivedMemory()
         # the one that was used last is taken first: its caches are warm
         self.idle: deque[D] = deque()
 
@@ -157,7 +158,7 @@ class Database(Backend, Generic[D]):
         """Translate the database errors of the block into prefixstore errors."""
         try:
             yield
-        except self.ERRORS as error:
+        except self.ERROR as error:
             raise translate(error, self.location) from error
 
     # -- the schema ---------------------------------------------------------------------------------------------------
@@ -174,9 +175,15 @@ class Database(Backend, Generic[D]):
     def upgrade(self) -> None:
         """Bring the schema to the newest revision, under a lock; create the store if there is none."""
 
-    @abstractmethod
-    def statements(self, revision: str | None) -> str:
-        """What `upgrade` runs on a schema of this revision, as text; empty if there is nothing to do."""
+    def script(self, revision: str | None) -> list[str]:
+        """The statements that `upgrade` runs on a schema of this revision; none if there is nothing to do."""
+        statements = migrations.statements(revision, self.DIALECT, self.location)
+        return ["BEGIN", *statements, "COMMIT"] if statements else []
+
+    def migrate(self, driver: D, revision: str | None) -> None:
+        """In the transaction that is open on a connection, bring a schema of this revision to the newest one."""
+        for statement in migrations.statements(revision, self.DIALECT, self.location):
+            driver.execute(statement)
 
     def require_head(self, revision: str | None) -> None:
         """Raise the error that names the command to run, if this is not the revision that is needed.
@@ -214,17 +221,18 @@ class Database(Backend, Generic[D]):
         try:
             revisions = driver.execute(f"SELECT version_num FROM {VERSION_TABLE}").fetchall()  # noqa: S608 - a constant
             meta = driver.execute(f"SELECT magic, format FROM {META}").fetchall()  # noqa: S608 - a constant
-        except self.ERRORS as error:
+        except self.ERROR as error:
             # an unreachable server or a lock says nothing about the tables
             if isinstance(translate(error, self.location), IncompatibleError):
                 raise foreign from None
             raise
         if [magic for magic, _ in meta] != [MAGIC] or len(revisions) != 1:
             raise foreign
-        ((revision,),) = revisions
-        migrations.require_known(revision, self.location)
+        revision = str(revisions[0][0])
+        # refuses one that it does not know
+        migrations.statements(revision, self.DIALECT, self.location)
         self.require_format(meta)
-        return str(revision)
+        return revision
 
     def require_format(self, meta: Sequence[Any]) -> None:
         """The last column of the row about the whole store, which must exist, has to be the format of this version.
@@ -249,14 +257,6 @@ class Database(Backend, Generic[D]):
     def reset(self, driver: D) -> bool:
         """End the transaction of a connection, if it is in one; whether it can be used again."""
 
-    @contextmanager
-    def using(self) -> Iterator[None]:
-        """In the block the location stays open."""
-        with self._handle_lock.shared():
-            if self._closed:
-                raise refusals.closed(self.location)
-            yield
-
     def take(self) -> D:
         """An idle connection, or a new one."""
         try:
@@ -265,34 +265,36 @@ class Database(Backend, Generic[D]):
             with self.translated():
                 return self.connect()
 
-    def give_back(self, driver: D, idle: deque[D]) -> None:
-        """Keep a connection for the next one who needs it, if it is sound and not too many are kept."""
-        is_sound = False
-        try:
-            # if it is lost, whoever used it has got an error, or has all that was asked for; an interrupt stays one
-            with suppress(*self.ERRORS):
-                is_sound = self.reset(driver)
-        finally:
-            if is_sound and idle is self.idle and len(idle) < IDLE:
-                idle.append(driver)
-            else:
-                driver.close()
-
-    @contextmanager
-    def connection(self) -> Iterator[D]:
-        """A connection; what is not committed on it when the block ends is rolled back."""
-        with self.using(), self.taken() as driver:
-            yield driver
-
     @contextmanager
     def taken(self) -> Iterator[D]:
-        """As `connection`, inside `using`, which another thread may have entered."""
-        idle = self.idle
+        """A connection, also of a location that another thread closes meanwhile."""
+        idle, is_sound = self.idle, False
         driver = self.take()
         try:
             yield driver
         finally:
-            self.give_back(driver, idle)
+            try:
+                # if it is lost, whoever used it has got an error, or has all that was asked for; an interrupt stays one
+                with suppress(self.ERROR):
+                    is_sound = self.reset(driver)
+            finally:
+                # not where the idle connections were closed, or left alone, since it was taken
+                if is_sound and idle is self.idle and len(idle) < IDLE and not self._closed:
+                    idle.append(driver)
+                else:
+                    driver.close()
+
+    @contextmanager
+    def connection(self) -> Iterator[D]:
+        """A connection; what is not committed on it when the block ends is rolled back."""
+        self.require_open()
+        with self.taken() as driver:
+            yield driver
+
+    def require_open(self) -> None:
+        """Raise `UnavailableError` if the location was closed."""
+        if self._closed:
+            raise refusals.closed(self.location)
 
     def require_writable(self) -> None:
         """Refuse to write to a location that was opened read-only. Raises `UnavailableError`."""
@@ -314,26 +316,10 @@ class Database(Backend, Generic[D]):
     def begin(self, driver: D) -> None:
         """Begin a transaction that writes."""
 
-    def memory(self, size: int) -> npt.NDArray[np.uint8]:
-        """Reused memory for a payload: it is free once nothing refers to it. Fresh memory is slower by half.
-
-        Raises
-        ------
-        UnavailableError
-            If there is none.
-        """
-        try:
-            buffer = self._buffers.acquire(size, wait=True)
-        except (MemoryError, ValueError) as error:
-            raise UnavailableError(f"{self.location}: no memory for a payload of {size} bytes") from error
-        assert buffer is not None, "it waits until there is one"
-        array = np.asarray(buffer.view)
-        weakref.finalize(array, buffer.release).atexit = False
-        return array
-
-    def after_fork(self) -> None:
+    def renew(self) -> None:
+        """In a forked child: drop what belongs to the parent, whose connections stay open."""
         self._writing = threading.Lock()
-        self._buffers = BufferPool(limit=None)
+        self.abandon_idle()
 
     def abandon_idle(self) -> None:
         """Use the idle connections no more, but leave them open."""
@@ -349,7 +335,6 @@ class Database(Backend, Generic[D]):
                 old.pop().close()
 
     def close(self) -> None:
-        """Close all connections once none is in use."""
-        with self._handle_lock.exclusive():
-            self._closed = True
-            self.close_idle()
+        """Close the idle connections, and each of the others when it is no longer used."""
+        self._closed = True
+        self.close_idle()

@@ -1,12 +1,11 @@
-"""The schema of SQL stores: its revisions, run by Alembic, and ``prefixstore migrate``."""
+"""The schema of SQL stores: the statements of its revisions, which Alembic prints, and ``prefixstore migrate``."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from prefixstore.backends.sql import database_of, extra_needed
 from prefixstore.errors import IncompatibleError, LocationError
@@ -14,29 +13,12 @@ from prefixstore.errors import IncompatibleError, LocationError
 with extra_needed("sql"):
     from alembic import command
     from alembic.config import Config
-    from alembic.script import ScriptDirectory
     from alembic.util import CommandError
-    from sqlalchemy import Connection, create_engine
-    from sqlalchemy.pool import StaticPool
 
-__all__ = [
-    "HEAD",
-    "VERSION_TABLE",
-    "Status",
-    "check",
-    "migrations_directory",
-    "require_known",
-    "sql_between",
-    "transaction",
-    "upgrade",
-    "upgrade_connection",
-    "upgrade_sql",
-]
+__all__ = ["HEAD", "VERSION_TABLE", "Status", "check", "migrations_directory", "statements", "upgrade", "upgrade_sql"]
 
 # the newest revision; a test compares it with the files in migrations/versions
 HEAD = "4"
-# of development versions
-UNRELEASED = ("0001", "0002", "1", "2", "3")
 VERSION_TABLE = "prefixstore_schema"
 
 
@@ -55,59 +37,28 @@ def migrations_directory() -> Path:
     raise LocationError(f"{package / 'migrations'} is missing: reinstall prefixstore")
 
 
-def _config(output: io.StringIO | None = None, **attributes: Any) -> Config:
-    config = Config(output_buffer=output, attributes=attributes)
-    # percent signs are escapes in the configuration
-    config.set_main_option("script_location", str(migrations_directory()).replace("%", "%%"))
-    return config
-
-
-def require_known(revision: str, where: str) -> None:
-    """Refuse a revision that cannot be read, nor upgraded: that of a development version, or of a newer one.
+def statements(revision: str | None, dialect: str, where: str) -> list[str]:
+    """What brings the schema of a store from this revision to `HEAD`, None for no store; nothing if it is there.
 
     Raises
     ------
     IncompatibleError
-        If it is.
+        If the revision is that of another version, from which there is no way to this one.
     """
     if revision == HEAD:
-        return
-    if revision in UNRELEASED:
-        raise IncompatibleError(
-            f"{where} was written by a development version of prefixstore (schema {revision}); delete it, or choose "
-            "another location"
-        )
+        return []
+    output = io.StringIO()
+    config = Config(output_buffer=output, attributes={"dialect": dialect})
+    # percent signs are escapes in the configuration
+    config.set_main_option("script_location", str(migrations_directory()).replace("%", "%%"))
     try:
-        ScriptDirectory.from_config(_config()).get_revision(revision)
+        command.upgrade(config, f"{revision or 'base'}:head", sql=True)
     except CommandError:
         raise IncompatibleError(
             f"{where} has schema {revision}, this prefixstore knows up to {HEAD}; upgrade prefixstore, or choose "
             "another location"
         ) from None
-
-
-@contextmanager
-def transaction(driver: Any, dialect: str, begin: str, **options: Any) -> Iterator[Connection]:
-    """A transaction on a connection of a driver, for `upgrade_connection`. Alembic leaves it to us to commit it."""
-    engine = create_engine(f"{dialect}://", creator=lambda: driver, poolclass=StaticPool, **options)
-    with engine.connect() as connection:
-        connection.exec_driver_sql(begin)
-        yield connection
-        connection.exec_driver_sql("COMMIT")
-
-
-def upgrade_connection(connection: Connection) -> None:
-    """Bring the schema to `HEAD` within the transaction that is open on a connection."""
-    command.upgrade(_config(connection=connection), "head")
-
-
-def sql_between(revision: str | None, dialect: str) -> str:
-    """The statements that bring a schema of this revision to `HEAD`; empty if it is there."""
-    if revision == HEAD:
-        return ""
-    output = io.StringIO()
-    command.upgrade(_config(output, dialect=dialect), f"{revision or 'base'}:head", sql=True)
-    return output.getvalue()
+    return [text.strip() for text in output.getvalue().split(";\n") if text.strip()]
 
 
 class Status(NamedTuple):
@@ -146,4 +97,4 @@ def upgrade(url: str) -> Status:
 def upgrade_sql(url: str) -> str:
     """The statements that `upgrade` would run, to be run by hand; empty if there is nothing to do."""
     with closing(database_of(url, read_only=True)) as database:
-        return database.statements(database.revision())
+        return "".join(f"{statement};\n" for statement in database.script(database.revision()))

@@ -7,24 +7,21 @@ transaction, in which nobody else writes, and receives payloads by another conne
 from __future__ import annotations
 
 import selectors
-import time
 from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import psycopg
 from psycopg.pq import TransactionStatus
 from sqlalchemy.dialects.postgresql.psycopg import dialect
-from sqlalchemy.exc import SQLAlchemyError
 
 from prefixstore.backends.contract import Draft, View
-from prefixstore.backends.handle_lock import HandleLock
 from prefixstore.backends.location import require_plain_password, without_password
 from prefixstore.backends.sql import migrations
 from prefixstore.backends.sql.compaction import compact
 from prefixstore.backends.sql.database import APPLICATION_ID, TABLES, Database, parse_url
 from prefixstore.backends.sql.postgresql_rows import COSTS, COUNT_AGAIN, META_ROW, PostgreSQLView, write
-from prefixstore.backends.sql.postgresql_tables import SET_SEARCH_PATH, plain_tables, require_our_columns
+from prefixstore.backends.sql.postgresql_tables import SET_SEARCH_PATH, our_tables, require_our_columns
 from prefixstore.errors import InvalidParameterError, LocationError
 
 __all__ = ["PostgreSQL"]
@@ -37,8 +34,9 @@ CONNECT_SECONDS = 5
 # connection is dropped; TCP alone would wait for a quarter of an hour, or forever.
 SILENT_READING = 5.0
 SILENT_WRITING = 60.0
-# it is listened to ten times a second; a process that did not listen for longer has paused, and heard nothing
-LONGEST_POLL = 0.5
+# How often psycopg looks whether something has arrived. This is counted, and not the time: a process that was stopped,
+# or had no core, has heard nothing meanwhile.
+POLLS_PER_SECOND = 10
 # it needs no file descriptor of its own, of which there may be none left; Windows has no poll
 _Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
 # of the advisory lock under which the schema changes
@@ -46,37 +44,27 @@ UPGRADE_LOCK = APPLICATION_ID
 
 
 class _Connection(psycopg.Connection[Any]):
-    """A connection that is dropped when the server is silent for too long."""
+    """A connection that is closed when the server is silent for too long."""
 
     silence: float | None = SILENT_READING
 
     def wait(self, gen: Generator[Any, Any, Any], *arguments: Any, **options: Any) -> Any:
+        return super().wait(gen if self.silence is None else self._heard(gen, self.silence), *arguments, **options)
+
+    def _heard(self, gen: Generator[Any, Any, Any], seconds: float) -> Generator[Any, Any, Any]:
+        """The I/O generator of psycopg, failing if nothing arrives for so long."""
+        n_silent = 0
         try:
-            return super().wait(_heard(gen, self.silence) if self.silence is not None else gen, *arguments, **options)
-        except _SilenceError:
-            self.close()
-            raise
-
-
-class _SilenceError(psycopg.OperationalError):
-    """The server does not answer."""
-
-
-def _heard(gen: Generator[Any, Any, Any], silence: float) -> Generator[Any, Any, Any]:
-    """The I/O generator of psycopg, failing if the socket stays silent too long; psycopg polls ten times a second."""
-    before, silent = time.monotonic(), 0.0
-    try:
-        wanted = next(gen)
-        while True:
-            ready = yield wanted
-            now = time.monotonic()
-            silent = 0.0 if ready else silent + min(now - before, LONGEST_POLL)
-            before = now
-            if silent > silence:
-                raise _SilenceError(f"the server has not answered for {silence:.0f} s")
-            wanted = gen.send(ready)
-    except StopIteration as end:
-        return end.value
+            wanted = next(gen)
+            while True:
+                ready = yield wanted
+                n_silent = 0 if ready else n_silent + 1
+                if n_silent > seconds * POLLS_PER_SECOND:
+                    self.close()
+                    raise psycopg.OperationalError(f"the server has not answered for {seconds:.0f} s")
+                wanted = gen.send(ready)
+        except StopIteration as end:
+            return end.value
 
 
 def _is_over(driver: _Connection) -> bool:
@@ -107,7 +95,8 @@ class PostgreSQL(Database[_Connection]):
         If the server cannot be reached.
     """
 
-    ERRORS = (psycopg.Error, SQLAlchemyError)
+    ERROR = psycopg.Error
+    DIALECT = "postgresql"
 
     def __init__(self, location: str, *, read_only: bool) -> None:
         require_plain_password(location)
@@ -137,26 +126,19 @@ class PostgreSQL(Database[_Connection]):
 
     def _revision(self, driver: _Connection) -> str | None:
         """The revision of tables that are as the migrations made them."""
-        revision = self.revision_of(driver, plain_tables(driver, self.location))
+        tables = our_tables(driver, self.location)
+        revision = self.revision_of(driver, tables)
         if revision == migrations.HEAD:
-            require_our_columns(driver, self.location)
+            require_our_columns(tables, self.location)
         return revision
 
     def upgrade(self) -> None:
-        with (
-            self.connection() as driver,
-            self.translated(),
-            migrations.transaction(driver, "postgresql+psycopg", "BEGIN", use_native_hstore=False) as connection,
-        ):
-            driver.silence = SILENT_WRITING
+        with self.writing() as driver, self.translated():
             driver.execute(f"SELECT pg_catalog.pg_advisory_xact_lock({UPGRADE_LOCK})")
             # another process may have been faster
-            if self._revision(driver) != migrations.HEAD:
-                driver.silence = None
-                migrations.upgrade_connection(connection)
-
-    def statements(self, revision: str | None) -> str:
-        return migrations.sql_between(revision, "postgresql")
+            revision = self._revision(driver)
+            driver.silence = None
+            self.migrate(driver, revision)
 
     # -- connections --------------------------------------------------------------------------------------------------
 
@@ -180,28 +162,17 @@ class PostgreSQL(Database[_Connection]):
         return driver
 
     def reset(self, driver: _Connection) -> bool:
-        status = driver.info.transaction_status
-        if status in (TransactionStatus.INTRANS, TransactionStatus.INERROR):
+        if driver.info.transaction_status in (TransactionStatus.INTRANS, TransactionStatus.INERROR):
             driver.rollback()
         elif driver.closed:
+            # the others are as old
             self.close_idle()
         return driver.info.transaction_status == TransactionStatus.IDLE
 
-    def ask(
-        self, statement: str, parameters: dict[str, Any] | None = None, *, is_again: bool = False
-    ) -> list[tuple[Any, ...]]:
-        """The rows that a statement returns; inside `using`, which another thread may have entered.
-
-        It is sent again, once, if the server turns out to have closed the connection; not if the server is silent, as
-        a caller would wait as long again.
-        """
+    def ask(self, statement: str, parameters: dict[str, Any] | None = None) -> list[tuple[Any, ...]]:
+        """The rows that a statement returns, also of a location that another thread closes meanwhile."""
         with self.taken() as driver, self.translated():
-            try:
-                return driver.execute(statement, parameters, binary=True).fetchall()
-            except psycopg.OperationalError as error:
-                if is_again or not driver.closed or isinstance(error, _SilenceError):
-                    raise
-        return self.ask(statement, parameters, is_again=True)
+            return driver.execute(statement, parameters, binary=True).fetchall()
 
     def begin(self, driver: _Connection) -> None:
         driver.execute("BEGIN")
@@ -221,16 +192,16 @@ class PostgreSQL(Database[_Connection]):
 
     @contextmanager
     def view(self) -> Iterator[View]:
-        with self.using(), closing(PostgreSQLView(self)) as view:
-            yield view
+        self.require_open()
+        yield PostgreSQLView(self)
 
     @contextmanager
     def update(self) -> Iterator[Draft]:
-        with self.turn() as (driver, total), closing(PostgreSQLView(self, driver, total)) as view:
-            draft = Draft(view, COSTS)
+        with self.turn() as (driver, total):
+            draft = Draft(PostgreSQLView(self, driver, total), COSTS)
             yield draft
             with self.translated():
-                write(driver, draft.changes, total)
+                write(driver, draft.changes)
 
     def sync(self) -> None:
         """The server flushes commits, unless configured not to; then one flushed commit flushes those before it."""
@@ -248,25 +219,22 @@ class PostgreSQL(Database[_Connection]):
         """Rewrite payloads, some at a time, so that a vacuum can cut off the end of the table.
 
         With `erase` the server rewrites all tables, and all others wait; its log and its backups are not covered. Only
-        the owner of the tables can do either. What was counted is counted again.
+        the owner of the tables can do either. First what was counted is counted again.
         """
-        self.require_writable()
+        with self.turn() as (driver, _), self.translated():
+            driver.silence = None
+            driver.execute(COUNT_AGAIN)
         before = self.disk_bytes()
         if erase:
             self._vacuum("VACUUM FULL", "deleted data is still in the files")
         else:
             compact(self, lambda: self._vacuum("VACUUM", "no space was returned"))
-        with self.turn() as (driver, _), self.translated():
-            driver.silence = None
-            driver.execute(COUNT_AGAIN)
         return max(before - self.disk_bytes(), 0)
 
     def disk_bytes(self) -> int:
         """The size of the tables."""
         sizes = " + ".join(f"pg_catalog.pg_total_relation_size('{name}'::regclass)" for name in TABLES)
-        with self.using():
-            ((size,),) = self.ask(f"SELECT {sizes}")
-        return int(size)
+        return int(self.ask(f"SELECT {sizes}")[0][0])
 
     def reclaim(self) -> None:
         self.require_writable()
@@ -300,6 +268,4 @@ class PostgreSQL(Database[_Connection]):
             )
 
     def after_fork(self) -> None:
-        super().after_fork()
-        self.abandon_idle()
-        self._handle_lock = HandleLock()
+        self.renew()

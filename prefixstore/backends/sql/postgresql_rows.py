@@ -69,10 +69,6 @@ SELECT found.position, found.value, found.has_payload, found.size, pieces.data
 FROM found LEFT JOIN prefixstore_payloads AS pieces ON pieces.key = found.key
 ORDER BY found.position, pieces.piece
 """
-_SIZES = """
-SELECT key, octet_length(value), payload_bytes
-FROM prefixstore_rows WHERE key = ANY (%(keys)s::bytea[])
-"""
 _DELETE = "DELETE FROM prefixstore_rows WHERE key = ANY (%(keys)s::bytea[])"
 _DELETE_PAYLOADS = "DELETE FROM prefixstore_payloads WHERE key = ANY (%(keys)s::bytea[])"
 _PUT = """
@@ -84,31 +80,27 @@ ON CONFLICT (key) DO UPDATE
 SET value = excluded.value, payload_bytes = coalesce(excluded.payload_bytes, prefixstore_rows.payload_bytes)
 """
 _PUT_PIECE = "INSERT INTO prefixstore_payloads (key, piece, data) VALUES (%s, %s, %s)"
-_COUNT = "UPDATE prefixstore_meta SET bytes = %(total)s WHERE id = 1"
-# the sum of `_weight` over all rows
+# What rows weigh, by their bytes, and what is left after a vacuum: chunks of 1996 bytes, of which 4 are in a page of
+# 8192, and their keys take 4 percent more.
 SUM = f"""
 SELECT coalesce(sum(n_bytes + n_bytes / 16), 0)::bigint FROM (
     SELECT {ROW_BYTES} + octet_length(key) + octet_length(value) + coalesce({PAYLOAD_BYTES} + payload_bytes, 0)
-    AS n_bytes FROM prefixstore_rows
-) AS sizes
+    AS n_bytes, key FROM prefixstore_rows
+) AS stored
 """  # noqa: S608 - a constant
 COUNT_AGAIN = f"UPDATE prefixstore_meta SET bytes = ({SUM}) WHERE id = 1"  # noqa: S608 - a constant
-
-
-def _weight(n_bytes: int, payload: int | None) -> int:
-    """What a row of so many bytes takes, and its payload, if it has one. It counts what is left after a vacuum."""
-    n_bytes += ROW_BYTES
-    if payload is not None:
-        n_bytes += PAYLOAD_BYTES + payload
-    # chunks of 1996 bytes, of which 4 are in a page of 8192, and their keys: 4 percent
-    return n_bytes + n_bytes // 16
+# those that are about to be changed no longer count, and then as they have become
+_OF_KEYS = f"({SUM} WHERE key = ANY (%(keys)s::bytea[]))"
+_UNCOUNT = f"UPDATE prefixstore_meta SET bytes = bytes - {_OF_KEYS} WHERE id = 1"  # noqa: S608 - a constant
+_COUNT = f"UPDATE prefixstore_meta SET bytes = bytes + {_OF_KEYS} WHERE id = 1"  # noqa: S608 - a constant
 
 
 class _Costs(Costs):
-    """The weights of rows: what is added up in the row about the whole store."""
+    """The weights of rows, as above."""
 
     def of(self, key: bytes, value: bytes, payload: int | None = None) -> int:
-        return _weight(len(key) + len(value), payload)
+        n_bytes = ROW_BYTES + len(key) + len(value) + (0 if payload is None else PAYLOAD_BYTES + payload)
+        return n_bytes + n_bytes // 16
 
 
 COSTS = _Costs()
@@ -143,19 +135,6 @@ class PostgreSQLView(View):
         self._database = database
         self._driver = driver
         self._total = total
-        # those by which payloads arrive
-        self._receiving: set[psycopg.Connection[Any]] = set()
-
-    def close(self) -> None:
-        """Receive no more payloads."""
-        for driver in list(self._receiving):
-            self._give_up(driver)
-
-    def _give_up(self, driver: psycopg.Connection[Any]) -> None:
-        # a new connection costs some milliseconds, the rest of the answer as much time as it takes
-        if driver in self._receiving:
-            driver.close()
-            self._receiving.discard(driver)
 
     def _ask(self, statement: str, parameters: dict[str, Any]) -> list[tuple[Any, ...]]:
         if self._driver is None:
@@ -180,21 +159,17 @@ class PostgreSQLView(View):
     def payloads(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, Buffer | None] | None]:
         if not keys:
             return
-        idle, driver = self._database.idle, self._database.take()
-        self._receiving.add(driver)
-        try:
+        # One that is given back before the end of the answer is closed: a new one costs some milliseconds, the rest of
+        # the answer as much time as it takes.
+        with self._database.taken() as driver:
             rows = self._received(driver, keys)
             for position, lines in groupby(rows, itemgetter(0)):
                 found = self._row_of(lines)
                 if position == len(keys):
                     # the end of the answer: a caller who asked for one payload does not ask for another
                     deque(rows, maxlen=0)
-                    self._receiving.discard(driver)
-                    self._database.give_back(driver, idle)
                 yield found
                 self.arrived = 0
-        finally:
-            self._give_up(driver)
 
     def _received(self, driver: psycopg.Connection[Any], keys: Sequence[bytes]) -> Iterator[tuple[Any, ...]]:
         with self._database.translated():
@@ -211,7 +186,7 @@ class PostgreSQLView(View):
             if not (has_payload and size):
                 return None if value is None else (bytes(value), b"" if has_payload else None)
             if payload is None:
-                payload = self._database.memory(size)
+                payload = np.frombuffer(self._database.memory.take(size), np.uint8)
             start, end = end, end + len(data)
             payload[start:end] = np.frombuffer(data, np.uint8)
             self.arrived = end
@@ -228,30 +203,20 @@ class PostgreSQLView(View):
         return BASE_BYTES + self._total
 
 
-def write(driver: psycopg.Connection[Any], changes: Sequence[Change], total: int) -> None:
-    """Write changes into the open transaction; where a key has two of them, the first deletes its row.
-
-    `total` is what all rows weigh before that.
-    """
+def write(driver: psycopg.Connection[Any], changes: Sequence[Change]) -> None:
+    """Write changes into the open transaction; where a key has two of them, the first deletes its row."""
     if not changes:
         return
-    stored = {key: sizes for key, *sizes in driver.execute(_SIZES, {"keys": [change.key for change in changes]})}
-    written: dict[str, list[Any]] = {"keys": [], "values": [], "sizes": []}
-    for change in changes:
-        size, kept = None if change.payload is None else memoryview(change.payload).nbytes, None
-        if change.key in stored:
-            value_bytes, kept = stored.pop(change.key)
-            total -= _weight(len(change.key) + value_bytes, kept)
-        if change.value is not None:
-            total += _weight(len(change.key) + len(change.value), kept if size is None else size)
-            for name, value in zip(written, (change.key, change.value, size), strict=True):
-                written[name].append(value)
+    changed = {"keys": [change.key for change in changes]}
+    driver.execute(_UNCOUNT, changed)
     if deleted := [change.key for change in changes if change.value is None]:
         driver.execute(_DELETE, {"keys": deleted})
     if emptied := [change.key for change in changes if change.value is None or change.payload is not None]:
         driver.execute(_DELETE_PAYLOADS, {"keys": emptied})
-    if written["keys"]:
-        driver.execute(_PUT, written)
+    if kept := [change for change in changes if change.value is not None]:
+        sizes = [None if change.payload is None else memoryview(change.payload).nbytes for change in kept]
+        keys, values = [change.key for change in kept], [change.value for change in kept]
+        driver.execute(_PUT, {"keys": keys, "values": values, "sizes": sizes})
     if pieces := list(pieces_of(changes)):
         driver.cursor().executemany(_PUT_PIECE, pieces)
-    driver.execute(_COUNT, {"total": total})
+    driver.execute(_COUNT, changed)

@@ -16,7 +16,7 @@ from prefixstore.backends.sql.database import TABLES
 from prefixstore.backends.sql.migrations import VERSION_TABLE
 from prefixstore.errors import IncompatibleError
 
-__all__ = ["SET_SEARCH_PATH", "plain_tables", "require_our_columns"]
+__all__ = ["SET_SEARCH_PATH", "our_tables", "require_our_columns"]
 
 _NAMED = ", ".join(f"'{name}'" for name in (*TABLES, VERSION_TABLE))
 
@@ -36,51 +36,42 @@ SELECT pg_catalog.set_config('search_path', pg_catalog.concat_ws(', ', (
 ), 'pg_temp'), false)
 """  # noqa: S608 - constants
 
-# The tables of the schema that is on the search path: name, owner, whether that owner is trusted, and what is wrong. An
-# owner is trusted who could change them anyway, of whose role this one is a member (but a superuser is one of every
-# role), or who owns a schema that was named. "$user", which is used unless another is named, may have been created by
-# anyone.
+# The tables of the schema that is on the search path: name, owner, whether that owner is trusted, and what there is of
+# them: whether that runs code or may change what is stored, and its description; columns, primary and foreign keys and
+# all else that may reject a row. An owner is trusted who could change them anyway, of whose role this one is a member
+# (but a superuser is one of every role), or who owns a schema that was named. "$user", which is used unless another is
+# named, may have been created by anyone. From PostgreSQL 18 on NOT NULL is a constraint too.
 _TABLES = f"""
-SELECT c.oid, c.relname::pg_catalog.text AS name, pg_catalog.pg_get_userbyid(c.relowner)::pg_catalog.text AS owner,
+SELECT c.relname::pg_catalog.text, pg_catalog.pg_get_userbyid(c.relowner)::pg_catalog.text,
     owner.rolsuper OR c.relowner IN (me.oid, d.datdba)
         OR (NOT me.rolsuper AND pg_catalog.pg_has_role(me.oid, c.relowner, 'MEMBER'))
-        OR (c.relowner = n.nspowner AND n.nspname <> me.rolname) AS is_trusted,
-    CASE WHEN (c.relkind, c.relpersistence) <> ('r', 'p') THEN 'is not an ordinary, logged table'
-        WHEN c.relrowsecurity THEN 'has row-level security' END AS wrong
+        OR (c.relowner = n.nspowner AND n.nspname <> me.rolname),
+    found.is_refused, found.what
 FROM pg_catalog.pg_class AS c
 JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace
 JOIN pg_catalog.pg_roles AS owner ON owner.oid = c.relowner
 JOIN pg_catalog.pg_roles AS me ON me.rolname = current_user
 JOIN pg_catalog.pg_database AS d ON d.datname = pg_catalog.current_database()
+LEFT JOIN LATERAL (
+    SELECT true AS is_refused, 'is not an ordinary, logged table' AS what
+    WHERE (c.relkind, c.relpersistence) <> ('r', 'p')
+    UNION ALL SELECT true, 'has row-level security' WHERE c.relrowsecurity
+    UNION ALL SELECT true, pg_catalog.concat('has the trigger ', tgname)
+    FROM pg_catalog.pg_trigger WHERE tgrelid = c.oid AND NOT tgisinternal
+    UNION ALL SELECT true, pg_catalog.concat('has the rule ', rulename)
+    FROM pg_catalog.pg_rewrite WHERE ev_class = c.oid AND c.relkind = 'r'
+    UNION ALL SELECT true, pg_catalog.concat('has the child table ', inhrelid::pg_catalog.regclass)
+    FROM pg_catalog.pg_inherits WHERE inhparent = c.oid
+    UNION ALL SELECT true, pg_catalog.concat('has the parent table ', inhparent::pg_catalog.regclass)
+    FROM pg_catalog.pg_inherits WHERE inhrelid = c.oid
+    UNION ALL SELECT false, pg_catalog.concat(attname, ' ', pg_catalog.format_type(atttypid, atttypmod),
+        CASE WHEN attnotnull THEN ' NOT NULL' END,
+        CASE WHEN atthasdef OR attidentity <> '' THEN ' with a default' END)
+    FROM pg_catalog.pg_attribute WHERE attrelid = c.oid AND attnum > 0 AND NOT attisdropped
+    UNION ALL SELECT false, pg_catalog.pg_get_constraintdef(oid)
+    FROM pg_catalog.pg_constraint WHERE conrelid = c.oid AND contype <> 'n'
+) AS found ON true
 WHERE n.nspname = ANY (pg_catalog.current_schemas(false)) AND c.relname IN ({_NAMED})
-"""  # noqa: S608 - constants
-_OURS = f"SELECT oid FROM ({_TABLES}) AS ours"  # noqa: S608 - constants
-
-# what is attached to these tables: table, kind, name
-_ATTACHED = f"""
-SELECT tgrelid::pg_catalog.regclass::pg_catalog.text, 'trigger', tgname::pg_catalog.text FROM pg_catalog.pg_trigger
-WHERE tgrelid IN ({_OURS}) AND NOT tgisinternal
-UNION ALL SELECT ev_class::pg_catalog.regclass::pg_catalog.text, 'rule', rulename::pg_catalog.text
-FROM pg_catalog.pg_rewrite WHERE ev_class IN ({_OURS})
-UNION ALL SELECT inhparent::pg_catalog.regclass::pg_catalog.text, 'child table',
-    inhrelid::pg_catalog.regclass::pg_catalog.text
-FROM pg_catalog.pg_inherits WHERE inhparent IN ({_OURS})
-UNION ALL SELECT inhrelid::pg_catalog.regclass::pg_catalog.text, 'parent table',
-    inhparent::pg_catalog.regclass::pg_catalog.text
-FROM pg_catalog.pg_inherits WHERE inhrelid IN ({_OURS})
-"""  # noqa: S608 - constants
-
-# Columns, and primary and foreign keys and all else that may reject a row; from PostgreSQL 18 on NOT NULL is a
-# constraint too.
-_COLUMNS = f"""
-SELECT ours.name, pg_catalog.concat(a.attname, ' ', pg_catalog.format_type(a.atttypid, a.atttypmod),
-    CASE WHEN a.attnotnull THEN ' NOT NULL' END,
-    CASE WHEN a.atthasdef OR a.attidentity <> '' THEN ' with a default' END)
-FROM ({_TABLES}) AS ours JOIN pg_catalog.pg_attribute AS a ON a.attrelid = ours.oid
-WHERE a.attnum > 0 AND NOT a.attisdropped
-UNION ALL SELECT ours.name, pg_catalog.pg_get_constraintdef(k.oid)
-FROM ({_TABLES}) AS ours JOIN pg_catalog.pg_constraint AS k ON k.conrelid = ours.oid
-WHERE k.contype <> 'n'
 """  # noqa: S608 - constants
 
 # as the newest revision makes them
@@ -103,31 +94,29 @@ COLUMNS = {
 }
 
 
-def plain_tables(driver: psycopg.Connection[Any], where: str) -> set[str]:
-    """The names of our tables that there are. None runs code when it is used, or has an owner who need not be trusted.
+def our_tables(driver: psycopg.Connection[Any], where: str) -> dict[str, set[str]]:
+    """Our tables that there are, and their columns and constraints.
 
     Raises
     ------
     IncompatibleError
-        If one does. Nothing has been read from it.
+        If one runs code when it is used, or has an owner who need not be trusted. Nothing has been read from it.
     """
-    found = set()
-    for _, name, owner, is_trusted, wrong in driver.execute(_TABLES):
+    tables: dict[str, set[str]] = {}
+    for name, owner, is_trusted, is_refused, what in driver.execute(_TABLES):
         if not is_trusted:
             raise IncompatibleError(
                 f"{where}: the table {name} belongs to the role {owner}, which could change what is stored; if that "
                 "role is trusted, make it the owner of the schema or of the database, else choose another database or "
                 "schema"
             )
-        if wrong:
-            raise _refused(where, f"{name} {wrong}")
-        found.add(name)
-    for table, kind, name in sorted(driver.execute(_ATTACHED)):
-        raise _refused(where, f"{table} has the {kind} {name}")
-    return found
+        if is_refused:
+            raise _refused(where, f"{name} {what}")
+        tables.setdefault(name, set()).add(what)
+    return tables
 
 
-def require_our_columns(driver: psycopg.Connection[Any], where: str) -> None:
+def require_our_columns(tables: dict[str, set[str]], where: str) -> None:
     """Refuse tables whose columns, types or constraints differ from those of the newest revision.
 
     Raises
@@ -135,7 +124,7 @@ def require_our_columns(driver: psycopg.Connection[Any], where: str) -> None:
     IncompatibleError
         If there is one.
     """
-    found = set(driver.execute(_COLUMNS))
+    found = {(table, what) for table, columns in tables.items() for what in columns}
     for table, what in sorted(found - COLUMNS):
         raise _refused(where, f"{table} has {what}")
     for table, what in sorted(COLUMNS - found):

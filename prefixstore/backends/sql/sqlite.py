@@ -13,12 +13,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from sqlalchemy.exc import SQLAlchemyError
-
 from prefixstore.backends import refusals
 from prefixstore.backends.contract import Change, Draft, View
 from prefixstore.backends.files import sync_path
 from prefixstore.backends.forks import ForkLevel, ForkLock, register_at_fork
+from prefixstore.backends.handle_lock import HandleLock
 from prefixstore.backends.sql import migrations
 from prefixstore.backends.sql.database import APPLICATION_ID, META, ROWS, Database
 from prefixstore.backends.sql.sqlite_file import (
@@ -46,6 +45,10 @@ CHECKPOINT_BYTES = 1 << 20
 RESERVE_BYTES = 4 << 20
 OLDEST = (3, 35, 0)
 
+# before the tables of a new file are created, and after that
+OF_A_FILE = f"PRAGMA page_size={PAGE_BYTES}", f"PRAGMA application_id={APPLICATION_ID}"
+WAL = "PRAGMA journal_mode=WAL"
+
 # held while a file is created, recognized or upgraded
 _opening = ForkLock()
 
@@ -69,7 +72,8 @@ class SQLite(Database[sqlite3.Connection]):
         If another program has made it, or it is of another version.
     """
 
-    ERRORS = (sqlite3.Error, SQLAlchemyError)
+    ERROR = sqlite3.Error
+    DIALECT = "sqlite"
     is_local = True
 
     def __init__(self, location: str, *, read_only: bool) -> None:
@@ -77,6 +81,7 @@ class SQLite(Database[sqlite3.Connection]):
         super().__init__(f"sqlite:///{self.path}", read_only=read_only)
         if sqlite3.sqlite_version_info < OLDEST:
             raise LocationError(f"SQLite {sqlite3.sqlite_version} is too old; 3.35 is needed")
+        self._handle_lock = HandleLock()
         self._identity: tuple[int, int] | None = None
         # how long the file was when a transaction began
         self._size = 0
@@ -108,24 +113,18 @@ class SQLite(Database[sqlite3.Connection]):
         with _opening.held:
             if not self._exists():
                 with self.translated():
-                    create(self.path)
-            is_head = self.revision() == migrations.HEAD
+                    create(self.path, self.script(None))
+            if self.revision() != migrations.HEAD:
+                with self.writing() as driver, self.translated():
+                    # another process may have been faster
+                    self.migrate(driver, self._revision(driver))
             with self.connection() as driver, self.translated():
-                if not is_head:
-                    with migrations.transaction(driver, "sqlite+pysqlite", "BEGIN IMMEDIATE") as connection:
-                        # another process may have been faster
-                        if self._revision(driver) != migrations.HEAD:
-                            migrations.upgrade_connection(connection)
                 # set when the file was created, unless something else has changed it
-                driver.execute("PRAGMA journal_mode=WAL").fetchall()
+                driver.execute(WAL).fetchall()
 
-    def statements(self, revision: str | None) -> str:
-        text = migrations.sql_between(revision, "sqlite")
-        if revision is not None:
-            return text
-        return (
-            f"PRAGMA page_size={PAGE_BYTES};\nPRAGMA application_id={APPLICATION_ID};\n{text}PRAGMA journal_mode=WAL;\n"
-        )
+    def script(self, revision: str | None) -> list[str]:
+        statements = super().script(revision)
+        return statements if revision is not None else [*OF_A_FILE, *statements, WAL]
 
     def _exists(self) -> bool:
         """Whether there is a file, which can be read and trusted."""
@@ -207,7 +206,7 @@ class SQLite(Database[sqlite3.Connection]):
     @contextmanager
     def connection(self) -> Iterator[sqlite3.Connection]:
         self._follow_the_file()
-        with super().connection() as driver:
+        with self._handle_lock.shared(), super().connection() as driver:
             yield driver
 
     # -- the contract of a backend ------------------------------------------------------------------------------------
@@ -309,6 +308,11 @@ class SQLite(Database[sqlite3.Connection]):
             raise UnavailableError(f"{self.location}: a reader still sees deleted pages; try again, or stop it first")
         return max(before - self._found()[1], 0)
 
+    def close(self) -> None:
+        """Close all connections once none is in use."""
+        with self._handle_lock.exclusive():
+            super().close()
+
     def before_fork(self) -> None:
         """Close all connections, when none is used."""
         self._handle_lock.acquire_exclusive(self)
@@ -318,9 +322,8 @@ class SQLite(Database[sqlite3.Connection]):
         self._handle_lock.release_exclusive(self)
 
     def after_fork_in_child(self) -> None:
-        if not self._handle_lock.is_exclusive(self):
-            # interrupts kept the fork from closing the connections
-            self.abandon_idle()
+        # there are some left only if interrupts kept the fork from closing them
+        self.renew()
         self._handle_lock.renew()
 
 

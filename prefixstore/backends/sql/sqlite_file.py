@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import tempfile
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote
@@ -16,7 +17,6 @@ from urllib.parse import quote
 from prefixstore.backends.files import absolute, make_directory, publish
 from prefixstore.backends.location import without_password
 from prefixstore.backends.sql.database import APPLICATION_ID, parse_url, translate
-from prefixstore.backends.sql.migrations import transaction, upgrade_connection
 from prefixstore.backends.trusted import require_trusted_directory, require_trusted_files
 from prefixstore.errors import CorruptError, IncompatibleError, InvalidParameterError, LocationError
 
@@ -70,8 +70,8 @@ def connect(path: Path, mode: str) -> sqlite3.Connection:
     )
 
 
-def create(path: Path) -> None:
-    """Create a store under a temporary name, and give it its own when it is complete, unless another has it."""
+def create(path: Path, statements: Sequence[str]) -> None:
+    """Create a store by these statements under a temporary name, and give it its own unless another has it by then."""
     try:
         make_directory(path.parent)
         # mode 0600
@@ -82,11 +82,8 @@ def create(path: Path) -> None:
     new = Path(name)
     try:
         with closing(connect(new, "mode=rw")) as driver:
-            driver.execute(f"PRAGMA page_size={PAGE_BYTES}")
-            with transaction(driver, "sqlite+pysqlite", "BEGIN IMMEDIATE") as connection:
-                driver.execute(f"PRAGMA application_id={APPLICATION_ID}")
-                upgrade_connection(connection)
-            driver.execute("PRAGMA journal_mode=WAL")
+            for statement in statements:
+                driver.execute(statement)
         publish(new, path)
     finally:
         for suffix in ("", "-wal", "-shm", "-journal"):

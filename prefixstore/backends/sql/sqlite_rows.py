@@ -151,7 +151,7 @@ class SQLiteView(View):
             first = next(pieces)
             if len(first) == size:
                 return first
-            payload, filled = self._database.memory(size), 0
+            payload, filled = np.frombuffer(self._database.memory.take(size), np.uint8), 0
             for piece in chain((first,), pieces):
                 end = filled + len(piece)
                 # NumPy copies without holding the GIL

@@ -18,11 +18,10 @@ from valkey.exceptions import NoPermissionError, ResponseError
 
 from prefixstore.backends import refusals
 from prefixstore.backends.contract import Backend, Change, ConflictError, Draft
+from prefixstore.backends.received import ReceivedMemory
 from prefixstore.backends.valkey.address import Address
 from prefixstore.backends.valkey.connections import Connections, asked
-from prefixstore.backends.valkey.payloads import LARGEST_VALUE, KeptBuffers, send
-from prefixstore.backends.valkey.scripts import BEGIN, COMMIT, HEAD, KEEP, TICK
-from prefixstore.backends.valkey.sizes import COSTS, packed
+from prefixstore.backends.valkey.scripts import BEGIN, COMMIT, COSTS, HEAD, KEEP, TICK, packed
 from prefixstore.backends.valkey.view import ServerView, bytes_in, size
 from prefixstore.errors import CorruptError, StorageError, UnavailableError
 from prefixstore.format.record import Buffer
@@ -37,8 +36,12 @@ WAIT_SECONDS = 30.0
 # how often it asks
 FIRST_PAUSE = 0.001
 LONGEST_PAUSE = 0.025
-# payloads of an update that never ends are gone after this
-STAGED_SECONDS = 600
+# payloads of an update that never ends are gone after so many milliseconds
+STAGED_MILLISECONDS = b"600000"
+# Valkey's proto-max-bulk-len, by default, less some space
+LARGEST_VALUE = 500 << 20
+# A send has to make progress within the timeout of the socket, and Python counts that for the whole of one call.
+PIECE_BYTES = 4 << 20
 # names that the server looks at in one step
 SCANNED_AT_ONCE = 1000
 # how long one question waits for the server's disk, below the time after which it counts as silent; and all of them
@@ -68,7 +71,7 @@ class ValkeyBackend(Backend):
 
     def __init__(self, address: Address, *, read_only: bool) -> None:
         self._connections = Connections(address)
-        self._buffers = KeptBuffers()
+        self._memory = ReceivedMemory()
         self._read_only = read_only
         try:
             self._open()
@@ -92,7 +95,7 @@ class ValkeyBackend(Backend):
     @contextmanager
     def view(self) -> Iterator[ServerView]:
         self._connections.require_open()
-        yield ServerView(self._connections, self._buffers)
+        yield ServerView(self._connections, self._memory)
 
     @contextmanager
     def update(self) -> Iterator[Draft]:
@@ -101,7 +104,7 @@ class ValkeyBackend(Backend):
         self._connections.require_open()
         turn = Turn(self._connections)
         try:
-            view = ServerView(self._connections, self._buffers, turn.begin(), turn.keep)
+            view = ServerView(self._connections, self._memory, turn.begin(), turn.keep)
             draft = Draft(view, COSTS)
             yield draft
             turn.commit(draft.changes)
@@ -141,9 +144,6 @@ class ValkeyBackend(Backend):
                 f"{self.location}: the server has evicted a part of the location; the next write creates an empty store"
             )
 
-    def after_fork(self) -> None:
-        self._connections.after_fork()
-
     def close(self) -> None:
         self._connections.close()
 
@@ -167,20 +167,18 @@ class Turn:
 
     def begin(self) -> int:
         """Wait for the lock, and make the location if it is incomplete; returns its bytes."""
-        n_bytes = self._lock()
-        if n_bytes is None:
-            # payloads of an older one go first: if this ends half way, it is still incomplete
-            self._unlink_payloads()
-            n_bytes = self._lock(is_new=True)
-        return n_bytes or 0
-
-    def _lock(self, *, is_new: bool = False) -> int | None:
-        until, pause = time.monotonic() + WAIT_SECONDS, FIRST_PAUSE
+        until, pause, is_new = time.monotonic() + WAIT_SECONDS, FIRST_PAUSE, 0
         while True:
             self._renewed = time.monotonic()
-            answer = self._connections.run(BEGIN, self._token, LOCK_MILLISECONDS, int(is_new))
+            answer = self._connections.run(BEGIN, self._token, LOCK_MILLISECONDS, is_new)
             if answer is not None:
-                return bytes_in(answer, self._connections.location)
+                n_bytes = bytes_in(answer, self._connections.location)
+                if n_bytes is not None:
+                    return n_bytes
+                # payloads of an older one go first: if this ends half way, it is still incomplete
+                self._unlink_payloads()
+                is_new = 1
+                continue
             if self._renewed > until:
                 raise UnavailableError(
                     f"{self._connections.location}: another process has been writing for {WAIT_SECONDS:.0f} s"
@@ -217,8 +215,8 @@ class Turn:
             self._connections.run(KEEP, self._token, 0)
             return
         for change in changes:
-            if change.value is not None and change.payload is not None:
-                self._send(change.value, change.payload)
+            if change.payload is not None:
+                self._send(change.payload)
         rows = b"".join(map(packed, changes))
         answer = self._connections.run(COMMIT, self._token, self._staged, self._n_staged, rows)
         if answer == b"evicted":
@@ -229,21 +227,30 @@ class Turn:
         if answer != b"committed":
             raise self._lost()
 
-    def _send(self, value: bytes, payload: Buffer) -> None:
-        if len(payload) > LARGEST_VALUE:
+    def _send(self, payload: Buffer) -> None:
+        """Store a payload; it expires unless it is committed."""
+        view = memoryview(payload).cast("B")
+        if len(view) > LARGEST_VALUE:
             raise UnavailableError(
-                f"a payload has {len(payload):,} bytes: a value has at most {LARGEST_VALUE:,} in this server"
+                f"a payload has {len(view):,} bytes: a value has at most {LARGEST_VALUE:,} in this server"
             )
         # known before it is there: an interrupt may come in between
         self._n_staged += 1
-        send(
-            self._connections,
-            b"%s%d" % (self._staged, self._n_staged),
-            value,
-            payload,
-            1000 * STAGED_SECONDS,
-            self.keep,
-        )
+        name, life = b"%s%d" % (self._staged, self._n_staged), STAGED_MILLISECONDS
+
+        def pieces() -> Iterator[Buffer]:
+            yield b"*5\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(name), name, len(view))
+            for at in range(0, len(view), PIECE_BYTES):
+                # on a slow line all of them may take longer than the lock lasts
+                self.keep()
+                yield view[at : at + PIECE_BYTES]
+            yield b"\r\n$2\r\nPX\r\n$%d\r\n%s\r\n" % (len(life), life)
+
+        def work(connection: Any) -> None:
+            connection.send_packed_command(pieces())
+            connection.read_response()
+
+        self._connections.use(work)
 
     def abort(self) -> None:
         """Undo it. If the server cannot be reached, it does so itself after a while."""

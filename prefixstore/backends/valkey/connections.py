@@ -8,14 +8,13 @@ command is sent once more on a new one, if that was found out quickly.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from valkey.backoff import NoBackoff
 from valkey.cluster import ClusterParser
-from valkey.connection import UnixDomainSocketConnection
+from valkey.connection import ConnectionPool, UnixDomainSocketConnection
 from valkey.exceptions import (
     AuthenticationError,
     BusyLoadingError,
@@ -43,8 +42,6 @@ CONNECT_SECONDS = 5.0
 SILENT_SECONDS = 5.0
 # a connection that the server has closed is known to be dead within so many seconds
 AT_ONCE = 1.0
-# so many connections are kept open while they are not used
-IDLE = 8
 # a connection may be dead, another node of a cluster may have the keys, and another server may be the primary by then
 ATTEMPTS = 4
 # what a server says of a command that it does not know ends with the arguments: of AUTH, with the password
@@ -93,7 +90,7 @@ def translated(where: str) -> Iterator[None]:
 
 
 class Connections:
-    """Connections to one server, used by one thread at a time each.
+    """Connections to one server, used by one thread at a time each. In a forked child the pool begins anew by itself.
 
     Parameters
     ----------
@@ -110,19 +107,33 @@ class Connections:
         self._address = address
         self.location = address.shown
         self.names = Names.of(address.name)
-        # where the node of a cluster has sent this process
-        self._moved: dict[str, Any] = {}
         self._closed = False
-        self._idle: deque[Any] = deque()
+        self._pool = self._pool_of({})
 
-    def after_fork(self) -> None:
-        """In a forked child: the connections are the parent's. Closing their sockets here does not end them."""
-        self._idle = deque()
+    def _pool_of(self, moved: dict[str, Any]) -> ConnectionPool:
+        """Connections to the server of the address, or to where a node of a cluster has sent this process."""
+        return ConnectionPool(
+            **{
+                "connection_class": self._address.kind,
+                **self._address.options,
+                **moved,
+                "socket_timeout": SILENT_SECONDS,
+                "socket_connect_timeout": CONNECT_SECONDS,
+                "retry": Retry(NoBackoff(), 0),
+                # answers are those to commands, and nothing else: `payloads` reads some of them from the socket
+                "protocol": 2,
+                # of one node, which may not have the keys
+                "parser_class": ClusterParser,
+                "lib_name": None,
+                "lib_version": None,
+                "client_name": "prefixstore",
+            }
+        )
 
     def close(self) -> None:
         """Close all connections; one that another thread uses, once it gives it back."""
         self._closed = True
-        self._drop_idle()
+        self._pool.disconnect(inuse_connections=False)
 
     def require_open(self) -> None:
         """Raise `UnavailableError` if they were closed."""
@@ -144,80 +155,51 @@ class Connections:
         return result
 
     def take(self, work: Callable[[Any], T]) -> tuple[Any, T]:
-        """As `use`, but the caller gets the connection: `give_back` it when all replies are read, or disconnect it."""
+        """As `use`, but the caller gets the connection: `give_back` it when all replies are read, or disconnected."""
         with translated(self.location):
             started = time.monotonic()
             for left in reversed(range(ATTEMPTS)):
-                connection = self._connection()
                 try:
+                    # also when this is closed: what another thread has begun ends, and gives back its lock
+                    connection = self._pool.get_connection("")
                     return connection, self._use(connection, work)
                 except (LostError, ResponseError, SilentError) as error:
                     if not left or not self._may_help(error, time.monotonic() - started):
                         raise
-                # the others are as old
-                self._drop_idle()
             raise AssertionError("the last attempt raises")
 
     def _may_help(self, error: Exception, seconds: float) -> bool:
         """Whether another connection may do what this one did not, after so many seconds."""
         if isinstance(error, MovedError) and self._address.kind is not UnixDomainSocketConnection:
             # without a host it is that of the node that has answered
-            self._moved = {"port": error.port} | ({"host": error.host} if error.host else {})
+            self._pool = self._pool_of({"port": error.port} | ({"host": error.host} if error.host else {}))
             return True
         if isinstance(error, AuthenticationError | BusyLoadingError):
             # the server has said something
             return False
         if isinstance(error, ResponseError) and not isinstance(error, ReadOnlyError):
             return False
-        # a server that has become a replica: its address, or the node of the cluster, may be that of another one by now
-        self._moved = {}
+        # The others are as old; and the address of a server that has become a replica, or the node of the cluster, may
+        # be that of another one by now.
+        self._pool = self._pool_of({})
         # not if it took long to find out: a caller waits
         return not isinstance(error, SilentError) and seconds <= AT_ONCE
 
     def _use(self, connection: Any, work: Callable[[Any], T]) -> T:
         try:
             return work(connection)
-        except ResponseError:
+        except BaseException as error:
+            if not isinstance(error, ResponseError):
+                # what it has not read yet would be taken for the answer to the next command
+                connection.disconnect()
             self.give_back(connection)
-            raise
-        except BaseException:
-            # what it has not read yet would be taken for the answer to the next command
-            connection.disconnect()
             raise
 
     def give_back(self, connection: Any) -> None:
         """Return a connection to the pool."""
-        if len(self._idle) < IDLE and not self._closed:
-            self._idle.append(connection)
-        else:
+        if self._closed:
             connection.disconnect()
-
-    def _drop_idle(self) -> None:
-        with suppress(IndexError):
-            while True:
-                self._idle.pop().disconnect()
-
-    def _connection(self) -> Any:
-        """An idle connection, or a new one."""
-        with suppress(IndexError):
-            return self._idle.pop()
-        # also when this is closed: what another thread has begun ends, and gives back its lock
-        return self._address.kind(
-            **{
-                **self._address.options,
-                **self._moved,
-                "socket_timeout": SILENT_SECONDS,
-                "socket_connect_timeout": CONNECT_SECONDS,
-                "retry": Retry(NoBackoff(), 0),
-                # answers are those to commands, and nothing else: `payloads` reads some of them from the socket
-                "protocol": 2,
-                # of one node, which may not have the keys
-                "parser_class": ClusterParser,
-                "lib_name": None,
-                "lib_version": None,
-                "client_name": "prefixstore",
-            }
-        )
+        self._pool.release(connection)
 
 
 def asked(connection: Any, *command: Any) -> Any:

@@ -8,10 +8,10 @@ from typing import Any
 
 from prefixstore.backends import refusals
 from prefixstore.backends.contract import Range, Row, View
+from prefixstore.backends.received import ReceivedMemory
 from prefixstore.backends.valkey.connections import Connections
-from prefixstore.backends.valkey.payloads import KeptBuffers, parted, receive
-from prefixstore.backends.valkey.scripts import HEAD, MAGIC, RANGES, ROW, VALKEY_VERSION
-from prefixstore.backends.valkey.sizes import VALUE_AT
+from prefixstore.backends.valkey.payloads import receive
+from prefixstore.backends.valkey.scripts import HEAD, MAGIC, RANGES, VALKEY_VERSION, VALUE_AT
 from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.record import Buffer
 
@@ -54,8 +54,8 @@ class ServerView(View):
     ----------
     connections
         To the server.
-    buffers
-        Memory for payloads.
+    memory
+        For payloads.
     n_bytes
         The bytes of all rows and payloads, if they are known.
     before
@@ -65,12 +65,12 @@ class ServerView(View):
     def __init__(
         self,
         connections: Connections,
-        buffers: KeptBuffers,
+        memory: ReceivedMemory,
         n_bytes: int | None = None,
         before: Callable[[], None] = lambda: None,
     ) -> None:
         self._connections = connections
-        self._buffers = buffers
+        self._memory = memory
         self._n_bytes = n_bytes
         self._before = before
 
@@ -113,14 +113,6 @@ class ServerView(View):
             raise CorruptError(f"{self._connections.location}: the rows are out of order")
 
     def payloads(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, Buffer | None] | None]:
-        names = [self._connections.names.payloads + key for key in keys]
-        for key, stored in zip(keys, receive(self._connections, names, self._buffers, self), strict=True):
+        for row, payload in receive(self._connections, keys, self._memory, self):
             self._before()
-            yield stored if stored is not None else self._alone(key)
-
-    def _alone(self, key: bytes) -> tuple[bytes, Buffer | None] | None:
-        """A row without a payload, unless it has one by now."""
-        row, stored = self._connections.run(ROW, key)
-        if row is None:
-            return None
-        return (stored and parted(stored)) or (row[VALUE_AT:], None)
+            yield None if row is None else (row[VALUE_AT:], payload)

@@ -157,9 +157,10 @@ class _Parser:
         if (positions < 0).any():
             raise CorruptError("a cell has no position")
         kept = np.flatnonzero(positions < self._before)
-        kept = kept[np.argsort(positions[kept], kind="stable")]
         if (np.diff(positions[kept]) <= 0).any():
-            raise CorruptError("two cells have the same position")
+            kept = kept[np.argsort(positions[kept], kind="stable")]
+            if (np.diff(positions[kept]) <= 0).any():
+                raise CorruptError("two cells have the same position")
         extra = cells[:, 8:-4]
         is_ordered = np.array_equal(kept, np.arange(len(kept)))
         if len(kept) < n or not is_ordered:

@@ -1,0 +1,78 @@
+"""Tokens as text, with the vocabulary in a GGUF file. Does not need llama.cpp."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+
+from prefixstore.errors import ContextError
+from prefixstore.models.file import read_gguf
+
+__all__ = ["Vocabulary"]
+
+MODEL, TOKENS, TYPES = (f"tokenizer.ggml.{name}" for name in ("model", "tokens", "token_type"))
+NORMAL, BYTE = 1, 6
+# how a byte is written in the vocabularies of SentencePiece, and in those of RWKV
+HEXADECIMAL = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+ESCAPED = re.compile(r"\\x([0-9a-f]{2})|\\([tnr\\'\"])")
+CONTROLS = {"t": b"\t", "n": b"\n", "r": b"\r"}
+# byte-level vocabularies write a byte as the character of this number if that can be seen, and as one above otherwise
+VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+HIDDEN = [byte for byte in range(256) if byte not in VISIBLE]
+BYTES = {chr(byte): byte for byte in VISIBLE} | {chr(256 + i): byte for i, byte in enumerate(HIDDEN)}
+
+
+class Vocabulary:
+    """The vocabulary of a model.
+
+    Parameters
+    ----------
+    path
+        A GGUF file.
+
+    Raises
+    ------
+    ContextError
+        If it cannot be read, or has no vocabulary.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        metadata, _ = read_gguf(path, (TOKENS, TYPES))
+        self._tokens: list[str] = metadata.get(TOKENS, [])
+        self._types: list[int] = metadata.get(TYPES, [])
+        self._bytes_of = WRITTEN.get(metadata.get(MODEL, ""), _of_sentencepiece)
+        if not self._tokens:
+            raise ContextError(f"{path} has no vocabulary")
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Tokens as text, special ones by name; bytes that are not valid UTF-8, and unknown tokens, are replaced."""
+        return b"".join(map(self._piece, tokens)).decode("utf-8", "replace")
+
+    def _piece(self, token: int) -> bytes:
+        if not 0 <= token < len(self._tokens):
+            return "�".encode()
+        written, kind = self._tokens[token], self._types[token] if token < len(self._types) else NORMAL
+        return self._bytes_of(written) if kind in (NORMAL, BYTE) else written.encode()
+
+
+def _of_sentencepiece(written: str) -> bytes:
+    byte = HEXADECIMAL.fullmatch(written)
+    return bytes.fromhex(byte.group(1)) if byte else written.replace("▁", " ").encode()
+
+
+def _of_bytes(written: str) -> bytes:
+    return bytes(BYTES[character] for character in written if character in BYTES)
+
+
+def _of_rwkv(written: str) -> bytes:
+    found, at = b"", 0
+    for match in ESCAPED.finditer(written):
+        byte, name = match.groups()
+        found += written[at : match.start()].encode()
+        found += bytes.fromhex(byte) if byte else CONTROLS.get(name, name.encode())
+        at = match.end()
+    return found + written[at:].encode()
+
+
+WRITTEN: dict[str, Callable[[str], bytes]] = {"gpt2": _of_bytes, "rwkv": _of_rwkv}

@@ -1,0 +1,152 @@
+"""Water marks: above the upper one new pages are packed; what a page needs is evicted by the commit that writes it."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+
+from prefixstore.format.codec import CODECS
+from prefixstore.format.keys import as_tokens
+from tests.support.engines import MIB, NS, MemoryPages, P, Store, compressible, entry, store_of
+
+SIZE = 24_000  # six pages of an LMDB file, five when it is packed
+ENTRY = entry(P, SIZE)
+
+
+def single(number):
+    """A sequence of one page."""
+    return [number] * P
+
+
+def codecs(store) -> list[str]:
+    """The codec of each stored page, the least recently used first."""
+    names = {number: name for name, number in CODECS.items()}
+    with store.backend.view() as view:
+        pages = sorted((usage.last_used, names[record.codec]) for _, record, usage in view.scan())
+    return [name for _, name in pages]
+
+
+def used(store):
+    with store.backend.view() as view:
+        return view.used
+
+
+def filled(n, *, full=True, **options):
+    """A store with `n` single pages, the first one the least recently used, in a budget for as many and a half."""
+    options = {"state_of": compressible, "codec": "auto", **options}
+    store = Store(MemoryPages(), int((n + 0.5 if full else 2 * n) * ENTRY), **options)
+    for number in range(n):
+        assert store.put(single(number), SIZE) == 1
+    store.engine.commit([])
+    return store
+
+
+def test_a_full_location_gives_up_no_more_than_a_new_page_needs():
+    with store_of(max_bytes=20.5 * ENTRY) as store:
+        for number in range(25):
+            store.put(single(number), SIZE)
+        assert not store.engine.has_idle_work
+        assert used(store).entries == 20
+        assert store.counters["evictions"] == 5
+
+
+def test_beyond_the_high_mark_new_pages_are_packed_until_no_more_than_the_low_mark_is_in_use():
+    store = filled(20)
+    assert set(codecs(store)) == {"raw"}
+    for number in range(20, 60):
+        store.put(single(number), SIZE)
+    assert set(codecs(store)) == {"planes"}
+    assert store.counters["packed"] == 40
+    assert used(store).bytes <= store.max_bytes
+    # more are here than would be without packing
+    assert used(store).entries > 20
+    assert store.fetch(single(59)) == 1
+    store.engine.evict_to(int(0.9 * store.max_bytes))
+    store.put(single(60), SIZE)
+    assert codecs(store)[-1] == "planes"
+    store.engine.evict_to(5 * ENTRY)
+    for number in range(61, 63):
+        store.put(single(number), SIZE)
+    assert codecs(store)[-1] == "raw"
+    store.close()
+
+
+def test_the_marks_are_those_of_the_store():
+    store = filled(20, full=False, high_water=0.4, low_water=0.1)
+    assert codecs(store)[0] == "raw"
+    assert codecs(store)[-1] == "planes"
+    store.close()
+
+
+def test_pages_that_are_many_are_not_packed():
+    with store_of(max_entries=20, codec="auto", state_of=compressible) as store:
+        for number in range(25):
+            store.put(single(number), SIZE)
+        assert set(codecs(store)) == {"raw"}
+
+
+@pytest.mark.parametrize("max_entries", [1, 2, 3, 10])
+def test_a_budget_of_a_few_entries_can_be_used_up(max_entries):
+    with store_of(max_entries=max_entries) as store:
+        for number in range(max_entries + 2):
+            store.put(single(number))
+        assert used(store).entries == max_entries
+
+
+def test_a_page_that_is_stored_keeps_its_form():
+    store = filled(20)
+    left = [number for number in range(20) if store.fetch(single(number))]
+    assert codecs(store) == ["raw"] * len(left)
+    store.close()
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd", "planes"])
+def test_a_codec_that_was_chosen_is_kept(codec):
+    store = filled(20, codec="raw")
+    store.codec = codec
+    store.open()
+    store.put(single(20), SIZE)
+    assert codecs(store)[-1] == codec
+    assert set(codecs(store)) <= {"raw", codec}
+    assert used(store).bytes <= store.max_bytes
+    store.close()
+
+
+def test_a_smaller_budget_is_respected_in_short_transactions(monkeypatch):
+    deleted = []
+
+    class Counting(MemoryPages):
+        @contextmanager
+        def update(self):
+            with super().update() as transaction:
+                before = transaction.used.entries
+                yield transaction
+                deleted.append(before - transaction.used.entries)
+
+    monkeypatch.setattr("prefixstore.engine.budget.PAGES_AT_ONCE", 8)
+    with store_of(Counting()) as store:
+        for number in range(100):
+            store.put([number] * P)
+        store.max_bytes = 20 * entry()
+        store.open()
+        deleted.clear()
+        store.put([100] * P)
+        assert max(deleted) <= 8
+        assert store.match([100] * P) == P
+        with store.backend.view() as view:
+            assert view.used.bytes <= store.max_bytes
+
+
+def test_nothing_is_evicted_for_a_smaller_budget_if_more_than_that_is_pinned():
+    with store_of() as store:
+        for number in range(20):
+            store.put([number] * P)
+            if number < 10:
+                store.engine.pin(NS, as_tokens([number] * P), P, pinned=True)
+        store.max_bytes = 5 * entry()
+        store.open()
+        assert store.put([100] * P) == 0
+        assert len(store.stored_keys()) == 20
+        store.max_bytes = MIB
+        store.open()

@@ -1,0 +1,192 @@
+"""`prefixstore serve` for a team: tenants, their quotas and their deletion, and a store that cannot be opened."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefixstore.cli import main
+from prefixstore.maintenance.archive import Archive
+from tests.support.served import Serve, Served, cached, prompt
+
+ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789"
+
+
+def of_key(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def listed(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[dict[str, Any]]:
+    capsys.readouterr()
+    assert main(["tenants", *map(str, arguments), "--json"]) == 0
+    return list(json.loads(capsys.readouterr().out))
+
+
+# -- tenants ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_alice_is_deleted_by_her_key(serve: Serve, tmp_path: Path, capsys, monkeypatch):
+    keys = tmp_path / "keys"
+    keys.write_text(f"{BOB}\n{ALICE}\n")
+    served = serve(
+        *("--api-key-file", str(keys)),
+        options=("--salt-from", "api-key", "--admin-key", "sk-admin"),
+        headers=of_key("sk-admin"),
+    )
+    for i, key, fields in ((1, ALICE, {}), (2, ALICE, {"cache_salt": "her project"}), (1, BOB, {})):
+        served.complete(prompt(i), headers=of_key(key), **fields)
+        # what is computed soon is saved in idle time only
+        served.saved()
+    assert served.stop() == 0
+    store = tmp_path / "store"
+    everyone = listed(capsys, store, "--api-key-file", keys)
+    assert sorted(one["line"] for one in everyone) == [1, 2, 2]
+    assert len({one["tenant"] for one in everyone}) == 3
+    assert min(one["pages"] for one in everyone) > 0
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(ALICE.encode())))
+    for one in listed(capsys, store, "--api-key-file", "-"):
+        assert main(["purge", str(store), "--salt", one["tenant"]]) == 0
+    (left,) = listed(capsys, store)
+    assert left["tenant"] in {one["tenant"] for one in everyone if one["line"] == 1}
+    assert main(["tenants", str(store), "--api-key-file", str(keys)]) == 0
+    assert left["tenant"] in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_tenants_are_listed_as_their_header_names_them(serve: Serve, tmp_path: Path, capsys):
+    served = serve(options=("--salt-from", "header:X-Tenant", "--admin-key", "sk-admin"), headers=of_key("sk-admin"))
+    names = ["società", "societÅ", "alice 内"]
+    for i, name in enumerate(names):
+        served.complete(prompt(i), headers={"X-Tenant": name.encode()})
+        served.saved()
+    served.complete(prompt(7), headers={"X-Tenant": b"societ\xe0"})
+    served.saved()
+    assert served.stop() == 0
+    found = {one["tenant"] for one in listed(capsys, tmp_path / "store")}
+    assert found == {*(f"x-tenant:{name}" for name in names), "x-tenant/latin-1:società"}
+
+
+@pytest.mark.slow
+def test_requests_with_a_cache_salt_share_with_those_of_the_same_tenant_and_salt(serve: Serve):
+    served = serve(options=("--salt-from", "header:X-Tenant", "--admin-key", "sk-admin"), headers=of_key("sk-admin"))
+    seen = {}
+    for tenant in ("ann", "bob"):
+        for salt in (None, "one", "two", "one"):
+            fields = {} if salt is None else {"cache_salt": salt}
+            answer = served.complete(prompt(3), headers={"X-Tenant": tenant}, **fields)
+            seen[tenant, salt] = cached(answer)
+            served.saved()
+    # the first of each found nothing, and the last of two with one salt did
+    assert {key: n > 200 for key, n in seen.items()} == {key: key[1] == "one" for key in seen}
+    body = {"prompt": "a", "cache_salt": 7}
+    assert served.post("/completion", json=body, headers={"X-Tenant": "ann"}).status_code == 400
+
+
+@pytest.mark.slow
+def test_a_tenant_with_a_quota_evicts_its_own_pages_and_all_of_them_expire(serve: Serve, tmp_path: Path):
+    served = serve(
+        options=("--salt-from", "header:X-Tenant", "--quota", "6MiB", "--ttl", "30d", "--admin-key", "sk-admin"),
+        headers=of_key("sk-admin"),
+    )
+    served.complete(prompt(1), headers={"X-Tenant": "ann"})
+    served.saved()
+    for i in range(2, 12):
+        served.complete(prompt(i), headers={"X-Tenant": "bob"})
+        served.until(lambda status: all(one["unsaved_tokens"] < 32 for one in status["slots"]))
+        served.until(lambda status: not status["copies"] and not status["store"]["queued_bytes"])
+    assert served.stop() == 0
+    with Archive(tmp_path / "store", read_only=True) as archive:
+        sizes: dict[str | None, int] = {}
+        for one in archive.holdings():
+            assert one.namespace is not None
+            sizes[one.namespace.salt] = one.stored_bytes
+        pages = list(archive.engine.pages())
+    assert sizes["x-tenant:ann"] > 0
+    assert 0 < sizes["x-tenant:bob"] <= 6 << 20
+    assert all(page.expires > page.created for page in pages)
+
+
+# -- what the answer says ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_answer_says_what_was_restored_and_why_not_more(serve: Serve):
+    served = serve("-np", "1")
+
+    def told(**fields: Any) -> str:
+        body = {"n_predict": 4, "temperature": 0, **fields}
+        return served.post("/completion", json=body).headers["x-prefixstore"]
+
+    cold = told(prompt=prompt(1))
+    n = int(cold.split()[2].rstrip(";"))
+    assert cold == f"restored=0 of {n}; computed={n}; reason=not_found"
+    assert told(prompt=prompt(1)) == f"restored=0 of {n}; computed=0; reason=live"
+    assert served.status()["slots"][0]["last_prompt"] == f"restored=0 of {n}; computed=0; reason=live"
+    served.saved()
+    told(prompt=prompt(2))
+    served.saved()
+    assert told(prompt=prompt(1), stream=True) == f"restored={n} of {n}; computed=0"
+    assert told(prompt="a", best_of=2) == "restored=0; reason=several_answers"
+    assert told(prompt="a", steering=1) == "restored=0; reason=unknown_field"
+
+
+# -- a store that cannot be opened ------------------------------------------------------------------------------------
+
+
+def damage(tmp_path: Path) -> Path:
+    store = tmp_path / "store"
+    store.mkdir()
+    (store / "data.mdb").write_bytes(os.urandom(20_000))
+    return store
+
+
+def _answers_without_the_store(served: Served) -> None:
+    assert served.get("/prefixstore/health").status_code == 200
+    answer = served.post("/completion", json={"prompt": prompt(1), "n_predict": 4})
+    assert (answer.status_code, answer.headers["x-prefixstore"]) == (200, "restored=0; reason=store_failed")
+    status = served.status()
+    assert (status["passed_through"], "is not an LMDB environment" in status["why"]) == ("store_failed", True)
+    assert "prefixstore_location_up" not in served.get("/metrics").text
+    assert served.counts(1, "prefixstore_requests_passed_total", reason="store_failed")
+
+
+@pytest.mark.slow
+def test_a_damaged_store_costs_the_cache_and_not_the_service(serve: Serve, tmp_path: Path):
+    store = damage(tmp_path)
+    before = (store / "data.mdb").read_bytes()
+    served = serve()
+    assert "THE STORE CANNOT BE USED" in served.text()
+    assert "nothing is stored or restored: store_failed" in served.text()
+    _answers_without_the_store(served)
+    assert served.stop() == 0
+    assert (store / "data.mdb").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_damaged_store_is_moved_aside_if_that_is_wanted(serve: Serve, tmp_path: Path):
+    store = damage(tmp_path)
+    before = (store / "data.mdb").read_bytes()
+    served = serve(options=("--on-damage", "aside"))
+    served.complete(prompt(1))
+    served.saved()
+    assert served.metric("prefixstore_location_up") == 1
+    assert served.stop() == 0
+    (aside,) = store.glob("damaged-*")
+    assert (aside / "data.mdb").read_bytes() == before
+    assert f"its files were moved to {aside}" in served.text()
+    assert cached(serve().complete(prompt(1))) > 200
+
+
+@pytest.mark.slow
+def test_a_damaged_store_keeps_the_server_from_starting_if_that_is_wanted(serve: Serve, tmp_path: Path):
+    damage(tmp_path)
+    served = serve(options=("--on-damage", "fail"), ready=False)
+    assert served.ended() == 3
+    assert "is not an LMDB environment" in served.text()
+    assert "THE STORE CANNOT BE USED" not in served.text()
