@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import random
 import sys
@@ -19,7 +20,7 @@ def test_a_buffer_has_the_size_asked_for_and_can_be_written():
     buffer = pool.acquire(10)
     buffer.view[:] = b"0123456789"
     assert bytes(buffer.view) == b"0123456789"
-    assert buffer.address == buffer._memory.ctypes.data
+    assert ctypes.string_at(buffer.address, 10) == b"0123456789"
     assert pool.in_use == 10
 
 

@@ -1,10 +1,9 @@
-"""Rows in the memory of this process, sorted, in versions that never change: of a memory, or as read from a server."""
+"""Rows in the memory of this process, sorted, in versions that never change."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 
 from prefixstore.backends.contract import Change, Range, Row, View
 from prefixstore.format.record import Buffer
@@ -24,18 +23,15 @@ class SortedRows(View):
     ----------
     cost
         What a row takes, in bytes.
-    rows
-        The first ones, in the order of their keys.
     """
 
-    def __init__(self, cost: Callable[[Change], int], rows: Sequence[Change] = ()) -> None:
+    def __init__(self, cost: Callable[[Change], int]) -> None:
         self._cost = cost
-        size = ROWS_OF_BLOCK // 2
         # one for each bound, and always a first one
-        self._blocks = [list(rows[at : at + size]) for at in range(0, len(rows), size)] or [[]]
+        self._blocks: list[list[Change]] = [[]]
         # no key of a block is below its bound; the first bound is empty
-        self._bounds = [b"", *(block[0].key for block in self._blocks[1:])]
-        self._used = sum(map(cost, rows))
+        self._bounds = [b""]
+        self._used = 0
         # the ids of the blocks that no other view has
         self._own: set[int] = set()
 
@@ -49,17 +45,13 @@ class SortedRows(View):
     def used(self) -> int:
         return self._used
 
-    def __iter__(self) -> Iterator[Change]:
-        return chain.from_iterable(self._blocks)
-
-    def row(self, key: bytes) -> Change | None:
-        """A row with its payload."""
+    def _row(self, key: bytes) -> Change | None:
         block = self._blocks[bisect_right(self._bounds, key) - 1]
         at = bisect_left(block, (key,))
         return block[at] if at < len(block) and block[at].key == key else None
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        return [row.value if (row := self.row(key)) else None for key in keys]
+        return [row.value if (row := self._row(key)) else None for key in keys]
 
     def ranges(self, wanted: Sequence[Range]) -> list[list[Row]]:
         return [self._range(*one) for one in wanted]
@@ -77,7 +69,7 @@ class SortedRows(View):
 
     def payloads(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, Buffer | None] | None]:
         for key in keys:
-            row = self.row(key)
+            row = self._row(key)
             yield None if row is None or row.value is None else (row.value, row.payload)
 
     def apply(self, changes: Sequence[Change]) -> None:

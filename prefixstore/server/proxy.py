@@ -281,9 +281,10 @@ class Proxy:
     async def _with_store(self, exchange: Exchange, ask: Ask, body: bytes, owner: str | None) -> None:
         path, manager = exchange.path, self._manager
         reason, tokens, claim = self._session.reason or ask.reason, None, None
-        if reason is None and ask.id_slot is None and not ask.boundaries:
-            claim = manager.continued(path, ask.turns, owner)
         can_choose, is_separated = ask.can_pin or len(manager.pool.slots) == 1, self._settings.separated
+        needs_all = is_separated and not can_choose and ask.reason in (None, UNKNOWN_FIELD, "media")
+        if reason is None and ask.id_slot is None and not ask.boundaries and not needs_all:
+            claim = manager.continued(path, ask.turns, owner)
         if claim is None and (reason is None or (reason == UNKNOWN_FIELD and can_choose)):
             tokens = await self._tokens(exchange, ask, owner)
             reason = "no_tokens" if tokens is None else reason
@@ -291,9 +292,8 @@ class Proxy:
             self._passed(exchange, reason)
         if reason == UNKNOWN_FIELD and ask.field is not None:
             self._tell_of_field(ask.field)
-        if not can_choose and claim is None and is_separated and ask.reason in (None, UNKNOWN_FIELD):
-            message = f"{path} cannot be used while tenants are separated: this server does not let a slot be chosen"
-            exchange.refuse(501, "not_supported_error", message)
+        if needs_all:
+            await self._with_all_slots(exchange, ask, body, owner, tokens)
         elif not can_choose and reason is not None:
             await self._without_slot(exchange, ask, body, owner)
         else:
@@ -307,6 +307,19 @@ class Proxy:
                 self._unavailable(exchange, "no slot can be emptied")
                 return
             await self._with_slot(exchange, ask, body, claim, is_counted=reason is None, taints=taints)
+
+    async def _with_all_slots(
+        self, exchange: Exchange, ask: Ask, body: bytes, owner: str | None, tokens: Tokens | None
+    ) -> None:
+        """Pass on a completion of a tenant for which the server chooses the slot: it may find only its own in any."""
+        taints = ask.taints or tokens is None
+        async with self._manager.all_slots(owner, tokens, taints=taints) as claims:
+            if any(claim.must_compute for claim in claims):
+                self._unavailable(exchange, "no slot can be emptied")
+            elif tokens is None:
+                await self._forward(exchange, body)
+            else:
+                await self._with_slot(exchange, ask, body, claims.pop(0), is_counted=True, taints=taints)
 
     def _passed(self, exchange: Exchange, reason: str) -> None:
         """Note why a completion is passed on without the store."""

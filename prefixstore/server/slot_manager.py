@@ -164,20 +164,45 @@ class SlotManager:
         return saving if is_worth_it else None
 
     @contextlib.asynccontextmanager
-    async def all_slots(self, owner: str | None) -> AsyncIterator[None]:
-        """Take every slot for a request that may use any of them; they are emptied before their next use.
+    async def all_slots(
+        self, owner: str | None, tokens: Tokens | None = None, *, taints: bool = True
+    ) -> AsyncIterator[list[Claim]]:
+        """Take every slot for a request that may use any of them; what other tenants had in them is gone.
 
-        Raises as `acquire`.
+        A claim that is taken out of the list is not given back here.
+
+        Parameters
+        ----------
+        owner
+            Its tenant.
+        tokens
+            Its prompt: the first claim is that of the slot that has most of it.
+        taints
+            Whether the slots are emptied before their next use.
+
+        Raises
+        ------
+        PoolFullError
+            If too many requests wait for a slot.
         """
+        best = None
+        if tokens is not None:
+            claim = Claim(tokens, owner)
+            # of slots without any of it, the server takes the one used longest ago
+            best = max(self.pool.slots, key=lambda slot: (self.choice.live(slot, claim), -slot.used))
         claims: list[Claim] = []
         try:
             # in order: two such requests cannot wait for each other
             for slot in self.pool.slots:
-                claims.append(await self.acquire(None, owner, slot.id))  # noqa: PERF401 - those taken count if one fails
-            yield
+                prompt = tokens if slot is best else None
+                claims.insert(0 if slot is best else len(claims), await self.acquire(prompt, owner, slot.id))
+            yield claims
         finally:
             for claim in claims:
-                self.release(claim, None, began=True, taints=True)
+                if taints:
+                    self.release(claim, None, began=True, taints=True)
+                else:
+                    self.pool.release(claim.slot)
 
     def continued(self, path: str, turns: Turns | None, owner: str | None) -> Claim | None:
         """Take the slot of the conversation that this request continues; None if there is none."""

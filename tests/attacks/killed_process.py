@@ -73,16 +73,15 @@ def _points_at_requests(point: Points) -> None:
     """Before and after each request to an object store."""
     from prefixstore.backends.objects.client import Client
 
-    for name in ("_get", "create", "replace", "delete"):
-        real = getattr(Client, name)
+    real = Client._asked
 
-        def use(*arguments: Any, real: Any = real) -> Any:
-            point()
-            answer = real(*arguments)
-            point()
-            return answer
+    def use(*arguments: Any) -> Any:
+        point()
+        answer = real(*arguments)
+        point()
+        return answer
 
-        setattr(Client, name, use)
+    Client._asked = use
 
 
 _POINTS_AT = {

@@ -268,6 +268,26 @@ def test_the_bodies_of_all_requests_have_a_limit_together_and_give_it_back():
     assert budget.used == 0
 
 
+def test_a_body_that_is_too_large_is_taken_in_so_that_its_refusal_can_be_read():
+    async def refuse(exchange: Exchange) -> None:
+        with pytest.raises(BodyTooLargeError):
+            await exchange.body()
+        exchange.refuse(413, "invalid_request_error", "too large")
+
+    async def use(connect: Callable[[], Awaitable[Streams]]) -> None:
+        size = 8 << 20
+        chunks = b"%x\r\n%s\r\n0\r\n\r\n" % (size, b"x" * size)
+        for head, body in ((b"Content-Length: %d\r\n\r\n" % size, b"x" * size), (CHUNKED, chunks)):
+            reader, writer = await connect()
+            # as a client does that reads nothing before it has sent all
+            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\n" + head + body)
+            await writer.drain()
+            assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
+            writer.close()
+
+    _with_server(use, refuse, max_body=1 << 20)
+
+
 def test_others_go_on_while_a_large_body_is_read():
     async def scene() -> None:
         began, goes_on = asyncio.Event(), asyncio.Event()

@@ -992,6 +992,30 @@ def test_a_server_that_cannot_be_watched_ends_the_command_and_not_just_the_watch
     assert "AttributeError" in str(failed[0])
 
 
+def test_a_store_that_could_not_be_opened_is_opened_by_a_later_request(monkeypatch: pytest.MonkeyPatch):
+    opened: list[float] = []
+
+    class Ready(ServerSession):
+        async def _open(self) -> None:
+            self._last_opened = asyncio.get_running_loop().time()
+            opened.append(self._last_opened)
+
+    async def scene() -> None:
+        settings, nothing = ServeSettings(location="memory:"), Path("/nowhere")
+        session = Ready(Upstream("http://server", timeout=60), settings, nothing, ServerIdentity)
+        session.is_child = True
+        session._is_up.set()
+        await session._open()
+        for seconds in (3600.0, 0.0):
+            monkeypatch.setattr("prefixstore.server.session.REOPEN_SECONDS", seconds)
+            assert await session.look()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    asyncio.run(scene())
+    assert len(opened) == 2
+
+
 def test_a_slot_that_is_given_back_computes_nothing_even_if_its_request_has_gone_before_the_answer():
     async def scenario() -> None:
         pool = SlotPool([(0, 100)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,33 @@ def test_requests_with_a_cache_salt_share_with_those_of_the_same_tenant_and_salt
     assert {key: n > 200 for key, n in seen.items()} == {key: key[1] == "one" for key in seen}
     body = {"prompt": "a", "cache_salt": 7}
     assert served.post("/completion", json=body, headers={"X-Tenant": "ann"}).status_code == 400
+
+
+@pytest.mark.slow
+def test_tenants_whose_slot_the_server_chooses_find_only_their_own_prompts(serve: Serve):
+    served = serve(options=("--salt-from", "header:X-Tenant", "--admin-key", "sk-admin"), headers=of_key("sk-admin"))
+    message = {"messages": [{"role": "user", "content": prompt(4)}], "max_tokens": 4}
+
+    def ask(tenant: str, **fields: Any) -> int:
+        answer = served.post("/v1/messages", json=message | fields, headers={"X-Tenant": tenant})
+        assert answer.status_code == 200, answer.text
+        return int(answer.json()["usage"].get("cache_read_input_tokens", 0))
+
+    assert ask("ann") == 0
+    assert ask("ann") > 200
+    served.saved()
+    assert ask("bob") == 0
+    served.saved()
+    # her slot was emptied for bob, and is filled from the store
+    assert ask("ann") > 200
+    assert served.counts(1, "prefixstore_requests_total", source="store", endpoint="/v1/messages")
+    assert ask("bob") > 200
+    # what the store is not asked for is not found by another either
+    assert ask("cem", steering=1) == 0
+    assert ask("dee") == 0
+    with ThreadPoolExecutor(6) as pool:
+        assert min(pool.map(ask, ["ann", "bob", "dee"] * 4)) >= 0
+    assert not any(slot["in_use"] for slot in served.status()["slots"])
 
 
 @pytest.mark.slow

@@ -25,6 +25,8 @@ _OPTIONS = {
     "az": {"account": "account_name", "endpoint": "endpoint"},
 }
 _SWITCHES = ("virtual_hosted_style", "anonymous")
+# bytes: S3 has names of at most 1,024, and ours are up to 750 long
+LONGEST_PREFIX = 250
 _SECONDS = re.compile(r"[0-9]{1,5}(\.[0-9]+)?")
 # what can be a part of the URL of a request: for anything else obstore panics
 _BUCKET = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._-]*")
@@ -90,6 +92,8 @@ class Address:
             raise InvalidParameterError(f"location={shown!r}: the name of a bucket has letters, digits, . _ and - only")
         if any(part in ("", ".", "..") for part in prefix.split("/")) and prefix:
             raise InvalidParameterError(f"location={shown!r} has an empty segment, . or .. in its prefix")
+        if len(prefix.encode()) > LONGEST_PREFIX:
+            raise InvalidParameterError(f"location={shown!r}: a prefix has at most {LONGEST_PREFIX} bytes")
         options, timeouts = _read_options(scheme, shown, parts.query)
         return cls(scheme, bucket, prefix, shown, options, timeouts)
 

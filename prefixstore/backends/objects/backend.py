@@ -1,48 +1,162 @@
-"""Rows in object storage: an object for each payload, and a log of commits that every process keeps in memory."""
+"""Rows in object storage: an object for each row, and one for each payload. No process keeps a list of them."""
 
 from __future__ import annotations
 
 import logging
+import re
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from heapq import merge
+from itertools import groupby
+from operator import itemgetter
 
 from prefixstore.backends import refusals
-from prefixstore.backends.contract import Backend, Change, ConflictError, Draft, View
+from prefixstore.backends.contract import Backend, Change, ConflictError, Draft, Range, Row, View
 from prefixstore.backends.forks import ForkLevel, register_at_fork
 from prefixstore.backends.objects.address import Address
-from prefixstore.backends.objects.client import Client, GoneError
-from prefixstore.backends.objects.log import Log, State
-from prefixstore.backends.objects.read_ahead import at_once
-from prefixstore.backends.objects.segments import (
-    COSTS,
-    HEAD,
-    PAYLOADS,
-    PROBES,
-    SEGMENTS,
-    add,
-    name_of,
-    new_reference,
-    size_of,
-)
-from prefixstore.backends.objects.view import ObjectsView
-from prefixstore.errors import StorageError, UnavailableError
+from prefixstore.backends.objects.client import Client, GoneError, Listed
+from prefixstore.backends.objects.read_ahead import Arrived, ahead, at_once
+from prefixstore.backends.objects.rows import COSTS, MARK, Stored, key_in, listing, new_payload
+from prefixstore.backends.objects.store import PROBES, State, Store
+from prefixstore.errors import StorageError
 from prefixstore.format.record import Buffer
 
-__all__ = ["ObjectsBackend"]
+__all__ = ["ObjectsBackend", "ObjectsView"]
 
 log = logging.getLogger("prefixstore")
 
-# objects that one request deletes
-DELETED_AT_ONCE = 1000
-# How old an object has to be, by the server's clock, to be deleted because nothing refers to it. An update that uploads
-# for half of this, by the clock of its process, is given up: what it has written is never deleted before its commit.
-GRACE_SECONDS = 3600.0
-# for how long after a conflict updates take turns, which costs a request
-CROWDED_SECONDS = 60.0
+# how often rows are read again because others were committed meanwhile, or a payload because it was replaced
+READS = 8
+# the folder of a store, of which only one is in use
+STORE_ID = re.compile(r"[0-9a-f]{16}")
+
+
+class ObjectsView(View):
+    """Reads rows where they are.
+
+    Parameters
+    ----------
+    store, client
+        Of the location.
+    state
+        What is committed.
+    is_alone
+        Whether nobody else writes.
+    """
+
+    def __init__(self, store: Store, client: Client, state: State, *, is_alone: bool = False) -> None:
+        self._store = store
+        self._client = client
+        self._state = state
+        self._is_alone = is_alone
+
+    @property
+    def used(self) -> int:
+        return self._state.used
+
+    def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        rows = self.rows(keys)
+        return [None if (row := rows[key]) is None else row.value for key in keys]
+
+    def rows(self, keys: Sequence[bytes]) -> dict[bytes, Stored | None]:
+        """These rows, in one state."""
+        return self._in_one_state(lambda state: self._read(state, keys), keys.__contains__)
+
+    def ranges(self, wanted: Sequence[Range]) -> list[list[Row]]:
+        def read(state: State) -> dict[bytes, Stored | None]:
+            in_order[:] = at_once(wanted, lambda one: self._keys(state, one), lambda _: 0)
+            return self._read(state, [key for keys in in_order for key in keys])
+
+        in_order: list[list[bytes]] = []
+        rows = self._in_one_state(read, lambda key: any(one.start <= key < one.stop for one in wanted))
+        return [[Row(key, row.value) for key in keys if (row := rows[key]) is not None] for keys in in_order]
+
+    def _in_one_state(
+        self, read: Callable[[State], dict[bytes, Stored | None]], depends_on: Callable[[bytes], bool]
+    ) -> dict[bytes, Stored | None]:
+        """The rows that this reads, again if others that it depends on were committed meanwhile."""
+        rows = read(self._state)
+        for _ in range(READS):
+            before, now = self._state, self._state if self._is_alone else self._store.refresh()
+            self._state = now
+            is_next = now.store == before.store and now.number - before.number in (0, 1)
+            if is_next and (now.number == before.number or not any(map(depends_on, now.changes))):
+                now.learn(rows)
+                break
+            rows = read(now)
+        return rows
+
+    def _read(self, state: State, keys: Sequence[bytes]) -> dict[bytes, Stored | None]:
+        """Rows as they are known, or as their objects are now."""
+        found = {key: rows[key] for rows in (state.known, state.changes) for key in keys if key in rows}
+        missing = [key for key in dict.fromkeys(keys) if key not in found]
+
+        def ask(key: bytes) -> Stored | None:
+            stored = self._client.get(state.row_name(key))
+            return None if stored is None else Stored.unpack(stored[0])
+
+        return found | dict(zip(missing, at_once(missing, ask, lambda _: 0), strict=True))
+
+    def _keys(self, state: State, wanted: Range) -> list[bytes]:
+        """The keys of the rows in a range."""
+        start, stop, limit, reverse = wanted
+        if start >= stop or limit == 0:
+            return []
+        found = [key for key, row in state.changes.items() if row is not None and start <= key < stop]
+        n_found = len(found)
+        for key in self._listed(state, wanted):
+            if (not reverse and limit is not None and len(found) - n_found >= limit) or key >= stop:
+                break
+            if key >= start and key not in state.changes:
+                found.append(key)
+        return sorted(found, reverse=reverse)[:limit]
+
+    def _listed(self, state: State, wanted: Range) -> Iterator[bytes]:
+        """The keys of the objects that a server lists for a range, in order; some before it, and those after it."""
+        for folder, after in listing(wanted):
+            offset = f"{state.rows}/{after}" if after else ""
+            for one in self._client.list(f"{state.rows}/{folder}".rstrip("/"), offset):
+                with suppress(ValueError):  # something else
+                    yield key_in(one.name.removeprefix(f"{state.rows}/"))
+
+    def payloads(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, Buffer | None] | None]:
+        rows = self.rows(keys)
+        return self._payloads([(key, rows[key]) for key in keys])
+
+    def _payloads(self, rows: Sequence[tuple[bytes, Stored | None]]) -> Iterator[tuple[bytes, Buffer | None] | None]:
+        self.arrived = 0
+        there = [(key, row) for key, row in rows if row is not None and row.payload_bytes]
+        window = self._client.window
+        with closing(ahead(there, lambda one: one[1].payload_bytes, self._receive, window, self._note)) as arriving:
+            for _, row in rows:
+                if row is not None and row.payload_bytes:
+                    yield next(arriving)[1]
+                else:
+                    yield None if row is None else _without_bytes(row)
+
+    def _note(self, n_bytes: int) -> None:
+        self.arrived = n_bytes
+
+    def _receive(self, wanted: tuple[bytes, Stored], arrived: Arrived) -> tuple[bytes, Buffer | None] | None:
+        """Value and payload of a row, as they are now if that was replaced; the payload is None if it is missing."""
+        key, row = wanted
+        state = self._state
+        while row.payload_bytes:
+            found = self._client.receive(state.payload_name(key, row.payload), arrived)
+            if found is not None:
+                return row.value, found
+            before, state = row.payload, self._store.refresh()
+            now = self._read(state, [key])[key]
+            if now is None or now.payload == before:
+                return now and (now.value, None)
+            row = now
+        return _without_bytes(row)
+
+
+def _without_bytes(row: Stored) -> tuple[bytes, Buffer | None]:
+    """A row whose payload has no bytes, or that has none."""
+    return row.value, b"" if row.payload else None
 
 
 class ObjectsBackend(Backend):
@@ -60,12 +174,9 @@ class ObjectsBackend(Backend):
         self._address = address
         self._read_only = read_only
         self._client = Client(address)
-        self._log = Log(self._client, read_only=read_only)
-        # payloads that no row has, as far as they are not deleted yet, and their sizes
-        self._dead: dict[str, int] = {}
+        self._store = Store(self._client, read_only=read_only)
         self._writing = threading.Lock()
-        self._crowded_until = 0.0
-        self._log.open()
+        self._store.open()
         register_at_fork(self, ForkLevel.HANDLE)
 
     @property
@@ -77,6 +188,11 @@ class ObjectsBackend(Backend):
         """The requests."""
         return self._client
 
+    @property
+    def state(self) -> State:
+        """What was last known of the store."""
+        return self._store.state
+
     def _current(self, read: Callable[[], State]) -> State:
         """What is committed, as this reads it. A store that was deleted is made again, as when it is opened."""
         try:
@@ -85,122 +201,117 @@ class ObjectsBackend(Backend):
             if self._read_only:
                 raise
             log.warning("%s was deleted; starting with an empty store", self.location)
-            self._log.open()
+            self._store.open()
             return read()
 
     @contextmanager
     def view(self) -> Iterator[View]:
         self._client.ready()
-        yield ObjectsView(self._log, self._client, self._current(self._log.refresh).rows)
+        yield ObjectsView(self._store, self._client, self._current(self._store.refresh))
 
     @contextmanager
     def update(self) -> Iterator[Draft]:
-        with self._alone():
-            try:
-                in_turn = time.monotonic() < self._crowded_until
-                base = self._current(partial(self._log.begin, in_turn=in_turn))
-                draft = Draft(ObjectsView(self._log, self._client, base.rows), COSTS)
-                yield draft
-                if changes := draft.changes:
-                    self._commit(changes, base)
-            except ConflictError:
-                self._crowded_until = time.monotonic() + CROWDED_SECONDS
-                raise
-            finally:
-                self._log.end_turn()
-            self._delete_dead()
-            self._log.shorten()
+        with self._turn() as view:
+            draft = Draft(view, COSTS)
+            yield draft
+            if changes := draft.changes:
+                self._commit(view, changes)
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """The only thread of this process that writes."""
+    def _turn(self) -> Iterator[ObjectsView]:
+        """Be the only one who writes."""
         if self._read_only:
             raise refusals.read_only(self.location)
         with self._writing:
             self._client.ready()
-            yield
+            try:
+                state = self._current(self._store.begin)
+                yield ObjectsView(self._store, self._client, state, is_alone=True)
+            finally:
+                self._store.end()
 
-    def _commit(self, changes: Sequence[Change], base: State) -> None:
-        """Upload the payloads, and then add the changes to the log."""
-        begun, segment, uploads = time.monotonic(), dict[bytes, Change](), list[tuple[str, Buffer]]()
+    def _commit(self, view: ObjectsView, changes: Sequence[Change]) -> None:
+        """Upload the payloads, and then make the rows visible, and write them."""
+        state, before = self._store.state, view.rows([change.key for change in changes])
+        after, uploads = dict(before), list[tuple[str, Buffer]]()
         for key, value, payload in changes:
-            reference = None if payload is None else new_reference(len(payload))
-            if payload is not None and reference is not None and len(payload):
-                uploads.append((name_of(reference), payload))
-            add(segment, Change(key, value, reference))
-        if uploads:
-            # before anything is sent in vain
-            self._log.refresh()
+            old = after[key]
+            reference = b"" if old is None else old.payload
+            if payload is not None:
+                reference = new_payload(len(payload))
+                if len(payload):
+                    uploads.append((state.payload_name(key, reference), payload))
+            after[key] = None if value is None else Stored(value, reference)
+        after = {key: row for key, row in after.items() if row != before[key]}
+        before = {key: before[key] for key in after}
+        used = state.used + _cost(after) - _cost(before)
         try:
-            self._log.require(base)
-            at_once(uploads, lambda one: self._client.create(*one), lambda one: len(one[1]), self._log.keep_turn)
-            if uploads and time.monotonic() - begun > GRACE_SECONDS / 2:
-                raise UnavailableError(f"{self.location}: an update took too long; nothing was stored")
+            at_once(uploads, self._upload, lambda one: len(one[1]))
         except BaseException:
-            self._discard(uploads)
+            self._delete([name for name, _ in uploads])
             raise
         try:
-            self._log.commit(list(segment.values()), base)
+            self._store.commit(after, used)
         except (ConflictError, GoneError):
-            self._discard(uploads)
+            self._delete([name for name, _ in uploads])
             raise
-        # after another error nobody knows whether it was committed: what was uploaded or replaced stays until `compact`
-        for change in segment.values():
-            before = base.rows.row(change.key)
-            is_replaced = change.value is None or change.payload is not None
-            if is_replaced and before is not None and before.payload and size_of(before.payload):
-                self._dead[name_of(before.payload)] = size_of(before.payload)
-
-    def _discard(self, uploads: Sequence[tuple[str, Buffer]]) -> None:
-        self._dead.update((name, len(payload)) for name, payload in uploads)
-        self._delete_dead()
-
-    def _delete_dead(self) -> int:
-        """Delete payloads that no row has any more; how many bytes."""
-        n_bytes = 0
+        # after another error nobody knows whether it was committed: what was uploaded stays until `compact`
         try:
-            while some := list(self._dead)[:DELETED_AT_ONCE]:
-                self._client.delete(some)
-                n_bytes += sum(self._dead.pop(name) for name in some)
+            self._store.write_rows()
         except StorageError as error:
-            log.warning("objects that nothing refers to were not deleted yet; trying again later: %s", error)
-        return n_bytes
+            log.warning("an update is committed, but its rows are not written yet; the next one does it: %s", error)
+        self._delete([
+            state.payload_name(key, row.payload)
+            for key, row in before.items()
+            if row is not None and row.payload_bytes and ((new := after[key]) is None or new.payload != row.payload)
+        ])  # fmt: skip
+
+    def _upload(self, payload: tuple[str, Buffer]) -> None:
+        self._store.require_turn()
+        self._client.put(*payload, "create")
+
+    def _delete(self, names: Sequence[str]) -> None:
+        """Delete payloads that no row leads to. If that fails, `compact` does it."""
+        try:
+            self._client.delete(names)
+        except StorageError as error:
+            log.warning("objects that no row leads to were not deleted; `compact` does it: %s", error)
 
     def sync(self) -> None:
         """Nothing to do: a request is answered when what it has written is safe, as far as the server promises it."""
 
-    def reclaim(self) -> None:
-        if not self._read_only:
-            with self._alone():
-                self._delete_dead()
-
     def compact(self, *, erase: bool = False) -> int:
-        """Delete what nothing refers to, and merge all segments; either way nothing is left of what was deleted."""
-        with self._alone():
-            n_bytes = self._delete_dead()
-            self._log.fold()
-            return n_bytes + self._sweep()
+        """Delete what no row leads to, as writers have left it that died, and count what is there."""
+        with self._turn():
+            state = self._store.state
+            used, dead = self._count(state)
+            for folder in self._client.folders():
+                if (STORE_ID.fullmatch(folder) and folder != state.store) or folder == PROBES:
+                    dead += self._client.list(folder)
+            self._client.delete([one.name for one in dead])
+            # without what the last update has changed: nobody needs it any more
+            self._store.end(number=state.number + 1, used=used, changes={})
+            return sum(one.size for one in dead)
 
-    def _sweep(self) -> int:
-        """Delete old objects that nothing refers to, left by processes that died; how many bytes."""
-        # the newest object says what time it is at the server
-        self._log.change_head()
-        listed = list(self._client.list())
-        # after that: what was committed meanwhile is known
-        state = self._log.refresh()
-        kept = {HEAD, *(name_of(row.payload) for row in state.rows if row.payload)}
-        kept.update(part.name for part in state.head.parts)
-        newest = max((one.written for one in listed), default=None)
-        for one in listed:
-            is_ours = one.name.startswith((PAYLOADS, SEGMENTS, PROBES)) and one.name not in kept
-            if is_ours and newest is not None and newest - one.written > timedelta(seconds=GRACE_SECONDS):
-                self._dead[one.name] = one.size
-        return self._delete_dead()
+    def _count(self, state: State) -> tuple[int, list[Listed]]:
+        """What rows and payloads take, and the payloads that no row leads to."""
+        used, dead = 0, list[Listed]()
+        rows = ((_key_in(one.name, state.rows), False, one) for one in self._client.list(state.rows))
+        payloads = ((_key_in(one.name, state.payloads), True, one) for one in self._client.list(state.payloads))
+        for key, group in groupby(merge(rows, payloads), itemgetter(0)):
+            found = [(is_payload, one) for _, is_payload, one in group]
+            if len(found) != 2 or found[0][0]:
+                # not a row and its payload: the row says which that is
+                stored = self._client.get(state.row_name(key)) if found[-1][0] else None
+                name = state.payload_name(key, Stored.unpack(stored[0]).payload) if stored is not None else None
+                dead += (one for is_payload, one in found if is_payload and one.name != name)
+                found = [(is_payload, one) for is_payload, one in found if not is_payload or one.name == name]
+            used += sum(one.size if is_payload else len(key) + one.size for is_payload, one in found)
+        return used, dead
 
     def check(self) -> None:
-        """Read the whole log again."""
         self._client.ready()
-        Log(self._client, read_only=True).refresh()
+        Store(self._client, read_only=True).open()
 
     def close(self) -> None:
         self._client.close()
@@ -213,5 +324,16 @@ class ObjectsBackend(Backend):
 
     def after_fork_in_child(self) -> None:
         self._client.inherited()
-        self._log.renew()
+        self._store.renew_locks()
         self._writing = threading.Lock()
+
+
+def _cost(rows: Mapping[bytes, Stored | None]) -> int:
+    return sum(row.cost(key) for key, row in rows.items() if row is not None)
+
+
+def _key_in(name: str, folder: str) -> bytes:
+    """The key of the row that the object of this name in a folder belongs to, which may be a payload."""
+    inner = name.removeprefix(f"{folder}/")
+    at = inner.rfind(MARK, inner.rfind("/") + 2)
+    return key_in(inner if at < 0 else inner[:at])

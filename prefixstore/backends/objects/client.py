@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from datetime import datetime, timedelta
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -32,11 +33,17 @@ SILENCE_SECONDS = 30.0
 RETRIES = 2
 RETRY_SECONDS = 15.0
 
+# objects that one request lists or deletes
+LISTED_AT_ONCE = 1000
+DELETED_AT_ONCE = 1000
+
 # what obstore raises where it gives up
 PANIC = "PanicException"
 NO_ANSWER = "no answer"
 # of a payload, received at a time
 PIECE_BYTES = 256 << 10
+
+T = TypeVar("T")
 
 # which version of an object is meant: what obstore's `put` has returned
 Version = Mapping[str, str]
@@ -47,11 +54,10 @@ class GoneError(LocationError):
 
 
 class Listed(NamedTuple):
-    """An object in a listing: its name, its size, when it was written by the server's clock."""
+    """An object in a listing."""
 
     name: str
     size: int
-    written: datetime
 
 
 class Client:
@@ -141,100 +147,73 @@ class Client:
 
     def get(self, name: str) -> tuple[memoryview, Version] | None:
         """An object, and which version it is; None if there is none."""
-        return self._get(name, None)
-
-    def get_if_changed(self, name: str, known: Version | None) -> tuple[memoryview, Version] | None:
-        """An object; None if it is still the known version.
-
-        Raises
-        ------
-        GoneError
-            If there is no such object.
-        """
-        tag = known.get("e_tag") if known is not None else None
         try:
-            found = self._get(name, {"if_none_match": tag} if tag is not None else None)
-        except self._library.exceptions.NotModifiedError:
+            return self.get_if_changed(name, {})
+        except GoneError:
             return None
-        if found is None:
-            raise GoneError(f"{self.where}: {name} is missing; the store was deleted")
-        return found
 
-    def _get(self, name: str, options: Mapping[str, object] | None) -> tuple[memoryview, Version] | None:
-        self.n_requests += 1
-        with self._translated():
-            try:
-                result = self._library.get(self._opened(), name, options=options)
-                body = result.bytes()
-            except FileNotFoundError as error:
-                if "NoSuchBucket" in str(error):
-                    raise
-                return None
-            return memoryview(body), _version(result.meta)
+    def get_if_changed(self, name: str, known: Version) -> tuple[memoryview, Version] | None:
+        """An object; None if it is still the known version. Raises `GoneError` if there is none."""
+        options = {"if_none_match": known["e_tag"]} if "e_tag" in known else None
+
+        def work() -> tuple[memoryview, Version]:
+            result = self._library.get(self._opened(), name, options=options)
+            return memoryview(result.bytes()), _version(result.meta)
+
+        return self._asked(work, name)
 
     def receive(self, name: str, arrived: Arrived) -> memoryview | None:
         """An object, piece by piece; None if there is none. If `arrived` raises, the server is told to stop."""
-        self.n_requests += 1
-        with self._translated():
-            try:
-                result = self._library.get(self._opened(), name)
-                whole = np.empty(result.meta["size"], np.uint8).data
-                at = 0
-                for piece in result.stream(min_chunk_size=PIECE_BYTES):
-                    whole[at : at + len(piece)] = piece
-                    at += len(piece)
-                    arrived(len(piece))
-            except FileNotFoundError as error:
-                if "NoSuchBucket" in str(error):
-                    raise
-                return None
+
+        def work() -> memoryview:
+            result = self._library.get(self._opened(), name)
+            whole = np.empty(result.meta["size"], np.uint8).data
+            at = 0
+            for piece in result.stream(min_chunk_size=PIECE_BYTES):
+                whole[at : at + len(piece)] = piece
+                at += len(piece)
+                arrived(len(piece))
             if at < len(whole):
                 raise UnavailableError(f"{self.where}: a response ended after {at} of {len(whole)} bytes")
             return whole
 
-    def create(self, name: str, data: Buffer) -> Version | None:
-        """Write an object under a name that has none yet; None if there is one."""
-        self.n_requests += 1
-        with self._translated():
-            try:
-                return _version(self._library.put(self._opened(), name, data, mode="create"))
-            except self._library.exceptions.AlreadyExistsError:
-                return None
+        try:
+            return self._asked(work, name)
+        except GoneError:
+            return None
 
-    def replace(self, name: str, data: Buffer, version: Version) -> Version | None:
-        """Replace this version of an object; None if it has changed by now, or is gone."""
-        self.n_requests += 1
-        with self._translated():
-            try:
-                return _version(self._library.put(self._opened(), name, data, mode=dict(version)))
-            except (self._library.exceptions.PreconditionError, self._library.exceptions.AlreadyExistsError):
-                return None
-            except FileNotFoundError as error:
-                if "NoSuchBucket" in str(error):
-                    raise
-                return None
+    def put(self, name: str, data: Buffer, mode: str | Version = "overwrite") -> Version | None:
+        """Write an object; with the mode ``"create"``, or a version, only if there is none, or that one: or None.
+
+        Raises
+        ------
+        GoneError
+            If a version is to be replaced, and there is no object.
+        """
+        how = mode if isinstance(mode, str) else dict(mode)
+        return self._asked(lambda: _version(self._library.put(self._opened(), name, data, mode=how)), name)
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects; those that are gone already do not count."""
-        if not names:
-            return
-        self.n_requests += 1
-        with self._translated():
-            if self._address.scheme == "s3":
-                self._library.delete(self._opened(), list(names))
-                return
-            for name in names:
-                try:
-                    self._library.delete(self._opened(), name)
-                except FileNotFoundError:
-                    continue
+        # S3 alone has a request for many
+        at_once = DELETED_AT_ONCE if self._address.scheme == "s3" else 1
+        for at in range(0, len(names), at_once):
+            some = list(names[at : at + at_once])
+            with suppress(GoneError):
+                self._asked(partial(self._library.delete, self._opened(), some), some[0])
 
-    def list(self) -> Iterator[Listed]:
-        """All objects there are."""
-        with self._translated():
-            for some in self._library.list(self._opened()):
+    def list(self, folder: str = "", after: str = "") -> Iterator[Listed]:
+        """The objects in a folder and below it, or all there are, whose names come after this one, in their order."""
+        with self._translated(folder):
+            offset = after or None
+            for some in self._library.list(self._opened(), folder or None, offset=offset, chunk_size=LISTED_AT_ONCE):
                 self.n_requests += 1
-                yield from (Listed(one["path"], one["size"], one["last_modified"]) for one in some)
+                yield from (Listed(one["path"], one["size"]) for one in some)
+
+    def folders(self) -> Sequence[str]:
+        """The outermost folders that have objects."""
+        found = self._asked(lambda: self._library.list_with_delimiter(self._opened())["common_prefixes"], "")
+        return found or ()
 
     def _opened(self) -> Any:
         store = self._store
@@ -242,13 +221,23 @@ class Client:
             raise refusals.closed(self.where)
         return store
 
+    def _asked(self, work: Callable[[], T], name: str) -> T | None:
+        """What a request for an object returns; None if a condition of it is not met."""
+        self.n_requests += 1
+        errors = self._library.exceptions
+        with self._translated(name):
+            try:
+                return work()
+            except (errors.NotModifiedError, errors.PreconditionError, errors.AlreadyExistsError):
+                return None
+
     @contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _translated(self, name: str = "") -> Iterator[None]:
         """Translate obstore's errors. They are not given as the cause: their texts have whole replies."""
         errors = self._library.exceptions
         try:
             yield
-        except (LocationError, UnavailableError, errors.NotModifiedError):
+        except (LocationError, UnavailableError):
             raise
         except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
             raise LocationError(f"{self.where}: access is denied ({_reason(error)}); see AWS_ACCESS_KEY_ID, "
@@ -256,6 +245,8 @@ class Client:
         except (errors.UnknownConfigurationKeyError, errors.InvalidPathError) as error:
             raise LocationError(f"{self.where} cannot be opened ({type(error).__name__})") from None
         except (FileNotFoundError, PermissionError) as error:
+            if isinstance(error, FileNotFoundError) and "NoSuchBucket" not in str(error):
+                raise GoneError(f"{self.where}: {name} is missing; the store was deleted") from None
             raise LocationError(f"{self.where}: {_reason(error)}; create the bucket first") from None
         except (errors.BaseError, OSError, ValueError) as error:
             raise UnavailableError(f"{self.where}: {_reason(error)}{self._hint(error)}") from None

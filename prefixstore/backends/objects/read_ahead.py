@@ -25,6 +25,8 @@ __all__ = ["AT_ONCE", "HELD_BYTES", "Arrived", "Window", "ahead", "at_once"]
 # requests at a time, and bytes of payloads that they may hold, beside one payload of any size
 AT_ONCE = 8
 HELD_BYTES = 64 << 20
+# as many as that where they are mostly small, or written: what takes time then is the way to the server and back
+SMALL_AT_ONCE = 32
 # of the threads
 NAME = "prefixstore-objects"
 
@@ -109,7 +111,7 @@ def at_once(
     """
     if len(items) < 2:
         return [work(item) for item in items]
-    threads, held, found = Threads(NAME, AT_ONCE), 0, list[R]()
+    threads, held, found = Threads(NAME, SMALL_AT_ONCE), 0, list[R]()
     waiting: deque[tuple[T, Answer[R]]] = deque()
     has_failed = False
 

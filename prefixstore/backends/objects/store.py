@@ -1,0 +1,388 @@
+"""The one object of a store that is ever replaced: it makes an update visible, and says whose turn it is to write.
+
+An update writes its payloads, and then replaces this object by one that has all changed rows in it: from then on it is
+committed. Only then the rows' own objects are written. Whoever reads meanwhile takes the rows that were changed last
+from here; if the writer dies, the next one writes them first. So an update is visible as a whole, without a log: the
+object has the last update, and no other.
+
+It is replaced only if it is still the version that was read. So there is one writer at a time: the one that has the
+turn, which a writer takes before it reads anything, and renews while it works.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from prefixstore.backends import refusals
+from prefixstore.backends.contract import ConflictError
+from prefixstore.backends.objects.client import Client, Version
+from prefixstore.backends.objects.read_ahead import at_once
+from prefixstore.backends.objects.rows import Stored, name_of, pack_changes, payload_name, unpack_changes
+from prefixstore.errors import CorruptError, LocationError, StorageError, UnavailableError
+from prefixstore.format.record import Buffer
+
+__all__ = ["PROBES", "STORE", "State", "Store"]
+
+STORE = "prefixstore.json"
+PROBES = "probes"
+FORMAT = 3
+# fields of the object, beside the changes
+FIELDS: dict[str, Callable[[Any], Any]] = {
+    "store": str,
+    "number": int,
+    "used": int,
+    "is_written": bool,
+    "turn": str,
+    "tried": tuple,
+    "write": str,
+}
+
+# how often a server is tried
+TRIALS = 3
+# between two looks at whose turn it is, seconds
+LONGEST_PAUSE = 0.25
+# A writer that stops in its turn keeps the others waiting no longer than this. One that works renews it.
+TURN_SECONDS = 15.0
+RENEW_SECONDS = 3.0
+# a writer that waits longer for its turn gives up
+WAIT_SECONDS = 30.0
+# rows that a process remembers, and the size of one that it does
+MOST_KNOWN = 16_384
+KNOWN_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class State:
+    """The object, as it was read or written. It is replaced as a whole: an interrupt or a fork cannot divide that.
+
+    Attributes
+    ----------
+    store
+        A random id: a store that was deleted and made again is another one.
+    number
+        How many updates there were.
+    used
+        What rows and payloads take of the budget.
+    changes
+        The rows that the last update has changed, None if it has deleted them.
+    is_written
+        Whether their own objects say so, too.
+    turn
+        Which writer the others wait for; empty if they do not.
+    tried
+        Servers that are known to keep to conditional writes, as hashes.
+    write
+        A random id of this version, and so a tag of its own: that may be a hash of the bytes.
+    version
+        Which version of the object this is for the server.
+    known
+        Rows that were read since the last update. It is bounded; what is not here is asked for.
+    """
+
+    store: str
+    number: int = 0
+    used: int = 0
+    changes: Mapping[bytes, Stored | None] = field(default_factory=dict)
+    is_written: bool = True
+    turn: str = ""
+    tried: tuple[str, ...] = ()
+    write: str = ""
+    version: Version = field(default_factory=dict)
+    known: dict[bytes, Stored | None] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> str:
+        """The folder with the objects of all rows."""
+        return f"{self.store}/rows"
+
+    @property
+    def payloads(self) -> str:
+        """The folder with all payloads."""
+        return f"{self.store}/payloads"
+
+    def row_name(self, key: bytes) -> str:
+        """The name of the object with a row."""
+        return f"{self.rows}/{name_of(key)}"
+
+    def payload_name(self, key: bytes, payload: bytes) -> str:
+        """The name of the object with a payload of a row."""
+        return f"{self.payloads}/{payload_name(key, payload)}"
+
+    def learn(self, rows: Mapping[bytes, Stored | None]) -> None:
+        """Remember rows that were read while no other update was committed."""
+        if len(self.known) + len(rows) > MOST_KNOWN:
+            self.known.clear()
+        self.known.update((key, row) for key, row in rows.items() if row is None or len(row.value) <= KNOWN_BYTES)
+
+    def pack(self) -> bytes:
+        """The stored form."""
+        value = {name: getattr(self, name) for name in FIELDS}
+        value |= {"magic": "prefixstore", "format": FORMAT}
+        value["changes"] = base64.b64encode(pack_changes(self.changes)).decode()
+        return json.dumps(value, separators=(",", ":")).encode()
+
+    @classmethod
+    def unpack(cls, where: str, stored: Buffer, version: Version) -> State:
+        """Read the stored form.
+
+        Raises
+        ------
+        CorruptError
+            If it is damaged.
+        IncompatibleError
+            If it is another application's, or of another version.
+        """
+        damaged = f"{where}: {STORE} is damaged, or another application's; choose another prefix, or delete the store"
+        try:
+            value = json.loads(bytes(stored))
+            magic, known = value["magic"], value["format"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise CorruptError(damaged) from None
+        if magic != "prefixstore" or not isinstance(known, int):
+            raise refusals.foreign(where, STORE)
+        if known != FORMAT:
+            raise refusals.other_format(where, known, FORMAT)
+        try:
+            changes = unpack_changes(where, base64.b64decode(value["changes"], validate=True))
+            return cls(changes=changes, version=version, **{name: kind(value[name]) for name, kind in FIELDS.items()})
+        except (ValueError, KeyError, TypeError, OverflowError):
+            raise CorruptError(damaged) from None
+
+
+class Store:
+    """The object of a location, as this process has last read or written it.
+
+    Parameters
+    ----------
+    client
+        Of the location.
+    read_only
+        Whether nothing is ever written.
+
+    Attributes
+    ----------
+    state
+        What was last read or written.
+    """
+
+    def __init__(self, client: Client, *, read_only: bool) -> None:
+        self._client = client
+        self._read_only = read_only
+        self.state = State("")
+        self.renew_locks()
+
+    def renew_locks(self) -> None:
+        """Drop what belongs to the parent of a forked child, such as its turn."""
+        # held while a state is entered, and while the turn is renewed
+        self._entering, self._renewing = threading.Lock(), threading.Lock()
+        # the turn that this process has, when it was certain of it, and what its end opens
+        self._turn, self._renewed, self._end = "", 0.0, threading.Lock()
+        # the last update whose rows it has written
+        self._written = -1
+
+    # -- opening ------------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Read the object, or create the store. A server is tested once: it has to refuse writes that must fail.
+
+        Raises
+        ------
+        LocationError
+            If there is no store to read, or the server ignores conditional writes.
+        """
+        server = hashlib.blake2b(self._client.server.encode(), digest_size=8).hexdigest()
+        if (found := self._client.get(STORE)) is not None:
+            self._enter(State.unpack(self._client.where, *found), self.state)
+        elif self._read_only:
+            raise refusals.no_store(self._client.where)
+        else:
+            self._require_conditional_writes()
+            # if another process is faster, its store is used
+            self._client.put(STORE, State(_random_id(), tried=(server,)).pack(), "create")
+            self.refresh()
+        if not self._read_only and server not in self.state.tried:
+            self._require_conditional_writes()
+            while not self._replace(self.state, tried=(*self.state.tried, server)):
+                pass
+
+    def _require_conditional_writes(self) -> None:
+        # more than once: a reply may be lost, and what is sent again then is refused by a server that does it right
+        if not any(self._keeps_conditions() for _ in range(TRIALS)):
+            raise LocationError(
+                f"{self._client.where}: the server ignores conditions of writes (If-None-Match, If-Match), so that "
+                "processes would overwrite each other's pages; choose a server that supports them"
+            )
+
+    def _keeps_conditions(self) -> bool:
+        name, client = f"{PROBES}/{_random_id()}", self._client
+        try:
+            first = client.put(name, b"1", "create")
+            again = client.put(name, b"2", "create")
+            changed = client.put(name, b"3", first) if first else None
+            outdated = client.put(name, b"4", first) if first else None
+            found = client.get(name)
+        finally:
+            with suppress(StorageError):
+                client.delete([name])
+        is_refused = again is None and outdated is None
+        return is_refused and changed is not None and found is not None and bytes(found[0]) == b"3"
+
+    # -- reading and replacing it -------------------------------------------------------------------------------------
+
+    def refresh(self) -> State:
+        """What is committed: one small request if nothing was since the last one.
+
+        Raises
+        ------
+        GoneError
+            If the store was deleted.
+        UnavailableError
+            If the server does not answer.
+        CorruptError, IncompatibleError
+            If the object is damaged, or the store is of another version.
+        """
+        known = self.state
+        found = self._client.get_if_changed(STORE, known.version)
+        return self.state if found is None else self._enter(State.unpack(self._client.where, *found), known)
+
+    def _enter(self, state: State, known: State) -> State:
+        """What is known now that this was read, or written, when `known` was known."""
+        with self._entering:
+            now = self.state
+            if state.store == now.store:
+                if state.number < now.number and now is not known:
+                    # another thread was faster
+                    return now
+                if state.number == now.number:
+                    state = replace(state, known=now.known)
+                elif state.number == now.number + 1:
+                    state.learn({**now.known, **state.changes})
+            self.state = state
+            return state
+
+    def _replace(self, known: State, **changes: Any) -> bool:
+        """Change this version of the object; false if another process has been faster: then its version is known.
+
+        A lost reply changes nothing. Raises the errors of `refresh`.
+        """
+        state, failure, version = replace(known, known={}, write=_random_id(), **changes), None, None
+        try:
+            version = self._client.put(STORE, state.pack(), known.version)
+        except UnavailableError as error:
+            failure = error
+        if version is not None:
+            self._enter(replace(state, version=version), known)
+        elif self.refresh().write != state.write:
+            if failure is not None:
+                raise failure
+            return False
+        return True
+
+    # -- the turn -----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> State:
+        """Wait for the turn, and take it. What another writer has committed, but not written, is written.
+
+        Raises
+        ------
+        GoneError
+            If the store was deleted.
+        UnavailableError
+            If others are writing for too long.
+        """
+        self._turn, self._written, version, attempt = _random_id(), -1, None, 0
+        begun = since = self._renewed = time.monotonic()
+        state = self.refresh()
+        while state.turn or not self._replace(state, turn=self._turn):
+            if state.version != version:
+                version, since = state.version, self._renewed
+            if self._renewed - since > TURN_SECONDS and self._replace(state, turn=self._turn):
+                break
+            if self._renewed - begun > WAIT_SECONDS:
+                raise UnavailableError(
+                    f"{self._client.where}: other processes have been writing for {WAIT_SECONDS:.0f} s"
+                )
+            # before the object is read again, not after: what was read is soon outdated
+            time.sleep(random.random() * min(0.002 * 2**attempt, LONGEST_PAUSE))
+            attempt += 1
+            self._renewed = time.monotonic()
+            state = self.refresh()
+        self._end.acquire()
+        threading.Thread(target=self._keep, args=(self._turn, self._end), name="prefixstore-turn", daemon=True).start()
+        if not self.state.is_written:
+            self.write_rows()
+        return self.state
+
+    def _keep(self, turn: str, end: threading.Lock) -> None:
+        """Renew the turn until it ends."""
+        while not end.acquire(timeout=RENEW_SECONDS) and self._turn == turn:
+            with suppress(StorageError):
+                self.require_turn(RENEW_SECONDS)
+
+    def require_turn(self, seconds: float = TURN_SECONDS / 2) -> None:
+        """Renew the turn if that was so long ago. Raises `ConflictError` if another writer has taken it."""
+        with self._renewing:
+            turn = self._turn
+            while turn and (now := time.monotonic()) - self._renewed > seconds:
+                self._require(turn)
+                if self._replace(self.state):
+                    self._renewed = now
+
+    def _require(self, turn: str) -> None:
+        if self.state.turn != turn:
+            raise ConflictError(f"{self._client.where}: another process has taken the turn of this one; try again")
+
+    def commit(self, changes: Mapping[bytes, Stored | None], used: int) -> None:
+        """Make changed rows visible.
+
+        Raises
+        ------
+        ConflictError, GoneError
+            Nothing was committed, as this process has lost its turn, or the store was deleted.
+        UnavailableError
+            If the server does not answer: whether it was committed is not known.
+        """
+        number, is_done = self.state.number + 1, False
+        while not is_done:
+            self._require(self._turn)
+            is_done = self._replace(self.state, number=number, used=used, changes=changes, is_written=False)
+
+    def write_rows(self) -> None:
+        """Write the objects of the rows that were changed last."""
+        state = self.state
+
+        def write(row: tuple[str, bytes]) -> None:
+            self.require_turn()
+            self._client.put(*row)
+
+        there = [(state.row_name(key), row.pack()) for key, row in state.changes.items() if row is not None]
+        at_once(there, write, lambda row: len(row[1]))
+        self.require_turn()
+        self._client.delete([state.row_name(key) for key, row in state.changes.items() if row is None])
+        self._written = state.number
+
+    def end(self, **changes: Any) -> None:
+        """Have the others go on. Without a reply, they do so after a while."""
+        turn, self._turn = self._turn, ""
+        end, self._end = self._end, threading.Lock()
+        if end.locked():
+            end.release()
+        with suppress(StorageError):
+            while turn and (state := self.state).turn == turn:
+                is_written = state.is_written or state.number == self._written
+                if self._replace(state, turn="", is_written=is_written, **changes):
+                    return
+
+
+def _random_id() -> str:
+    return os.urandom(8).hex()
