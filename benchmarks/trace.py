@@ -59,14 +59,14 @@ class Trace:
             route.append(stack[-1])
 
     def run(self, work: Callable[[], object]) -> dict[str, int]:
-        """Trace all threads while this runs."""
-        threading.setprofile(self)
+        """Trace all threads while this runs, also those that were started after `watch_threads`."""
+        _running.append(self)
         sys.setprofile(self)
         try:
             work()
         finally:
             sys.setprofile(None)
-            threading.setprofile(None)
+            _running.remove(self)
         files = {file for route in self._routes.values() for file in route}
         return {
             "files": len(files),
@@ -74,6 +74,20 @@ class Trace:
             "places": len({place(file) for file in files}),
             "place_crossings": sum(crossings([place(file) for file in route]) for route in self._routes.values()),
         }
+
+
+# the traces that threads report to
+_running: list[Trace] = []
+
+
+def watch_threads() -> None:
+    """Have each thread that is started from now on report what it calls while a trace runs."""
+
+    def report(frame: Any, event: str, argument: object) -> None:
+        for trace in _running:
+            trace(frame, event, argument)
+
+    threading.setprofile(report)
 
 
 def place(file: str) -> str:
@@ -85,6 +99,7 @@ def crossings(route: list[str]) -> int:
 
 
 def measure() -> dict[str, dict[str, int]]:
+    watch_threads()
     with tempfile.TemporaryDirectory() as directory:
         model = str(write_model(Path(directory) / "tiny.gguf", TINY["llama"]))
         tokens = np.random.default_rng(0).integers(300, 3000, PAGES * PAGE_TOKENS + 1).tolist()
