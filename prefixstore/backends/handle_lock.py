@@ -11,10 +11,10 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
-from prefixstore.backends.threads import caller
+from prefixstore.backends.threads import Caller, caller
 from prefixstore.errors import MisuseError
 
 __all__ = ["HandleLock", "release_interrupted_frames"]
@@ -29,18 +29,18 @@ class HandleLock:
     """A lock that threads share to use a handle; a thread that replaces the handle holds it exclusively."""
 
     def __init__(self) -> None:
-        # the thread of each entry
-        self._inside: dict[object, int] = {}
-        # the thread of each hold, in the order in which they came: the first thread is alone once no other is inside
-        self._alone: dict[object, int] = {}
+        # for whom each entry is
+        self._inside: dict[object, Caller] = {}
+        # for whom each hold is, in the order in which they came: the first thread is alone once no other is inside
+        self._alone: dict[object, Caller] = {}
         # holds for which the waiting is over
         self._got: dict[object, None] = {}
 
     @property
     def is_held(self) -> bool:
         """Whether this thread holds it, shared or exclusive."""
-        me = caller()
-        return me in list(self._inside.values()) or me in list(self._alone.values())
+        me = caller().key
+        return me in _keys(self._inside) or me in _keys(self._alone)
 
     def is_exclusive(self, hold: object) -> bool:
         """Whether this hold has the handle exclusively; not while it still waits for that."""
@@ -69,10 +69,10 @@ class HandleLock:
             _wait(lambda: not self._alone)
             self._inside[entry] = me
 
-    def _holds(self, me: int, entry: object) -> bool:
+    def _holds(self, me: Caller, entry: object) -> bool:
         """Whether this thread holds it by anything but this entry."""
-        return me in list(self._alone.values()) or any(
-            thread == me and other is not entry for other, thread in list(self._inside.items())
+        return me.key in _keys(self._alone) or any(
+            each.key == me.key and other is not entry for other, each in list(self._inside.items())
         )
 
     def acquire_exclusive(self, hold: object) -> None:
@@ -91,18 +91,18 @@ class HandleLock:
             If this thread holds it shared.
         """
         me = caller()
-        if any(thread == me and other != hold for other, thread in list(self._alone.items())):
+        if any(each.key == me.key and other != hold for other, each in list(self._alone.items())):
             # it is alone already, and may be inside as well
             self._alone[hold] = me
             self._got[hold] = None
             return
-        if me in list(self._inside.values()):
+        if me.key in _keys(self._inside):
             release_interrupted_frames()
-            if me in list(self._inside.values()):
+            if me.key in _keys(self._inside):
                 # it would wait for itself
                 raise MisuseError("this thread is inside a view or a transaction of the location; leave it first")
         self._alone[hold] = me
-        _wait(lambda: not self._inside and list(self._alone.values())[:1] == [me], or_else=release_interrupted_frames)
+        _wait(lambda: not self._inside and _keys(self._alone)[:1] == [me.key], or_else=release_interrupted_frames)
         self._got[hold] = None
 
     def release_exclusive(self, hold: object) -> None:
@@ -129,6 +129,11 @@ class HandleLock:
         self._inside.clear()
         self._got.clear()
         self._alone.clear()
+
+
+def _keys(holders: Mapping[object, Caller]) -> list[object]:
+    """For whom these are now: one that nobody waits for any longer is for itself."""
+    return [each.key for each in list(holders.values())]
 
 
 def _wait(is_over: Callable[[], bool], *, or_else: Callable[[], None] = lambda: None) -> None:

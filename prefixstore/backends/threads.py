@@ -16,17 +16,57 @@ from types import TracebackType
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
 from weakref import WeakSet
 
-__all__ = ["Answer", "HasThreads", "Lent", "OwnThread", "Threads", "caller", "handed_over", "is_own", "start_thread"]
+__all__ = [
+    "Answer",
+    "Caller",
+    "HasThreads",
+    "Lent",
+    "OwnThread",
+    "Threads",
+    "caller",
+    "handed_over",
+    "is_own",
+    "start_thread",
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class Caller:
+    """The thread for which another one works, as long as it waits.
+
+    Parameters
+    ----------
+    of
+        If that works for another one itself: for which.
+
+    Attributes
+    ----------
+    is_left
+        Whether it waits no longer: then the other one works for itself.
+    """
+
+    def __init__(self, of: Caller | None = None) -> None:
+        self._of = of
+        self._thread = threading.get_ident()
+        self.is_left = False
+
+    @property
+    def key(self) -> object:
+        """Equal for all that work for each other now."""
+        if self.is_left:
+            return self
+        return self._thread if self._of is None else self._of.key
 
 
 class _Here(threading.local):
     """What a thread knows of itself: whether it is one of the store's, and for which thread it works."""
 
     is_own = False
-    caller: int | None = None
+
+    def __init__(self) -> None:
+        self.caller = Caller()
 
 
 _here = _Here()
@@ -37,15 +77,22 @@ def is_own() -> bool:
     return _here.is_own
 
 
-def caller() -> int:
+def caller() -> Caller:
     """The thread for which this one works: itself, if it does not work for another one."""
-    return _here.caller or threading.get_ident()
+    return _here.caller
 
 
 class Answer(Generic[T]):
-    """What a thread will have found, for one other thread, which takes it once."""
+    """What a thread will have found, for one other thread, which takes it once.
+
+    Attributes
+    ----------
+    caller
+        For whom it works.
+    """
 
     def __init__(self) -> None:
+        self.caller = Caller(caller())
         # it has no lock that an interrupted wait could leave taken
         self._found: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
 
@@ -64,7 +111,11 @@ class Answer(Generic[T]):
 
     def get(self, seconds: float | None = None) -> T:
         """Take the result, or raise the error. Raises `queue.Empty` if neither comes in so many seconds."""
-        result, error = self._found.get(timeout=seconds)
+        try:
+            result, error = self._found.get(timeout=seconds)
+        except BaseException:
+            self.leave()
+            raise
         if error is None:
             return result  # type: ignore[no-any-return]  # what `put` was given
         try:
@@ -73,16 +124,20 @@ class Answer(Generic[T]):
             # the traceback refers to this frame, and would keep what this refers to
             del self, error
 
+    def leave(self) -> None:
+        """Wait no longer: the thread works for itself from now on."""
+        self.caller.is_left = True
+
 
 class _Job(NamedTuple):
     answer: Answer[Any]
-    caller: int
     work: Callable[..., Any]
     args: tuple[Any, ...]
 
     def run(self, before_told: Callable[[], object]) -> None:
         """Do the work; `before_told` is called before the answer is given."""
-        answer, _here.caller = self.answer, self.caller
+        answer, before = self.answer, _here.caller
+        _here.caller = answer.caller
         try:
             result = self.work(*self.args)
         except BaseException as error:  # noqa: BLE001 - raised by `Answer.get`
@@ -95,7 +150,7 @@ class _Job(NamedTuple):
             before_told()
             answer.put(result)
         finally:
-            _here.caller = None
+            _here.caller = before
 
 
 class Threads:
@@ -128,7 +183,7 @@ class Threads:
 
     def has_lent(self) -> bool:
         """Whether the calling thread has something that is open."""
-        return any(lent.caller == caller() for lent in list(self._lent) if lent.is_open)
+        return any(lent.caller.key == caller().key for lent in list(self._lent) if lent.is_open)
 
     def call(self, work: Callable[..., T], *args: Any) -> T:
         """What a thread finds; this one does the work itself if it is one of the store's, or if no other can."""
@@ -171,7 +226,7 @@ class Threads:
             if self._most is None or self._n_started < self._most:
                 start_thread(_serve, self._jobs, self._idle, name=self._name)
                 self._n_started += 1
-        self._jobs.put(_Job(answer, caller(), work, args))
+        self._jobs.put(_Job(answer, work, args))
         if self._is_closed:
             # perhaps too late for them
             _finish(self._jobs)
@@ -182,7 +237,7 @@ class Threads:
         try:
             return self.start(work, *args)
         except RuntimeError:
-            job = _Job(Answer(), caller(), work, args)
+            job = _Job(Answer(), work, args)
             answer = job.answer
             job.run(lambda: None)
             return answer
@@ -230,7 +285,11 @@ class _Held(Lent, AbstractContextManager[T]):
             self._closed = self._threads.start(_hold, self._opened, self._found, self._over)
         except RuntimeError:
             return self._opened.__enter__()
-        return self._found.get()
+        try:
+            return self._found.get()
+        except BaseException:
+            self._closed.leave()
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -241,6 +300,8 @@ class _Held(Lent, AbstractContextManager[T]):
             self._opened.__exit__(kind, error, trace)
         elif kind is None or issubclass(kind, Exception):
             self._closed.get()
+        else:
+            self._closed.leave()
 
     def __del__(self) -> None:
         with suppress(AttributeError):

@@ -212,7 +212,9 @@ class _Fetched(Lent, States, AbstractContextManager[States]):
         # a Ctrl-C does not wait for the location
         self._talk.is_left = self._talk.is_left or not (kind is None or issubclass(kind, Exception))
         self._ask(_Ask.END)
-        if self._done is not None and not self._talk.is_left:
+        if self._done is not None and self._talk.is_left:
+            self._done.leave()
+        elif self._done is not None:
             self._done.get()
 
     def __del__(self) -> None:

@@ -50,11 +50,35 @@ def test_no_more_threads_are_started_than_allowed_and_all_is_done():
 
 def test_a_thread_of_the_store_does_the_work_itself_and_knows_for_whom(pool):
     def nested():
-        return is_own(), caller(), pool.call(threading.get_ident) == threading.get_ident(), pool.start(caller).get()
+        is_here = pool.call(threading.get_ident) == threading.get_ident()
+        return is_own(), caller().key, is_here, pool.start(lambda: caller().key).get()
 
     me = threading.get_ident()
     assert not is_own()
     assert pool.call(nested) == (True, me, True, me)
+
+
+def test_one_whose_caller_waits_no_longer_works_for_itself_as_do_those_that_work_for_it(pool):
+    me, left, gate = threading.get_ident(), threading.Event(), threading.Event()
+
+    def nested():
+        return caller().key
+
+    def work():
+        before = caller().key, pool.start(nested).get()
+        assert left.wait(PATIENCE)
+        after = caller().key, pool.start(nested).get()
+        gate.set()
+        return before, after
+
+    answer = pool.start(work)
+    with pytest.raises(Empty):
+        answer.get(0.01)
+    left.set()
+    assert gate.wait(PATIENCE)
+    before, after = answer.get()
+    assert before in ((me, me), (answer.caller, answer.caller), (me, answer.caller))
+    assert after == (answer.caller, answer.caller)
 
 
 def test_an_error_is_raised_where_the_answer_is_taken_and_does_not_end_the_thread(pool):
