@@ -236,7 +236,7 @@ def test_files_are_for_their_owner_only(tmp_path):
     with PrefixStore(tmp_path / "kv", namespace="n"):
         modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "kv").iterdir()}
         assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
-    assert modes == {"data.mdb": 0o600, "lock.mdb": 0o600}
+    assert modes == {"data.mdb": 0o600, "lock.mdb": 0o600, "checked": 0o600}
 
 
 def test_importing_prefixstore_imports_no_llama(tmp_path):

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from sqlalchemy import create_engine, text
 
-from prefixstore.backends.lmdb.file import read_layout
 from prefixstore.engine.invariants import violations
 from prefixstore.engine.pages import open_pages
 from prefixstore.format.codec import decode
@@ -40,7 +39,7 @@ def look_at(location: str) -> str:
         if location.startswith("lmdb"):
             data = Path(location.removeprefix("lmdb://")) / "data.mdb"
             # each page of the file is in use or free
-            read_layout(data)
+            backend.rows.check()
             assert data.stat().st_size <= 1.25 * BUDGET.max_bytes + (1 << 20)
         elif location.startswith(("sqlite", "postgresql")):
             require_intact(backend.rows)

@@ -146,7 +146,7 @@ def test_files_and_directory_are_for_their_owner_only(tmp_path):
             modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "new" / "kv").iterdir()}
     finally:
         os.umask(before)
-    assert modes == {"data.mdb": 0o600, "lock.mdb": 0o600}
+    assert modes == {"data.mdb": 0o600, "lock.mdb": 0o600, "checked": 0o600}
     assert (tmp_path / "new" / "kv").stat().st_mode & 0o777 == 0o700
 
 

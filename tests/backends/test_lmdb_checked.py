@@ -1,4 +1,4 @@
-"""Opening an LMDB file walks it, unless it was found sound before and only LMDB has written to it since."""
+"""Opening an LMDB file has a child process walk it, unless it was closed by us and nothing has changed since."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from contextlib import closing, contextmanager, suppress
 
 import pytest
 
-from prefixstore.backends.lmdb import environment as environment_module
+from prefixstore.backends.lmdb import checked
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.backends.lmdb.checked import NOTE, SEAL, STATE, STEP, _seal
-from prefixstore.errors import CorruptError
+from prefixstore.backends.lmdb.checked import NOTE
+from prefixstore.errors import CorruptError, UnavailableError
 from tests.support import ROOT
 from tests.support.rows import delete, key_of, rows_of
 from tests.support.rows import put as put_row
@@ -31,31 +30,33 @@ def write(backend, *numbers):
 
 @contextmanager
 def walks(monkeypatch):
-    """The transactions at which a file is walked in the block."""
+    """The files that are walked in the block when stores are opened."""
     found = []
-    walk = environment_module.check_trees
+    walk = checked.require_sound
 
-    def counted(path, transaction):
-        found.append(transaction)
-        return walk(path, transaction)
+    def counted(path, databases):
+        found.append(path)
+        walk(path, databases)
 
     with monkeypatch.context() as patch:
-        patch.setattr(environment_module, "check_trees", counted)
+        patch.setattr(checked, "require_sound", counted)
         yield found
 
 
 def n_walks(monkeypatch, path, **options):
-    """How often opening a store walks its file."""
+    """How often opening a store has its file walked."""
     with walks(monkeypatch) as found, closing(LMDBBackend(path, 16 * MIB, **options)) as backend:
         assert len(rows_of(backend)) >= 30
         return len(found)
 
 
 @pytest.fixture
-def kv(tmp_path):
+def kv(tmp_path, monkeypatch):
     """A store with some pages, closed."""
-    with closing(LMDBBackend(tmp_path / "kv", 16 * MIB)) as backend:
+    with walks(monkeypatch) as found, closing(LMDBBackend(tmp_path / "kv", 16 * MIB)) as backend:
         write(backend, *range(30))
+    # a new one is not walked either
+    assert found == []
     return tmp_path / "kv"
 
 
@@ -75,26 +76,14 @@ def test_a_file_that_was_closed_is_not_walked_again(kv, monkeypatch):
     assert n_walks(monkeypatch, kv, read_only=True) == 0
     with closing(LMDBBackend(kv, 16 * MIB)) as backend:
         write(backend, 100)
-        with backend.update() as draft:
-            draft.put(b"name", b"value")
-        backend.reclaim()
-    assert n_walks(monkeypatch, kv) == 0
-
-
-def test_compactions_are_writes_of_ours(kv, monkeypatch):
-    with closing(LMDBBackend(kv, 16 * MIB)) as backend:
+        with suppress(ZeroDivisionError), backend.update() as draft:
+            put_row(draft, 5, MIB)
+            draft.flush()
+            raise ZeroDivisionError
         delete(backend, *map(key_of, range(10)))
         backend.compact(erase=True)
         backend.compact()
         write(backend, *range(10))
-    assert n_walks(monkeypatch, kv) == 0
-
-
-def test_a_transaction_that_fails_is_a_write_of_ours(kv, monkeypatch):
-    with closing(LMDBBackend(kv, 16 * MIB)) as backend, suppress(ZeroDivisionError), backend.update() as draft:
-        put_row(draft, 5, MIB)
-        draft.flush()
-        raise ZeroDivisionError
     assert n_walks(monkeypatch, kv) == 0
 
 
@@ -110,29 +99,6 @@ def test_times_that_were_set_back_do_not_hide_a_change(kv):
     os.utime(kv / "data.mdb", ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(CorruptError, match="and delete data"):
         LMDBBackend(kv, 16 * MIB)
-
-
-def test_a_change_from_outside_is_not_taken_for_one_of_ours(kv, tmp_path, monkeypatch):
-    """Even if the store that was open meanwhile has written after it."""
-    with closing(LMDBBackend(kv, 16 * MIB)) as backend:
-        write(backend, 200)
-        wait_for_a_step()
-        with (kv / "data.mdb").open("r+b") as file:
-            file.seek(-1, os.SEEK_END)
-            last = file.read(1)
-            file.seek(-1, os.SEEK_END)
-            file.write(last)
-        write(backend, 201)
-    assert n_walks(monkeypatch, kv) == 1
-    # what was walked is known from then on
-    assert n_walks(monkeypatch, kv) == 0
-
-
-def wait_for_a_step():
-    """Until the clock of the file system has another time."""
-    until = time.time_ns() + STEP
-    while time.time_ns() < until:
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("how", ["copy of the files", "copy with all times", "moved there and back"])
@@ -160,32 +126,26 @@ def test_a_backup_that_was_restored_in_place_is_walked(kv, tmp_path, monkeypatch
 
 
 def test_any_other_note_is_none(kv, monkeypatch):
-    """One that is damaged anywhere, truncated, too long, of another state, or no file."""
+    """One that is truncated, too long, of another state, older than the data, or no file."""
     note = kv / NOTE
     sound = note.read_bytes()
-    assert len(sound) == STATE.size + SEAL.size
-    for at in range(len(sound)):
-        note.write_bytes(sound[:at] + bytes([sound[at] ^ 4]) + sound[at + 1 :])
-        assert n_walks(monkeypatch, kv, read_only=True) == 1
-    for other in (b"", sound[:-1], sound + b"x", bytes(len(sound)), sound[: STATE.size]):
+    for other in (b"", sound[:-2], sound + b"x", b"in use" + sound[6:]):
         note.write_bytes(other)
         assert n_walks(monkeypatch, kv, read_only=True) == 1
-    note.unlink()
-    for make in (os.mkfifo, os.mkdir, lambda path: path.symlink_to("elsewhere")):
-        make(note)
-        assert n_walks(monkeypatch, kv) == 1
-        # what is no directory is replaced
-        assert n_walks(monkeypatch, kv) == (1 if note.is_dir() else 0)
-        note.rmdir() if note.is_dir() else note.unlink()
-    (kv / "elsewhere").write_bytes(sound)
-    note.symlink_to("elsewhere")
+    note.write_bytes(sound)
+    assert n_walks(monkeypatch, kv, read_only=True) == 0
+    data = (kv / "data.mdb").stat()
+    os.utime(note, ns=(data.st_atime_ns, data.st_mtime_ns))
     assert n_walks(monkeypatch, kv, read_only=True) == 1
-    note.unlink()
     note.write_bytes(sound)
     note.chmod(0o666)
     assert n_walks(monkeypatch, kv, read_only=True) == 1
-    note.chmod(0o600)
-    assert n_walks(monkeypatch, kv, read_only=True) == 0
+    note.unlink()
+    for make in (os.mkfifo, os.mkdir, lambda path: path.symlink_to("elsewhere")):
+        make(note)
+        for _ in range(2):
+            assert n_walks(monkeypatch, kv) == 1
+        note.rmdir() if note.is_dir() else note.unlink()
 
 
 def test_the_note_has_the_mode_of_the_data_and_a_reader_writes_none(kv, monkeypatch):
@@ -195,85 +155,95 @@ def test_the_note_has_the_mode_of_the_data_and_a_reader_writes_none(kv, monkeypa
     assert not (kv / NOTE).exists()
     (kv / "data.mdb").chmod(0o660)
     assert n_walks(monkeypatch, kv) == 1
-    assert (kv / NOTE).stat().st_mode & 0o777 == 0o640
+    assert (kv / NOTE).stat().st_mode & 0o777 == 0o660
     assert {path.name for path in kv.iterdir()} == {"data.mdb", "lock.mdb", NOTE}
 
 
 WRITER = """
 import sys
-from tests.backends.test_lmdb_checked import LMDBBackend, MIB, wait_for_a_step, write
+from tests.backends.test_lmdb_checked import LMDBBackend, MIB, write
 backend = LMDBBackend(sys.argv[1], 16 * MIB)
 write(backend, 500)
-if sys.argv[2] == "idle":
-    wait_for_a_step()
-    with backend.view():
-        pass
 print("ready", flush=True)
 sys.stdin.readline()
 backend.close()
 """
 
 
-def writer(path, mode):
+def writer(path):
     process = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(path), mode], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+        [sys.executable, "-c", WRITER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
     )
     assert process.stdout.readline() == b"ready\n"
     return process
 
 
-@pytest.mark.slow
-def test_a_process_that_was_killed_when_it_was_idle_has_noted_what_it_wrote(kv, monkeypatch):
-    with writer(kv, "idle") as process:
+def test_a_file_that_another_process_has_open_is_not_walked_and_after_a_kill_it_is(kv, monkeypatch):
+    with writer(kv) as process:
+        for options in ({}, {"read_only": True}):
+            assert n_walks(monkeypatch, kv, **options) == 0
         process.send_signal(signal.SIGKILL)
+    # it has written after the last one who closed the file
+    (kv / NOTE).write_bytes(b"")
+    assert n_walks(monkeypatch, kv) == 1
     assert n_walks(monkeypatch, kv) == 0
 
 
-@pytest.mark.slow
-def test_a_file_that_was_written_after_the_last_note_is_walked(kv, monkeypatch):
+def test_a_crash_of_a_process_that_has_only_read_has_the_file_walked(kv, monkeypatch):
+    pid = os.fork()
+    if pid == 0:
+        with LMDBBackend(kv, 16 * MIB).view():
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert n_walks(monkeypatch, kv) == 1
+
+
+def test_a_child_uses_what_its_parent_has_open_and_takes_no_lock_from_it(kv, monkeypatch):
     with closing(LMDBBackend(kv, 16 * MIB)) as backend:
-        write(backend, 600)
-        with writer(kv, "busy") as process:
-            process.send_signal(signal.SIGKILL)
         with walks(monkeypatch) as found:
             pid = os.fork()
             if pid == 0:
-                # a handle of its own, and nothing noted
+                # a handle of its own
                 backend.after_fork()
                 with backend.view():
-                    os._exit(len(found))
-            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
-
-
-@pytest.mark.slow
-def test_processes_that_write_in_turn_leave_a_note_of_the_last_state(kv, monkeypatch):
-    with closing(LMDBBackend(kv, 16 * MIB)) as backend:
-        with writer(kv, "idle") as process:
-            write(backend, 700)
+                    pass
+                backend.close()
+                os._exit(len(found))
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        (kv / NOTE).write_bytes(b"")
+        with writer(kv) as process:
             process.stdin.close()
-        write(backend, 701)
+        assert rows_of(backend)
     assert n_walks(monkeypatch, kv) == 0
-    with writer(kv, "busy") as process:
-        with closing(LMDBBackend(kv, 16 * MIB)) as backend:
-            write(backend, 702)
+
+
+def test_a_file_that_another_process_walks_is_waited_for(kv, monkeypatch):
+    code = (
+        "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, 2); print('held', flush=True); sys.stdin.readline()"
+    )
+    command = [sys.executable, "-c", code, str(kv / NOTE)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"held\n"
+        with monkeypatch.context() as patch:
+            patch.setattr(checked, "WALK_SECONDS", 0.1)
+            with pytest.raises(UnavailableError, match="is being checked by another process"):
+                LMDBBackend(kv, 16 * MIB)
         process.stdin.close()
-    assert n_walks(monkeypatch, kv) == 0
+        assert n_walks(monkeypatch, kv) == 0
 
 
-def damage_unnoticed(path):
-    """Break leaves as a disk might: without a write that the file system knows of. Here the note is made to match."""
-    break_leaf(path)
-    found = (path / "data.mdb").stat()
-    note = path / NOTE
-    magic, _, _, _, _, transaction = STATE.unpack(note.read_bytes()[: STATE.size])
-    body = STATE.pack(magic, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns, transaction)
-    note.write_bytes(body + _seal(body))
+def test_a_file_that_cannot_be_walked_is_not_used_and_nothing_is_said_of_damage(kv, monkeypatch):
+    (kv / NOTE).unlink()
+    for name in ("/bin/false", "/nowhere"):
+        monkeypatch.setattr(checked, "get_executable", lambda name=name: name)
+        with pytest.raises(UnavailableError, match="cannot be checked"):
+            LMDBBackend(kv, 16 * MIB)
 
 
 @pytest.mark.parametrize("read_only", [False, True])
 def test_damage_that_a_check_finds_is_found_by_the_next_opening_too(kv, read_only):
     with closing(LMDBBackend(kv, 16 * MIB, read_only=read_only)) as backend:
-        damage_unnoticed(kv)
+        break_leaf(kv)
         with pytest.raises(CorruptError, match="and delete data"):
             backend.check()
     assert not (kv / NOTE).exists()
@@ -288,3 +258,20 @@ def test_a_damaged_value_has_the_file_walked_at_the_next_opening(kv, monkeypatch
     with walks(monkeypatch) as found:
         LMDBBackend(kv, 16 * MIB).close()
     assert len(found) == 1
+
+
+def test_a_page_that_is_free_and_in_use_is_damage(kv):
+    """What no cursor shows: the list of free pages."""
+    with closing(LMDBBackend(kv, 16 * MIB)) as backend:
+        delete(backend, *map(key_of, range(5)))
+        backend.check()
+        with backend.view(), (kv / "data.mdb").open("r+b") as file:
+            raw = file.read()
+            metas = sorted((int.from_bytes(raw[at + 144 : at + 152], "little"), at) for at in (0, 4096))
+            root, used = (int.from_bytes(raw[metas[-1][1] + at :][:8], "little") for at in (80, 128))
+            first = int.from_bytes(raw[root * 4096 + 16 :][:2], "little")
+            # the first number in the first list is that of the root of another tree
+            file.seek(root * 4096 + first + 8 + 8 + 8)
+            file.write(used.to_bytes(8, "little"))
+        with pytest.raises(CorruptError, match="and delete data"):
+            backend.check()

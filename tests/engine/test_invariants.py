@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from prefixstore.backends.lmdb import trees
 from prefixstore.engine import invariants, keyspace
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.invariants import violations
@@ -113,7 +112,6 @@ def test_a_location_beyond_its_budget_is_found(backend):
 @pytest.mark.slow
 def test_a_check_keeps_little_of_each_page_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(invariants, "AT_ONCE", 256)
-    monkeypatch.setattr(trees, "PAGES_AT_ONCE", 64)
     monkeypatch.setattr(keyspace, "AT_ONCE", 64)
     n = 3000
     with opened(f"lmdb://{tmp_path}/kv") as backend:

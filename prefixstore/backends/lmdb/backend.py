@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from itertools import islice
 
 import lmdb
@@ -25,10 +25,10 @@ import lmdb
 from prefixstore.backends import refusals
 from prefixstore.backends.contract import LONGEST_KEY, Backend, Change, Costs, Draft, Range, Row, View
 from prefixstore.backends.files import absolute
+from prefixstore.backends.lmdb.checked import damaged
 from prefixstore.backends.lmdb.environment import DATABASES, FILE_EXTRA, SCRUBS, Environment, acquire, release
-from prefixstore.backends.lmdb.file import check_trees, read_layout
 from prefixstore.backends.lmdb.free_space import overwrite, punch
-from prefixstore.backends.lmdb.write_back import WriteBack
+from prefixstore.backends.lmdb.walk import DamageError, Layout, walk
 from prefixstore.backends.location import path_of
 from prefixstore.errors import UnavailableError
 from prefixstore.format.record import Buffer
@@ -108,15 +108,12 @@ class _Writing(_View):
     ----------
     to_leave
         Pages of the file that it has to leave; none if it has written nothing.
-    n_bytes
-        Of the payloads that it has written.
     """
 
     def __init__(self, txn: lmdb.Transaction, environment: Environment) -> None:
         super().__init__(txn, environment)
         self._environment = environment
         self.to_leave = 0
-        self.n_bytes = 0
 
     def payloads(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, Buffer | None] | None]:
         for found in super().payloads(keys):
@@ -135,7 +132,6 @@ class _Writing(_View):
                 if payload is not None:
                     self._txn.put(key, payload, db=self._payloads)
                     self.to_leave = LEFT_BY_PAYLOADS
-                    self.n_bytes += len(payload)
                 self._txn.put(key, value, db=self._rows)
 
 
@@ -199,13 +195,12 @@ class LMDBBackend(Backend):
     @contextmanager
     def update(self) -> Iterator[Draft]:
         environment = self._writable()
-        with closing(WriteBack(environment.file)) as early, environment.begin(write=True) as txn:
+        with environment.begin(write=True) as txn:
             writing = _Writing(txn, environment)
             draft = Draft(writing, _costs(txn.stat(environment.databases[b"rows"])["psize"]), writing.apply)
             yield draft
             draft.flush()
             environment.require_free(txn, writing.to_leave)
-            early.start(writing.n_bytes)
 
     def sync(self) -> None:
         environment = self._open()
@@ -252,9 +247,7 @@ class LMDBBackend(Backend):
             environment.require_free(txn, LEFT_BY_RECLAIM)
 
     def check(self) -> None:
-        environment = self._open()
-        with environment.begin(write=False) as txn:
-            check_trees(self._path / "data.mdb", txn.id())
+        self._open().check()
 
     def _clear_free_space(self, clear: Callable[[int, int, int], int], *, gaps: bool) -> int:
         """Call `clear(handle, start, end)` for all bytes that nothing refers to; returns the sum of its results."""
@@ -270,8 +263,8 @@ class LMDBBackend(Backend):
         try:
             while not is_done:
                 # others wait for this transaction, so it is short; the next one reads the layout again
-                with self._alone_with_the_newest(environment):
-                    layout = read_layout(path)
+                with self._alone_with_the_newest(environment) as txn:
+                    layout = _layout(environment, txn)
                     if gaps and at == 0:
                         cleared += sum(clear(handle, *gap) for gap in layout.gaps)
                     left = CLEARED_AT_ONCE
@@ -290,7 +283,7 @@ class LMDBBackend(Backend):
         return cleared
 
     @contextmanager
-    def _alone_with_the_newest(self, environment: Environment) -> Iterator[None]:
+    def _alone_with_the_newest(self, environment: Environment) -> Iterator[lmdb.Transaction]:
         """Hold the write lock while there is no reader of a state older than the last commit, which is durable."""
         deadline = time.monotonic() + READERS_WITHIN
         while True:
@@ -300,7 +293,7 @@ class LMDBBackend(Backend):
                 if not readers:
                     # until it is on disk, a loss of power restores the state before it, which has other free pages
                     environment.env.sync(True)
-                    yield
+                    yield txn
                     return
             if time.monotonic() > deadline:
                 raise UnavailableError(
@@ -317,6 +310,18 @@ class LMDBBackend(Backend):
         self._environment = None
         # also if an interrupt has kept the environment from being noted here
         release(self)
+
+
+def _layout(environment: Environment, txn: lmdb.Transaction) -> Layout:
+    """The bytes of the file that nothing refers to, in the state before a transaction that has written nothing."""
+    file = environment.path / "data.mdb"
+    try:
+        layout = walk(environment.env, txn, environment.databases.values(), file)
+    except DamageError as error:
+        raise damaged(file, str(error)) from error
+    if layout is None:
+        raise UnavailableError(f"{file} has a layout unknown to this prefixstore; copy the pages into a new store")
+    return layout
 
 
 def _costs(page_size: int) -> Costs:

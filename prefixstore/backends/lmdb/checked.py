@@ -1,60 +1,91 @@
-"""Records the last state in which an LMDB file was found sound, so that opening it need not walk it again.
+"""Knows whether an LMDB file was sound and only LMDB has written to it since; if not, a child process walks it first.
 
-A file that was sound stays so while only LMDB writes to it. So when nothing has been written for a moment, the process
-that has it open notes its newest transaction in a file beside it, with the size, the times and the inode number of the
-data file. The next process that opens it walks it only if one of these differs: after anything else has written to it,
-in a copy or a restored backup, and after a process was killed before it could note what it had written. The note needs
-no protection: a process that can write it can write the data as well. A note that is damaged or cannot be read is
-ignored.
+A file beside it, `checked`, says so. Processes that have the store open hold a shared lock on it. A writer notes
+in it that it has opened the store, and when it closes the store the inode number, size and times of the data. So
+a process that opens the store does not walk the data if another one has it open, or if what was written is what the
+data still shows: then nothing has written to them since. It does walk them after any other program has written to them,
+in a copy or a restored backup, and if a process was killed, or has crashed, before it closed the store.
 
-File systems record times in steps of some milliseconds. A note is made only when the last write is older than that, so
-anything written after it has another time. The note is not flushed: LMDB flushes the pages of a state before it
-writes the number of its transaction, so the state that a note names is complete whenever it is the newest in the file.
+File systems record times in steps of some milliseconds. So what was written counts only if it has a later time than the
+data: whatever is written to them after that has another time than was noted. The file needs no protection: who can
+write it can write the data as well.
 """
 
 from __future__ import annotations
 
 import os
-import struct
+import subprocess
+import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
+from multiprocessing.spawn import get_executable
 from pathlib import Path
-from stat import S_IMODE, S_ISREG, S_IWOTH
-from typing import NamedTuple
+from stat import S_IMODE
 
-import xxhash
+import lmdb
+import numpy as np
 
-__all__ = ["NOTE", "CheckedFile"]
+from prefixstore.backends.lmdb.walk import DAMAGED
+from prefixstore.backends.trusted import require_trusted_files
+from prefixstore.errors import CorruptError, LocationError, UnavailableError
 
-# the name of the note
+if sys.platform != "win32":
+    import fcntl
+
+__all__ = ["NOTE", "CheckedFile", "damaged", "require_sound"]
+
+# the name of the file
 NOTE = "checked"
-MAGIC = b"pfxcheck"
-# magic; inode number, size, time of the last write and of the last change, nanoseconds; the transaction
-STATE = struct.Struct("<8sQQQQQ")
-SEAL = struct.Struct("<Q")
-# the longest step of a clock of a file system, and of one that counts seconds, in nanoseconds
-STEP = 20_000_000
-STEP_OF_SECONDS = 2_500_000_000
+# what it begins with while a writer has the store open
+IN_USE = b"in use"
+# how long a store waits for another process that walks the data
+WALK_SECONDS = 60.0
+# how often the time of what was written is compared, and seconds between: the clocks of most file systems have gone on
+ATTEMPTS, STEP = 5, 0.005
+
+# run by the child: finds LMDB and NumPy without the start-up files of the packages
+SCRIPT = (
+    "import os, runpy, sys\n"
+    "sys.path += sys.argv[1].split(os.pathsep)\n"
+    "del sys.argv[:2]\n"
+    "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+)
 
 
-class _State(NamedTuple):
-    """The file as a transaction has left it."""
+def damaged(path: Path, why: str) -> CorruptError:
+    """The error for a file that is not as LMDB writes it."""
+    return CorruptError(
+        f"{path} is damaged: {why}; stop all processes using it, and delete data.mdb and lock.mdb there: its pages "
+        "will be computed again"
+    )
 
-    inode: int
-    size: int
-    written: int
-    changed: int
-    transaction: int
 
-    @classmethod
-    def of(cls, found: os.stat_result, transaction: int) -> _State:
-        return cls(found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns, transaction)
+def require_sound(path: Path, databases: Iterable[bytes]) -> None:
+    """Have a child process walk a data file.
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether the next write to the file will have another time."""
-        last = max(self.written, self.changed)
-        return time.time_ns() - last >= (STEP if last % 10**9 else STEP_OF_SECONDS)
+    Raises
+    ------
+    CorruptError
+        If the file is damaged.
+    UnavailableError
+        If it could not be walked.
+    """
+    packages = {str(Path(module.__file__ or "").parents[1]) for module in (lmdb, np)}
+    walk = Path(__file__).with_name("walk.py")
+    command = [get_executable(), "-I", "-S", "-c", SCRIPT, os.pathsep.join(packages), str(walk), str(path.parent)]
+    command += [name.decode() for name in databases]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)  # noqa: S603
+    except OSError as error:
+        raise UnavailableError(f"{path} cannot be checked: {error}") from error
+    if done.returncode == DAMAGED:
+        raise damaged(path, done.stdout.decode(errors="replace"))
+    if done.returncode < 0:
+        raise damaged(path, f"a process that read it was ended by signal {-done.returncode}")
+    if done.returncode:
+        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise UnavailableError(f"{path} cannot be checked: {last or command[0]}")
 
 
 class CheckedFile:
@@ -70,107 +101,109 @@ class CheckedFile:
 
     def __init__(self, path: Path, *, read_only: bool) -> None:
         self._path = path
+        self._note = path.with_name(NOTE)
         self._read_only = read_only
-        # the newest state that is known to be sound, and the one that was noted
-        self._known: _State | None = None
-        self._noted: _State | None = None
+        # the open note, which this process has locked
+        self._handle: int | None = None
+        self._is_sound = True
 
-    def is_sound(self, transaction: int) -> bool:
-        """Whether the file was found sound as it is now. The caller reads at this transaction, the newest."""
-        found = self.state(transaction)
-        if found is not None and found != self._known and found == self._read():
-            self._known = self._noted = found
-        return found is not None and found == self._known
+    def enter(self, databases: Iterable[bytes], *, is_new: bool) -> None:
+        """Before the data are opened: walk them if necessary. Raises as `require_sound` does.
 
-    def state(self, transaction: int) -> _State | None:
-        """The file as this transaction has left it, the newest; None if there is none."""
-        try:
-            return _State.of(self._path.stat(), transaction)
-        except OSError:
-            return None
-
-    def found_sound(self, state: _State | None) -> None:
-        """The file was walked after it had this state, and was found sound."""
-        self._known = state
-
-    def begin(self, transaction: int) -> _State | None:
-        """A transaction of this number begins to write; the state before it, if that is sound."""
-        found, known = self.state(transaction - 1), self._known
-        if found is None or known is None:
-            return None
-        # the commits of other processes change the file; if there were none, nothing else may have
-        is_sound = found == known or (known.transaction < found.transaction and known.inode == found.inode)
-        self._known = found if is_sound else None
-        return self._known
-
-    def end(self, transaction: int) -> None:
-        """A transaction has ended that began at a sound state; this one is the newest now.
-
-        Whatever the ended one has written, committed or not, it has written through LMDB.
+        Parameters
+        ----------
+        databases
+            Those to walk.
+        is_new
+            Whether this process has just created the data.
         """
-        self._known = self.state(transaction)
+        self.drop()
+        self._is_sound = True
+        self._handle = handle = self._open()
+        try:
+            # who has locked it exclusively is alone, and who shares the lock has data that were sound
+            is_alone = handle is None or self._locked(handle)
+            if is_alone and not is_new and not (handle is not None and self._says_sound(handle)):
+                require_sound(self._path, databases)
+            if handle is not None:
+                if not self._read_only:
+                    # not truncated: some file systems wait for the disk then
+                    os.pwrite(handle, IN_USE, 0)
+                _lock(handle, fcntl.LOCK_SH)
+        except BaseException:
+            self.drop()
+            raise
+
+    def _locked(self, handle: int) -> bool:
+        """Lock the note; whether exclusively."""
+        deadline = time.monotonic() + WALK_SECONDS
+        while time.monotonic() < deadline:
+            if _lock(handle, fcntl.LOCK_EX):
+                return True
+            if _lock(handle, fcntl.LOCK_SH):
+                return False
+            time.sleep(0.02)
+        raise UnavailableError(f"{self._path} is being checked by another process; try again")
 
     def forget(self) -> None:
-        """Something in the file is damaged: delete the note, so that the next opening walks it. Readers do so, too."""
-        self._known = self._noted = None
+        """Something in the data is damaged: whoever opens them next walks them. Readers say so, too."""
+        self._is_sound = False
         with suppress(OSError):
-            self._path.with_name(NOTE).unlink(missing_ok=True)
+            self._note.unlink(missing_ok=True)
 
-    def note(self, found: os.stat_result) -> None:
-        """Note the known state, if nothing has been written for a moment. `found` is the file as it is now."""
-        known = self._known
-        if known is None or known == self._noted or self._read_only:
-            return
-        if _State.of(found, known.transaction) == known and known.is_settled:
-            self._noted = known
-            self._write(known)
-
-    def close(self) -> None:
-        """Note the state that is known, even if that takes a moment."""
-        known = self._known
-        if known is None or known == self._noted or self._read_only:
-            return
-        if not known.is_settled:
-            time.sleep(STEP / 1e9)
-        with suppress(OSError):
-            self.note(self._path.stat())
-
-    def _read(self) -> _State | None:
-        """The state that was noted last."""
-        flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    def leave(self) -> None:
+        """The data are closed: say that they are sound."""
         try:
-            handle = os.open(self._path.with_name(NOTE), flags)
-            try:
-                found = os.fstat(handle)
-                stored = os.read(handle, STATE.size + SEAL.size + 1)
-            finally:
-                os.close(handle)
+            if self._handle is not None and self._is_sound and not self._read_only:
+                self._say_sound(self._handle)
         except OSError:
+            pass  # they are walked once more
+        finally:
+            self.drop()
+
+    def drop(self) -> None:
+        """Unlock the note; in a forked child, only the child's own copy of the lock."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            os.close(handle)
+
+    def _open(self) -> int | None:
+        """Open the note; None if it cannot be used."""
+        flags = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
+        flags |= os.O_RDONLY if self._read_only else os.O_RDWR | os.O_CREAT
+        if sys.platform == "win32":
             return None
-        body, seal = stored[: STATE.size], stored[STATE.size :]
-        if not S_ISREG(found.st_mode) or found.st_mode & S_IWOTH or seal != _seal(body):
+        try:
+            require_trusted_files(self._note)
+            handle = os.open(self._note, flags, 0o600)
+        except (LocationError, OSError):
             return None
-        magic, *values = STATE.unpack(body)
-        return _State(*values) if magic == MAGIC else None
+        if not self._read_only:
+            # who may use the data may use the note
+            with suppress(OSError):
+                os.fchmod(handle, S_IMODE(self._path.stat().st_mode) & 0o660)
+        return handle
 
-    def _write(self, state: _State) -> None:
-        """Replace the note as a whole. If that fails, the old one stays, which is of another state."""
-        body = STATE.pack(MAGIC, *state)
-        new = self._path.with_name(f".{NOTE}.{os.getpid()}.new")
-        with suppress(OSError):
-            new.unlink(missing_ok=True)
-            handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600)
-            try:
-                os.write(handle, body + _seal(body))
-                if os.name == "posix":
-                    # a user who may read the data may read the note
-                    os.fchmod(handle, S_IMODE(self._path.stat().st_mode) & 0o640)
-            finally:
-                os.close(handle)
-            new.replace(self._path.with_name(NOTE))
-        with suppress(OSError):
-            new.unlink(missing_ok=True)
+    def _says_sound(self, handle: int) -> bool:
+        data, note = self._path.stat(), os.fstat(handle)
+        return os.pread(handle, 200, 0) == _state(data) and note.st_mtime_ns > max(data.st_mtime_ns, data.st_ctime_ns)
+
+    def _say_sound(self, handle: int) -> None:
+        for _ in range(ATTEMPTS):
+            os.pwrite(handle, _state(self._path.stat()), 0)
+            if self._says_sound(handle):
+                return
+            time.sleep(STEP)
 
 
-def _seal(body: bytes) -> bytes:
-    return SEAL.pack(xxhash.xxh3_64_intdigest(body))
+def _state(data: os.stat_result) -> bytes:
+    return b"%20d %20d %20d %20d\n" % (data.st_ino, data.st_size, data.st_mtime_ns, data.st_ctime_ns)
+
+
+def _lock(handle: int, kind: int) -> bool:
+    """Lock a file, or change the kind of the lock; False if another process keeps it from that."""
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

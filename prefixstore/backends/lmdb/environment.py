@@ -7,7 +7,7 @@ import os
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,12 +20,12 @@ from prefixstore.backends import refusals
 from prefixstore.backends.files import publish
 from prefixstore.backends.forks import ForkLevel, ForkLock, register_at_fork
 from prefixstore.backends.handle_lock import HandleLock
-from prefixstore.backends.lmdb.checked import CheckedFile
+from prefixstore.backends.lmdb.checked import CheckedFile, require_sound
 from prefixstore.backends.lmdb.errors import not_opened, prepare_directory, translate
-from prefixstore.backends.lmdb.file import allowed_size, check_trees
 from prefixstore.backends.lmdb.lock_file import writer_of
+from prefixstore.backends.lmdb.walk import MAX_READERS
 from prefixstore.backends.trusted import require_trusted_directory, require_trusted_files
-from prefixstore.errors import CorruptError, LocationError, StorageError, UnavailableError
+from prefixstore.errors import CorruptError, LocationError, UnavailableError
 
 __all__ = ["DATABASES", "FILE_EXTRA", "LMDB_VERSION", "SCRUBS", "Environment", "acquire", "release"]
 
@@ -33,11 +33,8 @@ SMALLEST_MAP = 1 << 20
 # what the file may have more than its budget needs, so that there is space to delete
 FILE_EXTRA = 256 * mmap.PAGESIZE
 DATA, LOCK = "data.mdb", "lock.mdb"
-MAX_READERS = 512
 # how long opening a store waits for another process that writes to it
 OPEN_SECONDS = 10.0
-# how often the check of a file is repeated while others write to it
-CHECKS = 10
 MAGIC = b"prefixstore"
 # in the database meta: changes with each scrub
 SCRUBS = b"scrubs"
@@ -60,67 +57,74 @@ class Environment:
         self.file = str(path / DATA)
         self._map_size = map_size
         self._checked = CheckedFile(path / DATA, read_only=read_only)
+        self._identity: tuple[int, int] | None = None
         with self._handle_lock.exclusive():
             self._open()
         register_at_fork(self, ForkLevel.HANDLE)
 
     def _open(self) -> None:
-        path, map_size, read_only = self.path, self._map_size, self.read_only
+        path, file, read_only = self.path, self.path / DATA, self.read_only
         self.databases: dict[bytes, Any] = {}
         self._scrubs = b""
-        try:
-            prepare_directory(path, read_only=read_only)
-            require_trusted_directory(path)
-            require_trusted_files(path / DATA, path / LOCK)
-            if not read_only:
-                self._wait_for_writer()
-                if not (path / DATA).exists():
+        with ExitStack() as failed:
+            failed.callback(self._forget)
+            try:
+                prepare_directory(path, read_only=read_only)
+                require_trusted_directory(path)
+                require_trusted_files(file, path / LOCK)
+                is_new = not file.exists()
+                if is_new and read_only:
+                    raise refusals.no_store(path)
+                if not read_only:
+                    self._wait_for_writer()
+                if is_new:
                     _create(path)
-                map_size = max(map_size, _size_to_delete(path / DATA))
-            elif not (path / DATA).exists():
-                raise refusals.no_store(path)
-            self.env = lmdb.open(
-                str(path),
-                map_size=max(map_size, SMALLEST_MAP),
-                max_dbs=len(DATABASES),
-                max_readers=MAX_READERS,
-                # a cached one would hold a reader slot for as long as the handle is open
-                max_spare_txns=0,
-                mode=0o600,
-                # one flush per commit; LMDB keeps its integrity, and `Backend.sync` flushes the rest
-                metasync=False,
-                readonly=read_only,
-                create=not read_only,
-            )
-        except (lmdb.Error, OSError) as error:
-            raise not_opened(error, path, map_size, read_only=read_only) from error
-        try:
-            if not read_only:
-                self.env.reader_check()
-            self.databases = self._open_databases()
-        except lmdb.Error as error:
-            self.env.close()
-            raise translate(error, path) from error
-        except StorageError:
-            self.env.close()
-            raise
-        found = (path / DATA).stat()
-        self._identity, self._size = (found.st_dev, found.st_ino), found.st_size
+                found = file.stat()
+                # a handle that is replaced was used until now
+                if self._identity != (found.st_dev, found.st_ino):
+                    self._checked.enter(DATABASES, is_new=is_new)
+                self._identity, self._size = (found.st_dev, found.st_ino), found.st_size
+                self.env = lmdb.open(
+                    str(path),
+                    map_size=0,  # that of the last writer
+                    max_dbs=len(DATABASES),
+                    max_readers=MAX_READERS,
+                    # a cached one would hold a reader slot for as long as the handle is open
+                    max_spare_txns=0,
+                    mode=0o600,
+                    # one flush per commit; LMDB keeps its integrity, and `Backend.sync` flushes the rest
+                    metasync=False,
+                    readonly=read_only,
+                    create=not read_only,
+                )
+                failed.callback(self.env.close)
+                if not read_only:
+                    self.env.set_mapsize(self._size_to_delete())
+            except (lmdb.Error, OSError) as error:
+                raise not_opened(error, path, self._map_size, read_only=read_only) from error
+            try:
+                if not read_only:
+                    self.env.reader_check()
+                self.databases = self._open_databases()
+            except lmdb.Error as error:
+                raise translate(error, path) from error
+            failed.pop_all()
         self._is_broken = False
 
-    def _check_trees(self) -> None:
-        """Check the file before LMDB follows a pointer in it: a wrong one would lead out of the map."""
-        for _ in range(CHECKS):
-            with self.begin(write=False) as txn:
-                if self._checked.is_sound(txn.id()):
-                    return
-                state = self._checked.state(txn.id())
-                if check_trees(self.path / DATA, txn.id()):
-                    self._checked.found_sound(state)
-                    return
+    def _forget(self) -> None:
+        """The file is not open: when it is opened, it is another one."""
+        self._identity = None
+        self._checked.drop()
+
+    def _size_to_delete(self) -> int:
+        """The map that the file needs so that something can be deleted from it, if it was filled with a larger budget.
+
+        Within the map that it was filled through, transactions have left space to delete. Never more than that map.
+        """
+        needed = (self._size + FILE_EXTRA) // mmap.PAGESIZE * mmap.PAGESIZE
+        return max(self._map_size, SMALLEST_MAP, min(self.env.info()["map_size"], needed))
 
     def _open_databases(self) -> dict[bytes, Any]:
-        self._check_trees()
         with self.begin(write=False) as txn:
             names = {bytes(name) for name, _ in txn.cursor()}
         databases = {name: self.env.open_db(name, create=False) for name in DATABASES if name in names}
@@ -192,17 +196,11 @@ class Environment:
             repair: Callable[[], None] = self._renew
             with self._handle_lock.shared():
                 try:
-                    before = None
-                    try:
-                        with self.env.begin(write=write, buffers=True) as txn:
-                            if not write or not self._was_scrubbed(txn):
-                                before = self._checked.begin(txn.id()) if write else None
-                                begun = True
-                                yield txn
-                                return
-                    finally:
-                        if before is not None:
-                            self._checked.end(self.env.info()["last_txnid"])
+                    with self.env.begin(write=write, buffers=True) as txn:
+                        if not write or not self._was_scrubbed(txn):
+                            begun = True
+                            yield txn
+                            return
                 except lmdb.MapResizedError:
                     repair = partial(self.resize, 0)  # raised by begin only: another process has let the file grow
                 except lmdb.PanicError:
@@ -265,7 +263,6 @@ class Environment:
                 "processes using it, and delete data.mdb and lock.mdb there"
             )
         self._size = found.st_size
-        self._checked.note(found)
         return True
 
     def _renew(self) -> None:
@@ -277,6 +274,11 @@ class Environment:
             self._is_broken = True
             self.env.close()
             self._open()
+
+    def check(self) -> None:
+        """Have a child process walk the file. Raises `CorruptError`."""
+        with self.translated():
+            require_sound(self.path / DATA, DATABASES)
 
     def resize(self, map_size: int) -> None:
         """Make the map at least this large (0: as large as another process has made it)."""
@@ -305,10 +307,9 @@ class Environment:
     def close(self) -> None:
         """Close the handle once no transaction is open."""
         with self._handle_lock.exclusive():
-            if not self._is_broken:
-                self._checked.close()
             self._is_broken = True
             self.env.close()
+            self._checked.leave()
 
     def before_fork(self) -> None:
         """Wait for the open transactions, and free the reader slots of those that have ended.
@@ -336,6 +337,7 @@ class Environment:
         else:
             # interrupts kept the fork from waiting for the transactions of other threads
             _abandoned.append(self.env)
+        self._checked.drop()
         self._is_broken = True
         self._handle_lock.renew()
 
@@ -354,14 +356,6 @@ def _create(path: Path) -> None:
             txn.put(b"magic", MAGIC, db=meta)
             txn.put(b"format", META_FORMAT.pack(LMDB_VERSION), db=meta)
         publish(Path(directory) / DATA, path / DATA)
-
-
-def _size_to_delete(file: Path) -> int:
-    """The map that a file needs so that something can be deleted from it, if it was filled with a larger budget.
-
-    Within the map that it was filled through, transactions have left space to delete. Never more than that map.
-    """
-    return min(allowed_size(file), (file.stat().st_size + FILE_EXTRA) // mmap.PAGESIZE * mmap.PAGESIZE)
 
 
 # handles of a parent process that must not be closed
