@@ -128,7 +128,7 @@ def test_a_store_is_sound_after_a_kill_at_each_write(killable, tmp_path, request
     life = Life(killable, place(scheme, tmp_path, request), tmp_path)
     level = LEVELS.get(scheme, "statements")
     # at length, each statement
-    step = 1 if EACH else {"lmdb": 1, "sqlite": 8, "postgresql": 8, "valkey": 40, "s3": 200}[scheme]
+    step = 1 if EACH else {"lmdb": 1, "sqlite": 8, "postgresql": 8, "valkey": 40, "s3": 1000}[scheme]
     for seed, die_at in enumerate(itertools.count(1, step)):
         if not life.goes_on("work", seed=seed, die_at=die_at, level=level):
             break
@@ -141,7 +141,7 @@ def test_a_store_is_sound_after_a_kill_while_tables_and_indexes_are_built(killab
     # the index of children is built in several transactions
     life.is_whole_unwritten = scheme != "lmdb"
     level = LEVELS.get(scheme, "statements")
-    step = 1 if EACH else {"lmdb": 7, "sqlite": 23, "postgresql": 23, "valkey": 60, "s3": 400}[scheme]
+    step = 1 if EACH else {"lmdb": 7, "sqlite": 23, "postgresql": 23, "valkey": 60, "s3": 2000}[scheme]
     for seed, die_at in enumerate(itertools.count(1, step)):
         if not life.goes_on("maintain", seed=seed, die_at=die_at, level=level):
             break
