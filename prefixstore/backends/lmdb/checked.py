@@ -71,6 +71,11 @@ def require_sound(path: Path, databases: Iterable[bytes]) -> None:
     UnavailableError
         If it could not be walked.
     """
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        # this process may have changed its user since it opened the store
+        raise UnavailableError(f"{path} cannot be read: {error.strerror}") from error
     packages = {str(Path(module.__file__ or "").parents[1]) for module in (lmdb, np)}
     walk = Path(__file__).with_name("walk.py")
     command = [get_executable(), "-I", "-S", "-c", SCRIPT, os.pathsep.join(packages), str(walk), str(path.parent)]

@@ -212,18 +212,19 @@ class _Walk:
         """Check that the nodes of these pages of trees lie inside them and fill them, and find their gaps."""
         self._require(numbers[-1] < len(self._file), "the file is too short")
         pages = self._file[numbers]
-        words = pages.view("<u2").astype(np.int64)
-        kinds, lower, upper = words[:, 5], words[:, 6], words[:, 7]
+        words = pages.view("<u2")
+        kinds, lower, upper = words[:, 5:8].T.astype(np.int64)
         is_right = (pages.view("<u8")[:, 0] == numbers) & np.isin(kinds, (BRANCH, LEAF)) & (lower > HEAD.size)
         is_right &= (lower <= upper) & (upper <= self._size) & (lower % 2 == 0)
         self._require(is_right.all(), "a page of a tree is none")
         counts = (lower - HEAD.size) // 2
         page = np.repeat(np.arange(len(numbers)), counts)
-        at = words[page, HEAD.size // 2 + np.arange(len(page)) - np.repeat(np.cumsum(counts) - counts, counts)]
+        place = HEAD.size // 2 + np.arange(len(page)) - np.repeat(np.cumsum(counts) - counts, counts)
+        at = words[page, place].astype(np.int64)
         self._require(
             ((at >= upper[page]) & (at <= self._size - NODE.size) & (at % 2 == 0)).all(), "a node is not there"
         )
-        low, high, flags, key = (words[page, at // 2 + i] for i in range(4))
+        low, high, flags, key = (words[page, at // 2 + i].astype(np.int64) for i in range(4))
         is_leaf = kinds[page] == LEAF
         sizes = NODE.size + key + np.where(is_leaf, np.where(flags & BIG, 8, low | high << 16), 0)
         sizes += sizes & 1
