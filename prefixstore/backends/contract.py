@@ -113,9 +113,12 @@ class View(ABC):
     arrived
         How many bytes of the payload that `payloads` receives have arrived, if the backend knows. Any thread may read
         it.
+    at_once
+        How many rows it reads in the time of one request; None for any number. Who can do with fewer asks for no more.
     """
 
     arrived: int = 0
+    at_once: int | None = None
 
     @abstractmethod
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
@@ -155,6 +158,7 @@ class Draft(View):
 
     def __init__(self, view: View, costs: Costs, apply: Callable[[Sequence[Change]], None] | None = None) -> None:
         self._view = view
+        self.at_once = view.at_once
         self._costs = costs
         self._apply = apply
         self._changes: dict[bytes, Change] = {}

@@ -126,7 +126,13 @@ class View:
                 low = middle + 1
             else:
                 high = middle
-        found = self._entries(keys[:high])
+        # where each row is a request, more and more of them
+        step = high if self._rows.at_once is None else self._rows.at_once // 4
+        found: list[Entry] = []
+        n_asked = 0
+        while len(found) == n_asked < high:
+            found += self._entries(keys[n_asked : n_asked + step][: high - n_asked])
+            n_asked, step = min(n_asked + step, high), step * 2
         return [entry for entry, _ in takewhile(lambda one: one[0].key == one[1], zip(found, keys, strict=False))]
 
     def scan(self) -> Iterator[tuple[bytes, Record | StorageError, Usage]]:

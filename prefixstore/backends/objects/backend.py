@@ -16,7 +16,7 @@ from prefixstore.backends.contract import Backend, Change, ConflictError, Draft,
 from prefixstore.backends.forks import ForkLevel, register_at_fork
 from prefixstore.backends.objects.address import Address
 from prefixstore.backends.objects.client import Client, GoneError, Listed
-from prefixstore.backends.objects.read_ahead import Arrived, ahead, at_once
+from prefixstore.backends.objects.read_ahead import SMALL_AT_ONCE, Arrived, ahead, at_once
 from prefixstore.backends.objects.rows import COSTS, MARK, Stored, key_in, listing, new_payload
 from prefixstore.backends.objects.store import PROBES, State, Store
 from prefixstore.errors import StorageError
@@ -46,6 +46,7 @@ class ObjectsView(View):
     """
 
     def __init__(self, store: Store, client: Client, state: State, *, is_alone: bool = False) -> None:
+        self.at_once = SMALL_AT_ONCE
         self._store = store
         self._client = client
         self._state = state

@@ -20,7 +20,7 @@ from typing import Generic, TypeAlias, TypeVar
 from prefixstore.backends.threads import Answer, Threads
 from prefixstore.errors import UnavailableError
 
-__all__ = ["AT_ONCE", "HELD_BYTES", "Arrived", "Window", "ahead", "at_once"]
+__all__ = ["AT_ONCE", "HELD_BYTES", "SMALL_AT_ONCE", "Arrived", "Window", "ahead", "at_once"]
 
 # requests at a time, and bytes of payloads that they may hold, beside one payload of any size
 AT_ONCE = 8
