@@ -77,6 +77,7 @@ class TestSeaweedFS(_Objects):
         self.url = new_prefix
 
 
+@pytest.mark.slow
 class TestMoto(_Objects):
     @pytest.fixture(autouse=True)
     def _server(self, moto, credentials):
