@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from prefixstore.backends.threads import caller
 from prefixstore.engine.index import Page
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import PAGE, TOKEN_BYTES, Tokens, page_key
@@ -84,7 +85,8 @@ class Recorder:
         self._block = block_tokens
         self._text = text
         self._lock = threading.Lock()
-        self._asked = threading.local()
+        # by whom they were looked up: another thread does the work
+        self._asked: dict[object, dict[bytes, tuple[Tokens, int, int]]] = {}
         self._process = os.getpid()
         self._known: set[bytes] = set()
         self._is_open = False
@@ -135,7 +137,7 @@ class Recorder:
 
     def asked(self, namespace: bytes, tokens: Tokens, page_tokens: int, n_matched: int) -> None:
         """Remember the sequence, in case it turns out to be a request: see `Tap`."""
-        found = self._asked.__dict__.setdefault("found", {})
+        found = self._asked.setdefault(caller().key, {})
         found.pop(namespace, None)
         found[namespace] = (tokens, page_tokens, n_matched)
         while len(found) > NAMESPACES_ASKED:
@@ -143,7 +145,7 @@ class Recorder:
 
     def used(self, namespace: bytes, pages: Sequence[Page], n_tokens: int) -> None:
         """Record a request."""
-        found = self._asked.__dict__.pop("found", {}).get(namespace)
+        found = self._asked.pop(caller().key, {}).get(namespace)
         if found is None or not self._is_open:
             return
         tokens, page_tokens, n_matched = found

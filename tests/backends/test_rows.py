@@ -233,7 +233,8 @@ def test_a_row_put_after_its_deletion_has_no_old_payload(open_draft, is_read):
 
 
 def test_changes_come_in_order_with_the_deletion_of_an_old_payload_before_the_row():
-    draft = Draft(None, Costs())
+    with filled([]).view() as nothing:
+        draft = Draft(nothing, Costs())
     draft.put(b"c", b"1", b"payload")
     draft.delete(b"b")
     draft.delete(b"a")

@@ -236,9 +236,13 @@ class _Walk:
 
 def _main(directory: str, names: Sequence[str]) -> str | None:
     """Walk those of these databases that there are; says what is wrong."""
-    env = lmdb.open(
-        directory, readonly=True, create=False, map_size=0, max_dbs=len(names), max_readers=MAX_READERS, mode=0o600
-    )
+    try:
+        env = lmdb.open(
+            directory, readonly=True, create=False, map_size=0, max_dbs=len(names), max_readers=MAX_READERS, mode=0o600
+        )
+    except (lmdb.InvalidError, lmdb.InvalidParameterError, lmdb.VersionMismatchError):
+        # no file of LMDB's, or of another version: whoever opens it says so
+        return None
     try:
         for _ in range(ATTEMPTS):
             with env.begin(buffers=True) as txn:
