@@ -183,7 +183,13 @@ class Threads:
 
     def has_lent(self) -> bool:
         """Whether the calling thread has something that is open."""
-        return any(lent.caller.key == caller().key for lent in list(self._lent) if lent.is_open)
+        while True:
+            try:
+                found = list(self._lent)
+            except RuntimeError:
+                # another thread has lent something meanwhile
+                continue
+            return any(lent.caller.key == caller().key for lent in found if lent.is_open)
 
     def call(self, work: Callable[..., T], *args: Any) -> T:
         """What a thread finds; this one does the work itself if it is one of the store's, or if no other can."""
@@ -273,7 +279,8 @@ class _Held(Lent, AbstractContextManager[T]):
 
     def __init__(self, threads: Threads, opened: AbstractContextManager[T]) -> None:
         super().__init__()
-        self._over: SimpleQueue[None] = SimpleQueue()
+        # the error with which the caller has left the block, if it is one for whoever closes this
+        self._over: SimpleQueue[Exception | None] = SimpleQueue()
         self._found: Answer[T] = Answer()
         self._threads = threads
         self._opened = opened
@@ -295,25 +302,36 @@ class _Held(Lent, AbstractContextManager[T]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.is_open = False
-        self._over.put(None)
+        self._over.put(error if isinstance(error, Exception) else None)
         if self._closed is None:
             self._opened.__exit__(kind, error, trace)
         elif kind is None or issubclass(kind, Exception):
             self._closed.get()
+            self._raise_other_than(error)
         else:
             self._closed.leave()
+
+    def _raise_other_than(self, error: BaseException | None) -> None:
+        """Raise what closing has raised, unless that is the error with which the block was left."""
+        try:
+            if self._found.is_there:
+                self._found.get()
+        except Exception as raised:
+            if raised is not error:
+                raise
 
     def __del__(self) -> None:
         with suppress(AttributeError):
             self._over.put(None)
 
 
-def _hold(opened: AbstractContextManager[T], found: Answer[T], over: SimpleQueue[None]) -> None:
+def _hold(opened: AbstractContextManager[T], found: Answer[T], over: SimpleQueue[Exception | None]) -> None:
     try:
         with opened as it:
             found.put(it)
             del it
-            over.get()
+            if (error := over.get()) is not None:
+                raise error
     except BaseException as error:  # noqa: BLE001 - raised where the caller waits
         found.fail(error)
 

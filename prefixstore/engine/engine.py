@@ -47,7 +47,7 @@ from prefixstore.engine.readers import Admit, Look
 from prefixstore.engine.relatives import pinned_with, siblings_of
 from prefixstore.engine.tap import Tap
 from prefixstore.engine.waiting import Lock, LockT, Placement
-from prefixstore.errors import ClosedError, CorruptError, StorageError, UnavailableError
+from prefixstore.errors import ClosedError, CorruptError, MisuseError, StorageError, UnavailableError
 from prefixstore.format.autocodec import Encoder
 from prefixstore.format.figures import History
 from prefixstore.format.keys import KEY_BYTES, PAGE, Tokens, page_key
@@ -269,6 +269,8 @@ class Engine:
         if self.threads.has_lent():
             # `with store:` was interrupted: what it has is referred to by the exception that it handles
             release_interrupted_frames()
+            if self.threads.has_lent():
+                raise MisuseError("this thread is in the block of a view, or of a restore; leave it first")
         self._close()
 
     @handed_over
@@ -1054,10 +1056,15 @@ class Engine:
         """Delete damaged pages without a known owner, and their descendants."""
         return self._deleter.delete_damaged_strays()
 
-    @property
+    @handed_over
     def n_newer(self) -> int:
         """How many stored pages cannot be read because a newer version wrote them."""
         return self._deleter.n_newer()
+
+    @handed_over
+    def forget_figures(self, namespaces: Collection[bytes] | None, tenant: str | None) -> None:
+        """Remove the names of what was deleted from the figures; see `FigureKeeper.forget`."""
+        self.keeper.forget(namespaces, tenant)
 
     @handed_over
     def drop_empty_namespaces(self) -> None:

@@ -379,7 +379,7 @@ class Archive:
             removed += self.engine.delete_strays(namespaces, before, wanted)
         self.engine.drop_empty_namespaces()
         if older_than is None and tokens is None and page is None:
-            self.engine.keeper.forget(namespaces, salt)
+            self.engine.forget_figures(namespaces, salt)
         if n_left := self.n_newer:
             log.warning(
                 "%s: %d pages were written by a newer prefixstore, and are not deleted, although they may match; purge "
@@ -390,7 +390,7 @@ class Archive:
     @property
     def n_newer(self) -> int:
         """How many pages a newer version wrote, so that it is unknown what they match."""
-        return self.engine.n_newer
+        return self.engine.n_newer()
 
     def _choices(
         self,

@@ -14,6 +14,7 @@ write it can write the data as well.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -39,6 +40,8 @@ __all__ = ["NOTE", "CheckedFile", "damaged", "require_sound"]
 NOTE = "checked"
 # what it begins with while a writer has the store open
 IN_USE = b"in use"
+# what ends a process that follows a wrong pointer; other signals come from outside
+CRASHES = {-signal.SIGSEGV, -getattr(signal, "SIGBUS", signal.SIGSEGV), -signal.SIGABRT, -signal.SIGFPE, -signal.SIGILL}
 # how long a store waits for another process that walks the data
 WALK_SECONDS = 60.0
 # how often the time of what was written is compared, and seconds between: the clocks of most file systems have gone on
@@ -81,16 +84,20 @@ def require_sound(path: Path, databases: Iterable[bytes]) -> None:
     command = [get_executable(), "-I", "-S", "-c", SCRIPT, os.pathsep.join(packages), str(walk), str(path.parent)]
     command += [name.decode() for name in databases]
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)  # noqa: S603
+        # in a session of its own: the signals of a terminal are not for it
+        done = subprocess.run(  # noqa: S603
+            command, stdin=subprocess.DEVNULL, capture_output=True, check=False, start_new_session=True
+        )
     except OSError as error:
         raise UnavailableError(f"{path} cannot be checked: {error}") from error
     if done.returncode == DAMAGED:
         raise damaged(path, done.stdout.decode(errors="replace"))
-    if done.returncode < 0:
+    if done.returncode in CRASHES:
         raise damaged(path, f"a process that read it was ended by signal {-done.returncode}")
     if done.returncode:
         last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise UnavailableError(f"{path} cannot be checked: {last or command[0]}")
+        why = last or f"{command[0]} ended with {done.returncode}"
+        raise UnavailableError(f"{path} cannot be checked: {why}")
 
 
 class CheckedFile:

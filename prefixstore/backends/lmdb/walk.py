@@ -257,7 +257,7 @@ def _main(directory: str, names: Sequence[str]) -> str | None:
         return str(error)
     except lmdb.Error as error:
         return f"LMDB says {error}"
-    return "others write to it all the time"
+    sys.exit("others write to it all the time")
 
 
 if __name__ == "__main__":

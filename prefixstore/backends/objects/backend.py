@@ -289,6 +289,8 @@ class ObjectsBackend(Backend):
             for folder in self._client.folders():
                 if (STORE_ID.fullmatch(folder) and folder != state.store) or folder == PROBES:
                     dead += self._client.list(folder)
+            # what others have uploaded meanwhile, had they taken the turn, must stay
+            self._store.require_turn(1.0)
             self._client.delete([one.name for one in dead])
             # without what the last update has changed: nobody needs it any more
             self._store.end(number=state.number + 1, used=used, changes={})

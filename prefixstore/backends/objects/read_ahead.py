@@ -103,12 +103,8 @@ def at_once(
     items: Sequence[T],
     work: Callable[[T], R],
     size_of: Callable[[T], int],
-    meanwhile: Callable[[], object] = lambda: None,
 ) -> list[R]:
-    """Do work on items, several at a time, and return the results; none is being worked on when this ends, or fails.
-
-    `meanwhile` is called after each.
-    """
+    """Do work on items, several at a time, and return the results; none is being worked on when this ends, or fails."""
     if len(items) < 2:
         return [work(item) for item in items]
     threads, held, found = Threads(NAME, SMALL_AT_ONCE), 0, list[R]()
@@ -123,7 +119,6 @@ def at_once(
     def take() -> int:
         item, answer = waiting.popleft()
         found.append(answer.get())
-        meanwhile()
         return size_of(item)
 
     try:

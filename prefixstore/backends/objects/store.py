@@ -28,6 +28,7 @@ from prefixstore.backends.contract import ConflictError
 from prefixstore.backends.objects.client import Client, Version
 from prefixstore.backends.objects.read_ahead import at_once
 from prefixstore.backends.objects.rows import Stored, name_of, pack_changes, payload_name, unpack_changes
+from prefixstore.backends.threads import start_thread
 from prefixstore.errors import CorruptError, LocationError, StorageError, UnavailableError
 from prefixstore.format.record import Buffer
 
@@ -186,7 +187,7 @@ class Store:
         # held while a state is entered, and while the turn is renewed
         self._entering, self._renewing = threading.Lock(), threading.Lock()
         # the turn that this process has, when it was certain of it, and what its end opens
-        self._turn, self._renewed, self._end = "", 0.0, threading.Lock()
+        self._turn, self._renewed, self._end = "", 0.0, threading.Event()
         # the last update whose rows it has written
         self._written = -1
 
@@ -253,13 +254,18 @@ class Store:
         """
         known = self.state
         found = self._client.get_if_changed(STORE, known.version)
-        return self.state if found is None else self._enter(State.unpack(self._client.where, *found), known)
+        if found is None:
+            return self.state
+        return self._enter(State.unpack(self._client.where, *found), known, was_read=True)
 
-    def _enter(self, state: State, known: State) -> State:
+    def _enter(self, state: State, known: State, *, was_read: bool = False) -> State:
         """What is known now that this was read, or written, when `known` was known."""
         with self._entering:
             now = self.state
             if state.store == now.store:
+                if was_read and state.number == now.number and now is not known:
+                    # another thread has read or written a version that may be a later one
+                    return replace(state, known=now.known)
                 if state.number < now.number and now is not known:
                     # another thread was faster
                     return now
@@ -317,15 +323,17 @@ class Store:
             attempt += 1
             self._renewed = time.monotonic()
             state = self.refresh()
-        self._end.acquire()
-        threading.Thread(target=self._keep, args=(self._turn, self._end), name="prefixstore-turn", daemon=True).start()
+        self._end = end = threading.Event()
+        # at the end of the process no thread starts: uploads, and writes of rows, renew it as well
+        with suppress(RuntimeError):
+            start_thread(self._keep, self._turn, end, name="prefixstore-turn")
         if not self.state.is_written:
             self.write_rows()
         return self.state
 
-    def _keep(self, turn: str, end: threading.Lock) -> None:
+    def _keep(self, turn: str, end: threading.Event) -> None:
         """Renew the turn until it ends."""
-        while not end.acquire(timeout=RENEW_SECONDS) and self._turn == turn:
+        while not end.wait(RENEW_SECONDS) and self._turn == turn:
             with suppress(StorageError):
                 self.require_turn(RENEW_SECONDS)
 
@@ -374,9 +382,7 @@ class Store:
     def end(self, **changes: Any) -> None:
         """Have the others go on. Without a reply, they do so after a while."""
         turn, self._turn = self._turn, ""
-        end, self._end = self._end, threading.Lock()
-        if end.locked():
-            end.release()
+        self._end.set()
         with suppress(StorageError):
             while turn and (state := self.state).turn == turn:
                 is_written = state.is_written or state.number == self._written
