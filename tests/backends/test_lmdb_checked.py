@@ -240,6 +240,19 @@ def test_a_file_that_cannot_be_walked_is_not_used_and_nothing_is_said_of_damage(
             LMDBBackend(kv, 16 * MIB)
 
 
+@pytest.mark.parametrize(
+    ("number", "error"), [("SIGTERM", UnavailableError), ("SIGKILL", UnavailableError), ("SIGSEGV", CorruptError)]
+)
+def test_only_signals_of_wrong_pointers_are_damage(kv, tmp_path, monkeypatch, number, error):
+    (kv / NOTE).unlink()
+    ended = tmp_path / "ended"
+    ended.write_text(f"#!/bin/sh\nkill -{number.removeprefix('SIG')} $$\n")
+    ended.chmod(0o700)
+    monkeypatch.setattr(checked, "get_executable", lambda: str(ended))
+    with pytest.raises(error):
+        LMDBBackend(kv, 16 * MIB)
+
+
 @pytest.mark.parametrize("read_only", [False, True])
 def test_damage_that_a_check_finds_is_found_by_the_next_opening_too(kv, read_only):
     with closing(LMDBBackend(kv, 16 * MIB, read_only=read_only)) as backend:

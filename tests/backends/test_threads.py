@@ -158,6 +158,31 @@ def test_if_no_thread_can_be_started_the_caller_does_the_work(pool, monkeypatch)
         pool.start(int)
 
 
+def test_what_is_open_sees_the_error_of_its_block_and_may_raise_another_one(pool):
+    seen = []
+
+    @contextmanager
+    def opened(translated=None):
+        try:
+            yield 1
+        except ValueError as error:
+            seen.append(error)
+            raise (translated or error) from None
+        if translated is not None:
+            raise translated
+
+    mine, other = ValueError("mine"), KeyError("translated")
+    with pytest.raises(ValueError, match="mine") as raised, pool.holding(opened()):
+        raise mine
+    assert raised.value is mine
+    with pytest.raises(KeyError), pool.holding(opened(other)):
+        raise mine
+    assert seen == [mine, mine]
+    # closing fails
+    with pytest.raises(KeyError), pool.holding(opened(other)):
+        pass
+
+
 def test_a_thread_opens_and_closes_what_a_caller_has(pool):
     seen = []
 
