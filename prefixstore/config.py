@@ -336,6 +336,12 @@ def _shown(name: str, value: object) -> str:
     """A setting as text: the name that llama.cpp has for it, if there is one, and llama.cpp is loaded."""
     if value is None:
         return "not set"
+    if name in ("type_k", "type_v"):
+        return next((word for word, number in CACHE_TYPES.items() if number == value), str(value))
+    if name == "flash_attn_type":
+        return (
+            {-1: "auto", 0: "disabled", 1: "enabled"}.get(value, str(value)) if isinstance(value, int) else str(value)
+        )
     if name in NAMED and isinstance(value, int) and (llama_cpp := sys.modules.get("llama_cpp")) is not None:
         known = _names(name, vars(llama_cpp))
         return next((word for word, number in known.items() if number == value), str(value))

@@ -227,13 +227,13 @@ def test_without_differences_there_is_nothing_to_explain(models):
     assert explain(here, [namespace(models, type_k="q8_0"), here]) == []
 
 
-def test_without_llama_cpp_numbers_stay_numbers(models, monkeypatch):
+def test_types_have_names_without_llama_cpp(models, monkeypatch):
     here = namespace(models)
     there = replace(here, settings={**here.settings, "type_k": 8})
 
     # a server does not load it only for names
     monkeypatch.delitem(sys.modules, "llama_cpp")
-    assert explain(here, [there]) == ["type_k is 1 here, 8 in the store"]
+    assert explain(here, [there]) == ["type_k is f16 here, q8_0 in the store"]
 
 
 def test_of_a_model_only_its_own_pages_are_explained_and_those_of_any_tenant():

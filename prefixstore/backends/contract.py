@@ -12,7 +12,7 @@ ordered by their bytes, which are unsigned. There are two kinds of access:
   committed: the second one waits for its turn, or ends with `ConflictError` and is done again. A loss of power may
   lose what was committed since the last `Backend.sync`, the newest first, and nothing else.
 
-A thread holds one view or update of a backend at a time, and does not fork while it holds one. A missing key is None,
+A caller holds one view or update of a backend at a time, and does not fork while it holds one. A missing key is None,
 never an exception. The errors are those of `prefixstore.errors.StorageError`: `FullError` (delete something and try
 again), `UnavailableError` (worth a retry later; also that the backend was closed), `CorruptError` and
 `IncompatibleError` (not worth one).

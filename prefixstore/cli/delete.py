@@ -132,7 +132,7 @@ def purge(
         scrubbed = scrub and not dry_run and _is_scrubbed(archive)
     shown = is_known or removed.pages
     done = "would be deleted" if dry_run else "deleted and overwritten" if scrubbed and is_local else "deleted"
-    problems = [] if is_known else [f"there is no tenant {salt!r}; prefixstore ls lists the tenants"]
+    problems = [] if is_known else [f"there is no tenant {salt!r}; prefixstore tenants lists them"]
     problems += [
         f"the settings of namespace {key} are damaged, so its tenant is unknown; see --namespace" for key in unknown
     ]

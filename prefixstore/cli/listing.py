@@ -49,7 +49,7 @@ def holdings_of(archive: Archive, namespace: str | None, salt: str | None) -> li
     among = [archive.namespace(namespace)] if namespace is not None else archive.holdings()
     found = [one for one in among if salt is None or (one.namespace and one.namespace.salt == salt)]
     if salt is not None and not found:
-        say(f"note: there is no tenant {salt!r}; prefixstore ls lists the tenants")
+        say(f"note: there is no tenant {salt!r}; prefixstore tenants lists them")
     return found
 
 

@@ -39,7 +39,10 @@ class ServeCommand(TyperCommand):
         except Exception as error:
             # the classes of the parser's errors are not public
             if not separated and hasattr(error, "option_name") and hasattr(error, "message"):
-                error.message += "\nOptions of llama-server follow --: prefixstore serve STORE -- llama-server -m FILE"
+                error.message += (
+                    "\nOptions of llama-server follow --: prefixstore serve STORE -- llama-server -m FILE"
+                    "\nSo do those of llama_cpp.server: prefixstore serve STORE --model FILE -- --n_ctx 8192"
+                )
             raise
 
 

@@ -13,7 +13,7 @@ from prefixstore.errors import InvalidParameterError
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.holdings import Holding
 from prefixstore.report.labels import visible
-from prefixstore.server.tenants import tenant_of, tenant_of_key
+from prefixstore.server.tenants import tenant_of_key
 from prefixstore.units import counted, format_bytes
 
 __all__ = ["tenants"]
@@ -34,11 +34,11 @@ def tenants(location: str, *, api_key_file: Path | None = None, limit: int | Non
     for one in holdings:
         if one.namespace is None:
             n_unknown += one.pages
-        elif lines is None or (one.namespace.salt is not None and tenant_of(one.namespace.salt) in lines):
+        elif lines is None or one.namespace.salt in lines:
             found[one.namespace.salt].append(one)
     facts = [_facts(name, held) for name, held in found.items()]
     if lines is not None:
-        facts = [one | {"line": lines[tenant_of(one["tenant"])]} for one in facts]
+        facts = [one | {"line": lines[one["tenant"]]} for one in facts]
     facts = sorted(facts, key=lambda one: -one["stored_bytes"])[:limit]
 
     def show() -> None:

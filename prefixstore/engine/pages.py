@@ -1,6 +1,6 @@
 """A location of pages, in a backend that keeps rows; `engine.keyspace` says in which.
 
-A thread holds one view or update of a location at a time, and does not fork while it holds one. The errors are those of
+A caller holds one view or update of a location at a time, and does not fork while it holds one. The errors are those of
 `prefixstore.errors.StorageError`: `FullError` (evict, `Pages.reclaim`, and try again), `UnavailableError` (worth a
 retry later), `CorruptError` and `IncompatibleError` (not worth one).
 """

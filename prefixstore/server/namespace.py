@@ -30,6 +30,7 @@ from prefixstore.server.model_settings import FLASH_AUTO, FLASH_OFF, FLASH_ON, S
 from prefixstore.server.process import RunningProcess, listening_process, running_process, start_ticks
 from prefixstore.server.records import Props
 from prefixstore.server.slot_file import STATE_VERSION, SlotLayout
+from prefixstore.server.tenants import parted
 from prefixstore.stats import Kind
 
 __all__ = ["ServerIdentity", "has_window", "kind_of_layout", "slots_dir_of"]
@@ -198,7 +199,7 @@ class ServerIdentity:
         page_tokens
             Length of a page.
         salt
-            The tenant.
+            The tenant, or a part of it.
 
         Raises
         ------
@@ -206,7 +207,11 @@ class ServerIdentity:
             If the server's states have other types than its arguments say.
         """
         kind = kind_of_layout(layout)
-        settings = {**self.settings, "kind": kind.value, "page_tokens": page_tokens, "salt": salt}
+        # parts are separate, and one tenant for quotas and purges
+        tenant, part = (None, None) if salt is None else parted(salt)
+        settings = {**self.settings, "kind": kind.value, "page_tokens": page_tokens, "salt": tenant}
+        if part is not None:
+            settings["label"] = part
         if self.is_named:
             settings["layout"] = hashlib.sha256(repr(layout.shape).encode()).hexdigest()
             return Namespace(settings)

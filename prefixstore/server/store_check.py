@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from prefixstore.backends.location import path_of, scheme_of, text_of
 from prefixstore.config import explain_of_model
-from prefixstore.errors import CorruptError, IncompatibleError, LocationError, PrefixStoreError, StorageError
+from prefixstore.errors import CorruptError, PrefixStoreError, StorageError
 from prefixstore.opening import Locations, locations_of
 from prefixstore.server.slots import SlotStore
 from prefixstore.store import PrefixStore
@@ -22,7 +22,6 @@ log = logging.getLogger("prefixstore")
 
 T = TypeVar("T")
 
-DAMAGE = (CorruptError, IncompatibleError, LocationError)
 # in a directory that may have files of others
 LMDB_FILES = ("data.mdb", "lock.mdb", "checked")
 SQLITE_FILES = ("", "-wal", "-shm", "-journal")
@@ -61,7 +60,7 @@ def opened(location: Locations, on_damage: OnDamage, open_it: Callable[[], T]) -
     except StorageError as error:
         if on_damage is OnDamage.FAIL:
             raise
-        place = _moved_aside(location) if on_damage is OnDamage.ASIDE and isinstance(error, DAMAGE) else None
+        place = _moved_aside(location) if on_damage is OnDamage.ASIDE and isinstance(error, CorruptError) else None
         if place is None:
             return error
         log.warning("the store cannot be used: %s; its files were moved to %s, and it begins empty", error, place)

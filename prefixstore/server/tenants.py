@@ -15,11 +15,11 @@ from prefixstore.errors import InvalidParameterError
 if TYPE_CHECKING:
     from prefixstore.server.upstream import Headers, Reply, Upstream
 
-__all__ = ["Admission", "NoTenantError", "TenantSource", "api_key_of", "tenant_of", "tenant_of_key", "within"]
+__all__ = ["Admission", "NoTenantError", "TenantSource", "api_key_of", "parted", "tenant_of_key", "within"]
 
 MAX_HEADER = 256
 # What a client may add to its tenant's name. It stands before the first colon, where nothing else has a slash.
-WITHIN = re.compile(r"/cache-salt-[0-9a-f]{32}(?=:)")
+WITHIN = re.compile(r"/(cache-salt-[0-9a-f]{32})(?=:)")
 # what these say must not be in the store
 CREDENTIALS = frozenset({"authorization", "x-api-key", "cookie", "proxy-authorization"})
 MAX_REMEMBERED = 1024
@@ -94,15 +94,16 @@ def tenant_of_key(key: bytes) -> str:
 
 
 def within(salt: str, cache_salt: str) -> str:
-    """The part of a tenant's pages that requests with this ``cache_salt`` share."""
+    """Whose requests with this ``cache_salt`` are: a part of the tenant."""
     source, _, name = salt.partition(":")
     return f"{source}/cache-salt-{_digest(cache_salt.encode('utf-8', 'surrogatepass'))}:{name}"
 
 
-def tenant_of(salt: str) -> str:
-    """The tenant that a salt belongs to, whichever part of its pages that is."""
-    source, colon, name = salt.partition(":")
-    return WITHIN.sub("", source + colon, count=1) + name
+def parted(owner: str) -> tuple[str, str | None]:
+    """The tenant of an owner, which quotas and purges are for, and which part of it that is; None for no part."""
+    source, colon, name = owner.partition(":")
+    found = WITHIN.search(source + colon)
+    return WITHIN.sub("", source + colon, count=1) + name, found[1] if found else None
 
 
 def _digest(data: bytes) -> str:

@@ -27,7 +27,7 @@ from stat import S_IMODE
 import lmdb
 import numpy as np
 
-from prefixstore.backends.lmdb.walk import DAMAGED
+from prefixstore.backends.lmdb.walk import DAMAGED, SOUND
 from prefixstore.backends.trusted import require_trusted_files
 from prefixstore.errors import CorruptError, LocationError, UnavailableError
 
@@ -81,7 +81,8 @@ def require_sound(path: Path, databases: Iterable[bytes]) -> None:
         raise UnavailableError(f"{path} cannot be read: {error.strerror}") from error
     packages = {str(Path(module.__file__ or "").parents[1]) for module in (lmdb, np)}
     walk = Path(__file__).with_name("walk.py")
-    command = [get_executable(), "-I", "-S", "-c", SCRIPT, os.pathsep.join(packages), str(walk), str(path.parent)]
+    command = [get_executable() or sys.executable or "", "-I", "-S", "-c", SCRIPT, os.pathsep.join(packages)]
+    command += [str(walk), str(path.parent)]
     command += [name.decode() for name in databases]
     try:
         # in a session of its own: the signals of a terminal are not for it
@@ -94,9 +95,10 @@ def require_sound(path: Path, databases: Iterable[bytes]) -> None:
         raise damaged(path, done.stdout.decode(errors="replace"))
     if done.returncode in CRASHES:
         raise damaged(path, f"a process that read it was ended by signal {-done.returncode}")
-    if done.returncode:
+    # it has to say so: another program, or a system that does not keep exit codes for this process, says nothing
+    if done.returncode or done.stdout != SOUND:
         last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        why = last or f"{command[0]} ended with {done.returncode}"
+        why = last or f"{os.fsdecode(command[0])!r} ended with {done.returncode}, and has not said that it is sound"
         raise UnavailableError(f"{path} cannot be checked: {why}")
 
 
@@ -109,6 +111,11 @@ class CheckedFile:
         The file.
     read_only
         Whether the process must not write beside it.
+
+    Attributes
+    ----------
+    was_noted
+        Whether it was a store's when it was entered.
     """
 
     def __init__(self, path: Path, *, read_only: bool) -> None:
@@ -118,6 +125,8 @@ class CheckedFile:
         # the open note, which this process has locked
         self._handle: int | None = None
         self._is_sound = True
+        # whether a store has noted anything before
+        self.was_noted = False
 
     def enter(self, databases: Iterable[bytes], *, is_new: bool) -> None:
         """Before the data are opened: walk them if necessary. Raises as `require_sound` does.
@@ -132,6 +141,7 @@ class CheckedFile:
         self.drop()
         self._is_sound = True
         self._handle = handle = self._open()
+        self.was_noted = handle is not None and os.fstat(handle).st_size > 0
         try:
             # who has locked it exclusively is alone, and who shares the lock has data that were sound
             is_alone = handle is None or self._locked(handle)
@@ -162,6 +172,13 @@ class CheckedFile:
         self._is_sound = False
         with suppress(OSError):
             self._note.unlink(missing_ok=True)
+
+    def refuse(self) -> None:
+        """The data cannot be opened: leave nothing beside those of another application."""
+        if self._handle is not None and not self.was_noted and not self._read_only:
+            with suppress(OSError):
+                self._note.unlink(missing_ok=True)
+        self.drop()
 
     def leave(self) -> None:
         """The data are closed: say that they are sound."""

@@ -20,7 +20,7 @@ from prefixstore.backends import refusals
 from prefixstore.backends.files import publish
 from prefixstore.backends.forks import ForkLevel, ForkLock, register_at_fork
 from prefixstore.backends.handle_lock import HandleLock
-from prefixstore.backends.lmdb.checked import CheckedFile, require_sound
+from prefixstore.backends.lmdb.checked import CheckedFile, damaged, require_sound
 from prefixstore.backends.lmdb.errors import not_opened, prepare_directory, translate
 from prefixstore.backends.lmdb.lock_file import writer_of
 from prefixstore.backends.lmdb.walk import MAX_READERS
@@ -101,6 +101,8 @@ class Environment:
                 if not read_only:
                     self.env.set_mapsize(self._size_to_delete())
             except (lmdb.Error, OSError) as error:
+                if isinstance(error, (lmdb.InvalidError, lmdb.InvalidParameterError)) and self._checked.was_noted:
+                    raise damaged(file, str(error)) from error
                 raise not_opened(error, path, self._map_size, read_only=read_only) from error
             try:
                 if not read_only:
@@ -114,7 +116,7 @@ class Environment:
     def _forget(self) -> None:
         """The file is not open: when it is opened, it is another one."""
         self._identity = None
-        self._checked.drop()
+        self._checked.refuse()
 
     def _size_to_delete(self) -> int:
         """The map that the file needs so that something can be deleted from it, if it was filled with a larger budget.
