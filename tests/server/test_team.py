@@ -14,6 +14,7 @@ import pytest
 from prefixstore import PrefixStore
 from prefixstore.cli import main
 from prefixstore.maintenance.archive import Archive
+from prefixstore.server.tenants import parted, within
 from tests.support.served import Serve, Served, cached, prompt
 
 ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789"
@@ -30,6 +31,14 @@ def listed(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[dict[
 
 
 # -- tenants ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_part_of_a_tenant_is_found_in_its_owner_only_where_no_client_can_write_it():
+    tenant, part = parted(within("x-user:al", "her project"))
+    assert (tenant, part is not None and part.startswith("cache-salt-")) == ("x-user:al", True)
+    assert part != parted(within("x-user:al", "another"))[1]
+    for name in ("x-user:al", f"x-user:a/{part}:b", f"x-user:/{part}:"):
+        assert parted(name) == (name, None)
 
 
 @pytest.mark.slow
