@@ -175,7 +175,7 @@ def test_a_server_and_doctor_say_if_the_pages_of_its_model_are_for_other_setting
     # as a Llama has it by default
     assert main(["warm", "--model", str(docs_model), "--store", str(tmp_path / "store"), str(file)]) == 0
     served = serve()
-    differ = "flash_attn_type is 1 here, 0 in the store"
+    differ = "flash_attn_type is enabled here, disabled in the store"
     assert f"has pages of this model, and none for these settings: {differ}. Start the server with" in served.text()
     assert served.status()["store"]["other_settings"] == [differ]
     capsys.readouterr()
