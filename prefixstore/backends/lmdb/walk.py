@@ -31,7 +31,8 @@ import numpy.typing as npt
 __all__ = ["DAMAGED", "SOUND", "DamageError", "Layout", "walk"]
 
 # exit code of the script, and what it prints if the file is not damaged
-DAMAGED, SOUND = 3, b"sound"
+DAMAGED = 3
+SOUND = b"sound"
 MAX_READERS = 512
 # how often the script begins again, when others commit meanwhile
 ATTEMPTS = 100
