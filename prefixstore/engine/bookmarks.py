@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
@@ -77,12 +77,11 @@ class Bookmarks:
             changes = self._pending.get(namespace)
             return merged(parsed[1], changes) if changes else parsed[1]
 
-    def take_deleted(self, namespace: bytes) -> dict[str, Bookmark]:
+    def take_deleted(self, namespace: bytes, known: Collection[str]) -> dict[str, Bookmark]:
         """Bookmarks that were there, and were deleted with their sequences, as by a purge; each once.
 
-        Raises `StorageError`.
+        `known` are the names of those that `read` has found now. Raises `StorageError`.
         """
-        known = self.read(namespace)
         with self._lock:
             missing = {name: each for name, each in self._seen[namespace].items() if name not in known}
         kept = set(self.whole(namespace, missing)) if missing else set()

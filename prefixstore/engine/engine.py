@@ -648,9 +648,12 @@ class Engine:
         return self._bookmarks.whole(namespace, self._bookmarks.read(namespace))
 
     @handed_over
-    def take_deleted_bookmarks(self, namespace: bytes) -> Mapping[str, Bookmark]:
-        """Bookmarks that somebody has deleted with their sequences, by name, each once. Raises `StorageError`."""
-        return self._bookmarks.take_deleted(namespace)
+    def take_deleted_bookmarks(self, namespace: bytes, known: Collection[str]) -> Mapping[str, Bookmark]:
+        """Bookmarks that somebody has deleted with their sequences, by name, each once. Raises `StorageError`.
+
+        `known` are the names that `bookmarks` has found now.
+        """
+        return self._bookmarks.take_deleted(namespace, known)
 
     @handed_over
     def bookmarked(self, namespace: bytes, bookmark: Bookmark) -> Tokens | None:

@@ -179,7 +179,7 @@ class Table:
                 del self.entries[each.name]
             left = set(self.entries)
         self.forget(gone)
-        saved = set(self._saved()) - left if name is None else set(self._newer({name: 0}))
+        saved = set(self._saved()) - left if name is None else set(_newer({name: 0}, self._bookmarks()))
         with self._hook.guard():
             for each_name in saved if name is None else {name}:
                 self._engine.set_bookmark(self._namespace, each_name, None)
@@ -191,37 +191,22 @@ class Table:
 
     # -- what is saved ------------------------------------------------------------------------------------------------
 
-    def drop_deleted(self) -> None:
-        """Drop the sessions whose names and pages were deleted, as by a purge of another process."""
-        deleted: Mapping[str, Bookmark] = {}
-        with self._looking_up():
-            deleted = self._engine.take_deleted_bookmarks(self._namespace)
-        for name, bookmark in deleted.items():
-            with self.lock:
-                entry = self.entries.get(name)
-                # not one that has gone on here since
-                if entry is None or entry.set_at > bookmark.set_at or self._is_leased(entry):
-                    continue
-                del self.entries[name]
-            self._engine.keep(name, ())
-
     def names(self) -> list[str]:
         """Those that can be resumed: of this process, and of the location."""
-        self.drop_deleted()
-        saved = self._saved()
+        saved, whole = self._bookmarks(), self._saved()
         with self.lock:
             held = {each.name for each in self.entries.values() if len(each.tokens) or self._is_leased(each)}
             empty = {name: each.set_at for name, each in self.entries.items() if name not in held}
         # another process may have left one after it was discarded here
-        hidden = empty.keys() - self._newer(empty).keys()
-        return sorted(held | (set(saved) - hidden))
+        hidden = empty.keys() - _newer(empty, saved).keys()
+        return sorted(held | (set(whole) - hidden))
 
     def look_up(self, *names: str) -> None:
         """Note what another process, or an earlier one, has left as the last one of these sessions, or has deleted."""
-        self.drop_deleted()
+        saved = self._bookmarks()
         with self.lock:
             set_at = {name: self.entries[name].set_at if name in self.entries else 0 for name in names}
-        for name, bookmark in self._newer(set_at).items():
+        for name, bookmark in _newer(set_at, saved).items():
             tokens = None
             with self._looking_up():
                 tokens = self._engine.bookmarked(self._namespace, bookmark)
@@ -239,12 +224,22 @@ class Table:
             with self._hook.guard():
                 self._engine.keep(name, entry.keys)
 
-    def _newer(self, set_at: Mapping[str, int]) -> dict[str, Bookmark]:
-        """Those of these sessions that were saved after these times."""
+    def _bookmarks(self) -> Mapping[str, Bookmark]:
+        """What is saved. Sessions that were deleted with what they held, as by a purge elsewhere, are dropped here."""
         saved: Mapping[str, Bookmark] = {}
+        deleted: Mapping[str, Bookmark] = {}
         with self._looking_up():
-            saved = self._engine.bookmarks(self._namespace) if set_at else {}
-        return {name: saved[name] for name, before in set_at.items() if name in saved and saved[name].set_at > before}
+            saved = self._engine.bookmarks(self._namespace)
+            deleted = self._engine.take_deleted_bookmarks(self._namespace, saved.keys())
+        for name, bookmark in deleted.items():
+            with self.lock:
+                entry = self.entries.get(name)
+                # not one that has gone on here since
+                if entry is None or entry.set_at > bookmark.set_at or self._is_leased(entry):
+                    continue
+                del self.entries[name]
+            self._engine.keep(name, ())
+        return saved
 
     def _saved(self) -> list[str]:
         """The saved ones that can be resumed: all that they hold is stored."""
@@ -273,6 +268,11 @@ class Table:
         rest = tokens[len(full_pages) * self._hook.page_tokens :].tobytes()
         forms = (PAGE, SNAPSHOT) if self._hook.kind.has_snapshots else (PAGE,)
         return (*full_pages, *(page_key(parent, rest, form) for form in forms if rest or form == SNAPSHOT))
+
+
+def _newer(set_at: Mapping[str, int], saved: Mapping[str, Bookmark]) -> dict[str, Bookmark]:
+    """Those of these sessions that were saved after these times."""
+    return {name: saved[name] for name, before in set_at.items() if name in saved and saved[name].set_at > before}
 
 
 def _now(before: int) -> int:
