@@ -34,7 +34,7 @@ from prefixstore.backends.files import expanded
 from prefixstore.backends.location import ENVIRONMENT, is_url, text_of
 from prefixstore.errors import InvalidParameterError, MissingExtraError
 from prefixstore.format.namespace import Namespace
-from prefixstore.models.file import CACHE_TYPES, is_gguf
+from prefixstore.models.file import CACHE_TYPES, is_gguf, setting_text
 from prefixstore.opening import locations_of
 from prefixstore.store import PrefixStore
 from prefixstore.units import shown
@@ -333,19 +333,12 @@ def explain_of_model(namespace: Namespace, stored: Iterable[Namespace]) -> list[
 
 
 def _shown(name: str, value: object) -> str:
-    """A setting as text: the name that llama.cpp has for it, if there is one, and llama.cpp is loaded."""
-    if value is None:
-        return "not set"
-    if name in ("type_k", "type_v"):
-        return next((word for word, number in CACHE_TYPES.items() if number == value), str(value))
-    if name == "flash_attn_type":
-        return (
-            {-1: "auto", 0: "disabled", 1: "enabled"}.get(value, str(value)) if isinstance(value, int) else str(value)
-        )
-    if name in NAMED and isinstance(value, int) and (llama_cpp := sys.modules.get("llama_cpp")) is not None:
+    """A setting as text: the name that it has here, or in llama.cpp, if that is loaded."""
+    text = setting_text(name, value)
+    if name in NAMED and text == str(value) and (llama_cpp := sys.modules.get("llama_cpp")) is not None:
         known = _names(name, vars(llama_cpp))
-        return next((word for word, number in known.items() if number == value), str(value))
-    return str(value)
+        return next((word for word, number in known.items() if number == value), text)
+    return text
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from prefixstore.errors import InvalidParameterError
 from prefixstore.format.figures import Described, History
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.holdings import Holding
-from prefixstore.models.file import model_names
+from prefixstore.models.file import model_names, setting_text
 from prefixstore.report.labels import visible
 from prefixstore.units import counted, format_bytes, format_seconds
 
@@ -131,7 +131,7 @@ def _differences(holdings: list[Holding]) -> dict[bytes, str]:
         differ = sorted(name for name in names if len({repr(_settings(one).get(name)) for one in same}) > 1)
         for one in same:
             values = [(name, _settings(one).get(name)) for name in differ]
-            texts = (f"{name} {'not set' if value is None else str(value)[:SHORT]}" for name, value in values)
+            texts = (f"{name} {setting_text(name, value)[:SHORT]}" for name, value in values)
             found[one.key] = ", ".join(texts)
     return found
 

@@ -28,6 +28,7 @@ __all__ = [
     "model_parts",
     "read_gguf",
     "read_metadata",
+    "setting_text",
     "settings_of_model",
 ]
 
@@ -51,6 +52,12 @@ CACHE_TYPES = {
     "bf16": 30,
 }
 CACHE_TYPE_NAMES = {number: name for name, number in CACHE_TYPES.items()}
+# what people call the numbers of settings
+VALUE_NAMES: dict[str, dict[int, str]] = {
+    "type_k": CACHE_TYPE_NAMES,
+    "type_v": CACHE_TYPE_NAMES,
+    "flash_attn_type": {-1: "auto", 0: "disabled", 1: "enabled"},
+}
 # types of files, by their numbers in llama_ftype; "-" is not in use
 FILE_TYPES = """
 F32 F16 Q4_0 Q4_1 - - - Q8_0 Q5_0 Q5_1 Q2_K Q3_K_S Q3_K_M Q3_K_L Q4_K_S Q4_K_M Q5_K_S Q5_K_M Q6_K IQ2_XXS IQ2_XS Q2_K_S
@@ -168,6 +175,14 @@ def model_names(metadata: Mapping[str, object], settings: Mapping[str, object]) 
         number = settings.get(one)
         names[one] = CACHE_TYPE_NAMES.get(number, f"type {number}") if isinstance(number, int) else None
     return names
+
+
+def setting_text(name: str, value: object) -> str:
+    """The value of a setting, by its name if it has one."""
+    if value is None:
+        return "not set"
+    known = VALUE_NAMES.get(name, {}) if isinstance(value, int) else {}
+    return next((text for number, text in known.items() if number == value), str(value))
 
 
 def settings_of_model(
