@@ -904,25 +904,14 @@ class Engine:
         return self._ram.wants_pages
 
     @handed_over
-    def do_idle_work(self) -> float | None:
-        """Copy states of pages that were used recently into RAM.
-
-        Returns
-        -------
-        float or None
-            Seconds until it should be called again; None if there is nothing left to do.
-
-        Raises
-        ------
-        StorageError
-            If pages cannot be read.
-        """
-        while (page := self._ram.next_wanted()) is not None:
-            if self._has(page.key):
-                with self.fetching([page]) as states:
-                    for state in states:
-                        self._ram.keep(page, state)
-        return None
+    def do_idle_work(self) -> bool:
+        """Copy the state of a page that was used recently into RAM; whether there are more. Raises `StorageError`."""
+        page = self._ram.next_wanted()
+        if page is not None and self._has(page.key):
+            with self.fetching([page]) as states:
+                for state in states:
+                    self._ram.keep(page, state)
+        return self._ram.wants_pages
 
     def _has(self, key: bytes) -> bool:
         """Whether a page is here, or will be with one of the next commits."""

@@ -64,14 +64,8 @@ class Work(Protocol):
     def has_idle_work(self) -> bool:
         """Whether `do_idle_work` has something to do."""
 
-    def do_idle_work(self) -> float | None:
-        """A short piece of it; called while there is nothing to write. Raises `StorageError`.
-
-        Returns
-        -------
-        float or None
-            Seconds until the next piece; None if that can wait for the next changes to commit.
-        """
+    def do_idle_work(self) -> bool:
+        """A short piece of it; called while there is nothing to write. Whether there is more. Raises `StorageError`."""
 
 
 class WriteQueue:
@@ -264,15 +258,14 @@ class WriteQueue:
             self._thread = None
 
     def _run(self) -> None:
-        # when changes without pages are committed; and when the next piece of idle work begins, if there is one
-        due = time.monotonic() + DEFERRED_SECONDS
-        idle_from: float | None = None
+        # when changes without pages are committed; and whether there is more to do in idle time
+        due, has_more = time.monotonic() + DEFERRED_SECONDS, False
         while True:
             with self._lock:
                 self._finished()
                 self._wake.wait_for(
                     lambda: self._queue or self._closing or self._flush_requested,
-                    timeout=max(min(due, idle_from or due) - time.monotonic(), 0.0),
+                    timeout=0.0 if has_more else max(due - time.monotonic(), 0.0),
                 )
                 if self._closing and not self._queue and not self._flush_requested:
                     break
@@ -283,15 +276,11 @@ class WriteQueue:
                 self._busy = commits
             if batch or (commits and self._has_deferred):
                 self._commit(batch)
-            now = time.monotonic()
-            due = now + DEFERRED_SECONDS if commits else due
+            due = time.monotonic() + DEFERRED_SECONDS if commits else due
             with self._lock:
                 self._finished()
-                is_wanted = self._queue or self._closing or self._flush_requested
-                self._idling = not is_wanted and (idle_from is None or now >= idle_from)
-            if self._idling:
-                pause = self._do_idle_work()
-                idle_from = time.monotonic() + pause if pause is not None else None
+                self._idling = not (self._queue or self._closing or self._flush_requested)
+            has_more = self._idling and self._do_idle_work()
         if self.is_on_its_own:
             self._on_released()
 
@@ -309,15 +298,15 @@ class WriteQueue:
             size += batch[-1].n_bytes
         return batch
 
-    def _do_idle_work(self) -> float | None:
-        """Seconds until the next piece, if there is one."""
+    def _do_idle_work(self) -> bool:
+        """Do a piece of it; whether there is more."""
         try:
             return self._work.do_idle_work()
         except PrefixStoreError as error:
             log.warning("work in idle time failed: %s", error)
         except Exception:  # a fault of the store must not end the thread that serves it
             log.exception("work in idle time failed")
-        return None
+        return False
 
     def _commit(self, batch: Sequence[PendingPage]) -> None:
         size = sum(new.n_bytes for new in batch)

@@ -300,12 +300,12 @@ class IdleWork:
 
     def do_idle_work(self):
         if not self.left:
-            return None
+            return False
         self.started.set()
         self.gate.wait(PATIENCE)
         self.left -= 1
         self.done += 1
-        return 0.0
+        return True
 
 
 @contextmanager
@@ -401,7 +401,7 @@ def test_idle_work_that_fails_does_not_end_the_thread(caplog):
     work = IdleWork(1)
 
     def fail():
-        work.do_idle_work = lambda: None
+        work.do_idle_work = lambda: False
         raise UnavailableError("the location is gone")
 
     work.do_idle_work = fail
