@@ -178,7 +178,7 @@ class FigureKeeper:
             return
         note = None
         try:
-            note = self._note(transaction)
+            note = _whole(transaction, self._warn)
         except IncompatibleError as error:
             # it stays as it is
             self._warn(error)
@@ -261,7 +261,7 @@ class FigureKeeper:
             with self._lock:
                 n_before, sent, waiting = self._n_sent, self._sent, self._counters.unwritten()
             with self._backend.view() as view:
-                note = _noted(view, self._warn)
+                note = _readable(view, self._warn)
         if sent is not None and not self._is_in(note, sent):
             note.add(sent.ledger)
         note.add(waiting)
@@ -269,14 +269,6 @@ class FigureKeeper:
         if history.max_bytes is None and self._notes_budget:
             history = replace(history, max_bytes=self._budget.max_bytes, max_entries=self._budget.max_entries)
         return replace(history, described={**self._described, **history.described})
-
-    def _note(self, view: View) -> FigureNote:
-        """The note; an empty one if it is damaged. Raises `IncompatibleError` if a newer version wrote it."""
-        try:
-            return FigureNote.parse(view.note(NOTE))
-        except CorruptError as error:
-            self._warn(error)
-            return FigureNote()
 
     def _warn(self, error: StorageError) -> None:
         """Say once that something cannot be read."""
@@ -297,7 +289,7 @@ class FigureKeeper:
             if namespaces is None:
                 transaction.put_note(NOTE, None)
                 return
-            note = _noted(transaction, self._warn)
+            note = _readable(transaction, self._warn)
             gone = {short(key) for key in namespaces} & note.described.keys()
             if tenant is not None:
                 gone |= {name for name, one in note.described.items() if one.tenant == tenant[:LONGEST_NAME]}
@@ -309,12 +301,22 @@ class FigureKeeper:
 
 def read_history(view: View, now: float) -> History:
     """How a location was used. If that cannot be read, nothing is known, with a warning."""
-    return _noted(view, lambda error: log.warning("figures cannot be used: %s", error)).history(now)
+    return _readable(view, lambda error: log.warning("figures cannot be used: %s", error)).history(now)
 
 
-def _noted(view: View, warn: Callable[[StorageError], None]) -> FigureNote:
+def _whole(view: View, warn: Callable[[StorageError], None]) -> FigureNote:
+    """The note; an empty one if it is damaged. Raises `IncompatibleError` if a newer version wrote it."""
     try:
         return FigureNote.parse(view.note(NOTE))
-    except (CorruptError, IncompatibleError) as error:
+    except CorruptError as error:
+        warn(error)
+        return FigureNote()
+
+
+def _readable(view: View, warn: Callable[[StorageError], None]) -> FigureNote:
+    """As `_whole`, and an empty one if a newer version wrote it."""
+    try:
+        return _whole(view, warn)
+    except IncompatibleError as error:
         warn(error)
         return FigureNote()
