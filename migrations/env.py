@@ -11,7 +11,7 @@ context.configure(
     version_table=VERSION_TABLE,
     literal_binds=True,
     output_buffer=context.config.output_buffer,
-    # whoever runs the statements begins the transaction and ends it
+    # the caller, who runs the statements, begins and ends the transaction
     transactional_ddl=False,
 )
 context.run_migrations()

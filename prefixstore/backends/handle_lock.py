@@ -132,7 +132,7 @@ class HandleLock:
 
 
 def _keys(holders: Mapping[object, Caller]) -> list[object]:
-    """For whom these are now: one that nobody waits for any longer is for itself."""
+    """The callers that hold these now; a thread whose caller has stopped waiting counts for itself."""
     return [each.key for each in list(holders.values())]
 
 

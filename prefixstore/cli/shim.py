@@ -56,9 +56,7 @@ def shim(
     place = store if store is None or is_url(store) else os.path.abspath(expanded(store))  # noqa: PTH100 - as above
     serve = [] if place is None else [place]
     serve += [] if config is None else ["--config", str(config.absolute())]
-    text = SCRIPT.format(
-        python=shlex.quote(sys.executable), serve=shlex.join(serve) or "", program=shlex.quote(program)
-    )
+    text = SCRIPT.format(python=shlex.quote(sys.executable), serve=shlex.join(serve), program=shlex.quote(program))
     is_secret = place is not None and without_password(place) != place
     with writing(str(file), mode=0o700 if is_secret else 0o755, replace=False) as written:
         written.write(text.encode())

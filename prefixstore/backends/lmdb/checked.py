@@ -168,7 +168,7 @@ class CheckedFile:
         raise UnavailableError(f"{self._path} is being checked by another process; try again")
 
     def forget(self) -> None:
-        """Something in the data is damaged: whoever opens them next walks them. Readers say so, too."""
+        """Something in the data is damaged: the next process that opens them walks them. Readers note that, too."""
         self._is_sound = False
         with suppress(OSError):
             self._note.unlink(missing_ok=True)

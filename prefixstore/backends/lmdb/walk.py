@@ -238,20 +238,20 @@ class _Walk:
 def _main(directory: str, names: Sequence[str]) -> str | None:
     """Walk those of these databases that there are; says what is wrong."""
     if not (Path(directory) / "data.mdb").stat().st_size:
-        # LMDB begins anew in it
+        # LMDB initializes an empty file
         return None
     try:
         env = lmdb.open(
             directory, readonly=True, create=False, map_size=0, max_dbs=len(names), max_readers=MAX_READERS, mode=0o600
         )
     except (lmdb.InvalidError, lmdb.InvalidParameterError, lmdb.VersionMismatchError):
-        # no file of LMDB's, or of another version: whoever opens it says so
+        # not an LMDB file, or of another version: opening it raises the error
         return None
     try:
         for _ in range(ATTEMPTS):
             with env.begin(buffers=True) as txn:
                 found = {bytes(name).decode(errors="replace") for name, _ in txn.cursor()}
-                # those of another application are refused by whoever opens the file
+                # databases of another application are refused when the store is opened
                 if found == set(names):
                     databases = [env.open_db(name.encode(), txn=txn, create=False) for name in names]
                     if walk(env, txn, databases, Path(directory) / "data.mdb") is None:

@@ -42,7 +42,7 @@ class ObjectsView(View):
     state
         What is committed.
     is_alone
-        Whether nobody else writes.
+        Whether this process has the turn, so that no other one writes.
     """
 
     def __init__(self, store: Store, client: Client, state: State, *, is_alone: bool = False) -> None:
