@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -38,8 +39,8 @@ def test_what_waits_is_counted_until_it_is_written():
         for new in [*store.pages(A), snapshot_of(store, [*A, 1])]:
             assert writer.submit(new)
         assert writer.engine.pending == (3, 1)
-        gate.set()
-        assert writer.drain() == Drained(4, 3 * 1000 + 100, 0)
+        with when_it_waits(writer, gate.set):
+            assert writer.drain() == Drained(4, 3 * 1000 + 100, 0)
         assert writer.engine.pending == (0, 0)
         # nothing has waited since
         assert writer.drain() == Drained(0, 0, 0)
@@ -63,24 +64,24 @@ def test_a_drain_ends_when_its_limit_is_reached_and_says_what_is_left():
             writer.submit(*store.pages(tokens))
         assert writer.drain(seconds=0.01) == Drained(0, 0, 3)
         assert writer.drain(0) == Drained(0, 0, 3)
-        with releasing(writer, steps, 1):
+        with when_it_waits(writer, partial(steps.release, 1)):
             assert writer.drain(1) == Drained(1, 1000, 2)
         # the two that wait are written together
-        with releasing(writer, steps, 3):
+        with when_it_waits(writer, partial(steps.release, 3)):
             assert writer.drain(n_bytes=1) == Drained(2, 2000, 0)
         steps.release(10)
 
 
 @contextmanager
-def releasing(writer, steps, n):
-    """Let so many steps go as soon as somebody waits for the queue."""
-    wake, left = writer.engine._queue._wake, [n]
+def when_it_waits(writer, do):
+    """Do something once, as soon as somebody waits for the queue: a drain counts from its beginning."""
+    wake, left = writer.engine._queue._wake, [do]
     wait_until = wake.wait_for
 
     def waiting(*arguments, **options):
         # the thread of the queue needs the lock, which is held until the wait begins
         if threading.current_thread() is not writer.engine._queue._thread and left:
-            steps.release(left.pop())
+            left.pop()()
         return wait_until(*arguments, **options)
 
     wake.wait_for = waiting
