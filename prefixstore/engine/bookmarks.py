@@ -8,9 +8,10 @@ from collections.abc import Callable, Collection, Mapping
 import numpy as np
 
 from prefixstore.engine.bookmark import Bookmark, BookmarkChange, Unset, is_whole, merged, note_name, parse
-from prefixstore.engine.budget import Budget, Evictor
+from prefixstore.engine.budget import Budget
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.pages import Pages, retried
+from prefixstore.engine.space import Evictor
 from prefixstore.format.keys import Tokens
 from prefixstore.format.record import Record
 from prefixstore.format.saved_state import pack_state

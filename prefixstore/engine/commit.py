@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from prefixstore.backends.contract import ConflictError
-from prefixstore.engine.budget import Budget, Evictor
+from prefixstore.engine.budget import Budget
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.delete import Deleter
+from prefixstore.engine.eviction import Victim
 from prefixstore.engine.figures import FigureKeeper
 from prefixstore.engine.index import Page, is_same, later
 from prefixstore.engine.page_update import Transaction
@@ -25,6 +27,7 @@ from prefixstore.engine.pending import Deferred, PackedPage, PendingPage, Use
 from prefixstore.engine.policy_memory import note_policy
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.relatives import siblings_of
+from prefixstore.engine.space import Evictor, Space
 from prefixstore.engine.waiting import DropReason
 from prefixstore.errors import CorruptError, FullError, IncompatibleError, StorageError
 from prefixstore.format.autocodec import Encoder
@@ -220,16 +223,17 @@ class Committer:
                 catalog.refuse(new, reason, refused_at)
 
         with catalog.update(self._backend, committed) as transaction:
+            space = Space(self._evictor, transaction)
             # Delete what is damaged, expired, or no longer wanted.
             fresh = {one.record.key for one in packed}
             if self._housekeeping:
                 deferred = catalog.deferred(fresh)
-                n_damaged = self._clean_up(transaction, deferred)
+                n_damaged = self._clean_up(transaction, space, deferred)
             # Record uses: what is evicted depends on them.
             self._write_uses(transaction, {key: n for key, n in deferred.uses.items() if key not in fresh})
             # Write the pages, parents first, making space for each.
-            refused = self._put_all(transaction, packed, written, put)
-            shortage = self._shortage(transaction, packed, refused)
+            refused = self._put_all(transaction, space, packed, written, put)
+            shortage = self._shortage(space, packed, refused)
             refused_at = transaction.generation if refused and not put else None
             # And their uses.
             self._write_uses(transaction, {key: n for key, n in deferred.uses.items() if key in fresh})
@@ -259,7 +263,7 @@ class Committer:
         elif used <= self._low_bytes:
             self._encode.is_short_of_space = False
 
-    def _clean_up(self, transaction: Transaction, deferred: Deferred) -> int:
+    def _clean_up(self, transaction: Transaction, space: Space, deferred: Deferred) -> int:
         """Delete pages that cannot or should not be restored; return how many of them were damaged."""
         # Snapshots that were thinned out.
         for key in deferred.thinned:
@@ -273,58 +277,58 @@ class Committer:
                 del deferred.damaged[key]
             deferred.suspicions = {key: one for key, one in deferred.suspicions.items() if key not in left}
         # Expired leaves.
-        if self._catalog.expects_expiry and self._evictor.delete_expired(transaction, EXPIRED_AT_ONCE):
+        if self._catalog.expects_expiry and space.delete_expired(EXPIRED_AT_ONCE):
             deferred.expired = False
         return n_damaged
 
     def _put_all(
-        self, transaction: Transaction, packed: Sequence[PackedPage], written: list[PendingPage], put: set[bytes]
+        self,
+        transaction: Transaction,
+        space: Space,
+        packed: Sequence[PackedPage],
+        written: list[PendingPage],
+        put: set[bytes],
     ) -> list[tuple[PendingPage, DropReason]]:
         """Write pages; those that are refused, and why."""
         found = _stored(transaction, packed)
         # nothing is evicted for a page that cannot be written
         reasons = _hindrances(packed, found)
-        reasons |= self._admit(transaction, [one for one in packed if one.pending.page.key not in reasons], found)
         refused: list[tuple[PendingPage, DropReason]] = []
-        for one in packed:
+        for i, one in enumerate(packed):
             page = one.pending.page
             # what follows a page that is refused is refused as well
             reason = reasons.get(page.key) or reasons.get(page.parent)
             if reason is None:
-                reason = self._put(transaction, one, found, written, put)
+                admits = partial(self._admits, _followers(packed, i))
+                reason = self._put(transaction, space, one, admits, found, written, put)
             if reason is not None:
                 reasons[page.key] = reason
                 refused.append((one.pending, reason))
         return refused
 
+    def _admits(self, followers: Sequence[PackedPage], victim: Victim) -> bool:
+        """Whether one of these pages is worth more than a victim, or is to be stored in any case."""
+        return any(
+            one.pending.is_wanted or one.pending.page.pinned or self._catalog.admits(one, victim) for one in followers
+        )
+
     def _shortage(
-        self,
-        transaction: Transaction,
-        packed: Sequence[PackedPage],
-        refused: Sequence[tuple[PendingPage, DropReason]],
+        self, space: Space, packed: Sequence[PackedPage], refused: Sequence[tuple[PendingPage, DropReason]]
     ) -> Shortage | None:
         """What the last of the refused pages asked for, and what there was; None if none was refused for its size."""
         of = {one.pending.page.key: one for one in packed}
         for new, reason in reversed(refused):
             if reason in (DropReason.BUDGET, DropReason.QUOTA, DropReason.ADMISSION):
                 n_pages = sum(1 for _, other in refused if other is reason)
-                return self._evictor.shortage(transaction, of[new.page.key], reason, n_pages)
+                return space.shortage(of[new.page.key], reason, n_pages)
         return None
-
-    def _admit(
-        self, transaction: Transaction, packed: Sequence[PackedPage], found: Mapping[bytes, Record | StorageError]
-    ) -> dict[bytes, DropReason]:
-        """Make space for pages that are worth more than what is stored; the others, and why they are not written."""
-        refused: dict[bytes, DropReason] = {}
-        for chain in _chains(packed, found):
-            n, reason = self._evictor.admit(transaction, chain)
-            refused |= {one.pending.page.key: reason for one in chain[n:]}
-        return refused
 
     def _put(
         self,
         transaction: Transaction,
+        space: Space,
         one: PackedPage,
+        admits: Callable[[Victim], bool],
         found: dict[bytes, Record | StorageError],
         written: list[PendingPage],
         put: set[bytes],
@@ -343,11 +347,12 @@ class Committer:
         if self._is_stored(transaction, page, found):
             self._use_stored(transaction, page, tail)
         else:
-            reason = self._make_space(transaction, one, tail)
+            reason = self._make_space(transaction, space, one, admits, tail)
             if reason is not None:
                 return reason
             transaction.put_namespace(page.namespace, new.settings)
             transaction.put(page.key, record, _usage_of(one), one.payload)
+            space.put(page)
             put.add(page.key)
         page.stored_bytes = record.stored_bytes
         _keep_ancestors(transaction, page)
@@ -365,16 +370,22 @@ class Committer:
         if tail is not None:
             transaction.delete(tail.key)
 
-    def _make_space(self, transaction: Transaction, one: PackedPage, tail: Page | None) -> DropReason | None:
+    def _make_space(
+        self,
+        transaction: Transaction,
+        space: Space,
+        one: PackedPage,
+        admits: Callable[[Victim], bool],
+        tail: Page | None,
+    ) -> DropReason | None:
         """Make space for a page, and delete the tail that it replaces; if the page is refused, the tail stays."""
-        size, settings = len(one.payload), one.pending.settings
-        reason = self._evictor.make_space(transaction, one.record, size, settings, tail)
+        reason = space.make(one, admits, tail)
         if reason is not None or tail is None:
             return reason
         # What it frees is exactly known only when it is gone.
         copy = _copy_of(transaction, tail.key)
         transaction.delete(tail.key)
-        reason = self._evictor.make_space(transaction, one.record, size, settings)
+        reason = space.make(one, admits)
         if reason is not None and copy is not None:
             transaction.put(tail.key, *copy)
         return reason
@@ -464,23 +475,12 @@ def _copy_of(transaction: Transaction, key: bytes) -> tuple[Record, Usage, bytes
     return record, usage, bytes(payload)
 
 
-def _chains(packed: Sequence[PackedPage], found: Mapping[bytes, Record | StorageError]) -> Iterator[list[PackedPage]]:
-    """The pages that have to be worth their space, in runs of which each page is the parent of the next.
-
-    Not those that are stored already, and not those that are to be stored in any case: imported and pinned ones, and
-    what a job was told to warm.
-    """
-    chain: list[PackedPage] = []
-    for one in packed:
-        page = one.pending.page
-        if one.pending.is_wanted or page.pinned or page.key in found:
-            continue
-        if chain and page.parent != chain[-1].pending.page.key:
-            yield chain
-            chain = []
-        chain.append(one)
-    if chain:
-        yield chain
+def _followers(packed: Sequence[PackedPage], first: int) -> Sequence[PackedPage]:
+    """A page, and those that come after it, each the parent of the next; the last one first."""
+    end = first + 1
+    while end < len(packed) and packed[end].pending.page.parent == packed[end - 1].pending.page.key:
+        end += 1
+    return packed[first:end][::-1]
 
 
 def _stored(transaction: Transaction, packed: Sequence[PackedPage]) -> dict[bytes, Record | StorageError]:

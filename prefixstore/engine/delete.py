@@ -8,7 +8,6 @@ from functools import partial
 from typing import TypeAlias
 
 from prefixstore.backends.contract import ConflictError
-from prefixstore.engine.budget import PAGES_AT_ONCE
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.index import Index, Page, depth_first
 from prefixstore.engine.invariants import Violation
@@ -16,6 +15,7 @@ from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.pages import CONFLICTS, Pages, fewer, retried
 from prefixstore.engine.pending import Suspicion
 from prefixstore.engine.relatives import with_descendants
+from prefixstore.engine.space import PAGES_AT_ONCE
 from prefixstore.engine.strays import Strays
 from prefixstore.errors import CorruptError, FullError, IncompatibleError, UnavailableError
 from prefixstore.format.codec import decode

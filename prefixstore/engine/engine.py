@@ -25,7 +25,7 @@ from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.bookmark import Bookmark, BookmarkChange
 from prefixstore.engine.bookmarks import Bookmarks
 from prefixstore.engine.breaker import LOCAL_PATIENCE, CircuitBreaker
-from prefixstore.engine.budget import Budget, Evicted, Evictor
+from prefixstore.engine.budget import Budget, Evicted
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.commit import Committer
 from prefixstore.engine.delete import Choice, Deleter, Removed, in_common, of_namespaces
@@ -45,6 +45,7 @@ from prefixstore.engine.queue import Drained, WriteQueue
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.readers import Admit, Look
 from prefixstore.engine.relatives import pinned_with, siblings_of
+from prefixstore.engine.space import Evictor
 from prefixstore.engine.tap import Tap
 from prefixstore.engine.waiting import Lock, LockT, Placement
 from prefixstore.errors import ClosedError, CorruptError, MisuseError, StorageError, UnavailableError

@@ -36,7 +36,8 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "priority": priority,
 }
 
-# leaves that are read for each one that is taken, and for how many at once: in one round trip
+# leaves that are read for each one that is taken, and for how many at once: in one round trip; in a local file, where
+# most transactions need one, first for one
 SAMPLE, AT_ONCE = 64, 4
 # the lowest leaves that are kept for later; of so many, or fewer, all are read
 POOL = 256
@@ -122,6 +123,8 @@ class Victims:
         self._heap: list[tuple[float, int, int, bytes, bytes]] = []
         # how many may be taken before more are read; None where all were read
         self._left: int | None = 0
+        # for how many leaves are read the next time
+        self._at_once = 1 if view.is_local else AT_ONCE
         # that are not to be taken in this transaction
         self._spared: set[bytes] = set()
 
@@ -153,11 +156,21 @@ class Victims:
         if value is not None and row not in self._spared:
             self._push([Row(row, value)])
 
+    def added(self, namespace: bytes, key: bytes) -> None:
+        """A page may be a leaf now."""
+        if self._group is None or namespace in self._group.spaces:
+            row = leaf_row(namespace, key)
+            self.offer(row, self._rows.get([row])[0])
+
     def taken(self, victim: Victim) -> None:
         """A victim was deleted: the page that it followed may be a leaf now."""
         self._pool.pop(victim.row, None)
-        row = leaf_row(victim.namespace, victim.leaf.parent)
-        self.offer(row, self._rows.get([row])[0])
+        self.added(victim.namespace, victim.leaf.parent)
+
+    def give_back(self, victim: Victim) -> None:
+        """A victim was not deleted, and may be chosen again."""
+        self._left = self._left + 1 if self._left is not None else None
+        self.offer(victim.row, victim.leaf.pack())
 
     def spare(self, victim: Victim) -> None:
         """A victim was not deleted: it is not chosen again in this transaction."""
@@ -176,7 +189,7 @@ class Victims:
         if not found:
             self._read_all()
             return
-        self._left = AT_ONCE
+        self._left, self._at_once = self._at_once, AT_ONCE
         self._merge(found)
 
     def _n_leaves(self) -> int:
@@ -213,7 +226,7 @@ class Victims:
         """Some leaves after random keys."""
         if not spaces:
             return []
-        drawn = random.choices(list(spaces), list(spaces.values()), k=AT_ONCE)
+        drawn = random.choices(list(spaces), list(spaces.values()), k=self._at_once)
         wanted = [leaves_of(space, random.randbytes(KEY_BYTES), SAMPLE) for space in drawn]
         found = self._rows.ranges(wanted)
         # those that ended before there were enough go on with the first ones

@@ -114,7 +114,7 @@ class Transaction(View):
     @property
     def used(self) -> Used:
         used = super().used
-        if self._is_local or not self._has_changed:
+        if self.is_local or not self._has_changed:
             return used
         # where the size is estimated, with what the end of the transaction writes
         costs = self._rows.costs

@@ -81,7 +81,7 @@ class View:
     ) -> None:
         self._rows = rows
         self._trie = trie if trie is not None else Trie()
-        self._is_local = is_local
+        self.is_local = is_local
         self.check = check
         # what is read later is at least as new: it is read once
         self._generation: int | None = None
@@ -120,7 +120,7 @@ class View:
             Of consecutive pages of one sequence, parents first.
         """
         low, high = 0, len(keys)
-        while self._is_local and low < high:
+        while self.is_local and low < high:
             middle = (low + high) // 2
             if self._rows.get([record_row(keys[middle])])[0] is not None:
                 low = middle + 1
@@ -241,7 +241,7 @@ class View:
         sides = siblings.around(path)
         nodes = [keyspace.under(siblings.first_node(each, SNAPSHOT)) for each in dict.fromkeys(parents)]
         beside: Iterable[Sequence[contract.Row]]
-        if self._is_local:
+        if self.is_local:
             # mostly the first step is enough
             beside, snapshots = (self._rows.ranges([side])[0] for side in sides), self._rows.ranges(nodes)
         else:

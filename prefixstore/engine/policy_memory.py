@@ -6,11 +6,12 @@ import logging
 import time
 from collections.abc import Callable
 
-from prefixstore.engine.budget import Budget, Evictor
+from prefixstore.engine.budget import Budget
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import View
 from prefixstore.engine.pages import Pages
+from prefixstore.engine.space import Evictor
 from prefixstore.errors import StorageError
 from prefixstore.format.saved_state import pack_state
 

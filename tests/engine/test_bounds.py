@@ -12,8 +12,8 @@ from functools import partial
 
 import pytest
 
-from prefixstore.engine import budget as budget_module
 from prefixstore.engine import eviction as eviction_module
+from prefixstore.engine import space as space_module
 from prefixstore.engine.budget import Quota
 from prefixstore.engine.index import Page
 from prefixstore.format.keys import as_tokens
@@ -38,7 +38,7 @@ def steps(monkeypatch):
     monkeypatch.setattr(eviction_module.heapq, "heappop", count("pop", heapq.heappop))
     monkeypatch.setattr(eviction_module.heapq, "heappush", count("push", heapq.heappush))
     monkeypatch.setattr(Page, "has_expired", count("expired", Page.has_expired))
-    monkeypatch.setattr(budget_module.Namespace, "parse", count("parse", Namespace.parse))
+    monkeypatch.setattr(space_module.Namespace, "parse", count("parse", Namespace.parse))
     return counted
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from prefixstore.engine.budget import Quota
 from prefixstore.engine.pending import PendingPage
+from prefixstore.engine.space import Space
 from prefixstore.engine.waiting import DropReason
 from prefixstore.errors import FullError, UnavailableError
 from prefixstore.format.keys import SNAPSHOT, as_tokens, page_keys
@@ -260,8 +261,7 @@ def test_the_parent_of_a_thinned_snapshot_stays_until_the_snapshot_is_deleted():
         # inside a transaction, which deletes only what was thinned before it began
         with store.engine._catalog.update(store.backend) as transaction:
             store.engine._catalog.discard_snapshot(new.page)
-            evictor = store.engine._committer._evictor
-            assert evictor._evict(transaction, lambda: transaction.used.entries > 1)
+            assert Space(store.engine._committer._evictor, transaction).shrink(0, at_most=1)
         assert store.engine.check() == []
         assert store.stored_keys() == {parent}
 

@@ -13,7 +13,7 @@ import lmdb
 import pytest
 
 from prefixstore.engine import commit, eviction, page_checks, page_update, readers
-from prefixstore.engine.budget import Budget, Evictor
+from prefixstore.engine.budget import Budget
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.commit import Committer
 from prefixstore.engine.delete import Deleter
@@ -24,6 +24,7 @@ from prefixstore.engine.lookup import Located
 from prefixstore.engine.queue import WriteQueue
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.relatives import siblings_of
+from prefixstore.engine.space import Evictor
 from prefixstore.format.record import Usage
 from prefixstore.maintenance import transfer
 from tests.model.machine import SPACES
@@ -138,10 +139,10 @@ def the_pin_of_a_tail_is_lost_with_it(patch: Patch) -> None:
 
 @leads_to("parents outlive", ("capture", 0, [TWO_PAGES, (ONE, (0, 0, 0, 0, 1, 1, 1, 1))]), ("evict", 0, 0.9))
 def eviction_takes_the_parent_as_well(patch: Patch) -> None:
-    def take(real: Any, self: Any, transaction: Any, victims: Any, victim: Any, cause: Any) -> bool:
-        return bool(real(self, transaction, victims, victim, cause) and transaction.delete(victim.leaf.parent))
+    def take(real: Any, self: Any, victim: Any, quota: Any) -> bool:
+        return bool(real(self, victim, quota) and self._transaction.delete(victim.leaf.parent))
 
-    wrap(patch, Evictor, "_take", take)
+    wrap(patch, Space, "_take", take)
 
 
 @leads_to("the budget is kept", ("capture", 0, [(ONE, (0,) * 36)]), limits="entries")
@@ -151,7 +152,7 @@ def the_budget_is_ignored(patch: Patch) -> None:
 
 @leads_to("quotas are kept", ("capture", 0, [(ONE, (LARGE,) * 16)]), limits="quotas")
 def quotas_are_ignored(patch: Patch) -> None:
-    patch.setattr(Evictor, "_quotas", lambda *_: [])
+    patch.setattr(Space, "_quotas", lambda *_: [])
 
 
 @leads_to(
