@@ -24,7 +24,7 @@ from prefixstore.engine.lookup import Located
 from prefixstore.engine.queue import WriteQueue
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.relatives import siblings_of
-from prefixstore.engine.space import Evictor
+from prefixstore.engine.space import Evictor, Space
 from prefixstore.format.record import Usage
 from prefixstore.maintenance import transfer
 from tests.model.machine import SPACES
