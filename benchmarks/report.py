@@ -23,6 +23,7 @@ from benchmarks import (
     servers,
     sessions,
     sweep,
+    teams,
     transfer,
     warming,
 )
@@ -48,6 +49,7 @@ BENCHMARKS: dict[str, Any] = {
     "outages": outages,
     "scale": scale,
     "servers": servers,
+    "teams": teams,
     "transfer": transfer,
 }
 

@@ -119,6 +119,13 @@ def free_port() -> int:
 @contextmanager
 def running(server: Server, directory: Path) -> Iterator[httpx.Client]:
     """A started server, as a client of it; it is ended as an operator would, by SIGTERM."""
+    with started(server, directory) as (client, _):
+        yield client
+
+
+@contextmanager
+def started(server: Server, directory: Path) -> Iterator[tuple[httpx.Client, int]]:
+    """As `running`, with the number of the process."""
     port = free_port()
     command = [part.replace("{port}", str(port)) for part in server.command]
     log = directory / f"{port}.log"
@@ -130,7 +137,7 @@ def running(server: Server, directory: Path) -> Iterator[httpx.Client]:
             limits = httpx.Limits(max_keepalive_connections=0)
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=LONGEST, limits=limits) as client:
                 _wait_until_ready(client, process, log)
-                yield client
+                yield client, process.pid
         finally:
             process.send_signal(signal.SIGTERM)
             try:
