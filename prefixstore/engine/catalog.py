@@ -177,7 +177,6 @@ class Catalog(Chooser):
                 if is_written:
                     n = uses[page.key].n if page.key in uses else 0
                     uses[page.key] = Use(n + 1, page.last_used, page.expires, page.uses, page.page_class)
-            self._ram.want([page for page in pages if page.key not in self._pending])
         if fresh:
             self._counters.observe("first_reuse", [(now - created) / 1e9 for created in fresh])
 

@@ -899,28 +899,6 @@ class Engine:
         """Whether the location failed or was too slow, and has not recovered yet."""
         return self._breaker.is_open
 
-    @property
-    def has_idle_work(self) -> bool:
-        """Whether `do_idle_work` has something to do."""
-        return self._ram.wants_pages
-
-    @handed_over
-    def do_idle_work(self) -> bool:
-        """Copy the state of a page that was used recently into RAM; whether there are more. Raises `StorageError`."""
-        page = self._ram.next_wanted()
-        if page is not None and self._has(page.key):
-            with self.fetching([page]) as states:
-                for state in states:
-                    self._ram.keep(page, state)
-        return self._ram.wants_pages
-
-    def _has(self, key: bytes) -> bool:
-        """Whether a page is here, or will be with one of the next commits."""
-        if self._catalog.get(key) is not None:
-            return True
-        with self._backend.view() as view:
-            return key in view.records([key])
-
     # -- importing ----------------------------------------------------------------------------------------------------
 
     @handed_over
@@ -1100,11 +1078,6 @@ class Engine:
                 left = self.used()[0].bytes
         keys = tuple(key.hex() for key in chosen)
         return Evicted(keys, max(before - left, 0), self._policy.name, max_bytes, left, dry_run)
-
-    def evict_to(self, max_bytes: int) -> Removed:
-        """As `evict`; returns how much was deleted."""
-        evicted = self.evict(max_bytes)
-        return Removed(len(evicted.pages), evicted.bytes)
 
     def _load_policy(self) -> None:
         """Have the policy know what was learned before; what cannot be read now is asked for again."""

@@ -489,8 +489,8 @@ class Fetcher:
             verified when they are given out, and valid until the block is left.
         along
             If streamed: for callers that can undo a load. They get raw states earlier: before the checksum is known;
-            the next state, and `States.verified`, wait for it. Not with `keep`, nor with a deadline for another
-            machine.
+            the next state, and `States.verified`, wait for it. Not where states are kept, nor with a deadline for
+            another machine.
         look
             Whether a state can be used; a state that it refuses ends the iteration too. It is called with one state at
             a time, in the calling thread.
@@ -501,7 +501,7 @@ class Fetcher:
             How long the caller waits. It ends the iteration in the middle of a page if the location is not on this
             machine, else between two.
         keep
-            Receives each state that the caller has accepted, and those that arrive too late.
+            Receives each state that the caller has accepted, and those that arrive too late; by default the RAM tier.
 
         Raises
         ------
@@ -510,6 +510,8 @@ class Fetcher:
         """
         if self._closed:
             raise ClosedError("the store was closed while it was read; open a new PrefixStore")
+        if keep is None and self._ram.lacks(pages):
+            keep = self._ram
         refused = next((page for page in pages if admit is not None and not admit(page)), None)
         along = along and keep is None and (deadline is None or self.is_local)
         return _Fetched(

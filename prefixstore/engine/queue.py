@@ -60,13 +60,6 @@ class Work(Protocol):
     def commit(self, batch: Sequence[PendingPage]) -> object:
         """Write announced pages, and what is deferred. What cannot be written is dropped and counted."""
 
-    @property
-    def has_idle_work(self) -> bool:
-        """Whether `do_idle_work` has something to do."""
-
-    def do_idle_work(self) -> bool:
-        """A short piece of it; called while there is nothing to write. Whether there is more. Raises `StorageError`."""
-
 
 class WriteQueue:
     """Announced pages that wait for a commit, and the thread that commits them.
@@ -106,9 +99,8 @@ class WriteQueue:
         self._queue: deque[PendingPage] = deque()
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
-        # the thread commits; or it does what no caller waits for, except one that closes the queue
+        # the thread commits
         self._busy = False
-        self._idling = False
         self._closing = False
         # the thread should commit now; and how many steps it has finished
         self._flush_requested = False
@@ -141,7 +133,7 @@ class WriteQueue:
 
     def nudge(self) -> None:
         """Have deferred changes committed soon."""
-        if (self._in_background and not self._read_only) or self._work.has_idle_work:
+        if self._in_background and not self._read_only:
             with self._lock:
                 self._start()
 
@@ -204,10 +196,9 @@ class WriteQueue:
     def _wait_until_idle(self, is_enough: Callable[[], bool] = lambda: False, until: float | None = None) -> bool:
         """Wait, holding the lock, until the thread has nothing to write; false if it makes no progress for too long.
 
-        While the queue closes: until the thread has nothing to do at all. The wait ends early if `is_enough`, or at the
-        time `until`.
+        The wait ends early if `is_enough`, or at the time `until`.
         """
-        while self._queue or self._busy or self._flush_requested or (self._closing and self._idling):
+        while self._queue or self._busy or self._flush_requested:
             if is_enough():
                 break
             before, wait = self._steps, NO_PROGRESS_SECONDS
@@ -258,14 +249,14 @@ class WriteQueue:
             self._thread = None
 
     def _run(self) -> None:
-        # when changes without pages are committed; and whether there is more to do in idle time
-        due, has_more = time.monotonic() + DEFERRED_SECONDS, False
+        # when changes without pages are committed
+        due = time.monotonic() + DEFERRED_SECONDS
         while True:
             with self._lock:
                 self._finished()
                 self._wake.wait_for(
                     lambda: self._queue or self._closing or self._flush_requested,
-                    timeout=0.0 if has_more else max(due - time.monotonic(), 0.0),
+                    timeout=max(due - time.monotonic(), 0.0),
                 )
                 if self._closing and not self._queue and not self._flush_requested:
                     break
@@ -277,16 +268,12 @@ class WriteQueue:
             if batch or (commits and self._has_deferred):
                 self._commit(batch)
             due = time.monotonic() + DEFERRED_SECONDS if commits else due
-            with self._lock:
-                self._finished()
-                self._idling = not (self._queue or self._closing or self._flush_requested)
-            has_more = self._idling and self._do_idle_work()
         if self.is_on_its_own:
             self._on_released()
 
     def _finished(self) -> None:
         """A step of the thread is done. The caller holds the lock."""
-        self._busy = self._idling = False
+        self._busy = False
         self._steps += 1
         self._wake.notify_all()
 
@@ -297,16 +284,6 @@ class WriteQueue:
             batch.append(self._queue.popleft())
             size += batch[-1].n_bytes
         return batch
-
-    def _do_idle_work(self) -> bool:
-        """Do a piece of it; whether there is more."""
-        try:
-            return self._work.do_idle_work()
-        except PrefixStoreError as error:
-            log.warning("work in idle time failed: %s", error)
-        except Exception:  # a fault of the store must not end the thread that serves it
-            log.exception("work in idle time failed")
-        return False
 
     def _commit(self, batch: Sequence[PendingPage]) -> None:
         size = sum(new.n_bytes for new in batch)

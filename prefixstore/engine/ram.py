@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -12,14 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixstore.engine.index import Page
+from prefixstore.engine.page_view import View
 from prefixstore.format.record import Buffer
 
 __all__ = ["RamTier"]
 
 # What Python holds for a state beside its bytes and tokens: array, key, dictionary slot (measured on 3.11).
 ENTRY_BYTES = 512
-# used pages that wait to be copied here
-MAX_WANTED = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +50,18 @@ class RamTier:
         self._lock = threading.Lock()
         self._states: OrderedDict[bytes, _State] = OrderedDict()
         self._used = 0
-        self._wanted: dict[bytes, Page] = {}
 
     @property
     def used(self) -> int:
         """Bytes that it holds."""
         return self._used
+
+    def lacks(self, pages: Iterable[Page]) -> bool:
+        """Whether one of these pages could be here, and is not."""
+        return bool(self._limit) and any(page.key not in self._states for page in pages)
+
+    def opened(self, view: View) -> None:
+        """As `Keep.opened`: a copy needs nothing else of the location."""
 
     def state(self, page: Page) -> memoryview | None:
         """The state of a page, if it is here. It stays valid as long as it is referenced."""
@@ -112,35 +117,8 @@ class RamTier:
     def _drop(self, key: bytes) -> None:
         self._used -= self._states.pop(key).bytes
 
-    # -- pages that are worth a copy, to be made when the location is idle --------------------------------------------
-
-    def want(self, pages: Sequence[Page]) -> None:
-        """Note pages that were used just now, to be copied here."""
-        if self._limit and pages:
-            with self._lock:
-                self._wanted |= {page.key: page for page in pages}
-                # none is copied while there is something to write
-                while len(self._wanted) > MAX_WANTED:
-                    del self._wanted[next(iter(self._wanted))]
-
-    @property
-    def wants_pages(self) -> bool:
-        """Whether `next_wanted` has one."""
-        return bool(self._wanted)
-
-    def next_wanted(self) -> Page | None:
-        """The page used most recently that is not here yet; None when there are no more."""
-        with self._lock:
-            while self._wanted:
-                _, page = self._wanted.popitem()
-                # one that is larger than all of this would be unpacked for nothing
-                if page.key not in self._states and _cost(len(page.tokens), page.raw_bytes) <= self._limit:
-                    return page
-        return None
-
     def clear(self) -> None:
         """Drop everything."""
         with self._lock:
             self._states.clear()
-            self._wanted.clear()
             self._used = 0

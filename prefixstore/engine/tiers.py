@@ -276,6 +276,13 @@ class TieredEngine(Engine):
             return False
         return self._keep_one(page, state, settings)
 
+    def _has(self, key: bytes) -> bool:
+        """Whether a page is in the nearer location, or will be with one of the next commits."""
+        if self._catalog.get(key) is not None:
+            return True
+        with self._backend.view() as view:
+            return key in view.records([key])
+
     def _keep_one(self, page: Page, state: memoryview, settings: bytes) -> bool:
         buffer = self.acquire(len(state))
         if buffer is None:

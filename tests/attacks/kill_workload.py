@@ -263,7 +263,7 @@ def maintain(location: str, seed: int, pack: str, say: Report, point: Points) ->
             one.capture(SPACES[0], tokens)
         with one.engine.view() as view:
             half = view.used.bytes // 2
-        one.engine.evict_to(half)
+        one.engine.evict(half)
         # a change that no one else makes: of none, or of all
         with patch.object(siblings, "add_child", added):
             one.engine._backend.reindex()

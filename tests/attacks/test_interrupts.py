@@ -66,7 +66,7 @@ WORK = {
     "check": (lambda store: store.engine.check(), False),
     "used": (lambda store: store.engine.used(), False),
     "note": (note, False),
-    "evict": (lambda store: store.engine.evict_to(0), True),
+    "evict": (lambda store: store.engine.evict(0), True),
     "clear": (lambda store: store.engine.clear(NS), True),
     "delete": (lambda store: store.engine.delete([lambda index: of_namespaces(index, {NS})]), True),
     "repair": (lambda store: store.engine.repair([]), False),

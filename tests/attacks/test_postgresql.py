@@ -56,7 +56,7 @@ def lookup(store, tokens):
 
 def evict(store):
     with suppress(StorageError):
-        store.engine.evict_to(0)
+        store.engine.evict(0)
 
 
 def pin(store):

@@ -94,7 +94,7 @@ def use(store: Store, rng: random.Random) -> None:
         with suppress(StorageError):
             store.put(rng.choice(SEQUENCES))
     with suppress(StorageError):
-        store.engine.evict_to(MIB // 64)
+        store.engine.evict(MIB // 64)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -59,7 +59,7 @@ def check(store):
 WORK = {
     "look up": lambda store: lookup(store, A),
     "put": tried(lambda store: store.put(B)),
-    "evict": tried(lambda store: store.engine.evict_to(0)),
+    "evict": tried(lambda store: store.engine.evict(0)),
     "pin": tried(lambda store: store.engine.pin(NS, as_tokens(A), P, pinned=True)),
     "clear": tried(lambda store: store.engine.clear(NS)),
     "flush": tried(flush),

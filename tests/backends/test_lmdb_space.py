@@ -98,12 +98,12 @@ def test_purging_a_full_store_of_small_pages_needs_no_more_space_than_there_is(t
         assert store.engine.clear(None) == before
         for seed in range(8):
             store.put(tokens_of(seed, 64), 1000)
-        store.engine.evict_to(MIB // 2)
+        store.engine.evict(MIB // 2)
         assert store.engine.used()[0].bytes <= MIB // 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", ["put", "evict_to", "clear", "compact"])
+@pytest.mark.parametrize("first", ["put", "evict", "clear", "compact"])
 @pytest.mark.parametrize("budget", [MIB, 5 * MIB])
 def test_a_full_file_has_space_to_delete_under_a_smaller_budget_and_hardly_grows(tmp_path, first, budget):
     with store_of(Pages(LMDBBackend(tmp_path, 6 * MIB)), max_bytes=6 * MIB) as store:
@@ -113,8 +113,8 @@ def test_a_full_file_has_space_to_delete_under_a_smaller_budget_and_hardly_grows
     assert before > 5 * MIB
     for opening in range(4):
         with store_of(Pages(LMDBBackend(tmp_path, budget)), max_bytes=budget) as store:
-            if first == "evict_to":
-                store.engine.evict_to(0)
+            if first == "evict":
+                store.engine.evict(0)
             elif first == "clear":
                 store.engine.clear(None)
             elif first == "compact":

@@ -140,8 +140,6 @@ def test_lookups_and_restores_ask_the_backend_without_the_lock(watch, new_backen
     assert store.fetch(A) == 3  # from RAM
     engine._ram.clear()
     assert store.fetch(A) == store.fetch(A, streamed=True) == 3
-    while engine.has_idle_work:
-        engine.do_idle_work()
     put_snapshots(store, B, [6, 9])
     assert store.match_snapshot(B) == 9
     assert engine.used()[0].entries == 8
@@ -232,7 +230,7 @@ def test_pages_are_deleted_and_imported_without_the_lock(watch, new_backend):
         store.put(tokens)
     pages = stored_pages(store)
     assert engine.delete([partial(subtree, key=page_keys(NS, as_tokens(A), P)[1])]).pages == 2
-    assert engine.evict_to(1).pages == 7
+    assert len(engine.evict(1).pages) == 7
     assert engine.import_pages(pages, {NS: SETTINGS}).pages == 9
     assert engine.import_pages(pages, {NS: SETTINGS}).present == 9
     delete(store, page_keys(NS, as_tokens(B), P)[0])

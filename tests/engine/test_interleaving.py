@@ -218,7 +218,7 @@ class Interleaving(RuleBasedStateMachine):
     @rule(which=engines, steps=interruptions)
     def evict(self, which, steps):
         with self.interrupted(which, steps) as member:
-            member.engine.evict_to(0)
+            member.engine.evict(0)
 
     @rule(which=engines, tokens=prompts, steps=interruptions)
     def purge(self, which, tokens, steps):

@@ -104,10 +104,10 @@ def test_an_engine_evicts_them_last_and_keeps_its_budget(is_new):
         return [tokens for tokens in sequences if store.engine.match(NS, as_tokens(tokens), P).n_tokens == 12]
 
     with closing(store.engine):
-        store.engine.evict_to(used * 2 // len(sequences))
+        store.engine.evict(used * 2 // len(sequences))
         assert there() == [A, B]
         store.engine.keep("a", ())
-        store.engine.evict_to(used // len(sequences))
+        store.engine.evict(used // len(sequences))
         assert there() == [B]
-        store.engine.evict_to(0)
+        store.engine.evict(0)
         assert store.engine.used()[0].entries == 0

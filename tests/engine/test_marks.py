@@ -46,7 +46,6 @@ def test_a_full_location_gives_up_no_more_than_a_new_page_needs():
     with store_of(max_bytes=20.5 * ENTRY) as store:
         for number in range(25):
             store.put(single(number), SIZE)
-        assert not store.engine.has_idle_work
         assert used(store).entries == 20
         assert store.counters["evictions"] == 5
 
@@ -62,10 +61,10 @@ def test_beyond_the_high_mark_new_pages_are_packed_until_no_more_than_the_low_ma
     # more are here than would be without packing
     assert used(store).entries > 20
     assert store.fetch(single(59)) == 1
-    store.engine.evict_to(int(0.9 * store.max_bytes))
+    store.engine.evict(int(0.9 * store.max_bytes))
     store.put(single(60), SIZE)
     assert codecs(store)[-1] == "planes"
-    store.engine.evict_to(5 * ENTRY)
+    store.engine.evict(5 * ENTRY)
     for number in range(61, 63):
         store.put(single(number), SIZE)
     assert codecs(store)[-1] == "raw"
@@ -124,7 +123,7 @@ def test_a_smaller_budget_is_respected_in_short_transactions(monkeypatch):
                 yield transaction
                 deleted.append(before - transaction.used.entries)
 
-    monkeypatch.setattr("prefixstore.engine.budget.PAGES_AT_ONCE", 8)
+    monkeypatch.setattr("prefixstore.engine.space.PAGES_AT_ONCE", 8)
     with store_of(Counting()) as store:
         for number in range(100):
             store.put([number] * P)

@@ -110,16 +110,7 @@ def test_a_tier_of_size_zero_keeps_nothing():
     tier = RamTier(0)
     page = page_of(1)
     tier.keep(page, b"")
-    tier.want([page])
-    assert (tier.state(page), tier.used, tier.wants_pages) == (None, 0, False)
-
-
-def test_wanted_pages_are_the_missing_ones_newest_first():
-    tier = RamTier(MIB)
-    pages = [page_of(i) for i in range(3)]
-    tier.keep(pages[1], b"state")
-    tier.want(pages)
-    assert [tier.next_wanted(), tier.next_wanted(), tier.next_wanted()] == [pages[2], pages[0], None]
+    assert (tier.state(page), tier.used, tier.lacks([page])) == (None, 0, False)
 
 
 @pytest.mark.parametrize("refreshed_before", [True, False])

@@ -75,7 +75,7 @@ def test_pages_that_another_engine_adds_and_deletes_are_followed():
         assert reader.match([1] * 12) == 12
         writer.put([1] * 10 + [2] * 2, 1)
         assert reader.match([1] * 10 + [2] * 2) == 12
-        writer.engine.evict_to(0)
+        writer.engine.evict(0)
         assert reader.match([1] * 12) == 0
         writer.put([1] * 4, 1)
         assert reader.match([1] * 12) == 4

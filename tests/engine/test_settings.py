@@ -63,7 +63,7 @@ def test_whatever_deletes_the_last_page_deletes_the_settings(how, monkeypatch):
         elif how == "purged":
             store.engine.delete([partial(of_namespaces, namespaces={NS})])
         elif how == "evicted":
-            store.engine.evict_to(0)
+            store.engine.evict(0)
         elif how == "damaged":
             store.engine.condemn(store.engine.match(NS, as_tokens(A), P).pages[0], lambda *_: False)
             store.engine.commit([])
@@ -94,7 +94,7 @@ def test_a_pending_page_of_a_deleted_namespace_brings_its_settings_back():
     with store_of() as store:
         store.put(A)
         pending = store.announce(B)
-        store.engine.evict_to(0)
+        store.engine.evict(0)
         assert settings_of(store) == set()
         assert store.engine.commit(pending) == 3
         assert settings_of(store) == {NS}
@@ -107,7 +107,7 @@ def test_settings_stay_as_long_as_a_damaged_page_is_stored():
         assert store.fetch(A[:4]) == 1
         store.engine.commit([])
         store.engine.condemn(store.engine.match(NS, as_tokens(A), P).pages[0], lambda *_: False)
-        store.engine.evict_to(store.engine.used()[0].bytes - 1)
+        store.engine.evict(store.engine.used()[0].bytes - 1)
         assert len(store.stored_keys()) == 1
         assert settings_of(store) == {NS}
         store.engine.commit([])

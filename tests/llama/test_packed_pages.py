@@ -10,7 +10,6 @@ from prefixstore import PrefixStore
 from prefixstore.format.export import ExportReader
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import export_store, import_store
-from tests.support.engines import wait_for
 from tests.support.models import answer, forget, prompt, state_bytes
 
 TOKENS = prompt(700)
@@ -99,7 +98,6 @@ def test_a_store_that_gets_full_packs_new_pages(llama, tmp_path):
         for tokens in prompts:
             answer(llm, tokens, 1)
             store.flush()
-            wait_for(lambda: not store.engine.has_idle_work, "room")
         assert store.stats().packed > 0
         assert store.stats().evictions > 0
         forget(llm)

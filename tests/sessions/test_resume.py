@@ -236,7 +236,7 @@ def test_clear_removes_them(left, llm, open_store):
 
 def test_one_whose_pages_were_evicted_is_not_resumed(left, llm, open_store):
     store = open_store(llm, salt="tenant")
-    store.engine.evict_to(store.stats().bytes_used // 2)
+    store.engine.evict(store.stats().bytes_used // 2)
     sessions = store.sessions()
     assert 0 < len(sessions.names()) < 3
     for name in left:
