@@ -16,7 +16,6 @@ from prefixstore.engine.pages import CONFLICTS, Pages, fewer, retried
 from prefixstore.engine.pending import Suspicion
 from prefixstore.engine.relatives import with_descendants
 from prefixstore.engine.space import PAGES_AT_ONCE
-from prefixstore.engine.strays import Strays
 from prefixstore.errors import CorruptError, FullError, IncompatibleError, UnavailableError
 from prefixstore.format.codec import decode
 from prefixstore.format.keys import TOKEN_BYTES
@@ -67,36 +66,29 @@ def subtree(index: Index, key: bytes) -> set[bytes]:
 
 def unused_since(index: Index, before: int) -> set[bytes]:
     """The pages that were last used before this, in nanoseconds since the epoch, and whose descendants were too."""
-    return _unused_since(index.roots(), _dependents, before)
+    used: dict[bytes, int] = {}
+    for page in reversed(list(depth_first(index.roots()))):
+        used[page.key] = max([page.last_used, *(used[child.key] for child in page.children)])
+    return {key for key, last in used.items() if last < before}
 
 
 def beginning_with(index: Index, tokens: bytes, namespaces: Collection[bytes] | None) -> set[bytes]:
     """The pages of sequences that begin with these tokens, and those that led only to them."""
-    start = [page for page in index.roots() if namespaces is None or page.namespace in namespaces]
-    return _beginning_with(start, _dependents, tokens)
-
-
-def strays_in_common(
-    strays: Strays, namespaces: Collection[bytes] | None, before: int | None, tokens: bytes | None
-) -> set[bytes]:
-    """The pages without a place in the index that match all of these, as far as their ancestors are known.
-
-    Those that cannot be read match only if nothing is asked for. What comes before a page may not be known: then its
-    own tokens and those after it decide.
-    """
-    if (namespaces, before, tokens) == (None, None, None):
-        return strays.keys()
-
-    def after(page: Page) -> list[Page]:
-        return strays.after(page.key)
-
-    start = [page for page in strays.roots() if namespaces is None or page.namespace in namespaces]
-    found = {page.key for page in _with_dependents(start, after)}
-    if before is not None:
-        found &= _unused_since(start, after, before)
-    if tokens is not None:
-        found &= _beginning_with(start, after, tokens)
-    return found
+    doomed: set[bytes] = set()
+    inside: list[Page] = []
+    roots = [page for page in index.roots() if namespaces is None or page.namespace in namespaces]
+    waiting = [(page, tokens[page.start * TOKEN_BYTES :]) for page in roots]
+    while waiting:
+        page, rest = waiting.pop()
+        if page.tokens.startswith(rest):
+            doomed |= {one.key for one in depth_first([page])}
+        elif rest.startswith(page.tokens):
+            inside.append(page)
+            waiting += [(child, rest[len(page.tokens) :]) for child in page.children]
+    for page in reversed(inside):
+        if all(child.key in doomed for child in page.children):
+            doomed.add(page.key)
+    return doomed
 
 
 def in_common(index: Index, choices: Sequence[Choice]) -> set[bytes]:
@@ -105,42 +97,6 @@ def in_common(index: Index, choices: Sequence[Choice]) -> set[bytes]:
     for choose in choices:
         keys &= set(choose(index))
     return keys
-
-
-def _dependents(page: Page) -> list[Page]:
-    return page.children
-
-
-def _with_dependents(start: Iterable[Page], after: Callable[[Page], list[Page]]) -> list[Page]:
-    """These pages and all after them, parents before their children."""
-    pages = list(start)
-    for page in pages:
-        pages += after(page)
-    return pages
-
-
-def _unused_since(start: Iterable[Page], after: Callable[[Page], list[Page]], before: int) -> set[bytes]:
-    used: dict[bytes, int] = {}
-    for page in reversed(_with_dependents(start, after)):
-        used[page.key] = max([page.last_used, *(used[child.key] for child in after(page))])
-    return {key for key, last in used.items() if last < before}
-
-
-def _beginning_with(start: Iterable[Page], after: Callable[[Page], list[Page]], tokens: bytes) -> set[bytes]:
-    doomed: set[bytes] = set()
-    inside: list[Page] = []
-    waiting = [(page, tokens[page.start * TOKEN_BYTES :]) for page in start]
-    while waiting:
-        page, rest = waiting.pop()
-        if page.tokens.startswith(rest):
-            doomed |= {one.key for one in _with_dependents([page], after)}
-        elif rest.startswith(page.tokens):
-            inside.append(page)
-            waiting += [(child, rest[len(page.tokens) :]) for child in after(page)]
-    for page in reversed(inside):
-        if all(child.key in doomed for child in after(page)):
-            doomed.add(page.key)
-    return doomed
 
 
 # -- deleting ---------------------------------------------------------------------------------------------------------
@@ -212,36 +168,34 @@ class Deleter:
                 waiting = [page for page in waiting if page.key in followed]
         return removed
 
-    def delete_strays(
-        self, namespaces: Collection[bytes] | None, before: int | None = None, tokens: bytes | None = None
-    ) -> Removed:
-        """Delete damaged pages, and those without a place in the index that match; see `strays_in_common`."""
-        removed = self.delete_damaged_strays()
-        found = strays_in_common(self._strays(), namespaces=namespaces, before=before, tokens=tokens)
-        return removed + self._delete_all(found, strays_only=True)
+    def delete_strays(self, *, newer: bool = False) -> Removed:
+        """Delete what can never be found: damaged records, and pages without the one that they follow.
 
-    def delete_damaged_strays(self) -> Removed:
-        """Delete what can never be restored and has no known owner: damaged records."""
-        return self._delete_all(self._strays().damaged(), strays_only=True)
+        With `newer` also those that a newer version wrote, and what follows them.
+        """
+        lost, of_newer = self._strays()
+        return self._delete_all(lost | of_newer if newer else lost, strays_only=True)
 
-    def _strays(self) -> Strays:
-        """What is stored and can never be found."""
-        strays, index = Strays(), Index()
+    def n_newer(self) -> int:
+        """How many stored pages cannot be read, or found, because a newer version wrote them or what they follow."""
+        return len(self._strays()[1])
+
+    def _strays(self) -> tuple[set[bytes], set[bytes]]:
+        """What is stored and cannot be found here: what can never be found, and what a newer version can."""
+        lost: set[bytes] = set()
+        newer: set[bytes] = set()
         pages: list[Page] = []
         with self._backend.view() as view:
             for key, record, usage in view.scan():
                 if isinstance(record, Record):
                     pages.append(Page.stored(key, record, usage))
                 else:
-                    strays.add_unreadable(key, is_newer=isinstance(record, IncompatibleError))
+                    (newer if isinstance(record, IncompatibleError) else lost).add(key)
+        index = Index()
         for page in sorted(pages, key=lambda page: page.start):
             if not index.add(page):
-                strays.add(page)
-        return strays
-
-    def n_newer(self) -> int:
-        """How many stored pages cannot be read because a newer version wrote them."""
-        return len(self._strays().newer)
+                (newer if page.parent in newer else lost).add(page.key)
+        return lost, newer
 
     def repair(self, found: Iterable[Violation]) -> Removed:
         """Delete the pages that a check has named, and their descendants; a wrong index is rebuilt instead."""

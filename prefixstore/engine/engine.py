@@ -1016,20 +1016,13 @@ class Engine:
         return removed
 
     @handed_over
-    def delete_strays(
-        self, namespaces: Iterable[bytes] | None, before: int | None = None, tokens: bytes | None = None
-    ) -> Removed:
-        """Delete damaged pages, and those without a place in the index that match; see `engine.delete`."""
-        return self._deleter.delete_strays(None if namespaces is None else set(namespaces), before, tokens)
-
-    @handed_over
-    def delete_damaged_strays(self) -> Removed:
-        """Delete damaged pages without a known owner, and their descendants."""
-        return self._deleter.delete_damaged_strays()
+    def delete_strays(self, *, newer: bool = False) -> Removed:
+        """Delete what can never be found, or with `newer` only by a newer version; see `Deleter.delete_strays`."""
+        return self._deleter.delete_strays(newer=newer)
 
     @handed_over
     def n_newer(self) -> int:
-        """How many stored pages cannot be read because a newer version wrote them."""
+        """How many stored pages only a newer version can read or find."""
         return self._deleter.n_newer()
 
     @handed_over

@@ -372,24 +372,21 @@ class Archive:
             keys = set(self.engine.select(choices))
             return Removed(len(keys), sum(one.stored_bytes for one in self.pages() if one.key in keys))
         # first: a page that such a one follows could not be deleted
-        removed = self.engine.delete_damaged_strays()
+        removed = self.engine.delete_strays(newer=not choices)
         removed += self.engine.delete(choices)
-        if page is None:
-            wanted = as_tokens(tokens).tobytes() if tokens is not None else None
-            removed += self.engine.delete_strays(namespaces, before, wanted)
         self.engine.drop_empty_namespaces()
         if older_than is None and tokens is None and page is None:
             self.engine.forget_figures(namespaces, salt)
         if n_left := self.n_newer:
             log.warning(
-                "%s: %d pages were written by a newer prefixstore, and are not deleted, although they may match; purge "
+                "%s: %d pages of a newer prefixstore, or after such a page, are not deleted, although they may match; purge "
                 "with that version, or with everything=True", self.location, n_left,
             )  # fmt: skip
         return removed
 
     @property
     def n_newer(self) -> int:
-        """How many pages a newer version wrote, so that it is unknown what they match."""
+        """How many pages a newer version wrote, or follow such a page: it is unknown what they match."""
         return self.engine.n_newer()
 
     def _choices(

@@ -70,7 +70,7 @@ WORK = {
     "clear": (lambda store: store.engine.clear(NS), True),
     "delete": (lambda store: store.engine.delete([lambda index: of_namespaces(index, {NS})]), True),
     "repair": (lambda store: store.engine.repair([]), False),
-    "strays": (lambda store: store.engine.delete_strays(None), False),
+    "strays": (lambda store: store.engine.delete_strays(), False),
     "namespaces": (lambda store: store.engine.drop_empty_namespaces(), False),
     "compact": (lambda store: store.engine.compact(), False),
     "scrub": (lambda store: store.engine.scrub(), False),

@@ -271,7 +271,7 @@ def test_repairs_are_made_some_at_a_time(how, monkeypatch):
             assert [violation.rule for violation in found] == ["parent"]
             removed = store.engine.repair(found)
         else:
-            removed = store.engine.delete_strays(None)
+            removed = store.engine.delete_strays()
         assert removed.pages == n_pages - 1
         assert removed.bytes == n_pages - 1
         assert backend.calls["update"] - updates == 3

@@ -235,8 +235,8 @@ def test_pages_are_deleted_and_imported_without_the_lock(watch, new_backend):
     assert engine.import_pages(pages, {NS: SETTINGS}).present == 9
     delete(store, page_keys(NS, as_tokens(B), P)[0])
     assert engine.delete([partial(of_namespaces, namespaces={NS})]).pages == 6
-    assert engine.delete_strays({NS}).pages == 2
-    assert engine.delete_strays(None).pages == 0
+    assert engine.delete_strays().pages == 2
+    assert engine.delete_strays().pages == 0
     engine.drop_empty_namespaces()
     store.put(A)
     assert engine.clear(NS) == 3
