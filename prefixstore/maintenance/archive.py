@@ -379,8 +379,8 @@ class Archive:
             self.engine.forget_figures(namespaces, salt)
         if n_left := self.n_newer:
             log.warning(
-                "%s: %d pages of a newer prefixstore, or after such a page, are not deleted, although they may match; purge "
-                "with that version, or with everything=True", self.location, n_left,
+                "%s: %d pages of a newer prefixstore, or after such a page, are not deleted, although they may match; "
+                "purge with that version, or with everything=True", self.location, n_left,
             )  # fmt: skip
         return removed
 
