@@ -555,7 +555,8 @@ class Counters:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._gained: defaultdict[str, float] = defaultdict(float)
         self._tallies = {name: _Tally([0] * (len(bounds) + 1)) for name, bounds in HISTOGRAMS.items()}
-        self._lock = threading.Lock()
+        # a signal handler that asks the store may interrupt its own thread while that counts
+        self._lock = threading.RLock()
 
     def copy(self) -> Counters:
         """The same counts with a new lock: for a forked child, where the old lock may be held forever.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,14 @@ def test_a_copy_of_the_counters_is_on_its_own():
     assert (counters.histogram("first_reuse").n, copied.histogram("first_reuse").n) == (1, 3)
     assert copied.histogram("first_reuse").total == 16
     assert (copied.seconds("saved"), copied.gained("saved")) == (1.0, 2.0)
+
+
+def test_a_signal_handler_may_count_while_its_own_thread_does():
+    counters = Counters()
+    before = signal.signal(signal.SIGUSR1, lambda *_: counters.count("hits"))
+    try:
+        with counters._lock:
+            signal.raise_signal(signal.SIGUSR1)
+            assert counters["hits"] == 1
+    finally:
+        signal.signal(signal.SIGUSR1, before)

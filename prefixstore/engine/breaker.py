@@ -81,7 +81,8 @@ class CircuitBreaker:
         self._clock = clock
         # slow answers in a row, for lookups and for pages: a location may be fast at one and slow at the other
         self._n_slow = {False: 0, True: 0}
-        self._lock = threading.Lock()
+        # as that of `Counters`
+        self._lock = threading.RLock()
         self._closing = threading.Event()
         self._open_until = 0.0
         # stands for the thread that probes
