@@ -260,5 +260,5 @@ class Victims:
         order = zip(
             ranks.tolist(), leaves["last_used"].tolist(), (-leaves["end"].astype(np.int64)).tolist(), rows, strict=True
         )
-        self._heap += [(rank, last_used, end, row.key, row.value) for rank, last_used, end, row in order]
-        heapq.heapify(self._heap)
+        for rank, last_used, end, row in order:
+            heapq.heappush(self._heap, (rank, last_used, end, row.key, row.value))

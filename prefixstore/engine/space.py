@@ -218,7 +218,7 @@ class Space:
         return None
 
     def put(self, page: Page) -> None:
-        """A page was put: it is a leaf now."""
+        """A page was put: it is a leaf now, and an imported one may be older than others."""
         for victims in self._victims.values():
             victims.added(page.namespace, page.key)
 
