@@ -1,7 +1,7 @@
 """Writes a batch of pending pages, captured or imported, in one transaction and within the budget.
 
 The last step of the path of a page: the write queue calls it. Crash safety depends on the order of the steps in
-`Committer._write`.
+`Committer._write`; `engine.batch` writes the pages.
 """
 
 from __future__ import annotations
@@ -11,28 +11,25 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
 from prefixstore.backends.contract import ConflictError
+from prefixstore.engine.batch import Batch
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.delete import Deleter
-from prefixstore.engine.eviction import Victim
 from prefixstore.engine.figures import FigureKeeper
-from prefixstore.engine.index import Page, is_same, later
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import Used
 from prefixstore.engine.pages import CONFLICTS, Pages
 from prefixstore.engine.pending import Deferred, PackedPage, PendingPage, Use
 from prefixstore.engine.policy_memory import note_policy
 from prefixstore.engine.ram import RamTier
-from prefixstore.engine.relatives import siblings_of
 from prefixstore.engine.space import Evictor, Space
 from prefixstore.engine.waiting import DropReason
-from prefixstore.errors import CorruptError, FullError, IncompatibleError, StorageError
+from prefixstore.errors import FullError, StorageError
 from prefixstore.format.autocodec import Encoder
 from prefixstore.format.codec import CODECS
-from prefixstore.format.record import Record, Usage, time_of_use
+from prefixstore.format.record import time_of_use
 from prefixstore.stats import Counters, Shortage
 
 __all__ = ["Committer"]
@@ -201,26 +198,23 @@ class Committer:
 
     def _write(self, packed: Sequence[PackedPage], *, with_figures: bool) -> list[PendingPage]:
         catalog = self._catalog
-        written: list[PendingPage] = []
-        put: set[bytes] = set()
-        refused: list[tuple[PendingPage, DropReason]] = []
         deferred, n_damaged = Deferred(), 0
         shortage: Shortage | None = None
         refused_at: int | None = None
 
         def committed() -> None:
             # Keep states in RAM while their buffers are still here, then tell the catalog.
-            for new in written:
+            for new in batch.written:
                 if new.buffer is not None:
                     self._ram.keep(new.page, new.buffer.view)
-            catalog.committed(written, deferred)
+            catalog.committed(batch.written, deferred)
             self._keeper.committed()
             if shortage is not None:
                 self.shortage = shortage
                 log.info("%s", shortage)
             # children first: with a page, those that depend on it are given up
-            for new, reason in reversed(refused):
-                catalog.refuse(new, reason, refused_at)
+            for one, reason in reversed(batch.refused):
+                catalog.refuse(one.pending, reason, refused_at)
 
         with catalog.update(self._backend, committed) as transaction:
             space = Space(self._evictor, transaction)
@@ -232,28 +226,29 @@ class Committer:
             # Record uses: what is evicted depends on them.
             self._write_uses(transaction, {key: n for key, n in deferred.uses.items() if key not in fresh})
             # Write the pages, parents first, making space for each.
-            refused = self._put_all(transaction, space, packed, written, put)
-            shortage = self._shortage(space, packed, refused)
-            refused_at = transaction.generation if refused and not put else None
+            batch = Batch(transaction, space, catalog, self._deleter)
+            batch.write(packed)
+            shortage = batch.shortage()
+            refused_at = transaction.generation if batch.refused and not batch.put else None
             # And their uses.
             self._write_uses(transaction, {key: n for key, n in deferred.uses.items() if key in fresh})
             # Take out pages that were given up meanwhile: their parents may have been evicted for the next one.
-            for new in catalog.given_up(written):
-                written.remove(new)
-                if new.page.key in put:
+            for new in catalog.given_up(batch.written):
+                batch.written.remove(new)
+                if new.page.key in batch.put:
                     transaction.delete(new.page.key)
-            if written and self._housekeeping:
+            if batch.written and self._housekeeping:
                 note_policy(transaction, self._catalog.policy_name)
             n_bytes = sum(one.pending.n_bytes for one in packed)
-            spaces = {new.page.namespace for new in written}
+            spaces = {new.page.namespace for new in batch.written}
             self._keeper.write(transaction, len(packed), n_bytes, spaces, is_wanted=with_figures and self._housekeeping)
             self._evictor.used = used = transaction.used
         self._on_used(used)
         self._choose_packing(used.bytes, sum(len(one.payload) for one in packed))
         self._counters.count("corrupt", n_damaged)
-        self._counters.count("allocations", len(put))
-        self._counters.count("packed", sum(one.record.key in put and one.record.codec != RAW for one in packed))
-        return written
+        self._counters.count("allocations", len(batch.put))
+        self._counters.count("packed", sum(one.record.key in batch.put and one.record.codec != RAW for one in packed))
+        return batch.written
 
     def _choose_packing(self, used: int, written: int) -> None:
         """Have new pages packed above the high water mark, and again as `auto` chooses below the low one."""
@@ -281,127 +276,6 @@ class Committer:
             deferred.expired = False
         return n_damaged
 
-    def _put_all(
-        self,
-        transaction: Transaction,
-        space: Space,
-        packed: Sequence[PackedPage],
-        written: list[PendingPage],
-        put: set[bytes],
-    ) -> list[tuple[PendingPage, DropReason]]:
-        """Write pages; those that are refused, and why."""
-        found = _stored(transaction, packed)
-        # nothing is evicted for a page that cannot be written
-        reasons = _hindrances(packed, found)
-        refused: list[tuple[PendingPage, DropReason]] = []
-        for i, one in enumerate(packed):
-            page = one.pending.page
-            # what follows a page that is refused is refused as well
-            reason = reasons.get(page.key) or reasons.get(page.parent)
-            if reason is None:
-                admits = partial(self._admits, _followers(packed, i))
-                reason = self._put(transaction, space, one, admits, found, written, put)
-            if reason is not None:
-                reasons[page.key] = reason
-                refused.append((one.pending, reason))
-        return refused
-
-    def _admits(self, followers: Sequence[PackedPage], victim: Victim) -> bool:
-        """Whether one of these pages is worth more than a victim, or is to be stored in any case."""
-        return any(
-            one.pending.is_wanted or one.pending.page.pinned or self._catalog.admits(one, victim) for one in followers
-        )
-
-    def _shortage(
-        self, space: Space, packed: Sequence[PackedPage], refused: Sequence[tuple[PendingPage, DropReason]]
-    ) -> Shortage | None:
-        """What the last of the refused pages asked for, and what there was; None if none was refused for its size."""
-        of = {one.pending.page.key: one for one in packed}
-        for new, reason in reversed(refused):
-            if reason in (DropReason.BUDGET, DropReason.QUOTA, DropReason.ADMISSION):
-                n_pages = sum(1 for _, other in refused if other is reason)
-                return space.shortage(of[new.page.key], reason, n_pages)
-        return None
-
-    def _put(
-        self,
-        transaction: Transaction,
-        space: Space,
-        one: PackedPage,
-        admits: Callable[[Victim], bool],
-        found: dict[bytes, Record | StorageError],
-        written: list[PendingPage],
-        put: set[bytes],
-    ) -> DropReason | None:
-        """Write one page; returns the reason if it is refused."""
-        new, record, page = one.pending, one.record, one.pending.page
-        if page.parent not in put and not _follows(record, found.get(page.parent)):
-            return DropReason.ORPHAN
-        tail, is_covered = siblings_of(transaction, page)
-        if not self._catalog.claim(new, is_covered=is_covered):
-            return None
-        if tail is not None and (self._catalog.pending_after(tail.key) or transaction.followed([tail.key])):
-            tail = None
-        if tail is not None and tail.pinned:
-            page.pinned = True
-        if self._is_stored(transaction, page, found):
-            self._use_stored(transaction, page, tail)
-        else:
-            reason = self._make_space(transaction, space, one, admits, tail)
-            if reason is not None:
-                return reason
-            transaction.put_namespace(page.namespace, new.settings)
-            transaction.put(page.key, record, _usage_of(one), one.payload)
-            space.put(page)
-            put.add(page.key)
-        page.stored_bytes = record.stored_bytes
-        _keep_ancestors(transaction, page)
-        written.append(new)
-        return None
-
-    def _use_stored(self, transaction: Transaction, page: Page, tail: Page | None) -> None:
-        """A captured page is stored already: it lasts as long as the captured one, and takes the place of the tail."""
-        usage = transaction.usage(page.key)
-        if usage is not None:
-            pinned = usage.pinned or (tail is not None and tail.pinned)
-            expires = later(usage.expires, page.expires)
-            if (pinned, expires) != (usage.pinned, usage.expires):
-                transaction.touch(page.key, replace(usage, pinned=pinned, expires=expires))
-        if tail is not None:
-            transaction.delete(tail.key)
-
-    def _make_space(
-        self,
-        transaction: Transaction,
-        space: Space,
-        one: PackedPage,
-        admits: Callable[[Victim], bool],
-        tail: Page | None,
-    ) -> DropReason | None:
-        """Make space for a page, and delete the tail that it replaces; if the page is refused, the tail stays."""
-        reason = space.make(one, admits, tail)
-        if reason is not None or tail is None:
-            return reason
-        # What it frees is exactly known only when it is gone.
-        copy = _copy_of(transaction, tail.key)
-        transaction.delete(tail.key)
-        reason = space.make(one, admits)
-        if reason is not None and copy is not None:
-            transaction.put(tail.key, *copy)
-        return reason
-
-    def _is_stored(self, transaction: Transaction, page: Page, found: dict[bytes, Record | StorageError]) -> bool:
-        """Whether a page is stored already. Another page under its key is deleted, with all that is stored after it."""
-        stored = found.get(page.key)
-        if not isinstance(stored, Record):
-            return False  # one whose record is damaged is overwritten
-        if is_same(stored, page) and stored.start == page.start:
-            return True
-        log.warning("another page has the key %s; deleting it and its descendants", page.key.hex())
-        for key in self._deleter.delete_other(transaction, page.key):
-            found.pop(key, None)
-        return False
-
     def _write_uses(self, transaction: Transaction, uses: Mapping[bytes, Use]) -> None:
         now = time.time_ns()
         transaction.read_ahead(list(uses))
@@ -414,76 +288,3 @@ class Committer:
                 if last_used == use.last_used:
                     used = replace(used, uses=max(use.uses, usage.uses), page_class=use.page_class)
                 transaction.touch(key, used)
-
-
-def _hindrances(packed: Sequence[PackedPage], found: Mapping[bytes, Record | StorageError]) -> dict[bytes, DropReason]:
-    """Which of these pages cannot be written, whatever space there is, and why."""
-    reasons: dict[bytes, DropReason] = {}
-    here: set[bytes] = set()
-    for one in packed:
-        page = one.pending.page
-        # The parent has to be stored; the page itself may be: another process may have computed it too.
-        error = next(
-            (each for key in (page.parent, page.key) if isinstance(each := found.get(key), IncompatibleError)), None
-        )
-        if error is not None:
-            log.warning("a page was not written: %s", error)
-            reasons[page.key] = DropReason.UNAVAILABLE
-        elif page.parent not in here and not _follows(one.record, found.get(page.parent)):
-            reasons[page.key] = reasons.get(page.parent, DropReason.ORPHAN)
-        else:
-            here.add(page.key)
-    return reasons
-
-
-def _follows(record: Record, parent: Record | StorageError | None) -> bool:
-    """Whether a page may be written: what it follows is stored."""
-    if record.parent == record.namespace:
-        return record.follows(None)
-    return isinstance(parent, Record) and parent.key == record.parent and record.follows(parent)
-
-
-def _keep_ancestors(transaction: Transaction, page: Page) -> None:
-    """Have the pages that a new one follows expire no earlier than it does."""
-    key = page.parent
-    while key != page.namespace:
-        record, usage = transaction.records([key]).get(key, (None, Usage(0)))
-        if not isinstance(record, Record):
-            return
-        if Page.stored(key, record, usage).lasts_until(page):
-            return
-        transaction.touch(key, replace(usage, expires=page.expires if not page.pinned else 0))
-        key = record.parent
-
-
-def _usage_of(one: PackedPage) -> Usage:
-    """The first usage of a page. The uses that a captured one has had already are among those written afterwards."""
-    page = one.pending.page
-    if one.usage is not None:
-        return replace(one.usage, pinned=page.pinned)
-    return Usage(page.last_used, 0, page.pinned, page.priority, page.expires, page.uses, page.page_class)
-
-
-def _copy_of(transaction: Transaction, key: bytes) -> tuple[Record, Usage, bytes] | None:
-    """A stored page, to be put again; None if it is damaged."""
-    try:
-        record, usage, payload = transaction.record(key), transaction.usage(key), transaction.payload(key)
-    except (CorruptError, IncompatibleError):
-        return None
-    if record is None or usage is None or payload is None:
-        return None
-    return record, usage, bytes(payload)
-
-
-def _followers(packed: Sequence[PackedPage], first: int) -> Sequence[PackedPage]:
-    """A page, and those that come after it, each the parent of the next; the last one first."""
-    end = first + 1
-    while end < len(packed) and packed[end].pending.page.parent == packed[end - 1].pending.page.key:
-        end += 1
-    return packed[first:end][::-1]
-
-
-def _stored(transaction: Transaction, packed: Sequence[PackedPage]) -> dict[bytes, Record | StorageError]:
-    """The records of these pages and of their parents, as far as they are stored, or why they cannot be read."""
-    keys = dict.fromkeys(key for one in packed for key in (one.pending.page.parent, one.pending.page.key))
-    return {key: record for key, (record, _) in transaction.records(list(keys)).items()}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import lmdb
 import pytest
 
-from prefixstore.engine import commit, eviction, page_checks, page_update, readers
+from prefixstore.engine import batch, eviction, page_checks, page_update, readers
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.commit import Committer
@@ -134,7 +134,7 @@ def the_pin_of_a_tail_is_lost_with_it(patch: Patch) -> None:
         tail, is_covered = real(*arguments)
         return (None if tail is None else replace(tail, pinned=False)), is_covered
 
-    wrap(patch, commit, "siblings_of", siblings_of)
+    wrap(patch, batch, "siblings_of", siblings_of)
 
 
 @leads_to("parents outlive", ("capture", 0, [TWO_PAGES, (ONE, (0, 0, 0, 0, 1, 1, 1, 1))]), ("evict", 0, 0.9))

@@ -1,0 +1,213 @@
+"""Writes the pages of a batch in one transaction: parents first, each as far as there is space for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from prefixstore.engine.catalog import Catalog
+from prefixstore.engine.delete import Deleter
+from prefixstore.engine.eviction import Victim
+from prefixstore.engine.index import Page, is_same, later
+from prefixstore.engine.page_update import Transaction
+from prefixstore.engine.pending import PackedPage, PendingPage
+from prefixstore.engine.relatives import siblings_of
+from prefixstore.engine.space import Space
+from prefixstore.engine.waiting import DropReason
+from prefixstore.errors import CorruptError, IncompatibleError, StorageError
+from prefixstore.format.record import Record, Usage
+from prefixstore.stats import Shortage
+
+__all__ = ["Batch"]
+
+log = logging.getLogger("prefixstore")
+
+
+class Batch:
+    """Writes packed pages.
+
+    Parameters
+    ----------
+    transaction
+        In which they are put.
+    space
+        Makes space for them.
+    catalog, deleter
+        Of the engine.
+
+    Attributes
+    ----------
+    written
+        The pages that are stored when the transaction is committed, also those that were stored before.
+    put
+        The keys of those that were not.
+    refused
+        The others, and why.
+    """
+
+    def __init__(self, transaction: Transaction, space: Space, catalog: Catalog, deleter: Deleter) -> None:
+        self._transaction = transaction
+        self._space = space
+        self._catalog = catalog
+        self._deleter = deleter
+        # the records of the pages, and of their parents, as far as they are stored, or why they cannot be read
+        self._stored: dict[bytes, Record | StorageError] = {}
+        self.written: list[PendingPage] = []
+        self.put: set[bytes] = set()
+        self.refused: list[tuple[PackedPage, DropReason]] = []
+
+    def write(self, packed: Sequence[PackedPage]) -> None:
+        """Write pages, parents before their children."""
+        keys = dict.fromkeys(key for one in packed for key in (one.pending.page.parent, one.pending.page.key))
+        self._stored = {key: record for key, (record, _) in self._transaction.records(list(keys)).items()}
+        # nothing is evicted for a page that cannot be written
+        reasons = self._hindrances(packed)
+        for i, one in enumerate(packed):
+            page = one.pending.page
+            # what follows a page that is refused is refused as well
+            reason = reasons.get(page.key) or reasons.get(page.parent)
+            if reason is None:
+                reason = self._write(one, partial(self._admits, _followers(packed, i)))
+            if reason is not None:
+                reasons[page.key] = reason
+                self.refused.append((one, reason))
+
+    def shortage(self) -> Shortage | None:
+        """What the last of the refused pages asked for, and what there was; None if none was refused for its size."""
+        for one, reason in reversed(self.refused):
+            if reason in (DropReason.BUDGET, DropReason.QUOTA, DropReason.ADMISSION):
+                return self._space.shortage(one, reason, sum(other is reason for _, other in self.refused))
+        return None
+
+    def _hindrances(self, packed: Sequence[PackedPage]) -> dict[bytes, DropReason]:
+        """Which of these pages cannot be written, whatever space there is, and why."""
+        reasons: dict[bytes, DropReason] = {}
+        here: set[bytes] = set()
+        for one in packed:
+            page = one.pending.page
+            # The parent has to be stored; the page itself may be: another process may have computed it too.
+            found = [self._stored.get(key) for key in (page.parent, page.key)]
+            error = next((each for each in found if isinstance(each, IncompatibleError)), None)
+            if error is not None:
+                log.warning("a page was not written: %s", error)
+                reasons[page.key] = DropReason.UNAVAILABLE
+            elif page.parent not in here and not self._follows(one.record):
+                reasons[page.key] = reasons.get(page.parent, DropReason.ORPHAN)
+            else:
+                here.add(page.key)
+        return reasons
+
+    def _follows(self, record: Record) -> bool:
+        """Whether a page may be written: what it follows is stored."""
+        if record.parent == record.namespace:
+            return record.follows(None)
+        parent = self._stored.get(record.parent)
+        return isinstance(parent, Record) and parent.key == record.parent and record.follows(parent)
+
+    def _admits(self, followers: Sequence[PackedPage], victim: Victim) -> bool:
+        """Whether one of these pages is worth more than a victim, or is to be stored in any case."""
+        return any(
+            one.pending.is_wanted or one.pending.page.pinned or self._catalog.admits(one, victim) for one in followers
+        )
+
+    def _write(self, one: PackedPage, admits: Callable[[Victim], bool]) -> DropReason | None:
+        """Write one page; returns the reason if it is refused."""
+        transaction, new, record, page = self._transaction, one.pending, one.record, one.pending.page
+        if page.parent not in self.put and not self._follows(record):
+            return DropReason.ORPHAN
+        tail, is_covered = siblings_of(transaction, page)
+        if not self._catalog.claim(new, is_covered=is_covered):
+            return None
+        if tail is not None and (self._catalog.pending_after(tail.key) or transaction.followed([tail.key])):
+            tail = None
+        if tail is not None and tail.pinned:
+            page.pinned = True
+        if self._is_stored(page):
+            self._use_stored(page, tail)
+        else:
+            reason = self._make_space(one, admits, tail)
+            if reason is not None:
+                return reason
+            transaction.put_namespace(page.namespace, new.settings)
+            transaction.put(page.key, record, _usage_of(one), one.payload)
+            self._space.put(page)
+            self.put.add(page.key)
+        page.stored_bytes = record.stored_bytes
+        self._keep_ancestors(page)
+        self.written.append(new)
+        return None
+
+    def _is_stored(self, page: Page) -> bool:
+        """Whether a page is stored already. Another page under its key is deleted, with all that is stored after it."""
+        stored = self._stored.get(page.key)
+        if not isinstance(stored, Record):
+            return False  # one whose record is damaged is overwritten
+        if is_same(stored, page) and stored.start == page.start:
+            return True
+        log.warning("another page has the key %s; deleting it and its descendants", page.key.hex())
+        for key in self._deleter.delete_other(self._transaction, page.key):
+            self._stored.pop(key, None)
+        return False
+
+    def _use_stored(self, page: Page, tail: Page | None) -> None:
+        """A captured page is stored already: it lasts as long as the captured one, and takes the place of the tail."""
+        usage = self._transaction.usage(page.key)
+        if usage is not None:
+            pinned = usage.pinned or (tail is not None and tail.pinned)
+            expires = later(usage.expires, page.expires)
+            if (pinned, expires) != (usage.pinned, usage.expires):
+                self._transaction.touch(page.key, replace(usage, pinned=pinned, expires=expires))
+        if tail is not None:
+            self._transaction.delete(tail.key)
+
+    def _make_space(self, one: PackedPage, admits: Callable[[Victim], bool], tail: Page | None) -> DropReason | None:
+        """Make space for a page, and delete the tail that it replaces; if the page is refused, the tail stays."""
+        reason = self._space.make(one, admits, tail)
+        if reason is not None or tail is None:
+            return reason
+        # What it frees is exactly known only when it is gone.
+        copy = _copy_of(self._transaction, tail.key)
+        self._transaction.delete(tail.key)
+        reason = self._space.make(one, admits)
+        if reason is not None and copy is not None:
+            self._transaction.put(tail.key, *copy)
+        return reason
+
+    def _keep_ancestors(self, page: Page) -> None:
+        """Have the pages that a new one follows expire no earlier than it does."""
+        key = page.parent
+        while key != page.namespace:
+            record, usage = self._transaction.records([key]).get(key, (None, Usage(0)))
+            if not isinstance(record, Record) or Page.stored(key, record, usage).lasts_until(page):
+                return
+            self._transaction.touch(key, replace(usage, expires=page.expires if not page.pinned else 0))
+            key = record.parent
+
+
+def _followers(packed: Sequence[PackedPage], first: int) -> Sequence[PackedPage]:
+    """A page, and those that come after it, each the parent of the next; the last one first."""
+    end = first + 1
+    while end < len(packed) and packed[end].pending.page.parent == packed[end - 1].pending.page.key:
+        end += 1
+    return packed[first:end][::-1]
+
+
+def _usage_of(one: PackedPage) -> Usage:
+    """The first usage of a page. The uses that a captured one has had already are among those written afterwards."""
+    page = one.pending.page
+    if one.usage is not None:
+        return replace(one.usage, pinned=page.pinned)
+    return Usage(page.last_used, 0, page.pinned, page.priority, page.expires, page.uses, page.page_class)
+
+
+def _copy_of(transaction: Transaction, key: bytes) -> tuple[Record, Usage, bytes] | None:
+    """A stored page, to be put again; None if it is damaged."""
+    try:
+        record, usage, payload = transaction.record(key), transaction.usage(key), transaction.payload(key)
+    except (CorruptError, IncompatibleError):
+        return None
+    if record is None or usage is None or payload is None:
+        return None
+    return record, usage, bytes(payload)
