@@ -271,7 +271,7 @@ def test_writers_that_are_killed_leave_a_sound_store(seaweedfs, monkeypatch):
 def is_tidy(backend):
     """Whether there is nothing that belongs to no page, after it was removed."""
     backend.scrub()
-    names, folder = [one.name for one in backend.rows.client.list()], backend.rows.state.store
+    names, folder = [one.name for one in backend.rows.client.list()], backend.rows._store.state.store
     with backend.view() as view:
         is_whole = list(flaws(view)) == [] and sum("/payloads/" in name for name in names) == view.used.entries
     return is_whole and all(name == STORE or name.startswith(f"{folder}/") for name in names)
