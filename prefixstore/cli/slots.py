@@ -187,5 +187,4 @@ def _opened(
     else:
         identity = ServerIdentity.named(props, namespace, slots_dir=slots_dir_of(client.url))
     with SlotStore(store, client, slots_dir, identity, **limit) as opened:
-        opened.connect()
         yield opened

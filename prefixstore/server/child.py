@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -168,42 +168,35 @@ class Child:
             await asyncio.gather(ready, ended, return_exceptions=True)
 
     async def _ready(self) -> None:
-        async with self._asking() as server:
-            while True:
-                with contextlib.suppress(UpstreamError):
-                    if (await server.ask("/health")).is_ok:
-                        break
-                await asyncio.sleep(HEALTH_INTERVAL)
+        while True:
+            if await self._health(ASK_SECONDS):
+                break
+            await asyncio.sleep(HEALTH_INTERVAL)
         await self._when_ready()
 
-    @contextlib.asynccontextmanager
-    async def _asking(self) -> AsyncIterator[Upstream]:
-        server = Upstream(CHILD_URL, timeout=ASK_SECONDS, key=self._command.key, socket=self._command.socket)
-        try:
-            yield server
-        finally:
-            await server.close()
-
     async def _end_if_it_hangs(self, process: asyncio.subprocess.Process) -> None:
-        async with self._asking() as server:
-            await hangs(
-                lambda seconds: self._answers(server, seconds), lambda: work_of_session(process.pid), self._patience
-            )
+        async def answers(seconds: float) -> bool:
+            return await self._health(seconds) is not None
+
+        await hangs(answers, lambda: work_of_session(process.pid), self._patience)
         log.warning("llama-server neither answers nor does anything: it is killed")
         _end_group(process.pid)
 
-    async def _answers(self, server: Upstream, seconds: float) -> bool:
-        """Whether its threads for requests answer, and the one that computes as well if it has something to do.
+    async def _health(self, seconds: float) -> bool | None:
+        """Whether it is healthy; None if a thread of it does not answer: one for requests, or the one that computes.
 
-        The latter is not asked without need: that would wake a server that sleeps.
+        The latter is asked only if it has something to do: that would wake a server that sleeps.
         """
+        server = Upstream(CHILD_URL, timeout=ASK_SECONDS, key=self._command.key, socket=self._command.socket)
         try:
-            await server.ask("/health", timeout=seconds)
+            answer = await server.ask("/health", timeout=seconds)
             if self._is_busy():
                 await server.ask("/slots", server.credentials(()), timeout=seconds)
         except UpstreamError:
-            return False
-        return True
+            return None
+        finally:
+            await server.close()
+        return answer.is_ok
 
 
 def _signal_group(leader: int, number: int) -> bool:

@@ -17,7 +17,7 @@ from prefixstore.models.boundaries import prompt_boundaries
 from prefixstore.server.prompts import aside
 from prefixstore.server.rates import AnswerTail, Rates, Usage
 from prefixstore.server.session import ServerSession
-from prefixstore.server.slot_choice import Claim
+from prefixstore.server.slot_record import Claim
 from prefixstore.server.tokenizer import TOKEN_CHARACTERS
 from prefixstore.server.upstream import Headers
 
@@ -88,11 +88,12 @@ class Prefill:
 
     async def _boundaries(self, claim: Claim, explicit: Sequence[int]) -> list[int]:
         store, manager, slot, tokens = self._session.store, self._session.manager, claim.slot, claim.tokens
-        if store is None or manager is None or store.can_cut or len(tokens) >= slot.n_ctx:
+        states = store.states if store is not None else None
+        if states is None or manager is None or states.can_cut or len(tokens) >= slot.n_ctx:
             return []
         start = common_prefix(slot.tokens, tokens)
         most = most_stops(manager.rates, len(tokens) - start, len(tokens))
-        if most == 0 or not manager.choice.may_save(slot):
+        if most == 0 or not manager.pool.may_save(slot):
             return []
         if start == len(slot.tokens):
             # The end of the last answer may be in the slot, too. To stop before that would be to step back.
@@ -109,7 +110,7 @@ class Prefill:
                 tokens,
                 kinds,
                 start=start,
-                min_tokens=store.shortest,
+                min_tokens=states.shortest,
                 min_gap=MIN_GAP,
                 most=most,
                 shared=[shared] if shared else [],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -29,9 +29,9 @@ from prefixstore.server.prompts import (
 )
 from prefixstore.server.rates import AnswerTail, Usage
 from prefixstore.server.session import ServerSession
-from prefixstore.server.slot_choice import Claim
 from prefixstore.server.slot_manager import WORTH_A_LOOKUP, SlotManager
 from prefixstore.server.slot_pool import PoolClosedError, PoolFullError
+from prefixstore.server.slot_record import Claim
 from prefixstore.server.tenants import Admission, NoTenantError, within
 from prefixstore.server.upstream import (
     TargetError,
@@ -212,7 +212,6 @@ class Proxy:
         exchange: Exchange,
         content: bytes | None,
         tail: AnswerTail | None = None,
-        first_byte: Callable[[], None] = lambda: None,
     ) -> int:
         """Pass a request on, and its answer back; the status of the answer."""
         tail, headers = tail or AnswerTail(), exchange.raw_headers
@@ -233,11 +232,7 @@ class Proxy:
                 before, after = b"event: error\ndata: " if exchange.path in MESSAGES else b"data: ", PING[1:]
             if before:
                 await exchange.write(before)
-            is_first = True
             async for chunk in answer.chunks():
-                if is_first:
-                    first_byte()
-                    is_first = False
                 tail.feed(chunk)
                 await exchange.write(chunk)
             if after:
@@ -390,7 +385,7 @@ class Proxy:
             claim.slot.told = exchange.told
             if is_counted and not taints and not claim.must_compute:
                 await self._compute_ahead(exchange, ask, claim)
-            await self._forward(exchange, body, tail, claim.slot.answering)
+            await self._forward(exchange, body, tail)
         finally:
             usage = tail.usage() if tail.status == HTTPStatus.OK else None
             chat = (exchange.path, ask.turns) if is_counted and ask.turns is not None else None

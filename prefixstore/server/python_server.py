@@ -40,9 +40,10 @@ from prefixstore.errors import (
 )
 from prefixstore.metrics import RequestMetrics, StoreMetrics, new_registry, render
 from prefixstore.opening import Locations
-from prefixstore.server.completions import CachedTokens, Metrics, StoreProxy
+from prefixstore.report.page import live_html
+from prefixstore.server.completions import CachedTokens, StoreProxy
 from prefixstore.server.listener import address_of, bound, stopped_by_signals
-from prefixstore.server.own_endpoints import CONTENT, HTML, JSON, PAGE, LiveReport, page_of
+from prefixstore.server.own_endpoints import CONTENT, HEADERS, HTML, JSON, PAGE, LiveReport
 from prefixstore.server.store_check import check_store
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def create_app(
     settings: Settings | None = None,
     server_settings: ServerSettings | None = None,
     model_settings: Sequence[ModelSettings] | None = None,
-    metrics: Metrics | None = None,
+    metrics: RequestMetrics | None = None,
     **store_options: Any,
 ) -> FastAPI:
     """The application of ``llama_cpp.server``, with a store.
@@ -81,7 +82,8 @@ def create_app(
     settings, server_settings, model_settings
         As ``llama_cpp.server.app.create_app`` takes them. Without any, they come from the environment.
     metrics
-        Told of each request, for a page of your own; without it, ``/metrics`` is served.
+        Told of each request, for a page of your own: a `RequestMetrics`, or what has its methods. Without it,
+        ``/metrics`` is served.
     **store_options
         Keyword arguments of `PrefixStore`; they replace those of `config`.
 
@@ -185,8 +187,7 @@ def _add_report(app: FastAPI, proxy: StoreProxy) -> None:
     live = LiveReport(lambda: (proxy.store.engine, proxy.store.location))
 
     def page() -> Response:
-        body, headers = page_of()
-        return Response(body, media_type=HTML, headers=headers)
+        return Response(live_html(), media_type=HTML, headers=HEADERS)
 
     async def content(request: Request) -> Response:
         settings = next(stock.get_server_settings())

@@ -19,7 +19,7 @@ from prefixstore.errors import PrefixStoreError, ServerError
 from prefixstore.metrics import RequestMetrics, StoreMetrics, new_registry, render
 from prefixstore.opening import Locations
 from prefixstore.server.child import CHILD_URL, Child
-from prefixstore.server.client import LlamaServer
+from prefixstore.server.client import LlamaServer, Props
 from prefixstore.server.command import ServerCommand, check_program, private_directory
 from prefixstore.server.exchange import server_of
 from prefixstore.server.listener import address_of, bound, stopped_by_signals
@@ -27,9 +27,8 @@ from prefixstore.server.namespace import ServerIdentity, slots_dir_of
 from prefixstore.server.own_endpoints import OwnEndpoints
 from prefixstore.server.process import process_at, running_process
 from prefixstore.server.proxy import Proxy
-from prefixstore.server.records import Props
 from prefixstore.server.session import ServerSession
-from prefixstore.server.slot_choice import Timing
+from prefixstore.server.slot_pool import Timing
 from prefixstore.server.slots import SlotStore
 from prefixstore.server.store_check import ADVICE, OnDamage, check_store, differences, opened
 from prefixstore.server.tenants import Admission, TenantSource
@@ -145,7 +144,7 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
         child = Child(command, environ, ready, session.down, is_busy=lambda: session.is_busy)
 
         async def stop() -> None:
-            await child.stop(at_once=session.is_hurried)
+            await child.stop(at_once=session.hurried.is_set())
 
         asyncio.run(_serve(settings, sockets, session, child.run(), stop, has_keys=command.has_keys))
 
@@ -192,7 +191,7 @@ async def _serve(
 ) -> None:
     """Serve while the server is kept running, or watched (`work`); `stop` ends a server that is ours."""
     failures: list[PrefixStoreError] = []
-    stopped, hurried = asyncio.Event(), asyncio.Event()
+    stopped, hurried = asyncio.Event(), session.hurried
 
     def failed(error: PrefixStoreError) -> None:
         failures.append(error)
@@ -220,7 +219,6 @@ async def _serve(
             # for somebody who does not want to wait
             hurried.set()
             settings.announce("stopping immediately: the contents of the slots are not stored")
-            session.hurry()
 
     loop = asyncio.get_running_loop()
     with stopped_by_signals(lambda number: loop.call_soon_threadsafe(signalled, number)):

@@ -10,19 +10,25 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prefixstore.errors import ContextError, PrefixStoreError, ServerError, ServerRefusedError, StorageError
+from prefixstore.errors import (
+    ContextError,
+    PrefixStoreError,
+    ServerBusyError,
+    ServerError,
+    ServerRefusedError,
+    StorageError,
+)
 from prefixstore.models.boundaries import TokenKind, kinds_of_vocabulary
-from prefixstore.server.client import LlamaServer, props_of
+from prefixstore.server.client import LlamaServer, Props, props_of
 from prefixstore.server.namespace import ServerIdentity
 from prefixstore.server.rates import Rates, Usage
-from prefixstore.server.records import Props
-from prefixstore.server.slot_choice import Claim
 from prefixstore.server.slot_manager import SlotManager
-from prefixstore.server.slot_pool import Rows, SlotPool
+from prefixstore.server.slot_pool import SlotPool
+from prefixstore.server.slot_record import Claim, Rows
 from prefixstore.server.slots import SlotStore
 from prefixstore.server.store_check import OnDamage, opened
 from prefixstore.server.tokenizer import Tokenizer
-from prefixstore.server.upstream import Headers, Upstream, UpstreamError
+from prefixstore.server.upstream import Headers, Upstream, UpstreamError, UpstreamLostError
 
 if TYPE_CHECKING:
     from prefixstore.server.serving import ServeSettings
@@ -72,6 +78,8 @@ class ServerSession:
         Called with the store when it was opened, and with None when it is closed to be opened again.
     when_ready
         Called each time `ready` has ended.
+    hurried
+        Set to have `close` skip what takes long: the contents of the slots are not stored.
     """
 
     def __init__(
@@ -91,8 +99,7 @@ class ServerSession:
         self.rates = Rates()
         self.manager: SlotManager | None = None
         self.store: SlotStore | None = None
-        self._is_up, self._hurried, self._is_lost = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._looking: asyncio.Task[None] | None = None
+        self._is_up, self.hurried, self._is_lost = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._reopening: asyncio.Task[None] | None = None
         self._props: Props | None = None
         self.when_store: Callable[[SlotStore | None], None] = lambda _: None
@@ -157,10 +164,12 @@ class ServerSession:
             log.warning("the server has %d slots of %d tokens now", len(slots), slots[0][1])
             await self._retire(self.manager)
         settings = self._settings
-        pool = SlotPool(slots, max_waiting=settings.max_waiting, separated=settings.separated)
+        pool = SlotPool(
+            slots, self.rates, settings.timing, max_waiting=settings.max_waiting, separated=settings.separated
+        )
         # what is in the slots of a server that runs already may have been moved there from other positions
         pool.restarted(are_empty=self.is_child)
-        self.manager = SlotManager(pool, self.rates, None, self.server.erase, settings.timing)
+        self.manager = SlotManager(pool, None, self.server.erase)
         self._saving = asyncio.create_task(self.manager.save_when_idle())
 
     async def _retire(self, manager: SlotManager) -> None:
@@ -189,7 +198,9 @@ class ServerSession:
                 return
             failed = store
         except PrefixStoreError as error:
-            if isinstance(error, ServerError) or not self._was_open:
+            # while all of its slots are busy, it cannot show what they look like
+            is_busy = isinstance(error, ServerBusyError)
+            if not is_busy and (isinstance(error, ServerError) or not self._was_open):
                 raise
             failed = error
         except Exception as error:  # noqa: BLE001
@@ -201,9 +212,10 @@ class ServerSession:
     def _use(self, store: SlotStore) -> None:
         """Give the requests of the server this store."""
         assert self.manager is not None, "it was met"
-        self.manager.choice.can_cut = store.can_cut
+        can_cut = store.states is None or store.states.can_cut
+        self.manager.pool.can_cut = can_cut
         self.manager.use(store if store.reason is None else None)
-        if not store.can_cut:
+        if not can_cut:
             # a large vocabulary takes a second
             self._kinds = asyncio.ensure_future(asyncio.to_thread(_kinds_of, store.identity))
 
@@ -307,24 +319,11 @@ class ServerSession:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def lost(self) -> None:
-        """A connection has failed: the server may have ended, and another one may answer next.
+        """A connection has failed: the server may have ended, and the next request looks whether it has.
 
-        Or it has closed the connection, as it does with some requests that it refuses: then it answers the next one.
-        One that is started in its place does not, as long as it loads its model. If a child has ended, `Child` notices.
+        Or it has closed the connection, as it does with some requests that it refuses.
         """
-        if not self.is_child and self.is_ready and not self.is_certainly_alive() and self._looking is None:
-            self._looking = asyncio.create_task(self._look_after_loss())
-
-    async def _look_after_loss(self) -> None:
-        try:
-            if not await self._is_healthy() and self.is_ready:
-                self._replaced()
-        finally:
-            self._looking = None
-
-    def _replaced(self) -> None:
-        self.down()
-        self._is_lost.set()
+        self._last_look = 0.0
 
     async def _is_healthy(self) -> bool:
         with contextlib.suppress(UpstreamError):
@@ -367,14 +366,17 @@ class ServerSession:
             self._last_look = now
             try:
                 props = await self._ask_props()
+            except UpstreamLostError:
+                props = None
             except (UpstreamError, ServerError, ValueError):
                 return True  # what comes next says so
             if props is not None and props.is_sleeping and manager is not None:
                 manager.pool.restarted()
             is_other = props != self._props
         if is_other and self.is_ready and not self.is_child:
-            log.warning("a different server answers at %s now", self.upstream.url)
-            self._replaced()
+            log.warning("none or a different server answers at %s now", self.upstream.url)
+            self.down()
+            self._is_lost.set()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._is_up.wait(), READY_SECONDS)
         is_missing = self.store is None and self.is_ready and self._reopening is None
@@ -413,17 +415,8 @@ class ServerSession:
         """Note that the server has just been used."""
         self._last_use = asyncio.get_running_loop().time()
 
-    def hurry(self) -> None:
-        """Have `close` skip what takes long: the contents of the slots are not stored."""
-        self._hurried.set()
-
-    @property
-    def is_hurried(self) -> bool:
-        """Whether it should end immediately."""
-        return self._hurried.is_set()
-
     async def _unless_hurried(self, work: Coroutine[Any, Any, None]) -> None:
-        tasks = asyncio.ensure_future(work), asyncio.ensure_future(self._hurried.wait())
+        tasks = asyncio.ensure_future(work), asyncio.ensure_future(self.hurried.wait())
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
@@ -431,7 +424,7 @@ class ServerSession:
 
     async def close(self) -> None:
         """Store what the slots hold, and close the store."""
-        tasks = [task for task in (self._saving, self._looking, self._reopening) if task is not None]
+        tasks = [task for task in (self._saving, self._reopening) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -439,7 +432,7 @@ class ServerSession:
             if self.is_ready and self.reason is None:
                 await self._unless_hurried(self.manager.save_all(STOP_SECONDS))
             await self._unless_hurried(self.manager.keep_copies(STOP_SECONDS))
-            await asyncio.to_thread(partial(self.manager.close, wait=not self.is_hurried))
+            await asyncio.to_thread(partial(self.manager.close, wait=not self.hurried.is_set()))
         if self.store is not None:
             try:
                 await asyncio.to_thread(self.store.close)

@@ -130,7 +130,7 @@ class SlotStates:
         form = self.ways[-1].form
         window = form.window if form.shape is not None and form.shape.recurrent is None else None
         # of a window that has not been left, the server would compute all again
-        return window.size + HIDDEN_ROWS if window is not None else 1
+        return max(self._store.min_tokens, window.size + HIDDEN_ROWS if window is not None else 1)
 
     def find(self, prompt: Tokens, limit: int, salt: str | None) -> tuple[Found, Way]:
         """The most that is stored of a prompt, and in which way."""
@@ -175,7 +175,7 @@ class SlotStates:
     def store(self, file: SlotFile, salt: str | None) -> Captured:
         """Store what the store lacks of a slot."""
         way, n = self.ways[-1], len(file.tokens)
-        if n < max(self._store.min_tokens, self.shortest):
+        if n < self.shortest:
             return Captured(reason="short")
         if file.view is not None and not way.form.is_complete(file.view, n):
             return Captured(reason="incomplete")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -16,14 +16,13 @@ import numpy as np
 from prefixstore.engine.compute_rate import ComputeRate
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.miss import miss_reason
-from prefixstore.errors import InvalidParameterError, ServerError, ServerRefusedError, UnknownVersionError
+from prefixstore.errors import InvalidParameterError, ServerRefusedError, UnknownVersionError
 from prefixstore.format.keys import NO_TOKENS, SNAPSHOT, Tokens, TokenSequence, as_tokens
 from prefixstore.format.namespace import Namespace
-from prefixstore.llama.capture import Captured, Place
+from prefixstore.llama.capture import Place
 from prefixstore.opening import Locations
 from prefixstore.server.client import LlamaServer
 from prefixstore.server.namespace import ServerIdentity, kind_of_layout
-from prefixstore.server.records import Found, Restored, Stored
 from prefixstore.server.slot_file import SlotFile
 from prefixstore.server.slot_files import SlotBuffer, SlotDirectory, wrong_directory
 from prefixstore.server.slot_states import SlotStates
@@ -34,13 +33,107 @@ from prefixstore.units import shown
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["SlotCopy", "SlotStore"]
+__all__ = ["Found", "Restored", "SlotCopy", "SlotStore", "Stored"]
 
 log = logging.getLogger("prefixstore")
 
 ANY_TOKEN = np.zeros(1, "<i4")
 # if a page is damaged, those before it are tried, and so on
 ATTEMPTS = 3
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is stored of a prompt.
+
+    Attributes
+    ----------
+    n_tokens
+        How much of it a slot can be given.
+    n_bytes
+        Bytes of state that would be read for it.
+    reason
+        Why nothing is found, as of `Restored`; None if something is, or if nothing is ever stored.
+    """
+
+    n_tokens: int = 0
+    n_bytes: int = 0
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was restored into a slot.
+
+    Attributes
+    ----------
+    n_tokens
+        What it holds now; 0 if nothing could be used, and it was left alone.
+    n_bytes
+        Bytes of its file.
+    seconds
+        How long it took, everything included.
+    saved_seconds
+        By how much that was faster than computing the tokens, by the rate at which they were computed; below zero if
+        it was slower, or if the rate is not known.
+    reason
+        Why nothing could be used: see `miss_reason`; ``"unreadable"``, or why nothing is ever stored.
+    """
+
+    n_tokens: int = 0
+    n_bytes: int = 0
+    seconds: float = 0.0
+    saved_seconds: float = 0.0
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What was stored of a slot.
+
+    Attributes
+    ----------
+    tokens
+        What the slot holds.
+    n_new_pages
+        Pages that were not stored before.
+    n_bytes
+        Bytes of their states.
+    seconds
+        How long it took, everything included. The pages are written after that.
+    reason
+        Why nothing was stored, or not all, if so: ``"empty"``, ``"short"``, ``"other_tokens"`` (than expected),
+        ``"media"`` (images or sound), ``"incomplete"`` (the server has not written all rows, as with ``--swa-full``),
+        ``"queue_full"`` (the location takes nothing), ``"read_only"`` (the store), or why nothing is ever stored.
+    """
+
+    tokens: Tokens
+    n_new_pages: int = 0
+    n_bytes: int = 0
+    seconds: float = 0.0
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class SlotCopy:
+    """What a slot held when it was copied.
+
+    Attributes
+    ----------
+    tokens
+        Its tokens; those before the first image, if there are any.
+    n_bytes
+        Bytes of its file.
+    has_media
+        Whether it holds images or sound.
+    store
+        Stores what the store lacks of it; as `SlotStore.save`.
+    """
+
+    tokens: Tokens
+    n_bytes: int
+    has_media: bool
+    store: Callable[[], Stored]
 
 
 class SlotStore:
@@ -70,18 +163,22 @@ class SlotStore:
         files have a version that is not known), ``"window"`` (the length of its sliding window is not known).
     why
         The reason in words; empty if there is nothing to add.
+    states
+        How its slots are stored; None if they are not.
 
     Raises
     ------
     InvalidParameterError
         If a parameter is not valid, or the server uses another directory.
     StorageError
-        If the location cannot be opened.
+        If the location cannot be opened, or a slot's file cannot be read.
+    ServerError
+        If the server cannot be asked, or if it has another layout than its arguments say.
 
     Notes
     -----
-    A slot's file of this server tells what its states look like. So one is saved when the store is opened, or, if the
-    server does not answer then, by `connect` or by the first `save` or `restore`. Until then `find` finds nothing.
+    A slot's file of this server tells what its states look like, so one is saved when the store is opened. If no slot
+    holds anything, a free one evaluates two tokens for it, and is erased.
     """
 
     def __init__(
@@ -99,15 +196,12 @@ class SlotStore:
             # before the server writes files there that are never deleted
             raise wrong_directory(self.directory.path)
         self.reason, self.why = identity.reason, ""
-        self._connecting = threading.Lock()
-        self._states: SlotStates | None = None
+        self.states: SlotStates | None = None
         # the label has no effect here: the identity has the namespace
         self.store = PrefixStore(location, namespace="server", **store_options)
         self.rate = ComputeRate(self.store.parameters.max_delay)
         try:
-            self.connect()
-        except ServerError as error:
-            log.info("the slots of %s are not known yet: %s", server.url, error)
+            self._learn()
         except BaseException:
             self.close()
             raise
@@ -139,67 +233,23 @@ class SlotStore:
         return self.store.engine.counters
 
     @property
-    def is_connected(self) -> bool:
-        """Whether the layout of the server's states is known."""
-        return self._states is not None or self.reason is not None
-
-    @property
     def kind(self) -> Kind:
-        """What is stored of the slots; unbound as long as the layout of the server's states is not known."""
-        return Kind.UNBOUND if self._known is None else kind_of_layout(self._known.layout)
-
-    @property
-    def is_drafting(self) -> bool:
-        """Whether the server drafts tokens: of its drafts nothing is stored, and they begin empty after a restore."""
-        return self.server.is_drafting
-
-    @property
-    def can_cut(self) -> bool:
-        """Whether a slot can be used up to any of its tokens."""
-        return self._states is None or self._states.can_cut
-
-    @property
-    def shortest(self) -> int:
-        """How many tokens a slot must hold for it to be stored."""
-        return max(self.store.min_tokens, 1 if self._states is None else self._states.shortest)
-
-    @property
-    def _known(self) -> SlotStates | None:
-        """How slots are stored; None if nothing is, or that is not known yet."""
-        return self._states if self.reason is None else None
-
-    def namespace(self, salt: str | None = None) -> Namespace | None:
-        """The namespace of a tenant's pages; None as long as the layout of the server's states is not known."""
-        return self._known.place(salt).namespace if self._known is not None else None
+        """What is stored of the slots; unbound if nothing is."""
+        return Kind.UNBOUND if self.states is None else kind_of_layout(self.states.layout)
 
     def namespaces(self, salt: str | None = None) -> list[Namespace]:
-        """All namespaces in which a tenant's pages are looked up; as `namespace`."""
-        states = self._known
+        """The namespaces in which a tenant's pages are looked up, first that of pages; none if nothing is stored."""
+        states = self.states
         return [way.place(states.place(salt)).namespace for way in states.ways] if states is not None else []
 
-    # -- connecting ---------------------------------------------------------------------------------------------------
-
-    def connect(self) -> None:
-        """Learn the layout of the server's states from one of its slots. A second call does nothing.
-
-        If no slot holds anything, a free one evaluates two tokens for it, and is erased.
-
-        Raises
-        ------
-        ServerError
-            If the server cannot be asked, or if it has another layout than its arguments say.
-        InvalidParameterError
-            If the server uses another directory.
-        StorageError
-            If the slot's file cannot be read.
-        """
-        if self.is_connected:
-            return
-        with self._connecting:
-            if not self.is_connected:
-                self._learn()
+    def namespace(self, salt: str | None = None) -> Namespace | None:
+        """The namespace of a tenant's pages; None if nothing is stored."""
+        return next(iter(self.namespaces(salt)), None)
 
     def _learn(self) -> None:
+        """Learn the layout of the server's states from one of its slots."""
+        if self.reason is not None:
+            return
         try:
             file = self.directory.any(self.server)
         except UnknownVersionError as error:
@@ -208,8 +258,8 @@ class SlotStore:
             log.warning("nothing is stored or restored of %s: %s", self.server.url, error)
             return
         states = SlotStates(file, self.identity, self.store, self.directory, self.rate)
-        self.reason = self.reason or states.reason
-        self._states = states
+        self.reason = states.reason
+        self.states = states if states.reason is None else None
         shape = states.layout.shape
         if shape is not None:
             self.server.bytes_per_token = shape.size(2) - shape.size(1)
@@ -230,40 +280,26 @@ class SlotStore:
         StorageError
             If the location cannot be asked.
         """
-        prompt, states = as_tokens(tokens), self._known
+        prompt, states = as_tokens(tokens), self.states
         if states is None:
             return Found()
         found, _ = states.find(prompt, self._limit(prompt), salt)
         if found.n_tokens < max(self.store.min_tokens, 1):
             return Found(reason=self._missed(states.place(salt), prompt, found.n_tokens))
-        return Found(found.n_tokens, sum(page.raw_bytes for page in found.pages), len(found.read))
+        return Found(found.n_tokens, sum(page.raw_bytes for page in found.pages))
 
     def _missed(self, place: Place, prompt: Tokens, n: int) -> str:
         namespace, tokens, least = place.namespace.key, prompt[: self._limit(prompt)], self.store.min_tokens
         return miss_reason(self.engine, namespace, tokens, place.page_tokens, n_matched=n, min_tokens=least)
 
-    def shared(self, tokens: TokenSequence, *, salt: str | None = None) -> int:
-        """How many tokens a prompt has in common with a stored one, whether they can be restored or not.
-
-        Raises
-        ------
-        StorageError
-            If the location cannot be asked.
-        """
-        return self._known.shared(as_tokens(tokens), salt) if self._known is not None else 0
-
-    def deepest(self, *, salt: str | None = None) -> Tokens:
-        """The longest stored prompt that fits into a slot; empty if there is none.
-
-        All that is stored is looked at. Raises `StorageError`.
-        """
-        return self._known.deepest(salt) if self._known is not None else NO_TOKENS
-
     def restore_deepest(self, slot: int, *, salt: str | None = None) -> Restored:
-        """Restore the longest stored prompt into a slot, in place of its contents; see `restore`."""
-        self.connect()
+        """Restore the longest stored prompt that fits into a slot, in place of its contents; see `restore`.
+
+        All that is stored is looked at.
+        """
+        deepest = self.states.deepest(salt) if self.states is not None else NO_TOKENS
         # as for a prompt that continues: if a state cannot be cut, its end could not be used otherwise
-        return self.restore(slot, np.append(self.deepest(salt=salt), ANY_TOKEN), salt=salt)
+        return self.restore(slot, np.append(deepest, ANY_TOKEN), salt=salt)
 
     def _limit(self, prompt: Tokens) -> int:
         return min(len(prompt), self.identity.props.n_ctx or len(prompt))
@@ -283,8 +319,7 @@ class SlotStore:
         started = time.perf_counter()
         prompt = as_tokens(tokens)
         self._check_slot(slot)
-        self.connect()
-        states = self._known
+        states = self.states
         if states is None:
             return Restored(reason=self.reason)
         place = states.place(salt)
@@ -366,14 +401,13 @@ class SlotStore:
         """
         started = time.perf_counter()
         self._check_slot(slot)
-        self.connect()
-        states = self._known
+        states = self.states
         if states is None:
-            return SlotCopy(self, None, None, started, self.reason)
+            return SlotCopy(NO_TOKENS, 0, False, partial(self._stored, None, salt, self.reason, 0.0))
         self.identity.check(self.server)
-        with self.directory.saved(self.server, slot, whole=states.layout.shape is None) as (_, file):
-            reason: str | None = None
-            if file.has_media and (file.layout is None or not self.can_cut):
+        with self.directory.saved(self.server, slot, whole=states.layout.shape is None) as file:
+            reason = None
+            if file.has_media and (file.layout is None or not states.can_cut):
                 reason = "media"
             elif file.layout is None:
                 reason = "empty"
@@ -386,57 +420,23 @@ class SlotStore:
                 reason = "other_tokens"
             elif len(file.tokens) < self.store.min_tokens:
                 reason = "short"
-            return SlotCopy(self, partial(states.store, file, salt), file, started, reason)
+        work = partial(self._stored, file, salt, reason, time.perf_counter() - started)
+        return SlotCopy(file.tokens, file.n_bytes, file.has_media, work)
 
-
-class SlotCopy:
-    """What a slot held when it was copied.
-
-    Attributes
-    ----------
-    tokens
-        Its tokens; those before the first image, if there are any.
-    n_bytes
-        Bytes of its file.
-    has_media
-        Whether it holds images or sound.
-    """
-
-    def __init__(
-        self,
-        store: SlotStore,
-        work: Callable[[], Captured] | None,
-        file: SlotFile | None,
-        started: float,
-        reason: str | None,
-    ) -> None:
-        self.tokens = file.tokens if file is not None else NO_TOKENS
-        self.n_bytes = file.n_bytes if file is not None else 0
-        self.has_media = file is not None and file.has_media
-        self._counters, self._work, self._reason = store.counters, work, reason
-        self._seconds = time.perf_counter() - started
-
-    def store(self) -> Stored:
-        """Store what the store lacks of it; as `SlotStore.save`. Can be called once.
-
-        Raises
-        ------
-        StorageError
-            If the location cannot be asked.
-        """
+    def _stored(self, file: SlotFile | None, salt: str | None, reason: str | None, copying: float) -> Stored:
+        """Store what the store lacks of a slot's file, which took so many seconds to copy."""
         started = time.perf_counter()
-        # with it goes the file
-        work, self._work = self._work, None
-        n_new, n_bytes, reason = 0, 0, self._reason
+        n_new = n_bytes = 0
         if reason is None:
-            assert work is not None, "it was stored before"
-            done = work()
+            assert file is not None, "there is a reason"
+            assert self.states is not None, "it was copied"
+            done = self.states.store(file, salt)
             n_new, n_bytes, reason = done.n, done.n_bytes, done.reason
-        seconds = self._seconds + time.perf_counter() - started
-        self._counters.time("capture", seconds)
-        if work is not None and reason is not None and reason not in ("short", "empty", "media"):
-            self._counters.count(f"dropped:{reason}")
-        return Stored(self.tokens, n_new, n_bytes, seconds, reason)
+        seconds = copying + time.perf_counter() - started
+        self.counters.time("capture", seconds)
+        if file is not None and reason is not None and reason not in ("short", "empty", "media"):
+            self.counters.count(f"dropped:{reason}")
+        return Stored(file.tokens if file is not None else NO_TOKENS, n_new, n_bytes, seconds, reason)
 
 
 def _begins_with(tokens: Tokens, expected: Tokens) -> bool:

@@ -29,10 +29,10 @@ from prefixstore.models.file import file_digest, read_metadata
 from prefixstore.server import SlotStore
 from prefixstore.server import namespace as namespace_module
 from prefixstore.server.arguments import FLAGS, HARMLESS_VARIABLES, KNOWN, REFUSED, VALUED, VARIABLES, parse_arguments
+from prefixstore.server.client import Props
 from prefixstore.server.model_settings import gains_from_full_window
 from prefixstore.server.namespace import ServerIdentity
 from prefixstore.server.process import RunningProcess
-from prefixstore.server.records import Props
 from prefixstore.server.slot_file import SlotLayout
 from tests.support.llama_server import Running, binary
 from tests.support.models import load, state_bytes, write

@@ -326,7 +326,7 @@ def test_a_watch_does_not_keep_a_llama_alive(models):
     llm = load(models("llama"))
     with PrefixStore("memory:", llm) as store:
         llm.set_cache(store)
-        CompletionWatch(llm, lambda: store.engine.counters, Told())
+        CompletionWatch(llm, store, Told())
         llm(TEXT, max_tokens=1)
         generated = llm.generate(prompt(20), temp=0)
         next(generated)
