@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prefixstore.errors import ServerError, ServerUnreachableError
@@ -20,7 +19,7 @@ from prefixstore.server.upstream import ASK_SECONDS, Upstream, UpstreamError, Up
 if TYPE_CHECKING:
     from prefixstore.server.command import ServerCommand
 
-__all__ = ["CHILD_URL", "Child", "Patience", "hangs"]
+__all__ = ["CHILD_URL", "Child", "hangs"]
 
 log = logging.getLogger("prefixstore.server")
 
@@ -33,6 +32,9 @@ STOP_SECONDS = 15.0
 DYING_SECONDS = 1.0
 LOST_SECONDS = 10.0
 PR_SET_PDEATHSIG = 1
+# A child that hangs is started again (Linux): seconds between two questions, which are those that an answer may take,
+# and how many in a row it may leave without an answer, with no work done meanwhile.
+INTERVAL, QUESTIONS = 10.0, 6
 # a name: it listens on a socket
 CHILD_URL = "http://llama-server"
 
@@ -55,9 +57,6 @@ class Child:
         Called as soon as the process has ended.
     is_busy
         Whether it has requests to answer.
-    patience
-        How long it may neither answer nor do anything, before it is ended and started again. Linux; elsewhere it may
-        for ever.
     """
 
     def __init__(
@@ -68,11 +67,10 @@ class Child:
         when_down: Callable[[], None],
         *,
         is_busy: Callable[[], bool] = lambda: False,
-        patience: Patience | None = None,
     ) -> None:
         self._command, self._environ = command, dict(environ)
         self._when_ready, self._when_down = when_ready, when_down
-        self._is_busy, self._patience = is_busy, patience or Patience()
+        self._is_busy = is_busy
         self.process: asyncio.subprocess.Process | None = None
         self._stopping = asyncio.Event()
 
@@ -178,7 +176,7 @@ class Child:
         async def answers(seconds: float) -> bool:
             return await self._health(seconds) is not None
 
-        await hangs(answers, lambda: work_of_session(process.pid), self._patience)
+        await hangs(answers, lambda: work_of_session(process.pid))
         log.warning("llama-server neither answers nor does anything: it is killed")
         _end_group(process.pid)
 
@@ -235,25 +233,7 @@ def _die_with(parent: int) -> Callable[[], None] | None:
     return prepare
 
 
-@dataclass(frozen=True)
-class Patience:
-    """How long a server may do nothing.
-
-    Attributes
-    ----------
-    interval
-        Seconds between two questions, and that an answer may take.
-    questions
-        How many in a row it may leave without an answer, with no work done meanwhile.
-    """
-
-    interval: float = 10.0
-    questions: int = 6
-
-
-async def hangs(
-    ask: Callable[[float], Awaitable[bool]], work_done: Callable[[], int | None], patience: Patience
-) -> None:
+async def hangs(ask: Callable[[float], Awaitable[bool]], work_done: Callable[[], int | None]) -> None:
     """Return when a server hangs.
 
     A server that computes may be silent for as long as one batch takes, or all of its threads for requests may be
@@ -266,14 +246,12 @@ async def hangs(
         Probes the server, given how many seconds the answer may take. Returns whether there was one.
     work_done
         A number that grows with the work that the server does; None if it is not known, and then it never hangs.
-    patience
-        How long it may do nothing.
     """
     before: int | None = None
     silent = 0
-    while silent < patience.questions:
-        await asyncio.sleep(patience.interval)
-        if await ask(patience.interval):
+    while silent < QUESTIONS:
+        await asyncio.sleep(INTERVAL)
+        if await ask(INTERVAL):
             before, silent = None, 0
             continue
         done = work_done()

@@ -23,7 +23,7 @@ from prefixstore.errors import (
     ServerTooOldError,
     ServerUnreachableError,
 )
-from prefixstore.server.process import ProcessMemory, listening_process, memory_of
+from prefixstore.server.process import listening_process, memory_of
 from prefixstore.units import shown
 
 if TYPE_CHECKING:
@@ -230,8 +230,8 @@ class LlamaServer:
         """Its process, if that is on this machine and can be found."""
         return listening_process(self._port) if self._host in LOCAL_HOSTS else None
 
-    def process(self) -> ProcessMemory | None:
-        """The memory of its process, if it is on this machine and can be read."""
+    def process(self) -> dict[str, int] | None:
+        """The memory of its process, if it is on this machine and can be read; see `memory_of`."""
         pid = self.pid
         return memory_of(pid) if pid is not None else None
 
@@ -279,9 +279,9 @@ class LlamaServer:
             raise ServerTooOldError(f"{self.url}/apply-template has answered in a form that is not known")
         return prompt
 
-    def tokenize(self, text: str, *, special: bool = True) -> list[int]:
+    def tokenize(self, text: str) -> list[int]:
         """The tokens of a prompt, as the server's completions have them. Raises `ServerError`."""
-        answer = self._ask("POST", "/tokenize", {"content": text, "add_special": special, "parse_special": True})
+        answer = self._ask("POST", "/tokenize", {"content": text, "add_special": True, "parse_special": True})
         tokens = answer.get("tokens") if isinstance(answer, dict) else None
         if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
             raise ServerTooOldError(f"{self.url}/tokenize has answered in a form that is not known")

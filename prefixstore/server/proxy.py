@@ -15,7 +15,7 @@ from prefixstore.format.keys import Tokens
 from prefixstore.metrics import RequestMetrics
 from prefixstore.server.exchange import BodiesFullError, BodyBudget, BodyTooLargeError, Exchange
 from prefixstore.server.own_endpoints import OwnEndpoints
-from prefixstore.server.prefill import Prefill
+from prefixstore.server.prefill import compute_ahead
 from prefixstore.server.prompts import (
     CACHE_SALT,
     ENDPOINTS,
@@ -96,7 +96,6 @@ class Proxy:
         self._observer, self._settings = observer, settings
         self._bodies = BodyBudget(16 * settings.max_body if settings.max_bodies is None else settings.max_bodies)
         self._told_fields: set[str] = set()
-        self._prefill = Prefill(session)
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request. If the client goes away, the task is cancelled, and the server is told to stop."""
@@ -411,7 +410,7 @@ class Proxy:
 
         origin = [(name, value) for name, value in exchange.raw_headers if name == b"origin"]
         headers = [*self._upstream.credentials(exchange.raw_headers), *origin]
-        await self._prefill.run(claim, ask.boundaries or (), headers, ping)
+        await compute_ahead(self._session, claim, ask.boundaries or (), headers, ping)
 
     def _observe(self, path: str, claim: Claim, usage: Usage | None) -> None:
         usage = usage or Usage(claim.n_restored, len(claim.tokens) - claim.n_restored)

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from prefixstore.errors import PrefixStoreError, ServerError
+from prefixstore.errors import PrefixStoreError, ServerError, StorageError
 from prefixstore.metrics import RequestMetrics, StoreMetrics, new_registry, render
 from prefixstore.opening import Locations
 from prefixstore.server.child import CHILD_URL, Child
@@ -116,11 +116,12 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
     environ = dict(os.environ)
     # a model may take a minute to load: what can be said before is said before
     check_program(argv, environ)
-    failed = opened(
-        settings.location, settings.on_damage, lambda: check_store(settings.location, settings.store_options)
-    )
-    if failed is not None:
-        settings.announce(f"THE STORE CANNOT BE USED, and every prompt will be computed: {failed}")
+    try:
+        opened(settings.location, settings.on_damage, lambda: check_store(settings.location, settings.store_options))
+    except StorageError as error:
+        if settings.on_damage is OnDamage.FAIL:
+            raise
+        settings.announce(f"THE STORE CANNOT BE USED, and every prompt will be computed: {error}")
     with bound(settings.host, settings.port) as sockets, private_directory() as private:
         command = ServerCommand(argv, environ, private, separated=settings.separated)
 

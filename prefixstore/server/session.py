@@ -146,7 +146,7 @@ class ServerSession:
             await asyncio.wait({self._reopening})
         if self.store is not None and not await asyncio.to_thread(self._is_of_this_server, self.store):
             log.warning("the model of the server was replaced: reopening the store")
-            await self.reopen()
+            await self._close_store()
         self._lora_changed = False
         if self.store is None:
             await self._open()
@@ -185,37 +185,29 @@ class ServerSession:
     async def _open(self) -> None:
         """Open the store. A fault of it must not keep the server from answering, unless that is wanted at the start."""
         settings, self._last_opened = self._settings, asyncio.get_running_loop().time()
-        on_damage = settings.on_damage
-        if self._was_open and on_damage is OnDamage.FAIL:
-            on_damage = OnDamage.WITHOUT
-        failed: Exception
         try:
-            store = await asyncio.to_thread(opened, settings.location, on_damage, self._open_store)
-            if not isinstance(store, StorageError):
-                self.store, self._was_open, self._failure = store, True, ""
-                self.when_store(store)
-                self._use(store)
-                return
-            failed = store
-        except PrefixStoreError as error:
-            # while all of its slots are busy, it cannot show what they look like
-            is_busy = isinstance(error, ServerBusyError)
-            if not is_busy and (isinstance(error, ServerError) or not self._was_open):
+            store = await asyncio.to_thread(opened, settings.location, settings.on_damage, self._open_store)
+        except Exception as error:
+            # while all of its slots are busy, the server cannot show what they look like
+            is_refused = isinstance(error, ServerError) and not isinstance(error, ServerBusyError)
+            is_wrong = isinstance(error, PrefixStoreError) and not isinstance(error, (StorageError, ServerError))
+            is_wrong |= isinstance(error, StorageError) and settings.on_damage is OnDamage.FAIL
+            if is_refused or (is_wrong and not self._was_open):
                 raise
-            failed = error
-        except Exception as error:  # noqa: BLE001
-            failed = error
-        if self._failure != str(failed):
-            log.warning("the store cannot be used: %s", failed)
-        self._failure = str(failed)
+            if self._failure != str(error):
+                log.warning("the store cannot be used: %s", error)
+            self._failure = str(error)
+            return
+        self.store, self._was_open, self._failure = store, True, ""
+        self.when_store(store)
+        self._use(store)
 
     def _use(self, store: SlotStore) -> None:
         """Give the requests of the server this store."""
         assert self.manager is not None, "it was met"
-        can_cut = store.states is None or store.states.can_cut
-        self.manager.pool.can_cut = can_cut
+        self.manager.pool.can_cut = store.can_cut
         self.manager.use(store if store.reason is None else None)
-        if not can_cut:
+        if not store.can_cut:
             # a large vocabulary takes a second
             self._kinds = asyncio.ensure_future(asyncio.to_thread(_kinds_of, store.identity))
 
@@ -276,8 +268,8 @@ class ServerSession:
             # of one that is not our child it is not even certain that it has ended
             self.manager.pool.restarted(are_empty=self.is_child)
 
-    async def reopen(self) -> None:
-        """Find out which server answers, since it may be another one by now."""
+    async def _close_store(self) -> None:
+        """Close the store: it is opened again for the server that answers next, if there is one."""
         store, self.store = self.store, None
         self.when_store(None)
         if self.manager is not None:
@@ -307,7 +299,7 @@ class ServerSession:
                     said = ""
                     await self._is_lost.wait()
                     self._is_lost.clear()
-                    await self.reopen()
+                    await self._close_store()
                     pause = FIRST_PAUSE
                     continue
             except (ServerError, UpstreamError, ValueError, LookupError, TypeError) as error:
@@ -393,9 +385,7 @@ class ServerSession:
 
     def note(self, usage: Usage | None, claim: Claim, *, is_counted: bool) -> None:
         """Note what the server has done for a prompt, and count the lookup if it was one (`is_counted`)."""
-        if usage is None:
-            return
-        if self.store is not None:
+        if usage is not None and self.store is not None:
             counters, found = self.store.counters, self.store.namespace(claim.owner)
             namespace = found.key if found is not None else None
             counters.count("tokens_computed", usage.computed_tokens, namespace=namespace)
@@ -403,13 +393,12 @@ class ServerSession:
                 n = usage.cached_tokens + usage.computed_tokens
                 source = "store" if claim.n_restored else claim.reason or ("live" if usage.cached_tokens else "none")
                 counters.asked(namespace, n, claim.n_restored, source)
-                is_told = claim.restored_seconds is not None and claim.reason != "error"
-                if is_told:
-                    pass  # the store has counted what became of the restore
-                elif claim.reason is not None:
-                    counters.count(f"miss:{claim.reason}", namespace=namespace)
-                elif usage.cached_tokens:
-                    counters.count("live_hits", namespace=namespace)
+                # the store has counted what became of a restore
+                if claim.restored_seconds is None or claim.reason == "error":
+                    if claim.reason is not None:
+                        counters.count(f"miss:{claim.reason}", namespace=namespace)
+                    elif usage.cached_tokens:
+                        counters.count("live_hits", namespace=namespace)
 
     def used(self) -> None:
         """Note that the server has just been used."""
@@ -433,12 +422,7 @@ class ServerSession:
                 await self._unless_hurried(self.manager.save_all(STOP_SECONDS))
             await self._unless_hurried(self.manager.keep_copies(STOP_SECONDS))
             await asyncio.to_thread(partial(self.manager.close, wait=not self.hurried.is_set()))
-        if self.store is not None:
-            try:
-                await asyncio.to_thread(self.store.close)
-            except PrefixStoreError as error:
-                log.warning("not all pages were stored: %s", error)
-        self.server.close()
+        await self._close_store()
 
 
 def _kinds_of(identity: ServerIdentity) -> Callable[[int], TokenKind]:

@@ -24,7 +24,8 @@ from prefixstore.server.slot_pool import SlotPool
 from prefixstore.server.slot_record import WORTH_A_SAVE, Claim, PoolSlot, Request, Rows
 
 if TYPE_CHECKING:
-    from prefixstore.server.slots import SlotCopy, SlotStore
+    from prefixstore.server.slot_ways import SlotCopy
+    from prefixstore.server.slots import SlotStore
 
 __all__ = ["WORTH_A_LOOKUP", "SlotManager"]
 
@@ -290,10 +291,7 @@ class SlotManager:
 
     async def shared(self, claim: Claim) -> int:
         """How many tokens of a prompt some stored prompt begins with, whether they can be restored or not."""
-        found = await self._ask_store(
-            "find", lambda store: store.states.shared(claim.tokens, claim.owner) if store.states is not None else 0
-        )
-        return found or 0
+        return await self._ask_store("find", lambda store: store.shared(claim.tokens, claim.owner)) or 0
 
     async def keep(self, claim: Claim, n: int) -> bool:
         """Have a slot copied that holds the first `n` tokens of its prompt; whether the next place is worth a try.
@@ -371,17 +369,16 @@ class SlotManager:
     async def _save_idle(self, slot: PoolSlot) -> None:
         """Take a slot, save it, and give it back."""
         self.pool.hold(slot)
-        saving = asyncio.ensure_future(self._save_and_release(slot))
+        saving = asyncio.ensure_future(self._save(slot))
         self._saving = slot, saving
-        # what a thread does to the slot cannot be interrupted
-        await asyncio.shield(saving)
 
-    async def _save_and_release(self, slot: PoolSlot) -> None:
-        try:
-            await self._save(slot)
-        finally:
+        def saved(_: asyncio.Future[None]) -> None:
             self._saving = None
             self.pool.release(slot)
+
+        saving.add_done_callback(saved)
+        # what a thread does to the slot cannot be interrupted
+        await asyncio.shield(saving)
 
     async def _save(self, slot: PoolSlot, expected: Tokens | None = None) -> None:
         """Copy what a busy slot holds; it is stored after that, while the slot is used again."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +17,19 @@ from prefixstore.engine.miss import miss_reason
 from prefixstore.errors import InvalidParameterError, ServerRefusedError, UnknownVersionError
 from prefixstore.format.keys import NO_TOKENS, SNAPSHOT, Tokens, TokenSequence, as_tokens
 from prefixstore.format.namespace import Namespace
-from prefixstore.llama.capture import Place
+from prefixstore.format.record import Buffer
+from prefixstore.llama.capture import Capture, Captured, Place
+from prefixstore.llama.restore import Found as FoundPages
+from prefixstore.llama.restore import Frame, Positions
+from prefixstore.llama.state.form import HIDDEN_ROWS
+from prefixstore.llama.state.shape import StateShape
+from prefixstore.llama.state.view import Assembly
 from prefixstore.opening import Locations
 from prefixstore.server.client import LlamaServer
 from prefixstore.server.namespace import ServerIdentity, kind_of_layout
-from prefixstore.server.slot_file import SlotFile
+from prefixstore.server.slot_file import SlotFile, SlotLayout, slot_assembly
 from prefixstore.server.slot_files import SlotBuffer, SlotDirectory, wrong_directory
-from prefixstore.server.slot_states import SlotStates
+from prefixstore.server.slot_ways import Found, Restored, SlotCopy, Stored, Way, ways_of
 from prefixstore.stats import Counters, Kind
 from prefixstore.store import PrefixStore
 from prefixstore.units import shown
@@ -33,107 +37,15 @@ from prefixstore.units import shown
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Found", "Restored", "SlotCopy", "SlotStore", "Stored"]
+__all__ = ["SlotStore"]
 
 log = logging.getLogger("prefixstore")
 
 ANY_TOKEN = np.zeros(1, "<i4")
 # if a page is damaged, those before it are tried, and so on
 ATTEMPTS = 3
-
-
-@dataclass(frozen=True)
-class Found:
-    """What is stored of a prompt.
-
-    Attributes
-    ----------
-    n_tokens
-        How much of it a slot can be given.
-    n_bytes
-        Bytes of state that would be read for it.
-    reason
-        Why nothing is found, as of `Restored`; None if something is, or if nothing is ever stored.
-    """
-
-    n_tokens: int = 0
-    n_bytes: int = 0
-    reason: str | None = None
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What was restored into a slot.
-
-    Attributes
-    ----------
-    n_tokens
-        What it holds now; 0 if nothing could be used, and it was left alone.
-    n_bytes
-        Bytes of its file.
-    seconds
-        How long it took, everything included.
-    saved_seconds
-        By how much that was faster than computing the tokens, by the rate at which they were computed; below zero if
-        it was slower, or if the rate is not known.
-    reason
-        Why nothing could be used: see `miss_reason`; ``"unreadable"``, or why nothing is ever stored.
-    """
-
-    n_tokens: int = 0
-    n_bytes: int = 0
-    seconds: float = 0.0
-    saved_seconds: float = 0.0
-    reason: str | None = None
-
-
-@dataclass(frozen=True)
-class Stored:
-    """What was stored of a slot.
-
-    Attributes
-    ----------
-    tokens
-        What the slot holds.
-    n_new_pages
-        Pages that were not stored before.
-    n_bytes
-        Bytes of their states.
-    seconds
-        How long it took, everything included. The pages are written after that.
-    reason
-        Why nothing was stored, or not all, if so: ``"empty"``, ``"short"``, ``"other_tokens"`` (than expected),
-        ``"media"`` (images or sound), ``"incomplete"`` (the server has not written all rows, as with ``--swa-full``),
-        ``"queue_full"`` (the location takes nothing), ``"read_only"`` (the store), or why nothing is ever stored.
-    """
-
-    tokens: Tokens
-    n_new_pages: int = 0
-    n_bytes: int = 0
-    seconds: float = 0.0
-    reason: str | None = None
-
-
-@dataclass(frozen=True)
-class SlotCopy:
-    """What a slot held when it was copied.
-
-    Attributes
-    ----------
-    tokens
-        Its tokens; those before the first image, if there are any.
-    n_bytes
-        Bytes of its file.
-    has_media
-        Whether it holds images or sound.
-    store
-        Stores what the store lacks of it; as `SlotStore.save`.
-    """
-
-    tokens: Tokens
-    n_bytes: int
-    has_media: bool
-    store: Callable[[], Stored]
+# of tenants, whose number nothing bounds
+MOST_PLACES = 1024
 
 
 class SlotStore:
@@ -163,8 +75,12 @@ class SlotStore:
         files have a version that is not known), ``"window"`` (the length of its sliding window is not known).
     why
         The reason in words; empty if there is nothing to add.
-    states
-        How its slots are stored; None if they are not.
+    layout
+        Of its slot files; None if nothing is stored of it.
+    ways
+        How its slots are found; they are written in the last way. Empty if nothing is stored.
+    place
+        Where the pages of a tenant are.
 
     Raises
     ------
@@ -196,7 +112,10 @@ class SlotStore:
             # before the server writes files there that are never deleted
             raise wrong_directory(self.directory.path)
         self.reason, self.why = identity.reason, ""
-        self.states: SlotStates | None = None
+        self.layout: SlotLayout | None = None
+        self.ways: tuple[Way, ...] = ()
+        self.place = lru_cache(MOST_PLACES)(self._place)
+        self._names: dict[str, str | None] = {}
         # the label has no effect here: the identity has the namespace
         self.store = PrefixStore(location, namespace="server", **store_options)
         self.rate = ComputeRate(self.store.parameters.max_delay)
@@ -235,16 +154,37 @@ class SlotStore:
     @property
     def kind(self) -> Kind:
         """What is stored of the slots; unbound if nothing is."""
-        return Kind.UNBOUND if self.states is None else kind_of_layout(self.states.layout)
+        return Kind.UNBOUND if self.layout is None else kind_of_layout(self.layout)
+
+    @property
+    def can_cut(self) -> bool:
+        """Whether a slot can be used up to any of its tokens."""
+        return not any(way.form.has_snapshots for way in self.ways)
+
+    @property
+    def shortest(self) -> int:
+        """How many tokens a slot must hold for it to be stored."""
+        form = self.ways[-1].form
+        window = form.window if form.shape is not None and form.shape.recurrent is None else None
+        # of a window that has not been left, the server would compute all again
+        return max(self.store.min_tokens, window.size + HIDDEN_ROWS if window is not None else 1)
 
     def namespaces(self, salt: str | None = None) -> list[Namespace]:
         """The namespaces in which a tenant's pages are looked up, first that of pages; none if nothing is stored."""
-        states = self.states
-        return [way.place(states.place(salt)).namespace for way in states.ways] if states is not None else []
+        return [way.place(self.place(salt)).namespace for way in self.ways]
 
     def namespace(self, salt: str | None = None) -> Namespace | None:
         """The namespace of a tenant's pages; None if nothing is stored."""
         return next(iter(self.namespaces(salt)), None)
+
+    def _place(self, salt: str | None) -> Place:
+        assert self.layout is not None, "something is stored"
+        page_tokens = self.identity.page_tokens(self.layout, self.store.page_tokens)
+        place = Place(self.identity.namespace(self.layout, page_tokens=page_tokens, salt=salt), page_tokens)
+        self._names = self._names or self.identity.names(place.namespace)
+        for way in self.ways:
+            self.engine.describe(way.place(place).namespace, self._names)
+        return place
 
     def _learn(self) -> None:
         """Learn the layout of the server's states from one of its slots."""
@@ -257,10 +197,13 @@ class SlotStore:
             self.counters.count("dropped:version")
             log.warning("nothing is stored or restored of %s: %s", self.server.url, error)
             return
-        states = SlotStates(file, self.identity, self.store, self.directory, self.rate)
-        self.reason = states.reason
-        self.states = states if states.reason is None else None
-        shape = states.layout.shape
+        assert file.layout is not None, "a file with tokens has a layout"
+        shape = file.layout.shape
+        self.ways = ways_of(file, file.layout, self.identity, self.engine, self.rate, self.directory)
+        if not self.ways:
+            self.reason = "window"
+            return
+        self.layout = file.layout
         if shape is not None:
             self.server.bytes_per_token = shape.size(2) - shape.size(1)
         else:
@@ -280,13 +223,29 @@ class SlotStore:
         StorageError
             If the location cannot be asked.
         """
-        prompt, states = as_tokens(tokens), self.states
-        if states is None:
+        prompt = as_tokens(tokens)
+        if not self.ways:
             return Found()
-        found, _ = states.find(prompt, self._limit(prompt), salt)
+        found, _ = self._found(prompt, self._limit(prompt), salt)
         if found.n_tokens < max(self.store.min_tokens, 1):
-            return Found(reason=self._missed(states.place(salt), prompt, found.n_tokens))
+            return Found(reason=self._missed(self.place(salt), prompt, found.n_tokens))
         return Found(found.n_tokens, sum(page.raw_bytes for page in found.pages))
+
+    def _found(self, prompt: Tokens, limit: int, salt: str | None) -> tuple[FoundPages, Way]:
+        """The most that is stored of a prompt, and in which way."""
+        best = FoundPages(), self.ways[-1]
+        for way in self.ways:
+            # the server steps back by one token only if it finds rows there
+            at_most = min(limit, len(prompt) - 1) if way.form.has_snapshots and way.form.window is None else limit
+            found = way.restore.find(way.place(self.place(salt)), prompt, at_most)
+            if found.n_tokens >= best[0].n_tokens:
+                best = found, way
+        return best
+
+    def shared(self, tokens: Tokens, salt: str | None) -> int:
+        """How many tokens a prompt has in common with a stored one, whether they can be restored or not."""
+        place = self.ways[-1].place(self.place(salt))
+        return self.engine.match(place.namespace.key, tokens, place.page_tokens).n_tokens
 
     def _missed(self, place: Place, prompt: Tokens, n: int) -> str:
         namespace, tokens, least = place.namespace.key, prompt[: self._limit(prompt)], self.store.min_tokens
@@ -297,9 +256,20 @@ class SlotStore:
 
         All that is stored is looked at.
         """
-        deepest = self.states.deepest(salt) if self.states is not None else NO_TOKENS
+        # what can be cut ends at any page, and everything else at a snapshot
+        ends = {way.place(self.place(salt)).namespace.key: way.form.has_snapshots for way in self.ways}
+        pages = [
+            page
+            for page in (self.engine.pages() if ends else ())
+            if page.end < self.identity.props.n_ctx
+            and page.namespace in ends
+            and (page.form == SNAPSHOT or not ends[page.namespace])
+        ]
+        deepest = max(pages, key=lambda page: (page.end, page.last_used), default=None)
+        path = self.engine.path(deepest) if deepest is not None else ()
         # as for a prompt that continues: if a state cannot be cut, its end could not be used otherwise
-        return self.restore(slot, np.append(deepest, ANY_TOKEN), salt=salt)
+        tokens = np.frombuffer(b"".join(page.tokens for page in path), "<i4")
+        return self.restore(slot, np.append(tokens, ANY_TOKEN), salt=salt)
 
     def _limit(self, prompt: Tokens) -> int:
         return min(len(prompt), self.identity.props.n_ctx or len(prompt))
@@ -319,23 +289,22 @@ class SlotStore:
         started = time.perf_counter()
         prompt = as_tokens(tokens)
         self._check_slot(slot)
-        states = self.states
-        if states is None:
+        if not self.ways:
             return Restored(reason=self.reason)
-        place = states.place(salt)
+        place = self.place(salt)
         self.identity.check(self.server)
         limit, counters = self._limit(prompt), self.counters
         self.engine.token_seconds = self.rate.token_seconds
         reason: str | None = None
         for _ in range(ATTEMPTS):
-            found, way = states.find(prompt, limit, salt)
+            found, way = self._found(prompt, limit, salt)
             n, used = found.n_tokens, found.pages
             if n < max(self.store.min_tokens, 1):
                 self.engine.touch(place.namespace.key, (), len(prompt))
                 reason = reason or self._missed(place, prompt, n)
                 counters.count(f"miss:{reason}", namespace=place.namespace.key)
                 return Restored(reason=reason)
-            with way.restore.joined(prompt, found, states.frame(prompt, slot)) as file:
+            with way.restore.joined(prompt, found, self._frame(prompt, slot)) as file:
                 if file.data is not None and file.n_good >= max(self.store.min_tokens, 1):
                     if file.n_good < n:
                         n, used = file.n_good, used[: -(-file.n_good // place.page_tokens)]
@@ -348,6 +317,15 @@ class SlotStore:
             reason, limit = "unreadable", file.n_good
         counters.count("miss:unreadable", namespace=place.namespace.key)
         return Restored(reason="unreadable")
+
+    def _frame(self, prompt: Tokens, slot: int) -> Frame:
+        """Makes files of this slot, of the first tokens of a prompt."""
+
+        def frame(shape: StateShape, positions: Positions, n_tokens: int, recurrent: Buffer) -> Assembly:
+            assert self.layout is not None, "something is stored"
+            return slot_assembly(self.layout, shape, positions, prompt[:n_tokens], slot, recurrent)
+
+        return frame
 
     def _count(self, place: Place, used: Any, n: int, seconds: float) -> float:
         """Count a restore; the seconds that it saved."""
@@ -401,17 +379,16 @@ class SlotStore:
         """
         started = time.perf_counter()
         self._check_slot(slot)
-        states = self.states
-        if states is None:
+        if self.layout is None:
             return SlotCopy(NO_TOKENS, 0, False, partial(self._stored, None, salt, self.reason, 0.0))
         self.identity.check(self.server)
-        with self.directory.saved(self.server, slot, whole=states.layout.shape is None) as file:
+        with self.directory.saved(self.server, slot, whole=self.layout.shape is None) as file:
             reason = None
-            if file.has_media and (file.layout is None or not states.can_cut):
+            if file.has_media and (file.layout is None or not self.can_cut):
                 reason = "media"
             elif file.layout is None:
                 reason = "empty"
-            elif file.layout != states.layout:
+            elif file.layout != self.layout:
                 raise ServerRefusedError(
                     f"the states of {self.server.url} have changed: it was restarted with other settings; "
                     "open the store again"
@@ -429,14 +406,23 @@ class SlotStore:
         n_new = n_bytes = 0
         if reason is None:
             assert file is not None, "there is a reason"
-            assert self.states is not None, "it was copied"
-            done = self.states.store(file, salt)
+            done = self._captured(file, salt)
             n_new, n_bytes, reason = done.n, done.n_bytes, done.reason
         seconds = copying + time.perf_counter() - started
         self.counters.time("capture", seconds)
         if file is not None and reason is not None and reason not in ("short", "empty", "media"):
             self.counters.count(f"dropped:{reason}")
         return Stored(file.tokens if file is not None else NO_TOKENS, n_new, n_bytes, seconds, reason)
+
+    def _captured(self, file: SlotFile, salt: str | None) -> Captured:
+        way, n = self.ways[-1], len(file.tokens)
+        if n < self.shortest:
+            return Captured(reason="short")
+        if file.view is not None and not way.form.is_complete(file.view, n):
+            return Captured(reason="incomplete")
+        place, parameters = way.place(self.place(salt)), self.store.parameters
+        to = Capture(self.engine, place, way.form, self.rate.compute_us, parameters)
+        return to.store(file.tokens, file.view, file.memory)
 
 
 def _begins_with(tokens: Tokens, expected: Tokens) -> bool:

@@ -67,8 +67,8 @@ def test_what_a_server_and_its_slots_do(models: Callable[..., Path], llama_serve
     assert (slot.n_tokens, slot.capacity, slot.n_bytes) == (256, 0.25, 2560)
     memory = client.process()
     assert memory is not None
-    assert memory.pid == running.process.pid
-    assert memory.resident >= memory.private > 0
+    assert memory["pid"] == running.process.pid
+    assert memory["resident"] >= memory["private"] > 0
     saved = client.save(1, "mine")
     assert saved.n_tokens == 256
     assert saved.n_bytes == (running.slots_dir / "mine").stat().st_size

@@ -363,8 +363,7 @@ def test_the_command_serves_from_the_locations_it_is_given(
         '[model]\npath = "m.gguf"\n[store]\nlocation = ["near", "valkey://cache/0"]\n', encoding="utf-8"
     )
     Path("models.json").write_text('{"models": [{"model": "m.gguf"}]}', encoding="utf-8")
-    plan, _ = module._plan(module._parser().parse_args(arguments))
-    location = plan.location
+    location, *_ = module._plan(module._parser().parse_args(arguments))
     if isinstance(location, list):
         # a file's are beside the file
         location = [one if "://" in one else Path(one).name for one in location]

@@ -397,7 +397,7 @@ def test_pages_of_another_shape_never_reach_the_server(running: Running, models:
             buffer.view[:] = state
             keys = page_keys(mine.key, np.asarray(tokens, "<i4"), 256)
             parent = keys[i - 1] if i else mine.key
-            place = slots.states.place(None)
+            place = slots.place(None)
             array = np.asarray(tokens[i * 256 : (i + 1) * 256], "<i4")
             forged = Capture(slots.engine, place, Form(), slots.rate.compute_us, slots.store.parameters)
             assert forged.submit(array, parent, i * 256, buffer, PAGE)
@@ -445,13 +445,13 @@ def test_what_another_tenant_has_in_the_slot_is_not_stored(running: Running):
 
 
 def test_a_process_remembers_the_namespaces_of_few_tenants(running: Running, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("prefixstore.server.slot_states.MOST_PLACES", 3)
+    monkeypatch.setattr("prefixstore.server.slots.MOST_PLACES", 3)
     with served(running) as (slots, tokens):
         slots.save(0, salt="ann")
         slots.store.flush()
         for n in range(10):
             assert slots.find(tokens, salt=f"tenant {n}").n_tokens == 0
-        assert slots.states.place.cache_info().currsize <= 3
+        assert slots.place.cache_info().currsize <= 3
         assert slots.find(tokens, salt="ann").n_tokens > 0
 
 
@@ -481,7 +481,7 @@ def test_learning_the_layout_keeps_what_slots_hold(running: Running):
     tokens = prompt(N)
     running.complete(tokens, n=2, slot=1)
     with opened(running, "memory:") as slots:
-        assert slots.states is not None
+        assert slots.ways
     assert running.complete(tokens, n=2, slot=1)["timings"]["cache_n"] >= N - 1
 
 
