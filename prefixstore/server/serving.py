@@ -35,7 +35,7 @@ from prefixstore.server.tenants import Admission, TenantSource
 from prefixstore.server.upstream import Upstream
 from prefixstore.units import counted, format_bytes
 
-__all__ = ["ServeSettings", "serve_child", "serve_running", "watched"]
+__all__ = ["ServeSettings", "failure_of", "serve_child", "serve_running"]
 
 log = logging.getLogger("prefixstore.server")
 
@@ -191,12 +191,7 @@ async def _serve(
     has_keys: bool,
 ) -> None:
     """Serve while the server is kept running, or watched (`work`); `stop` ends a server that is ours."""
-    failures: list[PrefixStoreError] = []
     stopped, hurried = asyncio.Event(), session.hurried
-
-    def failed(error: PrefixStoreError) -> None:
-        failures.append(error)
-        stopped.set()
 
     registry = new_registry()
     stores = StoreMetrics(registry)
@@ -223,7 +218,8 @@ async def _serve(
 
     loop = asyncio.get_running_loop()
     with stopped_by_signals(lambda number: loop.call_soon_threadsafe(signalled, number)):
-        working = asyncio.create_task(watched(work, failed))
+        working = asyncio.create_task(work)
+        working.add_done_callback(lambda _: stopped.set())
         try:
             await _listen(proxy, sockets, settings.announce, stopped, hurried)
         finally:
@@ -234,19 +230,17 @@ async def _serve(
                 await stop()
             await asyncio.gather(working, return_exceptions=True)
             await session.upstream.close()
-    if failures:
-        raise failures[0]
+    if (failure := failure_of(working)) is not None:
+        raise failure
 
 
-async def watched(work: Coroutine[Any, Any, None], failed: Callable[[PrefixStoreError], None]) -> None:
-    """Do work for as long as it takes; whatever ends it is told, as nothing else would notice that it has ended."""
-    try:
-        await work
-    except PrefixStoreError as error:
-        failed(error)
-    except Exception as error:
-        log.exception("llama-server cannot be watched any longer")
-        failed(ServerError(f"llama-server does not answer as it should: {type(error).__name__}: {error}"))
+def failure_of(work: asyncio.Task[None]) -> PrefixStoreError | None:
+    """Why this has ended; None if it was stopped."""
+    error = None if work.cancelled() else work.exception()
+    if error is None or isinstance(error, PrefixStoreError):
+        return error
+    log.error("llama-server cannot be watched any longer", exc_info=error)
+    return ServerError(f"llama-server does not answer as it should: {type(error).__name__}: {error}")
 
 
 async def _listen(

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from prefixstore.errors import (
     ContextError,
     PrefixStoreError,
-    ServerBusyError,
     ServerError,
     ServerRefusedError,
     StorageError,
@@ -185,11 +184,14 @@ class ServerSession:
     async def _open(self) -> None:
         """Open the store. A fault of it must not keep the server from answering, unless that is wanted at the start."""
         settings, self._last_opened = self._settings, asyncio.get_running_loop().time()
+        identity: ServerIdentity | None = None
         try:
-            store = await asyncio.to_thread(opened, settings.location, settings.on_damage, self._open_store)
+            identity = await asyncio.to_thread(lambda: self._identify(self.server.props()))
+            open_it = partial(self._open_store, identity)
+            store = await asyncio.to_thread(opened, settings.location, settings.on_damage, open_it)
         except Exception as error:
-            # while all of its slots are busy, the server cannot show what they look like
-            is_refused = isinstance(error, ServerError) and not isinstance(error, ServerBusyError)
+            # a server that cannot show what its slots look like, since all are busy, say, is served all the same
+            is_refused = isinstance(error, ServerError) and identity is None
             is_wrong = isinstance(error, PrefixStoreError) and not isinstance(error, (StorageError, ServerError))
             is_wrong |= isinstance(error, StorageError) and settings.on_damage is OnDamage.FAIL
             if is_refused or (is_wrong and not self._was_open):
@@ -227,8 +229,8 @@ class ServerSession:
             return False
         return True
 
-    def _open_store(self) -> SlotStore:
-        settings, identity = self._settings, self._identify(self.server.props())
+    def _open_store(self, identity: ServerIdentity) -> SlotStore:
+        settings = self._settings
         return SlotStore(settings.location, self.server, self._slots_dir, identity, **settings.store_options)
 
     async def _slots(self) -> list[tuple[int, int]]:

@@ -27,6 +27,7 @@ from prefixstore.errors import (
     FullError,
     InvalidParameterError,
     ServerBusyError,
+    ServerError,
     ServerRefusedError,
     ServerTooOldError,
     UnavailableError,
@@ -275,7 +276,9 @@ class SlotDirectory:
                         if file.layout is not None:
                             return file
             finally:
-                server.erase(slot)
+                # what is left then is of nobody
+                with suppress(ServerError):
+                    server.erase(slot)
         raise ServerBusyError(f"no slot of {server.url} is idle")
 
     def load(self, server: LlamaServer, slot: int, n: int, buffer: SlotBuffer) -> None:

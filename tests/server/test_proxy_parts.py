@@ -24,7 +24,7 @@ from prefixstore.server.namespace import ServerIdentity
 from prefixstore.server.own_endpoints import OwnEndpoints
 from prefixstore.server.prompts import MAX_PARTS, Ask, parse, pinned, unknown_field
 from prefixstore.server.rates import RETRY_EVERY, SMALLEST_FILE, AnswerTail, Rates, Usage
-from prefixstore.server.serving import ServeSettings, watched
+from prefixstore.server.serving import ServeSettings, failure_of
 from prefixstore.server.session import ServerSession
 from prefixstore.server.slot_manager import SlotManager
 from prefixstore.server.slot_pool import Plan, PoolFullError, SlotPool, Timing
@@ -962,8 +962,6 @@ def test_a_location_that_does_not_answer_stops_no_request(path: str):
 
 
 def test_a_server_that_cannot_be_watched_ends_the_command_and_not_just_the_watch():
-    failed: list[Exception] = []
-
     class Answering(ServerSession):
         async def _is_healthy(self) -> bool:
             return True
@@ -971,13 +969,14 @@ def test_a_server_that_cannot_be_watched_ends_the_command_and_not_just_the_watch
         async def ready(self) -> None:
             raise AttributeError("an answer in another form")
 
-    async def scene() -> None:
+    async def scene() -> Exception | None:
         settings, nothing = ServeSettings(location="memory:"), Path("/nowhere")
         session = Answering(Upstream("http://server", timeout=60), settings, nothing, ServerIdentity)
-        await watched(session.watch(), failed.append)
+        watching = asyncio.create_task(session.watch())
+        await asyncio.wait({watching})
+        return failure_of(watching)
 
-    asyncio.run(scene())
-    assert "AttributeError" in str(failed[0])
+    assert "AttributeError" in str(asyncio.run(scene()))
 
 
 def test_a_store_that_could_not_be_opened_is_opened_by_a_later_request(monkeypatch: pytest.MonkeyPatch):
