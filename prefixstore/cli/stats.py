@@ -20,14 +20,13 @@ from prefixstore.errors import InvalidParameterError
 from prefixstore.format.figures import DAY, HOUR, OTHERS, Described, Figures, History
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.holdings import Holding
-from prefixstore.metrics import Share, location_text
+from prefixstore.metrics import location_text
 from prefixstore.report.labels import visible
 from prefixstore.stats import Purpose
 from prefixstore.units import format_bytes, format_number, format_seconds, format_share
 
 __all__ = ["stats"]
 
-DIGITS = 12
 # rows of a table on the screen; --json has all of them
 MOST_SHOWN = 10
 SPANS = {"last_hour": HOUR, "last_day": DAY, "all": None}
@@ -76,7 +75,7 @@ def stats(location: str, *, prometheus: bool = False, max_bytes: str | None = No
         history, holdings, used = archive.history(), archive.holdings(), archive.used()
         capacity = given if given is not None else history.max_bytes
         if prometheus:
-            typer.echo(location_text(used, map(_share, holdings), capacity, history), nl=False)
+            typer.echo(location_text(used, holdings, capacity, history), nl=False)
             return
         pages = archive.pages()
         numbers = _numbers(archive, history, holdings, pages, used)
@@ -262,18 +261,3 @@ def _table(name: str, groups: Sequence[Group], columns: int) -> Iterator[str]:
     yield from grid(rows, columns, [name, "stored", "pages", "hit rate", "hits", "saved"])
     if len(groups) > MOST_SHOWN:
         yield f"and {len(groups) - MOST_SHOWN:,} more; --json has all"
-
-
-def _share(holding: Holding) -> Share:
-    """What the metrics say of a namespace: neither its key nor its tenant, of which there can be any number."""
-    settings = holding.namespace.settings if holding.namespace is not None else {}
-    return Share(
-        str(settings.get("model") or "")[:DIGITS],
-        str(settings.get("label") or ""),
-        holding.pages,
-        holding.tokens,
-        holding.stored_bytes,
-        holding.raw_bytes,
-        holding.hits,
-        holding.pinned,
-    )

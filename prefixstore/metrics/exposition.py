@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
 
-__all__ = ["import_prometheus", "new_registry", "render"]
+__all__ = ["OTHER", "import_prometheus", "new_registry", "render"]
+
+# the label of all that have none of their own, so that labels have a bounded number of values
+OTHER = "other"
 
 
 def import_prometheus() -> ModuleType:
