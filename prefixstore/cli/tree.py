@@ -18,9 +18,8 @@ from prefixstore.cli.output import FAILED, WIDE, Form, ago, listed, rows_of, say
 from prefixstore.engine.index import Page
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.figures import Described
-from prefixstore.format.keys import common_prefix
 from prefixstore.maintenance.archive import Archive
-from prefixstore.report.labels import visible
+from prefixstore.report.labels import divergence, visible
 from prefixstore.units import counted, format_bytes, parse_seconds
 
 __all__ = ["tree"]
@@ -181,7 +180,8 @@ class _Shown:
         def add(level: int, pages: list[Page]) -> None:
             if self.depth is not None and level >= self.depth:
                 return
-            shared = _shared(pages) if self.words is not None else {}
+            tokens = {page.key: np.frombuffer(page.tokens, "<i4") for page in pages}
+            shared = divergence(tokens) if self.words is not None else {}
             ordered = sorted(pages, key=self.order) if self.order is not None else pages
             found = [(level, [page], shared.get(page.key, 0), 0) for page in ordered[:limit]]
             left_out = len(ordered) - len(found)
@@ -201,17 +201,6 @@ class _Shown:
                 yield level, chain, shared, left_out
                 if len(children) > 1:
                     add(level + 1, children)
-
-
-def _shared(pages: list[Page]) -> dict[bytes, int]:
-    """How many tokens each page has in common with the one beside it that is most like it."""
-    ordered = sorted(pages, key=lambda page: np.frombuffer(page.tokens, "<i4").astype(">i4").tobytes())
-    tokens = [np.frombuffer(page.tokens, "<i4") for page in ordered]
-    found = [0] * len(ordered)
-    for i in range(1, len(ordered)):
-        common = common_prefix(tokens[i - 1], tokens[i])
-        found[i - 1], found[i] = max(found[i - 1], common), common
-    return {page.key: n for page, n in zip(ordered, found, strict=True)}
 
 
 def _columns() -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from prefixstore.format.keys import Tokens, common_prefix
 from prefixstore.format.record import Record
 from prefixstore.report.runs import Runs
 
-__all__ = ["Words", "labels_of", "visible"]
+__all__ = ["Words", "divergence", "labels_of", "visible"]
 
 # tokens of a label: as text, and as ids
 TEXT_TOKENS, ID_TOKENS = 24, 10
@@ -27,6 +28,7 @@ ENOUGH = 6
 # records read at a time
 SLICE = 1000
 
+_T = TypeVar("_T")
 # the text of some tokens
 Words = Callable[[Sequence[int]], str]
 
@@ -64,7 +66,7 @@ def labels_of(view: View, facts: Facts, runs: Runs, words: Sequence[Words | None
         first = _tokens(view, [bytes(facts["key"][runs.head[i]]) for i in each])
         found = dict(zip(each, first, strict=True))
         for group in some:
-            for i, n in _divergence({i: tokens for i in group if (tokens := found[i]) is not None}).items():
+            for i, n in divergence({i: tokens for i in group if (tokens := found[i]) is not None}).items():
                 shared[i] = n
         short = [
             i
@@ -107,7 +109,7 @@ def _tokens(view: View, keys: Sequence[bytes]) -> list[Tokens | None]:
     return found
 
 
-def _divergence(siblings: dict[int, Tokens]) -> dict[int, int]:
+def divergence(siblings: Mapping[_T, Tokens]) -> dict[_T, int]:
     """How many tokens each shares with the one that is most like it: a neighbour, in the order of their bytes."""
     ordered = sorted(siblings, key=lambda i: siblings[i].tobytes())
     found = dict.fromkeys(ordered, 0)

@@ -498,7 +498,7 @@ def test_a_report_that_cannot_be_written_names_no_temporary_file(store, run):
     code, _, err = run("report", store, "--out", "no/folder.html")
     assert (code, err) == (
         3,
-        "prefixstore: cannot write no/folder.html: No such file or directory; pass another --out\n",
+        "prefixstore: no/folder.html cannot be written: No such file or directory; choose another name\n",
     )
 
 
