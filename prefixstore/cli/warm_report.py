@@ -100,7 +100,7 @@ def rows_of(found: WarmReport | Estimate) -> dict[str, object]:
         rows |= {"not stored before": f"{found.missing_tokens:,}", "evaluated": f"{found.evaluated_tokens:,}"}
         rows["stored"] = format_bytes(found.stored_bytes)
     rows["seconds"] = f"{found.seconds:,.1f}"
-    if isinstance(found, WarmReport) and found.short:
+    if found.short:
         rows["too short to store"] = f"{found.short:,}"
     if found.problems:
         rows["problems"] = f"{len(found.problems):,}"

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LlamaWords", "explain_prompt", "explain_without_context", "tokens_of"]
 
-# the length of the context does not matter for a prompt that is only looked up
-ANY_LENGTH = 1 << 31
-
 
 class LlamaWords:
     """The vocabulary of a ``Llama``."""
@@ -102,7 +99,7 @@ def tokens_of(llm: Llama, prompt: PromptLike, *, generation_prompt: bool) -> Tok
     if isinstance(prompt, Problem):
         raise InvalidParameterError(str(prompt))
     content = prompt.content if isinstance(prompt, Prompt) else prompt
-    return encode(llm, content, generation_prompt=generation_prompt, trained=ANY_LENGTH)  # type: ignore[arg-type]
+    return encode(llm, content, generation_prompt=generation_prompt)  # type: ignore[arg-type]
 
 
 def _page_tokens(namespace: Namespace) -> int:

@@ -888,7 +888,7 @@ def test_an_import_into_a_small_budget_warns_first_and_its_figures_add_up(tmp_pa
     before, total = n_pages(target), n_pages(source)
     code, out, err = run("import", target, file, "--max-bytes", "300KiB")
     assert code == 1
-    assert "pages will be left out, or evicted; pass a larger --max-bytes" in err
+    assert "or other pages be evicted; pass a larger --max-bytes" in err
     found = re.findall(r"^([\d,]+) pages (imported|did|evicted)", out, re.MULTILINE)
     numbers = {what: int(n.replace(",", "")) for n, what in found}
     assert numbers["imported"] + numbers["did"] == total
