@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import random
+import re
 import shutil
 import sqlite3
 import stat
@@ -222,19 +223,9 @@ def _installed(name: str) -> str | None:
 
 
 def _version(name: str, version: str, oldest: tuple[int, ...]) -> Finding:
-    is_old = _numbers(version) < oldest
+    is_old = tuple(map(int, re.findall(r"\d+", version))) < oldest
     advice = f'pip install -U "{name}>={".".join(map(str, oldest))}"' if is_old else ""
     return Finding(name, version, Level.PROBLEM if is_old else Level.GOOD, advice)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    found: list[int] = []
-    for part in version.split("."):
-        digits = "".join(character for character in part if character.isdigit())
-        if not digits:
-            break
-        found.append(int(digits))
-    return tuple(found)
 
 
 # -- the place --------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import numpy as np
 
 from prefixstore.config import explain as explain_settings
 from prefixstore.diagnosis.culprits import Culprit, Texts, find_culprit, repeated_start
-from prefixstore.diagnosis.explanation import Cost, EvictedPage, Explanation, Fork, OtherSettings, evicted_page
+from prefixstore.diagnosis.explanation import Cost, EvictedPage, Explanation, Fork, OtherSettings
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.index import Page, Path
 from prefixstore.format.keys import PAGE, Tokens, common_prefix, page_key, page_keys
@@ -237,9 +237,9 @@ def _evicted(engine: Engine, place: Place, tokens: Tokens, n_shared: int) -> Evi
         keys.append(page_key(keys[-1] if keys else place.namespace.key, tokens[full:].tobytes()))
     first = n_shared // step
     missing = keys[first:]
-    found = engine.evictions(missing[:1])
     # a page is evicted before those that it follows, so the first one that is missing went last
-    return evicted_page(first * step, found[missing[0]]) if missing and missing[0] in found else None
+    found = next(iter(engine.evictions(missing[:1]).values()), None)
+    return found and EvictedPage(first * step, found.at, found.cause.name.lower())
 
 
 def _others(engine: Engine, place: Place, tokens: Tokens, n_shared: int) -> tuple[OtherSettings, ...]:

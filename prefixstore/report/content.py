@@ -174,7 +174,7 @@ def _asked(periods: Iterable[Period]) -> list[tuple[int, ...]]:
     for period in periods:
         if period.purpose == Purpose.SERVING.value:
             found[period.start].append(period.figures)
-    rows = []
+    rows: list[tuple[int, ...]] = []
     for began, some in sorted(found.items()):
         one = Figures.sum(some)
         misses = sum(n for reason, n in one.misses.items() if reason not in PASSED)
