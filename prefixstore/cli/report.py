@@ -45,7 +45,7 @@ def report(
         content = content_of(
             view,
             archive.location,
-            words=words.text if words is not None else None,
+            words=words,
             is_of=partial(_is_of, model if tokenizer is None else None),
             max_bytes=options.max_bytes_of(max_bytes),
         )

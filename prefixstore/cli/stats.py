@@ -7,16 +7,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 
 import typer
 
 from prefixstore.cli import options
+from prefixstore.cli.command import Result
 from prefixstore.cli.listing import described_of
-from prefixstore.cli.output import ago, emit, grid, iso, listed, say, width
+from prefixstore.cli.output import ago, grid, iso, listed, say, width
 from prefixstore.engine.index import Page
 from prefixstore.engine.page_view import Used
-from prefixstore.errors import InvalidParameterError
 from prefixstore.format.figures import DAY, HOUR, OTHERS, Described, Figures, History
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.holdings import Holding
@@ -32,7 +33,7 @@ MOST_SHOWN = 10
 SPANS = {"last_hour": HOUR, "last_day": DAY, "all": None}
 
 
-def stats(location: str, *, prometheus: bool = False, max_bytes: str | None = None, as_json: bool = False) -> None:
+def stats(location: str, *, prometheus: bool = False, max_bytes: str | None = None) -> Result:
     """Show what a store holds, and how much it helps.
 
     Hit rate, tokens and time saved, by model and tenant, are for the last hour, the last day (the current hour and the
@@ -42,15 +43,12 @@ def stats(location: str, *, prometheus: bool = False, max_bytes: str | None = No
 
     Example: prefixstore stats lmdb:///var/cache/kv
     """
-    if as_json and prometheus:
-        raise InvalidParameterError("--json and --prometheus cannot be combined; pass one of them")
     given = options.max_bytes_of(max_bytes)
     with Archive(location, read_only=True) as archive:
         history, holdings, used = archive.history(), archive.holdings(), archive.used()
         capacity = given if given is not None else history.max_bytes
         if prometheus:
-            typer.echo(location_text(used, holdings, capacity, history), nl=False)
-            return
+            return Result(None, partial(typer.echo, location_text(used, holdings, capacity, history), nl=False))
         pages = archive.pages()
         numbers = _numbers(archive, history, holdings, pages, used)
         is_local = archive.backend.is_local
@@ -65,13 +63,14 @@ def stats(location: str, *, prometheus: bool = False, max_bytes: str | None = No
         # pages without one are those of the tenant ""
         "tenant": _groups(history, holdings, "tenant", lambda one: one.tenant or ""),
     }
-    if as_json:
-        emit(numbers | _usage(history) | {f"by_{name}": some for name, some in groups.items()})
-        return
-    for line in _lines(numbers, history, groups, width()):
-        typer.echo(visible(line))
-    if not is_local and not any(history.total(span).lookups for span in SPANS.values()):
-        say("note: prompts of processes that use this as a far location are counted in their nearer location")
+
+    def show() -> None:
+        for line in _lines(numbers, history, groups, width()):
+            typer.echo(visible(line))
+        if not is_local and not any(history.total(span).lookups for span in SPANS.values()):
+            say("note: prompts of processes that use this as a far location are counted in their nearer location")
+
+    return Result(numbers | _usage(history) | {f"by_{name}": some for name, some in groups.items()}, show)
 
 
 def _numbers(

@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import typer
 
-from prefixstore.cli import options
+from prefixstore.cli.command import Result
 from prefixstore.cli.listing import SHORT, chosen_namespaces, described_of, page_facts, text_of_pages
-from prefixstore.cli.model import Text, text_of_tokens
-from prefixstore.cli.output import FAILED, WIDE, Form, ago, listed, rows_of, say, tell, terminal_width
+from prefixstore.cli.model import text_of_tokens
+from prefixstore.cli.output import DONE, FAILED, WIDE, Form, ago, listed, rows_of, say, tell, terminal_width
 from prefixstore.engine.index import Page
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.figures import Described
 from prefixstore.maintenance.archive import Archive
-from prefixstore.report.labels import divergence, visible
+from prefixstore.report.labels import Words, divergence, visible
 from prefixstore.units import counted, format_bytes, parse_seconds
 
 __all__ = ["tree"]
@@ -52,9 +52,8 @@ def tree(
     depth: int | None = None,
     limit: int | None = None,
     sort: str | None = None,
-    form: Form | None = None,
-    as_json: bool = False,
-) -> int:
+    form: Form = Form.TEXT,
+) -> Result:
     """Show the stored prefixes as a tree.
 
     A run of pages without a branch is one line. With a model or a tokenizer its text is shown: the bar │ marks where
@@ -63,7 +62,6 @@ def tree(
 
     Example: prefixstore tree lmdb:///var/cache/kv --model m.gguf --containing "my secret"
     """
-    chosen = options.form_of(form, as_json=as_json)
     if sort is not None and sort not in ORDERS:
         raise InvalidParameterError(f"--sort {sort} is unknown; choose used, uses, stored, tokens or created")
     seconds = parse_seconds(older_than, "--older-than") if older_than is not None else None
@@ -84,17 +82,23 @@ def tree(
                 archive, pages, lambda page: containing in text_of_pages(archive.path(page)[-2:], words)
             )
         shown = _Shown(pages, words, depth, limit, ORDERS[sort] if sort is not None else None)
-        if chosen is Form.TEXT:
-            history = archive.history()
-            shown.print({one.key: described_of(history, one) for one in archive.holdings()})
-            if pages or containing is None:
-                tell(f"{archive.location}: {counted(len(pages), 'page')}")
+        facts = [page_facts(page, words) for page in shown.pages()[:limit]]
+        history = archive.history()
+        described = {one.key: described_of(history, one) for one in archive.holdings()}
+        where = archive.location
+    is_lost = containing is not None and not pages
+
+    def show() -> None:
+        if form is not Form.TEXT:
+            rows_of(facts, form)
         else:
-            rows_of([page_facts(page, words) for page in shown.pages()[:limit]], chosen)
-    if containing is not None and not pages:
-        say(f"{archive.location}: the text is not stored")
-        return FAILED
-    return 0
+            shown.print(described)
+            if not is_lost:
+                tell(f"{where}: {counted(len(pages), 'page')}")
+
+    if is_lost:
+        say(f"{where}: the text is not stored")
+    return Result(facts, show, FAILED if is_lost else DONE)
 
 
 def _leading_to(archive: Archive, pages: list[Page], is_wanted: Callable[[Page], bool]) -> list[Page]:
@@ -121,7 +125,7 @@ class _Shown:
     """
 
     chosen: list[Page]
-    words: Text | None
+    words: Words | None
     depth: int | None
     limit: int | None
     order: Callable[[Page], float] | None
@@ -166,8 +170,8 @@ class _Shown:
         tokens = np.frombuffer(b"".join(page.tokens for page in chain), "<i4")
         assert self.words is not None
         # half a character at the start is none
-        text = repr(self.words.text(tokens[shared:].tolist()).lstrip("\ufffd"))[1:-1]
-        before = self.words.text(tokens[max(0, shared - CONTEXT) : shared].tolist()).strip("\ufffd")
+        text = repr(self.words(tokens[shared:].tolist()).lstrip("\ufffd"))[1:-1]
+        before = self.words(tokens[max(0, shared - CONTEXT) : shared].tolist()).strip("\ufffd")
         return f"…{repr(before)[1:-1][-CONTEXT:]}{BAR}{text}" if shared else text
 
     def _branches(self, limit: int | None) -> Iterator[tuple[int, list[Page], int, int]]:
