@@ -33,6 +33,8 @@ LARGEST = 1 << 50
 AGES = (30 * DAY, 7 * DAY, DAY, 6 * HOUR, HOUR)
 # digits of a key
 DIGITS = 12
+# columns of runs that are in the report as they are
+SHOWN = ("parent", "space", "tokens", "pages", "snapshots", "bytes", "hits", "least_hits", "pinned", "runs")
 
 
 def content_of(
@@ -82,7 +84,7 @@ def content_of(
     evicted, history = evicted_of(view), read_history(view, now / 1e9)
     titles = {name: one.title for name, one in history.described.items()}
     used = view.used
-    keys = "".join(bytes(facts["key"][head]).hex()[:DIGITS] if head >= 0 else " " * DIGITS for head in runs.head)
+    keys = "".join(bytes(facts["key"][head]).hex()[:DIGITS] if head >= 0 else " " * DIGITS for head in runs["head"])
     return {
         "location": visible(location),
         "made": now // 10**9,
@@ -99,19 +101,10 @@ def content_of(
         "pinned": int(facts["pinned"].sum()),
         "spaces": [_space(key, settings.get(key), titles.get(key.hex()[:16])) for key in spaces],
         "runs": {
-            "parent": runs.parent.tolist(),
-            "space": runs.space.tolist(),
-            "start": (runs.start + np.array(shared, np.int64)).tolist(),
-            "tokens": runs.tokens.tolist(),
-            "pages": runs.pages.tolist(),
-            "snapshots": runs.snapshots.tolist(),
-            "bytes": runs.n_bytes.tolist(),
-            "hits": runs.hits.tolist(),
-            "least_hits": runs.least_hits.tolist(),
-            "idle": _seconds(now, runs.last_used).tolist(),
-            "age": _seconds(now, runs.created).tolist(),
-            "pinned": runs.pinned.tolist(),
-            "runs": runs.n_runs.tolist(),
+            **{name: runs[name].tolist() for name in SHOWN},
+            "start": (runs["start"] + np.array(shared, np.int64)).tolist(),
+            "idle": _seconds(now, runs["last_used"]).tolist(),
+            "age": _seconds(now, runs["created"]).tolist(),
             "keys": keys,
             "labels": labels,
         },
