@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from heapq import heapify, heappop, heappush
-from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,9 +24,6 @@ from prefixstore.format.keys import TOKEN_BYTES, namespace_key
 from prefixstore.stats import Counters
 from prefixstore.traces.read import Event, Trace
 from prefixstore.units import shown
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["BELADY", "NAMESPACE", "Belady", "Blockwise", "InEngine", "Replayed", "replay"]
 
@@ -63,12 +59,7 @@ class InEngine(AbstractContextManager["InEngine"]):
         self._lease = lease
         self.written = 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._engine.close()
 
     def request(self, blocks: Sequence[int]) -> int:
@@ -146,7 +137,7 @@ class Blockwise:
         self.capacity = capacity
         self.written = 0
 
-    def request(self, blocks: Sequence[int]) -> int:
+    def request(self, blocks: Collection[int]) -> int:
         """How many of the first blocks are in the cache; then all of them are added."""
         found = [self.access(block) for block in blocks]
         self.written += found.count(False)
@@ -171,7 +162,7 @@ class Belady(Blockwise):
     """
 
     def __init__(
-        self, capacity: int, prompts: Sequence[Sequence[int]], are_needed: Sequence[bool] | None = None
+        self, capacity: int, prompts: Sequence[Collection[int]], are_needed: Sequence[bool] | None = None
     ) -> None:
         super().__init__(capacity)
         at = never = sum(map(len, prompts))
@@ -179,7 +170,7 @@ class Belady(Blockwise):
         self._next = array("q", [never]) * never
         for i in range(len(prompts) - 1, -1, -1):
             is_needed = are_needed is None or are_needed[i]
-            for block in reversed(prompts[i]):
+            for block in reversed(list(prompts[i])):
                 at -= 1
                 self._next[at] = after.get(block, never)
                 if is_needed:
@@ -268,7 +259,8 @@ def _key(event: Event) -> bytes:
 
 
 def _in_belady(trace: Trace, pages: int) -> Replayed:
-    wanted = [event.blocks if event.is_request else event.blocks[-event.page_blocks :] for event in trace.events]
+    # of a page that is stored, its own blocks
+    wanted = [event.blocks if event.is_request else list(event.blocks)[-event.page_blocks :] for event in trace.events]
     of_page = max((event.page_blocks for event in trace.events), default=1)
     cache = Belady(pages * of_page, wanted, [event.is_request for event in trace.events])
     hits = hit_tokens = 0
