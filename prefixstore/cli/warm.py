@@ -16,7 +16,6 @@ from prefixstore.cli.command import Result
 from prefixstore.cli.output import DONE, FAILED, has_terminal, say
 from prefixstore.cli.warm_model import Ready, prepare, prepare_check
 from prefixstore.cli.warm_report import (
-    free_bytes,
     print_budget_note,
     print_problems,
     print_unstored,
@@ -27,7 +26,7 @@ from prefixstore.config import Config, explain, load_config
 from prefixstore.errors import LocationError, MisuseError
 from prefixstore.store import PrefixStore
 from prefixstore.units import require_unit
-from prefixstore.warming.estimate import estimate, expected_bytes
+from prefixstore.warming.estimate import estimate
 from prefixstore.warming.job import warm as run_job
 from prefixstore.warming.report import Progress
 
@@ -148,8 +147,8 @@ def _warm(settings: Config, sources: list[str], *, generation_prompt: bool, pin:
         # what another job has stored is worth waiting for
         with ready.settings.open_store(ready.llm, max_delay=None) as store:
             _print_notes(ready, store)
-            expected = expected_bytes(ready.llm, store, ready.prompts, free_bytes(store))
-            print_budget_note(store, store.location, expected)
+            expected = estimate(ready.llm, store, ready.prompts, is_timed=False)
+            print_budget_note(store, store.location, expected.bytes)
             report = run_job(ready.llm, store, ready.prompts, progress=progress, pin=pin, **how)
             dropped, location = store.stats().dropped, store.location
         ready.llm.close()

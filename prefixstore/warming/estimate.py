@@ -17,7 +17,7 @@ from prefixstore.warming.survey import Survey
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-__all__ = ["Estimate", "estimate", "expected_bytes"]
+__all__ = ["Estimate", "estimate"]
 
 # Batches of a prompt in the trial; the first one is slow since llama.cpp allocates its buffers.
 TRIAL_BATCHES = 3
@@ -51,7 +51,7 @@ class Estimate:
     problems: tuple[Problem, ...] = ()
 
 
-def estimate(llm: Llama, store: PrefixStore, prompts: Iterable[PromptLike]) -> Estimate:
+def estimate(llm: Llama, store: PrefixStore, prompts: Iterable[PromptLike], *, is_timed: bool = True) -> Estimate:
     """Estimate what `prefixstore.warm` would do with the same arguments, without storing anything.
 
     Parameters
@@ -62,6 +62,8 @@ def estimate(llm: Llama, store: PrefixStore, prompts: Iterable[PromptLike]) -> E
         The store, attached to `llm`.
     prompts
         As for `prefixstore.warm`.
+    is_timed
+        Whether seconds are wanted. A few tokens are enough for bytes.
     """
     problems: list[Problem] = []
     trie = PromptTrie(tokenized(llm, prompts, problems), store.min_tokens)
@@ -74,27 +76,10 @@ def estimate(llm: Llama, store: PrefixStore, prompts: Iterable[PromptLike]) -> E
         short=trie.short,
         problems=tuple(problems),
     )
-    if not survey.missing_tokens:
+    if not survey.missing_tokens or not store.hook_of(llm).kind.is_stored:
         return found
-    n_bytes, seconds = _trial(llm, store, trie, survey, TRIAL_BATCHES * llm.n_batch)
+    n_bytes, seconds = _trial(llm, store, trie, survey, TRIAL_BATCHES * llm.n_batch if is_timed else SHORT_TRIAL)
     return replace(found, bytes=n_bytes, seconds=seconds)
-
-
-def expected_bytes(llm: Llama, store: PrefixStore, prompts: Iterable[PromptLike], enough: int) -> int:
-    """As `Estimate.bytes`, from a trial that is as short as can be, for prompts that are tokens already.
-
-    Nothing is evaluated, and 0 is returned, where it cannot be more than `enough`.
-    """
-    from prefixstore.llama.kv_memory import size_limit  # noqa: PLC0415 - the extra "llama"
-
-    trie = PromptTrie(tokenized(llm, prompts, []), store.min_tokens)
-    survey = Survey(store, trie, llm)
-    n_prompts = sum(missing > 0 for missing in survey.missing)
-    (fixed, per_token), hook = size_limit(llm), store.hook_of(llm)
-    most = per_token * (survey.missing_tokens + n_prompts * hook.page_tokens) + fixed * n_prompts
-    if not n_prompts or most <= enough or not hook.kind.is_stored:
-        return 0
-    return _trial(llm, store, trie, survey, SHORT_TRIAL)[0]
 
 
 def _trial(llm: Llama, store: PrefixStore, trie: PromptTrie, survey: Survey, n_tokens: int) -> tuple[int, float]:
