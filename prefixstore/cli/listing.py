@@ -45,8 +45,7 @@ def described_of(history: History, holding: Holding) -> Described:
 
 def holdings_of(archive: Archive, namespace: str | None, salt: str | None) -> list[Holding]:
     """What is held of a namespace and a tenant, None for any. A tenant may be mistyped: one without pages is told."""
-    among = [archive.namespace(namespace)] if namespace is not None else archive.holdings()
-    found = [one for one in among if salt is None or (one.namespace and one.namespace.salt == salt)]
+    found = archive.holdings(namespace, salt)
     if salt is not None and not found:
         say(f"note: there is no tenant {salt!r}; prefixstore tenants lists them")
     return found

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import select
 import sys
+import termios
 import time
+import tty
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -50,7 +52,7 @@ def top(location: str, *, once: bool = False, seconds: float = 2.0) -> None:
     Example: prefixstore top lmdb:///var/cache/kv
     """
     with Archive(location, read_only=True) as archive:
-        if once or not sys.stdout.isatty():
+        if once or not (sys.stdin.isatty() and sys.stdout.isatty()):
             screen = Screen(archive.location)
             screen.read(archive)
             screen.hottest = _hottest(archive)
@@ -100,24 +102,9 @@ def _hottest(archive: Archive) -> list[Hot]:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """A function that waits so many seconds for a key, and returns it; ``"-"`` if none is pressed.
-
-    Where standard input is no terminal, it waits.
-    """
-
-    def wait(seconds: float) -> str:
-        time.sleep(seconds)
-        return "-"
-
-    try:
-        import termios  # noqa: PLC0415 - not on every system
-        import tty  # noqa: PLC0415 - as above
-
-        number = sys.stdin.fileno()
-        before = termios.tcgetattr(number)
-    except (ImportError, OSError, ValueError, termios.error):
-        yield wait
-        return
+    """A function that waits so many seconds for a key, and returns it; ``"-"`` if none is pressed."""
+    number = sys.stdin.fileno()
+    before = termios.tcgetattr(number)
 
     def pressed(seconds: float) -> str:
         if select.select([number], [], [], seconds)[0]:
