@@ -41,12 +41,11 @@ NEEDS = {
 LAZY = {
     "store": {"llama_cpp", "typing_extensions"},
     "sessions": {"llama_cpp", "typing_extensions"},
-    "traces": {"typing_extensions"},
     "config": {"llama_cpp"},
     "metrics": {"prometheus_client"},  # the extra "server"
     "demo": {"llama_cpp"},
     "warming": {"llama_cpp", "typing_extensions"},
-    "maintenance": {"llama_cpp", "typing_extensions"},
+    "maintenance": {"llama_cpp"},
     "diagnosis": {"llama_cpp"},
     "server": {"typing_extensions"},
     "server.python_server": {"prometheus_client", "yaml"},
