@@ -10,16 +10,10 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from prefixstore import CorruptError, PrefixStore
-from prefixstore.engine.budget import Budget
-from prefixstore.engine.engine import Engine
 from prefixstore.engine.pages import open_pages
-from prefixstore.engine.policy import lru
-from prefixstore.format.autocodec import pick
-from prefixstore.stats import Counters
 from tests.attacks.damaged_file import MIB, build, location
 from tests.support import PATIENCE, ROOT
 from tests.support.models import TORTURE, answer, prompt
@@ -124,21 +118,6 @@ def test_changed_bytes_of_a_page_are_noticed_and_the_page_is_computed_again(llam
         before = store.stats().tokens_restored
         assert complete(store) == cold
         assert store.stats().tokens_restored - before > 600
-
-
-@pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
-def test_a_page_damaged_on_disk_is_deleted_even_if_indexed(tmp_path, scheme):
-    place, file = location(scheme, tmp_path)
-    with closing(open_pages(place, max_bytes=64 * MIB)) as backend:
-        engine = Engine(backend, Budget(64 * MIB), lru(), pick("raw"), Counters())
-        (path,) = fill(backend, space(), [list(range(8))], size=20_000)
-        backend.sync()
-        hurt(file, contents(backend)[path[1]][2], random.Random(1))
-        (page,) = engine.match(space().key, np.arange(8, dtype="<i4"), 4).pages[1:]
-        # as a restore does, which reads from the disk
-        engine._catalog.mark_damaged(page)
-        engine.commit([])
-        assert contents(backend).keys() == {path[0]}
 
 
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])

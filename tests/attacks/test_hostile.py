@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import struct
 import subprocess
 import sys
 import tracemalloc
@@ -14,7 +13,6 @@ from dataclasses import replace
 import llama_cpp
 import numpy as np
 import pytest
-import xxhash
 
 from prefixstore import PrefixStore
 from prefixstore.engine.budget import Budget
@@ -24,10 +22,11 @@ from prefixstore.engine.policy import lru
 from prefixstore.errors import CorruptError
 from prefixstore.format.autocodec import pick
 from prefixstore.format.codec import decode
-from prefixstore.format.export import ENTRY, EXPORT_VERSION, HEADER, MAGIC, ExportReader
+from prefixstore.format.export import EXPORT_VERSION, HEADER, MAGIC, ExportReader
 from prefixstore.format.keys import namespace_key
 from prefixstore.format.record import FORMAT_VERSION, Record, Usage, checksum
 from prefixstore.stats import Counters
+from tests.attacks.exporting import sealed_entry
 from tests.attacks.forged_states import moved
 from tests.support import ROOT
 from tests.support.models import TORTURE, answer, forget, prompt
@@ -148,11 +147,6 @@ def test_a_condemned_page_that_another_process_has_replaced_stays(tmp_path, requ
 # -- an export file with right checksums; forged records, pages and files of all kinds are made by test_fuzz ---------
 
 
-def entry(kind: bytes, head: bytes, n_bytes: int) -> bytes:
-    start = ENTRY.pack(kind, len(head), n_bytes) + head
-    return start + struct.pack("<Q", xxhash.xxh3_64_intdigest(start))
-
-
 @pytest.mark.parametrize("seekable", [True, False])
 def test_what_an_export_file_claims_to_hold_takes_no_memory(tmp_path, seekable):
     space = b"{}"
@@ -163,8 +157,8 @@ def test_what_an_export_file_claims_to_hold_takes_no_memory(tmp_path, seekable):
     path = tmp_path / "forged.pstore"
     path.write_bytes(
         HEADER.pack(MAGIC, EXPORT_VERSION, FORMAT_VERSION)
-        + entry(b"NAME", key + space, 0)
-        + entry(b"PAGE", head, 2**35)
+        + sealed_entry(b"NAME", key + space, 0)
+        + sealed_entry(b"PAGE", head, 2**35)
     )
     tracemalloc.start()
     try:
