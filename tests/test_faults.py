@@ -74,22 +74,6 @@ def test_a_page_of_another_length_does_not_reach_llama_cpp(llama):
         assert memory.load(memoryview(state))
 
 
-def test_a_restore_slower_than_computing_is_skipped(llama):
-    llm = llama()
-    with PrefixStore("memory:", llm) as store:
-        llm.set_cache(store)
-        answer(llm, TOKENS, 1)
-        store._hooks.current.context.rate.page_seconds = 1e12  # a location slower than the model, whatever the limit is
-        for _ in range(7):
-            llm.reset()
-            answer(llm, TOKENS, 1)
-        assert store.stats().misses["slow"] == 7
-        assert store.stats().hits == 0
-        llm.reset()
-        answer(llm, TOKENS, 1)  # now and then it is measured again
-        assert store.stats().hits == 1
-
-
 FULL_DISK = """
 import sys
 from prefixstore import PrefixStore

@@ -38,25 +38,6 @@ def test_a_damaged_file_gives_right_states_or_none_and_never_crashes_the_process
     assert outcomes.keys() >= {"used", "CorruptError"}
 
 
-def test_a_damaged_tree_is_refused_on_opening_and_the_message_says_what_to_do(tmp_path):
-    build("lmdb", tmp_path)
-    place, file = location("lmdb", tmp_path)
-    data = bytearray(file.read_bytes())
-    leaf = next(at for at in range(2 * 4096, len(data), 4096) if data[at + 10 : at + 12] == b"\2\0")
-    # of a page that is in use: all of them
-    for at in range(leaf, len(data), 4096):
-        if data[at + 10 : at + 12] == b"\2\0":
-            data[at + 16 : at + 18] = b"\xfe\xff"  # where its first node is
-    file.write_bytes(data)
-    with pytest.raises(CorruptError, match="and delete data"):
-        open_pages(place, max_bytes=64 * MIB)
-    for name in file.parent.iterdir():
-        name.unlink()
-    with closing(open_pages(place, max_bytes=64 * MIB)) as backend:
-        fill(backend, space(), [list(range(8))])
-        assert len(contents(backend)) == 2
-
-
 @pytest.mark.parametrize("where", [0, 4096, 3 * 4096, 100 * 4096])
 def test_a_file_truncated_while_open_is_an_error_and_not_a_crash(tmp_path, where):
     build("lmdb", tmp_path)

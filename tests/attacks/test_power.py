@@ -15,7 +15,7 @@ from prefixstore.engine.invariants import violations
 from prefixstore.engine.pages import open_pages
 from tests.attacks.power import MARK, Disk, read_journal, shim
 from tests.support import keys_of, python
-from tests.support.places import fill, space, walk_in_this_process
+from tests.support.places import fill, space
 
 COMMITS = 30
 WRITER = f"""
@@ -45,7 +45,6 @@ def test_without_a_flush_lmdb_loses_the_last_commit_at_most_and_an_exported_file
     tmp_path, scheme, monkeypatch
 ):
     """Of SQLite the documents promise less; that it loses more shows that a loss would be noticed."""
-    walk_in_this_process(monkeypatch)
     root, journal, left = tmp_path.resolve() / "place", tmp_path / "journal", tmp_path / "left"
     root.mkdir()
     out = root / "night.pstore"

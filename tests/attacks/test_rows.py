@@ -17,7 +17,7 @@ from prefixstore.format.keys import PAGE, as_tokens
 from prefixstore.maintenance.archive import Archive
 from tests.support.engines import MIB, NS, P, Store, state_of
 from tests.support.models import TORTURE
-from tests.support.places import SCHEMES, place, walk_in_this_process
+from tests.support.places import SCHEMES, place
 from tests.support.rows import EVERYTHING
 
 ROUNDS = 6 * TORTURE
@@ -116,8 +116,7 @@ def use(store: Store, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_rows_that_are_damaged_at_random_give_no_wrong_state_and_are_mended(scheme, tmp_path, request, monkeypatch):
-    walk_in_this_process(monkeypatch)
+def test_rows_that_are_damaged_at_random_give_no_wrong_state_and_are_mended(scheme, tmp_path, request):
     location = place(scheme, tmp_path, request)
     for seed in range(ROUNDS):
         rng = random.Random(f"{seed} of {scheme}")

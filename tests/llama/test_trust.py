@@ -458,25 +458,6 @@ def test_a_store_that_is_gone_leaves_nothing_behind(contexts, tmp_path):
     llm.eval(OTHER)
 
 
-def test_methods_that_a_user_put_over_those_of_a_store_that_is_gone_still_work(contexts):
-    llm, *_ = contexts()
-    store = PrefixStore("memory:", llm)
-    inner = llm.eval
-    llm.eval = lambda tokens: inner(list(tokens))
-    store.close()
-    del store
-    try:
-        llm.eval(TEXT)
-        assert llm.n_tokens == len(TEXT)
-        with PrefixStore("memory:", llm, **PAGES) as second:
-            llm.reset()
-            llm.eval(TEXT)
-            second.capture()
-            assert second.match(TEXT).n_tokens == len(TEXT)
-    finally:
-        del llm.eval
-
-
 # -- what ends early --------------------------------------------------------------------------------------------------
 
 

@@ -9,12 +9,6 @@ import pytest
 
 from tests.attacks.power import shim
 from tests.model.process import Processes
-from tests.support.places import walk_in_this_process
-
-
-@pytest.fixture(autouse=True)
-def _walked_here(monkeypatch):
-    walk_in_this_process(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -31,14 +31,16 @@ def place(scheme, tmp_path, request, name="kv"):
 
 
 def walk_in_this_process(patch):
-    """Walk LMDB files here when they are opened: a child takes 0.2 s, which is much for thousands of small files."""
+    """Walk LMDB files here when they are opened: a child takes 0.2 s, which is much for thousands of small files.
+
+    A check of one that is open does not walk it: LMDB opens no file twice in a process.
+    """
 
     def require_sound(path, databases):
         if why := walk._main(str(path.parent), [name.decode() for name in databases]):
             raise checked.damaged(path, why)
 
     patch.setattr(checked, "require_sound", require_sound)
-    # a check has opened the file just before
     patch.setattr(environment, "require_sound", lambda path, databases: None)
 
 
