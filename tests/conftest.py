@@ -33,7 +33,7 @@ MEASURES = {
     "test_tiers": tiers,
 }
 # the tests that are about damaged LMDB files, and the process that walks them
-WALKS = {"test_lmdb", "test_lmdb_checked", "test_corruption", "test_trusted"}
+WALKS = {"test_lmdb_checked", "test_corruption", "test_trusted"}
 
 
 def pytest_configure() -> None:

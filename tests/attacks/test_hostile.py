@@ -8,28 +8,24 @@ import subprocess
 import sys
 import tracemalloc
 from contextlib import closing
-from dataclasses import replace
 
 import llama_cpp
 import numpy as np
 import pytest
 
-from prefixstore import PrefixStore
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.pages import open_pages
 from prefixstore.engine.policy import lru
 from prefixstore.errors import CorruptError
 from prefixstore.format.autocodec import pick
-from prefixstore.format.codec import decode
 from prefixstore.format.export import EXPORT_VERSION, HEADER, MAGIC, ExportReader
 from prefixstore.format.keys import namespace_key
-from prefixstore.format.record import FORMAT_VERSION, Record, Usage, checksum
+from prefixstore.format.record import FORMAT_VERSION, Record, Usage
 from prefixstore.stats import Counters
 from tests.attacks.exporting import sealed_entry
-from tests.attacks.forged_states import moved
 from tests.support import ROOT
-from tests.support.models import TORTURE, answer, forget, prompt
+from tests.support.models import TORTURE
 from tests.support.pages import make_page
 from tests.support.places import contents, fill, place, space
 
@@ -80,50 +76,6 @@ def test_a_forged_state_with_a_right_checksum_changes_no_answer(models, tmp_path
     assert done["unreadable"].keys() <= {"shape", "refused"}
     assert sum(done["unreadable"].values()) > done["ran"] / 4, done
     assert done["last"] > 128
-
-
-@pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
-def test_a_page_of_another_shape_is_deleted_and_the_prefix_is_stored_again(llama, tmp_path, request, scheme):
-    llm = llama(n_ctx=1024)
-    tokens = prompt(500)
-    cold = answer(llm, tokens, 4)
-    location = place(scheme, tmp_path, request)
-    settings = {"page_tokens": 64, "namespace": "forged"}
-    with PrefixStore(location, llm, **settings) as store:
-        llm.set_cache(store)
-        forget(llm)
-        answer(llm, tokens, 4)
-        store.flush()
-        with store.engine.view() as view:
-            pages = {record.start: (key, record, usage) for key, record, usage in view.scan()}
-            key, record, usage = pages[128]
-            state = bytes(decode(record, view.payload(key)))
-    forged = moved(state, 64)
-    with closing(open_pages(location, max_bytes=1 << 30)) as backend, backend.update() as transaction:
-        raw = {"codec": 0, "raw_bytes": len(forged), "stored_bytes": len(forged), "checksum": checksum(forged)}
-        transaction.put(key, replace(record, **raw), usage, forged)
-    with PrefixStore(location, llm, **settings) as store:
-        store._hooks.current.context.rate.is_worth = lambda *_: True
-        llm.set_cache(store)
-
-        def complete(prompt: list[int]) -> tuple[str, int]:
-            forget(llm)
-            before = store.stats().tokens_restored
-            text = answer(llm, prompt, 4)
-            store.flush()
-            return text, store.stats().tokens_restored - before
-
-        # nothing of this context is known yet: the page stays
-        assert complete(tokens) == (cold, 128)
-        assert complete(prompt(300, seed=1))[1] == 0
-        # a condemned page is deleted with its descendants, and computed again
-        assert complete(tokens) == (cold, 128)
-        assert complete(tokens)[0] == cold
-        assert store.stats().unreadable == {"shape": 2}
-        text, restored = complete(tokens)
-        assert text == cold
-        assert restored > 480
-        assert list(store.check()) == []
 
 
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
