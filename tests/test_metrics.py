@@ -141,7 +141,7 @@ def test_the_age_at_eviction_begins_with_the_last_use(monkeypatch):
     clock = time.time_ns
     with store_of(max_entries=3) as store:
         store.put(A)
-        monkeypatch.setattr("prefixstore.engine.budget.time.time_ns", lambda: clock() + 7200 * 10**9)
+        monkeypatch.setattr("prefixstore.engine.space.time.time_ns", lambda: clock() + 7200 * 10**9)
         store.put(B)
         taken = store.counters.histogram("eviction_age")
         assert taken.n == 3

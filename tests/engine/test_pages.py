@@ -76,7 +76,7 @@ class TestPostgreSQL(PersistentPagesContract):
         return open_pages(self.urls[tmp_path], max_bytes=64 * MIB)
 
 
-# each row is a request
+# each row is a request: thousands of pages take a while
 @pytest.mark.slow
 class TestObjects(PersistentPagesContract):
     @pytest.fixture(autouse=True)
@@ -87,6 +87,11 @@ class TestObjects(PersistentPagesContract):
         if tmp_path not in self.urls:
             self.urls[tmp_path] = prefix_on(self.server)
         return open_pages(self.urls[tmp_path], max_bytes=64 * MIB)
+
+    @pytest.mark.attack
+    @pytest.mark.timeout(900)
+    def test_pages_that_are_followed_are_found_among_thousands(self, tmp_path):
+        super().test_pages_that_are_followed_are_found_among_thousands(tmp_path)
 
 
 # -- from one location to another -------------------------------------------------------------------------------------
