@@ -13,7 +13,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 if __package__ in (None, ""):
     # run as a file: the directory above is the one to import from
@@ -21,7 +21,7 @@ if __package__ in (None, ""):
 
 from benchmarks.rivals import RIVALS
 from prefixstore.traces.read import read_trace
-from prefixstore.traces.replay import NAMESPACE, Belady, Blockwise, Cache, InEngine
+from prefixstore.traces.replay import NAMESPACE, Belady, Blockwise, InEngine
 
 __all__ = ["CAPACITIES", "NAMESPACE", "OURS", "PEERS", "Belady", "InEngine", "S3Fifo", "TwoQ"]
 
@@ -35,6 +35,15 @@ OURS = ["lru", "lfu", "longest_first", "adaptive"]
 def read(path: Path, limit: int | None = None) -> Prompts:
     """The blocks of each request, numbered from 0 in the order of their first use."""
     return [list(event.blocks) for event in read_trace(path, limit).requests]
+
+
+class Cache(Protocol):
+    """A cache that a trace is replayed through. `written` counts the blocks stored, each time they were missing."""
+
+    written: int
+
+    def request(self, blocks: Sequence[int]) -> int:
+        """How many of the first blocks are in the cache; then all of them are added."""
 
 
 class S3Fifo(Blockwise):

@@ -13,9 +13,7 @@ from typing import Any
 
 from prefixstore.errors import ContextError
 from prefixstore.models.file import is_gguf
-from prefixstore.report.labels import visible
 from prefixstore.store import PrefixStore
-from prefixstore.units import format_bytes
 
 __all__ = ["run"]
 
@@ -26,15 +24,13 @@ PROMPT_TOKENS = 6 * N_BATCH + 1
 ANSWER_TOKENS = 32
 
 
-def run(model: Path | None = None, *, as_json: bool = False) -> int:
-    """Run the demo, print its result and return the exit code.
+def run(model: Path | None = None) -> dict[str, Any]:
+    """Run the demo; what it found.
 
     Parameters
     ----------
     model
         A GGUF file; by default a model with random weights is written, whose state takes 32 KiB a token.
-    as_json
-        Whether to print one JSON document instead of a table.
 
     Raises
     ------
@@ -54,15 +50,7 @@ def run(model: Path | None = None, *, as_json: bool = False) -> int:
         location = f"lmdb://{folder / 'kv'}"
         cold = _process("A", "computes the prompt and exits", model, location)
         warm = _process("B", "starts with the same prompt", model, location)
-    same = cold["answer"] == warm["answer"]
-    if as_json:
-        print(json.dumps({"location": location, "cold": cold, "warm": warm, "same_answer": same}))
-    else:
-        _print_table(location, cold, warm, same=same)
-    if not same or not warm["restored"]:
-        print("The demo failed: the answers differ, or nothing was restored.", file=sys.stderr)
-        return 1
-    return 0
+    return {"location": location, "cold": cold, "warm": warm, "same_answer": cold["answer"] == warm["answer"]}
 
 
 def _say(text: str) -> None:
@@ -87,23 +75,6 @@ def _process(name: str, does: str, model: Path, location: str) -> dict[str, Any]
         )
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
-
-
-def _print_table(location: str, cold: dict[str, Any], warm: dict[str, Any], *, same: bool) -> None:
-    faster = cold["ttft"] / warm["ttft"]
-    rows = [
-        ("", "A, cold", "B, warm"),
-        ("time to first token", f"{cold['ttft']:.3f} s", f"{warm['ttft']:.3f} s ({faster:.0f} times faster)"),
-        ("tokens computed", f"{cold['computed']:,}", f"{warm['computed']:,}"),
-        ("tokens restored", f"{cold['restored']:,}", f"{warm['restored']:,}"),
-        ("bytes stored", format_bytes(cold["stored"]), f"{format_bytes(warm['stored'])} in {warm['pages']} pages"),
-        ("same answer", "", "yes" if same else "no"),
-    ]
-    print()
-    for label, a, b in rows:
-        print(f"  {label:<20} {a:>12}   {b}".rstrip())
-    print(f"\n  Store: {location}, deleted afterwards")
-    print(f"  The answer, from {cold['prompt']:,} tokens of prompt: {visible(cold['answer'].strip())}")
 
 
 def _work(model: str, location: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = ["LastPrompt", "PromptMeter"]
 
@@ -43,57 +43,36 @@ class LastPrompt:
     miss: str | None
 
 
+@dataclass(eq=False)
 class PromptMeter:
     """Measures how a prompt is served. Written by the thread that uses the ``Llama``, and read by any.
-
-    Parameters
-    ----------
-    is_prompt
-        False for the tokens of a session that is resumed.
 
     Attributes
     ----------
     is_prompt
-        As given.
+        False for the tokens of a session that is resumed.
     n_tokens
         Length of the prompt; None until it is looked up.
     reused
         How many of its tokens need not be computed.
     restored
         How many of these were restored.
-    restore_seconds
-        Time of that.
-    miss
+    lookup_seconds, restore_seconds, compute_seconds, miss
         As in `LastPrompt`.
     """
 
-    __slots__ = (
-        "_computed",
-        "_due",
-        "_is_begun",
-        "compute_seconds",
-        "is_prompt",
-        "lookup_seconds",
-        "miss",
-        "n_tokens",
-        "restore_seconds",
-        "restored",
-        "reused",
-    )
-
-    def __init__(self, *, is_prompt: bool = True) -> None:
-        self.is_prompt = is_prompt
-        self._computed = 0
-        # tokens of the prompt that were not evaluated yet
-        self._due = 0
-        self._is_begun = False
-        self.n_tokens: int | None = None
-        self.reused = 0
-        self.restored = 0
-        self.lookup_seconds = 0.0
-        self.restore_seconds = 0.0
-        self.compute_seconds = 0.0
-        self.miss: str | None = None
+    is_prompt: bool = field(default=True, kw_only=True)
+    n_tokens: int | None = None
+    reused: int = 0
+    restored: int = 0
+    lookup_seconds: float = 0.0
+    restore_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    miss: str | None = None
+    _computed: int = 0
+    # tokens of the prompt that were not evaluated yet
+    _due: int = 0
+    _is_begun: bool = False
 
     def looked_up(self, n_tokens: int, reused: int, seconds: float) -> None:
         """Note that a prompt of so many tokens was looked up: tokens now live (`reused`), and the time it took."""

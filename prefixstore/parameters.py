@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from prefixstore.engine.budget import Budget, Quota
 from prefixstore.engine.eviction import POLICIES
@@ -77,38 +76,15 @@ class Parameters:
     far_policy: Policy
 
     @classmethod
-    def parse(
-        cls,
-        *,
-        namespace: str | None,
-        salt: str | None,
-        page_tokens: int,
-        min_tokens: int,
-        snapshot_interval: int,
-        max_snapshots: int,
-        max_bytes: int | str,
-        max_entries: int | None,
-        high_water: float,
-        low_water: float,
-        quota: int | str | Mapping[str, int | str] | None,
-        ttl: float | str | timedelta | None,
-        ram_bytes: int | str | None,
-        codec: str,
-        policy: str,
-        priority: int,
-        read_only: bool,
-        write_behind: bool,
-        queue_bytes: int | str,
-        max_delay: float | str | timedelta | None,
-        far_max_bytes: int | str | None,
-    ) -> Parameters:
-        """Check the parameters of a `PrefixStore`.
+    def parse(cls, **given: Any) -> Parameters:
+        """Check the parameters of a `PrefixStore`, all of them, by their names there.
 
         Raises
         ------
         InvalidParameterError
             If one cannot be used; the message names it.
         """
+        policy, codec, quota = given["policy"], given["codec"], given["quota"]
         if not isinstance(policy, str) or policy not in POLICIES:
             raise InvalidParameterError(
                 f"policy={shown(policy)} is unknown; choose one of {', '.join(map(repr, POLICIES))}"
@@ -117,39 +93,40 @@ class Parameters:
             raise InvalidParameterError(f'codec={shown(codec)} must be a string, such as "auto"')
         if isinstance(quota, Mapping) and not all(isinstance(name, str) for name in quota):
             raise InvalidParameterError('quota must be a size, or {"namespace": …, "salt": …}')
-        size = parse_bytes(max_bytes, "max_bytes")
-        far_size = size if far_max_bytes is None else parse_bytes(far_max_bytes, "far_max_bytes")
-        entries = None if max_entries is None else _count(max_entries, "max_entries", 1)
-        high, low = _share(high_water, "high_water"), _share(low_water, "low_water")
+        size = parse_bytes(given["max_bytes"], "max_bytes")
+        far_size = size if given["far_max_bytes"] is None else parse_bytes(given["far_max_bytes"], "far_max_bytes")
+        entries = None if given["max_entries"] is None else _count(given, "max_entries", 1)
+        high, low = (_share(given[name], name) for name in ("high_water", "low_water"))
         if low > high:
             raise InvalidParameterError(
                 f"low_water={low} must not be above high_water={high}: pages are packed from high_water down to "
                 "low_water; set both"
             )
         return cls(
-            label=_text(namespace, "namespace"),
-            salt=_text(salt, "salt"),
-            page_tokens=_count(page_tokens, "page_tokens", 1),
-            min_tokens=_count(min_tokens, "min_tokens", 0),
-            snapshot_interval=_count(snapshot_interval, "snapshot_interval", 1),
-            max_snapshots=_count(max_snapshots, "max_snapshots", 1),
+            label=_text(given["namespace"], "namespace"),
+            salt=_text(given["salt"], "salt"),
+            page_tokens=_count(given, "page_tokens", 1),
+            min_tokens=_count(given, "min_tokens", 0),
+            snapshot_interval=_count(given, "snapshot_interval", 1),
+            max_snapshots=_count(given, "max_snapshots", 1),
             budget=Budget(size, entries, Quota.parse(quota, size), high, low),
-            ttl=None if ttl is None else parse_seconds(ttl, "ttl"),
-            ram_bytes=0 if ram_bytes is None else parse_bytes(ram_bytes, "ram_bytes"),
+            ttl=None if given["ttl"] is None else parse_seconds(given["ttl"], "ttl"),
+            ram_bytes=0 if given["ram_bytes"] is None else parse_bytes(given["ram_bytes"], "ram_bytes"),
             encoder=pick(codec),
             policy=POLICIES[policy](),
-            priority=_count(priority, "priority", -(2**15), 2**15 - 1),
-            read_only=_flag(read_only, "read_only"),
-            write_behind=_flag(write_behind, "write_behind"),
-            queue_bytes=parse_bytes(queue_bytes, "queue_bytes"),
-            max_delay=None if max_delay is None else parse_seconds(max_delay, "max_delay"),
+            priority=_count(given, "priority", -(2**15), 2**15 - 1),
+            read_only=_flag(given["read_only"], "read_only"),
+            write_behind=_flag(given["write_behind"], "write_behind"),
+            queue_bytes=parse_bytes(given["queue_bytes"], "queue_bytes"),
+            max_delay=None if given["max_delay"] is None else parse_seconds(given["max_delay"], "max_delay"),
             far_budget=Budget(far_size, None, Quota.parse(quota, far_size), high, low),
             far_encoder=pick(codec),
             far_policy=POLICIES[policy](),
         )
 
 
-def _count(value: int, parameter: str, smallest: int, largest: int = 2**31 - 1) -> int:
+def _count(given: Mapping[str, Any], parameter: str, smallest: int, largest: int = 2**31 - 1) -> int:
+    value = given[parameter]
     if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
         raise InvalidParameterError(f"{parameter}={shown(value)} must be an integer of at least {smallest}")
     if value > largest:

@@ -519,7 +519,7 @@ class PrefixStore:
         StorageError
             If the location cannot be read.
         """
-        from prefixstore.diagnosis.of_store import explain_prompt  # noqa: PLC0415 - imported where it is used
+        from prefixstore.diagnosis.explain import explain_prompt  # noqa: PLC0415 - imported where it is used
 
         return explain_prompt(self._engine, self.hook_of(llm), prompt, generation_prompt=generation_prompt)
 
@@ -747,7 +747,7 @@ class PrefixStore:
         InvalidParameterError
             If a prefix is not valid.
         """
-        from prefixstore.diagnosis.of_store import tokens_of  # noqa: PLC0415 - imported where it is used
+        from prefixstore.diagnosis.explain import tokens_of  # noqa: PLC0415 - imported where it is used
         from prefixstore.models.boundaries import asking_for  # noqa: PLC0415 - imported where it is used
 
         lengths = [prefix for prefix in prefixes if isinstance(prefix, int)]

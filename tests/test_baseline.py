@@ -8,7 +8,6 @@ import pytest
 
 from benchmarks import baseline, compare, synthetic
 from benchmarks.__main__ import main
-from benchmarks.baseline import Figure
 
 
 def figure(name, value, **more):
@@ -81,33 +80,6 @@ def test_a_limit_holds_whatever_it_was_before():
     assert row([50] * 3, [29, 45, 28], limit=30)[-1] == ""
 
 
-def test_a_figure_that_one_run_lacks_says_why():
-    skipped = {"f": figure("f", None, unit="", note="skipped: no server")}
-    assert list(compare.rows([({"f": figure("f", 1.5)}, skipped)])) == [
-        ["f", "1.5 ms", "", "", "", "after: skipped: no server"]
-    ]
-    assert list(compare.rows([({}, {"f": figure("f", 1.5)})])) == [["f", "", "1.5 ms", "", "", "before: not measured"]]
-
-
-def test_a_round_that_fails_is_told():
-    failed = {"f": figure("f", None, unit="", note="failed: x")}
-    rounds = [({"f": figure("f", old)}, {"f": figure("f", new)}) for old, new in ((1, 2), (1, 3))]
-    assert list(compare.rows([*rounds, ({"f": figure("f", 1)}, failed)])) == [
-        ["f", "1 ms", "2.5 ms", "2.500", "2.000 to 3.000", "after: failed: x"]
-    ]
-
-
-def test_a_run_is_judged_by_the_limits_of_the_one_before():
-    pair = {"f": figure("f", 1, limit=2)}, {"f": figure("f", 3, limit=4)}
-    assert next(compare.rows([pair]))[-1] == "**misses** 2 ms"
-
-
-def test_figures_of_different_sizes_are_not_judged():
-    pair = {"f": figure("f", 1, note="10 pages", limit=2)}, {"f": figure("f", 9, note="90 pages")}
-    (cells,) = compare.rows([pair])
-    assert cells[-1] == "not the same: 10 pages; 90 pages"
-
-
 def test_two_files_are_compared(tmp_path, capsys):
     runs = [[figure("a/b", 10.0), figure("a/c", 1.0)], [figure("a/b", 11.0), figure("a/c", 1.0)]]
     files = [tmp_path / "before", tmp_path / "after"]
@@ -125,63 +97,6 @@ def test_two_files_are_compared(tmp_path, capsys):
     for arguments in ([str(files[0])], [*map(str, files), "--trees", "x", "y"], []):
         with pytest.raises(SystemExit):
             main(["compare", *arguments])
-
-
-# a tree whose figure is larger each time: the first one measured of a round is smaller by 1
-TREE = """
-import json, os, sys
-from pathlib import Path
-given = dict(zip(sys.argv[2::2], sys.argv[3::2]))
-log = Path(os.environ["PYTHONPATH"]).parent / "log"
-with log.open("a") as file:
-    print(Path.cwd().name, Path(os.environ["PYTHONPATH"]).name, sys.argv[1], given["--only"], file=file)
-value = len(log.read_text().splitlines())
-if Path.cwd().name == "broken":
-    sys.exit(1)
-more = {"unit": "ms", "better": "lower", "limit": None, "tolerance": None, "note": ""}
-Path(given["--out"]).write_text(json.dumps({"figures": [{"name": "generation", "value": value, **more}]}))
-"""
-
-
-@pytest.fixture
-def trees(tmp_path):
-    for name in ("old", "new", "broken"):
-        (tmp_path / name / "benchmarks").mkdir(parents=True)
-        (tmp_path / name / "benchmarks" / "__init__.py").touch()
-        (tmp_path / name / "benchmarks" / "__main__.py").write_text(TREE)
-    return tmp_path
-
-
-def test_two_trees_are_measured_in_turns_each_by_its_own_code(trees, capsys):
-    given = ["--trees", str(trees / "old"), str(trees / "new"), "--only", "generation"]
-    main(["compare", *given, "--rounds", "3"])
-    found = [line.split() for line in (trees / "log").read_text().splitlines()]
-    assert [line[0] for line in found] == ["old", "new", "new", "old", "old", "new"]
-    assert all(line[1:] == [line[0], "baseline", "generation"] for line in found)
-    # 1 and 2, 4 and 3, 5 and 6
-    assert capsys.readouterr().out.splitlines()[2:] == ["| generation | 4 ms | 3 ms | 1.200 | 0.750 to 2.000 |  |"]
-
-
-def test_a_tree_that_cannot_be_measured_does_not_end_the_comparison(trees, capsys):
-    given = ["--trees", str(trees / "old"), str(trees / "broken"), "--only", "generation", "--rounds", "1"]
-    main(["compare", *given])
-    assert capsys.readouterr().out.splitlines()[2:] == [
-        f"| generation | 1 ms |  |  |  | after: failed in {trees / 'broken'} |"
-    ]
-
-
-def test_replays_are_not_repeated(trees, capsys):
-    given = ["--trees", str(trees / "old"), str(trees / "new"), "--only", "hits-chat"]
-    main(["compare", *given])
-    assert len((trees / "log").read_text().splitlines()) == 2
-
-
-def test_a_figure_is_asked_for_by_its_name_its_measurement_or_a_pattern():
-    for pattern in ("pages/open", "pages", "*", "p*", "*/open"):
-        assert baseline.is_asked("pages/open", [pattern])
-        assert baseline.is_asked("pages", [pattern])
-    assert not baseline.is_asked("pages/lookup-cold", ["pages/open"])
-    assert not baseline.is_asked("evicting", ["pages/open"])
 
 
 def test_one_figure_is_measured_alone_and_written(tmp_path, monkeypatch, capsys):
@@ -204,25 +119,6 @@ def test_one_figure_is_measured_alone_and_written(tmp_path, monkeypatch, capsys)
         with pytest.raises(SystemExit) as ended:
             main(["baseline", "--quick", "--only", name])
         assert ended.value.code
-
-
-def test_what_cannot_be_measured_is_named_and_the_rest_is_measured(tmp_path, monkeypatch):
-    def absent(quick):
-        raise baseline.NotHereError("no server is installed")
-
-    measurements = {"a": absent, "b": lambda quick: 1 / 0, "c": lambda quick: ([Figure("c/d", 2.0, "ms")], "2 of them")}
-    monkeypatch.setattr(baseline, "MEASUREMENTS", measurements)
-    out = tmp_path / "out.json"
-    with pytest.raises(SystemExit) as ended:
-        main(["baseline", "--out", str(out)])
-    assert ended.value.code == 1
-    found = [(one["name"], one["value"], one["note"]) for one in json.loads(out.read_text())["figures"]]
-    assert found == [
-        ("a", None, "skipped: no server is installed"),
-        ("b", None, "failed: ZeroDivisionError('division by zero')"),
-        ("c/d", 2.0, "2 of them"),
-    ]
-    main(["baseline", "--only", "a", "c/d"])
 
 
 @pytest.mark.parametrize("name", synthetic.TRACES)

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import random
-import sys
 import threading
-
-import pytest
 
 from prefixstore import buffers
 from prefixstore.buffers import BufferPool
-from tests.support import ctrl_c
 
 
 def test_a_buffer_has_the_size_asked_for_and_can_be_written():
@@ -46,33 +41,6 @@ def test_a_buffer_that_is_lost_no_longer_counts_and_its_memory_is_not_used_again
     other = pool.acquire(60)
     other.view[:] = b"x" * 60
     assert bytes(view) == bytes(60)
-
-
-def test_a_pool_without_a_limit_gives_out_any_number_of_buffers():
-    pool = BufferPool(limit=None)
-    held = [pool.acquire(size) for size in (1 << 20, 100, 1 << 20)]
-    assert None not in held
-    assert pool.in_use == (2 << 20) + 100
-
-
-@pytest.mark.slow
-def test_an_interrupt_at_any_step_of_acquiring_leaves_nothing_in_use_and_reports_nothing(monkeypatch):
-    reported = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda report: reported.append(report.exc_value))
-    pool = BufferPool(100)
-    held = []
-
-    def acquire():
-        held.append(pool.acquire(60))
-
-    n_places = ctrl_c.places_in(acquire)
-    assert n_places > 2
-    for at in range(1, n_places + 1):
-        held.clear()
-        assert ctrl_c.interrupted(acquire, at)
-        gc.collect()
-        assert pool.in_use == 0
-    assert reported == []
 
 
 def test_memory_is_reused_smallest_fit_first():

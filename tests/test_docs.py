@@ -17,7 +17,7 @@ import pytest
 
 import prefixstore
 from benchmarks import readme, report
-from prefixstore import demo, stats
+from prefixstore import stats
 from prefixstore.backends.lmdb import environment as lmdb_environment
 from prefixstore.cli import main
 from prefixstore.engine import policy
@@ -256,10 +256,15 @@ def test_the_demo_restores_and_answers_the_same_in_text_and_json(models, capfd, 
     assert found["warm"]["restored"] == 3072
 
 
-def test_the_answer_of_the_demo_is_one_line(capsys):
+def test_the_answer_of_the_demo_is_one_line(capfd, monkeypatch):
     one = {"ttft": 1.0, "computed": 9, "restored": 0, "stored": 1, "pages": 1, "prompt": 9, "answer": "ok.\n\n\n.in\n"}
-    demo._print_table("lmdb:///kv", one, one, same=True)
-    assert capsys.readouterr().out.endswith("The answer, from 9 tokens of prompt: ok.↵↵↵.in\n")
+    monkeypatch.setattr(
+        "prefixstore.demo.run", lambda _: {"location": "lmdb:///kv", "cold": one, "warm": one, "same_answer": True}
+    )
+    assert main(["demo"]) == 1
+    out, err = capfd.readouterr()
+    assert out.endswith("The answer, from 9 tokens of prompt: ok.↵↵↵.in\n")
+    assert "nothing was restored" in err
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from pathlib import Path
 import llama_cpp
 import pytest
 
-from prefixstore import PrefixStore, UnavailableError
+from prefixstore import PrefixStore
 from prefixstore.llama.paged_memory import PagedMemory
 from tests.support.models import answer, prompt
 
@@ -21,33 +21,6 @@ TOKENS = prompt(700)
 @pytest.fixture
 def cold(llama) -> str:
     return answer(llama(), TOKENS, 6)
-
-
-def broken(*_, **__):
-    raise UnavailableError("the disk is on fire")
-
-
-@pytest.mark.parametrize("method", ["view", "update"])
-def test_a_failing_backend_costs_a_miss_and_recovers(llama, cold, tmp_path, monkeypatch, method):
-    llm = llama()
-    with PrefixStore(tmp_path, llm) as store:
-        llm.set_cache(store)
-        with monkeypatch.context() as faulty:
-            faulty.setattr(store._engine._backend, method, broken)
-            assert answer(llm, TOKENS, 6) == cold
-            llm.reset()
-            assert answer(llm, TOKENS, 6) == cold
-            store.engine.drain()
-        stats = store.stats()
-        assert stats.misses.get("unavailable", 0) == (2 if method == "view" else 0)
-        assert (stats.dropped.get("unavailable", 0) > 0) == (method == "update")
-        llm.reset()
-        assert answer(llm, TOKENS, 6) == cold
-        store.flush()
-        llm.reset()
-        assert answer(llm, TOKENS, 6) == cold
-        assert store.stats().hits > 0
-        assert store.check() == []
 
 
 def test_an_unexpected_exception_does_not_reach_a_completion(llama, cold, monkeypatch, caplog):
@@ -101,22 +74,6 @@ def test_a_page_of_another_length_does_not_reach_llama_cpp(llama):
         assert memory.load(memoryview(state))
 
 
-def test_a_restore_slower_than_computing_is_skipped(llama):
-    llm = llama()
-    with PrefixStore("memory:", llm) as store:
-        llm.set_cache(store)
-        answer(llm, TOKENS, 1)
-        store._hooks.current.context.rate.page_seconds = 1e12  # a location slower than the model, whatever the limit is
-        for _ in range(7):
-            llm.reset()
-            answer(llm, TOKENS, 1)
-        assert store.stats().misses["slow"] == 7
-        assert store.stats().hits == 0
-        llm.reset()
-        answer(llm, TOKENS, 1)  # now and then it is measured again
-        assert store.stats().hits == 1
-
-
 FULL_DISK = """
 import sys
 from prefixstore import PrefixStore
@@ -154,21 +111,3 @@ def test_a_full_disk_is_an_eviction_or_a_counted_drop(models, tmp_path):
     finally:
         subprocess.run(["umount", str(small)], check=True)
         shutil.rmtree(small)
-
-
-@pytest.mark.slow
-def test_a_full_map_is_an_eviction(llama, tmp_path):
-    llm = llama()
-    with PrefixStore(tmp_path, llm, max_bytes="3MB") as store:
-        llm.set_cache(store)
-        for seed in range(25):
-            llm.reset()
-            answer(llm, prompt(700, seed), 2)
-        store.flush()
-        stats = store.stats()
-        assert stats.evictions > 40
-        assert stats.bytes_used <= 3_000_000
-        assert set(stats.dropped) <= {"full", "budget", "orphan"}
-        assert store.check() == []
-        assert store.match(prompt(700, 24)).n_tokens == 700
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 1.25 * 3_000_000 + (1 << 20)

@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prefixstore import InvalidParameterError, LocationError, PrefixStore, PrefixStoreError
-from prefixstore.config import Config, load_config
+from prefixstore.config import load_config
 from prefixstore.maintenance.archive import Archive
 from prefixstore.units import parse_bytes, parse_seconds
 from prefixstore.warming.leases import PREFIX, Leases
 from tests.support.places import fill, space
 
-BOUNDED = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+BOUNDED = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 
 NUMBERS = st.one_of(
     st.integers(),
@@ -125,13 +125,6 @@ def test_of_sizes_and_durations(value, text):
         for parse in (parse_bytes, parse_seconds):
             with ours():
                 assert 0 < parse(one, "x") < 2**63
-
-
-@BOUNDED
-@given(st.dictionaries(st.sampled_from(["n_ctx", "type_k", "path", "x"]), OBJECTS, max_size=2), OBJECTS)
-def test_of_a_config(model, prompts):
-    with ours():
-        Config(None, {**model}, {}, {"prompts": prompts})
 
 
 @pytest.mark.parametrize(

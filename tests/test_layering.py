@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -41,12 +42,11 @@ NEEDS = {
 LAZY = {
     "store": {"llama_cpp", "typing_extensions"},
     "sessions": {"llama_cpp", "typing_extensions"},
-    "traces": {"typing_extensions"},
     "config": {"llama_cpp"},
     "metrics": {"prometheus_client"},  # the extra "server"
     "demo": {"llama_cpp"},
     "warming": {"llama_cpp", "typing_extensions"},
-    "maintenance": {"llama_cpp", "typing_extensions"},
+    "maintenance": {"llama_cpp"},
     "diagnosis": {"llama_cpp"},
     "server": {"typing_extensions"},
     "server.python_server": {"prometheus_client", "yaml"},
@@ -71,6 +71,10 @@ def is_for_types_only(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
+parsed = functools.cache(lambda path: ast.parse(path.read_text()))
+
+
+@functools.cache
 def imports(path: Path, *, lazy: bool) -> set[str]:
     """Names of the imported modules: those at the top, or those inside functions and for type checkers too."""
     found: set[str] = set()
@@ -89,7 +93,7 @@ def imports(path: Path, *, lazy: bool) -> set[str]:
         for child in ast.iter_child_nodes(node):
             visit(child)
 
-    visit(ast.parse(path.read_text()))
+    visit(parsed(path))
     return found
 
 
@@ -154,7 +158,7 @@ def test_every_module_defines_what_it_exports():
     for name, path in MODULES.items():
         defined: set[str] = set()
         exported: list[str] = []
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 defined.add(node.name)
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]

@@ -11,14 +11,11 @@ import sys
 from pathlib import Path
 from unittest.mock import Mock
 
-import lmdb
-import numpy as np
 import pytest
 
 import prefixstore
 from prefixstore import (
     ClosedError,
-    IncompatibleError,
     InvalidParameterError,
     LocationError,
     MissingExtraError,
@@ -28,7 +25,7 @@ from prefixstore import (
     PrefixStoreError,
 )
 from prefixstore.testing import models
-from tests.support.models import load, prompt
+from tests.support.models import load
 
 
 @pytest.mark.parametrize(
@@ -74,16 +71,6 @@ def test_a_parameter_that_cannot_be_used_is_named(arguments, says):
     assert isinstance(raised.value, (ValueError, PrefixStoreError))
 
 
-@pytest.mark.parametrize("location", ["lmdb://{}", "{}"])
-def test_a_location_that_is_a_file_is_refused(tmp_path, location):
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(LocationError, match="is a file; an LMDB store is a directory"):
-        PrefixStore(location.format(tmp_path / "file"), namespace="n")
-    with pytest.raises(LocationError, match=r"file|cannot be created"):
-        PrefixStore(location.format(tmp_path / "file" / "below"), namespace="n")
-    assert (tmp_path / "file").read_text() == "mine"
-
-
 def test_without_a_home_directory_only_the_default_location_is_refused(models, tmp_path, monkeypatch):
     for variable in ("HOME", "XDG_CACHE_HOME", "LOCALAPPDATA", "PREFIXSTORE_LOCATION"):
         monkeypatch.delenv(variable, raising=False)
@@ -105,66 +92,6 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path, f
     os.mkfifo(tmp_path / "kv" / file)
     with pytest.raises(LocationError, match=f"{file} is not a regular file"):
         PrefixStore(location, namespace="n")
-
-
-def test_a_location_that_cannot_be_written_is_refused():
-    with pytest.raises(LocationError, match="choose another location"):
-        PrefixStore("lmdb:///proc/prefixstore", namespace="n")
-
-
-def test_a_read_only_store_must_exist(tmp_path):
-    with pytest.raises(LocationError, match="does not exist"):
-        PrefixStore(tmp_path / "kv", namespace="n", read_only=True)
-    (tmp_path / "kv").mkdir()
-    with pytest.raises(PrefixStoreError):
-        PrefixStore(tmp_path / "kv", namespace="n", read_only=True)
-    assert not (tmp_path / "kv").is_file()
-
-
-def test_the_database_of_another_application_is_never_touched(tmp_path):
-    with lmdb.open(str(tmp_path), max_dbs=1) as env, env.begin(write=True) as txn:
-        txn.put(b"theirs", b"1")
-    before = (tmp_path / "data.mdb").read_bytes()
-    with pytest.raises(IncompatibleError, match="another application"):
-        PrefixStore(tmp_path, namespace="n")
-    assert (tmp_path / "data.mdb").read_bytes() == before
-
-
-def test_a_newer_format_is_refused(tmp_path):
-    PrefixStore(tmp_path, namespace="n").close()
-    with lmdb.open(str(tmp_path), max_dbs=6) as env:
-        meta = env.open_db(b"meta")
-        with env.begin(write=True) as txn:
-            txn.put(b"format", (99).to_bytes(4, "little"), db=meta)
-    with pytest.raises(IncompatibleError, match=r"format 99.*upgrade"):
-        PrefixStore(tmp_path, namespace="n")
-
-
-@pytest.mark.parametrize(
-    ("tokens", "says"),
-    [
-        ("text", "tokenize text first"),
-        ([1.5, 2.5], "flat sequence of integers"),
-        ([[1, 2], [3, 4]], "flat sequence of integers"),
-        ([1, 2**31], "32-bit"),
-        (np.array([-(2**31) - 1]), "32-bit"),
-        ([2**70], "integers"),
-        ([1, [2]], "integers"),
-    ],
-    ids=str,
-)
-def test_invalid_tokens_are_refused(llama, tokens, says):
-    llm = llama()
-    with PrefixStore("memory:", llm) as store, pytest.raises(InvalidParameterError) as raised:
-        store.match(tokens)
-    assert says in str(raised.value)
-
-
-def test_tokens_may_be_any_flat_sequence_of_integers(llama):
-    llm = llama()
-    with PrefixStore("memory:", llm) as store:
-        for tokens in ([], (), [1, 2], (1, 2), range(5), np.arange(5), np.arange(5, dtype=np.int32), np.arange(9)[::2]):
-            assert store.match(tokens).n_tokens == 0
 
 
 def test_a_closed_store_raises_closed_error(tmp_path):
@@ -190,15 +117,6 @@ def test_without_a_llama_there_is_nothing_to_restore_into(tmp_path):
         for use in (store.capture, lambda: store.restore([1, 2])):
             with pytest.raises(NotAttachedError, match="attach"):
                 use()
-
-
-def test_a_closed_llama_does_not_crash(llama):
-    llm = llama()
-    with PrefixStore("memory:", llm) as store:
-        llm.eval(prompt(300))
-        llm.close()
-        with pytest.raises(PrefixStoreError, match="closed"):
-            store.capture()
 
 
 def test_a_missing_package_names_its_extra(monkeypatch, llama):
@@ -230,13 +148,6 @@ def test_a_model_is_not_written_without_the_packages_and_one_message_says_so(mon
 def test_the_default_location_is_lmdb_in_the_users_cache_directory(llama):
     with PrefixStore(namespace="n") as store:
         assert store.location == f"lmdb://{os.environ['XDG_CACHE_HOME']}/prefixstore/kv"
-
-
-def test_files_are_for_their_owner_only(tmp_path):
-    with PrefixStore(tmp_path / "kv", namespace="n"):
-        modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "kv").iterdir()}
-        assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
-    assert modes == {"data.mdb": 0o600, "lock.mdb": 0o600, "checked": 0o600}
 
 
 def test_importing_prefixstore_imports_no_llama(tmp_path):

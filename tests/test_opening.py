@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 from contextlib import closing
 
 import pytest
@@ -139,26 +138,6 @@ def test_a_closed_backend_of_a_name_leaves_the_others_alone_and_a_second_close_d
         contents(one)
     two.close()
     assert agreed_bytes("memory://twice") is None
-
-
-def test_writers_of_one_memory_take_turns():
-    n_threads, n_each = 4, 25
-    backends = [open_pages("memory://crowd", max_bytes=MIB) for _ in range(n_threads)]
-
-    def write(number):
-        for i in range(n_each):
-            fill(backends[number], space(), [[number, i, 3, 4]], last_used=1, size=10)
-
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(n_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    with backends[0].view() as view:
-        assert view.used.entries == n_threads * n_each
-        assert view.generation == n_threads * n_each
-    for backend in backends:
-        backend.close()
 
 
 def test_a_forked_child_has_a_copy_that_its_stores_share():

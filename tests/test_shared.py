@@ -5,25 +5,8 @@ from __future__ import annotations
 import pytest
 
 from prefixstore import PrefixStore
-from tests.support.models import TORTURE, answer, load, prompt
-from tests.support.worker import in_fork, in_process
-
-
-@pytest.mark.slow
-def test_what_one_process_commits_another_finds_at_its_next_lookup(models, tmp_path):
-    location, llm = str(tmp_path / "kv"), load(models("llama"))
-    with PrefixStore(location, llm) as store:
-        llm.set_cache(store)
-        assert store.match(prompt(1100)).n_tokens == 0
-        arguments = {"location": location, "model": str(models("llama")), "store": {}}
-        in_process("write_at_the_same_time", seeds=[1], common=800, **arguments)
-        wanted = prompt(800) + prompt(300, 1)
-        assert store.match(wanted).n_tokens == 1100
-        answer(llm, wanted, 1)
-        assert store.stats().tokens_restored == 1099
-        store.clear()
-        in_process("write_at_the_same_time", seeds=[2], common=800, **arguments)
-        assert store.match(wanted).n_tokens == 800
+from tests.support.models import answer, load, prompt
+from tests.support.worker import in_fork
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # 3.12: fork with threads, the case in question
@@ -54,26 +37,4 @@ def test_a_forked_child_works_and_so_does_its_parent(models, tmp_path, location)
         assert store.match(prompt(600, seed=6)).n_tokens == 600
         # what the child wrote is the parent's too, where there is a place that both see
         assert store.match(prompt(600, seed=5)).n_tokens == (600 if location == "lmdb" else 0)
-        assert store.check() == []
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_fork_in_the_middle_of_writing_loses_nothing(models, tmp_path):
-    llm = load(models("llama"))
-    with PrefixStore(tmp_path, llm) as store:
-        llm.set_cache(store)
-        for seed in range(6 * TORTURE):
-            llm.reset()
-            answer(llm, prompt(1000, seed), 1)
-
-            def child() -> None:
-                assert store.engine.queued_bytes == 0
-                assert store.check() == []
-                store.match(prompt(1000, 0))
-
-            in_fork(child)
-        store.flush()
-        for seed in range(6 * TORTURE):
-            assert store.match(prompt(1000, seed)).n_tokens == 1000
         assert store.check() == []

@@ -111,9 +111,7 @@ def purge(
     seconds = parse_seconds(older_than, "--older-than") if older_than is not None else None
     with Archive(location, read_only=dry_run) as archive, _said_here():
         where, is_local = archive.location, archive.backend.is_local
-        holdings = archive.holdings() if salt is not None else []
-        is_known = salt is None or any(one.namespace and one.namespace.salt == salt for one in holdings)
-        unknown = [one.key.hex() for one in holdings if one.namespace is None and one.pages]
+        is_known = salt is None or bool(archive.holdings(salt=salt))
         delete = partial(
             archive.purge,
             namespace=namespace,
@@ -128,18 +126,11 @@ def purge(
         )
         if removed is None:
             return FAILED
-        n_newer = archive.n_newer
+        problems = [] if is_known else [f"there is no tenant {salt!r}; prefixstore tenants lists them"]
+        problems += archive.unmatched(salt)
         scrubbed = scrub and not dry_run and _is_scrubbed(archive)
     shown = is_known or removed.pages
     done = "would be deleted" if dry_run else "deleted and overwritten" if scrubbed and is_local else "deleted"
-    problems = [] if is_known else [f"there is no tenant {salt!r}; prefixstore tenants lists them"]
-    problems += [
-        f"the settings of namespace {key} are damaged, so its tenant is unknown; see --namespace" for key in unknown
-    ]
-    if n_newer:
-        problems.append(
-            f"not deleted: {counted(n_newer, 'page')} of a newer prefixstore, which may match; purge with that version"
-        )
     if scrubbed and not is_local:
         say("note: what the server keeps of them is not overwritten: freed memory, logs, old versions, replicas")
     for problem in problems:

@@ -16,6 +16,7 @@ from prefixstore.cli.model import configured, open_model, silence
 from prefixstore.cli.output import DONE, FAILED, say, tell, visible_lines, wrapped
 from prefixstore.config import load_config
 from prefixstore.diagnosis.doctor import Finding, Level, examine
+from prefixstore.diagnosis.explain import explain_without_context
 from prefixstore.errors import InvalidParameterError, MissingExtraError, ServerError
 from prefixstore.maintenance.archive import Archive
 from prefixstore.units import counted
@@ -119,8 +120,6 @@ def explain(
         say(f"note: {prompt} is looked up as the text of a prompt; for the file of this name, pass --prompt-file")
     settings = configured(location, config, model, n_ctx, salt)
     llm = open_model(settings, tokenizer_only=config is None)
-    from prefixstore.diagnosis.of_store import explain_without_context  # noqa: PLC0415 - the extra "llama"
-
     try:
         if config is None:
             with Archive(location, read_only=True) as archive:

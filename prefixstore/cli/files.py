@@ -49,6 +49,9 @@ def writing(path: str, *, mode: int = 0o600, replace: bool = True) -> Iterator[B
         return
     target, part = Path(path), None
     try:
+        if target.exists() and not target.is_file():
+            # a device would be replaced, and a pipe waited for
+            raise LocationError(f"{path} exists and is not a file; choose another name")
         # a new name: an existing file may be a link, or readable by others
         new = target.with_name(f".{target.name}.{secrets.token_hex(6)}.part") if replace else target
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:  # noqa: PTH123 - it is open

@@ -97,7 +97,8 @@ def init(
     return Result(
         {"file": str(file), "model": str(named), "location": ", ".join(shown)},
         f"{file} written: the store is {', in front of '.join(shown)}. "
-        f"Next: prefixstore.load({str(file)!r}) in Python, or prefixstore warm --config {file}",
+        f'Next: prefixstore.load({str(file)!r}) in Python; or write prompts.jsonl, a {{"prompt": …}} or '
+        f'{{"messages": […]}} in each line, and run prefixstore warm --config {file}',
     )
 
 
@@ -105,10 +106,6 @@ def _write(file: Path, raw: bytes, *, replace: bool, is_secret: bool) -> None:
     """Write the file; one with a password in it can be read by its owner only."""
     # through a link
     path = file.resolve() if replace else file
-    if replace and path.exists() and not path.is_file():
-        # a device, or a pipe
-        path.write_bytes(raw)
-        return
     before = stat.S_IMODE(path.stat().st_mode) if path.exists() and not is_secret else None
     with writing(str(path), mode=0o600 if is_secret else 0o666, replace=replace) as written:
         if before is not None:

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from prefixstore.cli import options
 from prefixstore.cli.command import Result
-from prefixstore.cli.model import Text, text_of_tokens
+from prefixstore.cli.model import text_of_tokens
 from prefixstore.cli.output import DONE, FAILED, Form, ago, iso, rows_of, say, table, tell, visible_lines
 from prefixstore.engine.index import Page
 from prefixstore.errors import InvalidParameterError
@@ -18,7 +17,7 @@ from prefixstore.format.figures import Described, History
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.holdings import Holding
 from prefixstore.models.file import model_names, setting_text
-from prefixstore.report.labels import visible
+from prefixstore.report.labels import Words, visible
 from prefixstore.units import counted, format_bytes, format_seconds
 
 __all__ = ["SHORT", "chosen_namespaces", "described_of", "ls", "page_facts", "show", "text_of_pages"]
@@ -46,8 +45,7 @@ def described_of(history: History, holding: Holding) -> Described:
 
 def holdings_of(archive: Archive, namespace: str | None, salt: str | None) -> list[Holding]:
     """What is held of a namespace and a tenant, None for any. A tenant may be mistyped: one without pages is told."""
-    among = [archive.namespace(namespace)] if namespace is not None else archive.holdings()
-    found = [one for one in among if salt is None or (one.namespace and one.namespace.salt == salt)]
+    found = archive.holdings(namespace, salt)
     if salt is not None and not found:
         say(f"note: there is no tenant {salt!r}; prefixstore tenants lists them")
     return found
@@ -67,9 +65,8 @@ def ls(
     salt: str | None = None,
     sort: str = "used",
     limit: int | None = None,
-    form: Form | None = None,
-    as_json: bool = False,
-) -> None:
+    form: Form = Form.TEXT,
+) -> Result:
     """List the namespaces: models, tenants, and the settings that differ.
 
     The settings are those in which namespaces of one model differ. Uses count pages: a prompt with ten stored pages
@@ -77,38 +74,42 @@ def ls(
 
     Example: prefixstore ls lmdb:///var/cache/kv --sort stored --limit 10
     """
-    chosen = options.form_of(form, as_json=as_json)
     if sort not in ORDERS:
         raise InvalidParameterError(f"--sort {sort} is unknown; choose used, pages, tokens, stored or uses")
     with Archive(location, read_only=True) as archive:
         where, history = archive.location, archive.history()
         holdings = holdings_of(archive, namespace, salt)
     shown = sorted(holdings, key=ORDERS[sort])[:limit]
-    if chosen is not Form.TEXT:
-        facts = [_facts(one, history) for one in shown]
-        rows_of(facts if chosen is Form.JSON else list(map(_as_row, facts)), chosen)
-        return
-    differ = _differences(holdings)
-    columns = ["namespace", "model", "label", "tenant", "settings", "pages>", "tokens>", "stored>", "uses>", "used>"]
-    rows = [
-        [
-            one.key.hex()[:SHORT],
-            visible(_model(described_of(history, one))),
-            visible(str(_settings(one).get("label") or "")),
-            visible(str(_settings(one).get("salt") or "")),
-            visible(differ[one.key]),
-            f"{one.pages:,}",
-            f"{one.tokens:,}",
-            format_bytes(one.stored_bytes),
-            f"{one.hits:,}",
-            ago(one.last_used),
+    facts = [_facts(one, history) for one in shown]
+
+    def show() -> None:
+        if form is not Form.TEXT:
+            rows_of(facts if form is Form.JSON else list(map(_as_row, facts)), form)
+            return
+        differ = _differences(holdings)
+        texts = ["namespace", "model", "label", "tenant", "settings"]
+        columns = [*texts, "pages>", "tokens>", "stored>", "uses>", "used>"]
+        rows = [
+            [
+                one.key.hex()[:SHORT],
+                visible(_model(described_of(history, one))),
+                visible(str(_settings(one).get("label") or "")),
+                visible(str(_settings(one).get("salt") or "")),
+                visible(differ[one.key]),
+                f"{one.pages:,}",
+                f"{one.tokens:,}",
+                format_bytes(one.stored_bytes),
+                f"{one.hits:,}",
+                ago(one.last_used),
+            ]
+            for one in shown
         ]
-        for one in shown
-    ]
-    if rows:
-        table(columns, rows)
-    more = f", {len(shown):,} shown" if len(shown) < len(holdings) else ""
-    tell(f"{where}: {counted(len(holdings), 'namespace')}{more}")
+        if rows:
+            table(columns, rows)
+        more = f", {len(shown):,} shown" if len(shown) < len(holdings) else ""
+        tell(f"{where}: {counted(len(holdings), 'namespace')}{more}")
+
+    return Result(facts, show)
 
 
 def _model(one: Described) -> str:
@@ -183,7 +184,7 @@ def show(location: str, digits: str, *, model: Path | None = None, tokenizer: Pa
 
 
 def _in_words(
-    page: Page, path: list[Page], about: Described, damage: str | None, words: Text | None
+    page: Page, path: list[Page], about: Described, damage: str | None, words: Words | None
 ) -> dict[str, object]:
     packed = page.stored_bytes / page.raw_bytes if page.raw_bytes else 1.0
     size = format_bytes(page.stored_bytes)
@@ -219,12 +220,12 @@ def _expiry(page: Page) -> str:
     )
 
 
-def text_of_pages(pages: list[Page], words: Text) -> str:
+def text_of_pages(pages: list[Page], words: Words) -> str:
     """The text of pages that follow each other."""
-    return words.text(np.frombuffer(b"".join(page.tokens for page in pages), "<i4").tolist())
+    return words(np.frombuffer(b"".join(page.tokens for page in pages), "<i4").tolist())
 
 
-def page_facts(page: Page, words: Text | None) -> dict[str, object]:
+def page_facts(page: Page, words: Words | None) -> dict[str, object]:
     """A page as data."""
     facts: dict[str, object] = {
         "page": page.key.hex(),

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from prefixstore.cli.command import Result
 from prefixstore.cli.model import configured, has_model, open_model
-from prefixstore.cli.output import fields, table, tell
+from prefixstore.cli.output import DONE, FAILED, fields, say, table, tell
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.bench import measure_break_even, measure_rates
+from prefixstore.report.labels import visible
 from prefixstore.units import format_bytes
 
 __all__ = ["bench", "demo"]
@@ -68,13 +69,33 @@ def _rate(rate: float | None) -> str:
     return f"{format_bytes(rate)}/s" if rate is not None else "not measured: no free space, or no pages to read"
 
 
-def demo(*, model: Path | None = None, as_json: bool = False) -> int:
+def demo(*, model: Path | None = None) -> Result:
     """Compute a prompt in one process and restore it in another.
 
-    The result is a table of both. Without --model, a small model with random weights is generated.
+    The result is a table of both. Without --model, a small model with random weights is generated. Exit code 1: the
+    answers differ, or nothing was restored.
 
     Example: prefixstore demo --model m.gguf
     """
     from prefixstore.demo import run  # noqa: PLC0415 - is needed by no other command
 
-    return run(model, as_json=as_json)
+    found = run(model)
+    cold, warm = found["cold"], found["warm"]
+    failed = not found["same_answer"] or not warm["restored"]
+
+    def show() -> None:
+        faster = cold["ttft"] / warm["ttft"]
+        size = f"{format_bytes(warm['stored'])} in {warm['pages']} pages"
+        rows = [
+            ["time to first token", f"{cold['ttft']:.3f} s", f"{warm['ttft']:.3f} s ({faster:.0f} times faster)"],
+            *([f"tokens {what}", f"{cold[what]:,}", f"{warm[what]:,}"] for what in ("computed", "restored")),
+            ["bytes stored", format_bytes(cold["stored"]), size],
+            ["same answer", "", "yes" if found["same_answer"] else "no"],
+        ]
+        table(["", "A, cold>", "B, warm"], rows)
+        tell(f"Store: {found['location']}, deleted afterwards")
+        tell(f"The answer, from {cold['prompt']:,} tokens of prompt: {visible(cold['answer'].strip())}")
+        if failed:
+            say("The demo failed: the answers differ, or nothing was restored.")
+
+    return Result(found, show, FAILED if failed else DONE)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from prefixstore.config import Config, load_config, model_file
 from prefixstore.errors import InvalidParameterError, MissingExtraError
 from prefixstore.models.vocabulary import Vocabulary
+from prefixstore.report.labels import Words
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-__all__ = ["Text", "configured", "has_model", "open_model", "silence", "text_of_tokens", "tokens_of_prefix"]
+__all__ = ["configured", "has_model", "open_model", "silence", "text_of_tokens", "tokens_of_prefix"]
 
 
 def has_model(config: Path | None, model: Path | None) -> bool:
@@ -58,42 +58,26 @@ def silence() -> None:
 # -- texts ------------------------------------------------------------------------------------------------------------
 
 
-class Text(Protocol):
-    """A vocabulary."""
-
-    def text(self, tokens: Sequence[int]) -> str:
-        """Tokens as text."""
-
-
-class _Tokenizer:
+def _tokenizer(path: Path) -> Any:
     """The vocabulary in a tokenizer.json."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            from tokenizers import Tokenizer  # noqa: PLC0415 - the extra "demo"
-        except ImportError as error:
-            raise MissingExtraError("--tokenizer needs the package tokenizers; pip install tokenizers") from error
-        if not path.is_file():
-            raise InvalidParameterError(f"tokenizer file not found: {path}")
-        try:
-            self._tokenizer: Any = Tokenizer.from_file(str(path))
-        except Exception as error:  # it raises nothing narrower
-            raise InvalidParameterError(f"{path} is not a valid tokenizer.json: {error}") from error
-
-    def text(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
-
-    def tokens(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text).ids)
+    try:
+        from tokenizers import Tokenizer  # noqa: PLC0415 - the extra "demo"
+    except ImportError as error:
+        raise MissingExtraError("--tokenizer needs the package tokenizers; pip install tokenizers") from error
+    if not path.is_file():
+        raise InvalidParameterError(f"tokenizer file not found: {path}")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # it raises nothing narrower
+        raise InvalidParameterError(f"{path} is not a valid tokenizer.json: {error}") from error
 
 
-def text_of_tokens(model: Path | None, tokenizer: Path | None) -> Text | None:
-    """The vocabulary of the given tokenizer or model; None if neither is given."""
+def text_of_tokens(model: Path | None, tokenizer: Path | None) -> Words | None:
+    """The text of tokens, by the given tokenizer or model; None if neither is given."""
     if tokenizer is not None:
-        return _Tokenizer(tokenizer)
-    if model is None:
-        return None
-    return Vocabulary(model_file(model))
+        decode = _tokenizer(tokenizer).decode
+        return lambda tokens: str(decode(list(tokens), skip_special_tokens=False))
+    return None if model is None else Vocabulary(model_file(model)).text
 
 
 def tokens_of_prefix(prefix: str | None, model: Path | None, tokenizer: Path | None) -> list[int] | None:
@@ -103,7 +87,7 @@ def tokens_of_prefix(prefix: str | None, model: Path | None, tokenizer: Path | N
     if not prefix:
         raise InvalidParameterError("--prefix is empty, and every text begins with it; leave it out")
     if tokenizer is not None:
-        return _Tokenizer(tokenizer).tokens(prefix)
+        return list(_tokenizer(tokenizer).encode(prefix).ids)
     if model is None:
         raise InvalidParameterError("--prefix needs --model or --tokenizer, to convert the text to tokens")
     llm = open_model(Config().override(str(model)), tokenizer_only=True)

@@ -9,12 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from prefixstore.cli.output import Form
 from prefixstore.engine.eviction import POLICIES
-from prefixstore.errors import InvalidParameterError
 from prefixstore.units import parse_bytes
 
-__all__ = ["CONFIG_VARIABLE", "form_of", "max_bytes_of", "server_key", "with_help"]
+__all__ = ["CONFIG_VARIABLE", "max_bytes_of", "server_key", "with_help"]
 
 CONFIG_VARIABLE = "PREFIXSTORE_CONFIG"
 # the second is llama-server's own
@@ -35,7 +33,7 @@ HELP = {
     "target": ("TARGET", "Another location; it is created if it does not exist."),
     "digits": ("HASH", "The key of a page, or its first digits."),
     "as_json": ("", "Print one JSON document to stdout."),
-    "form": (None, "Output format; --json is the same as --format json."),
+    "form": (None, "Output format; --json goes before it."),
     "limit": ("N", "Show at most N."),
     "max_bytes": ("SIZE", "Size limit of the store, such as 20GiB."),
     "model": ("FILE", "Model file (GGUF)."),
@@ -189,13 +187,6 @@ def with_help(command: Callable[..., object], parameter: inspect.Parameter) -> i
         )
         kind = typer.Option(*names, metavar=metavar or None, help=text, **more)
     return parameter.replace(annotation=Annotated[parameter.annotation, kind])
-
-
-def form_of(form: Form | None, *, as_json: bool) -> Form:
-    """The form that ``--format`` and ``--json`` ask for."""
-    if as_json and form not in (None, Form.JSON):
-        raise InvalidParameterError("--json and --format cannot be combined; pass one of them")
-    return Form.JSON if as_json else form or Form.TEXT
 
 
 def server_key(given: str | None) -> str | None:

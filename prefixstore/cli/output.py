@@ -11,7 +11,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any, TextIO, TypeVar
 
@@ -121,17 +121,11 @@ def _folded(text: str, columns: int, start: str, indent: str) -> str:
     )
 
 
-def listed(parts: Iterable[str], columns: int, indent: str = "") -> Iterator[str]:
+def listed(parts: Iterable[str], columns: int, indent: str = "") -> list[str]:
     """Parts that are not empty, with commas, in lines that break between them; the first line after the indent."""
-    line, parts = "", list(filter(None, parts))
-    for i, part in enumerate(parts):
-        text = part + "," * (i < len(parts) - 1)
-        if line and len(line) + 1 + len(text) > columns:
-            yield line
-            line = f"{indent}  {text}"
-        else:
-            line = f"{line} {text}" if line else indent + text
-    yield line
+    # of the spaces within a part, none is a place to break at
+    text = ", ".join(part.replace(" ", "\xa0") for part in parts if part)
+    return [line.replace("\xa0", " ") for line in _folded(text, columns, indent, f"{indent}  ").split("\n")]
 
 
 # -- data -------------------------------------------------------------------------------------------------------------

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
+from prefixstore.cli.files import writing
 from prefixstore.cli.model import text_of_tokens
 from prefixstore.cli.output import FAILED, may_replace, say
 from prefixstore.maintenance.archive import Archive
 from prefixstore.models.file import file_digest, model_parts
 from prefixstore.report.content import content_of
-from prefixstore.report.page import html_of, write_page
+from prefixstore.report.page import html_of
 from prefixstore.units import counted, format_bytes
 
 __all__ = ["report"]
@@ -44,16 +45,17 @@ def report(
         content = content_of(
             view,
             archive.location,
-            words=words.text if words is not None else None,
+            words=words,
             is_of=partial(_is_of, model if tokenizer is None else None),
             max_bytes=options.max_bytes_of(max_bytes),
         )
-    text = html_of(content)
-    write_page(out, text, replace=exists)
+    page = html_of(content).encode()
+    with writing(str(out), replace=exists) as file:
+        file.write(page)
     held = f"{counted(content['pages'], 'page')}, {format_bytes(content['used_bytes'])}"
     runs = content.pop("runs")
     return Result(
-        {"out": str(out), "bytes": len(text.encode()), "runs": len(runs["parent"])} | content,
+        {"out": str(out), "bytes": len(page), "runs": len(runs["parent"])} | content,
         partial(say, f"{out}: {content['location']}, {held}; open it in a browser"),
     )
 

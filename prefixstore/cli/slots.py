@@ -49,11 +49,11 @@ def status(
         "model": props.model_path,
         "is_sleeping": props.is_sleeping,
         "slots": [asdict(slot) | {"capacity": slot.capacity} for slot in found],
-        "process": asdict(process) if process is not None else None,
+        "process": process,
     }
 
     def show() -> None:
-        memory = format_bytes(process.resident) if process is not None else "not known"
+        memory = format_bytes(process["resident"]) if process is not None else "not known"
         fields({"model": props.model_path, "llama.cpp": props.build, "memory": memory})
         rows = (
             [
@@ -187,5 +187,4 @@ def _opened(
     else:
         identity = ServerIdentity.named(props, namespace, slots_dir=slots_dir_of(client.url))
     with SlotStore(store, client, slots_dir, identity, **limit) as opened:
-        opened.connect()
         yield opened

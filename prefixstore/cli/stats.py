@@ -5,61 +5,35 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 
 import typer
 
 from prefixstore.cli import options
+from prefixstore.cli.command import Result
 from prefixstore.cli.listing import described_of
-from prefixstore.cli.output import ago, emit, grid, iso, listed, say, width
+from prefixstore.cli.output import ago, grid, iso, listed, say, width
 from prefixstore.engine.index import Page
 from prefixstore.engine.page_view import Used
-from prefixstore.errors import InvalidParameterError
 from prefixstore.format.figures import DAY, HOUR, OTHERS, Described, Figures, History
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.holdings import Holding
-from prefixstore.metrics import Share, location_text
+from prefixstore.metrics import location_text
 from prefixstore.report.labels import visible
 from prefixstore.stats import Purpose
 from prefixstore.units import format_bytes, format_number, format_seconds, format_share
 
 __all__ = ["stats"]
 
-DIGITS = 12
 # rows of a table on the screen; --json has all of them
 MOST_SHOWN = 10
 SPANS = {"last_hour": HOUR, "last_day": DAY, "all": None}
 
 
-@dataclass(frozen=True)
-class Group:
-    """What a location holds of one model or tenant, and how it was used.
-
-    Attributes
-    ----------
-    title
-        Its name.
-    pages, tokens, stored_bytes
-        What is stored.
-    figures
-        What was counted while it served.
-    """
-
-    title: str
-    pages: int
-    tokens: int
-    stored_bytes: int
-    figures: Figures
-
-    def as_dict(self, name: str) -> dict[str, object]:
-        """All of it, for JSON; its title as `name`."""
-        sizes = {"pages": self.pages, "tokens": self.tokens, "stored_bytes": self.stored_bytes}
-        return {name: self.title, **sizes, **self.figures.as_dict()}
-
-
-def stats(location: str, *, prometheus: bool = False, max_bytes: str | None = None, as_json: bool = False) -> None:
+def stats(location: str, *, prometheus: bool = False, max_bytes: str | None = None) -> Result:
     """Show what a store holds, and how much it helps.
 
     Hit rate, tokens and time saved, by model and tenant, are for the last hour, the last day (the current hour and the
@@ -69,15 +43,12 @@ def stats(location: str, *, prometheus: bool = False, max_bytes: str | None = No
 
     Example: prefixstore stats lmdb:///var/cache/kv
     """
-    if as_json and prometheus:
-        raise InvalidParameterError("--json and --prometheus cannot be combined; pass one of them")
     given = options.max_bytes_of(max_bytes)
     with Archive(location, read_only=True) as archive:
         history, holdings, used = archive.history(), archive.holdings(), archive.used()
         capacity = given if given is not None else history.max_bytes
         if prometheus:
-            typer.echo(location_text(used, map(_share, holdings), capacity, history), nl=False)
-            return
+            return Result(None, partial(typer.echo, location_text(used, holdings, capacity, history), nl=False))
         pages = archive.pages()
         numbers = _numbers(archive, history, holdings, pages, used)
         is_local = archive.backend.is_local
@@ -87,16 +58,19 @@ def stats(location: str, *, prometheus: bool = False, max_bytes: str | None = No
         numbers["utilization"] = round(used.bytes / capacity, 4) if capacity else 0.0
     if history.max_entries is not None:
         numbers["capacity_pages"] = history.max_entries
-    models = _groups(history, holdings, lambda one: one.title)
-    # pages without one are those of the tenant ""
-    tenants = _groups(history, holdings, lambda one: one.tenant or "")
-    if as_json:
-        emit(numbers | _usage(history, models, tenants))
-        return
-    for line in _lines(numbers, history, models, tenants, width()):
-        typer.echo(visible(line))
-    if not is_local and not any(history.total(span).lookups for span in SPANS.values()):
-        say("note: prompts of processes that use this as a far location are counted in their nearer location")
+    groups = {
+        "model": _groups(history, holdings, "model", lambda one: one.title),
+        # pages without one are those of the tenant ""
+        "tenant": _groups(history, holdings, "tenant", lambda one: one.tenant or ""),
+    }
+
+    def show() -> None:
+        for line in _lines(numbers, history, groups, width()):
+            typer.echo(visible(line))
+        if not is_local and not any(history.total(span).lookups for span in SPANS.values()):
+            say("note: prompts of processes that use this as a far location are counted in their nearer location")
+
+    return Result(numbers | _usage(history) | {f"by_{name}": some for name, some in groups.items()}, show)
 
 
 def _numbers(
@@ -105,24 +79,23 @@ def _numbers(
     now = time.time_ns()
     return {
         "location": archive.location,
-        "policy": archive.policy,
+        # an archive has one of its own where no store has written yet
+        "policy": archive.policy if history.max_bytes is not None else None,
         "used_bytes": used.bytes,
         "pages": used.entries,
-        "tokens": sum(page.n_tokens for page in pages),
-        "stored_bytes": sum(page.stored_bytes for page in pages),
-        "raw_bytes": sum(page.raw_bytes for page in pages),
+        **{name: sum(getattr(one, name) for one in holdings) for name in ("tokens", "stored_bytes", "raw_bytes")},
         "namespaces": len(holdings),
         "tenants": len({one.namespace.salt for one in holdings if one.namespace and one.namespace.salt}),
         "sequences": sum(page.is_leaf for page in pages),
-        "pinned_pages": sum(page.pinned for page in pages),
+        "pinned_pages": sum(one.pinned for one in holdings),
         "expired_pages": sum(0 < page.expires <= now and not page.pinned for page in pages),
-        "page_uses": sum(page.hits for page in pages),
+        "page_uses": sum(one.hits for one in holdings),
         "hits": history.total().hits,
-        "last_used": iso(max((page.last_used for page in pages), default=0)),
+        "last_used": iso(max((one.last_used for one in holdings), default=0)),
     }
 
 
-def _usage(history: History, models: Sequence[Group], tenants: Sequence[Group]) -> dict[str, object]:
+def _usage(history: History) -> dict[str, object]:
     """How the location was used, for JSON."""
     since = history.since
     return {
@@ -131,15 +104,15 @@ def _usage(history: History, models: Sequence[Group], tenants: Sequence[Group]) 
             purpose.value: {name: history.total(span, purpose=purpose).as_dict() for name, span in SPANS.items()}
             for purpose in Purpose
         },
-        "by_model": [one.as_dict("model") for one in models],
-        "by_tenant": [one.as_dict("tenant") for one in tenants],
         "requests": [asdict(one) for one in history.requests],
         "writers": [asdict(one) for one in history.writers],
     }
 
 
-def _groups(history: History, holdings: Iterable[Holding], title: Callable[[Described], str]) -> list[Group]:
-    """What is stored and was counted of each model or tenant; the largest first."""
+def _groups(
+    history: History, holdings: Iterable[Holding], kind: str, title: Callable[[Described], str]
+) -> list[dict[str, Any]]:
+    """What is stored and was counted of each model or tenant, with its title as `kind`; the largest first."""
     figures: defaultdict[str, list[Figures]] = defaultdict(list)
     held: defaultdict[str, list[Holding]] = defaultdict(list)
     known = dict(history.described)
@@ -151,33 +124,31 @@ def _groups(history: History, holdings: Iterable[Holding], title: Callable[[Desc
         if period.purpose == "serving":
             one = known.get(period.namespace) or Described(period.namespace)
             figures["others" if period.namespace == OTHERS else title(one)].append(period.figures)
-    found = [
-        Group(
-            name,
-            sum(one.pages for one in held[name]),
-            sum(one.tokens for one in held[name]),
-            sum(one.stored_bytes for one in held[name]),
-            Figures.sum(figures[name]),
-        )
+    found: list[dict[str, Any]] = [
+        {
+            kind: name,
+            **{size: sum(getattr(one, size) for one in held[name]) for size in ("pages", "tokens", "stored_bytes")},
+            **Figures.sum(figures[name]).as_dict(),
+        }
         for name in dict.fromkeys([*held, *figures])
     ]
-    return sorted(found, key=lambda one: (-one.stored_bytes, -one.figures.lookups, one.title))
+    return sorted(found, key=lambda one: (-one["stored_bytes"], -one["lookups"], one[kind]))
 
 
 # -- text -------------------------------------------------------------------------------------------------------------
 
 
 def _lines(
-    numbers: dict[str, Any], history: History, models: Sequence[Group], tenants: Sequence[Group], columns: int
+    numbers: dict[str, Any], history: History, groups: dict[str, list[dict[str, Any]]], columns: int
 ) -> Iterator[str]:
     yield numbers["location"]
     yield from listed(_held(numbers), columns)
     yield ""
     yield from _served(history, columns)
     yield from _prepared(history, columns)
-    yield from _table("model", models, columns)
-    if any(one.title for one in tenants):
-        yield from _table("tenant", tenants, columns)
+    for name, some in groups.items():
+        if any(one[name] for one in some):
+            yield from _table(name, some, columns)
 
 
 def _held(numbers: dict[str, Any]) -> Iterator[str]:
@@ -192,7 +163,7 @@ def _held(numbers: dict[str, Any]) -> Iterator[str]:
         yield f"{format_bytes(numbers['stored_bytes'])} for {format_bytes(numbers['raw_bytes'])} of state"
     for what in ("pinned", "expired"):
         yield _some(numbers[f"{what}_pages"], what)
-    yield f"policy {numbers['policy']}"
+    yield f"policy {numbers['policy']}" if numbers["policy"] is not None else ""
     if numbers["last_used"] is not None:
         yield f"used {ago(round(datetime.fromisoformat(numbers['last_used']).timestamp() * 1e9))}"
 
@@ -244,36 +215,19 @@ def _prepared(history: History, columns: int) -> Iterator[str]:
         yield from _named(purpose.value, [_some(n, what) for what, n in counts.items()], columns)
 
 
-def _table(name: str, groups: Sequence[Group], columns: int) -> Iterator[str]:
+def _table(name: str, groups: Sequence[dict[str, Any]], columns: int) -> Iterator[str]:
     rows = [
         [
-            one.title or "(none)",
-            format_bytes(one.stored_bytes),
-            format_number(one.pages),
-            format_share(one.figures.hit_rate),
-            format_number(one.figures.hits),
-            format_seconds(one.figures.seconds_saved) if one.figures.hits else "-",
+            one[name] or "(none)",
+            format_bytes(one["stored_bytes"]),
+            format_number(one["pages"]),
+            format_share(one["hit_rate"]),
+            format_number(one["hits"]),
+            format_seconds(one["seconds_saved"]) if one["hits"] else "-",
         ]
         for one in groups[:MOST_SHOWN]
     ]
-    if not rows:
-        return
     yield ""
     yield from grid(rows, columns, [name, "stored", "pages", "hit rate", "hits", "saved"])
     if len(groups) > MOST_SHOWN:
         yield f"and {len(groups) - MOST_SHOWN:,} more; --json has all"
-
-
-def _share(holding: Holding) -> Share:
-    """What the metrics say of a namespace: neither its key nor its tenant, of which there can be any number."""
-    settings = holding.namespace.settings if holding.namespace is not None else {}
-    return Share(
-        str(settings.get("model") or "")[:DIGITS],
-        str(settings.get("label") or ""),
-        holding.pages,
-        holding.tokens,
-        holding.stored_bytes,
-        holding.raw_bytes,
-        holding.hits,
-        holding.pinned,
-    )

@@ -36,23 +36,13 @@ def tenants(location: str, *, api_key_file: Path | None = None, limit: int | Non
             n_unknown += one.pages
         elif lines is None or one.namespace.salt in lines:
             found[one.namespace.salt].append(one)
-    facts = [_facts(name, held) for name, held in found.items()]
-    if lines is not None:
-        facts = [one | {"line": lines[one["tenant"]]} for one in facts]
+    facts = [_facts(name, held, lines or {}) for name, held in found.items()]
     facts = sorted(facts, key=lambda one: -one["stored_bytes"])[:limit]
 
     def show() -> None:
-        columns = [
-            "tenant",
-            *(["line"] if lines is not None else []),
-            "models>",
-            "pages>",
-            "tokens>",
-            "stored>",
-            "used>",
-        ]
         if facts:
-            table(columns, [_row(one) for one in facts])
+            # without keys, there is no line
+            table(["tenant", "line", "models>", "pages>", "tokens>", "stored>", "used>"], map(_row, facts))
         tell(f"{where}: {counted(len(facts), 'tenant')}; prefixstore purge LOCATION --salt TENANT deletes one")
         if n_unknown:
             tell(f"{where}: the tenants of {counted(n_unknown, 'page')} are unknown: their settings are damaged")
@@ -69,7 +59,7 @@ def _lines_of_keys(file: Path) -> dict[str, int]:
     return {tenant_of_key(key): i for i, key in enumerate(read.splitlines(), 1) if key}
 
 
-def _facts(name: str | None, held: list[Holding]) -> dict[str, Any]:
+def _facts(name: str | None, held: list[Holding], lines: dict[str, int]) -> dict[str, Any]:
     return {
         "tenant": name,
         "models": len({one.namespace.settings.get("model") for one in held if one.namespace is not None}),
@@ -77,13 +67,14 @@ def _facts(name: str | None, held: list[Holding]) -> dict[str, Any]:
         "tokens": sum(one.tokens for one in held),
         "stored_bytes": sum(one.stored_bytes for one in held),
         "last_used": max(one.last_used for one in held),
+        **({"line": line} if (line := lines.get(name or "")) else {}),
     }
 
 
 def _row(facts: dict[str, Any]) -> list[str]:
     return [
         "(none)" if facts["tenant"] is None else visible(facts["tenant"]),
-        *([str(facts["line"])] if "line" in facts else []),
+        str(facts.get("line", "")),
         f"{facts['models']:,}",
         f"{facts['pages']:,}",
         f"{facts['tokens']:,}",

@@ -21,7 +21,7 @@ from prefixstore.errors import IncompatibleError, InvalidParameterError, Locatio
 from prefixstore.format.export import MAGIC, ExportReader
 from prefixstore.format.namespace import Namespace
 from prefixstore.maintenance.archive import DEFAULT_BYTES, Archive
-from prefixstore.maintenance.transfer import Moved, copy_store, export_store, import_store, missing_bytes
+from prefixstore.maintenance.transfer import Moved, copy_store, export_store, import_store
 from prefixstore.units import counted, format_bytes
 
 __all__ = ["copy", "export", "import_", "keep_freed_memory"]
@@ -143,30 +143,22 @@ def import_(
                 _require(file, reader, store.namespace)
             llm.close()
         with Archive(location, max_bytes=budget, create=True) as archive:
-            _warn_of_a_small_budget(file, archive)
+            if file != STANDARD and Path(file).is_file():
+                _warn_of_a_small_budget(file, Path(file).stat().st_size, archive)
             moved = import_store(reader, archive)
             places = {"file": file, "location": archive.location}
     return _moved(moved, "imported", started, places)
 
 
-def _warn_of_a_small_budget(file: str, archive: Archive) -> None:
-    """Say before anything is written that not all of a file will fit."""
-    room = archive.max_bytes - archive.used().bytes
-    path = Path(file)
-    if file == STANDARD or not path.is_file() or path.stat().st_size <= room:
-        return
-    with reading(file) as opened:
-        wanted = missing_bytes(ExportReader(opened, file), archive)
-    if wanted > max(room, 0):
-        _warn(file, wanted, archive, room)
-
-
-def _warn(source: str, wanted: int, archive: Archive, room: int) -> None:
-    say(
-        f"note: {source} has {format_bytes(wanted)} that {archive.location} lacks; its limit is "
-        f"{format_bytes(archive.max_bytes)}, with {format_bytes(max(room, 0))} free: pages will be left out, or "
-        "evicted; pass a larger --max-bytes to keep them all"
-    )
+def _warn_of_a_small_budget(source: str, size: int, archive: Archive) -> None:
+    """Say before anything is written that not all may fit."""
+    room = max(archive.max_bytes - archive.used().bytes, 0)
+    if size > room:
+        say(
+            f"note: {source} has {format_bytes(size)}; the limit of {archive.location} is "
+            f"{format_bytes(archive.max_bytes)}, with {format_bytes(room)} free: what is not there yet may be left "
+            "out, or other pages be evicted; pass a larger --max-bytes to keep all"
+        )
 
 
 def _require(file: str, reader: ExportReader, wanted: Namespace) -> None:
@@ -207,9 +199,7 @@ def copy(
         used = archive.used().bytes
         with Archive(target, max_bytes=budget or max(2 * used, DEFAULT_BYTES), create=True) as other:
             size = sum(page.stored_bytes for page in archive.pages() if wanted is None or page.namespace in wanted)
-            room = other.max_bytes - other.used().bytes
-            if budget is not None and size > other.max_bytes:
-                _warn(archive.location, size, other, room)
+            _warn_of_a_small_budget(archive.location, size, other)
             moved = copy_store(archive, other, namespaces=wanted)
             places = {"location": archive.location, "target": other.location}
     return _moved(moved, "copied", started, places)

@@ -11,16 +11,15 @@ from pathlib import Path
 import numpy as np
 import typer
 
-from prefixstore.cli import options
+from prefixstore.cli.command import Result
 from prefixstore.cli.listing import SHORT, chosen_namespaces, described_of, page_facts, text_of_pages
-from prefixstore.cli.model import Text, text_of_tokens
-from prefixstore.cli.output import FAILED, WIDE, Form, ago, listed, rows_of, say, tell, terminal_width
+from prefixstore.cli.model import text_of_tokens
+from prefixstore.cli.output import DONE, FAILED, WIDE, Form, ago, listed, rows_of, say, tell, terminal_width
 from prefixstore.engine.index import Page
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.figures import Described
-from prefixstore.format.keys import common_prefix
 from prefixstore.maintenance.archive import Archive
-from prefixstore.report.labels import visible
+from prefixstore.report.labels import Words, divergence, visible
 from prefixstore.units import counted, format_bytes, parse_seconds
 
 __all__ = ["tree"]
@@ -53,9 +52,8 @@ def tree(
     depth: int | None = None,
     limit: int | None = None,
     sort: str | None = None,
-    form: Form | None = None,
-    as_json: bool = False,
-) -> int:
+    form: Form = Form.TEXT,
+) -> Result:
     """Show the stored prefixes as a tree.
 
     A run of pages without a branch is one line. With a model or a tokenizer its text is shown: the bar │ marks where
@@ -64,7 +62,6 @@ def tree(
 
     Example: prefixstore tree lmdb:///var/cache/kv --model m.gguf --containing "my secret"
     """
-    chosen = options.form_of(form, as_json=as_json)
     if sort is not None and sort not in ORDERS:
         raise InvalidParameterError(f"--sort {sort} is unknown; choose used, uses, stored, tokens or created")
     seconds = parse_seconds(older_than, "--older-than") if older_than is not None else None
@@ -85,17 +82,23 @@ def tree(
                 archive, pages, lambda page: containing in text_of_pages(archive.path(page)[-2:], words)
             )
         shown = _Shown(pages, words, depth, limit, ORDERS[sort] if sort is not None else None)
-        if chosen is Form.TEXT:
-            history = archive.history()
-            shown.print({one.key: described_of(history, one) for one in archive.holdings()})
-            if pages or containing is None:
-                tell(f"{archive.location}: {counted(len(pages), 'page')}")
+        facts = [page_facts(page, words) for page in shown.pages()[:limit]]
+        history = archive.history()
+        described = {one.key: described_of(history, one) for one in archive.holdings()}
+        where = archive.location
+    is_lost = containing is not None and not pages
+
+    def show() -> None:
+        if form is not Form.TEXT:
+            rows_of(facts, form)
         else:
-            rows_of([page_facts(page, words) for page in shown.pages()[:limit]], chosen)
-    if containing is not None and not pages:
-        say(f"{archive.location}: the text is not stored")
-        return FAILED
-    return 0
+            shown.print(described)
+            if not is_lost:
+                tell(f"{where}: {counted(len(pages), 'page')}")
+
+    if is_lost:
+        say(f"{where}: the text is not stored")
+    return Result(facts, show, FAILED if is_lost else DONE)
 
 
 def _leading_to(archive: Archive, pages: list[Page], is_wanted: Callable[[Page], bool]) -> list[Page]:
@@ -122,7 +125,7 @@ class _Shown:
     """
 
     chosen: list[Page]
-    words: Text | None
+    words: Words | None
     depth: int | None
     limit: int | None
     order: Callable[[Page], float] | None
@@ -167,8 +170,8 @@ class _Shown:
         tokens = np.frombuffer(b"".join(page.tokens for page in chain), "<i4")
         assert self.words is not None
         # half a character at the start is none
-        text = repr(self.words.text(tokens[shared:].tolist()).lstrip("\ufffd"))[1:-1]
-        before = self.words.text(tokens[max(0, shared - CONTEXT) : shared].tolist()).strip("\ufffd")
+        text = repr(self.words(tokens[shared:].tolist()).lstrip("\ufffd"))[1:-1]
+        before = self.words(tokens[max(0, shared - CONTEXT) : shared].tolist()).strip("\ufffd")
         return f"…{repr(before)[1:-1][-CONTEXT:]}{BAR}{text}" if shared else text
 
     def _branches(self, limit: int | None) -> Iterator[tuple[int, list[Page], int, int]]:
@@ -181,7 +184,8 @@ class _Shown:
         def add(level: int, pages: list[Page]) -> None:
             if self.depth is not None and level >= self.depth:
                 return
-            shared = _shared(pages) if self.words is not None else {}
+            tokens = {page.key: np.frombuffer(page.tokens, "<i4") for page in pages}
+            shared = divergence(tokens) if self.words is not None else {}
             ordered = sorted(pages, key=self.order) if self.order is not None else pages
             found = [(level, [page], shared.get(page.key, 0), 0) for page in ordered[:limit]]
             left_out = len(ordered) - len(found)
@@ -201,17 +205,6 @@ class _Shown:
                 yield level, chain, shared, left_out
                 if len(children) > 1:
                     add(level + 1, children)
-
-
-def _shared(pages: list[Page]) -> dict[bytes, int]:
-    """How many tokens each page has in common with the one beside it that is most like it."""
-    ordered = sorted(pages, key=lambda page: np.frombuffer(page.tokens, "<i4").astype(">i4").tobytes())
-    tokens = [np.frombuffer(page.tokens, "<i4") for page in ordered]
-    found = [0] * len(ordered)
-    for i in range(1, len(ordered)):
-        common = common_prefix(tokens[i - 1], tokens[i])
-        found[i - 1], found[i] = max(found[i - 1], common), common
-    return {page.key: n for page, n in zip(ordered, found, strict=True)}
 
 
 def _columns() -> int:

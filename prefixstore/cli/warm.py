@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 from prefixstore.backends.location import is_url, without_password
 from prefixstore.cli.command import Result
 from prefixstore.cli.output import DONE, FAILED, has_terminal, say
-from prefixstore.cli.warm_model import Ready, as_tokens, prepare, prepare_check
+from prefixstore.cli.warm_model import Ready, prepare, prepare_check
 from prefixstore.cli.warm_report import (
-    free_bytes,
     print_budget_note,
     print_problems,
     print_unstored,
@@ -27,7 +26,7 @@ from prefixstore.config import Config, explain, load_config
 from prefixstore.errors import LocationError, MisuseError
 from prefixstore.store import PrefixStore
 from prefixstore.units import require_unit
-from prefixstore.warming.estimate import estimate, expected_bytes
+from prefixstore.warming.estimate import estimate
 from prefixstore.warming.job import warm as run_job
 from prefixstore.warming.report import Progress
 
@@ -144,13 +143,13 @@ def _warm(settings: Config, sources: list[str], *, generation_prompt: bool, pin:
         progress(Progress())
         how: dict[str, Any] = {"generation_prompt": generation_prompt, "stop": lambda: bool(caught)}
         ready = prepare(settings, sources, **how)
-        prompts = as_tokens(ready, **how)
+        n_ctx = ready.llm.n_ctx()
         # what another job has stored is worth waiting for
         with ready.settings.open_store(ready.llm, max_delay=None) as store:
             _print_notes(ready, store)
-            expected = expected_bytes(ready.llm, store, prompts, free_bytes(store))
-            print_budget_note(store, store.location, expected)
-            report = run_job(ready.llm, store, prompts, progress=progress, pin=pin, **how)
+            expected = estimate(ready.llm, store, ready.prompts, is_timed=False)
+            print_budget_note(store, store.location, expected.bytes)
+            report = run_job(ready.llm, store, ready.prompts, progress=progress, pin=pin, **how)
             dropped, location = store.stats().dropped, store.location
         ready.llm.close()
     if not report.prompts and not report.problems:
@@ -159,23 +158,24 @@ def _warm(settings: Config, sources: list[str], *, generation_prompt: bool, pin:
     print_unstored(report.unstored, dropped)
     code = FAILED if report.problems or report.unstored else DONE
     return Result(
-        {"location": location, "n_ctx": ready.n_ctx, **asdict(report), "seconds": round(report.seconds, 3)},
-        {"location": location, "n_ctx": f"{ready.n_ctx:,} ({ready.reason})", **rows_of(report)},
+        {"location": location, "n_ctx": n_ctx, **asdict(report), "seconds": round(report.seconds, 3)},
+        {"location": location, "n_ctx": f"{n_ctx:,} ({ready.reason})", **rows_of(report)},
         SIGNALLED + caught[0] if report.interrupted else code,
     )
 
 
 def _dry_run(settings: Config, sources: list[str], *, generation_prompt: bool) -> Result:
     ready = prepare(settings, sources, generation_prompt=generation_prompt)
+    n_ctx = ready.llm.n_ctx()
     with _open_read_only(ready.settings, ready.llm) as (store, location):
         _print_notes(ready, store)
-        expected = estimate(ready.llm, store, ready.prompts, generation_prompt=generation_prompt)
+        expected = estimate(ready.llm, store, ready.prompts)
         fits = print_budget_note(store, location, expected.bytes)
     ready.llm.close()
     print_problems(expected.problems)
     return Result(
-        {"location": location, "n_ctx": ready.n_ctx, **asdict(expected), "dry_run": True},
-        {"location": location, "n_ctx": f"{ready.n_ctx:,} ({ready.reason})", **rows_of(expected)},
+        {"location": location, "n_ctx": n_ctx, **asdict(expected), "dry_run": True},
+        {"location": location, "n_ctx": f"{n_ctx:,} ({ready.reason})", **rows_of(expected)},
         FAILED if expected.problems or not fits else DONE,
     )
 

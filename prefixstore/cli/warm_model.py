@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from prefixstore.cli.files import STANDARD
 from prefixstore.cli.model import open_model
 from prefixstore.config import Config
-from prefixstore.warming.context_size import fit, original_context
-from prefixstore.warming.prompts import Problem, Prompt, PromptLike, read, tokenized
+from prefixstore.warming.context_size import as_tokens, fit, original_context
+from prefixstore.warming.prompts import PromptLike, read
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-__all__ = ["Ready", "as_tokens", "prepare", "prepare_check"]
+__all__ = ["Ready", "prepare", "prepare_check"]
 
 
-@dataclass
-class Ready:
+class Ready(NamedTuple):
     """A model with a context, and the prompts for it.
 
     Attributes
@@ -28,10 +26,8 @@ class Ready:
         The settings of the model and the store.
     llm
         The model.
-    n_ctx
-        Length of its context; known when the model is closed, too.
     prompts
-        The prompts: tokens if the context was sized by them, otherwise read as they are needed.
+        The problems, and the prompts as tokens.
     reason
         Why the context is as long as it is.
     notes
@@ -40,13 +36,9 @@ class Ready:
 
     settings: Config
     llm: Llama
-    n_ctx: int = field(init=False)
-    prompts: Iterable[PromptLike]
+    prompts: Sequence[PromptLike]
     reason: str
     notes: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        self.n_ctx = self.llm.n_ctx()
 
 
 def prepare(
@@ -54,7 +46,9 @@ def prepare(
 ) -> Ready:
     """Open the model with the given context, or else with one that holds the longest prompt."""
     if "n_ctx" in settings.model:
-        return Ready(settings, open_model(settings), read(sources), "as given")
+        llm = open_model(settings)
+        found, _ = as_tokens(llm, read(sources), generation_prompt=generation_prompt, stop=stop)
+        return Ready(settings, llm, found, "as given")
     tokenizer = open_model(settings, tokenizer_only=True)
     fitted = fit(tokenizer, read(sources), generation_prompt=generation_prompt, stop=stop)
     original = original_context(tokenizer)
@@ -64,18 +58,7 @@ def prepare(
         reason = f"for the longest prompt, {fitted.longest:,} tokens; servers need as much"
     notes = () if original is None else (_long_context_note(fitted.n_ctx, original),)
     settings = settings.override(model={"n_ctx": fitted.n_ctx})
-    return Ready(settings, open_model(settings), fitted.prompts(), reason, notes)
-
-
-def as_tokens(ready: Ready, *, generation_prompt: bool, stop: Callable[[], bool]) -> list[PromptLike]:
-    """The prompts as tokens, and the problems."""
-    problems: list[Problem] = []
-    found: list[PromptLike] = []
-    for tokens, where in tokenized(ready.llm, ready.prompts, problems, generation_prompt=generation_prompt):
-        found.append(Prompt(where, tokens))
-        if stop():
-            break
-    return [*problems, *found]
+    return Ready(settings, open_model(settings), fitted.prompts, reason, notes)
 
 
 def prepare_check(settings: Config, sources: list[str], *, generation_prompt: bool) -> Ready:

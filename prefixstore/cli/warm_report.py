@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 
 import typer
 from rich.console import Console
@@ -19,24 +20,27 @@ from prefixstore.warming.estimate import Estimate
 from prefixstore.warming.prompts import Problem
 from prefixstore.warming.report import Progress, WarmReport
 
-__all__ = ["free_bytes", "print_budget_note", "print_problems", "print_unstored", "progress_shown", "rows_of"]
+__all__ = ["print_budget_note", "print_problems", "print_unstored", "progress_shown", "rows_of"]
 
 # How many prompts that did not fit are listed one by one.
 LISTED = 10
 # More equal problems than this are one line.
 ALIKE = 3
+# What a summary has only if there is any, and how it is called there.
+UNUSUAL = {
+    "short": "too short to store",
+    "unstored": "not completely stored",
+    "problems": "problems",
+    "interrupted": "interrupted",
+}
 # How often a line is printed where there is no terminal.
 LINE_SECONDS = 10.0
 
 
-def free_bytes(store: PrefixStore) -> int:
-    """What of the size limit of a store is free."""
-    return max(0, store.parameters.budget.max_bytes - store.engine.used()[0].bytes)
-
-
 def print_budget_note(store: PrefixStore, location: str, expected: int) -> bool:
     """Say whether what is expected will find space; returns whether it can."""
-    limit, free = store.parameters.budget.max_bytes, free_bytes(store)
+    limit = store.parameters.budget.max_bytes
+    free = max(0, limit - store.engine.used()[0].bytes)
     needed = f"note: the prompts need about {format_bytes(expected)}"
     if expected > limit:
         say(
@@ -88,24 +92,13 @@ def print_unstored(unstored: tuple[str, ...], dropped: dict[str, int]) -> None:
 
 
 def rows_of(found: WarmReport | Estimate) -> dict[str, object]:
-    """The result of a job, or its expected cost, for the summary."""
-    rows: dict[str, object] = {
-        "prompts": f"{found.prompts:,}",
-        "tokens in them": f"{found.prompt_tokens:,}",
-        "unique tokens": f"{found.unique_tokens:,}",
-    }
-    if isinstance(found, Estimate):
-        rows |= {"to evaluate": f"{found.missing_tokens:,}", "bytes": format_bytes(found.bytes)}
-    else:
-        rows |= {"not stored before": f"{found.missing_tokens:,}", "evaluated": f"{found.evaluated_tokens:,}"}
-        rows["stored"] = format_bytes(found.stored_bytes)
-    rows["seconds"] = f"{found.seconds:,.1f}"
-    if isinstance(found, WarmReport) and found.short:
-        rows["too short to store"] = f"{found.short:,}"
-    if found.problems:
-        rows["problems"] = f"{len(found.problems):,}"
-    if isinstance(found, WarmReport) and found.interrupted:
-        rows["interrupted"] = "yes; run it again for the rest"
+    """The result of a job, or its expected cost, for the summary: by the names in JSON, without what did not happen."""
+    rows: dict[str, object] = {}
+    for name, value in asdict(found).items():
+        n = len(value) if isinstance(value, tuple) else value
+        if n or name not in UNUSUAL:
+            text = format_bytes(n) if name.endswith("bytes") else f"{n:,.1f}" if isinstance(n, float) else f"{n:,}"
+            rows[UNUSUAL.get(name, name.replace("_", " "))] = "yes; run it again for the rest" if n is True else text
     return rows
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import random
+import re
 import shutil
 import sqlite3
 import stat
@@ -83,6 +84,12 @@ class Finding:
     value: str
     level: Level = Level.GOOD
     advice: str = ""
+
+
+def _found(name: str, value: str, problem: str = "", note: str = "") -> Finding:
+    """A finding: a problem or a note if there is something to say about it, and else good."""
+    level = Level.PROBLEM if problem else Level.NOTE if note else Level.GOOD
+    return Finding(name, value, level, problem or note)
 
 
 def examine(location: str | None, config: Config | None = None, max_bytes: int | str | None = None) -> list[Finding]:
@@ -164,12 +171,10 @@ def _sampled(archive: Archive) -> Iterator[Finding]:
             break
         n_bytes, n_sampled = n_bytes + page.stored_bytes, n_sampled + 1
         n_damaged += archive.damage(page) is not None
-    if n_damaged:
-        found = f"{n_damaged:,} damaged of {n_sampled:,} that were read"
+    if pages:
+        found = f"{n_damaged:,} damaged of {n_sampled:,} that were read" if n_damaged else ""
         advice = f"prefixstore check {archive.location} lists them, and with --repair deletes them."
-        yield Finding("pages", found, Level.PROBLEM, advice)
-    elif pages:
-        yield Finding("pages", f"{n_sampled:,} of {len(pages):,} read, none damaged")
+        yield _found("pages", found or f"{n_sampled:,} of {len(pages):,} read, none damaged", found and advice)
 
 
 def _use(history: History) -> Iterator[Finding]:
@@ -178,11 +183,9 @@ def _use(history: History) -> Iterator[Finding]:
     if day.hit_rate is None:
         return
     found = f"hit rate {format_share(day.hit_rate)}, {counted(day.evictions, 'page')} evicted, in the last day"
-    if day.lookups < FEW_LOOKUPS or day.hit_rate > LOW_HIT_RATE:
-        yield Finding("use", found)
-        return
     why = "Pages are evicted before they are used again: raise max_bytes." if day.evictions else ""
-    yield Finding("use", found, Level.PROBLEM, why or "prefixstore explain says why a prompt is not found.")
+    is_low = day.lookups >= FEW_LOOKUPS and day.hit_rate <= LOW_HIT_RATE
+    yield _found("use", found, (why or "prefixstore explain says why a prompt is not found.") * is_low)
 
 
 # -- versions ---------------------------------------------------------------------------------------------------------
@@ -195,22 +198,14 @@ def _versions(*, needs_model: bool) -> Iterator[Finding]:
     yield Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     for name, oldest in {**NEEDED, **WITH_MODELS}.items():
         version = _installed(name)
-        if version is None:
-            is_needed = name in NEEDED or needs_model
-            advice = 'pip install "prefixstore[llama]"' if name in WITH_MODELS else f"pip install {name}"
-            level = Level.PROBLEM if is_needed else Level.NOTE
-            yield Finding(
-                name, "not installed", level, advice if is_needed else f"For models of this process: {advice}"
-            )
+        if version is not None:
+            yield _version(name, version, oldest)
             continue
-        yield _version(name, version, oldest)
+        advice = 'pip install "prefixstore[llama]"' if name in WITH_MODELS else f"pip install {name}"
+        is_needed = name in NEEDED or needs_model
+        yield _found(name, "not installed", advice * is_needed, f"For models of this process: {advice}")
     is_old = sqlite3.sqlite_version_info < OLDEST_SQLITE
-    yield Finding(
-        "sqlite",
-        sqlite3.sqlite_version,
-        Level.NOTE if is_old else Level.GOOD,
-        "SQLite stores need 3.35: use a newer Python." if is_old else "",
-    )
+    yield _found("sqlite", sqlite3.sqlite_version, note="SQLite stores need 3.35: use a newer Python." * is_old)
 
 
 def _installed(name: str) -> str | None:
@@ -222,19 +217,8 @@ def _installed(name: str) -> str | None:
 
 
 def _version(name: str, version: str, oldest: tuple[int, ...]) -> Finding:
-    is_old = _numbers(version) < oldest
-    advice = f'pip install -U "{name}>={".".join(map(str, oldest))}"' if is_old else ""
-    return Finding(name, version, Level.PROBLEM if is_old else Level.GOOD, advice)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    found: list[int] = []
-    for part in version.split("."):
-        digits = "".join(character for character in part if character.isdigit())
-        if not digits:
-            break
-        found.append(int(digits))
-    return tuple(found)
+    is_old = tuple(map(int, re.findall(r"\d+", version))) < oldest
+    return _found(name, version, f'pip install -U "{name}>={".".join(map(str, oldest))}"' * is_old)
 
 
 # -- the place --------------------------------------------------------------------------------------------------------
@@ -257,19 +241,16 @@ def _path(text: str) -> Path | None:
 def _place(path: Path, *, is_written: bool) -> Iterator[Finding]:
     mount = mount_of(path)
     if mount is None:
-        yield Finding("file system", "not known", Level.NOTE, "A network file system does not work.")
-    elif mount.kind in NETWORK:
-        yield Finding(
+        yield _found("file system", "not known", note="A network file system does not work.")
+    else:
+        shared = "LMDB and SQLite share memory: use a local disk, or PostgreSQL, Valkey or a bucket."
+        lost = f"It is {VOLATILE.get(mount.kind)}; use a disk or a volume to keep pages."
+        yield _found(
             "file system",
             f"{mount.kind} at {mount.point}",
-            Level.PROBLEM,
-            "LMDB and SQLite share memory: use a local disk, or PostgreSQL, Valkey or a bucket.",
+            shared * (mount.kind in NETWORK),
+            lost * (mount.kind in VOLATILE),
         )
-    elif mount.kind in VOLATILE:
-        advice = f"It is {VOLATILE[mount.kind]}; use a disk or a volume to keep pages."
-        yield Finding("file system", f"{mount.kind} at {mount.point}", Level.NOTE, advice)
-    else:
-        yield Finding("file system", f"{mount.kind} at {mount.point}")
     yield _permissions(path, is_read_only=mount is not None and mount.is_read_only, is_written=is_written)
 
 
@@ -324,17 +305,10 @@ def _stored(used: int, holdings: Sequence[Holding]) -> Finding:
 
 def _budget(path: Path | None, used: int, budget: int) -> Iterator[Finding]:
     share = used / budget
+    more = "More is stored than max_bytes: raise it, or prefixstore evict. (Pass the servers' with --max-bytes.)"
+    full = "It is full: pages are packed and evicted. prefixstore trace simulate shows the gain of a larger budget."
     text = f"{format_bytes(used)} of {format_bytes(budget)} ({format_share(share)})"
-    if share > 1:
-        advice = "More is stored than max_bytes: raise it, or prefixstore evict. (Pass the servers' with --max-bytes.)"
-        yield Finding("budget", text, Level.PROBLEM, advice)
-    elif share > Parameters.HIGH_WATER:
-        advice = (
-            "It is full: pages are packed and evicted. prefixstore trace simulate shows the gain of a larger budget."
-        )
-        yield Finding("budget", text, Level.NOTE, advice)
-    else:
-        yield Finding("budget", text)
+    yield _found("budget", text, more * (share > 1), full * (share > Parameters.HIGH_WATER))
     if path is None:
         return
     try:
@@ -342,12 +316,9 @@ def _budget(path: Path | None, used: int, budget: int) -> Iterator[Finding]:
     except OSError as error:
         yield Finding("free space", f"not known: {error.strerror}", Level.NOTE)
         return
-    if free < budget - used:
-        most = format_bytes(used + free * 0.9)
-        advice = f"The disk is full before max_bytes is reached: lower it to {most}, or free some disk space."
-        yield Finding("free space", format_bytes(free), Level.PROBLEM, advice)
-    else:
-        yield Finding("free space", format_bytes(free))
+    most = format_bytes(used + free * 0.9)
+    advice = f"The disk is full before max_bytes is reached: lower it to {most}, or free some disk space."
+    yield _found("free space", format_bytes(free), advice * (free < budget - used))
 
 
 def _break_even(archive: Archive) -> Iterator[Finding]:
@@ -364,13 +335,8 @@ def _break_even(archive: Archive) -> Iterator[Finding]:
     ratio = computing / restoring
     times = f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.1f}"
     text = f"restoring {n / restoring:,.0f} tokens/s, computing {n / computing:,.0f} (ratio {times})"
-    if restoring > computing:
-        advice = (
-            "Restoring is slower than computing here, so it is skipped: use a faster disk, codec='raw', or ram_bytes."
-        )
-        yield Finding("break-even", text, Level.PROBLEM, advice)
-    else:
-        yield Finding("break-even", text)
+    advice = "Restoring is slower than computing here, so it is skipped: use a faster disk, codec='raw', or ram_bytes."
+    yield _found("break-even", text, advice * (restoring > computing))
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

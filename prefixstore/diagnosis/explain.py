@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from prefixstore.config import explain as explain_settings
 from prefixstore.diagnosis.culprits import Culprit, Texts, find_culprit, repeated_start
-from prefixstore.diagnosis.explanation import Cost, EvictedPage, Explanation, Fork, OtherSettings, evicted_page
+from prefixstore.diagnosis.explanation import Cost, EvictedPage, Explanation, Fork, OtherSettings
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.index import Page, Path
+from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import PAGE, Tokens, common_prefix, page_key, page_keys
 from prefixstore.format.namespace import Namespace
+from prefixstore.models.file import file_digest, model_parts
+from prefixstore.parameters import Parameters
 from prefixstore.stats import Kind
+from prefixstore.warming.prompts import Problem, Prompt, PromptLike, encode
 
-__all__ = ["Place", "Words", "explain"]
+if TYPE_CHECKING:
+    from llama_cpp import Llama
+
+    from prefixstore.llama.hook import Hook
+
+__all__ = ["explain_prompt", "explain_without_context", "tokens_of"]
 
 # tokens before and after the fork whose texts are compared, and characters of them that are shown
 BEFORE, AFTER = 64, 3000
@@ -28,17 +37,6 @@ NAMESPACES = 32
 BRANCHES, SIBLINGS = 8, 64
 # children of a page from which the last used one is chosen to continue the stored sequence
 CHILDREN = 16
-
-
-class Words(Protocol):
-    """A vocabulary."""
-
-    @property
-    def bos(self) -> int:
-        """The token that begins sequences; -1 for none."""
-
-    def text(self, tokens: Sequence[int]) -> str:
-        """Tokens as text, special ones by name."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +65,81 @@ class Place:
     page_seconds: float | None = None
 
 
-def explain(engine: Engine, words: Words, tokens: Tokens, place: Place, note: str = "") -> Explanation:
+def explain_prompt(engine: Engine, hook: Hook, prompt: PromptLike, *, generation_prompt: bool) -> Explanation:
+    """Explain what is stored of a prompt for a context; see `PrefixStore.explain`."""
+    context = hook.context
+    tokens = tokens_of(hook.llm, prompt, generation_prompt=generation_prompt)
+    where, kind = hook.strategy.place_of(tokens)
+    place = Place(
+        where.namespace,
+        where.page_tokens,
+        context.parameters.min_tokens,
+        kind,
+        context.rate.token_seconds,
+        context.rate.page_seconds,
+    )
+    note = ""
+    if context.bypass_reason() == "multimodal":
+        note = "The chat handler adds images to the context: only the text before the first one is stored."
+    return explain(engine, hook.llm, tokens, place, note)
+
+
+def explain_without_context(
+    engine: Engine, tokenizer: Llama, prompt: PromptLike, *, salt: str | None, generation_prompt: bool
+) -> Explanation:
+    """Explain what is stored of a prompt under any settings of a model, of which only the vocabulary is loaded.
+
+    Parameters
+    ----------
+    engine
+        Of the location.
+    tokenizer
+        The model, with ``vocab_only=True``.
+    prompt, generation_prompt
+        As for `PrefixStore.explain`.
+    salt
+        The tenant.
+    """
+    tokens = tokens_of(tokenizer, prompt, generation_prompt=generation_prompt)
+    model = "+".join(file_digest(part) for part in model_parts(tokenizer.model_path))
+    known = [one for one in engine.namespaces() if one.settings.get("model") == model and one.salt == salt]
+    best, note = Namespace({"model": model, "salt": salt}), ""
+    if known:
+        best = max(known, key=lambda one: engine.match(one.key, tokens, _page_tokens(one)).n_tokens)
+        note = (
+            f"Looked up under the stored settings of this model that have most of it ({best.key.hex()[:12]}"
+            f"{f', of {len(known)}' if len(known) > 1 else ''}); pass --config for those of your server."
+        )
+    kind = next((kind for kind in Kind if kind.value == best.settings.get("kind")), Kind.PAGES)
+    if best.settings.get("window") is not None:
+        # of a llama-server, of whose window only the last rows are there
+        kind = Kind.PAGES_AND_SNAPSHOTS
+    place = Place(best, _page_tokens(best), Parameters.MIN_TOKENS, kind)
+    return explain(engine, tokenizer, tokens, place, note)
+
+
+def tokens_of(llm: Llama, prompt: PromptLike, *, generation_prompt: bool) -> Tokens:
+    """The tokens of a prompt. Raises `InvalidParameterError`."""
+    if isinstance(prompt, Problem):
+        raise InvalidParameterError(str(prompt))
+    content = prompt.content if isinstance(prompt, Prompt) else prompt
+    return encode(llm, content, generation_prompt=generation_prompt)  # type: ignore[arg-type]
+
+
+def _page_tokens(namespace: Namespace) -> int:
+    found = namespace.settings.get("page_tokens")
+    return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else Parameters.PAGE_TOKENS
+
+
+def explain(engine: Engine, llm: Llama, tokens: Tokens, place: Place, note: str = "") -> Explanation:
     """Explain what is stored of a prompt, and why not more. Changes nothing.
 
     Parameters
     ----------
     engine
         Of the store.
-    words
-        The vocabulary of the model.
+    llm
+        Has the vocabulary of the model.
     tokens
         The prompt.
     place
@@ -95,7 +159,7 @@ def explain(engine: Engine, words: Words, tokens: Tokens, place: Place, note: st
         matched = engine.match_snapshot(key, tokens, place.page_tokens, max(len(tokens) - 1, 0))
     n_shared = shared.n_tokens
     branches = _branches(engine, place, tokens, shared)
-    near = [_texts(words, tokens, branch) for branch in branches]
+    near = [_texts(llm, tokens, branch) for branch in branches]
     fork = _fork(near[0], branches[0].at) if near else None
     evicted = _evicted(engine, place, tokens, n_shared)
     others = _others(engine, place, tokens, n_shared)
@@ -103,7 +167,7 @@ def explain(engine: Engine, words: Words, tokens: Tokens, place: Place, note: st
     culprit: Culprit | None = None
     for branch, texts in zip(branches, near, strict=True) if reason == "fork" else ():
         stored = [*tokens[: branch.at].tolist(), *branch.after]
-        culprit = repeated_start(tokens.tolist(), stored, words.bos) or find_culprit(texts)
+        culprit = repeated_start(tokens.tolist(), stored, llm.token_bos()) or find_culprit(texts)
         if culprit is not None:
             fork = _fork(texts, branch.at)
             break
@@ -209,13 +273,18 @@ def _array(page: Page) -> Tokens:
     return np.frombuffer(page.tokens, "<i4")
 
 
-def _texts(words: Words, tokens: Tokens, branch: _Branch) -> Texts:
+def _texts(llm: Llama, tokens: Tokens, branch: _Branch) -> Texts:
+    def text(some: list[int]) -> str:
+        """Tokens as text, special ones by name; what is not a token of the model is left out."""
+        known = [token for token in some if 0 <= token < llm.n_vocab()]
+        return llm.detokenize(known, special=True).decode("utf-8", "replace")
+
     n = branch.at
     both, mine = tokens[max(n - BEFORE, 0) : n].tolist(), tokens[n : n + AFTER].tolist()
     theirs = list(branch.after[:AFTER])
     # a character that is cut in the middle is no text yet
-    before = words.text(both).rstrip("\ufffd") if both else ""
-    return Texts(words.text(both + mine), words.text(both + theirs), len(before), mine, theirs)
+    before = text(both).rstrip("\ufffd") if both else ""
+    return Texts(text(both + mine), text(both + theirs), len(before), mine, theirs)
 
 
 def _fork(texts: Texts, n: int) -> Fork:
@@ -237,9 +306,9 @@ def _evicted(engine: Engine, place: Place, tokens: Tokens, n_shared: int) -> Evi
         keys.append(page_key(keys[-1] if keys else place.namespace.key, tokens[full:].tobytes()))
     first = n_shared // step
     missing = keys[first:]
-    found = engine.evictions(missing[:1])
     # a page is evicted before those that it follows, so the first one that is missing went last
-    return evicted_page(first * step, found[missing[0]]) if missing and missing[0] in found else None
+    found = next(iter(engine.evictions(missing[:1]).values()), None)
+    return found and EvictedPage(first * step, found.at, found.cause.name.lower())
 
 
 def _others(engine: Engine, place: Place, tokens: Tokens, n_shared: int) -> tuple[OtherSettings, ...]:

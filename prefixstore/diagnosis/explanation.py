@@ -7,19 +7,18 @@ import time
 from dataclasses import dataclass
 
 from prefixstore.diagnosis.culprits import Culprit
-from prefixstore.engine.evictions import Cause, Eviction
 from prefixstore.units import counted, format_bytes, format_seconds
 
-__all__ = ["Cost", "EvictedPage", "Explanation", "Fork", "OtherSettings", "evicted_page"]
+__all__ = ["Cost", "EvictedPage", "Explanation", "Fork", "OtherSettings"]
 
 # of a line, where the terminal is not known
 COLUMNS = 80
 
 CAUSES = {
-    Cause.SPACE: "for space: raise max_bytes",
-    Cause.QUOTA: "since the tenant had reached its quota: raise quota",
-    Cause.ASKED: "by evict()",
-    Cause.EXPIRED: "since its time to live had expired: raise ttl",
+    "space": "for space: raise max_bytes",
+    "quota": "since the tenant had reached its quota: raise quota",
+    "asked": "by evict()",
+    "expired": "since its time to live had expired: raise ttl",
 }
 
 
@@ -203,7 +202,7 @@ class Explanation:
         evicted = ""
         if self.evicted is not None:
             ago = format_seconds(max(round(time.time() - self.evicted.at), 0))
-            why = CAUSES[Cause[self.evicted.cause.upper()]]
+            why = CAUSES[self.evicted.cause]
             evicted = f"The page from token {self.evicted.start:,} on was evicted {ago} ago, {why}."
         found = {
             "complete": "All of it: only the last token is computed.",
@@ -217,11 +216,6 @@ class Explanation:
             "unsupported": "States of this model, or context, cannot be stored.",
         }
         return found[self.reason]
-
-
-def evicted_page(start: int, found: Eviction) -> EvictedPage:
-    """What is known of a page that was evicted."""
-    return EvictedPage(start, found.at, found.cause.name.lower())
 
 
 def _quoted(text: str) -> str:

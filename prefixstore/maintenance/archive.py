@@ -8,8 +8,6 @@ import time
 from collections.abc import Collection
 from contextlib import AbstractContextManager
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING
 
 from prefixstore.backends import agreed_bytes, is_persistent
 from prefixstore.engine.budget import Budget, Evicted
@@ -30,10 +28,7 @@ from prefixstore.format.keys import TokenSequence, as_tokens
 from prefixstore.maintenance.holdings import Holding, holdings_of, only_one
 from prefixstore.parameters import Parameters
 from prefixstore.stats import Counters, Purpose
-from prefixstore.units import parse_bytes, parse_seconds, parse_target, shown
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from prefixstore.units import counted, parse_bytes, parse_seconds, parse_target, shown
 
 __all__ = ["DEFAULT_BYTES", "Archive"]
 
@@ -44,7 +39,7 @@ DEFAULT_BYTES = parse_bytes(Parameters.MAX_BYTES, "max_bytes")
 NO_BUDGET = Budget(2**63 - 1)
 
 
-class Archive:
+class Archive(AbstractContextManager["Archive"]):
     """A location, opened without a model. Other processes may use it at the same time.
 
     It is an `Engine` without a model, with the operations of maintenance on top.
@@ -135,12 +130,7 @@ class Archive:
             housekeeping=False,
         )
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -178,11 +168,18 @@ class Archive:
         """
         return self.engine.history()
 
-    def holdings(self) -> list[Holding]:
-        """What the location holds of each namespace, the most recently used first."""
-        with self.view() as view:
-            settings = view.namespaces()
-        return holdings_of(settings, self.engine.pages())
+    def holdings(self, namespace: str | None = None, salt: str | None = None) -> list[Holding]:
+        """What the location holds of each namespace, the most recently used first.
+
+        If they are given, of one namespace (see `namespace`), and of one tenant.
+        """
+        if namespace is not None:
+            found = [self.namespace(namespace)]
+        else:
+            with self.view() as view:
+                settings = view.namespaces()
+            found = holdings_of(settings, self.engine.pages())
+        return [one for one in found if salt is None or (one.namespace and one.namespace.salt == salt)]
 
     def namespace(self, name: str) -> Holding:
         """The namespace whose key begins with these hexadecimal digits, or which has this label.
@@ -354,18 +351,7 @@ class Archive:
             older_than = parse_seconds(older_than, "older_than")
         namespaces: set[bytes] | None = None
         if namespace is not None or salt is not None:
-            among = [self.namespace(namespace)] if namespace is not None else self.holdings()
-            namespaces = {one.key for one in among if salt is None or (one.namespace and one.namespace.salt == salt)}
-            if (
-                not dry_run
-                and salt is not None
-                and (unknown := [one for one in among if one.namespace is None and one.pages])
-            ):
-                log.warning(
-                    "%s: %d pages may be of this tenant or of another, since the settings of their namespaces are "
-                    "missing or damaged; purge them with namespace=%r",
-                    self.location, sum(one.pages for one in unknown), unknown[0].key.hex(),
-                )  # fmt: skip
+            namespaces = {one.key for one in self.holdings(namespace, salt)}
         before = time.time_ns() - round(older_than * 1e9) if older_than is not None else None
         choices = self._choices(namespaces, before, tokens, page)
         if dry_run:
@@ -377,12 +363,24 @@ class Archive:
         self.engine.drop_empty_namespaces()
         if older_than is None and tokens is None and page is None:
             self.engine.forget_figures(namespaces, salt)
-        if n_left := self.n_newer:
-            log.warning(
-                "%s: %d pages of a newer prefixstore, or after such a page, are not deleted, although they may match; "
-                "purge with that version, or with everything=True", self.location, n_left,
-            )  # fmt: skip
+        for left in self.unmatched(salt):
+            log.warning("%s: %s", self.location, left)
         return removed
+
+    def unmatched(self, salt: str | None = None) -> list[str]:
+        """What a purge, of this tenant or of all, leaves since it is not known whether it matches: sentences."""
+        found = [
+            f"{counted(one.pages, 'page')} may be of this tenant or of another, since the settings of namespace "
+            f"{one.key.hex()} are missing or damaged; to delete them, purge that namespace"
+            for one in (self.holdings() if salt is not None else [])
+            if one.namespace is None and one.pages
+        ]
+        if n := self.n_newer:
+            found.append(
+                f"not deleted: {counted(n, 'page')} of a newer prefixstore, or after such a page, which may match; "
+                "purge with that version, or everything"
+            )
+        return found
 
     @property
     def n_newer(self) -> int:

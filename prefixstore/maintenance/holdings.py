@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from prefixstore.engine.index import Page
 from prefixstore.errors import CorruptError, InvalidParameterError
@@ -77,12 +77,7 @@ def _holding(key: bytes, settings: bytes | None, pages: Sequence[Page]) -> Holdi
     )
 
 
-class _Keyed(Protocol):
-    @property
-    def key(self) -> bytes: ...
-
-
-_T = TypeVar("_T", bound=_Keyed)
+_T = TypeVar("_T", Holding, Page)
 
 
 def only_one(found: Sequence[_T], kind: str, wanted: str, location: str) -> _T:

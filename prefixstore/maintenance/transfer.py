@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -16,7 +15,7 @@ from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.record import Record, StoredPage, checksum
 from prefixstore.maintenance.archive import Archive
 
-__all__ = ["Moved", "copy_store", "export_store", "import_store", "missing_bytes"]
+__all__ = ["Moved", "copy_store", "export_store", "import_store"]
 
 # A view is closed after this many bytes: as long as it is open, pages that others delete keep their space.
 VIEW_BYTES = 64 << 20
@@ -248,25 +247,6 @@ def export_store(
         writer.write(page)
     writer.finish()
     return Moved(namespaces=len(pages.settings), pages=writer.pages, bytes=writer.bytes, damaged=pages.damaged)
-
-
-def missing_bytes(reader: ExportReader, target: Archive) -> int:
-    """The size of the payloads that an import of this file would add, if there is space; reads no payloads.
-
-    Of a damaged file, those before that place count.
-    """
-    into = _Target(target, reader.namespaces)
-    size = 0
-
-    def count(record: Record) -> bool:
-        nonlocal size
-        size += record.stored_bytes if into.wants(record) else 0
-        return False
-
-    with suppress(CorruptError):
-        for _ in reader.entries(count):
-            pass
-    return size
 
 
 def import_store(reader: ExportReader, target: Archive, *, namespaces: Collection[bytes] | None = None) -> Moved:

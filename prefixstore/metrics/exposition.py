@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -10,9 +10,12 @@ from prefixstore.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
-    from prometheus_client.metrics_core import Metric
 
-__all__ = ["import_prometheus", "new_registry", "render"]
+__all__ = ["OTHER", "import_prometheus", "new_registry", "render"]
+
+# the label of all that have none of their own, so that labels have a bounded number of values
+OTHER = "other"
+CREATED = re.compile(rb"(# [A-Z]+ )?\w+_created\b")
 
 
 def import_prometheus() -> ModuleType:
@@ -39,17 +42,6 @@ def new_registry() -> CollectorRegistry:
 def render(registry: CollectorRegistry) -> tuple[bytes, str]:
     """The body and the content type of the response to a scrape of this registry."""
     prometheus = import_prometheus()
-    text: bytes = prometheus.generate_latest(_WithoutCreated(registry))
-    return text, prometheus.CONTENT_TYPE_LATEST
-
-
-class _WithoutCreated:
-    """A registry without the times at which its series began, which are as many series again."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def collect(self) -> Iterator[Metric]:
-        for metric in self._registry.collect():
-            metric.samples = [one for one in metric.samples if one.name != f"{metric.name}_created"]
-            yield metric
+    lines = prometheus.generate_latest(registry).splitlines(keepends=True)
+    # without the times at which its series began, which are as many series again
+    return b"".join(line for line in lines if not CREATED.match(line)), prometheus.CONTENT_TYPE_LATEST

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prefixstore.errors import InvalidParameterError
-from prefixstore.metrics.exposition import import_prometheus
-from prefixstore.metrics.labels import OTHER, Reasons
+from prefixstore.metrics.exposition import OTHER, import_prometheus
 from prefixstore.stats import SECONDS_BUCKETS
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry, Counter, Histogram
+    from prometheus_client import CollectorRegistry
 
 __all__ = ["ENDPOINTS", "RequestMetrics"]
 
@@ -31,7 +29,21 @@ ENDPOINTS = frozenset(
         "/v1/responses",
     }
 )
-SOURCES = ("none", "live", "store")
+# each has the label endpoint, and some another one
+COUNTERS: dict[str, tuple[str, ...]] = {
+    "requests": ("Requests that queried the store, by the source of the reused prefix.", "source"),
+    "request_misses": ("Requests for which the store had nothing, by reason.", "reason"),
+    "requests_passed": ("Requests that did not query the store, by reason.", "reason"),
+    "request_prompt_tokens": ("Tokens of the prompts.",),
+    "request_live_tokens": ("Prompt tokens that the slot or context still held.",),
+    "request_restored_tokens": ("Prompt tokens that were restored from the store.",),
+    "request_computed_tokens": ("Prompt tokens that were computed.",),
+    "request_saved_seconds": ("Time by which restoring was faster than computing the same tokens.",),
+}
+HISTOGRAMS = {
+    "request_lookup_seconds": "Time to look up a prompt in the store.",
+    "request_restore_seconds": "Time to restore pages for a request.",
+}
 
 
 class RequestMetrics:
@@ -53,53 +65,19 @@ class RequestMetrics:
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._reasons = Reasons()
+        client, self._made = import_prometheus(), dict[str, Any]()
         try:
-            self._register(import_prometheus(), registry)
+            for name, (text, *more) in COUNTERS.items():
+                labels = ["endpoint", *more]
+                self._made[name] = client.Counter(f"prefixstore_{name}_total", text, labels, registry=registry)
+            for name, text in HISTOGRAMS.items():
+                self._made[name] = client.Histogram(
+                    f"prefixstore_{name}", text, ["endpoint"], registry=registry, buckets=SECONDS_BUCKETS
+                )
         except ValueError as error:
             raise InvalidParameterError(
                 "registry has such metrics already; use one RequestMetrics per registry"
             ) from error
-
-    def _register(self, prometheus: ModuleType, registry: CollectorRegistry) -> None:
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            made: Counter = prometheus.Counter(f"prefixstore_{name}", text, labels, registry=registry)
-            return made
-
-        def histogram(name: str, text: str) -> Histogram:
-            labels, buckets = ("endpoint",), SECONDS_BUCKETS
-            made: Histogram = prometheus.Histogram(
-                f"prefixstore_{name}", text, labels, registry=registry, buckets=buckets
-            )
-            return made
-
-        self._requests = counter(
-            "requests_total",
-            "Requests that queried the store, by the source of the reused prefix.",
-            "endpoint",
-            "source",
-        )
-        self._misses = counter(
-            "request_misses_total", "Requests for which the store had nothing, by reason.", "endpoint", "reason"
-        )
-        self._passed = counter(
-            "requests_passed_total", "Requests that did not query the store, by reason.", "endpoint", "reason"
-        )
-        self._prompt = counter("request_prompt_tokens_total", "Tokens of the prompts.", "endpoint")
-        self._live = counter(
-            "request_live_tokens_total", "Prompt tokens that the slot or context still held.", "endpoint"
-        )
-        self._restored = counter(
-            "request_restored_tokens_total", "Prompt tokens that were restored from the store.", "endpoint"
-        )
-        self._computed = counter("request_computed_tokens_total", "Prompt tokens that were computed.", "endpoint")
-        self._saved = counter(
-            "request_saved_seconds_total",
-            "Time by which restoring was faster than computing the same tokens.",
-            "endpoint",
-        )
-        self._lookup = histogram("request_lookup_seconds", "Time to look up a prompt in the store.")
-        self._restore = histogram("request_restore_seconds", "Time to restore pages for a request.")
 
     def observe(
         self,
@@ -133,28 +111,29 @@ class RequestMetrics:
             Time that computing the restored tokens would have taken, less that of restoring them; below zero, it is
             counted as none.
         """
-        where = self._endpoint(endpoint)
-        self._requests.labels(where, source if source in SOURCES else OTHER).inc()
+        where = _endpoint(endpoint)
+        self._made["requests"].labels(where, source).inc()
         if reason:
-            self._misses.labels(where, self._reasons.label(reason)).inc()
-        for counter, value in (
-            (self._prompt, prompt_tokens),
-            (self._live, live_tokens),
-            (self._restored, restored_tokens),
-            (self._computed, computed_tokens),
-            (self._saved, saved_seconds),
+            self._made["request_misses"].labels(where, reason).inc()
+        for name, value in (
+            ("prompt_tokens", prompt_tokens),
+            ("live_tokens", live_tokens),
+            ("restored_tokens", restored_tokens),
+            ("computed_tokens", computed_tokens),
+            ("saved_seconds", saved_seconds),
         ):
-            counter.labels(where).inc(_at_least_zero(value))
-        for histogram, seconds in ((self._lookup, lookup_seconds), (self._restore, restore_seconds)):
+            self._made[f"request_{name}"].labels(where).inc(_at_least_zero(value))
+        for name, seconds in (("lookup_seconds", lookup_seconds), ("restore_seconds", restore_seconds)):
             if seconds is not None:
-                histogram.labels(where).observe(_at_least_zero(seconds))
+                self._made[f"request_{name}"].labels(where).observe(_at_least_zero(seconds))
 
     def passed(self, endpoint: str, reason: str) -> None:
         """Count a request that was passed through without querying the store, for this reason."""
-        self._passed.labels(self._endpoint(endpoint), self._reasons.label(reason)).inc()
+        self._made["requests_passed"].labels(_endpoint(endpoint), reason).inc()
 
-    def _endpoint(self, path: str) -> str:
-        return path if path in ENDPOINTS else OTHER
+
+def _endpoint(path: str) -> str:
+    return path if path in ENDPOINTS else OTHER
 
 
 def _at_least_zero(value: float | None) -> float:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import accumulate
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from prefixstore.engine.engine import Engine
 from prefixstore.errors import InvalidParameterError
-from prefixstore.metrics import sessions
 from prefixstore.metrics.exposition import import_prometheus, new_registry, render
-from prefixstore.metrics.labels import bounded
-from prefixstore.stats import Counters
+from prefixstore.stats import Histogram
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
-    from prometheus_client.metrics_core import Metric
+    from prometheus_client.metrics_core import Metric as Family
 
-__all__ = ["GAUGES", "HasEngine", "StoreMetrics", "store_text"]
+__all__ = ["METRICS", "HasEngine", "StoreMetrics", "store_text"]
+
+Found: TypeAlias = "float | Mapping[str, float] | Histogram | None"
+"""The value of a metric, or one for each value of its label; None if there is none."""
 
 
 class HasEngine(Protocol):
@@ -30,90 +32,164 @@ class HasEngine(Protocol):
         ...
 
 
-# by the name of the counter: what `Counters` calls it
-COUNTS = {
-    "prompt_tokens": ("prompt_tokens", "Tokens of the prompts that were looked up."),
-    "restored_tokens": ("tokens_restored", "Tokens restored from the store."),
-    "computed_tokens": ("tokens_computed", "Tokens computed by eval, including those of the answers."),
-    "written_pages": ("allocations", "Pages and snapshots written to the location."),
-    "deleted_pages": ("frees", "Pages and snapshots deleted from the location, for any reason."),
-    "evicted_pages": ("evictions", "Pages evicted for space."),
-    "expired_pages": ("expired", "Pages deleted because their time to live had passed."),
-    "corrupt_pages": ("corrupt", "Pages deleted because they were damaged."),
-    "packed_pages": ("packed", "Pages that were written packed."),
-    "outages": ("outages", "How often the circuit breaker opened because the location failed or was slow."),
-}
-TIMES = {
-    "saved_seconds": ("saved", "Time by which restoring was faster than computing the same tokens."),
-    "capture_seconds": ("capture", "Time that completions have spent on capturing pages."),
-    "lost_seconds": ("lost", "Time spent on requests to a location that failed or was slow."),
-}
-# with the reasons that are there from the start, so that the first one counted is seen as a rise
-GROUPS = {
-    "misses": (
-        "miss",
-        "Lookups that reused nothing from the store, by reason.",
-        ("not_found", "diverged", "evicted", "short", "slow", "unreadable", "unavailable", "error"),
-    ),
-    "dropped_pages": (
-        "dropped",
-        "Pages that were captured, or should have been, but are not stored, by reason.",
-        ("queue_full", "budget", "quota", "admission", "full", "unavailable", "error"),
-    ),
-    "outdated_pages": (
-        "outdated",
-        "Captured pages that were superseded before they were written, by reason; nothing is lost.",
-        ("superseded", "thinned", "deleted"),
-    ),
-    "unreadable_pages": (
-        "unreadable",
-        "Pages that were found but could not be restored, by reason.",
-        ("corrupt", "vanished", "unavailable"),
-    ),
-}
-HISTOGRAMS = {
-    "lookup_seconds": ("lookup", "Time to find the longest stored prefix of a prompt."),
-    "restore_seconds": ("restore", "Time to restore the pages of a prompt."),
-    "eviction_age_seconds": ("eviction_age", "Time from the last use of a page, or its capture, to its eviction."),
-    "first_reuse_seconds": ("first_reuse", "Time from the capture of a page to its first use."),
-}
-GAUGES = {
-    "used_bytes": "Bytes in use, by tier: the location with its index, and the states in RAM.",
-    "budget_bytes": "Bytes that may be in use, by tier.",
-    "peak_bytes": "The largest size of the location that this process has seen since the store was opened.",
-    "pages": "Pages in the location.",
-    "budget_pages": "Pages that may be in the location; missing if there is no limit.",
-    "stored_bytes": "Size of the payloads, as stored.",
-    "state_bytes": "Size of the states that the payloads decode to.",
-    "pending_pages": "Pages and snapshots captured but not yet written.",
-    "queued_bytes": "Bytes captured but not yet written.",
-    "queue_budget_bytes": "Bytes that may wait to be written.",
-    "location_up": "1 if the location answers, 0 if it failed or is closed; then sizes are the last known ones.",
-}
-FORMS = ("page", "snapshot")
-# of gauges
-LABELS = {
-    "used_bytes": ("tier",),
-    "budget_bytes": ("tier",),
-    "pending_pages": ("form",),
-}
+class Metric(NamedTuple):
+    """A metric: its kind for Prometheus, its help, its label (empty for none), and what reads it."""
 
-
-class _Family(NamedTuple):
     kind: str
     text: str
-    labels: tuple[str, ...] = ()
+    label: str
+    read: Callable[[Engine], Found]
 
 
-FAMILIES: dict[str, _Family] = {
-    "lookups": _Family("counter", "Lookups, by the source of the reused prefix.", ("source",)),
-    **{name: _Family("counter", text, ("reason",)) for name, (_, text, _) in GROUPS.items()},
-    "captured_pages": _Family("counter", "Pages and snapshots copied out of contexts.", ("form",)),
-    **{name: _Family("counter", text) for name, (_, text) in (COUNTS | TIMES | sessions.COUNTS).items()},
-    "late": _Family("counter", "Restores given up midway, and lookups that did not wait for a far location."),
-    "session_admissions": _Family("counter", "Admissions, by the source of the session's tokens.", ("source",)),
-    **{name: _Family("histogram", text) for name, (_, text) in HISTOGRAMS.items()},
-    **{name: _Family("gauge", text, LABELS.get(name, ())) for name, text in (GAUGES | sessions.GAUGES).items()},
+def _count(text: str, name: str) -> Metric:
+    """What the counters count under this name."""
+    return Metric("Counter", text, "", lambda engine: engine.counters[name])
+
+
+def _time(text: str, name: str) -> Metric:
+    return Metric("Counter", text, "", lambda engine: engine.counters.gained(name))
+
+
+def _group(text: str, name: str, *first: str) -> Metric:
+    """Counts by reason; those named here are there from the start, so that the first one counted is seen as a rise."""
+    zeros = dict.fromkeys(first, 0)
+    return Metric("Counter", text, "reason", lambda engine: zeros | engine.counters.group(name))
+
+
+def _histogram(text: str, name: str) -> Metric:
+    return Metric("Histogram", text, "", lambda engine: engine.counters.histogram(name))
+
+
+def _gauge(text: str, read: Callable[[Engine], Found], label: str = "") -> Metric:
+    return Metric("Gauge", text, label, read)
+
+
+def _of_sessions(metric: Metric) -> Metric:
+    """One that a store has if it ever had sessions. Names of sessions are not exposed."""
+
+    def read(engine: Engine) -> Found:
+        has_sessions = engine.session_counts() is not None or engine.counters.group("session")
+        return metric.read(engine) if has_sessions else None
+
+    return metric._replace(read=read)
+
+
+def _lookups(engine: Engine) -> Found:
+    counters = engine.counters
+    misses = sum(counters.group("miss").values())
+    return {"store": counters["hits"], "live": counters["live_hits"], "none": misses}
+
+
+def _captured(engine: Engine) -> Found:
+    return {form: engine.counters[f"{form}s_captured"] for form in FORMS}
+
+
+def _session_gauge(name: str, engine: Engine) -> Found:
+    counted = engine.session_counts()
+    return getattr(counted, name) if counted is not None else None
+
+
+FORMS = ("page", "snapshot")
+METRICS: dict[str, Metric] = {
+    # first: it brings the sizes up to date
+    "location_up": _gauge(
+        "1 if the location answers, 0 if it failed or is closed; then sizes are the last known ones.",
+        lambda engine: engine.measure(),
+    ),
+    "lookups": Metric("Counter", "Lookups, by the source of the reused prefix.", "source", _lookups),
+    "misses": _group(
+        "Lookups that reused nothing from the store, by reason.",
+        "miss",
+        *("not_found", "diverged", "evicted", "short", "slow", "unreadable", "unavailable", "error"),
+    ),
+    "dropped_pages": _group(
+        "Pages that were captured, or should have been, but are not stored, by reason.",
+        "dropped",
+        *("queue_full", "budget", "quota", "admission", "full", "unavailable", "error"),
+    ),
+    "outdated_pages": _group(
+        "Captured pages that were superseded before they were written, by reason; nothing is lost.",
+        "outdated",
+        *("superseded", "thinned", "deleted"),
+    ),
+    "unreadable_pages": _group(
+        "Pages that were found but could not be restored, by reason.",
+        "unreadable",
+        *("corrupt", "vanished", "unavailable"),
+    ),
+    "captured_pages": Metric("Counter", "Pages and snapshots copied out of contexts.", "form", _captured),
+    "prompt_tokens": _count("Tokens of the prompts that were looked up.", "prompt_tokens"),
+    "restored_tokens": _count("Tokens restored from the store.", "tokens_restored"),
+    "computed_tokens": _count("Tokens computed by eval, including those of the answers.", "tokens_computed"),
+    "written_pages": _count("Pages and snapshots written to the location.", "allocations"),
+    "deleted_pages": _count("Pages and snapshots deleted from the location, for any reason.", "frees"),
+    "evicted_pages": _count("Pages evicted for space.", "evictions"),
+    "expired_pages": _count("Pages deleted because their time to live had passed.", "expired"),
+    "corrupt_pages": _count("Pages deleted because they were damaged.", "corrupt"),
+    "packed_pages": _count("Pages that were written packed.", "packed"),
+    "outages": _count("How often the circuit breaker opened because the location failed or was slow.", "outages"),
+    "saved_seconds": _time("Time by which restoring was faster than computing the same tokens.", "saved"),
+    "capture_seconds": _time("Time that completions have spent on capturing pages.", "capture"),
+    "lost_seconds": _time("Time spent on requests to a location that failed or was slow.", "lost"),
+    "late": Metric(
+        "Counter",
+        "Restores given up midway, and lookups that did not wait for a far location.",
+        "",
+        lambda engine: engine.late,
+    ),
+    "session_admissions": _of_sessions(
+        _group("Admissions, by the source of the session's tokens.", "session", "cold", "live", "store")._replace(
+            label="source"
+        )
+    ),
+    "session_forks": _of_sessions(_count("Sessions that were forked.", "session_forks")),
+    "session_evictions": _of_sessions(
+        _count("Sessions that were forgotten: by name, or as the least recently used.", "session_evicted")
+    ),
+    "session_discards": _of_sessions(
+        _count("Sessions that ended with an exception, or with unknown contents.", "session_discarded")
+    ),
+    "session_stale_leases": _of_sessions(
+        _count("Calls refused because the lease of their session had ended.", "session_stale_leases")
+    ),
+    "session_timeouts": _of_sessions(
+        _count("Admissions given up because the Llama was busy for too long.", "session_timeouts")
+    ),
+    "sessions": _gauge("Sessions in this process.", partial(_session_gauge, "sessions")),
+    "sessions_waiting": _gauge("Admissions that wait for the Llama, or hold it.", partial(_session_gauge, "waiting")),
+    "lookup_seconds": _histogram("Time to find the longest stored prefix of a prompt.", "lookup"),
+    "restore_seconds": _histogram("Time to restore the pages of a prompt.", "restore"),
+    "eviction_age_seconds": _histogram(
+        "Time from the last use of a page, or its capture, to its eviction.", "eviction_age"
+    ),
+    "first_reuse_seconds": _histogram("Time from the capture of a page to its first use.", "first_reuse"),
+    "used_bytes": _gauge(
+        "Bytes in use, by tier: the location with its index, and the states in RAM.",
+        lambda engine: {"location": engine.last_used()[0].bytes, "ram": engine.ram_bytes},
+        "tier",
+    ),
+    "budget_bytes": _gauge(
+        "Bytes that may be in use, by tier.",
+        lambda engine: {"location": engine.budget.max_bytes, "ram": engine.ram_budget},
+        "tier",
+    ),
+    "peak_bytes": _gauge(
+        "The largest size of the location that this process has seen since the store was opened.",
+        lambda engine: engine.peak_bytes,
+    ),
+    "pages": _gauge("Pages in the location.", lambda engine: engine.last_used()[0].entries),
+    "budget_pages": _gauge(
+        "Pages that may be in the location; missing if there is no limit.", lambda engine: engine.budget.max_entries
+    ),
+    "stored_bytes": _gauge("Size of the payloads, as stored.", lambda engine: engine.last_used()[1]),
+    "state_bytes": _gauge("Size of the states that the payloads decode to.", lambda engine: engine.last_used()[2]),
+    "pending_pages": _gauge(
+        "Pages and snapshots captured but not yet written.",
+        lambda engine: dict(zip(FORMS, engine.pending, strict=True)),
+        "form",
+    ),
+    "queued_bytes": _gauge("Bytes captured but not yet written.", lambda engine: engine.queued_bytes),
+    "queue_budget_bytes": _gauge("Bytes that may wait to be written.", lambda engine: engine.queue_bytes),
 }
 
 
@@ -163,17 +239,18 @@ class StoreMetrics:
         """Stop reporting the store with this name."""
         self._engines.pop(name, None)
 
-    def describe(self) -> Iterator[Metric]:
+    def describe(self) -> Iterator[Family]:
         """The metrics without values, for the registry."""
         yield from _families(self._prometheus, named=False).values()
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Family]:
         """The metrics, for a scrape."""
         engines = tuple(self._engines.items())
         named = any(name for name, _ in engines)
         families = _families(self._prometheus, named=named)
-        for name, engine in engines:
-            _Filler(families, (name,) if named else ()).fill(engine)
+        for store, engine in engines:
+            for name, metric in METRICS.items():
+                _add(families[name], (store,) if named else (), metric.read(engine))
         yield from (family for family in families.values() if family.samples)
 
 
@@ -185,70 +262,21 @@ def store_text(store: Engine | HasEngine) -> str:
 
 
 def _families(prometheus: ModuleType, *, named: bool) -> dict[str, Any]:
-    kinds = {
-        "counter": prometheus.core.CounterMetricFamily,
-        "gauge": prometheus.core.GaugeMetricFamily,
-        "histogram": prometheus.core.HistogramMetricFamily,
-    }
-    first = ("store",) if named else ()
     return {
-        name: kinds[family.kind](f"prefixstore_{name}", family.text, labels=first + family.labels)
-        for name, family in FAMILIES.items()
+        name: getattr(prometheus.core, f"{metric.kind}MetricFamily")(
+            f"prefixstore_{name}", metric.text, labels=["store"] * named + [metric.label] * bool(metric.label)
+        )
+        for name, metric in METRICS.items()
     }
 
 
-class _Filler:
-    """Adds what one store has to tell to the families."""
-
-    def __init__(self, families: Mapping[str, Any], labels: tuple[str, ...]) -> None:
-        self._families = families
-        self._labels = labels
-
-    def fill(self, engine: Engine) -> None:
-        self._counted(engine.counters)
-        self._sized(engine)
-        for name, value, labels in sessions.samples(engine):
-            self._add(name, value, *labels)
-
-    def _add(self, name: str, value: float, *labels: str) -> None:
-        self._families[name].add_metric((*self._labels, *labels), value)
-
-    def _counted(self, counters: Counters) -> None:
-        for name, (count, _) in COUNTS.items():
-            self._add(name, counters[count])
-        for name, (time, _) in TIMES.items():
-            self._add(name, counters.gained(time))
-        for name, (group, _, first) in GROUPS.items():
-            for reason, n in bounded(dict.fromkeys(first, 0) | counters.group(group)).items():
-                self._add(name, n, reason)
-        self._add("lookups", counters["hits"], "store")
-        self._add("lookups", counters["live_hits"], "live")
-        self._add("lookups", sum(counters.group("miss").values()), "none")
-        for form in FORMS:
-            self._add("captured_pages", counters[f"{form}s_captured"], form)
-        for name, (histogram, _) in HISTOGRAMS.items():
-            taken = counters.histogram(histogram)
-            bounds = [*map(str, taken.bounds), "+Inf"]
-            buckets = list(zip(bounds, accumulate(taken.counts), strict=True))
-            self._families[name].add_metric(self._labels, buckets, taken.total)
-
-    def _sized(self, engine: Engine) -> None:
-        is_up = engine.measure()
-        used, stored, raw = engine.last_used()
-        budget = engine.budget
-        self._add("used_bytes", used.bytes, "location")
-        self._add("used_bytes", engine.ram_bytes, "ram")
-        self._add("budget_bytes", budget.max_bytes, "location")
-        self._add("budget_bytes", engine.ram_budget, "ram")
-        self._add("peak_bytes", engine.peak_bytes)
-        self._add("pages", used.entries)
-        if budget.max_entries is not None:
-            self._add("budget_pages", budget.max_entries)
-        self._add("stored_bytes", stored)
-        self._add("state_bytes", raw)
-        for form, n in zip(FORMS, engine.pending, strict=True):
-            self._add("pending_pages", n, form)
-        self._add("queued_bytes", engine.queued_bytes)
-        self._add("queue_budget_bytes", engine.queue_bytes)
-        self._add("location_up", is_up)
-        self._add("late", engine.late)
+def _add(family: Any, labels: tuple[str, ...], found: Found) -> None:
+    """Add what one store has to tell to a metric."""
+    if isinstance(found, Histogram):
+        bounds = [*map(str, found.bounds), "+Inf"]
+        family.add_metric(labels, list(zip(bounds, accumulate(found.counts), strict=True)), found.total)
+    elif isinstance(found, Mapping):
+        for label, value in found.items():
+            family.add_metric((*labels, label), value)
+    elif found is not None:
+        family.add_metric(labels, found)

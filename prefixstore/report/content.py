@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from prefixstore.engine.facts import Facts
+from prefixstore.engine.figures import read_history
 from prefixstore.engine.page_view import View
 from prefixstore.engine.policy_memory import noted_policy
 from prefixstore.errors import CorruptError
+from prefixstore.format.figures import DAY, HOUR, PASSED, Figures, Period
 from prefixstore.format.namespace import Namespace
 from prefixstore.models.file import CACHE_TYPE_NAMES
 from prefixstore.report.eviction import estimates, evicted_of
-from prefixstore.report.history import kept_of
 from prefixstore.report.labels import Words, labels_of, visible
 from prefixstore.report.runs import MOST_RUNS, USES, Column, limited, read_facts, runs_of
+from prefixstore.stats import Purpose
 
 __all__ = ["Content", "content_of"]
 
@@ -26,11 +29,12 @@ Content: TypeAlias = dict[str, Any]
 
 # facts are not verified: what claims more is damaged
 LARGEST = 1 << 50
-HOUR, DAY = 3600, 86_400
 # Bands of ages in seconds, the shortest last: more than 30 days, up to 30, 7, 1 day, 6 hours, 1 hour.
 AGES = (30 * DAY, 7 * DAY, DAY, 6 * HOUR, HOUR)
 # digits of a key
 DIGITS = 12
+# columns of runs that are in the report as they are
+SHOWN = ("parent", "space", "tokens", "pages", "snapshots", "bytes", "hits", "least_hits", "pinned", "runs")
 
 
 def content_of(
@@ -77,16 +81,17 @@ def content_of(
         models = [_model(settings.get(key)) for key in spaces]
         known = {model: len({*models} - {""}) < 2 or not model or is_of(model) for model in {*models}}
         labels, shared = labels_of(view, facts, runs, [words if known[model] else None for model in models])
-    evicted, kept = evicted_of(view), kept_of(view, now)
+    evicted, history = evicted_of(view), read_history(view, now / 1e9)
+    titles = {name: one.title for name, one in history.described.items()}
     used = view.used
-    keys = "".join(bytes(facts["key"][head]).hex()[:DIGITS] if head >= 0 else " " * DIGITS for head in runs.head)
+    keys = "".join(bytes(facts["key"][head]).hex()[:DIGITS] if head >= 0 else " " * DIGITS for head in runs["head"])
     return {
         "location": visible(location),
         "made": now // 10**9,
         "labels": "none" if not with_tokens else "text" if words is not None else "tokens",
         "policy": visible(noted_policy(view) or ""),
         "used_bytes": used.bytes,
-        "max_bytes": max_bytes if max_bytes is not None else kept.max_bytes,
+        "max_bytes": max_bytes if max_bytes is not None else history.max_bytes,
         "pages": used.entries,
         "unreadable": len(found) - len(facts),
         "tokens": int(facts["n_tokens"].sum()),
@@ -94,27 +99,18 @@ def content_of(
         "raw_bytes": int(facts["raw_bytes"].sum()),
         "hits": int(facts["hits"].sum()),
         "pinned": int(facts["pinned"].sum()),
-        "spaces": [_space(key, settings.get(key), kept.titles.get(key.hex()[:16])) for key in spaces],
+        "spaces": [_space(key, settings.get(key), titles.get(key.hex()[:16])) for key in spaces],
         "runs": {
-            "parent": runs.parent.tolist(),
-            "space": runs.space.tolist(),
-            "start": (runs.start + np.array(shared, np.int64)).tolist(),
-            "tokens": runs.tokens.tolist(),
-            "pages": runs.pages.tolist(),
-            "snapshots": runs.snapshots.tolist(),
-            "bytes": runs.n_bytes.tolist(),
-            "hits": runs.hits.tolist(),
-            "least_hits": runs.least_hits.tolist(),
-            "idle": _seconds(now, runs.last_used).tolist(),
-            "age": _seconds(now, runs.created).tolist(),
-            "pinned": runs.pinned.tolist(),
-            "runs": runs.n_runs.tolist(),
+            **{name: runs[name].tolist() for name in SHOWN},
+            "start": (runs["start"] + np.array(shared, np.int64)).tolist(),
+            "idle": _seconds(now, runs["last_used"]).tolist(),
+            "age": _seconds(now, runs["created"]).tolist(),
             "keys": keys,
             "labels": labels,
         },
         "bands": _bands(facts, now),
-        "hours": kept.hours,
-        "days": kept.days,
+        "hours": _asked(history.hours),
+        "days": _asked(history.days),
         "evicted": None
         if evicted is None
         else {
@@ -159,6 +155,26 @@ def _space(key: bytes, settings: bytes | None, title: str | None) -> dict[str, s
         "types": visible("/".join(names)),
         "tenant": visible(str(found.get("salt") or "")),
     }
+
+
+def _asked(periods: Iterable[Period]) -> list[tuple[int, ...]]:
+    """What was asked of all namespaces while they served, in each hour or day, oldest first.
+
+    When it began; prompts of which something was restored, and of which nothing was; their tokens: all, restored, and
+    computed; evicted pages.
+    """
+    found: defaultdict[int, list[Figures]] = defaultdict(list)
+    for period in periods:
+        if period.purpose == Purpose.SERVING.value:
+            found[period.start].append(period.figures)
+    rows: list[tuple[int, ...]] = []
+    for began, some in sorted(found.items()):
+        one = Figures.sum(some)
+        misses = sum(n for reason, n in one.misses.items() if reason not in PASSED)
+        rows.append(
+            (began, one.hits, misses, one.prompt_tokens, one.tokens_restored, one.tokens_computed, one.evictions)
+        )
+    return rows
 
 
 def _seconds(now: int, times: Column) -> Column:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 
@@ -12,9 +13,9 @@ from prefixstore.engine.facts import Facts
 from prefixstore.engine.page_view import View
 from prefixstore.format.keys import Tokens, common_prefix
 from prefixstore.format.record import Record
-from prefixstore.report.runs import Runs
+from prefixstore.report.runs import Column
 
-__all__ = ["Words", "labels_of", "visible"]
+__all__ = ["Words", "divergence", "labels_of", "visible"]
 
 # tokens of a label: as text, and as ids
 TEXT_TOKENS, ID_TOKENS = 24, 10
@@ -27,6 +28,7 @@ ENOUGH = 6
 # records read at a time
 SLICE = 1000
 
+_T = TypeVar("_T")
 # the text of some tokens
 Words = Callable[[Sequence[int]], str]
 
@@ -41,7 +43,7 @@ def visible(text: str) -> str:
     return text.translate(SHOWN).encode("utf-8", "replace").decode()
 
 
-def labels_of(view: View, facts: Facts, runs: Runs, words: Sequence[Words | None]) -> tuple[list[str], list[int]]:
+def labels_of(view: View, facts: Facts, runs: Column, words: Sequence[Words | None]) -> tuple[list[str], list[int]]:
     """The label of each run, and how many of its first tokens it shares with a sibling.
 
     Parameters
@@ -55,29 +57,29 @@ def labels_of(view: View, facts: Facts, runs: Runs, words: Sequence[Words | None
     """
     labels, shared = [""] * len(runs), [0] * len(runs)
     groups: defaultdict[int, list[int]] = defaultdict(list)
-    for i, (siblings, head) in enumerate(zip(runs.siblings.tolist(), runs.head.tolist(), strict=True)):
+    for i, (siblings, head) in enumerate(zip(runs["siblings"].tolist(), runs["head"].tolist(), strict=True)):
         if head >= 0:
             # a run whose parent is lost has no siblings
             groups[siblings if siblings >= 0 else -2 - i].append(i)
     for some in _batches(list(groups.values())):
         each = [i for group in some for i in group]
-        first = _tokens(view, [bytes(facts["key"][runs.head[i]]) for i in each])
+        first = _tokens(view, [bytes(facts["key"][runs["head"][i]]) for i in each])
         found = dict(zip(each, first, strict=True))
         for group in some:
-            for i, n in _divergence({i: tokens for i in group if (tokens := found[i]) is not None}).items():
+            for i, n in divergence({i: tokens for i in group if (tokens := found[i]) is not None}).items():
                 shared[i] = n
         short = [
             i
             for i in each
-            if (tokens := found[i]) is not None and len(tokens) - shared[i] < ENOUGH and runs.second[i] >= 0
+            if (tokens := found[i]) is not None and len(tokens) - shared[i] < ENOUGH and runs["second"][i] >= 0
         ]
-        more = _tokens(view, [bytes(facts["key"][runs.second[i]]) for i in short])
+        more = _tokens(view, [bytes(facts["key"][runs["second"][i]]) for i in short])
         following = dict(zip(short, more, strict=True))
         for i in each:
             if (tokens := found[i]) is not None:
                 after = following.get(i)
                 whole = tokens if after is None else np.concatenate([tokens, after])
-                labels[i] = _label(whole, shared[i], words[runs.space[i]])
+                labels[i] = _label(whole, shared[i], words[runs["space"][i]])
     return labels, shared
 
 
@@ -107,7 +109,7 @@ def _tokens(view: View, keys: Sequence[bytes]) -> list[Tokens | None]:
     return found
 
 
-def _divergence(siblings: dict[int, Tokens]) -> dict[int, int]:
+def divergence(siblings: Mapping[_T, Tokens]) -> dict[_T, int]:
     """How many tokens each shares with the one that is most like it: a neighbour, in the order of their bytes."""
     ordered = sorted(siblings, key=lambda i: siblings[i].tobytes())
     found = dict.fromkeys(ordered, 0)

@@ -6,17 +6,12 @@ import base64
 import hashlib
 import html
 import json
-import os
-import tempfile
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
-from prefixstore.backends.files import sync_path
-from prefixstore.errors import LocationError
 from prefixstore.report.content import Content
 
-__all__ = ["html_of", "live_html", "write_page"]
+__all__ = ["html_of", "live_html"]
 
 PARTS = Path(__file__).with_name("page")
 SCRIPTS = ("tree.js", "icicle.js", "panels.js", "main.js")
@@ -64,51 +59,3 @@ def _filled(title: str, data: str, connect: str) -> str:
         name, rest = piece.split("}}", 1)
         done += [values[name], rest]
     return "".join(done)
-
-
-def write_page(path: Path, text: str, *, replace: bool = False) -> None:
-    """Write a file that only its owner can read, whole or not at all.
-
-    Raises
-    ------
-    LocationError
-        If it cannot be written, or exists and shall not be replaced.
-    """
-    try:
-        if path.exists() and not path.is_file():
-            # a device, or a pipe
-            raise LocationError(f"cannot write {path}: it exists and is not a file; pass another --out")
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    except OSError as error:
-        raise LocationError(f"cannot write {path}: {error.strerror or error}; pass another --out") from error
-    new = Path(name)
-    try:
-        with open(handle, "w", encoding="utf-8") as file:  # noqa: PTH123 - it is open
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        if replace:
-            new.replace(path)
-        else:
-            _name(new, path)
-        sync_path(path.parent)
-    except FileExistsError:
-        raise LocationError(f"{path} exists; pass --force to replace it, or another --out") from None
-    except OSError as error:
-        raise LocationError(f"cannot write {path}: {error.strerror or error}; pass another --out") from error
-    finally:
-        with suppress(FileNotFoundError):
-            new.unlink()
-
-
-def _name(new: Path, path: Path) -> None:
-    """Give a file its name, unless another has it. Raises `FileExistsError`."""
-    try:
-        os.link(new, path)
-    except FileExistsError:
-        raise
-    except OSError:
-        # a file system without links
-        if path.exists():
-            raise FileExistsError(path) from None
-        new.rename(path)

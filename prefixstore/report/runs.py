@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from prefixstore.engine.page_view import View
 from prefixstore.format.keys import KEY_BYTES, PAGE
 from prefixstore.format.record import CLOCK_SLACK
 
-__all__ = ["MOST_RUNS", "USES", "Column", "Runs", "limited", "read_facts", "runs_of"]
+__all__ = ["MOST_RUNS", "RUN", "USES", "Column", "limited", "read_facts", "runs_of"]
 
 Column = npt.NDArray[Any]
 
@@ -35,51 +34,33 @@ def read_facts(view: View) -> Facts:
     return np.concatenate(found) if found else np.empty(0, FACTS)
 
 
-@dataclass(frozen=True)
-class Runs:
-    """Runs of pages without a branch, parents before their children. All columns have one value for each run.
-
-    Attributes
-    ----------
-    parent
-        The run that it follows; -1 for the first of a namespace.
-    space
-        Number of the namespace.
-    head, second
-        Rows of the first page and of the next one in the facts; -1 if there is none.
-    siblings
-        Equal for runs that follow the same page; -1 for a run whose parent is lost.
-    start, tokens, pages, snapshots, n_bytes
-        Position of the first token, and what the run has. Snapshots belong to the run that they follow.
-    hits, least_hits
-        How often its first page was restored, and its least used one.
-    last_used, created
-        Nanoseconds since the epoch: of the page used last, and of the oldest one. 0 if that is not believable.
-    pinned
-        Whether its pages are pinned.
-    n_runs
-        How many runs it represents: 1, or how many small ones were left out after `parent`. Those have no `head`.
-    """
-
-    parent: Column
-    space: Column
-    head: Column
-    second: Column
-    siblings: Column
-    start: Column
-    tokens: Column
-    pages: Column
-    snapshots: Column
-    n_bytes: Column
-    hits: Column
-    least_hits: Column
-    last_used: Column
-    created: Column
-    pinned: Column
-    n_runs: Column
-
-    def __len__(self) -> int:
-        return len(self.parent)
+# A run of pages without a branch, in an array with parents before their children:
+RUN = np.dtype(
+    [
+        ("parent", "i8"),  # the run that it follows; -1 for the first of a namespace
+        ("space", "i8"),  # the number of the namespace
+        # rows of the first page and of the next one in the facts; -1 if there is none
+        ("head", "i8"),
+        ("second", "i8"),
+        ("siblings", "i8"),  # equal for runs that follow the same page; -1 for a run whose parent is lost
+        ("start", "i8"),  # the position of the first token
+        ("tokens", "i8"),
+        ("pages", "i8"),
+        ("snapshots", "i8"),  # they belong to the run that they follow
+        ("bytes", "i8"),
+        # how often its first page was restored, and its least used one
+        ("hits", "i8"),
+        ("least_hits", "i8"),
+        # nanoseconds since the epoch: of the page used last, and of the oldest one; 0 if that is not believable
+        ("last_used", "i8"),
+        ("created", "i8"),
+        ("pinned", "i8"),  # whether its pages are
+        (
+            "runs",
+            "i8",
+        ),  # how many it stands for: 1, or how many small ones were left out after `parent`, without `head`
+    ]
+)
 
 
 def _keys(column: Column) -> Column:
@@ -98,7 +79,7 @@ def _parents(facts: Facts) -> Column:
     return np.where(fits, at, -1)
 
 
-def runs_of(facts: Facts, spaces: Sequence[bytes], now: int) -> Runs:
+def runs_of(facts: Facts, spaces: Sequence[bytes], now: int) -> Column:
     """The runs of readable pages, whose namespaces are those in `spaces`.
 
     Parameters
@@ -112,7 +93,7 @@ def runs_of(facts: Facts, spaces: Sequence[bytes], now: int) -> Runs:
     """
     n = len(facts)
     if not n:
-        return Runs(*(np.empty(0, np.int64) for _ in range(16)))
+        return np.empty(0, RUN)
     parent, is_page = _parents(facts), facts["form"] == PAGE
     children = np.bincount(parent[is_page & (parent >= 0)], minlength=n)
     band = np.digitize(facts["hits"], USES)
@@ -144,24 +125,23 @@ def runs_of(facts: Facts, spaces: Sequence[bytes], now: int) -> Runs:
     space = np.searchsorted(np.array(spaces, f"S{KEY_BYTES}"), of)[heads]
     is_lost = (above < 0) & (wanted != of[heads])
     latest = _believable(facts["last_used"].astype(np.int64), now)
-    return Runs(
-        parent=np.where(above >= 0, run[above], -1),
-        space=space,
-        head=heads,
-        second=second[heads],
-        siblings=np.where(above >= 0, above, np.where(is_lost, -1, n + space)),
-        start=facts["start"][heads].astype(np.int64),
-        tokens=total(np.where(is_page | is_head, facts["n_tokens"], 0)),
-        pages=total(is_page),
-        snapshots=total(~is_page),
-        n_bytes=total(facts["stored_bytes"]),
-        hits=facts["hits"][heads].astype(np.int64),
-        least_hits=extreme(np.minimum, np.where(is_page | is_head, facts["hits"], 2**32), 2**32),
-        last_used=extreme(np.maximum, latest, 0),
-        created=extreme(np.minimum, facts["created"].astype(np.int64), now),
-        pinned=facts["pinned"][heads].astype(np.int64),
-        n_runs=np.ones(len(heads), np.int64),
-    )
+    found = np.empty(len(heads), RUN)
+    found["parent"] = np.where(above >= 0, run[above], -1)
+    found["space"] = space
+    found["head"] = heads
+    found["second"] = second[heads]
+    found["siblings"] = np.where(above >= 0, above, np.where(is_lost, -1, n + space))
+    found["tokens"] = total(np.where(is_page | is_head, facts["n_tokens"], 0))
+    found["pages"] = total(is_page)
+    found["snapshots"] = total(~is_page)
+    found["bytes"] = total(facts["stored_bytes"])
+    found["least_hits"] = extreme(np.minimum, np.where(is_page | is_head, facts["hits"], 2**32), 2**32)
+    found["last_used"] = extreme(np.maximum, latest, 0)
+    found["created"] = extreme(np.minimum, facts["created"].astype(np.int64), now)
+    found["runs"] = 1
+    for name in ("start", "hits", "pinned"):
+        found[name] = facts[name][heads]
+    return found
 
 
 def _believable(times: Column, now: int) -> Column:
@@ -169,12 +149,12 @@ def _believable(times: Column, now: int) -> Column:
     return np.where(times <= now + CLOCK_SLACK, np.minimum(times, now), 0)
 
 
-def limited(runs: Runs, most: int = MOST_RUNS) -> Runs:
+def limited(runs: Column, most: int = MOST_RUNS) -> Column:
     """At most so many runs, those with the largest subtrees, each with one more run for what is left out below it."""
     if len(runs) <= most:
         return runs
-    below = runs.n_bytes.tolist()
-    parents = runs.parent.tolist()
+    below = runs["bytes"].tolist()
+    parents = runs["parent"].tolist()
     for i in range(len(runs) - 1, -1, -1):
         if parents[i] >= 0:
             below[parents[i]] += below[i]
@@ -189,20 +169,19 @@ def limited(runs: Runs, most: int = MOST_RUNS) -> Runs:
     for i, parent in enumerate(parents):
         if not is_kept[i]:
             is_top = parent < 0 or is_kept[parent]
-            place[i] = (int(number[parent]) if parent >= 0 else -1 - int(runs.space[i])) if is_top else place[parent]
-    left = np.flatnonzero(~is_kept)
-    places, group = np.unique(np.array(place)[left], return_inverse=True)
-    added: dict[str, Column] = {name: np.zeros(len(places), np.int64) for name in Runs.__dataclass_fields__}
+            place[i] = (int(number[parent]) if parent >= 0 else -1 - int(runs["space"][i])) if is_top else place[parent]
+    left = runs[~is_kept]
+    places, group = np.unique(np.array(place)[~is_kept], return_inverse=True)
+    added = np.zeros(len(places), RUN)
     added["parent"] = np.maximum(places, -1)
-    added["space"] = np.zeros(len(places), np.int64)
-    added["space"][group] = runs.space[left]
+    added["space"][group] = left["space"]
     for name in ("head", "second", "siblings"):
-        added[name] -= 1
-    for name in ("tokens", "pages", "snapshots", "n_bytes", "n_runs"):
-        added[name] = np.bincount(group, getattr(runs, name)[left], len(places)).astype(np.int64)
-    np.maximum.at(added["last_used"], group, runs.last_used[left])
-    added["created"] = np.full(len(places), np.iinfo(np.int64).max)
-    np.minimum.at(added["created"], group, runs.created[left])
-    columns = {name: np.concatenate([getattr(runs, name)[kept], column]) for name, column in added.items()}
-    columns["parent"][:most] = np.where(runs.parent[kept] >= 0, number[runs.parent[kept]], -1)
-    return Runs(**columns)
+        added[name] = -1
+    for name in ("tokens", "pages", "snapshots", "bytes", "runs"):
+        added[name] = np.bincount(group, left[name], len(places))
+    np.maximum.at(added["last_used"], group, left["last_used"])
+    added["created"] = np.iinfo(np.int64).max
+    np.minimum.at(added["created"], group, left["created"])
+    shown = runs[kept]
+    shown["parent"] = np.where(shown["parent"] >= 0, number[shown["parent"]], -1)
+    return np.concatenate([shown, added])

@@ -9,8 +9,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
 
 from prefixstore.errors import ServerError, ServerUnreachableError
@@ -20,7 +19,7 @@ from prefixstore.server.upstream import ASK_SECONDS, Upstream, UpstreamError, Up
 if TYPE_CHECKING:
     from prefixstore.server.command import ServerCommand
 
-__all__ = ["CHILD_URL", "Child", "Patience", "hangs"]
+__all__ = ["CHILD_URL", "Child", "hangs"]
 
 log = logging.getLogger("prefixstore.server")
 
@@ -33,6 +32,9 @@ STOP_SECONDS = 15.0
 DYING_SECONDS = 1.0
 LOST_SECONDS = 10.0
 PR_SET_PDEATHSIG = 1
+# A child that hangs is started again (Linux): seconds between two questions, which are those that an answer may take,
+# and how many in a row it may leave without an answer, with no work done meanwhile.
+INTERVAL, QUESTIONS = 10.0, 6
 # a name: it listens on a socket
 CHILD_URL = "http://llama-server"
 
@@ -55,9 +57,6 @@ class Child:
         Called as soon as the process has ended.
     is_busy
         Whether it has requests to answer.
-    patience
-        How long it may neither answer nor do anything, before it is ended and started again. Linux; elsewhere it may
-        for ever.
     """
 
     def __init__(
@@ -68,11 +67,10 @@ class Child:
         when_down: Callable[[], None],
         *,
         is_busy: Callable[[], bool] = lambda: False,
-        patience: Patience | None = None,
     ) -> None:
         self._command, self._environ = command, dict(environ)
         self._when_ready, self._when_down = when_ready, when_down
-        self._is_busy, self._patience = is_busy, patience or Patience()
+        self._is_busy = is_busy
         self.process: asyncio.subprocess.Process | None = None
         self._stopping = asyncio.Event()
 
@@ -168,42 +166,35 @@ class Child:
             await asyncio.gather(ready, ended, return_exceptions=True)
 
     async def _ready(self) -> None:
-        async with self._asking() as server:
-            while True:
-                with contextlib.suppress(UpstreamError):
-                    if (await server.ask("/health")).is_ok:
-                        break
-                await asyncio.sleep(HEALTH_INTERVAL)
+        while True:
+            if await self._health(ASK_SECONDS):
+                break
+            await asyncio.sleep(HEALTH_INTERVAL)
         await self._when_ready()
 
-    @contextlib.asynccontextmanager
-    async def _asking(self) -> AsyncIterator[Upstream]:
-        server = Upstream(CHILD_URL, timeout=ASK_SECONDS, key=self._command.key, socket=self._command.socket)
-        try:
-            yield server
-        finally:
-            await server.close()
-
     async def _end_if_it_hangs(self, process: asyncio.subprocess.Process) -> None:
-        async with self._asking() as server:
-            await hangs(
-                lambda seconds: self._answers(server, seconds), lambda: work_of_session(process.pid), self._patience
-            )
+        async def answers(seconds: float) -> bool:
+            return await self._health(seconds) is not None
+
+        await hangs(answers, lambda: work_of_session(process.pid))
         log.warning("llama-server neither answers nor does anything: it is killed")
         _end_group(process.pid)
 
-    async def _answers(self, server: Upstream, seconds: float) -> bool:
-        """Whether its threads for requests answer, and the one that computes as well if it has something to do.
+    async def _health(self, seconds: float) -> bool | None:
+        """Whether it is healthy; None if a thread of it does not answer: one for requests, or the one that computes.
 
-        The latter is not asked without need: that would wake a server that sleeps.
+        The latter is asked only if it has something to do: that would wake a server that sleeps.
         """
+        server = Upstream(CHILD_URL, timeout=ASK_SECONDS, key=self._command.key, socket=self._command.socket)
         try:
-            await server.ask("/health", timeout=seconds)
+            answer = await server.ask("/health", timeout=seconds)
             if self._is_busy():
                 await server.ask("/slots", server.credentials(()), timeout=seconds)
         except UpstreamError:
-            return False
-        return True
+            return None
+        finally:
+            await server.close()
+        return answer.is_ok
 
 
 def _signal_group(leader: int, number: int) -> bool:
@@ -242,25 +233,7 @@ def _die_with(parent: int) -> Callable[[], None] | None:
     return prepare
 
 
-@dataclass(frozen=True)
-class Patience:
-    """How long a server may do nothing.
-
-    Attributes
-    ----------
-    interval
-        Seconds between two questions, and that an answer may take.
-    questions
-        How many in a row it may leave without an answer, with no work done meanwhile.
-    """
-
-    interval: float = 10.0
-    questions: int = 6
-
-
-async def hangs(
-    ask: Callable[[float], Awaitable[bool]], work_done: Callable[[], int | None], patience: Patience
-) -> None:
+async def hangs(ask: Callable[[float], Awaitable[bool]], work_done: Callable[[], int | None]) -> None:
     """Return when a server hangs.
 
     A server that computes may be silent for as long as one batch takes, or all of its threads for requests may be
@@ -273,14 +246,12 @@ async def hangs(
         Probes the server, given how many seconds the answer may take. Returns whether there was one.
     work_done
         A number that grows with the work that the server does; None if it is not known, and then it never hangs.
-    patience
-        How long it may do nothing.
     """
     before: int | None = None
     silent = 0
-    while silent < patience.questions:
-        await asyncio.sleep(patience.interval)
-        if await ask(patience.interval):
+    while silent < QUESTIONS:
+        await asyncio.sleep(INTERVAL)
+        if await ask(INTERVAL):
             before, silent = None, 0
             continue
         done = work_done()

@@ -8,10 +8,11 @@ import math
 import os
 import socket
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from prefixstore.errors import (
@@ -22,21 +23,96 @@ from prefixstore.errors import (
     ServerTooOldError,
     ServerUnreachableError,
 )
-from prefixstore.server.process import ProcessMemory, listening_process, memory_of
-from prefixstore.server.records import Health, Props, Slot, SlotAction
+from prefixstore.server.process import listening_process, memory_of
 from prefixstore.units import shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["LlamaServer", "props_of"]
+__all__ = ["LlamaServer", "Props", "Slot", "SlotAction", "props_of"]
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")  # noqa: S104 - compared, not bound
 # more than any answer of the endpoints that are asked here
 MAX_ANSWER = 16 << 20
 MAX_MESSAGE = 300
 
-NO_PROPS = Props("", "", 0, 0)
+
+@dataclass(frozen=True)
+class Props:
+    """The properties that a server reports.
+
+    Attributes
+    ----------
+    build
+        Number and commit of llama.cpp, ``"b1-0c1e570"``; empty if it is not known.
+    model_path
+        Path of the model on the server; empty if it is not known.
+    n_slots
+        How many sequences it computes side by side.
+    n_ctx
+        Tokens that fit into one slot.
+    is_sleeping
+        Whether it has unloaded the model until the next request.
+    raw
+        Everything, as it was answered.
+    """
+
+    build: str
+    model_path: str
+    n_slots: int
+    n_ctx: int
+    is_sleeping: bool = field(default=False, compare=False)
+    raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def commit(self) -> str:
+        """The commit of llama.cpp that computes the states; empty if it is not known."""
+        return self.build.rpartition("-")[2]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One sequence of a server.
+
+    Attributes
+    ----------
+    id
+        Its number, from 0.
+    state
+        ``"idle"`` or ``"processing"``.
+    n_tokens
+        Tokens that it holds; None if the server does not say: before the first request, and after a restore.
+    n_ctx
+        Tokens that fit into it.
+    n_bytes
+        Bytes of state that its tokens take, if the bytes of a token are known; see `LlamaServer.bytes_per_token`.
+    is_drafting
+        Whether tokens are drafted for it: by another model, by layers of its own, or from its prompt.
+    """
+
+    id: int
+    state: str
+    n_tokens: int | None
+    n_ctx: int
+    n_bytes: int | None = None
+    is_drafting: bool = False
+
+    @property
+    def is_processing(self) -> bool:
+        """Whether it computes a request."""
+        return self.state == "processing"
+
+    @property
+    def capacity(self) -> float:
+        """The used share of its context, 0 to 1."""
+        return min(self.n_tokens / self.n_ctx, 1.0) if self.n_tokens and self.n_ctx > 0 else 0.0
+
+
+class SlotAction(NamedTuple):
+    """How many tokens of a slot were saved, restored or erased, and the bytes of the file; 0 for an erasure."""
+
+    n_tokens: int
+    n_bytes: int = 0
 
 
 class LlamaServer:
@@ -61,10 +137,6 @@ class LlamaServer:
         Bytes of state a token, once a slot was saved (see `SlotStore`); None before.
     is_drafting
         Whether tokens are drafted for its slots, as `slots` has said last; True until it has.
-
-    Notes
-    -----
-    With ``quiet=True`` a question to a server that fails is answered with an empty record, as monitoring wants it.
 
     Examples
     --------
@@ -113,19 +185,7 @@ class LlamaServer:
 
     # -- questions ----------------------------------------------------------------------------------------------------
 
-    def health(self, *, quiet: bool = False) -> Health:
-        """Whether it takes requests. Raises `ServerUnreachableError`."""
-        try:
-            self._ask("GET", "/health")
-        except ServerBusyError:
-            return Health("loading")
-        except ServerError:
-            if not quiet:
-                raise
-            return Health("unreachable")
-        return Health("ok")
-
-    def props(self, *, quiet: bool = False) -> Props:
+    def props(self) -> Props:
         """Its properties.
 
         Raises
@@ -133,12 +193,7 @@ class LlamaServer:
         ServerError
             `ServerUnreachableError`, `ServerBusyError` (loading), `ServerRefusedError` (the key), `ServerTooOldError`.
         """
-        try:
-            return props_of(self._ask("GET", "/props"))
-        except ServerError:
-            if not quiet:
-                raise
-            return NO_PROPS
+        return props_of(self._ask("GET", "/props"))
 
     def proxy_status(self) -> dict[str, Any]:
         """What ``prefixstore serve`` says of itself, if the URL is one of it. Raises `ServerError`."""
@@ -152,53 +207,33 @@ class LlamaServer:
             )
         return answer
 
-    def slots(self, *, quiet: bool = False) -> tuple[Slot, ...]:
+    def slots(self) -> tuple[Slot, ...]:
         """All slots. Raises `ServerError`; `ServerRefusedError` if it was started with ``--no-slots``."""
+        answer = self._ask("GET", "/slots")
         try:
-            answer = self._ask("GET", "/slots")
-            if not isinstance(answer, list):
-                raise ServerTooOldError(f"{self.url}/slots has answered in a form that is not known")
             slots = tuple(self._slot(one) for one in answer)
-            self.is_drafting = any(slot.is_drafting for slot in slots)
-            return slots
-        except ServerError:
-            if not quiet:
-                raise
-            return ()
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError):  # 1e999 is infinity
+            raise ServerTooOldError(f"{self.url}/slots has answered in a form that is not known") from None
+        self.is_drafting = any(slot.is_drafting for slot in slots)
+        return slots
 
-    def slot(self, i: int, *, quiet: bool = False) -> Slot:
-        """One slot.
+    def slot(self, i: int) -> Slot:
+        """One slot. Raises as `slots`, and `InvalidParameterError` if there is none with this number."""
+        found = {slot.id: slot for slot in self.slots()}
+        if i not in found:
+            there = ", ".join(map(str, sorted(found)))
+            raise InvalidParameterError(f"slot={shown(i)}: {self.url} has the slots {there}")
+        return found[i]
 
-        Raises
-        ------
-        ServerError
-            As `slots`.
-        InvalidParameterError
-            If there is no such slot; with ``quiet=True`` an idle one without room is returned.
-        """
-        found = {slot.id: slot for slot in self.slots(quiet=quiet)}
-        if i in found:
-            return found[i]
-        if quiet:
-            return Slot(i, "idle", None, 0)
-        raise InvalidParameterError(f"slot={shown(i)}: {self.url} has the slots {', '.join(map(str, sorted(found)))}")
+    @property
+    def pid(self) -> int | None:
+        """Its process, if that is on this machine and can be found."""
+        return listening_process(self._port) if self._host in LOCAL_HOSTS else None
 
-    def process(self) -> ProcessMemory | None:
-        """The memory of its process, if it is on this machine and can be read."""
-        if self._host not in LOCAL_HOSTS:
-            return None
-        pid = listening_process(self._port)
+    def process(self) -> dict[str, int] | None:
+        """The memory of its process, if it is on this machine and can be read; see `memory_of`."""
+        pid = self.pid
         return memory_of(pid) if pid is not None else None
-
-    @property
-    def is_local(self) -> bool:
-        """Whether it listens on this machine."""
-        return self._host in LOCAL_HOSTS
-
-    @property
-    def port(self) -> int:
-        """The port it listens on."""
-        return self._port
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
@@ -213,8 +248,7 @@ class LlamaServer:
         ServerError
             `ServerRefusedError` also if it was started without ``--slot-save-path``.
         """
-        answer = self._act(slot, "save", filename)
-        return self._action(answer, "n_saved", "n_written", "save_ms")
+        return self._act(slot, "save", "n_saved", "n_written", filename)
 
     def restore(self, slot: int, filename: str) -> SlotAction:
         """Have it load a file of its slot directory into a slot. All slots wait meanwhile.
@@ -226,13 +260,11 @@ class LlamaServer:
         ServerError
             As `save`.
         """
-        answer = self._act(slot, "restore", filename)
-        return self._action(answer, "n_restored", "n_read", "restore_ms")
+        return self._act(slot, "restore", "n_restored", "n_read", filename)
 
     def erase(self, slot: int) -> SlotAction:
         """Empty a slot. Raises `ServerError`, as `save`."""
-        answer = self._act(slot, "erase", None)
-        return self._action(answer, "n_erased", None, None)
+        return self._act(slot, "erase", "n_erased")
 
     def evaluate(self, slot: int, tokens: Sequence[int]) -> None:
         """Have a slot evaluate these tokens, in place of what it holds. Raises `ServerError`."""
@@ -247,9 +279,9 @@ class LlamaServer:
             raise ServerTooOldError(f"{self.url}/apply-template has answered in a form that is not known")
         return prompt
 
-    def tokenize(self, text: str, *, special: bool = True) -> list[int]:
+    def tokenize(self, text: str) -> list[int]:
         """The tokens of a prompt, as the server's completions have them. Raises `ServerError`."""
-        answer = self._ask("POST", "/tokenize", {"content": text, "add_special": special, "parse_special": True})
+        answer = self._ask("POST", "/tokenize", {"content": text, "add_special": True, "parse_special": True})
         tokens = answer.get("tokens") if isinstance(answer, dict) else None
         if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
             raise ServerTooOldError(f"{self.url}/tokenize has answered in a form that is not known")
@@ -257,40 +289,32 @@ class LlamaServer:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def _act(self, slot: int, action: str, filename: str | None) -> Any:
+    def _act(
+        self, slot: int, action: str, n_tokens: str, n_bytes: str | None = None, filename: str | None = None
+    ) -> SlotAction:
         if isinstance(slot, bool) or not isinstance(slot, int) or slot < 0:
             raise InvalidParameterError(f"slot={shown(slot)} must be the number of a slot, from 0")
         body = {} if filename is None else {"filename": filename}
         try:
-            return self._ask("POST", f"/slots/{slot}?action={action}", body)
+            answer = self._ask("POST", f"/slots/{slot}?action={action}", body)
+            return SlotAction(int(answer[n_tokens]), int(answer[n_bytes]) if n_bytes else 0)
         except ServerBusyError as error:
             raise ServerBusyError(f"slot {slot} was not {action}d: {error}") from error.__cause__
-
-    def _action(self, answer: Any, n_tokens: str, n_bytes: str | None, milliseconds: str | None) -> SlotAction:
-        try:
-            return SlotAction(
-                int(answer[n_tokens]),
-                int(answer[n_bytes]) if n_bytes else 0,
-                float(answer["timings"][milliseconds]) / 1000 if milliseconds else 0.0,
-            )
-        except (KeyError, TypeError, ValueError, OverflowError):  # 1e999 is infinity
+        except (KeyError, TypeError, ValueError, OverflowError):
             raise ServerTooOldError(f"{self.url}/slots has answered in a form that is not known") from None
 
     def _slot(self, answer: Any) -> Slot:
-        try:
-            n_tokens = answer.get("n_prompt_tokens")
-            n_tokens = None if n_tokens is None else int(n_tokens)
-            per_token = self.bytes_per_token
-            return Slot(
-                int(answer["id"]),
-                "processing" if answer["is_processing"] else "idle",
-                n_tokens,
-                int(answer["n_ctx"]),
-                None if n_tokens is None or per_token is None else n_tokens * per_token,
-                bool(answer.get("speculative")),
-            )
-        except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
-            raise ServerTooOldError(f"{self.url}/slots has answered in a form that is not known") from None
+        n_tokens = answer.get("n_prompt_tokens")
+        n_tokens = None if n_tokens is None else int(n_tokens)
+        per_token = self.bytes_per_token
+        return Slot(
+            int(answer["id"]),
+            "processing" if answer["is_processing"] else "idle",
+            n_tokens,
+            int(answer["n_ctx"]),
+            None if n_tokens is None or per_token is None else n_tokens * per_token,
+            bool(answer.get("speculative")),
+        )
 
     def _ask(self, method: str, path: str, body: Any = None) -> Any:
         """The answer to a request, as JSON. Raises `ServerError`."""
@@ -396,14 +420,12 @@ def props_of(answer: Any) -> Props:
                 "this llama-server is a router, without slots; start it with a model (-m FILE), or name the URL of one "
                 "of its models"
             )
-        media = answer.get("modalities") or {}
         return Props(
             str(answer.get("build_info", "")),
             str(answer.get("model_path", "")),
             int(answer["total_slots"]),
             int(answer["default_generation_settings"]["n_ctx"]),
             bool(answer.get("is_sleeping", False)),
-            any(media.values()),
             answer,
         )
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError):

@@ -38,16 +38,8 @@ REFUSED = {
     "--models-dir": "a router starts other servers, whose slots the proxy does not see; serve one model",
     "--models-preset": "a router starts other servers, whose slots the proxy does not see; serve one model",
 }
-# the same, from the environment; what is added overrides the others
-REFUSED_VARIABLES = {
-    "LLAMA_ARG_CONTEXT_SHIFT": "--context-shift",
-    "LLAMA_ARG_CACHE_REUSE": "--cache-reuse",
-    "LLAMA_ARG_API_PREFIX": "--api-prefix",
-    "LLAMA_ARG_SSL_KEY_FILE": "--ssl-key-file",
-    "LLAMA_ARG_SSL_CERT_FILE": "--ssl-cert-file",
-    "LLAMA_ARG_MODELS_DIR": "--models-dir",
-    "LLAMA_ARG_MODELS_PRESET": "--models-preset",
-}
+# what is added to the command overrides these, if they are in the environment
+OVERRIDDEN = {"--host", "--port", "--slot-save-path", "--no-slots", "--cache-idle-slots"}
 OFF = {"", "0", "false", "off", "disabled"}
 CACHE_OPTIONS, CACHE_VARIABLE = ("-cram", "--cache-ram"), "LLAMA_ARG_CACHE_RAM"
 KEY_OPTIONS = ("--api-key", "--api-key-file")
@@ -188,7 +180,8 @@ def check_options(argv: Sequence[str], environ: Mapping[str, str]) -> None:
             continue
         if name in REFUSED:
             raise InvalidParameterError(f"{name} cannot be used behind the proxy: {REFUSED[name]}")
-    for variable, name in REFUSED_VARIABLES.items():
+    for name in REFUSED.keys() - OVERRIDDEN:
+        variable = "LLAMA_ARG_" + name.removeprefix("--").replace("-", "_").upper()
         if environ.get(variable, "").lower() not in OFF:
             raise InvalidParameterError(f"{variable} cannot be used behind the proxy: {REFUSED[name]}")
 

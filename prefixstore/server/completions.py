@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import llama_cpp
 from llama_cpp.server.model import LlamaProxy
@@ -18,36 +18,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from prefixstore.errors import PrefixStoreError
 from prefixstore.llama.binding import is_multimodal
-from prefixstore.stats import Counters
+from prefixstore.metrics import RequestMetrics
 from prefixstore.store import PrefixStore
 
-__all__ = ["CachedTokens", "CompletionWatch", "Metrics", "Request", "StoreProxy", "current_request"]
+__all__ = ["CachedTokens", "CompletionWatch", "Request", "StoreProxy", "current_request"]
 
 log = logging.getLogger("prefixstore")
 ENDPOINTS = ("/v1/completions", "/v1/engines/copilot-codex/completions", "/v1/chat/completions")
-
-
-class Metrics(Protocol):
-    """Receives the figures of each request; `prefixstore.metrics.RequestMetrics` has these methods."""
-
-    def observe(
-        self,
-        endpoint: str,
-        *,
-        source: str,
-        reason: str | None,
-        prompt_tokens: int,
-        live_tokens: int,
-        restored_tokens: int,
-        computed_tokens: int,
-        lookup_seconds: float | None,
-        restore_seconds: float | None,
-        saved_seconds: float,
-    ) -> None:
-        """A prompt was evaluated."""
-
-    def passed(self, endpoint: str, reason: str) -> None:
-        """A request bypassed the store."""
 
 
 @dataclass
@@ -71,60 +48,42 @@ current_request: ContextVar[Request | None] = ContextVar("current_request", defa
 
 
 class CompletionWatch:
-    """Replaces two methods of a ``Llama``, and adds the cached tokens of each completion to the current request.
+    """Replaces `generate` of a ``Llama``, and adds the cached tokens of each completion to the current request.
 
     It does not keep the ``Llama`` alive, and an error in it does not reach the completion.
 
     Parameters
     ----------
     llm
-        The ``Llama``, with a store attached: the store counts the tokens.
-    counters
-        Gives the counters of the store.
+        The ``Llama``.
+    store
+        The store that is attached to it.
     metrics
         Told of each completion.
     """
 
-    def __init__(self, llm: llama_cpp.Llama, counters: Callable[[], Counters], metrics: Metrics | None = None) -> None:
-        self._llm = weakref.ref(llm)
-        self._counters = counters
-        self._metrics = metrics
-        self._before: _Counted | None = None
-        vars(llm)["_create_completion"] = self._create_completion
+    def __init__(self, llm: llama_cpp.Llama, store: PrefixStore, metrics: RequestMetrics | None = None) -> None:
+        self._llm, self._store, self._metrics = weakref.ref(llm), store, metrics
+        self._saved = store.engine.counters.seconds("saved")
         vars(llm)["generate"] = self._generate
 
-    def _llama(self) -> llama_cpp.Llama:
+    def _generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
         llm = self._llm()
         if llm is None:
             raise ReferenceError("the Llama of this completion is gone")
-        return llm
-
-    def _create_completion(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        llm = self._llama()
-        self._before = _Counted.now(self._counters())
-        yield from type(llm)._create_completion(llm, *args, **kwargs)  # noqa: SLF001 - as create_completion calls it
-
-    def _generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
-        llm = self._llama()
         with closing(type(llm).generate(llm, tokens, *args, **kwargs)) as generated:
             try:
                 token = next(generated)
+                # the prompt is evaluated, and nothing else
+                self._note(llm, len(tokens))
+                while True:
+                    sent = yield token
+                    token = generated.send(sent)
             except StopIteration:
                 return
-            self._note(llm, len(tokens))
-            while True:
-                sent = yield token
-                try:
-                    token = generated.send(sent)
-                except StopIteration:
-                    return
 
     def _note(self, llm: llama_cpp.Llama, n: int) -> None:
-        """The first token was sampled: the prompt is evaluated, and nothing else since the completion began."""
-        before, self._before = self._before, None
         request = current_request.get()
-        if before is None or (request is None and self._metrics is None):
-            return
         endpoint = request.endpoint if request is not None else ""
         try:
             if is_multimodal(llm):
@@ -132,55 +91,27 @@ class CompletionWatch:
                 if self._metrics is not None:
                     self._metrics.passed(endpoint, "multimodal")
                 return
-            facts = before.until(_Counted.now(self._counters()), n)
+            last = self._store.last_of(llm)
+            if last is None or last.n_tokens != n:
+                return
             if request is not None:
-                request.cached_tokens = (request.cached_tokens or 0) + facts["live_tokens"] + facts["restored_tokens"]
+                request.cached_tokens = (request.cached_tokens or 0) + last.live + last.restored
+            before, self._saved = self._saved, self._store.engine.counters.seconds("saved")
             if self._metrics is not None:
-                self._metrics.observe(endpoint, **facts)
+                self._metrics.observe(
+                    endpoint,
+                    source="none" if last.source == "cold" else last.source,
+                    reason=last.miss,
+                    prompt_tokens=n,
+                    live_tokens=last.live,
+                    restored_tokens=last.restored,
+                    computed_tokens=n - last.live - last.restored,
+                    lookup_seconds=last.lookup_seconds or None,
+                    restore_seconds=last.restore_seconds or None,
+                    saved_seconds=self._saved - before,
+                )
         except Exception:
             log.warning("a completion could not be counted", exc_info=True)
-
-
-@dataclass(frozen=True)
-class _Counted:
-    """Counters of a store at one moment."""
-
-    computed: int
-    restored: int
-    lookup_seconds: float
-    restore_seconds: float
-    saved_seconds: float
-    misses: Mapping[str, int]
-
-    @classmethod
-    def now(cls, counters: Counters) -> _Counted:
-        return cls(
-            counters["tokens_computed"],
-            counters["tokens_restored"],
-            counters.seconds("lookup"),
-            counters.seconds("restore"),
-            counters.seconds("saved"),
-            counters.group("miss"),
-        )
-
-    def until(self, after: _Counted, n: int) -> dict[str, Any]:
-        """What `Metrics.observe` takes of a prompt of `n` tokens that was evaluated between the two."""
-        # more than the prompt is computed where the logits of a restored prompt are asked for
-        computed = min(after.computed - self.computed, n)
-        restored = min(after.restored - self.restored, n - computed)
-        live = n - computed - restored
-        reasons = [name for name, count in after.misses.items() if count > self.misses.get(name, 0)]
-        return {
-            "source": "store" if restored else "live" if live else "none",
-            "reason": reasons[0] if reasons and not restored else None,
-            "prompt_tokens": n,
-            "live_tokens": live,
-            "restored_tokens": restored,
-            "computed_tokens": computed,
-            "lookup_seconds": (after.lookup_seconds - self.lookup_seconds) or None,
-            "restore_seconds": (after.restore_seconds - self.restore_seconds) or None,
-            "saved_seconds": after.saved_seconds - self.saved_seconds,
-        }
 
 
 class CachedTokens:
@@ -204,49 +135,40 @@ class CachedTokens:
             return
         request = Request(next(path for path in ENDPOINTS if scope["path"].endswith(path)))
         token = current_request.set(request)
+        start: Message | None = None
+
+        async def answer(message: Message) -> None:
+            nonlocal start
+            if message["type"] == "http.response.start" and _is_json(message):
+                start = message
+                return
+            if start is not None:
+                # the answer of a completion comes in one piece
+                first, start = start, None
+                if not message.get("more_body", False):
+                    body = _completed(message.get("body", b""), request.cached_tokens)
+                    headers = [(name, value) for name, value in first["headers"] if name.lower() != b"content-length"]
+                    first["headers"] = [*headers, (b"content-length", str(len(body)).encode())]
+                    message["body"] = body
+                await send(first)
+            await send(message)
+
         try:
-            await self._app(scope, receive, _Answer(request, send))
+            await self._app(scope, receive, answer)
         finally:
             current_request.reset(token)
 
 
-class _Answer:
-    """Sends an answer; one in JSON is held back until it is complete."""
-
-    def __init__(self, request: Request, send: Send) -> None:
-        self._request = request
-        self._send = send
-        self._start: Message | None = None
-        self._body = bytearray()
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start" and _is_json(message):
-            self._start = message
-        elif message["type"] == "http.response.body" and self._start is not None:
-            self._body += message.get("body", b"")
-            if not message.get("more_body", False):
-                await self._finish(self._start)
-        else:
-            await self._send(message)
-
-    async def _finish(self, start: Message) -> None:
-        body = self._completed()
-        headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
-        headers.append((b"content-length", str(len(body)).encode()))
-        await self._send({**start, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body})
-
-    def _completed(self) -> bytes:
-        cached = self._request.cached_tokens
-        try:
-            answer: Any = json.loads(self._body) if cached is not None else None
-        except ValueError:
-            return bytes(self._body)
-        usage = answer.get("usage") if isinstance(answer, dict) else None
-        if not isinstance(usage, dict) or cached is None:
-            return bytes(self._body)
-        usage["prompt_tokens_details"] = {"cached_tokens": min(cached, usage.get("prompt_tokens", 0))}
-        return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
+def _completed(body: bytes, cached: int | None) -> bytes:
+    try:
+        answer: Any = json.loads(body) if cached is not None else None
+    except ValueError:
+        return body
+    usage = answer.get("usage") if isinstance(answer, dict) else None
+    if not isinstance(usage, dict) or cached is None:
+        return body
+    usage["prompt_tokens_details"] = {"cached_tokens": min(cached, usage.get("prompt_tokens", 0))}
+    return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _is_json(start: Message) -> bool:
@@ -285,7 +207,7 @@ class StoreProxy(LlamaProxy):
         location: Any,
         store_options: Mapping[str, Any],
         load: Callable[[ModelSettings], llama_cpp.Llama] | None = None,
-        metrics: Metrics | None = None,
+        metrics: RequestMetrics | None = None,
     ) -> None:
         self._location = location
         self._store_options = store_options
@@ -349,8 +271,7 @@ class StoreProxy(LlamaProxy):
         if settings.cache:
             log.warning("model %s has cache=true; the store is its cache instead", settings.model_alias)
         llm.set_cache(self._store)  # type: ignore[arg-type]  # registered as a BaseLlamaCache
-        store = self._store
-        CompletionWatch(llm, lambda: store.engine.counters, self._metrics)
+        CompletionWatch(llm, self._store, self._metrics)
         return llm
 
     def _leave(self) -> None:

@@ -22,7 +22,7 @@ from prefixstore.models.file import (
     settings_of_model,
 )
 from prefixstore.server.arguments import Arguments
-from prefixstore.server.records import Props
+from prefixstore.server.client import Props
 from prefixstore.server.slot_file import STATE_VERSION
 
 __all__ = [

@@ -25,10 +25,9 @@ from prefixstore.llama.state.form import Window
 from prefixstore.llama.state.shape import PAIR, U32, StateShape
 from prefixstore.models.file import file_identity, model_names, read_metadata
 from prefixstore.server.arguments import Arguments, config_files, parse_arguments
-from prefixstore.server.client import LlamaServer
+from prefixstore.server.client import LlamaServer, Props
 from prefixstore.server.model_settings import FLASH_AUTO, FLASH_OFF, FLASH_ON, Setting, commit_of, model_settings
-from prefixstore.server.process import RunningProcess, listening_process, running_process, start_ticks
-from prefixstore.server.records import Props
+from prefixstore.server.process import RunningProcess, running_process, start_ticks
 from prefixstore.server.slot_file import STATE_VERSION, SlotLayout
 from prefixstore.server.tenants import parted
 from prefixstore.stats import Kind
@@ -275,8 +274,7 @@ def slots_dir_of(url: str) -> Path | None:
 
 
 def _process_of(url: str) -> RunningProcess | None:
-    with LlamaServer(url) as server:
-        return running_process(listening_process(server.port)) if server.is_local else None
+    return running_process(LlamaServer(url).pid)
 
 
 def _slots_dir(process: RunningProcess) -> Path | None:

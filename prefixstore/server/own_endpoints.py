@@ -22,7 +22,7 @@ from prefixstore.server.store_check import differences
 from prefixstore.server.tenants import api_key_of
 from prefixstore.server.upstream import Reply, UpstreamError
 
-__all__ = ["CONTENT", "HTML", "JSON", "PAGE", "LiveReport", "OwnEndpoints", "page_of"]
+__all__ = ["CONTENT", "HEADERS", "HTML", "JSON", "PAGE", "LiveReport", "OwnEndpoints"]
 
 HEALTH, STATUS, METRICS = "/prefixstore/health", "/prefixstore/status", "/metrics"
 JSON = "application/json; charset=utf-8"
@@ -86,8 +86,7 @@ class OwnEndpoints:
             text = {"status": "ok" if is_ready else "starting"}
             exchange.answer(200 if is_ready else 503, json.dumps(text).encode(), JSON)
         elif exchange.path == PAGE:
-            page, headers = page_of()
-            exchange.answer(200, page, HTML, **headers)
+            exchange.answer(200, live_html().encode(), HTML, **HEADERS)
         elif exchange.path == PAGE.rstrip("/"):
             # relative, for those who have put it below a path of their own
             exchange.answer(308, b"", "text/plain", location="prefixstore/")
@@ -204,11 +203,6 @@ def _told(store: SlotStore) -> dict[str, Any] | None:
         return None
 
 
-def page_of() -> tuple[bytes, dict[str, str]]:
-    """The page, without content, and its headers. It asks for a key if the content requires one."""
-    return live_html().encode(), HEADERS
-
-
 class _Made(NamedTuple):
     """A report: its JSON, packed by gzip, and until when it is new."""
 
@@ -229,7 +223,7 @@ class LiveReport:
     def __init__(self, source: Callable[[], tuple[Engine, str]]) -> None:
         self._source = source
         self._made: _Made | None = None
-        self._work: asyncio.Task[_Made] | None = None
+        self._lock = asyncio.Lock()
 
     async def content(self, *, accepted: str, with_tokens: bool) -> tuple[bytes, dict[str, str]]:
         """The content of the page, and its headers.
@@ -246,31 +240,19 @@ class LiveReport:
         PrefixStoreError
             If the store cannot be read.
         """
-        made = await self._newest(with_tokens=with_tokens)
+        async with self._lock:
+            made = self._made
+            if made is None or made.with_tokens != with_tokens or time.monotonic() >= made.until:
+                work = asyncio.ensure_future(asyncio.to_thread(self._read, with_tokens=with_tokens))
+                try:
+                    made = self._made = await asyncio.shield(work)
+                except asyncio.CancelledError:
+                    # the client has gone; the next one waits for the end of this
+                    await asyncio.wait({work})
+                    raise
         if "gzip" in accepted:
             return made.packed, HEADERS | {"content-encoding": "gzip"}
         return gzip.decompress(made.packed), HEADERS
-
-    async def _newest(self, *, with_tokens: bool) -> _Made:
-        """The report, made again if it is old; the client may disconnect meanwhile."""
-        while True:
-            made = self._made
-            if made is not None and made.with_tokens == with_tokens and time.monotonic() < made.until:
-                return made
-            if self._work is None:
-                self._work = asyncio.create_task(self._make(with_tokens=with_tokens))
-                # there may be no client left to receive the error
-                self._work.add_done_callback(lambda done: done.cancelled() or done.exception())
-            made = await asyncio.shield(self._work)
-            if made.with_tokens == with_tokens:
-                return made
-
-    async def _make(self, *, with_tokens: bool) -> _Made:
-        try:
-            self._made = await asyncio.to_thread(self._read, with_tokens=with_tokens)
-            return self._made
-        finally:
-            self._work = None
 
     def _read(self, *, with_tokens: bool) -> _Made:
         began = time.monotonic()

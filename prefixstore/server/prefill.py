@@ -17,11 +17,12 @@ from prefixstore.models.boundaries import prompt_boundaries
 from prefixstore.server.prompts import aside
 from prefixstore.server.rates import AnswerTail, Rates, Usage
 from prefixstore.server.session import ServerSession
-from prefixstore.server.slot_choice import Claim
+from prefixstore.server.slot_manager import SlotManager
+from prefixstore.server.slot_record import Claim
 from prefixstore.server.tokenizer import TOKEN_CHARACTERS
 from prefixstore.server.upstream import Headers
 
-__all__ = ["Prefill", "most_stops"]
+__all__ = ["compute_ahead", "most_stops"]
 
 Ping = Callable[[Sequence[tuple[bytes, bytes]]], Awaitable[None]]
 
@@ -44,94 +45,88 @@ def most_stops(rates: Rates, n_missing: int, n_tokens: int) -> int:
     return MOST_STOPS if each * MOST_STOPS <= allowed else int(allowed / each)
 
 
-class Prefill:
-    """Computes the prompts of one server up to their boundaries.
+async def compute_ahead(
+    session: ServerSession, claim: Claim, explicit: Sequence[int], headers: Headers, ping: Ping
+) -> None:
+    """Compute a prompt in its slot up to its last boundary. If that fails, the client's request has the rest.
 
     Parameters
     ----------
     session
-        What is known of the server, and its store.
+        The server, and its store.
+    claim
+        That of the request, whose slot has what the store has. It is told how many tokens were computed.
+    explicit
+        Boundaries that the client asks for.
+    headers
+        Those of the client's request that the server needs.
+    ping
+        Called with the head of an answer each time the server says that it still computes.
+
+    Raises
+    ------
+    UpstreamError
+        If the server does not answer.
     """
+    manager = session.manager
+    assert manager is not None, "the session is ready"
+    for end in await _boundaries(session, manager, claim, explicit):
+        usage = await _compute(session, claim, end, headers, ping)
+        if usage is None:
+            return
+        claim.n_ahead += usage.computed_tokens
+        session.computed(usage)
+        if not await manager.keep(claim, end):
+            return
 
-    def __init__(self, session: ServerSession) -> None:
-        self._session = session
 
-    async def run(self, claim: Claim, explicit: Sequence[int], headers: Headers, ping: Ping) -> None:
-        """Compute the prompt in its slot up to its last boundary. If that fails, the client's request has the rest.
+async def _boundaries(session: ServerSession, manager: SlotManager, claim: Claim, explicit: Sequence[int]) -> list[int]:
+    store, slot, tokens = session.store, claim.slot, claim.tokens
+    if store is None or store.can_cut or len(tokens) >= slot.n_ctx:
+        return []
+    start = common_prefix(slot.tokens, tokens)
+    most = most_stops(manager.rates, len(tokens) - start, len(tokens))
+    if most == 0 or not manager.pool.may_save(slot):
+        return []
+    if start == len(slot.tokens):
+        # The end of the last answer may be in the slot, too. To stop before that would be to step back.
+        start += slot.n_unsaved
+    elif start >= MIN_GAP:
+        # this prompt shows what others may share
+        explicit = [*explicit, start]
+        start -= 1
+    kinds = await session.kinds()
+    shared = await manager.shared(claim)
+    return await aside(
+        len(tokens) * TOKEN_CHARACTERS,
+        lambda: prompt_boundaries(
+            tokens,
+            kinds,
+            start=start,
+            min_tokens=store.shortest,
+            min_gap=MIN_GAP,
+            most=most,
+            shared=[shared] if shared else [],
+            explicit=explicit,
+        ),
+    )
 
-        Parameters
-        ----------
-        claim
-            That of the request, whose slot has what the store has. It is told how many tokens were computed.
-        explicit
-            Boundaries that the client asks for.
-        headers
-            Those of the client's request that the server needs.
-        ping
-            Called with the head of an answer each time the server says that it still computes.
 
-        Raises
-        ------
-        UpstreamError
-            If the server does not answer.
-        """
-        manager = self._session.manager
-        assert manager is not None, "the session is ready"
-        for end in await self._boundaries(claim, explicit):
-            usage = await self._compute(claim, end, headers, ping)
-            if usage is None:
-                return
-            claim.n_ahead += usage.computed_tokens
-            self._session.computed(usage)
-            if not await manager.keep(claim, end):
-                return
-
-    async def _boundaries(self, claim: Claim, explicit: Sequence[int]) -> list[int]:
-        store, manager, slot, tokens = self._session.store, self._session.manager, claim.slot, claim.tokens
-        if store is None or manager is None or store.can_cut or len(tokens) >= slot.n_ctx:
-            return []
-        start = common_prefix(slot.tokens, tokens)
-        most = most_stops(manager.rates, len(tokens) - start, len(tokens))
-        if most == 0 or not manager.choice.may_save(slot):
-            return []
-        if start == len(slot.tokens):
-            # The end of the last answer may be in the slot, too. To stop before that would be to step back.
-            start += slot.n_unsaved
-        elif start >= MIN_GAP:
-            # this prompt shows what others may share
-            explicit = [*explicit, start]
-            start -= 1
-        kinds = await self._session.kinds()
-        shared = await manager.shared(claim)
-        return await aside(
-            len(tokens) * TOKEN_CHARACTERS,
-            lambda: prompt_boundaries(
-                tokens,
-                kinds,
-                start=start,
-                min_tokens=store.shortest,
-                min_gap=MIN_GAP,
-                most=most,
-                shared=[shared] if shared else [],
-                explicit=explicit,
-            ),
-        )
-
-    async def _compute(self, claim: Claim, end: int, headers: Headers, ping: Ping) -> Usage | None:
-        """Have the server compute the first `end` tokens; None if it refuses."""
-        body = await aside(end * TOKEN_CHARACTERS, lambda: _request(claim.tokens[:end], claim.slot.id))
-        headers = [(b"content-type", b"application/json"), *headers]
-        tail = AnswerTail()
-        answer = await self._session.upstream.send("POST", b"/completion", headers, body)
-        try:
-            async for chunk in answer.chunks():
-                tail.feed(chunk)
-                if chunk.startswith(b":"):
-                    await ping(answer.headers)
-        finally:
-            # a client that goes away must reach the server as a closed connection
-            answer.close()
-        return tail.usage() if answer.status == HTTPStatus.OK else None
+async def _compute(session: ServerSession, claim: Claim, end: int, headers: Headers, ping: Ping) -> Usage | None:
+    """Have the server compute the first `end` tokens; None if it refuses."""
+    body = await aside(end * TOKEN_CHARACTERS, lambda: _request(claim.tokens[:end], claim.slot.id))
+    headers = [(b"content-type", b"application/json"), *headers]
+    tail = AnswerTail()
+    answer = await session.upstream.send("POST", b"/completion", headers, body)
+    try:
+        async for chunk in answer.chunks():
+            tail.feed(chunk)
+            if chunk.startswith(b":"):
+                await ping(answer.headers)
+    finally:
+        # a client that goes away must reach the server as a closed connection
+        answer.close()
+    return tail.usage() if answer.status == HTTPStatus.OK else None
 
 
 def _request(tokens: Tokens, slot: int) -> bytes:

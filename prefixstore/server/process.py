@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = [
-    "ProcessMemory",
     "RunningProcess",
     "listening_process",
     "memory_of",
@@ -22,31 +21,6 @@ __all__ = [
 
 PROC = Path("/proc")
 LISTEN = "0A"
-
-
-@dataclass(frozen=True)
-class ProcessMemory:
-    """Memory of a process.
-
-    Attributes
-    ----------
-    pid
-        The process.
-    resident
-        Bytes in memory, shared ones too.
-    proportional
-        Bytes in memory; those shared by several processes divided by their number.
-    private
-        Bytes in memory that no other process has.
-    swapped
-        Bytes in swap space.
-    """
-
-    pid: int
-    resident: int
-    proportional: int
-    private: int
-    swapped: int
 
 
 @dataclass(frozen=True)
@@ -85,39 +59,42 @@ class RunningProcess:
         return seen
 
 
-def memory_of(pid: int) -> ProcessMemory | None:
-    """The memory of a process; None if it cannot be read."""
+def memory_of(pid: int) -> dict[str, int] | None:
+    """Bytes of a process; None if they cannot be read.
+
+    ``"resident"`` are those in memory, ``"proportional"`` the same with shared ones divided by the number of processes,
+    ``"private"`` those that no other process has, ``"swapped"`` those in swap space.
+    """
     try:
         text = (PROC / str(pid) / "smaps_rollup").read_text()
     except OSError:
         return None
     sizes = {name: int(size) << 10 for name, size in re.findall(r"^(\w+): +(\d+) kB$", text, re.MULTILINE)}
     private = sizes.get("Private_Clean", 0) + sizes.get("Private_Dirty", 0)
-    return ProcessMemory(pid, sizes.get("Rss", 0), sizes.get("Pss", 0), private, sizes.get("Swap", 0))
+    names = {"resident": "Rss", "proportional": "Pss", "swapped": "Swap"}
+    return {"pid": pid, "private": private} | {name: sizes.get(field, 0) for name, field in names.items()}
 
 
 def listening_process(port: int) -> int | None:
     """The process that listens on a port of this machine; None if it is not known, or if there are several."""
-    inodes = set()
-    for name in ("tcp", "tcp6"):
-        with suppress(OSError):
-            for line in (PROC / "net" / name).read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
-                    inodes.add(f"socket:[{fields[9]}]")
-    return _process_with(inodes)
+    lines = [line.split() for name in ("tcp", "tcp6") for line in _lines(PROC / "net" / name)]
+    is_there = (fields for fields in lines if fields[3] == LISTEN and int(fields[1].rpartition(":")[2], 16) == port)
+    return _process_with({f"socket:[{fields[9]}]" for fields in is_there})
 
 
 def process_at(path: Path) -> int | None:
     """The process that listens on a Unix socket of this machine; None if it is not known, or if there are several."""
-    inodes = set()
-    with suppress(OSError):
-        for line in os.fsdecode((PROC / "net" / "unix").read_bytes()).splitlines()[1:]:
-            # the last field is the path, which may have blanks
-            fields = line.split(maxsplit=7)
-            if len(fields) == 8 and fields[7] == str(path):
-                inodes.add(f"socket:[{fields[6]}]")
-    return _process_with(inodes)
+    # the last field is the path, which may have blanks
+    lines = [line.split(maxsplit=7) for line in _lines(PROC / "net" / "unix")]
+    return _process_with({f"socket:[{fields[6]}]" for fields in lines if fields[7:] == [str(path)]})
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a file, but for the first."""
+    try:
+        return os.fsdecode(path.read_bytes()).splitlines()[1:]
+    except OSError:
+        return []
 
 
 def _process_with(sockets: set[str]) -> int | None:

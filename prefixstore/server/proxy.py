@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from prefixstore.format.keys import Tokens
 from prefixstore.metrics import RequestMetrics
 from prefixstore.server.exchange import BodiesFullError, BodyBudget, BodyTooLargeError, Exchange
 from prefixstore.server.own_endpoints import OwnEndpoints
-from prefixstore.server.prefill import Prefill
+from prefixstore.server.prefill import compute_ahead
 from prefixstore.server.prompts import (
     CACHE_SALT,
     ENDPOINTS,
@@ -29,9 +29,9 @@ from prefixstore.server.prompts import (
 )
 from prefixstore.server.rates import AnswerTail, Usage
 from prefixstore.server.session import ServerSession
-from prefixstore.server.slot_choice import Claim
 from prefixstore.server.slot_manager import WORTH_A_LOOKUP, SlotManager
 from prefixstore.server.slot_pool import PoolClosedError, PoolFullError
+from prefixstore.server.slot_record import Claim
 from prefixstore.server.tenants import Admission, NoTenantError, within
 from prefixstore.server.upstream import (
     TargetError,
@@ -96,7 +96,6 @@ class Proxy:
         self._observer, self._settings = observer, settings
         self._bodies = BodyBudget(16 * settings.max_body if settings.max_bodies is None else settings.max_bodies)
         self._told_fields: set[str] = set()
-        self._prefill = Prefill(session)
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request. If the client goes away, the task is cancelled, and the server is told to stop."""
@@ -212,7 +211,6 @@ class Proxy:
         exchange: Exchange,
         content: bytes | None,
         tail: AnswerTail | None = None,
-        first_byte: Callable[[], None] = lambda: None,
     ) -> int:
         """Pass a request on, and its answer back; the status of the answer."""
         tail, headers = tail or AnswerTail(), exchange.raw_headers
@@ -233,11 +231,7 @@ class Proxy:
                 before, after = b"event: error\ndata: " if exchange.path in MESSAGES else b"data: ", PING[1:]
             if before:
                 await exchange.write(before)
-            is_first = True
             async for chunk in answer.chunks():
-                if is_first:
-                    first_byte()
-                    is_first = False
                 tail.feed(chunk)
                 await exchange.write(chunk)
             if after:
@@ -390,7 +384,7 @@ class Proxy:
             claim.slot.told = exchange.told
             if is_counted and not taints and not claim.must_compute:
                 await self._compute_ahead(exchange, ask, claim)
-            await self._forward(exchange, body, tail, claim.slot.answering)
+            await self._forward(exchange, body, tail)
         finally:
             usage = tail.usage() if tail.status == HTTPStatus.OK else None
             chat = (exchange.path, ask.turns) if is_counted and ask.turns is not None else None
@@ -416,7 +410,7 @@ class Proxy:
 
         origin = [(name, value) for name, value in exchange.raw_headers if name == b"origin"]
         headers = [*self._upstream.credentials(exchange.raw_headers), *origin]
-        await self._prefill.run(claim, ask.boundaries or (), headers, ping)
+        await compute_ahead(self._session, claim, ask.boundaries or (), headers, ping)
 
     def _observe(self, path: str, claim: Claim, usage: Usage | None) -> None:
         usage = usage or Usage(claim.n_restored, len(claim.tokens) - claim.n_restored)

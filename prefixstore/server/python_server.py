@@ -13,9 +13,8 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -40,9 +39,10 @@ from prefixstore.errors import (
 )
 from prefixstore.metrics import RequestMetrics, StoreMetrics, new_registry, render
 from prefixstore.opening import Locations
-from prefixstore.server.completions import CachedTokens, Metrics, StoreProxy
+from prefixstore.report.page import live_html
+from prefixstore.server.completions import CachedTokens, StoreProxy
 from prefixstore.server.listener import address_of, bound, stopped_by_signals
-from prefixstore.server.own_endpoints import CONTENT, HTML, JSON, PAGE, LiveReport, page_of
+from prefixstore.server.own_endpoints import CONTENT, HEADERS, HTML, JSON, PAGE, LiveReport
 from prefixstore.server.store_check import check_store
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def create_app(
     settings: Settings | None = None,
     server_settings: ServerSettings | None = None,
     model_settings: Sequence[ModelSettings] | None = None,
-    metrics: Metrics | None = None,
+    metrics: RequestMetrics | None = None,
     **store_options: Any,
 ) -> FastAPI:
     """The application of ``llama_cpp.server``, with a store.
@@ -81,7 +81,8 @@ def create_app(
     settings, server_settings, model_settings
         As ``llama_cpp.server.app.create_app`` takes them. Without any, they come from the environment.
     metrics
-        Told of each request, for a page of your own; without it, ``/metrics`` is served.
+        Told of each request, for a page of your own: a `RequestMetrics`, or what has its methods. Without it,
+        ``/metrics`` is served.
     **store_options
         Keyword arguments of `PrefixStore`; they replace those of `config`.
 
@@ -185,8 +186,7 @@ def _add_report(app: FastAPI, proxy: StoreProxy) -> None:
     live = LiveReport(lambda: (proxy.store.engine, proxy.store.location))
 
     def page() -> Response:
-        body, headers = page_of()
-        return Response(body, media_type=HTML, headers=headers)
+        return Response(live_html(), media_type=HTML, headers=HEADERS)
 
     async def content(request: Request) -> Response:
         settings = next(stock.get_server_settings())
@@ -282,11 +282,11 @@ def run(location: str | None, options: Sequence[str]) -> int:
     """
     arguments = _parser().parse_args([*([location] if location is not None else []), *map(_underscored, options)])
     try:
-        made, served = _plan(arguments)
+        where, store_options, rest, served = _plan(arguments)
         # a model may take minutes to load: what can be said before is said before
         with bound(served.host, served.port) as sockets:
-            made.check()
-            return _listen(made.app(), sockets)
+            check_store(where, store_options)
+            return _listen(create_app(where, **rest, **store_options), sockets)
     except ValidationError as error:
         wrong = [
             "no model is given"
@@ -300,25 +300,8 @@ def run(location: str | None, options: Sequence[str]) -> int:
         return _fail(error, _status_of(error))
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """An application that can be made."""
-
-    location: Locations
-    store_options: Mapping[str, Any]
-    options: Mapping[str, Any]
-
-    def check(self) -> None:
-        """Open the store and close it again, without a model. Raises as `create_app`."""
-        check_store(self.location, self.store_options)
-
-    def app(self) -> FastAPI:
-        """Load the model."""
-        return create_app(self.location, **self.options, **self.store_options)
-
-
-def _plan(arguments: argparse.Namespace) -> tuple[_Plan, ServerSettings]:
-    """What is to be served, and where."""
+def _plan(arguments: argparse.Namespace) -> tuple[Locations, dict[str, Any], dict[str, Any], ServerSettings]:
+    """What is to be served, and where: location and options of the store, what else `create_app` takes, the server."""
     given = {name: value for name in (*STORE_OPTIONS, "read_only") if (value := getattr(arguments, name)) is not None}
     if arguments.config_file:
         # create_app of the server reads it
@@ -329,13 +312,13 @@ def _plan(arguments: argparse.Namespace) -> tuple[_Plan, ServerSettings]:
         config = load_config(arguments.config)
         # as `create_app` has them
         options = {name: value for name, value in config.store.items() if name != "location"} | given
-        return _Plan(_locations(arguments, config), options, {"config": config, "server_settings": served}), served
+        return _locations(arguments, config), options, {"config": config, "server_settings": served}, served
     location = _locations(arguments, Config())
     if os.environ.get("CONFIG_FILE"):
-        return _Plan(location, given, {}), _settings_of_file(Path(os.environ["CONFIG_FILE"]))
+        return location, given, {}, _settings_of_file(Path(os.environ["CONFIG_FILE"]))
     served = _from(ServerSettings, arguments)
     models = [_from(ModelSettings, arguments)]
-    return _Plan(location, given, {"server_settings": served, "model_settings": models}), served
+    return location, given, {"server_settings": served, "model_settings": models}, served
 
 
 def _locations(arguments: argparse.Namespace, config: Config) -> Locations:

@@ -54,33 +54,11 @@ from prefixstore.server.model_settings import YARN_DEFAULTS, yarn_factor
 from prefixstore.stats import Kind
 from prefixstore.store import PrefixStore
 
-__all__ = ["Load", "Match", "StoredSequences", "sequence_cache"]
+__all__ = ["StoredSequences", "sequence_cache"]
 
 log = logging.getLogger("prefixstore")
 
 PROBE_TOKENS = 32
-
-
-@dataclass(frozen=True)
-class Match:
-    """What was found of a prompt, if the server has no class for it."""
-
-    tokens: tuple[int, ...]
-    has_prompt_logits: bool = False
-
-    @property
-    def length(self) -> int:
-        """In tokens."""
-        return len(self.tokens)
-
-
-@dataclass
-class Load:
-    """The state of what was found, if the server has no class for it."""
-
-    tokens: list[int]
-    state_bytes: npt.NDArray[np.uint8]
-    prompt_logits: npt.NDArray[np.float32] | None = None
 
 
 def sequence_cache(store: PrefixStore, model: Any, *, settings: object = None, protocol: Any = None) -> StoredSequences:
@@ -108,6 +86,8 @@ def sequence_cache(store: PrefixStore, model: Any, *, settings: object = None, p
     ------
     MisuseError
         If the model is in use, or has several LoRA adapters.
+    InvalidParameterError
+        If `model` or `protocol` is not one of that server.
 
     Examples
     --------
@@ -122,7 +102,9 @@ def sequence_cache(store: PrefixStore, model: Any, *, settings: object = None, p
         states = states_of(model, store.parameters, settings)
     except ContextError as error:
         log.warning("the sequence cache stores nothing: %s", error)
-    return StoredSequences(store, states, getattr(protocol, "Match", Match), getattr(protocol, "Load", Load))
+    if not hasattr(protocol, "Match") or not hasattr(protocol, "Load"):
+        raise InvalidParameterError("protocol= must have the classes Match and Load of the server's SequenceCache")
+    return StoredSequences(store, states, protocol)
 
 
 class StoredSequences:
@@ -134,17 +116,12 @@ class StoredSequences:
         The store.
     states
         How states are stored; None if they cannot be.
-    match_type, load_type
-        Classes of the results.
+    protocol
+        Has the classes of the results.
     """
 
-    def __init__(
-        self, store: PrefixStore, states: ModelStates | None, match_type: type[Any], load_type: type[Any]
-    ) -> None:
-        self._store = store
-        self._states = states
-        self._match_type = match_type
-        self._load_type = load_type
+    def __init__(self, store: PrefixStore, states: ModelStates | None, protocol: Any) -> None:
+        self._store, self._states, self._protocol = store, states, protocol
         self._rate, self._buffers = ComputeRate(store.parameters.max_delay), BufferPool(limit=None)
         # a prompt that waits for its turn is looked up again and again, and is counted once
         self._asked: list[int] | None = None
@@ -161,28 +138,23 @@ class StoredSequences:
         engine, states = self._store.engine, self._states
         if states is None:
             return None
-        with Guard(engine.counters, "miss:error", "miss:unavailable", states.place.namespace.key):
+        key, least = states.place.namespace.key, self._store.min_tokens
+        with Guard(engine.counters, "miss:error", "miss:unavailable", key):
             is_new, self._asked = self._asked != tokens, list(tokens)
             prompt = as_tokens(tokens)
             # not its last token, and nothing from an image on
             n = self._find(states, states.text_of(prompt)[: max(len(prompt) - 1, 0)]).n_tokens
-            if n >= max(self._store.min_tokens, 1):
-                if is_new:
-                    engine.counters.asked(states.place.namespace.key, len(tokens), n, "store")
-                return self._match_type(tokens=tuple(tokens[:n]), has_prompt_logits=False)
+            is_found = n >= max(least, 1)
             if is_new:
-                engine.touch(states.place.namespace.key, (), len(tokens))
-                least = self._store.min_tokens
-                reason = miss_reason(
-                    engine,
-                    states.place.namespace.key,
-                    as_tokens(tokens),
-                    states.place.page_tokens,
-                    n_matched=n,
-                    min_tokens=least,
-                )
-                engine.counters.count(f"miss:{reason}", namespace=states.place.namespace.key)
-                engine.counters.asked(states.place.namespace.key, len(tokens), 0, reason)
+                reason = "store"
+                if not is_found:
+                    engine.touch(key, (), len(prompt))
+                    step = states.place.page_tokens
+                    reason = miss_reason(engine, key, prompt, step, n_matched=n, min_tokens=least)
+                    engine.counters.count(f"miss:{reason}", namespace=key)
+                engine.counters.asked(key, len(prompt), n if is_found else 0, reason)
+            if is_found:
+                return self._protocol.Match(tokens=tuple(tokens[:n]), has_prompt_logits=False)
         return None
 
     def load(self, match: Any) -> Any:
@@ -202,7 +174,7 @@ class StoredSequences:
             engine.nudge()
             seconds = time.perf_counter() - started
             engine.counters.restored(len(tokens), seconds, namespace=states.place.namespace.key)
-            return self._load_type(tokens=tokens.tolist(), state_bytes=state)
+            return self._protocol.Load(tokens=tokens.tolist(), state_bytes=state)
         return None
 
     def save(self, tokens: Sequence[int], state_bytes: npt.NDArray[np.uint8], prompt_logits: object) -> None:

@@ -15,11 +15,11 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from prefixstore.errors import PrefixStoreError, ServerError
+from prefixstore.errors import PrefixStoreError, ServerError, StorageError
 from prefixstore.metrics import RequestMetrics, StoreMetrics, new_registry, render
 from prefixstore.opening import Locations
 from prefixstore.server.child import CHILD_URL, Child
-from prefixstore.server.client import LlamaServer
+from prefixstore.server.client import LlamaServer, Props
 from prefixstore.server.command import ServerCommand, check_program, private_directory
 from prefixstore.server.exchange import server_of
 from prefixstore.server.listener import address_of, bound, stopped_by_signals
@@ -27,16 +27,15 @@ from prefixstore.server.namespace import ServerIdentity, slots_dir_of
 from prefixstore.server.own_endpoints import OwnEndpoints
 from prefixstore.server.process import process_at, running_process
 from prefixstore.server.proxy import Proxy
-from prefixstore.server.records import Props
 from prefixstore.server.session import ServerSession
-from prefixstore.server.slot_choice import Timing
+from prefixstore.server.slot_pool import Timing
 from prefixstore.server.slots import SlotStore
 from prefixstore.server.store_check import ADVICE, OnDamage, check_store, differences, opened
 from prefixstore.server.tenants import Admission, TenantSource
 from prefixstore.server.upstream import Upstream
 from prefixstore.units import counted, format_bytes
 
-__all__ = ["ServeSettings", "serve_child", "serve_running", "watched"]
+__all__ = ["ServeSettings", "failure_of", "serve_child", "serve_running"]
 
 log = logging.getLogger("prefixstore.server")
 
@@ -117,11 +116,12 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
     environ = dict(os.environ)
     # a model may take a minute to load: what can be said before is said before
     check_program(argv, environ)
-    failed = opened(
-        settings.location, settings.on_damage, lambda: check_store(settings.location, settings.store_options)
-    )
-    if failed is not None:
-        settings.announce(f"THE STORE CANNOT BE USED, and every prompt will be computed: {failed}")
+    try:
+        opened(settings.location, settings.on_damage, lambda: check_store(settings.location, settings.store_options))
+    except StorageError as error:
+        if settings.on_damage is OnDamage.FAIL:
+            raise
+        settings.announce(f"THE STORE CANNOT BE USED, and every prompt will be computed: {error}")
     with bound(settings.host, settings.port) as sockets, private_directory() as private:
         command = ServerCommand(argv, environ, private, separated=settings.separated)
 
@@ -145,7 +145,7 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
         child = Child(command, environ, ready, session.down, is_busy=lambda: session.is_busy)
 
         async def stop() -> None:
-            await child.stop(at_once=session.is_hurried)
+            await child.stop(at_once=session.hurried.is_set())
 
         asyncio.run(_serve(settings, sockets, session, child.run(), stop, has_keys=command.has_keys))
 
@@ -191,12 +191,7 @@ async def _serve(
     has_keys: bool,
 ) -> None:
     """Serve while the server is kept running, or watched (`work`); `stop` ends a server that is ours."""
-    failures: list[PrefixStoreError] = []
-    stopped, hurried = asyncio.Event(), asyncio.Event()
-
-    def failed(error: PrefixStoreError) -> None:
-        failures.append(error)
-        stopped.set()
+    stopped, hurried = asyncio.Event(), session.hurried
 
     registry = new_registry()
     stores = StoreMetrics(registry)
@@ -220,11 +215,11 @@ async def _serve(
             # for somebody who does not want to wait
             hurried.set()
             settings.announce("stopping immediately: the contents of the slots are not stored")
-            session.hurry()
 
     loop = asyncio.get_running_loop()
     with stopped_by_signals(lambda number: loop.call_soon_threadsafe(signalled, number)):
-        working = asyncio.create_task(watched(work, failed))
+        working = asyncio.create_task(work)
+        working.add_done_callback(lambda _: stopped.set())
         try:
             await _listen(proxy, sockets, settings.announce, stopped, hurried)
         finally:
@@ -235,19 +230,17 @@ async def _serve(
                 await stop()
             await asyncio.gather(working, return_exceptions=True)
             await session.upstream.close()
-    if failures:
-        raise failures[0]
+    if (failure := failure_of(working)) is not None:
+        raise failure
 
 
-async def watched(work: Coroutine[Any, Any, None], failed: Callable[[PrefixStoreError], None]) -> None:
-    """Do work for as long as it takes; whatever ends it is told, as nothing else would notice that it has ended."""
-    try:
-        await work
-    except PrefixStoreError as error:
-        failed(error)
-    except Exception as error:
-        log.exception("llama-server cannot be watched any longer")
-        failed(ServerError(f"llama-server does not answer as it should: {type(error).__name__}: {error}"))
+def failure_of(work: asyncio.Task[None]) -> PrefixStoreError | None:
+    """Why this has ended; None if it was stopped."""
+    error = None if work.cancelled() else work.exception()
+    if error is None or isinstance(error, PrefixStoreError):
+        return error
+    log.error("llama-server cannot be watched any longer", exc_info=error)
+    return ServerError(f"llama-server does not answer as it should: {type(error).__name__}: {error}")
 
 
 async def _listen(

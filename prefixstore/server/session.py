@@ -10,19 +10,24 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prefixstore.errors import ContextError, PrefixStoreError, ServerError, ServerRefusedError, StorageError
+from prefixstore.errors import (
+    ContextError,
+    PrefixStoreError,
+    ServerError,
+    ServerRefusedError,
+    StorageError,
+)
 from prefixstore.models.boundaries import TokenKind, kinds_of_vocabulary
-from prefixstore.server.client import LlamaServer, props_of
+from prefixstore.server.client import LlamaServer, Props, props_of
 from prefixstore.server.namespace import ServerIdentity
 from prefixstore.server.rates import Rates, Usage
-from prefixstore.server.records import Props
-from prefixstore.server.slot_choice import Claim
 from prefixstore.server.slot_manager import SlotManager
-from prefixstore.server.slot_pool import Rows, SlotPool
+from prefixstore.server.slot_pool import SlotPool
+from prefixstore.server.slot_record import Claim, Rows
 from prefixstore.server.slots import SlotStore
 from prefixstore.server.store_check import OnDamage, opened
 from prefixstore.server.tokenizer import Tokenizer
-from prefixstore.server.upstream import Headers, Upstream, UpstreamError
+from prefixstore.server.upstream import Headers, Upstream, UpstreamError, UpstreamLostError
 
 if TYPE_CHECKING:
     from prefixstore.server.serving import ServeSettings
@@ -72,6 +77,8 @@ class ServerSession:
         Called with the store when it was opened, and with None when it is closed to be opened again.
     when_ready
         Called each time `ready` has ended.
+    hurried
+        Set to have `close` skip what takes long: the contents of the slots are not stored.
     """
 
     def __init__(
@@ -91,8 +98,7 @@ class ServerSession:
         self.rates = Rates()
         self.manager: SlotManager | None = None
         self.store: SlotStore | None = None
-        self._is_up, self._hurried, self._is_lost = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._looking: asyncio.Task[None] | None = None
+        self._is_up, self.hurried, self._is_lost = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._reopening: asyncio.Task[None] | None = None
         self._props: Props | None = None
         self.when_store: Callable[[SlotStore | None], None] = lambda _: None
@@ -139,7 +145,7 @@ class ServerSession:
             await asyncio.wait({self._reopening})
         if self.store is not None and not await asyncio.to_thread(self._is_of_this_server, self.store):
             log.warning("the model of the server was replaced: reopening the store")
-            await self.reopen()
+            await self._close_store()
         self._lora_changed = False
         if self.store is None:
             await self._open()
@@ -157,10 +163,12 @@ class ServerSession:
             log.warning("the server has %d slots of %d tokens now", len(slots), slots[0][1])
             await self._retire(self.manager)
         settings = self._settings
-        pool = SlotPool(slots, max_waiting=settings.max_waiting, separated=settings.separated)
+        pool = SlotPool(
+            slots, self.rates, settings.timing, max_waiting=settings.max_waiting, separated=settings.separated
+        )
         # what is in the slots of a server that runs already may have been moved there from other positions
         pool.restarted(are_empty=self.is_child)
-        self.manager = SlotManager(pool, self.rates, None, self.server.erase, settings.timing)
+        self.manager = SlotManager(pool, None, self.server.erase)
         self._saving = asyncio.create_task(self.manager.save_when_idle())
 
     async def _retire(self, manager: SlotManager) -> None:
@@ -176,32 +184,30 @@ class ServerSession:
     async def _open(self) -> None:
         """Open the store. A fault of it must not keep the server from answering, unless that is wanted at the start."""
         settings, self._last_opened = self._settings, asyncio.get_running_loop().time()
-        on_damage = settings.on_damage
-        if self._was_open and on_damage is OnDamage.FAIL:
-            on_damage = OnDamage.WITHOUT
-        failed: Exception
+        identity: ServerIdentity | None = None
         try:
-            store = await asyncio.to_thread(opened, settings.location, on_damage, self._open_store)
-            if not isinstance(store, StorageError):
-                self.store, self._was_open, self._failure = store, True, ""
-                self.when_store(store)
-                self._use(store)
-                return
-            failed = store
-        except PrefixStoreError as error:
-            if isinstance(error, ServerError) or not self._was_open:
+            identity = await asyncio.to_thread(lambda: self._identify(self.server.props()))
+            open_it = partial(self._open_store, identity)
+            store = await asyncio.to_thread(opened, settings.location, settings.on_damage, open_it)
+        except Exception as error:
+            # a server that cannot show what its slots look like, since all are busy, say, is served all the same
+            is_refused = isinstance(error, ServerError) and identity is None
+            is_wrong = isinstance(error, PrefixStoreError) and not isinstance(error, (StorageError, ServerError))
+            is_wrong |= isinstance(error, StorageError) and settings.on_damage is OnDamage.FAIL
+            if is_refused or (is_wrong and not self._was_open):
                 raise
-            failed = error
-        except Exception as error:  # noqa: BLE001
-            failed = error
-        if self._failure != str(failed):
-            log.warning("the store cannot be used: %s", failed)
-        self._failure = str(failed)
+            if self._failure != str(error):
+                log.warning("the store cannot be used: %s", error)
+            self._failure = str(error)
+            return
+        self.store, self._was_open, self._failure = store, True, ""
+        self.when_store(store)
+        self._use(store)
 
     def _use(self, store: SlotStore) -> None:
         """Give the requests of the server this store."""
         assert self.manager is not None, "it was met"
-        self.manager.choice.can_cut = store.can_cut
+        self.manager.pool.can_cut = store.can_cut
         self.manager.use(store if store.reason is None else None)
         if not store.can_cut:
             # a large vocabulary takes a second
@@ -223,8 +229,8 @@ class ServerSession:
             return False
         return True
 
-    def _open_store(self) -> SlotStore:
-        settings, identity = self._settings, self._identify(self.server.props())
+    def _open_store(self, identity: ServerIdentity) -> SlotStore:
+        settings = self._settings
         return SlotStore(settings.location, self.server, self._slots_dir, identity, **settings.store_options)
 
     async def _slots(self) -> list[tuple[int, int]]:
@@ -264,8 +270,8 @@ class ServerSession:
             # of one that is not our child it is not even certain that it has ended
             self.manager.pool.restarted(are_empty=self.is_child)
 
-    async def reopen(self) -> None:
-        """Find out which server answers, since it may be another one by now."""
+    async def _close_store(self) -> None:
+        """Close the store: it is opened again for the server that answers next, if there is one."""
         store, self.store = self.store, None
         self.when_store(None)
         if self.manager is not None:
@@ -295,7 +301,7 @@ class ServerSession:
                     said = ""
                     await self._is_lost.wait()
                     self._is_lost.clear()
-                    await self.reopen()
+                    await self._close_store()
                     pause = FIRST_PAUSE
                     continue
             except (ServerError, UpstreamError, ValueError, LookupError, TypeError) as error:
@@ -307,24 +313,11 @@ class ServerSession:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def lost(self) -> None:
-        """A connection has failed: the server may have ended, and another one may answer next.
+        """A connection has failed: the server may have ended, and the next request looks whether it has.
 
-        Or it has closed the connection, as it does with some requests that it refuses: then it answers the next one.
-        One that is started in its place does not, as long as it loads its model. If a child has ended, `Child` notices.
+        Or it has closed the connection, as it does with some requests that it refuses.
         """
-        if not self.is_child and self.is_ready and not self.is_certainly_alive() and self._looking is None:
-            self._looking = asyncio.create_task(self._look_after_loss())
-
-    async def _look_after_loss(self) -> None:
-        try:
-            if not await self._is_healthy() and self.is_ready:
-                self._replaced()
-        finally:
-            self._looking = None
-
-    def _replaced(self) -> None:
-        self.down()
-        self._is_lost.set()
+        self._last_look = 0.0
 
     async def _is_healthy(self) -> bool:
         with contextlib.suppress(UpstreamError):
@@ -367,14 +360,17 @@ class ServerSession:
             self._last_look = now
             try:
                 props = await self._ask_props()
+            except UpstreamLostError:
+                props = None
             except (UpstreamError, ServerError, ValueError):
                 return True  # what comes next says so
             if props is not None and props.is_sleeping and manager is not None:
                 manager.pool.restarted()
             is_other = props != self._props
         if is_other and self.is_ready and not self.is_child:
-            log.warning("a different server answers at %s now", self.upstream.url)
-            self._replaced()
+            log.warning("none or a different server answers at %s now", self.upstream.url)
+            self.down()
+            self._is_lost.set()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._is_up.wait(), READY_SECONDS)
         is_missing = self.store is None and self.is_ready and self._reopening is None
@@ -391,9 +387,7 @@ class ServerSession:
 
     def note(self, usage: Usage | None, claim: Claim, *, is_counted: bool) -> None:
         """Note what the server has done for a prompt, and count the lookup if it was one (`is_counted`)."""
-        if usage is None:
-            return
-        if self.store is not None:
+        if usage is not None and self.store is not None:
             counters, found = self.store.counters, self.store.namespace(claim.owner)
             namespace = found.key if found is not None else None
             counters.count("tokens_computed", usage.computed_tokens, namespace=namespace)
@@ -401,29 +395,19 @@ class ServerSession:
                 n = usage.cached_tokens + usage.computed_tokens
                 source = "store" if claim.n_restored else claim.reason or ("live" if usage.cached_tokens else "none")
                 counters.asked(namespace, n, claim.n_restored, source)
-                is_told = claim.restored_seconds is not None and claim.reason != "error"
-                if is_told:
-                    pass  # the store has counted what became of the restore
-                elif claim.reason is not None:
-                    counters.count(f"miss:{claim.reason}", namespace=namespace)
-                elif usage.cached_tokens:
-                    counters.count("live_hits", namespace=namespace)
+                # the store has counted what became of a restore
+                if claim.restored_seconds is None or claim.reason == "error":
+                    if claim.reason is not None:
+                        counters.count(f"miss:{claim.reason}", namespace=namespace)
+                    elif usage.cached_tokens:
+                        counters.count("live_hits", namespace=namespace)
 
     def used(self) -> None:
         """Note that the server has just been used."""
         self._last_use = asyncio.get_running_loop().time()
 
-    def hurry(self) -> None:
-        """Have `close` skip what takes long: the contents of the slots are not stored."""
-        self._hurried.set()
-
-    @property
-    def is_hurried(self) -> bool:
-        """Whether it should end immediately."""
-        return self._hurried.is_set()
-
     async def _unless_hurried(self, work: Coroutine[Any, Any, None]) -> None:
-        tasks = asyncio.ensure_future(work), asyncio.ensure_future(self._hurried.wait())
+        tasks = asyncio.ensure_future(work), asyncio.ensure_future(self.hurried.wait())
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
@@ -431,7 +415,7 @@ class ServerSession:
 
     async def close(self) -> None:
         """Store what the slots hold, and close the store."""
-        tasks = [task for task in (self._saving, self._looking, self._reopening) if task is not None]
+        tasks = [task for task in (self._saving, self._reopening) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -439,13 +423,8 @@ class ServerSession:
             if self.is_ready and self.reason is None:
                 await self._unless_hurried(self.manager.save_all(STOP_SECONDS))
             await self._unless_hurried(self.manager.keep_copies(STOP_SECONDS))
-            await asyncio.to_thread(partial(self.manager.close, wait=not self.is_hurried))
-        if self.store is not None:
-            try:
-                await asyncio.to_thread(self.store.close)
-            except PrefixStoreError as error:
-                log.warning("not all pages were stored: %s", error)
-        self.server.close()
+            await asyncio.to_thread(partial(self.manager.close, wait=not self.hurried.is_set()))
+        await self._close_store()
 
 
 def _kinds_of(identity: ServerIdentity) -> Callable[[int], TokenKind]:

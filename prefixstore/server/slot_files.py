@@ -27,13 +27,12 @@ from prefixstore.errors import (
     FullError,
     InvalidParameterError,
     ServerBusyError,
+    ServerError,
     ServerRefusedError,
     ServerTooOldError,
-    ServerUnreachableError,
     UnavailableError,
 )
 from prefixstore.server.client import LlamaServer
-from prefixstore.server.records import SlotAction
 from prefixstore.server.slot_file import SlotFile, parse_slot_file
 
 __all__ = ["SlotBuffer", "SlotDirectory", "wrong_directory"]
@@ -44,7 +43,6 @@ PREFIX = "prefixstore-"
 PART = ".part"
 # the server may write a file late, when a slot that was busy becomes idle: younger ones may belong to another process
 STALE_SECONDS = 600.0
-MAX_LATE = 1000
 
 
 class SlotBuffer:
@@ -123,8 +121,6 @@ class SlotDirectory:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._lock = threading.Lock()
-        # files that the server may still write
-        self._late: set[str] = set()
         # kept for the next restore
         self._spare: SlotBuffer | None = None
         self._is_closed = False
@@ -143,15 +139,6 @@ class SlotDirectory:
             place = self.path
             log.warning("%s can be written by every user, who could forge what is stored: chmod o-w '%s'", place, place)
         self.sweep()
-
-    @contextmanager
-    def name(self) -> Iterator[str]:
-        """An unused file name; a file with that name at the end of the block is deleted."""
-        name = _new_name()
-        try:
-            yield name
-        finally:
-            self.remove(name)
 
     def read(self, name: str, size: int) -> memoryview:
         """A file of the server, in memory.
@@ -223,10 +210,9 @@ class SlotDirectory:
             other.remove()
 
     def close(self) -> None:
-        """Delete what was kept, and the files that were written late."""
+        """Delete what was kept."""
         self._is_closed = True
         self._drop_spare()
-        self.remove_late()
 
     def _drop_spare(self) -> None:
         with self._lock:
@@ -247,25 +233,8 @@ class SlotDirectory:
         with suppress(OSError):
             (self.path / name).unlink()
 
-    def expect_late(self, name: str) -> None:
-        """Note that the server may write this file later: it is deleted by a later `remove_late`."""
-        with self._lock:
-            # more are swept when they are stale
-            if len(self._late) < MAX_LATE:
-                self._late.add(name)
-
-    def remove_late(self) -> None:
-        """Delete the files that were written late."""
-        if not self._late:
-            return
-        with self._lock:
-            for name in list(self._late):
-                if os.path.lexists(self.path / name):
-                    self.remove(name)
-                    self._late.discard(name)
-
     def sweep(self) -> None:
-        """Delete old files of this kind, left by processes that have ended."""
+        """Delete old files of this kind: of processes that have ended, or written when nobody waited any longer."""
         before = time.time() - STALE_SECONDS
         with suppress(OSError):
             for entry in os.scandir(self.path):
@@ -294,7 +263,7 @@ class SlotDirectory:
         except ServerRefusedError:
             order = list(range(n_slots))
         for slot in order:
-            with suppress(CorruptError), self.saved(server, slot) as (_, file):
+            with suppress(CorruptError), self.saved(server, slot) as file:
                 if file.layout is not None:
                     return file
         for slot in order[-1:]:
@@ -303,11 +272,13 @@ class SlotDirectory:
             try:
                 # what is not understood even then is stored whole
                 for whole in (False, True):
-                    with suppress(CorruptError), self.saved(server, slot, whole=whole) as (_, file):
+                    with suppress(CorruptError), self.saved(server, slot, whole=whole) as file:
                         if file.layout is not None:
                             return file
             finally:
-                server.erase(slot)
+                # what is left then is of nobody
+                with suppress(ServerError):
+                    server.erase(slot)
         raise ServerBusyError(f"no slot of {server.url} is idle")
 
     def load(self, server: LlamaServer, slot: int, n: int, buffer: SlotBuffer) -> None:
@@ -339,24 +310,20 @@ class SlotDirectory:
             )
 
     @contextmanager
-    def saved(self, server: LlamaServer, slot: int, *, whole: bool = False) -> Iterator[tuple[SlotAction, SlotFile]]:
+    def saved(self, server: LlamaServer, slot: int, *, whole: bool = False) -> Iterator[SlotFile]:
         """A slot's file, parsed; it is deleted whatever happens. With `whole`, its state is left as it is."""
-        self.remove_late()
-        spare = self._spare
+        self.sweep()
+        spare, name = self._spare, _new_name()
         if spare is not None and shutil.disk_usage(self.path).free < spare.capacity:
             self._drop_spare()
-        with self.name() as name:
-            try:
-                action = server.save(slot, name)
-            except (ServerBusyError, ServerUnreachableError):
-                # it may write the file when the slot becomes idle
-                self.expect_late(name)
-                raise
-            data = self.read(name, action.n_bytes)
-            file = parse_slot_file(data, slot, whole=whole)
+        try:
+            action = server.save(slot, name)
+            file = parse_slot_file(self.read(name, action.n_bytes), slot, whole=whole)
             if len(file.tokens) != action.n_tokens and not file.has_media:
                 raise CorruptError(f"a slot's file has {len(file.tokens)} tokens, the server says {action.n_tokens}")
-            yield action, file
+            yield file
+        finally:
+            self.remove(name)
 
 
 def _created(path: Path) -> io.FileIO:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -19,12 +19,13 @@ import numpy as np
 
 from prefixstore.format.keys import NO_TOKENS, Tokens
 from prefixstore.server.chats import Turns
-from prefixstore.server.rates import Rates, Usage
-from prefixstore.server.slot_choice import Claim, SlotChoice, Timing
-from prefixstore.server.slot_pool import WORTH_A_SAVE, PoolSlot, Rank, Request, Rows, SlotPool
+from prefixstore.server.rates import Usage
+from prefixstore.server.slot_pool import SlotPool
+from prefixstore.server.slot_record import WORTH_A_SAVE, Claim, PoolSlot, Request, Rows
 
 if TYPE_CHECKING:
-    from prefixstore.server.slots import SlotCopy, SlotStore
+    from prefixstore.server.slot_ways import SlotCopy
+    from prefixstore.server.slots import SlotStore
 
 __all__ = ["WORTH_A_LOOKUP", "SlotManager"]
 
@@ -55,14 +56,10 @@ class SlotManager:
     ----------
     pool
         The slots.
-    rates
-        How long each kind of work takes.
     store
         The store of their contents; None: slots are only given out.
     erase
         Empties a slot of the server.
-    timing
-        When slots are saved.
 
     Attributes
     ----------
@@ -70,16 +67,8 @@ class SlotManager:
         Copies of slots that wait to be stored.
     """
 
-    def __init__(
-        self,
-        pool: SlotPool,
-        rates: Rates,
-        store: SlotStore | None,
-        erase: Callable[[int], object],
-        timing: Timing | None = None,
-    ) -> None:
-        self.pool, self.rates = pool, rates
-        self.choice = SlotChoice(pool, rates, timing or Timing())
+    def __init__(self, pool: SlotPool, store: SlotStore | None, erase: Callable[[int], object]) -> None:
+        self.pool, self.rates = pool, pool.rates
         self.failures: dict[str, int] = {}
         self.n_saves = 0
         self._erase = erase
@@ -93,7 +82,7 @@ class SlotManager:
 
     def use(self, store: SlotStore | None) -> None:
         """Use this store from now on; None: slots are only given out."""
-        self._store, self.choice.has_store = store, store is not None
+        self._store, self.pool.has_store = store, store is not None
         self.pool.changed.set()
 
     # -- before the answer ---------------------------------------------------------------------------------------------
@@ -119,20 +108,21 @@ class SlotManager:
         """
         prompt = NO_TOKENS if tokens is None else tokens
         claim = Claim(prompt, owner, wanted, asks=asks and tokens is not None, trusts=trusts)
-        rank = partial(self.choice.cost, claim=claim)
+        await self._find(claim, self.pool.usable(claim))
         while wanted is None and (saving := self._saving_for(claim)) is not None:
             await asyncio.wait({saving})
-        claim.slot = await self.pool.take(rank, wanted)
-        unusable: list[PoolSlot] = []
+        slot: PoolSlot | None = await self.pool.take(claim)
         until = time.monotonic() + EMPTYING_SECONDS
-        while claim.slot not in unusable:
-            preparing = asyncio.ensure_future(self._prepare(claim, rank, unusable))
+        while slot is not None:
+            claim.slot = slot
+            preparing = asyncio.ensure_future(self._prepare(claim))
             try:
                 await asyncio.shield(preparing)
             except SlotUnusableError:
-                unusable.append(claim.slot)
-                if wanted is None and time.monotonic() <= until:
-                    claim.slot = self.pool.exchange(claim.slot, rank, unusable)
+                claim.unusable.append(slot)
+                slot = self.pool.take_now(claim) if time.monotonic() <= until else None
+                if slot is not None:
+                    self.pool.release(claim.slot)
             except asyncio.CancelledError:
                 # what a thread does to the slot cannot be interrupted
                 preparing.add_done_callback(partial(self._give_back, claim))
@@ -144,7 +134,7 @@ class SlotManager:
                 return claim
         # it is emptied before its next use, and not saved
         claim.slot.doubt()
-        claim.slot.lent(owner, self.choice.computing(claim, 0))
+        claim.slot.lent(owner)
         claim.reason, claim.must_compute = "error", True
         return claim
 
@@ -159,7 +149,7 @@ class SlotManager:
         if self._saving is None:
             return None
         slot, saving = self._saving
-        lead = self.choice.lead(slot, claim)
+        lead = self.pool.lead(slot, claim)
         is_worth_it = lead >= WORTH_A_LOOKUP and self.rates.is_faster(self.rates.saving(len(slot.tokens)), lead)
         return saving if is_worth_it else None
 
@@ -189,7 +179,7 @@ class SlotManager:
         if tokens is not None:
             claim = Claim(tokens, owner)
             # of slots without any of it, the server takes the one used longest ago
-            best = max(self.pool.slots, key=lambda slot: (self.choice.live(slot, claim), -slot.used))
+            best = max(self.pool.slots, key=lambda slot: (self.pool.live(slot, claim), -slot.used))
         claims: list[Claim] = []
         try:
             # in order: two such requests cannot wait for each other
@@ -214,20 +204,32 @@ class SlotManager:
         claim.slot = slot
         return claim
 
-    async def _prepare(self, claim: Claim, rank: Rank, unusable: list[PoolSlot]) -> None:
-        plan, n_tokens = self.choice.weigh(claim.slot, claim), len(claim.tokens)
-        claim.reason = None
-        if claim.asks and n_tokens >= claim.slot.n_ctx:
+    async def _find(self, claim: Claim, slots: Sequence[PoolSlot]) -> None:
+        """Ask the store for a prompt, once, unless one of these slots has it."""
+        pool, n_tokens = self.pool, len(claim.tokens)
+        is_asked = claim.lookup_seconds is not None
+        if is_asked or not claim.asks or not pool.has_store or n_tokens >= max(slot.n_ctx for slot in pool.slots):
+            return
+        if n_tokens - max((pool.weigh(slot, claim).n_usable for slot in slots), default=0) < WORTH_A_LOOKUP:
+            return
+        began = time.perf_counter()
+        found = await self._ask_store("find", lambda store: store.find(claim.tokens, salt=claim.owner))
+        claim.lookup_seconds = time.perf_counter() - began
+        if found is None:
+            claim.missed = "unavailable"
+        else:
+            claim.n_found, claim.n_bytes, claim.missed = found.n_tokens, found.n_bytes, found.reason or "not_found"
+
+    async def _prepare(self, claim: Claim) -> None:
+        slot, claim.reason = claim.slot, None
+        # it may be another one than those that could be had before
+        await self._find(claim, [slot])
+        plan = self.pool.plan(claim)
+        if claim.asks and len(claim.tokens) >= slot.n_ctx:
             claim.reason = "prompt_too_long"  # the server says so
-        elif claim.asks and self.choice.has_store and n_tokens - plan.n_usable >= WORTH_A_LOOKUP:
-            reason = await self._find(claim)
-            if claim.n_found <= plan.n_usable and plan.n_live < WORTH_A_LOOKUP:
-                # every chat begins with the same few tokens: that is not yet a live prompt
-                claim.reason = reason or "not_found"
-            # another idle slot may cost less, now that it is known what the store has
-            if claim.wanted is None:
-                claim.slot = self.pool.exchange(claim.slot, rank, unusable)
-        plan, slot = self.choice.plan(claim), claim.slot
+        elif claim.missed == "unavailable" or (claim.n_found <= plan.n_usable and plan.n_live < WORTH_A_LOOKUP):
+            # every chat begins with the same few tokens: that is not yet a live prompt
+            claim.reason = claim.missed
         if plan.save_first:
             await self._save(slot)
         # also if its rows have come into doubt while it was saved
@@ -237,19 +239,8 @@ class SlotManager:
             await self._restore(claim)
         elif claim.n_found > plan.n_usable:
             claim.reason = "slow"
-        claim.n_reused = self.choice.weigh(slot, claim).n_usable
-        slot.lent(claim.owner, self.choice.computing(claim, claim.n_reused))
-
-    async def _find(self, claim: Claim) -> str | None:
-        """Ask the store for a prompt; why nothing is found, if it says so."""
-        began = time.perf_counter()
-        found = await self._ask_store("find", lambda store: store.find(claim.tokens, salt=claim.owner))
-        claim.lookup_seconds = time.perf_counter() - began
-        if found is None:
-            claim.reason, claim.n_found, claim.n_bytes = "unavailable", 0, 0
-            return claim.reason
-        claim.n_found, claim.n_bytes = found.n_tokens, found.n_bytes
-        return found.reason
+        claim.n_reused = self.pool.weigh(slot, claim).n_usable
+        slot.lent(claim.owner)
 
     async def _restore(self, claim: Claim) -> None:
         slot, began = claim.slot, time.perf_counter()
@@ -300,7 +291,7 @@ class SlotManager:
 
     async def shared(self, claim: Claim) -> int:
         """How many tokens of a prompt some stored prompt begins with, whether they can be restored or not."""
-        return await self._ask_store("find", lambda store: store.shared(claim.tokens, salt=claim.owner)) or 0
+        return await self._ask_store("find", lambda store: store.shared(claim.tokens, claim.owner)) or 0
 
     async def keep(self, claim: Claim, n: int) -> bool:
         """Have a slot copied that holds the first `n` tokens of its prompt; whether the next place is worth a try.
@@ -311,7 +302,7 @@ class SlotManager:
         slot.computed(tokens, n - slot.n_unsaved)
         if len(self.copies) >= MAX_COPIES:
             await asyncio.wait(self.copies, timeout=COPY_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        if len(self.copies) >= MAX_COPIES or not self.choice.may_save(slot):
+        if len(self.copies) >= MAX_COPIES or not self.pool.may_save(slot):
             return False
         saving = asyncio.ensure_future(self._save(slot, tokens))
         try:
@@ -367,7 +358,7 @@ class SlotManager:
         """Save slots at the right moments, until cancelled."""
         while True:
             self.pool.changed.clear()
-            due = self.choice.next_save()
+            due = self.pool.next_save()
             wait = None if due is None else due[0] - time.monotonic()
             if due is not None and wait is not None and wait <= 0:
                 await self._save_idle(due[1])
@@ -378,21 +369,20 @@ class SlotManager:
     async def _save_idle(self, slot: PoolSlot) -> None:
         """Take a slot, save it, and give it back."""
         self.pool.hold(slot)
-        saving = asyncio.ensure_future(self._save_and_release(slot))
+        saving = asyncio.ensure_future(self._save(slot))
         self._saving = slot, saving
-        # what a thread does to the slot cannot be interrupted
-        await asyncio.shield(saving)
 
-    async def _save_and_release(self, slot: PoolSlot) -> None:
-        try:
-            await self._save(slot)
-        finally:
+        def saved(_: asyncio.Future[None]) -> None:
             self._saving = None
             self.pool.release(slot)
 
+        saving.add_done_callback(saved)
+        # what a thread does to the slot cannot be interrupted
+        await asyncio.shield(saving)
+
     async def _save(self, slot: PoolSlot, expected: Tokens | None = None) -> None:
         """Copy what a busy slot holds; it is stored after that, while the slot is used again."""
-        if not self.choice.may_save(slot):
+        if not self.pool.may_save(slot):
             return
         n_begun = self.pool.n_tainting_begun
         while len(self.copies) >= MAX_COPIES:

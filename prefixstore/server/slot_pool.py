@@ -1,4 +1,4 @@
-"""The slots of a server: one record for each, and every change of it. ``docs/servers.md`` draws the states.
+"""The slots of a server: which one a request gets, and when one is saved, whatever costs the least time.
 
 All of it runs in the event loop, which is the lock. A slot is *busy* from before anything is done to it until the
 answer has ended. Requests wait for a slot in the order in which they came.
@@ -8,31 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from prefixstore.format.keys import NO_TOKENS, Tokens
+from prefixstore.format.keys import common_prefix
 from prefixstore.server.chats import Turns
+from prefixstore.server.rates import Rates
+from prefixstore.server.slot_record import Claim, PoolSlot, Request, Rows
 
-__all__ = [
-    "WORTH_A_SAVE",
-    "Elsewhere",
-    "PoolClosedError",
-    "PoolFullError",
-    "PoolSlot",
-    "Rank",
-    "Request",
-    "Rows",
-    "SlotPool",
-]
+__all__ = ["Elsewhere", "Plan", "PoolClosedError", "PoolFullError", "SlotPool", "Timing"]
 
-# Fewer new tokens are saved only when the server stops.
-WORTH_A_SAVE = 32
-# What orders slots for a request; the lowest is taken.
-Rank = Callable[["PoolSlot"], Any]
+# A shorter common beginning is no reason to prefer a slot.
+WORTH_KEEPING = 32
+MAX_FAILURES = 3
+# While requests wait for a slot, one is copied before it goes only if computing that again would take so many times
+# as long.
+WORTH_WAITING = 8.0
 
 
 class PoolFullError(Exception):
@@ -44,141 +35,52 @@ class PoolClosedError(Exception):
 
 
 @dataclass(frozen=True)
-class Request:
-    """A chat that a slot has answered: its path, its messages, and the tokens of its prompt."""
-
-    path: str
-    turns: Turns
-    n_tokens: int
-
-
-class Rows(IntEnum):
-    """Whose rows a slot has. If they are not clean, it is not saved, and it is emptied before its next use."""
-
-    # those of its tokens alone
-    CLEAN = 0
-    # a request that bypassed the store may have altered them: another such request of its owner may go on there
-    ALTERED = 1
-    # they may be anyone's
-    UNKNOWN = 2
-
-
-@dataclass(eq=False)
-class PoolSlot:
-    """What is known of a slot of the server.
+class Timing:
+    """When slots are saved, in seconds.
 
     Attributes
     ----------
-    id, n_ctx
-        Its number, and the length of its context.
-    tokens
-        What it is believed to hold. The server compares tokens itself, so that an error here costs time only.
-    owner
-        The tenant whose tokens these are.
-    rows
-        Whether its rows are those of its tokens alone.
-    is_busy
-        Whether a request or a save has it.
-    is_lost
-        Whether the server was restarted while it was busy: what was done to it may belong to either server.
-    n_unsaved, unsaved_since
-        How many tokens entered it since it was saved, and when the first of them did.
-    failures
-        How many saves of it have failed since the last answer.
-    request
-        The chat that it has answered last; None if that is not what it holds.
-    used
-        When its last answer has ended.
-    told
-        What was done for its last prompt, as the client was told.
-    computing_until
-        When its prompt is probably computed; 0 if it is.
+    debounce
+        How long a slot must be idle.
+    patience
+        How long it waits for a moment at which the server does nothing else. After that it is saved while other
+        slots answer, but never while a request waits.
+    soon
+        What takes no longer to compute is saved in idle time only: no request waits for that.
     """
 
-    id: int
-    n_ctx: int
-    tokens: Tokens = field(default_factory=lambda: NO_TOKENS)
-    owner: str | None = None
-    rows: Rows = Rows.CLEAN
-    is_busy: bool = False
-    is_lost: bool = False
-    n_unsaved: int = 0
-    unsaved_since: float = 0.0
-    failures: int = 0
-    request: Request | None = None
-    used: float = 0.0
-    told: str | None = None
-    computing_until: float = 0.0
+    debounce: float = 0.25
+    patience: float = 10.0
+    soon: float = 0.25
 
-    @property
-    def is_clean(self) -> bool:
-        """Whether its rows are those of its tokens alone."""
-        return self.rows is Rows.CLEAN
 
-    @property
-    def is_dirty(self) -> bool:
-        """Whether it holds what can be stored, and is not."""
-        return self.n_unsaved > 0 and self.is_clean
+@dataclass(frozen=True)
+class Plan:
+    """What is done with a slot for a request.
 
-    @property
-    def is_worth_saving(self) -> bool:
-        """Whether it holds so much that can be stored, and is not, that all slots may wait for a save."""
-        return self.is_dirty and self.n_unsaved >= WORTH_A_SAVE
+    Attributes
+    ----------
+    n_live
+        How many of the tokens of the prompt it is believed to hold.
+    n_usable
+        How many of them the server can certainly use: all, unless it would have to step back to a state that it may
+        not have.
+    n_lost
+        How many tokens it loses.
+    restore
+        Whether to restore what the store has.
+    save_first
+        Whether it loses what is not stored, and the request waits until that is saved.
+    erase_first
+        Whether it must be emptied: for another tenant, or since its rows are not clean.
+    """
 
-    def must_empty(self, *, trusts: bool) -> bool:
-        """Whether it must be emptied before a use; `trusts` if the user trusts the rows that it left there itself."""
-        return self.rows > (Rows.ALTERED if trusts else Rows.CLEAN)
-
-    # -- what is done to it, in this order -----------------------------------------------------------------------------
-
-    def emptied(self) -> None:
-        """Note that it holds nothing."""
-        self.tokens, self.owner, self.request, self.rows = NO_TOKENS, None, None, Rows.CLEAN
-        self.n_unsaved = self.failures = 0
-
-    def filled(self, tokens: Tokens, owner: str | None) -> None:
-        """Note that it holds what was restored, and nothing else."""
-        self.tokens, self.owner, self.n_unsaved, self.request = tokens, owner, 0, None
-
-    def lent(self, owner: str | None, seconds: float) -> None:
-        """Note that a request of this tenant is sent to it: it may hold tokens of that, however the request ends."""
-        self.owner, self.request = owner, None
-        self.computing_until = time.monotonic() + seconds
-
-    def answering(self) -> None:
-        """Note that its prompt is computed: the first byte of the answer has arrived."""
-        self.computing_until = 0.0
-
-    def computed(self, tokens: Tokens, n_new: int) -> None:
-        """Note that it holds these tokens of its owner, and that so many of them and of an answer are new."""
-        self.tokens, self.failures = tokens, 0
-        self._add_unsaved(n_new)
-
-    def answered(self, request: Request | None = None) -> None:
-        """Note that its answer has ended; `request` if it is that of a chat, and complete."""
-        self.used, self.request = time.monotonic(), request
-
-    def saved(self, tokens: Tokens) -> None:
-        """Note that it holds these tokens, and that all of them are copied."""
-        self.tokens, self.n_unsaved = tokens, 0
-
-    def stored(self) -> None:
-        """Note that what was copied is stored."""
-        self.failures = 0
-
-    def not_saved(self, n_lost: int = 0) -> None:
-        """Note that a save of it has failed, and that so many tokens are not copied, after all."""
-        self.failures += 1
-        self._add_unsaved(n_lost)
-
-    def doubt(self, rows: Rows = Rows.UNKNOWN) -> None:
-        """Note that its rows may be other than those of its tokens."""
-        self.rows = max(self.rows, rows)
-
-    def _add_unsaved(self, n: int) -> None:
-        if not self.n_unsaved:
-            self.unsaved_since = time.monotonic()
-        self.n_unsaved += n
+    n_live: int
+    n_usable: int
+    n_lost: int
+    restore: bool
+    save_first: bool
+    erase_first: bool
 
 
 @dataclass
@@ -188,15 +90,6 @@ class Elsewhere:
     is_harmless: bool = False
 
 
-@dataclass
-class _Waiting:
-    """A request that waits for a slot."""
-
-    rank: Rank
-    wanted: int | None
-    granted: asyncio.Future[PoolSlot]
-
-
 class SlotPool:
     """The slots of a server.
 
@@ -204,6 +97,10 @@ class SlotPool:
     ----------
     slots
         Number and length of the context of each.
+    rates
+        What work costs.
+    timing
+        When slots are saved.
     max_waiting
         How many requests may wait for a slot.
     separated
@@ -211,6 +108,11 @@ class SlotPool:
 
     Attributes
     ----------
+    has_store
+        Whether there is a store to save slots in.
+    can_cut
+        Whether the server can use any part of what a slot holds, as with full attention. A recurrent state, or the end
+        of a sliding window, is of use only to a prompt that goes on from there.
     changed
         Set when a slot may have to be saved, or may be taken.
     n_elsewhere
@@ -219,13 +121,22 @@ class SlotPool:
         How many of them may leave any rows in any slot, and how many such requests have begun so far.
     """
 
-    def __init__(self, slots: Sequence[tuple[int, int]], *, max_waiting: int = 1024, separated: bool = False) -> None:
+    def __init__(
+        self,
+        slots: Sequence[tuple[int, int]],
+        rates: Rates | None = None,
+        timing: Timing | None = None,
+        *,
+        max_waiting: int = 1024,
+        separated: bool = False,
+    ) -> None:
         self.slots = [PoolSlot(id_, n_ctx) for id_, n_ctx in slots]
-        self.separated = separated
+        self.rates, self.separated = rates or Rates(), separated
+        self.has_store, self.can_cut = False, True
         self.changed = asyncio.Event()
         self.n_elsewhere = self.n_tainting = self.n_tainting_begun = 0
-        self._max_waiting = max_waiting
-        self._waiting: list[_Waiting] = []
+        self._timing, self._max_waiting = timing or Timing(), max_waiting
+        self._waiting: list[tuple[Claim, asyncio.Future[PoolSlot]]] = []
         self._is_closed = False
 
     @property
@@ -238,15 +149,14 @@ class SlotPool:
         """How many slots are in use."""
         return sum(slot.is_busy for slot in self.slots)
 
-    def idle(self, wanted: int | None = None) -> list[PoolSlot]:
-        """The slots that nobody uses, or the wanted one if that is so."""
-        slots = self.slots if wanted is None else [self.slots[wanted % len(self.slots)]]
-        return [slot for slot in slots if not slot.is_busy]
+    def idle(self) -> list[PoolSlot]:
+        """The slots that nobody uses."""
+        return [slot for slot in self.slots if not slot.is_busy]
 
     # -- free, busy, free ----------------------------------------------------------------------------------------------
 
-    async def take(self, rank: Rank, wanted: int | None = None) -> PoolSlot:
-        """Take the idle slot of the lowest rank, or the wanted one, when it is this request's turn.
+    async def take(self, claim: Claim) -> PoolSlot:
+        """Take the idle slot that costs least, or the wanted one, when it is this request's turn.
 
         Raises
         ------
@@ -258,27 +168,33 @@ class SlotPool:
         if self._is_closed:
             raise PoolClosedError
         # a slot that is idle is one that nobody waits for
-        if (slot := self.take_now(rank, wanted)) is not None:
+        if (slot := self.take_now(claim)) is not None:
             return slot
         if len(self._waiting) >= self._max_waiting:
             raise PoolFullError
-        waiting = _Waiting(rank, wanted, asyncio.get_running_loop().create_future())
+        granted: asyncio.Future[PoolSlot] = asyncio.get_running_loop().create_future()
+        waiting = claim, granted
         self._waiting.append(waiting)
         try:
-            return await waiting.granted
+            return await granted
         except BaseException:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
                 self.changed.set()
-            elif not waiting.granted.cancelled() and waiting.granted.exception() is None:
+            elif not granted.cancelled() and granted.exception() is None:
                 # it was granted just now
-                self.release(waiting.granted.result())
+                self.release(granted.result())
             raise
 
-    def take_now(self, rank: Rank, wanted: int | None = None) -> PoolSlot | None:
-        """Take the idle slot of the lowest rank, or the wanted one; None if there is none."""
-        slot = min(self.idle(wanted), key=rank, default=None)
+    def take_now(self, claim: Claim) -> PoolSlot | None:
+        """Take the idle slot that costs least, or the wanted one; None if there is none."""
+        slot = min(self.usable(claim), key=lambda slot: self.cost(slot, claim), default=None)
         return self.hold(slot) if slot is not None else None
+
+    def usable(self, claim: Claim) -> list[PoolSlot]:
+        """The idle slots that a request may get."""
+        wanted = self.slots if claim.wanted is None else [self.slots[claim.wanted % len(self.slots)]]
+        return [slot for slot in wanted if not slot.is_busy and slot not in claim.unusable]
 
     def hold(self, slot: PoolSlot) -> PoolSlot:
         """Take this slot, which is idle."""
@@ -286,25 +202,16 @@ class SlotPool:
         slot.is_busy, slot.is_lost = True, False
         return slot
 
-    def exchange(self, slot: PoolSlot, rank: Rank, unusable: Collection[PoolSlot] = ()) -> PoolSlot:
-        """A slot of the lowest rank instead of a busy one: an idle one, or the same if none is better."""
-        usable = [one for one in (slot, *self.idle()) if one not in unusable]
-        best = min(usable, key=rank, default=slot)
-        if best is not slot:
-            self.hold(best)
-            self.release(slot)
-        return best
-
     def release(self, slot: PoolSlot) -> None:
         """Give a slot back, and let the next request have it."""
-        # also if its request has gone before the answer began
-        slot.is_busy, slot.computing_until = False, 0.0
+        slot.is_busy = False
         if self.n_tainting:
             self._taint(slot)
         for waiting in list(self._waiting):
-            if not waiting.granted.done() and (granted := self.take_now(waiting.rank, waiting.wanted)) is not None:
+            claim, granted = waiting
+            if not granted.done() and (taken := self.take_now(claim)) is not None:
                 self._waiting.remove(waiting)
-                waiting.granted.set_result(granted)
+                granted.set_result(taken)
         self.changed.set()
 
     def continued(self, path: str, turns: Turns, owner: str | None) -> tuple[PoolSlot, Request] | None:
@@ -361,6 +268,83 @@ class SlotPool:
         self._is_closed = True
         for slot in self.slots:
             slot.is_lost = True
-        for waiting in self._waiting:
-            if not waiting.granted.done():
-                waiting.granted.set_exception(PoolClosedError())
+        for _, granted in self._waiting:
+            if not granted.done():
+                granted.set_exception(PoolClosedError())
+
+    # -- what a slot costs a request -----------------------------------------------------------------------------------
+
+    def plan(self, claim: Claim) -> Plan:
+        """What to do with the slot of a claim, now that it is known what the store has."""
+        plan, rates = self.weigh(claim.slot, claim), self.rates
+        # Restoring may be slower only since the slot holds nearly as much: then there is nothing to learn from a try.
+        is_slow = not rates.is_faster(rates.restoring(claim.n_bytes), claim.n_found)
+        may_try = claim.n_found > plan.n_usable and (plan.restore or is_slow)
+        if may_try and rates.tries(is_faster=plan.restore) and not plan.restore:
+            return self.weigh(claim.slot, claim, tries=True)
+        return plan
+
+    def weigh(self, slot: PoolSlot, claim: Claim, *, tries: bool = False) -> Plan:
+        """What to do with a slot for a claim. With `tries`, what was found is restored even if that is slower."""
+        n_live = self.live(slot, claim)
+        n_usable = n_live if self.can_cut or n_live == len(slot.tokens) else 0
+        is_faster = tries or self.rates.is_faster(self.rates.restoring(claim.n_bytes), claim.n_found - n_usable)
+        restore = claim.n_found > n_usable and is_faster
+        # the end of an answer is lost, too, but the tokens of that are not known
+        n_lost = len(slot.tokens) - (0 if restore else n_live)
+        is_foreign = self.separated and slot.owner not in (None, claim.owner)
+        must_erase = is_foreign or slot.must_empty(trusts=claim.trusts)
+        return Plan(n_live, n_usable, n_lost, restore, n_lost > 0 and self.would_save(slot), must_erase)
+
+    def cost(self, slot: PoolSlot, claim: Claim) -> tuple[float, float]:
+        """The seconds that a slot costs this request and later ones; of equal ones that used longest ago is cheaper."""
+        rates, plan = self.rates, self.weigh(slot, claim)
+        kept = claim.n_found if plan.restore else plan.n_live
+        if kept < WORTH_KEEPING:
+            # the first token of all prompts, say: no reason to take a slot from a conversation
+            kept = 0
+        seconds = rates.computing(len(claim.tokens) - kept) + (rates.restoring(claim.n_bytes) if plan.restore else 0.0)
+        if plan.save_first:
+            seconds += rates.saving(len(slot.tokens))
+        # who comes back to what is lost here waits for a restore, or for the computing of what was not saved
+        n_unsaved = min(plan.n_lost, slot.n_unsaved) if slot.is_dirty and not plan.save_first else 0
+        seconds += 0.5 * (rates.restoring((plan.n_lost - n_unsaved) * rates.token_bytes) + rates.computing(n_unsaved))
+        return round(seconds, 4), slot.used
+
+    def live(self, slot: PoolSlot, claim: Claim) -> int:
+        """How many tokens of its prompt a request is believed to find in a slot."""
+        if slot.must_empty(trusts=claim.trusts) or slot.owner != claim.owner:
+            return 0
+        return common_prefix(slot.tokens, claim.tokens)
+
+    def lead(self, slot: PoolSlot, claim: Claim) -> int:
+        """How many more tokens of a prompt a slot holds than every idle one."""
+        return self.live(slot, claim) - max((self.live(other, claim) for other in self.idle()), default=0)
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+
+    def may_save(self, slot: PoolSlot) -> bool:
+        """Whether what a slot holds may be stored."""
+        return self.has_store and slot.is_clean and not self.n_tainting
+
+    def would_save(self, slot: PoolSlot) -> bool:
+        """Whether a request waits until this slot is saved, which it will take for itself."""
+        if not self.may_save(slot) or not slot.is_worth_saving or slot.failures >= MAX_FAILURES:
+            return False
+        computing, saving = self.rates.computing(slot.n_unsaved), self.rates.saving(len(slot.tokens))
+        return computing > self._timing.soon and (not self._waiting or computing >= WORTH_WAITING * saving)
+
+    def next_save(self) -> tuple[float, PoolSlot] | None:
+        """When a slot is to be saved, and which; None if there is none, or while a request waits for a slot."""
+        if not self.has_store or self._waiting or self.n_tainting:
+            return None
+        waiting = [slot for slot in self.idle() if slot.is_worth_saving and slot.failures < MAX_FAILURES]
+        due = [(self._due(slot), slot) for slot in waiting]
+        return min(due, key=lambda one: one[0], default=None)
+
+    def _due(self, slot: PoolSlot) -> float:
+        pause = self._timing.debounce * (1 + 4 * slot.failures)
+        if self.n_elsewhere == 0 and self.n_busy == 0:
+            # between the answer of one conversation and the next question of another the server is not idle yet
+            return max(one.used for one in self.slots) + pause
+        return max(slot.used + pause, slot.unsaved_since + self._timing.patience)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -16,17 +14,22 @@ import numpy as np
 from prefixstore.engine.compute_rate import ComputeRate
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.miss import miss_reason
-from prefixstore.errors import InvalidParameterError, ServerError, ServerRefusedError, UnknownVersionError
+from prefixstore.errors import InvalidParameterError, ServerRefusedError, UnknownVersionError
 from prefixstore.format.keys import NO_TOKENS, SNAPSHOT, Tokens, TokenSequence, as_tokens
 from prefixstore.format.namespace import Namespace
-from prefixstore.llama.capture import Captured, Place
+from prefixstore.format.record import Buffer
+from prefixstore.llama.capture import Capture, Captured, Place
+from prefixstore.llama.restore import Found as FoundPages
+from prefixstore.llama.restore import Frame, Positions
+from prefixstore.llama.state.form import HIDDEN_ROWS
+from prefixstore.llama.state.shape import StateShape
+from prefixstore.llama.state.view import Assembly
 from prefixstore.opening import Locations
 from prefixstore.server.client import LlamaServer
 from prefixstore.server.namespace import ServerIdentity, kind_of_layout
-from prefixstore.server.records import Found, Restored, Stored
-from prefixstore.server.slot_file import SlotFile
+from prefixstore.server.slot_file import SlotFile, SlotLayout, slot_assembly
 from prefixstore.server.slot_files import SlotBuffer, SlotDirectory, wrong_directory
-from prefixstore.server.slot_states import SlotStates
+from prefixstore.server.slot_ways import Found, Restored, SlotCopy, Stored, Way, ways_of
 from prefixstore.stats import Counters, Kind
 from prefixstore.store import PrefixStore
 from prefixstore.units import shown
@@ -34,13 +37,15 @@ from prefixstore.units import shown
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["SlotCopy", "SlotStore"]
+__all__ = ["SlotStore"]
 
 log = logging.getLogger("prefixstore")
 
 ANY_TOKEN = np.zeros(1, "<i4")
 # if a page is damaged, those before it are tried, and so on
 ATTEMPTS = 3
+# of tenants, whose number nothing bounds
+MOST_PLACES = 1024
 
 
 class SlotStore:
@@ -70,18 +75,26 @@ class SlotStore:
         files have a version that is not known), ``"window"`` (the length of its sliding window is not known).
     why
         The reason in words; empty if there is nothing to add.
+    layout
+        Of its slot files; None if nothing is stored of it.
+    ways
+        How its slots are found; they are written in the last way. Empty if nothing is stored.
+    place
+        Where the pages of a tenant are.
 
     Raises
     ------
     InvalidParameterError
         If a parameter is not valid, or the server uses another directory.
     StorageError
-        If the location cannot be opened.
+        If the location cannot be opened, or a slot's file cannot be read.
+    ServerError
+        If the server cannot be asked, or if it has another layout than its arguments say.
 
     Notes
     -----
-    A slot's file of this server tells what its states look like. So one is saved when the store is opened, or, if the
-    server does not answer then, by `connect` or by the first `save` or `restore`. Until then `find` finds nothing.
+    A slot's file of this server tells what its states look like, so one is saved when the store is opened. If no slot
+    holds anything, a free one evaluates two tokens for it, and is erased.
     """
 
     def __init__(
@@ -99,15 +112,15 @@ class SlotStore:
             # before the server writes files there that are never deleted
             raise wrong_directory(self.directory.path)
         self.reason, self.why = identity.reason, ""
-        self._connecting = threading.Lock()
-        self._states: SlotStates | None = None
+        self.layout: SlotLayout | None = None
+        self.ways: tuple[Way, ...] = ()
+        self.place = lru_cache(MOST_PLACES)(self._place)
+        self._names: dict[str, str | None] = {}
         # the label has no effect here: the identity has the namespace
         self.store = PrefixStore(location, namespace="server", **store_options)
         self.rate = ComputeRate(self.store.parameters.max_delay)
         try:
-            self.connect()
-        except ServerError as error:
-            log.info("the slots of %s are not known yet: %s", server.url, error)
+            self._learn()
         except BaseException:
             self.close()
             raise
@@ -139,67 +152,44 @@ class SlotStore:
         return self.store.engine.counters
 
     @property
-    def is_connected(self) -> bool:
-        """Whether the layout of the server's states is known."""
-        return self._states is not None or self.reason is not None
-
-    @property
     def kind(self) -> Kind:
-        """What is stored of the slots; unbound as long as the layout of the server's states is not known."""
-        return Kind.UNBOUND if self._known is None else kind_of_layout(self._known.layout)
-
-    @property
-    def is_drafting(self) -> bool:
-        """Whether the server drafts tokens: of its drafts nothing is stored, and they begin empty after a restore."""
-        return self.server.is_drafting
+        """What is stored of the slots; unbound if nothing is."""
+        return Kind.UNBOUND if self.layout is None else kind_of_layout(self.layout)
 
     @property
     def can_cut(self) -> bool:
         """Whether a slot can be used up to any of its tokens."""
-        return self._states is None or self._states.can_cut
+        return not any(way.form.has_snapshots for way in self.ways)
 
     @property
     def shortest(self) -> int:
         """How many tokens a slot must hold for it to be stored."""
-        return max(self.store.min_tokens, 1 if self._states is None else self._states.shortest)
-
-    @property
-    def _known(self) -> SlotStates | None:
-        """How slots are stored; None if nothing is, or that is not known yet."""
-        return self._states if self.reason is None else None
-
-    def namespace(self, salt: str | None = None) -> Namespace | None:
-        """The namespace of a tenant's pages; None as long as the layout of the server's states is not known."""
-        return self._known.place(salt).namespace if self._known is not None else None
+        form = self.ways[-1].form
+        window = form.window if form.shape is not None and form.shape.recurrent is None else None
+        # of a window that has not been left, the server would compute all again
+        return max(self.store.min_tokens, window.size + HIDDEN_ROWS if window is not None else 1)
 
     def namespaces(self, salt: str | None = None) -> list[Namespace]:
-        """All namespaces in which a tenant's pages are looked up; as `namespace`."""
-        states = self._known
-        return [way.place(states.place(salt)).namespace for way in states.ways] if states is not None else []
+        """The namespaces in which a tenant's pages are looked up, first that of pages; none if nothing is stored."""
+        return [way.place(self.place(salt)).namespace for way in self.ways]
 
-    # -- connecting ---------------------------------------------------------------------------------------------------
+    def namespace(self, salt: str | None = None) -> Namespace | None:
+        """The namespace of a tenant's pages; None if nothing is stored."""
+        return next(iter(self.namespaces(salt)), None)
 
-    def connect(self) -> None:
-        """Learn the layout of the server's states from one of its slots. A second call does nothing.
-
-        If no slot holds anything, a free one evaluates two tokens for it, and is erased.
-
-        Raises
-        ------
-        ServerError
-            If the server cannot be asked, or if it has another layout than its arguments say.
-        InvalidParameterError
-            If the server uses another directory.
-        StorageError
-            If the slot's file cannot be read.
-        """
-        if self.is_connected:
-            return
-        with self._connecting:
-            if not self.is_connected:
-                self._learn()
+    def _place(self, salt: str | None) -> Place:
+        assert self.layout is not None, "something is stored"
+        page_tokens = self.identity.page_tokens(self.layout, self.store.page_tokens)
+        place = Place(self.identity.namespace(self.layout, page_tokens=page_tokens, salt=salt), page_tokens)
+        self._names = self._names or self.identity.names(place.namespace)
+        for way in self.ways:
+            self.engine.describe(way.place(place).namespace, self._names)
+        return place
 
     def _learn(self) -> None:
+        """Learn the layout of the server's states from one of its slots."""
+        if self.reason is not None:
+            return
         try:
             file = self.directory.any(self.server)
         except UnknownVersionError as error:
@@ -207,10 +197,13 @@ class SlotStore:
             self.counters.count("dropped:version")
             log.warning("nothing is stored or restored of %s: %s", self.server.url, error)
             return
-        states = SlotStates(file, self.identity, self.store, self.directory, self.rate)
-        self.reason = self.reason or states.reason
-        self._states = states
-        shape = states.layout.shape
+        assert file.layout is not None, "a file with tokens has a layout"
+        shape = file.layout.shape
+        self.ways = ways_of(file, file.layout, self.identity, self.engine, self.rate, self.directory)
+        if not self.ways:
+            self.reason = "window"
+            return
+        self.layout = file.layout
         if shape is not None:
             self.server.bytes_per_token = shape.size(2) - shape.size(1)
         else:
@@ -230,40 +223,53 @@ class SlotStore:
         StorageError
             If the location cannot be asked.
         """
-        prompt, states = as_tokens(tokens), self._known
-        if states is None:
+        prompt = as_tokens(tokens)
+        if not self.ways:
             return Found()
-        found, _ = states.find(prompt, self._limit(prompt), salt)
+        found, _ = self._found(prompt, self._limit(prompt), salt)
         if found.n_tokens < max(self.store.min_tokens, 1):
-            return Found(reason=self._missed(states.place(salt), prompt, found.n_tokens))
-        return Found(found.n_tokens, sum(page.raw_bytes for page in found.pages), len(found.read))
+            return Found(reason=self._missed(self.place(salt), prompt, found.n_tokens))
+        return Found(found.n_tokens, sum(page.raw_bytes for page in found.pages))
+
+    def _found(self, prompt: Tokens, limit: int, salt: str | None) -> tuple[FoundPages, Way]:
+        """The most that is stored of a prompt, and in which way."""
+        best = FoundPages(), self.ways[-1]
+        for way in self.ways:
+            # the server steps back by one token only if it finds rows there
+            at_most = min(limit, len(prompt) - 1) if way.form.has_snapshots and way.form.window is None else limit
+            found = way.restore.find(way.place(self.place(salt)), prompt, at_most)
+            if found.n_tokens >= best[0].n_tokens:
+                best = found, way
+        return best
+
+    def shared(self, tokens: Tokens, salt: str | None) -> int:
+        """How many tokens a prompt has in common with a stored one, whether they can be restored or not."""
+        place = self.ways[-1].place(self.place(salt))
+        return self.engine.match(place.namespace.key, tokens, place.page_tokens).n_tokens
 
     def _missed(self, place: Place, prompt: Tokens, n: int) -> str:
         namespace, tokens, least = place.namespace.key, prompt[: self._limit(prompt)], self.store.min_tokens
         return miss_reason(self.engine, namespace, tokens, place.page_tokens, n_matched=n, min_tokens=least)
 
-    def shared(self, tokens: TokenSequence, *, salt: str | None = None) -> int:
-        """How many tokens a prompt has in common with a stored one, whether they can be restored or not.
-
-        Raises
-        ------
-        StorageError
-            If the location cannot be asked.
-        """
-        return self._known.shared(as_tokens(tokens), salt) if self._known is not None else 0
-
-    def deepest(self, *, salt: str | None = None) -> Tokens:
-        """The longest stored prompt that fits into a slot; empty if there is none.
-
-        All that is stored is looked at. Raises `StorageError`.
-        """
-        return self._known.deepest(salt) if self._known is not None else NO_TOKENS
-
     def restore_deepest(self, slot: int, *, salt: str | None = None) -> Restored:
-        """Restore the longest stored prompt into a slot, in place of its contents; see `restore`."""
-        self.connect()
+        """Restore the longest stored prompt that fits into a slot, in place of its contents; see `restore`.
+
+        All that is stored is looked at.
+        """
+        # what can be cut ends at any page, and everything else at a snapshot
+        ends = {way.place(self.place(salt)).namespace.key: way.form.has_snapshots for way in self.ways}
+        pages = [
+            page
+            for page in (self.engine.pages() if ends else ())
+            if page.end < self.identity.props.n_ctx
+            and page.namespace in ends
+            and (page.form == SNAPSHOT or not ends[page.namespace])
+        ]
+        deepest = max(pages, key=lambda page: (page.end, page.last_used), default=None)
+        path = self.engine.path(deepest) if deepest is not None else ()
         # as for a prompt that continues: if a state cannot be cut, its end could not be used otherwise
-        return self.restore(slot, np.append(self.deepest(salt=salt), ANY_TOKEN), salt=salt)
+        tokens = np.frombuffer(b"".join(page.tokens for page in path), "<i4")
+        return self.restore(slot, np.append(tokens, ANY_TOKEN), salt=salt)
 
     def _limit(self, prompt: Tokens) -> int:
         return min(len(prompt), self.identity.props.n_ctx or len(prompt))
@@ -283,24 +289,22 @@ class SlotStore:
         started = time.perf_counter()
         prompt = as_tokens(tokens)
         self._check_slot(slot)
-        self.connect()
-        states = self._known
-        if states is None:
+        if not self.ways:
             return Restored(reason=self.reason)
-        place = states.place(salt)
+        place = self.place(salt)
         self.identity.check(self.server)
         limit, counters = self._limit(prompt), self.counters
         self.engine.token_seconds = self.rate.token_seconds
         reason: str | None = None
         for _ in range(ATTEMPTS):
-            found, way = states.find(prompt, limit, salt)
+            found, way = self._found(prompt, limit, salt)
             n, used = found.n_tokens, found.pages
             if n < max(self.store.min_tokens, 1):
                 self.engine.touch(place.namespace.key, (), len(prompt))
                 reason = reason or self._missed(place, prompt, n)
                 counters.count(f"miss:{reason}", namespace=place.namespace.key)
                 return Restored(reason=reason)
-            with way.restore.joined(prompt, found, states.frame(prompt, slot)) as file:
+            with way.restore.joined(prompt, found, self._frame(prompt, slot)) as file:
                 if file.data is not None and file.n_good >= max(self.store.min_tokens, 1):
                     if file.n_good < n:
                         n, used = file.n_good, used[: -(-file.n_good // place.page_tokens)]
@@ -313,6 +317,15 @@ class SlotStore:
             reason, limit = "unreadable", file.n_good
         counters.count("miss:unreadable", namespace=place.namespace.key)
         return Restored(reason="unreadable")
+
+    def _frame(self, prompt: Tokens, slot: int) -> Frame:
+        """Makes files of this slot, of the first tokens of a prompt."""
+
+        def frame(shape: StateShape, positions: Positions, n_tokens: int, recurrent: Buffer) -> Assembly:
+            assert self.layout is not None, "something is stored"
+            return slot_assembly(self.layout, shape, positions, prompt[:n_tokens], slot, recurrent)
+
+        return frame
 
     def _count(self, place: Place, used: Any, n: int, seconds: float) -> float:
         """Count a restore; the seconds that it saved."""
@@ -366,18 +379,16 @@ class SlotStore:
         """
         started = time.perf_counter()
         self._check_slot(slot)
-        self.connect()
-        states = self._known
-        if states is None:
-            return SlotCopy(self, None, None, started, self.reason)
+        if self.layout is None:
+            return SlotCopy(NO_TOKENS, 0, False, partial(self._stored, None, salt, self.reason, 0.0))
         self.identity.check(self.server)
-        with self.directory.saved(self.server, slot, whole=states.layout.shape is None) as (_, file):
-            reason: str | None = None
+        with self.directory.saved(self.server, slot, whole=self.layout.shape is None) as file:
+            reason = None
             if file.has_media and (file.layout is None or not self.can_cut):
                 reason = "media"
             elif file.layout is None:
                 reason = "empty"
-            elif file.layout != states.layout:
+            elif file.layout != self.layout:
                 raise ServerRefusedError(
                     f"the states of {self.server.url} have changed: it was restarted with other settings; "
                     "open the store again"
@@ -386,57 +397,32 @@ class SlotStore:
                 reason = "other_tokens"
             elif len(file.tokens) < self.store.min_tokens:
                 reason = "short"
-            return SlotCopy(self, partial(states.store, file, salt), file, started, reason)
+        work = partial(self._stored, file, salt, reason, time.perf_counter() - started)
+        return SlotCopy(file.tokens, file.n_bytes, file.has_media, work)
 
-
-class SlotCopy:
-    """What a slot held when it was copied.
-
-    Attributes
-    ----------
-    tokens
-        Its tokens; those before the first image, if there are any.
-    n_bytes
-        Bytes of its file.
-    has_media
-        Whether it holds images or sound.
-    """
-
-    def __init__(
-        self,
-        store: SlotStore,
-        work: Callable[[], Captured] | None,
-        file: SlotFile | None,
-        started: float,
-        reason: str | None,
-    ) -> None:
-        self.tokens = file.tokens if file is not None else NO_TOKENS
-        self.n_bytes = file.n_bytes if file is not None else 0
-        self.has_media = file is not None and file.has_media
-        self._counters, self._work, self._reason = store.counters, work, reason
-        self._seconds = time.perf_counter() - started
-
-    def store(self) -> Stored:
-        """Store what the store lacks of it; as `SlotStore.save`. Can be called once.
-
-        Raises
-        ------
-        StorageError
-            If the location cannot be asked.
-        """
+    def _stored(self, file: SlotFile | None, salt: str | None, reason: str | None, copying: float) -> Stored:
+        """Store what the store lacks of a slot's file, which took so many seconds to copy."""
         started = time.perf_counter()
-        # with it goes the file
-        work, self._work = self._work, None
-        n_new, n_bytes, reason = 0, 0, self._reason
+        n_new = n_bytes = 0
         if reason is None:
-            assert work is not None, "it was stored before"
-            done = work()
+            assert file is not None, "there is a reason"
+            done = self._captured(file, salt)
             n_new, n_bytes, reason = done.n, done.n_bytes, done.reason
-        seconds = self._seconds + time.perf_counter() - started
-        self._counters.time("capture", seconds)
-        if work is not None and reason is not None and reason not in ("short", "empty", "media"):
-            self._counters.count(f"dropped:{reason}")
-        return Stored(self.tokens, n_new, n_bytes, seconds, reason)
+        seconds = copying + time.perf_counter() - started
+        self.counters.time("capture", seconds)
+        if file is not None and reason is not None and reason not in ("short", "empty", "media"):
+            self.counters.count(f"dropped:{reason}")
+        return Stored(file.tokens if file is not None else NO_TOKENS, n_new, n_bytes, seconds, reason)
+
+    def _captured(self, file: SlotFile, salt: str | None) -> Captured:
+        way, n = self.ways[-1], len(file.tokens)
+        if n < self.shortest:
+            return Captured(reason="short")
+        if file.view is not None and not way.form.is_complete(file.view, n):
+            return Captured(reason="incomplete")
+        place, parameters = way.place(self.place(salt)), self.store.parameters
+        to = Capture(self.engine, place, way.form, self.rate.compute_us, parameters)
+        return to.store(file.tokens, file.view, file.memory)
 
 
 def _begins_with(tokens: Tokens, expected: Tokens) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from prefixstore.backends.location import path_of, scheme_of, text_of
 from prefixstore.config import explain_of_model
-from prefixstore.errors import CorruptError, PrefixStoreError, StorageError
+from prefixstore.errors import CorruptError, PrefixStoreError
 from prefixstore.opening import Locations, locations_of
 from prefixstore.server.slots import SlotStore
 from prefixstore.store import PrefixStore
@@ -38,33 +38,16 @@ class OnDamage(Enum):
     FAIL = "fail"
 
 
-def opened(location: Locations, on_damage: OnDamage, open_it: Callable[[], T]) -> T | StorageError:
-    """What `open_it` returns, or its error if the server has to do without.
-
-    Parameters
-    ----------
-    location
-        Where the store is. The files of a damaged one are moved aside if that is wanted.
-    on_damage
-        What to do.
-    open_it
-        Opens it, and raises as `PrefixStore` does.
-
-    Raises
-    ------
-    StorageError
-        If it cannot be opened, and `on_damage` is to fail.
-    """
+def opened(location: Locations, on_damage: OnDamage, open_it: Callable[[], T]) -> T:
+    """What `open_it` returns, which raises as `PrefixStore` does; damaged files are moved aside before, if wanted."""
     try:
         return open_it()
-    except StorageError as error:
-        if on_damage is OnDamage.FAIL:
-            raise
-        place = _moved_aside(location) if on_damage is OnDamage.ASIDE and isinstance(error, CorruptError) else None
+    except CorruptError as error:
+        place = _moved_aside(location) if on_damage is OnDamage.ASIDE else None
         if place is None:
-            return error
+            raise
         log.warning("the store cannot be used: %s; its files were moved to %s, and it begins empty", error, place)
-    return opened(location, OnDamage.WITHOUT, open_it)
+    return open_it()
 
 
 def _moved_aside(location: Locations) -> Path | None:

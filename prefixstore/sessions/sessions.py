@@ -325,6 +325,13 @@ class Sessions:
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
+    def _check_names(self, *names: str) -> None:
+        """Before anything is done with the sessions of these names, or with all."""
+        for name in names:
+            _check_name(name)
+        self._check_usable()
+        self._settle_dropped()
+
     def fork(self, name: str, new: str) -> None:
         """Make a second session that holds what an idle one holds. Nothing is copied until one of them continues.
 
@@ -335,10 +342,7 @@ class Sessions:
         BusyError
             If one of them has the ``Llama``.
         """
-        _check_name(name)
-        _check_name(new)
-        self._check_usable()
-        self._settle_dropped()
+        self._check_names(name, new)
         self._table.fork(name, new)
 
     def evict(self, name: str) -> bool:
@@ -346,21 +350,17 @@ class Sessions:
 
         Raises `BusyError` if it has the ``Llama``.
         """
-        _check_name(name)
-        self._check_usable()
-        self._settle_dropped()
+        self._check_names(name)
         return self._table.evict(name) > 0
 
     def evict_all(self) -> int:
         """Forget all sessions but the one that has the ``Llama``, saved ones too; how many there were."""
-        self._check_usable()
-        self._settle_dropped()
+        self._check_names()
         return self._table.evict()
 
     def names(self) -> list[str]:
         """The sessions that can be resumed: those of this process, and those that are saved in the store."""
-        self._check_usable()
-        self._settle_dropped()
+        self._check_names()
         return self._table.names()
 
     def __contains__(self, name: object) -> bool:

@@ -10,10 +10,10 @@ import math
 import os
 import tarfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from prefixstore.errors import InvalidParameterError
 from prefixstore.units import shown
@@ -28,7 +28,7 @@ LARGEST = 1 << 62
 LIMITS = ("min_tokens", "max_bytes", "max_entries")
 
 
-class Chain(Sequence[int]):
+class Chain(Collection[int]):
     """The blocks of a sequence, from its start. They are not held: each access follows the chain back from its end.
 
     Many sequences of a trace begin alike, so the lists of all of them would take memory quadratic in their length.
@@ -51,21 +51,15 @@ class Chain(Sequence[int]):
     def __len__(self) -> int:
         return self._length
 
+    def __contains__(self, block: object) -> bool:
+        return block in list(self)
+
     def __iter__(self) -> Iterator[int]:
-        return reversed(list(reversed(self)))
-
-    def __reversed__(self) -> Iterator[int]:
-        at = self._last
+        blocks, at = [], self._last
         for _ in range(self._length):
-            yield at
+            blocks.append(at)
             at = self._before[at]
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        return list(self)[index]
+        return reversed(blocks)
 
 
 @dataclass(frozen=True)
@@ -90,7 +84,7 @@ class Event:
         Whose it is.
     """
 
-    blocks: Sequence[int]
+    blocks: Collection[int]
     is_request: bool = True
     n_tokens: int = 0
     hit_tokens: int | None = None
@@ -310,11 +304,12 @@ class _Reader:
             names.append(str(cut))
         size = _whole(found["bytes"])
         blocks = self._sequence(names, before)
-        self._sizes[str(cut) if cut is not None else str(blocks[-1])] = size
+        last = names[-1] if names else str(found["after"])
+        self._sizes[str(cut) if cut is not None else last] = size
         of_page, page_tokens = self._page_sizes.get(namespace, (1, 0))
         self._trace.events.append(Event(blocks, False, length, None, of_page, namespace, page_tokens))
 
-    def _sequence(self, names: Sequence[str], before: int) -> Sequence[int]:
+    def _sequence(self, names: Sequence[str], before: int) -> Collection[int]:
         """The blocks of a sequence from its start, and notes which one follows which."""
         length, last, is_chain = self._lengths[before] if before >= 0 else 0, before, True
         start, numbers = Chain(self._before, last, length), []

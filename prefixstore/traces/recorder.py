@@ -8,19 +8,17 @@ import os
 import stat
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prefixstore.backends.threads import caller
 from prefixstore.engine.index import Page
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import PAGE, TOKEN_BYTES, Tokens, page_key
 from prefixstore.units import parse_bytes, shown
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["BLOCK_TOKENS", "MAX_BYTES", "VERSION", "Recorder", "make_private"]
 
@@ -41,7 +39,7 @@ NAMESPACES_ASKED = 2
 LONGEST_PAGE = 1 << 16
 
 
-class Recorder:
+class Recorder(AbstractContextManager["Recorder"]):
     """Writes a trace. It never breaks a completion: if the file cannot be written, recording ends with a warning.
 
     Several stores and processes may append to one file. A block of tokens is named by the key that a page has which
@@ -108,12 +106,7 @@ class Recorder:
             self.close()
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -211,15 +204,12 @@ class Recorder:
     def _line(self, namespace: bytes, names: Sequence[bytes], parent: bytes | None) -> dict[str, Any]:
         """A line with the blocks after those that the file has already."""
         # if a block was written, so were all before it
-        low, high = 0, len(names)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if names[middle] in self._known else (low, middle)
-        before = names[low - 1] if low else parent
+        n_known = bisect_left(names, True, key=lambda name: name not in self._known)
+        before = names[n_known - 1] if n_known else parent
         line: dict[str, Any] = {"timestamp": time.time_ns() // 1_000_000, "namespace": namespace.hex()[:DIGITS]}
         if before is not None:
             line["after"] = before.hex()[:DIGITS]
-        return line | {"hash_ids": [name.hex()[:DIGITS] for name in names[low:]]}
+        return line | {"hash_ids": [name.hex()[:DIGITS] for name in names[n_known:]]}
 
     def _own_process(self) -> None:
         """After a fork, another thread of the parent may have held the lock, or be about to write."""

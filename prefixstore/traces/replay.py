@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from heapq import heapify, heappop, heappush
-from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,24 +25,12 @@ from prefixstore.stats import Counters
 from prefixstore.traces.read import Event, Trace
 from prefixstore.units import shown
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-__all__ = ["BELADY", "NAMESPACE", "Belady", "Blockwise", "Cache", "InEngine", "Replayed", "replay"]
+__all__ = ["BELADY", "NAMESPACE", "Belady", "Blockwise", "InEngine", "Replayed", "replay"]
 
 NAMESPACE = namespace_key(b"a trace replayed")
 BELADY = "belady"
 # entries of a heap that may be out of date, beyond as many as are true
 SLACK = 1024
-
-
-class Cache(Protocol):
-    """A cache that a trace is replayed through. `written` counts the blocks stored, each time they were missing."""
-
-    written: int
-
-    def request(self, blocks: Sequence[int]) -> int:
-        """How many of the first blocks are in the cache; then all of them are added."""
 
 
 class InEngine(AbstractContextManager["InEngine"]):
@@ -72,18 +59,13 @@ class InEngine(AbstractContextManager["InEngine"]):
         self._lease = lease
         self.written = 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._engine.close()
 
     def request(self, blocks: Sequence[int]) -> int:
         """A request of blocks that are a page each."""
-        path = self._use(blocks, NAMESPACE, 1, None, 0)
-        self._store(blocks, 0, len(blocks), NAMESPACE, 1, path)
+        path = self.ask(blocks)
+        self.store(blocks, path=path)
         return path.n_tokens
 
     def ask(
@@ -94,8 +76,8 @@ class InEngine(AbstractContextManager["InEngine"]):
         page: int = 1,
         limit: int | None = None,
         least: int = 0,
-    ) -> int:
-        """How many of the first blocks are stored, and use them.
+    ) -> Path:
+        """The first blocks that are stored, which are used.
 
         Parameters
         ----------
@@ -110,9 +92,6 @@ class InEngine(AbstractContextManager["InEngine"]):
         least
             Fewer blocks are not restored.
         """
-        return self._use(blocks, namespace, page, limit, least).n_tokens
-
-    def _use(self, blocks: Sequence[int], namespace: bytes, page: int, limit: int | None, least: int) -> Path:
         path = self._engine.match(namespace, np.array(blocks, "<i4"), page)
         n = path.n_tokens if limit is None else min(path.n_tokens, limit)
         if n < max(least, 1):
@@ -121,9 +100,11 @@ class InEngine(AbstractContextManager["InEngine"]):
         self._engine.touch(namespace, path.pages, len(blocks))
         return path
 
-    def store(self, blocks: Sequence[int], *, namespace: bytes = NAMESPACE, page: int = 1) -> None:
-        """Store the full pages of a prompt that are missing."""
-        self._store(blocks, 0, len(blocks) // page * page, namespace, page)
+    def store(
+        self, blocks: Sequence[int], *, namespace: bytes = NAMESPACE, page: int = 1, path: Path | None = None
+    ) -> None:
+        """Store the full pages of a prompt that are missing; `path` is what is there, if that is known."""
+        self._store(blocks, 0, len(blocks) // page * page, namespace, page, path)
 
     def store_page(self, blocks: Sequence[int], *, namespace: bytes = NAMESPACE, page: int = 1) -> None:
         """Store the last page of a sequence, which may be shorter than others, if those before it are here."""
@@ -156,7 +137,7 @@ class Blockwise:
         self.capacity = capacity
         self.written = 0
 
-    def request(self, blocks: Sequence[int]) -> int:
+    def request(self, blocks: Collection[int]) -> int:
         """How many of the first blocks are in the cache; then all of them are added."""
         found = [self.access(block) for block in blocks]
         self.written += found.count(False)
@@ -181,7 +162,7 @@ class Belady(Blockwise):
     """
 
     def __init__(
-        self, capacity: int, prompts: Sequence[Sequence[int]], are_needed: Sequence[bool] | None = None
+        self, capacity: int, prompts: Sequence[Collection[int]], are_needed: Sequence[bool] | None = None
     ) -> None:
         super().__init__(capacity)
         at = never = sum(map(len, prompts))
@@ -189,7 +170,7 @@ class Belady(Blockwise):
         self._next = array("q", [never]) * never
         for i in range(len(prompts) - 1, -1, -1):
             is_needed = are_needed is None or are_needed[i]
-            for block in reversed(prompts[i]):
+            for block in reversed(list(prompts[i])):
                 at -= 1
                 self._next[at] = after.get(block, never)
                 if is_needed:
@@ -265,7 +246,7 @@ def replay(trace: Trace, policy: str, pages: int) -> Replayed:
             else:
                 limit = trace.blocks_of(event, event.n_tokens - 1)
                 enough = trace.blocks_of(event, least - 1) + 1 if least else 0
-                n = cache.ask(blocks, namespace=_key(event), page=event.page_blocks, limit=limit, least=enough)
+                n = cache.ask(blocks, namespace=_key(event), page=event.page_blocks, limit=limit, least=enough).n_tokens
                 # what is not found is computed, and stored as the context fills
                 cache.store(blocks, namespace=_key(event), page=event.page_blocks)
             hits += n > 0
@@ -278,7 +259,8 @@ def _key(event: Event) -> bytes:
 
 
 def _in_belady(trace: Trace, pages: int) -> Replayed:
-    wanted = [event.blocks if event.is_request else event.blocks[-event.page_blocks :] for event in trace.events]
+    # of a page that is stored, its own blocks
+    wanted = [event.blocks if event.is_request else list(event.blocks)[-event.page_blocks :] for event in trace.events]
     of_page = max((event.page_blocks for event in trace.events), default=1)
     cache = Belady(pages * of_page, wanted, [event.is_request for event in trace.events])
     hits = hit_tokens = 0

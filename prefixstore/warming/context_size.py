@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,7 @@ from prefixstore.warming.prompts import Problem, Prompt, PromptLike, tokenized
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-__all__ = ["fit", "original_context"]
+__all__ = ["as_tokens", "fit", "original_context"]
 
 # The default of llama-cpp-python; no context is made shorter.
 SMALLEST = 512
@@ -34,17 +33,14 @@ class Fitted:
         Tokens of the longest prompt; 0 if no prompt can be used.
     trained
         Length of the context that the model was trained with; None if its file does not say.
+    prompts
+        The problems, and the prompts as tokens.
     """
 
     n_ctx: int
     longest: int
     trained: int | None
-    _prompts: deque[Prompt | Problem]
-
-    def prompts(self) -> Iterator[Prompt | Problem]:
-        """The prompts, once: each is released when the next one is taken."""
-        while self._prompts:
-            yield self._prompts.popleft()
+    prompts: list[PromptLike]
 
 
 def fit(
@@ -68,19 +64,31 @@ def fit(
         Called after each prompt; return True to read no more.
     """
     trained = _number(tokenizer, "context_length")
-    longest = 0
+    found, longest = as_tokens(
+        tokenizer, prompts, generation_prompt=generation_prompt, trained=trained or UNLIMITED, stop=stop
+    )
+    n_ctx = max(SMALLEST, -(-(longest + 1) // STEP) * STEP)
+    return Fitted(min(n_ctx, trained or n_ctx), longest, trained, found)
+
+
+def as_tokens(
+    llm: Llama,
+    prompts: Iterable[PromptLike],
+    *,
+    generation_prompt: bool = False,
+    trained: int | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> tuple[list[PromptLike], int]:
+    """The problems, and the prompts as tokens; and how many the longest one has. As for `fit` and `encode`."""
     problems: list[Problem] = []
-    found: deque[Prompt | Problem] = deque()
-    for tokens, where in tokenized(
-        tokenizer, prompts, problems, generation_prompt=generation_prompt, trained=trained or UNLIMITED
-    ):
+    found: list[Prompt] = []
+    longest = 0
+    for tokens, where in tokenized(llm, prompts, problems, generation_prompt=generation_prompt, trained=trained):
         longest = max(longest, len(tokens))
         found.append(Prompt(where, tokens))
         if stop():
             break
-    found.extendleft(reversed(problems))
-    n_ctx = max(SMALLEST, -(-(longest + 1) // STEP) * STEP)
-    return Fitted(min(n_ctx, trained or n_ctx), longest, trained, found)
+    return [*problems, *found], longest
 
 
 def original_context(llm: Llama) -> int | None:

@@ -236,7 +236,8 @@ class Job:
         """Claim the next free part; parts that turn out to be stored are removed from `left`."""
         for i in sorted(left, key=lambda i: (i < last, i)):
             part, name = left[i], self.name(left[i])
-            if any(need in left for need in part.needs) or not leases.is_free(name):
+            # the part before this one stores what both share at its beginning
+            if (i - 1 in left and not self._has_shared(part.first)) or not leases.is_free(name):
                 continue
             if not self._is_stored(part):
                 if not leases.acquire(name):
@@ -248,25 +249,30 @@ class Job:
             self._note_stored(left.pop(i))
         return None
 
+    def _has_shared(self, i: int) -> bool:
+        """Whether what a prompt shares with the one before it is stored, or too short for that."""
+        shared = self.trie.shared[i]
+        return shared < self.store.min_tokens or self._has(self.trie.tokens(i)[:shared])
+
+    def _has(self, tokens: Tokens) -> bool:
+        return self.store.path(tokens, self.llm).n_tokens == len(tokens)
+
     def _is_stored(self, part: Part) -> bool:
-        if part.depth is not None:
-            return self.store.path(self.trie.tokens(part.first)[: part.depth], self.llm).n_tokens == part.depth
-        prompts = map(self.trie.tokens, range(part.first, part.end))
-        return all(self.store.path(tokens, self.llm).n_tokens == len(tokens) for tokens in prompts)
+        return all(self._has(self.trie.tokens(i)) for i in range(part.first, part.end))
 
     def _note_stored(self, part: Part) -> None:
-        if part.depth is None:
-            for i in range(part.first, part.end):
-                self._visit(i, self.trie.length(i))
-                self._note_done(i)
-            self._keep(part, None)
+        for i in range(part.first, part.end):
+            self._visit(i, self.trie.length(i))
+            self._note_done(i)
+        self._keep(part, None)
 
     # -- a part -------------------------------------------------------------------------------------------------------
 
     def _do(self, part: Part) -> None:
-        if part.depth is not None:
-            self._visit(part.first, part.depth)
-            return
+        if part.end < len(self.trie) and not self._has_shared(part.end):
+            # first what the next part needs, which other jobs may begin then
+            self._visit(part.end - 1, self.trie.shared[part.end])
+            self.store.flush()
         for i in range(part.first, part.end):
             if self._is_stopped():
                 return
@@ -276,7 +282,7 @@ class Job:
     def _keep(self, part: Part, leases: Leases | None) -> None:
         """Write the part durably, so that other jobs see it, and then release its lease."""
         self.store.flush()
-        if self.pin and part.depth is None and not self.interrupted:
+        if self.pin and not self.interrupted:
             for i in range(part.first, part.end):
                 self.store.pin(self.trie.tokens(i), self.llm)
         if leases is not None:

@@ -9,16 +9,16 @@ import platform
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from prefixstore.errors import StorageError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from prefixstore.engine.engine import Engine
 
 __all__ = ["Leases", "Owner"]
 
@@ -26,16 +26,6 @@ PREFIX = b"lease:"
 # How long a lease is valid without being renewed. The clocks of machines that share a store must differ by less.
 SECONDS = 30.0
 RENEWALS = 3  # in that time
-
-
-class Notes(Protocol):
-    """Storage of leases: `prefixstore.engine.engine.Engine`."""
-
-    def note(self, name: bytes) -> bytes | None:
-        """The note with this name; None if there is none."""
-
-    def change_note(self, name: bytes, change: Callable[[bytes | None], bytes | None]) -> None:
-        """Replace a note by the result of `change`, atomically."""
 
 
 def _machine() -> str:
@@ -84,7 +74,7 @@ class Leases:
     Parameters
     ----------
     notes
-        Stores the leases of all jobs.
+        Its notes are the leases of all jobs.
     seconds
         How long a lease is valid if its owner does not renew it.
     owner
@@ -96,7 +86,7 @@ class Leases:
     same work, and the store keeps it once.
     """
 
-    def __init__(self, notes: Notes, *, seconds: float = SECONDS, owner: Owner | None = None) -> None:
+    def __init__(self, notes: Engine, *, seconds: float = SECONDS, owner: Owner | None = None) -> None:
         self._notes = notes
         self._seconds = seconds
         self.owner = owner or Owner()
@@ -109,9 +99,7 @@ class Leases:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ending.set()
         self._thread.join()
         for name in list(self._held):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,31 +20,21 @@ __all__ = ["Part", "PromptTrie"]
 # Each part is about a 64th of the work: two jobs finish at about the same time, and claims cost next to nothing.
 SHARE = 64
 SMALLEST_PART = 256
-# A prefix that several parts share is a part of its own (a stem) if it is longer than the next shorter stem by a 16th
-# of a part: that is the most that can be computed twice.
-STEM_SHARE = 16
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A piece of work that one job does.
 
     Attributes
     ----------
     first, end
         The prompts of the part: their indices from `first` up to, not including, `end`.
-    depth
-        For a prefix that several other parts share: its length, as tokens of prompt `first`. Otherwise None.
-    needs
-        Indices of the parts that must be stored before this one.
     name
-        A 16-byte hash of the tokens of the part.
+        A 16-byte hash of their tokens.
     """
 
     first: int
     end: int
-    depth: int | None
-    needs: tuple[int, ...]
     name: bytes
 
 
@@ -140,31 +130,13 @@ class PromptTrie:
     # -- dividing -----------------------------------------------------------------------------------------------------
 
     def parts(self) -> list[Part]:
-        """Divide the work into parts; jobs with the same list get the same parts.
+        """Divide the work into runs of prompts; jobs with the same list get the same ones.
 
-        A part is a run of prompts. A prefix that the last prompt of one run shares with the first of the next is a part
-        of its own, a stem, which both need, and so is what two stems share: nothing is computed in two parts.
+        What the first prompt of a run shares with the one before it is work of an earlier run; so no token is in two.
         """
-        if not len(self):
-            return []
         size = max(SMALLEST_PART, self.unique_tokens // SHARE)
-        starts = list(self._run_starts(size))
-        stems = self._stems(starts[1:], max(self._min_tokens, size // STEM_SHARE))
-        parts: list[Part] = []
-        place: dict[bytes, int] = {}
-        for first, end in zip(starts, [*starts[1:], len(self)], strict=True):
-            needed = [
-                stem for stem in stems if self._keys[first].startswith(stem) or self._keys[end - 1].startswith(stem)
-            ]
-            for stem in needed:
-                if stem not in place:
-                    before = tuple(place[other] for other in place if stem.startswith(other))
-                    at = first if self._keys[first].startswith(stem) else end - 1
-                    place[stem] = len(parts)
-                    parts.append(Part(at, at + 1, len(stem) // TOKEN_BYTES, before, _name([stem])))
-            needs = tuple(sorted(place[stem] for stem in needed))
-            parts.append(Part(first, end, None, needs, _name(self._keys[first:end])))
-        return parts
+        bounds = [*self._run_starts(size), len(self)]
+        return [Part(first, end, _name(self._keys[first:end])) for first, end in itertools.pairwise(bounds)]
 
     def _run_starts(self, size: int) -> Iterator[int]:
         held = size
@@ -173,20 +145,6 @@ class PromptTrie:
                 yield i
                 held = 0
             held += self.length(i) - self.shared[i]
-
-    def _stems(self, starts: list[int], longer_by: int) -> list[bytes]:
-        """What prompts at these indices share with the prompt before, and what that has in common, shortest first."""
-        found = {self._keys[i][: self.shared[i] * TOKEN_BYTES] for i in starts}
-        for one, other in itertools.pairwise(starts):
-            # two runs may begin in the middle of what shares more than their prefixes have in common
-            n = min(self.shared[one : other + 1])
-            found.add(self._keys[other][: n * TOKEN_BYTES])
-        stems: list[bytes] = []
-        for stem in sorted(found, key=len):
-            before = max((len(other) for other in stems if stem.startswith(other)), default=0)
-            if len(stem) - before >= longer_by * TOKEN_BYTES:
-                stems.append(stem)
-        return stems
 
 
 def _name(keys: list[bytes]) -> bytes:

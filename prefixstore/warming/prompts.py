@@ -59,14 +59,6 @@ PromptLike: TypeAlias = str | TokenSequence | Mapping[str, Any] | Path | Prompt 
 """Text, token ids, a mapping as in a line of JSONL, the path of a file or folder, or a result of `read`."""
 
 
-class _TooLongError(InvalidParameterError):
-    """A prompt has more tokens than its context can hold."""
-
-    def __init__(self, n_tokens: int, message: str) -> None:
-        super().__init__(message)
-        self.n_tokens = n_tokens
-
-
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
@@ -161,12 +153,15 @@ def tokenized(
 
     Parameters
     ----------
-    llm, generation_prompt, trained
+    llm, generation_prompt
         As for `encode`.
     prompts
         The prompts.
     problems
         The list to add problems to.
+    trained
+        Length of the context that the model was trained with, where the context of `llm` does not count since another
+        one will be created: the most that a prompt may need.
 
     Raises
     ------
@@ -180,11 +175,34 @@ def tokenized(
             problems.append(prompt)
             continue
         try:
-            yield encode(llm, prompt.content, generation_prompt=generation_prompt, trained=trained), prompt.where
-        except _TooLongError as error:
-            problems.append(Problem(prompt.where, str(error), error.n_tokens))
+            tokens = encode(llm, prompt.content, generation_prompt=generation_prompt)
         except InvalidParameterError as error:
             problems.append(Problem(prompt.where, str(error)))
+            continue
+        reason = _too_long(llm, len(tokens), trained)
+        if reason is None:
+            yield tokens, prompt.where
+        else:
+            problems.append(Problem(prompt.where, reason, len(tokens)))
+
+
+def _too_long(llm: Llama, n_tokens: int, trained: int | None) -> str | None:
+    """Why a prompt does not fit; None if it does. One position is needed for the answer."""
+    if trained is not None:
+        if n_tokens < trained:
+            return None
+        return (
+            f"{n_tokens:,} tokens do not fit the context of {trained:,} tokens that the model was trained with; "
+            "shorten the prompt, or set n_ctx to use a longer context"
+        )
+    # llama.cpp rounds n_ctx up; llama-cpp-python has input_ids for the n_ctx that was asked for
+    n_ctx = min(llm.n_ctx(), len(llm.input_ids))
+    if n_tokens < n_ctx:
+        return None
+    return (
+        f"{n_tokens:,} tokens do not fit the context (n_ctx={n_ctx}), which must hold the prompt and one token more; "
+        "set a larger n_ctx"
+    )
 
 
 def _flat(prompts: Iterable[PromptLike]) -> Iterator[Prompt | Problem]:
@@ -202,7 +220,6 @@ def encode(
     content: str | TokenSequence | Mapping[str, Any],
     *,
     generation_prompt: bool = False,
-    trained: int | None = None,
 ) -> Tokens:
     """The tokens that a completion of this prompt evaluates.
 
@@ -214,14 +231,11 @@ def encode(
         As in `Prompt`.
     generation_prompt
         For messages: see `prefixstore.llama.prompt.chat_tokens`.
-    trained
-        Length of the context that the model was trained with, where the context of `llm` does not count since another
-        one will be created: the most that a prompt may need.
 
     Raises
     ------
     InvalidParameterError
-        If the content is not a prompt, has no tokens, or has too many for the context.
+        If the content is not a prompt, or has no tokens.
     """
     kind, value, options = _parsed(content)
     if kind == "tokens":
@@ -236,20 +250,6 @@ def encode(
             tokens = chat_tokens(llm, value, options, generation_prompt=wanted)
     if not len(tokens):
         raise InvalidParameterError("the prompt has no tokens")
-    # one position is needed for the answer
-    # llama.cpp rounds n_ctx up; llama-cpp-python has input_ids for the n_ctx that was asked for
-    if trained is None and len(tokens) >= (n_ctx := min(llm.n_ctx(), len(llm.input_ids))):
-        raise _TooLongError(
-            len(tokens),
-            f"{len(tokens):,} tokens do not fit the context (n_ctx={n_ctx}), which must hold the prompt and one "
-            "token more; set a larger n_ctx",
-        )
-    if trained is not None and len(tokens) >= trained:
-        raise _TooLongError(
-            len(tokens),
-            f"{len(tokens):,} tokens do not fit the context of {trained:,} tokens that the model was trained with; "
-            "shorten the prompt, or set n_ctx to use a longer context",
-        )
     return tokens
 
 

@@ -10,16 +10,10 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from prefixstore import CorruptError, PrefixStore
-from prefixstore.engine.budget import Budget
-from prefixstore.engine.engine import Engine
 from prefixstore.engine.pages import open_pages
-from prefixstore.engine.policy import lru
-from prefixstore.format.autocodec import pick
-from prefixstore.stats import Counters
 from tests.attacks.damaged_file import MIB, build, location
 from tests.support import PATIENCE, ROOT
 from tests.support.models import TORTURE, answer, prompt
@@ -42,25 +36,6 @@ def test_a_damaged_file_gives_right_states_or_none_and_never_crashes_the_process
     assert done.returncode == 0, f"{done.returncode} at {done.stdout.splitlines()[-1:]}: {done.stderr[-2000:]}"
     outcomes = json.loads(done.stdout.splitlines()[-1])
     assert outcomes.keys() >= {"used", "CorruptError"}
-
-
-def test_a_damaged_tree_is_refused_on_opening_and_the_message_says_what_to_do(tmp_path):
-    build("lmdb", tmp_path)
-    place, file = location("lmdb", tmp_path)
-    data = bytearray(file.read_bytes())
-    leaf = next(at for at in range(2 * 4096, len(data), 4096) if data[at + 10 : at + 12] == b"\2\0")
-    # of a page that is in use: all of them
-    for at in range(leaf, len(data), 4096):
-        if data[at + 10 : at + 12] == b"\2\0":
-            data[at + 16 : at + 18] = b"\xfe\xff"  # where its first node is
-    file.write_bytes(data)
-    with pytest.raises(CorruptError, match="and delete data"):
-        open_pages(place, max_bytes=64 * MIB)
-    for name in file.parent.iterdir():
-        name.unlink()
-    with closing(open_pages(place, max_bytes=64 * MIB)) as backend:
-        fill(backend, space(), [list(range(8))])
-        assert len(contents(backend)) == 2
 
 
 @pytest.mark.parametrize("where", [0, 4096, 3 * 4096, 100 * 4096])
@@ -124,21 +99,6 @@ def test_changed_bytes_of_a_page_are_noticed_and_the_page_is_computed_again(llam
         before = store.stats().tokens_restored
         assert complete(store) == cold
         assert store.stats().tokens_restored - before > 600
-
-
-@pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
-def test_a_page_damaged_on_disk_is_deleted_even_if_indexed(tmp_path, scheme):
-    place, file = location(scheme, tmp_path)
-    with closing(open_pages(place, max_bytes=64 * MIB)) as backend:
-        engine = Engine(backend, Budget(64 * MIB), lru(), pick("raw"), Counters())
-        (path,) = fill(backend, space(), [list(range(8))], size=20_000)
-        backend.sync()
-        hurt(file, contents(backend)[path[1]][2], random.Random(1))
-        (page,) = engine.match(space().key, np.arange(8, dtype="<i4"), 4).pages[1:]
-        # as a restore does, which reads from the disk
-        engine._catalog.mark_damaged(page)
-        engine.commit([])
-        assert contents(backend).keys() == {path[0]}
 
 
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])

@@ -105,13 +105,14 @@ def test_opening_and_closing_a_store_leaks_nothing(scheme, tmp_path, request):
     wait_for(lambda: gc.collect() >= 0 and handles() <= before[0], "the end of all open files")
 
 
-def test_processes_with_real_models_in_a_crowd_give_the_same_answers_as_one_process(models, tmp_path):
-    location = f"lmdb://{tmp_path}/kv"
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_processes_with_real_models_in_a_crowd_give_the_same_answers_as_one_process(scheme, models, tmp_path, request):
+    location = place(scheme, tmp_path, request)
     model = str(models("llama"))
-    seeds = list(range(4 * min(TORTURE, 5)))
+    seeds = list(range(3 * min(TORTURE, 5)))
     alone = in_process("write_at_the_same_time", model=model, location="memory:", seeds=seeds, common=300, store={})
     arguments = {"model": model, "location": location, "seeds": seeds, "common": 300, "store": {"max_bytes": 4 << 20}}
-    order = {"location": location, "seed": 9, "threads": 2, "acts": ACTS, "max_bytes": 4 << 20, "forks": 0}
+    order = {"location": location, "seed": 9, "threads": 2, "acts": ACTS // 3, "max_bytes": 4 << 20, "forks": 0}
     commands = [command("write_at_the_same_time", **arguments)] * 2
     commands.append([sys.executable, "-m", "tests.attacks.crowd", json.dumps(order)])
     running = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True, cwd=ROOT) for each in commands]

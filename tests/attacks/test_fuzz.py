@@ -12,10 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from prefixstore.buffers import BufferPool
-from prefixstore.config import load_config
 from prefixstore.engine.pages import open_pages
-from prefixstore.errors import CorruptError, IncompatibleError, InvalidParameterError
+from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.codec import decode
 from prefixstore.format.export import ExportReader
 from prefixstore.format.keys import SNAPSHOT, namespace_key
@@ -24,8 +22,7 @@ from prefixstore.format.record import Record, Usage, checksum
 from prefixstore.llama.state.parse import parse_sequence
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import import_store
-from prefixstore.warming.tokens import text_tokens
-from tests.attacks.exporting import an_export, export_of, with_key
+from tests.attacks.exporting import export_of, with_key
 from tests.support import ROOT
 from tests.support.models import TORTURE, state_bytes
 from tests.support.pages import make_page
@@ -160,14 +157,6 @@ def test_settings_that_are_not_canonical_are_refused_and_block_no_one(tmp_path, 
 # -- sizes that are claims --------------------------------------------------------------------------------------------
 
 
-def test_a_buffer_that_cannot_be_allocated_takes_no_space_from_others():
-    buffers = BufferPool(1000)
-    with pytest.raises((MemoryError, ValueError)):
-        buffers.acquire(2**62, wait=True)
-    assert buffers.in_use == 0
-    assert buffers.acquire(1000, wait=False) is not None
-
-
 @pytest.mark.parametrize("scheme", ["memory", "sqlite", "lmdb"])
 def test_a_payload_of_which_a_record_claims_more_than_there_is_raises_our_error(tmp_path, request, scheme):
     key, record = first_page(stored_bytes=2**61, raw_bytes=2**61, checksum=checksum(b"x"))
@@ -192,28 +181,3 @@ def test_a_page_after_the_last_possible_position_has_no_shape(llama):
     assert shape.fits(data, 0, 3)
     for start in (2**31 - 2, 2**31, 2**32 - 1):
         assert not shape.fits(data, start, 3)
-
-
-def test_text_with_half_a_character_is_refused(llama):
-    with pytest.raises(InvalidParameterError, match="UTF-8"):
-        text_tokens(llama(), "a \ud83d")
-
-
-@pytest.mark.parametrize("location", ["lmdb://[x", "sqlite://[", "lmdb://]"])
-def test_a_location_that_is_not_a_url_is_refused(tmp_path, location):
-    path = tmp_path / "prefix.toml"
-    path.write_text(f'[store]\nlocation = "{location}"\n')
-    with pytest.raises(InvalidParameterError):
-        load_config(path).open_store(None)
-
-
-def test_a_model_whose_path_is_not_a_string_is_refused(tmp_path):
-    path = tmp_path / "prefix.toml"
-    path.write_text("[model]\npath = 3\n")
-    with pytest.raises(InvalidParameterError, match="path=3 must be a string"):
-        load_config(path).open_llama()
-
-
-def test_the_seeds_of_the_fuzzers_are_valid_inputs():
-    reader = ExportReader(io.BytesIO(an_export()), "seed")
-    assert len(list(reader.entries(lambda _: True))) == 8

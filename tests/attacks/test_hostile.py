@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import io
 import json
-import struct
 import subprocess
 import sys
 import tracemalloc
 from contextlib import closing
-from dataclasses import replace
 
 import llama_cpp
 import numpy as np
 import pytest
-import xxhash
 
-from prefixstore import PrefixStore
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.pages import open_pages
 from prefixstore.engine.policy import lru
 from prefixstore.errors import CorruptError
 from prefixstore.format.autocodec import pick
-from prefixstore.format.codec import decode
-from prefixstore.format.export import ENTRY, EXPORT_VERSION, HEADER, MAGIC, ExportReader
+from prefixstore.format.export import EXPORT_VERSION, HEADER, MAGIC, ExportReader
 from prefixstore.format.keys import namespace_key
-from prefixstore.format.record import FORMAT_VERSION, Record, Usage, checksum
+from prefixstore.format.record import FORMAT_VERSION, Record, Usage
 from prefixstore.stats import Counters
-from tests.attacks.forged_states import moved
+from tests.attacks.exporting import sealed_entry
 from tests.support import ROOT
-from tests.support.models import TORTURE, answer, forget, prompt
+from tests.support.models import TORTURE
 from tests.support.pages import make_page
 from tests.support.places import contents, fill, place, space
 
@@ -84,50 +79,6 @@ def test_a_forged_state_with_a_right_checksum_changes_no_answer(models, tmp_path
 
 
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
-def test_a_page_of_another_shape_is_deleted_and_the_prefix_is_stored_again(llama, tmp_path, request, scheme):
-    llm = llama(n_ctx=1024)
-    tokens = prompt(500)
-    cold = answer(llm, tokens, 4)
-    location = place(scheme, tmp_path, request)
-    settings = {"page_tokens": 64, "namespace": "forged"}
-    with PrefixStore(location, llm, **settings) as store:
-        llm.set_cache(store)
-        forget(llm)
-        answer(llm, tokens, 4)
-        store.flush()
-        with store.engine.view() as view:
-            pages = {record.start: (key, record, usage) for key, record, usage in view.scan()}
-            key, record, usage = pages[128]
-            state = bytes(decode(record, view.payload(key)))
-    forged = moved(state, 64)
-    with closing(open_pages(location, max_bytes=1 << 30)) as backend, backend.update() as transaction:
-        raw = {"codec": 0, "raw_bytes": len(forged), "stored_bytes": len(forged), "checksum": checksum(forged)}
-        transaction.put(key, replace(record, **raw), usage, forged)
-    with PrefixStore(location, llm, **settings) as store:
-        store._hooks.current.context.rate.is_worth = lambda *_: True
-        llm.set_cache(store)
-
-        def complete(prompt: list[int]) -> tuple[str, int]:
-            forget(llm)
-            before = store.stats().tokens_restored
-            text = answer(llm, prompt, 4)
-            store.flush()
-            return text, store.stats().tokens_restored - before
-
-        # nothing of this context is known yet: the page stays
-        assert complete(tokens) == (cold, 128)
-        assert complete(prompt(300, seed=1))[1] == 0
-        # a condemned page is deleted with its descendants, and computed again
-        assert complete(tokens) == (cold, 128)
-        assert complete(tokens)[0] == cold
-        assert store.stats().unreadable == {"shape": 2}
-        text, restored = complete(tokens)
-        assert text == cold
-        assert restored > 480
-        assert list(store.check()) == []
-
-
-@pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
 def test_a_condemned_page_that_another_process_has_replaced_stays(tmp_path, request, scheme):
     with closing(open_pages(place(scheme, tmp_path, request), max_bytes=64 << 20)) as backend:
         engine = Engine(backend, Budget(64 << 20), lru(), pick("raw"), Counters())
@@ -148,11 +99,6 @@ def test_a_condemned_page_that_another_process_has_replaced_stays(tmp_path, requ
 # -- an export file with right checksums; forged records, pages and files of all kinds are made by test_fuzz ---------
 
 
-def entry(kind: bytes, head: bytes, n_bytes: int) -> bytes:
-    start = ENTRY.pack(kind, len(head), n_bytes) + head
-    return start + struct.pack("<Q", xxhash.xxh3_64_intdigest(start))
-
-
 @pytest.mark.parametrize("seekable", [True, False])
 def test_what_an_export_file_claims_to_hold_takes_no_memory(tmp_path, seekable):
     space = b"{}"
@@ -163,8 +109,8 @@ def test_what_an_export_file_claims_to_hold_takes_no_memory(tmp_path, seekable):
     path = tmp_path / "forged.pstore"
     path.write_bytes(
         HEADER.pack(MAGIC, EXPORT_VERSION, FORMAT_VERSION)
-        + entry(b"NAME", key + space, 0)
-        + entry(b"PAGE", head, 2**35)
+        + sealed_entry(b"NAME", key + space, 0)
+        + sealed_entry(b"PAGE", head, 2**35)
     )
     tracemalloc.start()
     try:

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from contextlib import closing, contextmanager, suppress
+from contextlib import suppress
 
 import psycopg
 import pytest
 from sqlalchemy import make_url
 
-from prefixstore.backends.sql import postgresql
 from prefixstore.engine.pages import open_pages
-from prefixstore.errors import LocationError, StorageError, UnavailableError
-from prefixstore.format.keys import as_tokens
-from tests.support.engines import MIB, NS, A, B, C, P, Store
+from prefixstore.errors import StorageError
+from tests.attacks.server_work import WORK, is_intact, lookup, stored
+from tests.support.engines import MIB, A, B, C
 from tests.support.models import TORTURE
 from tests.support.places import refusal
-from tests.support.postgres import Standby, private_server, server_program, small_disk_server, store_on
-from tests.support.proxy import Line
+from tests.support.postgres import private_server, server_program, small_disk_server, store_on
 from tests.support.sql_rows import before_statements, statements
 from tests.support.timeouts import wait_for
-
-READ_ONLY = {"read_only": True}
 
 
 def libpq(url):
@@ -37,85 +32,11 @@ def administrator(new_database):
         yield url, session
 
 
-@contextmanager
-def stored(url, *sequences):
-    """A store that has these sequences."""
-    with closing(Store(open_pages(url, max_bytes=64 * MIB))) as store:
-        for tokens in sequences:
-            store.put(tokens)
-        yield store
-
-
-def lookup(store, tokens):
-    """How many pages of a sequence are restored; no more than the location is asked for is lost if it fails."""
-    try:
-        return store.fetch(tokens)
-    except StorageError:
-        return 0
-
-
-def evict(store):
-    with suppress(StorageError):
-        store.engine.evict(0)
-
-
-def pin(store):
-    with suppress(StorageError):
-        store.engine.pin(NS, as_tokens(A), P, pinned=True)
-
-
-def clear(store):
-    with suppress(StorageError):
-        store.engine.clear(NS)
-
-
-def flush(store):
-    with suppress(StorageError):
-        store.engine.touch(NS, store.engine.match(NS, as_tokens(A), P).pages)
-        store.engine.flush()
-
-
-def check(store):
-    with suppress(StorageError):
-        assert store.engine.check() == []
-
-
-def note(store):
-    with suppress(StorageError):
-        store.engine.change_note(b"job", lambda _: b"mine")
-
-
-def put(store):
-    with suppress(StorageError):
-        store.put(B)
-
-
-WORK = {
-    "look up": lambda store: lookup(store, A),
-    "put": put,
-    "evict": evict,
-    "pin": pin,
-    "clear": clear,
-    "flush": flush,
-    "check": check,
-    "note": note,
-}
-
-
 def statements_of(store, work) -> int:
     """How many statements a piece of work sends."""
     with statements() as sent:
         work(store)
     return len(sent)
-
-
-def is_intact(url, *sequences):
-    """Another process finds the store sound, and at least these sequences."""
-    with closing(Store(open_pages(url, max_bytes=64 * MIB))) as other:
-        assert other.engine.check() == []
-        for tokens in sequences:
-            assert other.fetch(tokens) == 3
-        return {tuple(tokens): other.match(tokens) for tokens in (A, B)}
 
 
 TERMINATE = (
@@ -124,7 +45,7 @@ TERMINATE = (
 )
 
 
-@pytest.mark.parametrize("name", WORK)
+@pytest.mark.parametrize("name", [name for name in WORK if name != "reindex"])
 def test_a_session_that_is_ended_before_any_statement_costs_no_more_than_a_miss(administrator, name):
     url, session = administrator
     with stored(url, A) as store:
@@ -151,61 +72,6 @@ def test_a_session_that_is_ended_before_any_statement_costs_no_more_than_a_miss(
             assert store.fetch(C) == 3
             assert store.engine.check() == []
         is_intact(url, C)
-
-
-@pytest.fixture
-def line(request, new_database):
-    """A line to the server, the location at its end, and the location without it."""
-    if os.environ.get("PREFIXSTORE_TEST_POSTGRES"):
-        pytest.skip("the server is not ours")
-    server = request.getfixturevalue("postgres_server")
-    url = new_database()
-    with closing(Line(str(server.sockets / ".s.PGSQL.5432"))) as made:
-        yield made, f"postgresql+psycopg://postgres@127.0.0.1:{made.port}/{make_url(url).database}", url
-
-
-@pytest.mark.parametrize("name", ["look up", "put", "pin", "check"])
-def test_a_line_that_is_cut_anywhere_in_an_answer_costs_no_more_than_a_miss(line, name):
-    cut, through, direct = line
-    with stored(through, A) as store:
-        before = cut.passed
-        WORK[name](store)
-        n_bytes = cut.passed - before
-    # every boundary of a message at length, a sample otherwise
-    for k in range(0, n_bytes, 1 + n_bytes // (25 * TORTURE)):
-        with closing(Store(open_pages(through, max_bytes=64 * MIB))) as store:
-            assert store.match(A) == 12
-            cut.left = k
-            WORK[name](store)
-            cut.left = None
-            assert store.fetch(A) == 3
-            store.put(C)
-            assert store.fetch(C) == 3
-            assert store.engine.check() == []
-        is_intact(direct, A, C)
-        with stored(direct) as other:
-            other.engine.clear(NS)
-            other.put(A)
-
-
-def test_a_line_that_stalls_in_an_answer_delays_one_lookup(line, monkeypatch):
-    cut, through, direct = line
-    with stored(through, A) as store:
-        cut.stalls = True
-        for left in (3, 700):
-            # the server is waited for only shortly while the line stalls
-            with monkeypatch.context() as impatient:
-                impatient.setattr(postgresql._Connection, "silence", 0.5)
-                impatient.setattr(postgresql, "SILENT_READING", 0.5)
-                impatient.setattr(postgresql, "SILENT_WRITING", 0.5)
-                cut.left = left
-                assert lookup(store, A) < 3
-                put(store)
-            cut.left = None
-            assert store.fetch(A) == 3
-        store.put(B)
-        assert store.fetch(B) == 3
-    is_intact(direct, A, B)
 
 
 def test_a_server_that_is_killed_while_pages_are_written_loses_none_that_was_flushed():
@@ -311,22 +177,6 @@ def test_a_role_that_may_only_read_finds_pages_and_drops_its_own(administrator, 
     is_intact(url, A, B, C)
 
 
-def test_a_role_that_cannot_rewrite_the_tables_is_told_that_nothing_was_scrubbed(administrator, user):
-    url, session = administrator
-    session.execute("GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA public TO pfxs_user")
-    with stored(user, A) as store:
-        assert store.engine.clear(NS) == 3
-        with pytest.raises(LocationError, match="compact as the owner of the tables"):
-            store.engine.scrub()
-        # nor if that takes a new connection
-        session.execute(TERMINATE)
-        with pytest.raises(LocationError, match="compact as the owner of the tables"):
-            store.engine.scrub()
-        assert store.put(B) == 3
-    with stored(url) as store:
-        store.engine.scrub()
-
-
 def test_a_server_without_free_connections_causes_misses_only(administrator, user):
     url, session = administrator
     session.execute("GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA public TO pfxs_user")
@@ -334,7 +184,7 @@ def test_a_server_without_free_connections_causes_misses_only(administrator, use
         session.execute("ALTER ROLE pfxs_user CONNECTION LIMIT 0")
         session.execute(TERMINATE)
         assert lookup(store, A) == 0
-        put(store)
+        WORK["put"](store)
         with pytest.raises(StorageError, match="too many connections"):
             open_pages(user, max_bytes=MIB)
         session.execute("ALTER ROLE pfxs_user CONNECTION LIMIT -1")
@@ -345,7 +195,7 @@ def test_a_server_without_free_connections_causes_misses_only(administrator, use
 
 def is_dropped(store):
     """Whether pages were dropped, after another attempt to put some; it ends earlier if they cannot be looked up."""
-    put(store)
+    WORK["put"](store)
     return store.counters.group("dropped") == {"unavailable": 3}
 
 
@@ -368,37 +218,3 @@ def test_a_statement_that_the_server_ends_drops_pages_and_nothing_else(administr
         assert store.fetch(B) == 3
         assert store.counters.group("dropped") == {"unavailable": 3}
     is_intact(url, A, B)
-
-
-def test_a_session_that_the_server_ends_because_it_is_idle_drops_its_transaction_and_nothing_else(
-    administrator, monkeypatch
-):
-    url, session = administrator
-    with stored(url, A) as store:
-        # the sessions of a store set this one themselves
-        monkeypatch.setattr(postgresql, "IDLE_SECONDS", 0.1)
-        with closing(open_pages(url, max_bytes=MIB)) as idle, pytest.raises(StorageError), idle.update():
-            session.execute("SELECT pg_sleep(0.4)")
-        assert store.put(B) == 3
-        assert store.fetch(B) == 3
-        assert store.counters.group("dropped") == {}
-    is_intact(url, A, B)
-
-
-def test_a_standby_is_read_and_takes_no_pages():
-    if server_program("pg_basebackup") is None:
-        pytest.skip("PostgreSQL is not installed")
-    with private_server() as primary:
-        url = store_on(primary)
-        with stored(url, A) as store, private_server(lambda directory: Standby(directory, primary)) as standby:
-            there = make_url(standby.url).set(database=make_url(url).database).render_as_string(hide_password=False)
-            writer = Store(open_pages(there, max_bytes=MIB))
-            wait_for(lambda: lookup(writer, A) == 3, "the copy")
-            assert writer.put(B) == 0
-            assert writer.counters.group("dropped") == {"unavailable": 3}
-            with pytest.raises(UnavailableError):
-                writer.close()
-            # what the primary stores later arrives
-            assert store.put(C) == 3
-            with closing(Store(open_pages(there, max_bytes=MIB, read_only=True), options=READ_ONLY)) as reader:
-                wait_for(lambda: lookup(reader, C) == 3, "the copy")

@@ -227,15 +227,6 @@ def test_a_client_that_sends_slowly_leaves_the_slots_to_others(serve: Serve):
         assert not any(slot["to_be_erased"] for slot in served.status()["slots"])
 
 
-def test_adapters_that_are_not_there_cannot_be_changed(serve: Serve):
-    served = serve()
-    served.complete(prompt(1))
-    assert served.post("/lora-adapters", json=[]).status_code == 200
-    status = served.status()
-    assert status["passed_through"] is None
-    assert not any(slot["to_be_erased"] for slot in status["slots"])
-
-
 @pytest.mark.parametrize(
     ("head", "statuses"),
     [
@@ -255,8 +246,10 @@ def test_adapters_that_are_not_there_cannot_be_changed(serve: Serve):
         (b"POST /tokenize HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 300", (400,)),
     ],
 )
-def test_odd_requests_get_an_answer_and_leave_nothing_in_the_log(head: bytes, statuses: tuple[int, ...], serve: Serve):
-    served = serve()
+def test_odd_requests_get_an_answer_and_leave_nothing_in_the_log(
+    head: bytes, statuses: tuple[int, ...], shared_proxy: Served
+):
+    served = shared_proxy
     body = b'{"content":"a"}'
     with _connect(served) as client:
         client.sendall(head + b"\r\nHost: x\r\nConnection: close\r\n\r\n")

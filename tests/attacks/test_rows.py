@@ -13,9 +13,9 @@ from prefixstore.engine.keyspace import GENERATION
 from prefixstore.engine.pages import open_pages
 from prefixstore.engine.siblings import Child, first_node, node_below
 from prefixstore.errors import StorageError
-from prefixstore.format.keys import PAGE
+from prefixstore.format.keys import PAGE, as_tokens
 from prefixstore.maintenance.archive import Archive
-from tests.support.engines import MIB, NS, P, Store
+from tests.support.engines import MIB, NS, P, Store, state_of
 from tests.support.models import TORTURE
 from tests.support.places import SCHEMES, place
 from tests.support.rows import EVERYTHING
@@ -68,11 +68,19 @@ ATTACKS: list[Callable[[Draft, Row, random.Random], None]] = [flip, cut, lengthe
 
 
 def damage(store: Store, rng: random.Random) -> None:
-    """Attack some rows, and exchange the values of two."""
+    """Attack some rows, and exchange the values of two; or the payloads of two pages."""
     with store.backend.rows.view() as view:
         (rows,) = view.ranges([EVERYTHING])
+        values = {row.key: row.value for row in rows}
+        found = zip(values, view.payloads(list(values)), strict=True)
+        payloads = {key: bytes(one[1]) for key, one in found if one is not None and one[1] is not None}
     kinds = sorted({row.key[:1] for row in rows})
     with store.backend.rows.update() as draft:
+        if rng.random() < 0.3 and len(payloads) > 1:
+            some, other = rng.sample(sorted(payloads), 2)
+            draft.put(some, values[some], payloads[other])
+            draft.put(other, values[other], payloads[some])
+            return
         for _ in range(rng.randrange(1, 5)):
             kind = rng.choice(kinds)
             row = rng.choice([row for row in rows if row.key[:1] == kind])
@@ -86,11 +94,21 @@ def opened(location: str) -> Store:
     return Store(open_pages(location, max_bytes=16 * MIB), max_bytes=16 * MIB)
 
 
+def restore(store: Store, tokens: list[int], *, streamed: bool) -> None:
+    """Each state that is verified in the end is the one that was stored."""
+    path = store.engine.match(NS, as_tokens(tokens), P)
+    with store.engine.fetching(path.pages, streamed=streamed) as states:
+        found = [bytes(state) for state in states]
+        n_verified = states.verified() if streamed else len(found)
+    for page, state in zip(path.pages, found[:n_verified], strict=False):
+        assert state == state_of(page.key, len(state))
+
+
 def use(store: Store, rng: random.Random) -> None:
     """What an engine does with a location. What it restores is compared with what was stored."""
     for _ in range(4):
         with suppress(StorageError):
-            store.fetch(rng.choice(SEQUENCES), streamed=rng.random() < 0.5)
+            restore(store, rng.choice(SEQUENCES), streamed=rng.random() < 0.5)
         with suppress(StorageError):
             store.put(rng.choice(SEQUENCES))
     with suppress(StorageError):

@@ -422,7 +422,7 @@ def test_verify_compares_logits_and_finds_the_state_of_other_tokens(served, tmp_
 
 def test_stats_show_what_is_left_of_a_limit(store, as_json, run):
     code, found = as_json("stats", store, "--max-bytes", "1GiB")
-    assert (code, found["capacity_bytes"], found["policy"]) == (0, 1 << 30, "lru")
+    assert (code, found["capacity_bytes"], found["policy"]) == (0, 1 << 30, None)
     assert found["free_bytes"] == (1 << 30) - found["used_bytes"]
     assert found["utilization"] == round(found["used_bytes"] / (1 << 30), 4)
     assert re.search(r" of 1\.0 GiB used \(0\.\d %\)", run("stats", store, "--max-bytes", "1GiB")[1])
@@ -473,13 +473,14 @@ def test_purged_pages_cannot_be_read_from_the_files(store, tmp_path, as_json):
     assert as_json("stats", store)[1]["pages"] == 0
 
 
-@pytest.mark.parametrize(("is_newer", "code", "pages"), [(False, 0, 2), (True, 1, 1)])
+@pytest.mark.parametrize(("is_newer", "code", "pages"), [(False, 0, 2), (True, 1, 0)])
 def test_a_purge_leaves_nothing_of_a_tenant_whose_record_is_damaged_or_says_what_is_left(
     is_newer, code, pages, tmp_path, run
 ):
     location = tmp_path / "kv"
     with Archive(location, create=True) as archive:
-        ((key, _),) = fill(archive.backend, MINE, SEQUENCES[:1])
+        (keys,) = fill(archive.backend, MINE, SEQUENCES[:1])
+    key = keys[0]
     with lmdb.open(str(location), max_dbs=8, map_size=1 << 26) as env, env.begin(write=True) as txn:
         rows = env.open_db(b"rows", txn)
         record = bytearray(txn.get(b"r" + key, db=rows))
@@ -489,9 +490,9 @@ def test_a_purge_leaves_nothing_of_a_tenant_whose_record_is_damaged_or_says_what
         txn.put(b"r" + key, bytes(record), db=rows)
     found, out, err = run("purge", location, "--salt", "mine")
     assert (found, f"{counted(pages, 'page')} deleted and overwritten" in out) == (code, True)
-    assert ("not deleted: 1 page of a newer prefixstore" in err) == is_newer
+    assert ("not deleted: 2 pages of a newer prefixstore" in err) == is_newer
     with Archive(location) as archive, archive.backend.view() as view:
-        assert {each for each, _, _ in view.scan()} == ({key} if is_newer else set())
+        assert {each for each, _, _ in view.scan()} == (set(keys) if is_newer else set())
 
 
 def test_a_conversation_is_purged_by_its_text(served, tmp_path, as_json, run):

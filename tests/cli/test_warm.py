@@ -106,7 +106,7 @@ def test_it_prints_progress_to_stderr_and_ends_with_a_table(warm, file):
     result = warm(file)
     assert result.exit_code == 0
     lines = {" ".join(line.split()) for line in result.stdout.splitlines()}
-    assert lines >= {f"prompts {len(PROMPTS)}", f"unique tokens {UNIQUE:,}", f"evaluated {UNIQUE:,}"}
+    assert lines >= {f"prompts {len(PROMPTS)}", f"unique tokens {UNIQUE:,}", f"evaluated tokens {UNIQUE:,}"}
     assert "reading prompts" in result.stderr
     assert f"of {UNIQUE:,} tokens" in result.stderr
 
@@ -149,7 +149,7 @@ def test_without_n_ctx_the_context_holds_the_longest_prompt(warm, models, tmp_pa
     again = warm(*given, where, defaults=False, **piped)
     rows = {" ".join(line.split()) for line in again.stdout.splitlines()}
     assert f"n_ctx {told['n_ctx']:,} (for the longest prompt, {len(longest):,} tokens; servers need as much)" in rows
-    assert "evaluated 0" in rows
+    assert "evaluated tokens 0" in rows
     expected = json.loads(warm(*given, where, "--dry-run", "--json", defaults=False, **piped).stdout)
     assert (expected["n_ctx"], expected["missing_tokens"]) == (told["n_ctx"], 0)
 
@@ -257,7 +257,7 @@ def test_a_dry_run_estimates_the_cost_and_stores_nothing(warm, file, tmp_path):
     warm(file)
     table = warm(file, "--dry-run")
     assert table.exit_code == 0
-    assert "to evaluate 0" in {" ".join(line.split()) for line in table.stdout.splitlines()}
+    assert "missing tokens 0" in {" ".join(line.split()) for line in table.stdout.splitlines()}
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def test_thinking_that_the_template_drops_from_the_history_is_named(llm, store):
 
 
 def tokens_of(llm, content):
-    from prefixstore.diagnosis.of_store import tokens_of as encoded
+    from prefixstore.diagnosis.explain import tokens_of as encoded
 
     return encoded(llm, content, generation_prompt=True).tolist()
 

@@ -11,7 +11,6 @@ import llama_cpp
 import numpy as np
 import pytest
 from llama_cpp.llama_cache import BaseLlamaCache
-from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from prefixstore import IncompatibleError, InvalidParameterError, MisuseError, NotAttachedError, PrefixStore
 from tests.support.models import answer, attached, evaluated, forget, logits, prompt
@@ -70,36 +69,6 @@ def test_chats_and_streams_attach(llama, store, stream):
         forget(llm)
         assert chat(llm, stream=stream) == cold
     assert n == 6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_drafted", [False, True])
-def test_a_llama_with_all_logits_or_a_draft_model_attaches(llama, store, is_drafted):
-    options, tokens = {"logits_all": True, "n_ctx": 1024}, prompt(40) * 5
-    if is_drafted:
-        options["draft_model"] = LlamaPromptLookupDecoding(num_pred_tokens=4)
-    cold = answer(llama(**options), tokens, 12)
-    for _ in range(2):
-        assert answer(cached(store, llama(**options)), tokens, 12) == cold
-    assert store.stats().tokens_restored == len(tokens) - 1
-    asked = {"max_tokens": 2, "temperature": 0, "logprobs": 2, "echo": True}
-    text = "the value of the module " * 20
-    plain = llama(**options)(text, **asked)["choices"][0]["logprobs"]
-    found = cached(store, llama(**options))(text, **asked)["choices"][0]["logprobs"]
-    assert found["tokens"] == plain["tokens"]
-    assert found["token_logprobs"][1:] == plain["token_logprobs"][1:]
-
-
-def test_what_was_evaluated_before_is_computed_again_and_then_stored(llama, store):
-    llm, tokens = llama(), prompt(400)
-    llm.eval(tokens[:300])
-    cached(store, llm)
-    expected = answer(llama(), tokens, 4)
-    # nobody saw what it holds
-    assert evaluated(store, lambda: answer(llm, tokens, 1)) == 400
-    forget(llm)
-    assert answer(llm, tokens, 4) == expected
-    assert store.stats().hits == 1
 
 
 def test_a_cache_of_the_users_around_the_store_attaches_the_llama_that_asks(llama, store):
@@ -215,16 +184,6 @@ def test_llamas_in_threads_share_one_store(llama, store):
     assert all(store.is_attached(llm) for _, llm in llms)
     assert store.stats().hits > 0
     assert store.stats().misses.keys() <= {"not_found", "slow"}
-
-
-def test_two_llamas_of_one_model_share_their_pages_at_once(llama, store):
-    one, other, tokens = cached(store, llama()), cached(store, llama()), prompt(700)
-    text = answer(one, tokens, 4)
-    captured = store.stats().pages_captured
-    assert evaluated(store, lambda: answer(other, tokens, 1)) == 1
-    forget(other)
-    assert answer(other, tokens, 4) == text
-    assert store.stats().pages_captured == captured
 
 
 def test_a_llama_that_is_collected_leaves_nothing_behind(llama, store):

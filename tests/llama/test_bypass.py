@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from prefixstore import PrefixStore
-from tests.support.models import answer, attached, forget, prompt
+from tests.support.models import answer, attached, prompt
 
 KINDS = {
     "llama": {},
@@ -159,15 +159,6 @@ def test_a_block_is_that_of_its_thread_and_of_its_task(llama, store):
     assert stored(store, prompt(300, seed=2)) == 300
 
 
-def test_a_block_is_that_of_one_store(llama, store):
-    llm, other = attached(store, llama()), llama()
-    with PrefixStore("memory:", other) as second, store.bypass():
-        other.set_cache(second)
-        answer(llm, prompt(300), 1)
-        answer(other, prompt(300), 1)
-        assert (stored(store, prompt(300)), stored(second, prompt(300))) == (0, 300)
-
-
 def test_a_context_that_cannot_be_continued_is_emptied_in_a_block_too(llama, store):
     llm, tokens = attached(store, llama("gemma3", swa_full=False)), prompt(1500)
     expected = answer(llama("gemma3", swa_full=False), tokens[:700] + prompt(20, seed=3), 4)
@@ -175,27 +166,3 @@ def test_a_context_that_cannot_be_continued_is_emptied_in_a_block_too(llama, sto
         answer(llm, tokens, 1)
         # the rows that 700 tokens need have left the window
         assert answer(llm, tokens[:700] + prompt(20, seed=3), 4) == expected
-
-
-def test_requests_past_the_store_raise_no_warning_that_nothing_is_stored(llama, store, caplog):
-    llm = attached(store, llama())
-    with store.bypass():
-        for seed in range(12):
-            answer(llm, prompt(40, seed=seed), 1)
-    assert caplog.text == ""
-
-
-@pytest.mark.slow
-def test_a_request_that_needs_the_logits_of_its_prompt_has_them_in_a_block(llama, store):
-    llm = attached(store, llama(logits_all=True))
-    text = "What does the module shutil do with a directory tree? " * 20
-    options = {"max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
-    expected = llama(logits_all=True)(text, **options)["choices"][0]["logprobs"]
-    llm(text, max_tokens=1)
-    forget(llm)
-    llm(text, max_tokens=1)
-    assert store.last.source == "store"
-    with store.bypass():
-        found = llm(text, **options)["choices"][0]["logprobs"]
-    assert found["tokens"] == expected["tokens"]
-    assert found["token_logprobs"][1:] == pytest.approx(expected["token_logprobs"][1:], abs=1e-3)

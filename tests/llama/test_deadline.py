@@ -6,8 +6,7 @@ import itertools
 import math
 import random
 import threading
-import time
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 
 import pytest
 
@@ -15,9 +14,7 @@ from prefixstore import PrefixStore
 from prefixstore.engine.compute_rate import MAX_SHARE, ComputeRate, RestoreDeadline
 from prefixstore.engine.index import Page
 from tests.support.engines import MemoryPages
-from tests.support.models import answer, attached, evaluated, forget, prompt
-from tests.support.places import place
-from tests.support.throttle import Throttled
+from tests.support.models import answer, attached, forget, prompt
 
 PAGE = 256
 
@@ -196,41 +193,6 @@ def test_what_has_come_of_a_late_restore_is_used_and_the_rest_is_computed(llama,
             backend.gate.release()
 
 
-def test_a_page_of_which_most_has_come_is_waited_for_and_one_of_which_nothing_has_is_not(llama, monkeypatch):
-    class Soon:
-        def __init__(self):
-            self.asked = []
-
-        def left(self, n_given, arrived=0.0):
-            self.asked.append((n_given, arrived))
-            return 60.0 if arrived > 0.5 or n_given != 1 else 0.0
-
-    # the second restore is tried, however long the first one has waited for a core
-    monkeypatch.setattr("prefixstore.engine.compute_rate.MAX_SLOWDOWN", 1e9)
-    backend = Slow()
-    monkeypatch.setattr("prefixstore.opening.open_pages", lambda *_, **__: backend)
-    with PrefixStore("memory:", namespace="x") as store:
-        llm, tokens = attached(store, llama()), prompt(3 * PAGE)
-        first = answer(llm, tokens, 6)
-        store.flush()
-        backend.is_slow, deadline = True, Soon()
-        monkeypatch.setattr(store._hooks.current.context.rate, "deadline", lambda *_, **__: deadline)
-        for arrived, n_restored in ((0, 1), (10**9, 3)):
-            forget(llm)
-            deadline.asked.clear()
-            monkeypatch.setattr(_SlowView, "arrived", arrived, raising=False)
-            # the first page is there; the second one comes when it is asked for once more
-            backend.gate = threading.Semaphore(1)
-            waiting = threading.Thread(target=release_when, args=(backend.gate, deadline.asked, (1, 1.0)))
-            waiting.start()
-            before = store.stats().tokens_restored
-            assert answer(llm, tokens, 6) == first
-            assert store.stats().tokens_restored - before == min(n_restored * PAGE, 3 * PAGE - 1)
-            deadline.asked.append((1, 1.0))
-            waiting.join()
-        assert store.stats().late == 1
-
-
 def test_after_a_snapshot_that_is_late_no_earlier_one_is_waited_for(llama, monkeypatch):
     backend = Slow()
     monkeypatch.setattr("prefixstore.opening.open_pages", lambda *_, **__: backend)
@@ -246,72 +208,3 @@ def test_after_a_snapshot_that_is_late_no_earlier_one_is_waited_for(llama, monke
         assert (store.stats().late, store.last.miss) == (1, "unreadable")
         for _ in range(100):
             backend.gate.release()
-
-
-def release_when(gate, seen, what):
-    while what not in seen:
-        time.sleep(0.001)
-    for _ in range(100):
-        gate.release()
-
-
-@pytest.mark.slow
-def test_restore_always_waits(llama, monkeypatch):
-    backend = Slow()
-    monkeypatch.setattr("prefixstore.opening.open_pages", lambda *_, **__: backend)
-    with PrefixStore("memory:", namespace="x", max_delay=0.01) as store:
-        llm, tokens = attached(store, llama()), prompt(3 * PAGE)
-        answer(llm, tokens, 1)
-        store.flush()
-        forget(llm)
-        backend.is_slow, backend.gate = True, threading.Semaphore(0)
-        store._hooks.current.context.rate.token_seconds = 1e-9
-        opening = threading.Timer(0.3, lambda: [backend.gate.release() for _ in range(100)])
-        opening.start()
-        assert store.restore(tokens, always=True) == len(tokens) - 1
-        opening.join()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["valkey", "s3"])
-def test_a_server_that_stops_in_the_middle_of_an_answer_does_not_stop_a_completion(
-    llama, request, scheme, monkeypatch, tmp_path
-):
-    url = place(scheme, tmp_path, request)
-    if scheme == "valkey":
-        server = request.getfixturevalue("valkey_server")
-        url = server.tcp_url + url.removeprefix(server.url)
-    else:
-        server = request.getfixturevalue("seaweedfs")
-    with closing(Throttled(("127.0.0.1", server.port))) as link:
-        url = url.replace(f":{server.port}", f":{link.port}")
-        with PrefixStore(url, namespace="x") as store:
-            llm, tokens = attached(store, llama()), prompt(8 * PAGE)
-            first = answer(llm, tokens, 6)
-            store.flush()
-            forget(llm)
-            # lookups are small, so they pass; pages do not
-            link.stall_at = link.n_bytes + 30_000
-            with monkeypatch.context() as patch:
-                patch.setattr(store._hooks.current.context.rate, "deadline", lambda *_, **__: Until(0))
-                assert answer(llm, tokens, 6) == first
-            stats = store.stats()
-            assert (stats.late, stats.tokens_restored) == (1, 0)
-            link.stall_at = None
-            # another prompt was computed meanwhile, faster or slower
-            monkeypatch.setattr("prefixstore.engine.compute_rate.MAX_SLOWDOWN", 1e9)
-            forget(llm)
-            assert evaluated(store, lambda: answer(llm, tokens, 1)) == 1
-            forget(llm)
-            assert answer(llm, tokens, 6) == first
-
-
-def test_pages_that_were_restored_in_time_count_as_before(llama):
-    with PrefixStore("memory:") as store:
-        llm, tokens = attached(store, llama()), prompt(4 * PAGE)
-        answer(llm, tokens, 1)
-        store.flush()
-        forget(llm)
-        store._hooks.current.context.rate.token_seconds = 10.0
-        assert evaluated(store, lambda: answer(llm, tokens, 1)) == 1
-        assert store.stats().late == 0

@@ -12,16 +12,11 @@ import numpy as np
 import pytest
 from llama_cpp.llama_cache import BaseLlamaCache, LlamaRAMCache
 
-from prefixstore import MisuseError, NotAttachedError, PrefixStore
+from prefixstore import MisuseError, PrefixStore
 from prefixstore.format.keys import as_tokens
 from prefixstore.llama.paged_memory import PagedMemory
 from tests.support.engines import wait_for
 from tests.support.models import answer, attached, evaluated, forget, prompt, state_bytes
-
-MESSAGES = [
-    {"role": "system", "content": "You answer questions about the standard library. " * 30},
-    {"role": "user", "content": "What does the module shutil do with a directory tree?"},
-]
 
 
 @pytest.fixture
@@ -30,16 +25,6 @@ def store():
     with PrefixStore("memory:") as store:
         yield store
         assert store.check() == []
-
-
-def test_a_completion_is_computed_once(llama, store):
-    llm, tokens = attached(store, llama()), prompt(1000)
-    first = answer(llm, tokens, 8)
-    forget(llm)
-    assert evaluated(store, lambda: answer(llm, tokens, 1)) == 1
-    forget(llm)
-    assert answer(llm, tokens, 8) == first
-    assert store.stats().hits == 2
 
 
 def test_a_stream_that_was_aborted_within_a_page_is_stored(llama, store):
@@ -61,14 +46,6 @@ def test_a_stream_that_was_aborted_within_a_page_is_stored(llama, store):
     assert store.match(tokens).n_tokens == 0
 
 
-def test_a_prompt_that_shares_1000_tokens_reuses_1000(llama, store):
-    llm = attached(store, llama())
-    answer(llm, prompt(1500), 1)
-    forget(llm)
-    fork = prompt(1500)[:1000] + prompt(200, seed=9)
-    assert evaluated(store, lambda: answer(llm, fork, 1)) == 200
-
-
 @pytest.mark.parametrize("n", [1, 15, 16, 17, 255, 256, 257, 511, 512, 513])
 def test_prompts_around_the_boundaries_evaluate_one_token_the_second_time(llama, store, n):
     llm = attached(store, llama())
@@ -79,18 +56,6 @@ def test_prompts_around_the_boundaries_evaluate_one_token_the_second_time(llama,
     assert again == (1 if n > 16 else n)
     forget(llm)
     assert answer(llm, prompt(n), 6) == cold
-
-
-def test_only_tokens_after_the_live_prefix_are_restored(llama, store):
-    llm, tokens = attached(store, llama()), prompt(2000)
-    answer(llm, tokens, 1)
-    forget(llm)
-    answer(llm, tokens[:1030], 1)
-    before = store.stats()
-    answer(llm, tokens, 1)
-    after = store.stats()
-    assert after.tokens_restored - before.tokens_restored == 1999 - 1030
-    assert after.hits == before.hits + 1
 
 
 def test_the_next_turn_of_a_live_conversation_restores_nothing_and_stores_only_its_own_tokens(llama, store):
@@ -106,31 +71,6 @@ def test_the_next_turn_of_a_live_conversation_restores_nothing_and_stores_only_i
     store.flush()
     # every tail but the last was replaced by what continued it
     assert store.stats().entries == -(-len(conversation) // 256)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_chat_completions_use_the_store(llama, store, stream):
-    def chat(llm) -> str:
-        result = llm.create_chat_completion(MESSAGES, max_tokens=8, temperature=0, stream=stream)
-        if not stream:
-            return result["choices"][0]["message"]["content"]
-        return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in result)
-
-    plain = chat(llama())
-    llm = attached(store, llama())
-    assert chat(llm) == plain
-    forget(llm)
-    assert evaluated(store, lambda: chat(llm)) == 1 + 7
-    forget(llm)
-    assert chat(llm) == plain
-
-
-def test_an_aborted_stream_keeps_the_prompt(llama, store):
-    llm, tokens = attached(store, llama()), prompt(1024)
-    stream = llm(tokens, max_tokens=50, temperature=0, stream=True)
-    next(stream)
-    stream.close()
-    assert store.match(tokens).n_tokens == 1024
 
 
 def test_save_state_inside_a_completion_copies_nothing(llama, store, monkeypatch):
@@ -172,19 +112,6 @@ def test_a_users_save_state_and_load_state_behave_as_they_did(llama, store):
     llm.eval(prompt(100, seed=6))
     store.capture()
     assert store.match(tokens + prompt(100, seed=6)).n_tokens == 800
-
-
-def test_nothing_is_stored_after_a_state_that_came_from_elsewhere(llama, store):
-    other = llama()
-    other.eval(prompt(700))
-    llm = attached(store, llama())
-    llm.load_state(other.save_state())
-    llm.eval(prompt(400, seed=1))
-    assert store.capture() == 0
-    assert store.stats().entries == 0
-    llm.reset()
-    llm.eval(prompt(400, seed=1))
-    assert store.capture() > 0
 
 
 def test_another_cache_on_an_attached_llama_gets_real_states(llama, store):
@@ -267,20 +194,6 @@ def test_detach_restores_methods_that_the_user_had_replaced(llama, store):
     assert calls == [512, 88]
     store.detach()
     assert llm.eval is own
-
-
-def test_the_store_does_not_keep_the_llama_alive(llama, store):
-    llm = llama()
-    store.attach(llm)
-    llm.eval(prompt(300))
-    gone = weakref.ref(llm)
-    del llm
-    gc.collect()
-    assert gone() is None
-    assert store.llm is None
-    with pytest.raises(NotAttachedError, match="no Llama is attached"):
-        store.capture()
-    store.detach()
 
 
 @contextmanager
@@ -374,47 +287,6 @@ def test_the_store_is_a_llama_cpp_cache(llama, store):
     assert llm.n_tokens == 399
 
 
-def test_generation_continues_from_a_restored_context_as_from_a_computed_one(llama, store):
-    plain = answer(llama(), prompt(1100, seed=4), 40)
-    llm = attached(store, llama())
-    answer(llm, prompt(1024, seed=4), 1)
-    forget(llm)
-    assert answer(llm, prompt(1100, seed=4), 40) == plain
-
-
-def test_pages_that_wait_to_be_written_are_found(llama, store, monkeypatch):
-    llm = attached(store, llama())
-    monkeypatch.setattr(store.engine._queue, "_start", lambda: True)  # as if the write thread ran, and was slow
-    answer(llm, prompt(1000), 1)
-    assert store.stats().entries == 0
-    forget(llm)
-    assert evaluated(store, lambda: answer(llm, prompt(1000), 1)) == 1
-    monkeypatch.undo()
-    store.engine.nudge()
-
-
-def test_pages_dropped_by_a_full_queue_are_counted_and_captured_later(llama, models):
-    llm = llama()
-    with PrefixStore("memory:", llm, queue_bytes=1) as store:
-        llm.set_cache(store)
-        held = store.engine.acquire(1)
-        answer(llm, prompt(1000), 1)
-        assert store.stats().dropped["queue_full"] > 0
-        assert store.match(prompt(1000)).n_tokens == 0
-        held.release()
-        assert store.capture() == 4
-        assert store.match(prompt(1000)).n_tokens == 1000
-
-
-def test_without_write_behind_pages_are_written_when_the_completion_returns(llama, tmp_path):
-    llm = llama()
-    with PrefixStore(tmp_path, llm, write_behind=False) as store:
-        llm.set_cache(store)
-        answer(llm, prompt(1000), 1)
-        assert store.stats().entries == 4
-        assert store.stats().queued_bytes == 0
-
-
 def test_a_read_only_store_restores_and_writes_nothing(llama, tmp_path):
     llm = llama()
     with PrefixStore(tmp_path, llm) as store:
@@ -499,33 +371,6 @@ def test_a_stream_goes_on_when_its_store_is_closed_and_logits_are_kept(llama):
         assert answer(llm, tokens, 12) == expected
 
 
-@pytest.mark.slow
-def test_logprobs_are_the_same_as_without_a_store(llama, store):
-    # three batches and a part of one; each token's row of logits costs a sort in Python
-    options = {"max_tokens": 4, "temperature": 0, "logprobs": 3}
-    batches = {"logits_all": True, "n_batch": 64, "n_ctx": 512}
-    for echo in (False, True):
-        tokens = prompt(200, seed=int(echo))
-        text = llama().detokenize(tokens).decode(errors="ignore") if echo else tokens
-        plain = llama(**batches)(text, echo=echo, **options)["choices"][0]
-        llm = attached(store, llama(**batches))
-        llm(text, echo=echo, **options)
-        forget(llm)
-        # first without logprobs, so that restored rows are live when they are asked for
-        llm(text, max_tokens=2, temperature=0)
-        forget(llm)
-        llm(text, max_tokens=2, temperature=0)
-        again = llm(text, echo=echo, **options)["choices"][0] if echo else None
-        forget(llm)
-        restored = llm(text, echo=echo, **options)["choices"][0]
-        for got in [restored] + ([again] if again else []):
-            assert got["text"] == plain["text"]
-            assert got["logprobs"]["tokens"] == plain["logprobs"]["tokens"]
-            assert got["logprobs"]["token_logprobs"] == plain["logprobs"]["token_logprobs"]
-        assert store.stats().hits > 0
-        store.detach()
-
-
 def test_with_logprobs_a_restore_of_a_part_of_the_prompt_ends_between_batches(llama, store):
     options = {"max_tokens": 4, "temperature": 0, "logprobs": 3}
     batches = {"logits_all": True, "n_batch": 64, "n_ctx": 512}
@@ -594,16 +439,3 @@ def test_a_window_that_has_moved_on_is_not_reused(llama, store):
     fork = prompt(1600)[:700] + prompt(200, seed=8)
     expected = answer(llama("gemma3", swa_full=False), fork, 12)
     assert answer(llm, fork, 12) == expected
-
-
-def test_a_store_attached_late_to_a_window_stores_no_incomplete_page(llama, store):
-    llm = llama("gemma3", swa_full=False)
-    llm.eval(prompt(1600))
-    assert store.capture(llm) == 0
-    assert store.stats().dropped == {"incomplete": 1}
-    store.attach(llm)
-    assert store.match(prompt(1600)).n_tokens == 0
-    # nor is a page after the gap captured while the context continues
-    llm.eval(prompt(600, seed=1))
-    store.flush()
-    assert store.stats().entries == 0

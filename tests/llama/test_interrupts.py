@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.interrupted_llama import OPERATIONS, at_call, attempt, bench, count, interrupts
+from tests.support.interrupted_llama import OPERATIONS, attempt, bench, interrupts
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +25,3 @@ def test_what_follows_an_interrupt_is_right(context_of, kind, operation):
     context = context_of(kind)
     for step in interrupts(context, operation, 1, seed=2):
         attempt(context, operation, step)
-
-
-@pytest.mark.slow
-def test_the_tags_of_a_window_are_put_back_wherever_a_capture_is_interrupted(context_of):
-    # each page is taken with all cells of the context tagged as another sequence
-    context = context_of("gemma3, window cache")
-    for k in range(0, 2 * count(context, "capture", at_call), 3):
-        assert attempt(context, "capture", at_call(k))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import FrozenInstanceError
 
 import pytest
 
 from prefixstore import MisuseError, PrefixStore, UnavailableError
 from prefixstore.last_prompt import PromptMeter
-from tests.support.models import answer, attached, forget, load, prompt
+from tests.support.models import answer, attached, forget, prompt
 
 KINDS = {"llama": {}, "gemma3": {"swa_full": False}, "mamba": {}, "lfm2": {}}
 
@@ -64,15 +63,6 @@ def test_a_prompt_of_which_some_is_live_and_some_is_restored(llama, store):
     assert tokens_of(store.last) == (300, 400, 9)
 
 
-def test_a_prompt_that_is_live_as_a_whole_computes_nothing(llama, store):
-    llm, tokens = attached(store, llama()), prompt(300)
-    llm.eval(tokens)
-    answer(llm, tokens, 1)
-    assert store.last.source == "live"
-    assert tokens_of(store.last) == (300, 0, 0)
-    assert store.last.compute_seconds == 0
-
-
 def test_the_record_says_how_far_a_prompt_has_come(llama, store):
     llm, tokens = attached(store, llama()), prompt(600)
     answer(llm, tokens, 1)
@@ -86,17 +76,6 @@ def test_the_record_says_how_far_a_prompt_has_come(llama, store):
     assert tokens_of(store.last) == (0, 400, 200)
     llm.eval([7])
     assert tokens_of(store.last) == (0, 400, 200)
-
-
-def test_a_restored_prompt_that_is_evaluated_from_its_start_was_not_reused(llama, store):
-    llm, tokens = attached(store, llama()), prompt(300)
-    answer(llm, tokens, 1)
-    forget(llm)
-    store.restore(tokens)
-    assert tokens_of(store.last) == (0, 299, 0)
-    llm.reset()
-    llm.eval(tokens)
-    assert (store.last.source, *tokens_of(store.last)) == ("cold", 0, 0, 300)
 
 
 @pytest.mark.slow
@@ -146,58 +125,6 @@ def test_a_location_that_fails_and_a_fault_of_the_store_are_reasons(llama, store
         patched.setattr(type(store.engine), "match", unavailable)
         answer(llm, tokens, 1)
     assert (store.last.source, store.last.miss, store.last.computed) == ("cold", "unavailable", 300)
-
-
-def test_an_evaluation_that_fails_counts_what_it_has_done(llama, store, monkeypatch):
-    llm, tokens = attached(store, llama(n_batch=128)), prompt(600)
-    real, n = llm._ctx.decode, [0]
-
-    def failing(batch):
-        n[0] += 1
-        if n[0] == 3:
-            raise RuntimeError("out of memory")
-        return real(batch)
-
-    monkeypatch.setattr(llm._ctx, "decode", failing)
-    with pytest.raises(RuntimeError):
-        answer(llm, tokens, 1)
-    assert tokens_of(store.last) == (0, 0, 256)
-    answer(llm, tokens, 1)
-    assert sum(tokens_of(store.last)) == 600
-
-
-def test_several_llamas_of_one_store_have_their_own_records(models):
-    n_threads, n_turns = 3, 4
-    found, errors = {}, []
-    path = models("llama")
-    with PrefixStore("memory:") as store:
-
-        def work(number):
-            try:
-                llm = load(path)
-                llm.set_cache(store)
-                for turn in range(n_turns):
-                    tokens = prompt(100 + 10 * number + turn, seed=10 * number + turn)
-                    answer(llm, tokens, 1)
-                    last = store.last_of(llm)
-                    assert (last.source, last.n_tokens, last.miss) == ("cold", len(tokens), "not_found")
-                    forget(llm)
-                    answer(llm, tokens, 1)
-                    last = store.last_of(llm)
-                    assert (last.source, last.restored, last.miss) == ("store", len(tokens) - 1, None)
-                    assert last.compute_seconds > 0
-                    assert last.computed == 1
-                found[number] = last
-            except BaseException as error:  # noqa: BLE001 - raised below
-                errors.append(error)
-
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(n_threads)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not errors
-        assert store.last in found.values()
 
 
 def test_a_llama_that_is_not_attached_has_a_record_of_a_restore(llama, store):

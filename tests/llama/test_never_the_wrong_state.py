@@ -146,59 +146,6 @@ def test_salt_namespace_and_page_size_separate(filled, models):
     assert found(filled, llm) == 600
 
 
-def test_a_difference_between_namespaces_is_named(models):
-    plain = namespace_of(load(models("llama")), page_tokens=256, salt=None, label=None)
-    other = namespace_of(load(models("llama"), flash_attn=True), page_tokens=256, salt="s", label=None)
-    assert plain.differences(other) == {"flash_attn_type": (0, 1), "salt": (None, "s")}
-
-
-def test_two_models_share_a_location_in_one_process(models, tmp_path):
-    first, second = load(models("llama")), load(models("llama", seed=1))
-    with PrefixStore(tmp_path, first) as one, PrefixStore(tmp_path, second) as two:
-        first.set_cache(one)
-        second.set_cache(two)
-        texts = [answer(first, TOKENS, 8), answer(second, TOKENS, 8)]
-        one.flush()
-        two.flush()
-        for llm in (first, second):
-            llm.reset()
-        assert [answer(first, TOKENS, 8), answer(second, TOKENS, 8)] == texts
-        assert one.stats().hits == two.stats().hits == 1
-        assert one.stats().entries == 6
-        assert one.check() == []
-        assert one.clear() == 3
-        assert two.match(TOKENS).n_tokens == 600
-
-
-def test_a_flipped_bit_is_a_miss_and_the_page_is_removed(filled, models):
-    data = filled / "data.mdb"
-    content = bytearray(data.read_bytes())
-    llm = load(models("llama"))
-    with PrefixStore(filled, llm, read_only=True) as store:
-        # the state of the second page, somewhere in its middle
-        page = store.path(TOKENS).pages[1]
-        with store._engine._backend.view() as view:
-            middle = bytes(view.payload(page.key)[100_000:100_064])
-    at = content.index(middle)
-    content[at] ^= 1
-    data.write_bytes(content)
-
-    with PrefixStore(filled, llm) as store:
-        assert [violation.rule for violation in store.check()] == ["payload"]
-        llm.set_cache(store)
-        cold = answer(load(models("llama")), TOKENS, 8)
-        assert answer(llm, TOKENS, 8) == cold
-        stats = store.stats()
-        assert stats.unreadable == {"corrupt": 1}
-        assert stats.tokens_restored == 256
-        store.flush()
-        assert store.stats().corrupt == 2  # the page, and its child
-        assert store.check() == []
-        assert store.match(TOKENS).n_tokens == 600  # computed and captured again
-        llm.reset()
-        assert answer(llm, TOKENS, 8) == cold
-
-
 # -- RoPE factors that depend on the length of the context -------------------------------------------------------------
 
 TRAINED = 1024

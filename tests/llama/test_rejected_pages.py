@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import functools
-import threading
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 
 import llama_cpp
 import numpy as np
 import pytest
 import zstandard
 
-from prefixstore import ClosedError, PrefixStore
+from prefixstore import PrefixStore
 from prefixstore.engine import readers
 from prefixstore.engine.fetch import States
 from prefixstore.errors import UnavailableError
 from prefixstore.format.codec import CODECS, decode
 from prefixstore.format.record import checksum
-from prefixstore.llama.kv_memory import SnapshotMemory
 from prefixstore.llama.paged_memory import PagedMemory
-from tests.support import in_thread
 from tests.support.garbage import NAN, OTHER, SHORT, Case, Victim, rows_replaced
 from tests.support.models import answer, forget, load, logits, prompt, state_digest
 
@@ -124,42 +121,6 @@ def test_a_page_that_llama_cpp_refuses_after_copying_rows_leaves_none_of_them(vi
             assert victim.run(case, live) == []
 
 
-def test_a_snapshot_that_is_refused_or_interrupted_leaves_an_empty_context(llama, monkeypatch):
-    for arch in ("mamba", "lfm2"):
-        llm = llama(arch, n_ctx=512, n_batch=PAGE)
-        with PrefixStore("memory:", **SETTINGS) as store:
-            victim = Victim(store, llm, TOKENS)
-            memory = store._hooks.current.context.memory
-            for error in (None, KeyboardInterrupt):
-                victim.put()
-                forget(llm)
-                llm.eval(OTHER[:50])
-                with monkeypatch.context() as patch:
-                    patch.setattr(SnapshotMemory, "holds", raising(SnapshotMemory.holds, error))
-                    with pytest.raises(error) if error else nullcontext():
-                        assert victim.answer_to(TOKENS) == victim.cold[0]
-                assert not memory.unfinished.unverified
-                if error:
-                    assert llm.n_tokens == 0
-                assert victim.answer_to(SHORT) == victim.cold[1]
-                assert victim.answer_to(TOKENS) == victim.cold[0]
-
-
-def raising(real, error):
-    """The first answer that would be "yes" for most of the prompt is "no", or an error, instead."""
-    done = []
-
-    def holds(self, n):
-        if n > 100 and not done and self.unfinished.unverified:
-            done.append(1)
-            if error is not None:
-                raise error
-            return False
-        return real(self, n)
-
-    return holds
-
-
 # -- what is kept ------------------------------------------------------------------------------------------------------
 
 
@@ -216,43 +177,6 @@ def test_good_pages_are_copied_once_while_they_are_verified(victim, monkeypatch)
 
 
 # -- closing -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("scheme", ["memory", "lmdb", "sqlite"])
-@pytest.mark.parametrize("direct", [True, False])
-def test_a_store_that_is_closed_during_a_restore_is_a_miss_or_a_closed_error(
-    llama, tmp_path, monkeypatch, scheme, direct
-):
-    place = {"memory": "memory:", "lmdb": f"lmdb://{tmp_path / 'kv'}", "sqlite": f"sqlite:///{tmp_path / 'kv.db'}"}
-    llm = llama(n_ctx=512, n_batch=PAGE)
-    real = PagedMemory.load
-    closers = []
-    begun = threading.Event()
-
-    def closing(self, state):
-        if not closers:
-            closers.append(in_thread(store.close))
-            assert begun.wait(60)
-            if scheme == "memory":
-                # other backends wait until the view is closed
-                closers[0].join()
-        return real(self, state)
-
-    with PrefixStore(place[scheme], **SETTINGS) as store:
-        victim = Victim(store, llm, TOKENS)
-        forget(llm)
-        monkeypatch.setattr(store._engine._breaker, "close", begun.set)
-        monkeypatch.setattr(PagedMemory, "load", closing)
-        if direct:
-            with pytest.raises(ClosedError, match="open a new PrefixStore"):
-                store.restore(TOKENS)
-        else:
-            assert victim.answer_to(TOKENS) == victim.cold[0]
-        closers[0].join()
-        monkeypatch.undo()
-        llm.set_cache(None)
-        assert answer(llm, TOKENS, 4) == victim.cold[0]
-        assert answer(llm, OTHER, 4) == victim.cold[2]
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------

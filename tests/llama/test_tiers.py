@@ -22,7 +22,7 @@ def opened(tmp_path, name, far, llm, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["lmdb", "valkey", "s3", "postgresql", "sqlite"])
+@pytest.mark.parametrize("scheme", ["lmdb", "valkey", "s3"])
 def test_a_second_host_computes_nothing_again_and_needs_the_shared_location_once(llama, tmp_path, request, scheme):
     far = place(scheme, tmp_path, request, "far")
     llm = llama()
@@ -52,37 +52,6 @@ def test_a_second_host_computes_nothing_again_and_needs_the_shared_location_once
         forget(llm)
         assert answer(llm, longer, 8) == second
         assert store.stats().tiers[0].pages > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ["mamba", "lfm2", "gemma3"])
-def test_snapshots_and_windows_come_from_the_shared_location(llama, tmp_path, arch, new_valkey):
-    far, llm = new_valkey(), llama(arch)
-    with opened(tmp_path, "one", far, llm) as store:
-        first = answer(llm, TOKENS, 8)
-        store.flush()
-    forget(llm)
-    with opened(tmp_path, "two", far, llm) as store:
-        computed = evaluated(store, lambda: answer(llm, TOKENS, 1))
-        assert computed <= 16
-        assert store.stats().tiers[1].pages > 0
-        store.flush()
-        forget(llm)
-        assert answer(llm, TOKENS, 8) == first
-        assert store.stats().tiers[0].pages > 0
-        assert store.check() == []
-
-
-def test_a_store_that_attaches_by_itself_works_through_tiers(llama, tmp_path, new_valkey):
-    far, llm = new_valkey(), llama()
-    for name in ("one", "two"):
-        with PrefixStore([f"lmdb://{tmp_path / name}", far], namespace="model", max_delay=None) as store:
-            llm.set_cache(store)
-            forget(llm)
-            answer(llm, TOKENS, 4)
-            store.flush()
-            assert bool(store.stats().hits) == (name == "two")
-    llm.set_cache(None)
 
 
 def test_a_slow_shared_location_does_not_count_against_the_local_one(llama, tmp_path):

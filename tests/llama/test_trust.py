@@ -11,10 +11,9 @@ import llama_cpp
 import numpy as np
 import pytest
 from llama_cpp._internals import LlamaContext
-from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from prefixstore import ContextError, MisuseError, PrefixStore
-from tests.support.models import answer, attached, evaluated, forget, load, logits, prompt, state_bytes
+from tests.support.models import answer, evaluated, forget, load, logits, prompt, state_bytes
 from tests.support.trust import Injected, assert_right, failing, stored_sequences
 
 SMALL = {"n_ctx": 512, "n_batch": 32, "n_ubatch": 32}
@@ -203,23 +202,6 @@ def test_a_call_that_only_reads_loses_no_hit(contexts):
         store.capture()
         assert store.match(TEXT + prompt(20, seed=9)).n_tokens == 70
         assert store.stats().dropped == {}
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"verbose": True}, {"logits_all": True}, {"logits_all": True, "draft_model": LlamaPromptLookupDecoding()}],
-    ids=["verbose", "logits_all", "draft model"],
-)
-def test_what_llama_cpp_python_does_in_a_completion_is_harmless(models, options):
-    llm, plain = (llama_cpp.Llama(str(models("llama")), **{"verbose": False, **SMALL, **options}) for _ in range(2))
-    conversation = TEXT
-    with PrefixStore("memory:", llm, **PAGES) as store:
-        llm.set_cache(store)
-        for turn in range(3):
-            assert answer(llm, conversation, 6) == answer(plain, conversation, 6)
-            conversation = conversation + prompt(20, seed=turn)
-        stats = store.stats()
-        assert (stats.live_hits, stats.misses, stats.dropped) == (2, {"not_found": 1}, {})
 
 
 def test_a_decode_that_no_python_code_can_see_is_noticed(contexts):
@@ -476,25 +458,6 @@ def test_a_store_that_is_gone_leaves_nothing_behind(contexts, tmp_path):
     llm.eval(OTHER)
 
 
-def test_methods_that_a_user_put_over_those_of_a_store_that_is_gone_still_work(contexts):
-    llm, *_ = contexts()
-    store = PrefixStore("memory:", llm)
-    inner = llm.eval
-    llm.eval = lambda tokens: inner(list(tokens))
-    store.close()
-    del store
-    try:
-        llm.eval(TEXT)
-        assert llm.n_tokens == len(TEXT)
-        with PrefixStore("memory:", llm, **PAGES) as second:
-            llm.reset()
-            llm.eval(TEXT)
-            second.capture()
-            assert second.match(TEXT).n_tokens == len(TEXT)
-    finally:
-        del llm.eval
-
-
 # -- what ends early --------------------------------------------------------------------------------------------------
 
 
@@ -523,19 +486,6 @@ def test_tokens_can_be_an_array_and_none_at_all(contexts, arch, caplog):
         llm.eval([])
         store.capture()
         assert store.match(TEXT).n_tokens == len(TEXT)
-    assert caplog.records == []
-
-
-@pytest.mark.parametrize("arch", [*KINDS, "gemma3"])
-def test_an_n_ctx_that_llama_cpp_rounds_up(llama, arch, caplog):
-    llm = llama(arch, n_ctx=300, n_batch=32)
-    with PrefixStore("memory:", llm, **PAGES) as store, caplog.at_level(logging.WARNING, "prefixstore"):
-        llm.set_cache(store)
-        tokens = prompt(295)
-        first = answer(llm, tokens, 3)
-        forget(llm)
-        assert answer(llm, tokens, 3) == first
-        assert store.stats().hits == 1
     assert caplog.records == []
 
 
@@ -596,18 +546,6 @@ def test_a_store_that_works_says_nothing(contexts, caplog):
         for i in range(3):
             answer(llm, prompt(4, seed=i), 1)  # shorter than min_tokens
     assert caplog.records == []
-
-
-def test_attached_contexts_share_nothing(llama):
-    one, two = llama(**SMALL), llama(**SMALL)
-    with PrefixStore("memory:") as first, PrefixStore("memory:") as second:
-        attached(first, one)
-        attached(second, two)
-        answer(one, TEXT, 1)
-        two._ctx.decode(batch(two))
-        assert first.match(TEXT).n_tokens == len(TEXT)
-        assert answer(one, TEXT + OTHER, 2)
-        assert first.stats().dropped == {}
 
 
 @pytest.mark.parametrize("kv", ["F16", "Q8_0", "Q4_0"])

@@ -15,7 +15,7 @@ import pytest
 
 from prefixstore import PrefixStore
 from prefixstore.llama.state.parse import parse_sequence
-from tests.support.models import answer, logits, prompt, state_bytes
+from tests.support.models import logits, prompt, state_bytes
 
 # windows of 256 and 128 tokens, beside full attention in every sixth and fourth layer
 WINDOWS = {"gemma3": 256, "olmo2": 128}
@@ -96,33 +96,6 @@ def test_pages_captured_after_a_restore_are_complete(llama, arch, swa_full):
                 cold.eval(fork[:end])
                 assert_agree(llm, cold, end, WINDOWS[arch])
         assert store.stats().dropped == {}
-        assert store.check() == []
-
-
-@pytest.mark.slow
-def test_conversations_with_edits_forks_and_regenerations_are_answered_as_without_a_store(llama, arch, swa_full):
-    common = prompt(900, seed=1)
-    turns = [
-        common,
-        common,
-        common + prompt(80, seed=2),
-        common + prompt(80, seed=2) + prompt(300, seed=3),
-        common + prompt(80, seed=4),
-        common[:600] + prompt(90, seed=5),
-        common + prompt(80, seed=2) + prompt(60, seed=3),
-        prompt(300, seed=6),
-        common + prompt(80, seed=4) + prompt(40, seed=7),
-    ]
-    plain, llm = llama(arch, swa_full=swa_full), llama(arch, swa_full=swa_full)
-    expected = []
-    for turn in turns:
-        plain.reset()
-        expected.append(answer(plain, turn, 10))
-    with PrefixStore("memory:", llm) as store:
-        llm.set_cache(store)
-        assert [answer(llm, turn, 10) for turn in turns] == expected
-        llm.reset()
-        assert [answer(llm, turn, 10) for turn in reversed(turns)] == expected[::-1]
         assert store.check() == []
 
 

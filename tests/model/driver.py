@@ -97,6 +97,16 @@ class _Seam:
         self.before("committed")
 
 
+# the fault of which this process dies
+_DEADLY: list[_Fault] = []
+
+
+def point(*_: object) -> None:
+    """A moment at which this process may die, also below the operations of a backend."""
+    for fault in _DEADLY:
+        fault.before("point")
+
+
 class _Fault:
     """What is wrong with a location: ``"down"``, ``"full"``, ``"hangs"`` (for writers) or ``"dies"`` (the process)."""
 
@@ -260,6 +270,12 @@ class Store:
         work = lambda: self._engine.clear(_namespace(space).key if space is not None else None)  # noqa: E731
         return self._or_none(work) is not None
 
+    def rebuild(self) -> None:
+        """Make what is derived from pages again, and overwrite what was deleted."""
+        for backend in self._backends:
+            backend.inner.reindex()
+        self._store.engine.scrub()
+
     def purge(self, **choice: Any) -> None:
         for location in self._locations:
             with Archive(location, max_bytes=self._options["max_bytes"]) as archive:
@@ -286,6 +302,8 @@ class Store:
         """From now on, after so many operations, one of the locations fails."""
         fault = self._faults[where % len(self._faults)]
         fault.kind, fault.left = kind, after
+        if kind == "dies":
+            _DEADLY.append(fault)
         if kind == "hangs":
             fault.kind, self._is_hanging = None, True
             fault.gate.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
@@ -56,6 +57,9 @@ class Like(NamedTuple):
     without: int
     more: tuple[int, ...]
 
+
+# in the middle of what another process is killed
+KILLED = ("capture", "evict", "clear", "rebuild")
 
 spaces = st.sampled_from(SPACES)
 tails = st.lists(st.integers(0, 1), max_size=5).map(tuple)
@@ -255,17 +259,28 @@ class Machine(RuleBasedStateMachine):
         self.took(who, taken, [*here, *there], alone=False)
 
     @precondition(lambda self: len(self.stores) > 2)
-    @rule(work=works, after=st.integers(0, 60))
-    def kill(self, work: list[Job | Like], after: int) -> None:
-        """The other process is killed at one of its operations, or after the last one."""
+    @rule(work=works, after=st.integers(0, 150), what=st.sampled_from(KILLED))
+    def kill(self, work: list[Job | Like], after: int, what: str = "capture") -> None:
+        """The other process is killed in the middle of something, or after it."""
+        what = what if self.place.is_shared else "capture"
         wanted = self.jobs(work)
+        space = wanted[0][0]
         self.process.fail("dies", after, 0)
-        self.process.begin("capture", *wanted)
-        with suppress(EOFError, ConnectionResetError):
+        self.process.begin(what, *{"capture": wanted, "evict": [0], "clear": [space], "rebuild": []}[what])
+        self.has_died = False
+        try:
             self.process.end()
+        except (EOFError, ConnectionResetError):
+            self.has_died = True
         self.process.kill()
         self.stores[0].wait_for_the_dead()
-        self.took(2, {page for space, tokens in wanted for page in pages_of(space, tokens)}, wanted, alone=False)
+        if what == "capture":
+            pages = {page for space, tokens in wanted for page in pages_of(space, tokens)}
+            self.took(2, pages, wanted, alone=False)
+        elif what == "evict":
+            self.expected["evicts"] = lambda page: True
+        elif what == "clear":
+            self.expected["may_go"] = {page for page in self.model.stored if page.space == space}
         self.process = self.place.process()
         self.stores[2] = self.start(2)
 
@@ -409,6 +424,10 @@ class Machine(RuleBasedStateMachine):
         self.took(0, taken, wanted, alone=False)
         self.expected["must"] = must if "evicts" not in self.expected else ()
 
+    @rule(who=stores)
+    def rebuild(self, who: int) -> None:
+        self.stores[who % len(self.stores)].rebuild()
+
     @precondition(lambda self: self.disks is None)
     @rule(which=st.integers(0, 100))
     def damage(self, which: int) -> None:
@@ -457,3 +476,27 @@ def play(place: Place, steps: Iterable[tuple[Any, ...]]) -> None:
                 machine.stores_find_nothing_wrong()
         finally:
             machine.teardown()
+
+
+def kill_everywhere(place: Place, step: int) -> int:
+    """Kill the other process at every so-many-th moment of each thing that it does; how often it died."""
+    machine, n_deaths = type("At", (Machine,), {"place": place})(), 0
+    with driven_time():
+        try:
+            machine.open("none", "lru", "raw")
+            for what in KILLED:
+                for after in itertools.count(0, step):
+                    for act in (
+                        # something to evict, to clear and to build again
+                        lambda: machine.capture(0, [(SPACES[0], (0,) * 6), (SPACES[1], (1,) * 9)]),
+                        lambda after=after, what=what: machine.kill([(SPACES[0], (0, 0, after))], after, what),
+                    ):
+                        act()
+                        machine.what_is_stored_is_legal()
+                        machine.stores_find_nothing_wrong()
+                    if not machine.has_died:
+                        break
+                    n_deaths += 1
+        finally:
+            machine.teardown()
+    return n_deaths

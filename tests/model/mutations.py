@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import lmdb
 import pytest
 
-from prefixstore.engine import batch, eviction, page_checks, page_update, readers
+from prefixstore.engine import eviction, page_checks, page_update, readers
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.commit import Committer
@@ -24,7 +24,7 @@ from prefixstore.engine.lookup import Located
 from prefixstore.engine.queue import WriteQueue
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.relatives import siblings_of
-from prefixstore.engine.space import Evictor, Space
+from prefixstore.engine.space import Space
 from prefixstore.format.record import Usage
 from prefixstore.maintenance import transfer
 from tests.model.machine import SPACES
@@ -126,17 +126,6 @@ def eviction_takes_pinned_pages(patch: Patch) -> None:
         wrap(patch, module, "leaf_of", leaf_of)
 
 
-@leads_to(
-    "what is pinned stays|pins are kept", ("capture", 0, [TAIL]), ("pin", 0, TAIL, True), ("capture", 0, [TWO_PAGES])
-)
-def the_pin_of_a_tail_is_lost_with_it(patch: Patch) -> None:
-    def siblings_of(real: Any, *arguments: Any) -> Any:
-        tail, is_covered = real(*arguments)
-        return (None if tail is None else replace(tail, pinned=False)), is_covered
-
-    wrap(patch, batch, "siblings_of", siblings_of)
-
-
 @leads_to("parents outlive", ("capture", 0, [TWO_PAGES, (ONE, (0, 0, 0, 0, 1, 1, 1, 1))]), ("evict", 0, 0.9))
 def eviction_takes_the_parent_as_well(patch: Patch) -> None:
     def take(real: Any, self: Any, victim: Any, quota: Any) -> bool:
@@ -182,13 +171,6 @@ def purge_leaves_one_page(patch: Patch) -> None:
     wrap(patch, Deleter, "_select", lambda real, self, choose: real(self, choose)[1:])
 
 
-@leads_to(
-    "nothing is evicted without need|what is pinned stays", ("capture", 0, [PAGE, (TWO, (0,))]), ("delete", 0, TWO)
-)
-def clear_takes_all_tenants(patch: Patch) -> None:
-    wrap(patch, Engine, "clear", lambda real, self, _: real(self, None))
-
-
 @leads_to("a restore gives the state bit for bit", ("capture", 0, [PAGE]), ("damage", 0), ("restore", 0, PAGE))
 def a_damaged_payload_is_returned(patch: Patch) -> None:
     for name in ("verify", "verify_checksum"):
@@ -198,17 +180,6 @@ def a_damaged_payload_is_returned(patch: Patch) -> None:
 @leads_to("a restore gives the state bit for bit", ("capture", 1, [PAGE, OTHERS]), ("restore_all", 1))
 def the_states_in_memory_are_confused(patch: Patch) -> None:
     wrap(patch, RamTier, "state", lambda _, self, page: next((one.array.data for one in self._states.values()), None))
-
-
-@leads_to(
-    "an export has everything|what was captured is stored",
-    ("capture", 0, [PAGE]),
-    ("export", 0),
-    ("delete", 0, None),
-    ("import_", 0),
-)
-def an_import_drops_the_last_page(patch: Patch) -> None:
-    wrap(patch, Engine, "import_pages", lambda real, self, batch, settings: real(self, batch[:-1], settings))
 
 
 @leads_to("an imported page is the same", ("capture", 0, [PAGE]), ("pin", 0, PAGE, True), ("export", 0))
@@ -252,11 +223,6 @@ def a_captured_page_is_forgotten(patch: Patch) -> None:
     wrap(patch, WriteQueue, "_next_batch", lambda real, self: real(self)[:2])
 
 
-@leads_to("all that is not pinned can be evicted", ("capture", 0, [PAGE]), ("evict", 0, 0.0))
-def nothing_is_evicted_on_request(patch: Patch) -> None:
-    patch.setattr(Evictor, "shrink", lambda *_: None)
-
-
 @leads_to("a lookup finds the longest", ("hang", [PAGE], [PAGE], None))
 def what_waits_is_not_found(patch: Patch) -> None:
     def longest(real: Any, *arguments: Any) -> Path:
@@ -265,26 +231,6 @@ def what_waits_is_not_found(patch: Patch) -> None:
         return Path(pages, min(path.n_tokens, pages[-1].end if pages else 0))
 
     wrap(patch, Catalog, "longest", longest)
-
-
-@leads_to("what is missing is captured", ("fail", 0, "full", 0, 0, [PAGE]))
-def a_page_without_space_is_refused_for_good(patch: Patch) -> None:
-    def drop(real: Any, self: Any, batch: Any, reason: Any) -> None:
-        real(self, batch, reason)
-        self._refused.update(new.page.key for new in batch)
-
-    wrap(patch, Catalog, "drop", drop)
-    patch.setattr(Catalog, "saw", lambda *_: None)
-
-
-@leads_to("what was captured is stored", ("reopen", 0, [PAGE]))
-def closing_drops_what_waits(patch: Patch) -> None:
-    def close(real: Any, self: Any) -> None:
-        catalog = self._work._catalog
-        catalog.abandon(list(catalog._pending.values()))
-        real(self)
-
-    wrap(patch, WriteQueue, "close", close)
 
 
 @leads_to("what was captured is stored far away", ("capture", 0, [PAGE]), where="two")

@@ -6,19 +6,29 @@ import os
 import random
 import shutil
 import signal
+import sqlite3
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.attacks.power import MARK, Disk, read_journal
 from tests.model import driver
 from tests.support import python
+from tests.support.places import walk_in_this_process
+from tests.support.sql_rows import before_statements
 from tests.support.timeouts import disable_timeouts
 
 __all__ = ["Disks", "Process", "Processes"]
+
+# beginnings of statements that change something
+WRITES = ("INSERT", "UPDATE", "DELETE", "COMMIT", "VACUUM", "PRAGMA wal_", "BEGIN; SET")
+_patches = ExitStack()
 
 
 class Processes:
@@ -65,6 +75,8 @@ def fork_for_ever() -> None:
     from tests.model import mutations
 
     disable_timeouts()
+    walk_in_this_process(pytest.MonkeyPatch())
+    _watch_what_changes_something()
     # those that have ended stay zombies until this process ends: no other process gets the number of one
     for line in sys.stdin:
         address, _, mutation = line.strip("\n").partition(" ")
@@ -74,6 +86,40 @@ def fork_for_ever() -> None:
             with driver.driven_time(), Client(address) as pipe:
                 _serve(pipe)
             os._exit(0)
+
+
+def _watch_what_changes_something() -> None:
+    """A process may die before each statement that writes, and around each command and request, until it ends."""
+    from prefixstore.backends.objects.client import Client
+    from prefixstore.backends.valkey.connections import Connections
+    from prefixstore.engine import siblings
+
+    def before(statement: Any) -> None:
+        if isinstance(statement, str) and statement.lstrip().startswith(WRITES):
+            driver.point()
+
+    def connect(*arguments: Any, connect: Any = sqlite3.connect, **options: Any) -> sqlite3.Connection:
+        made: sqlite3.Connection = connect(*arguments, **options)
+        # many rows are written by one call
+        made.set_trace_callback(before)
+        return made
+
+    def around(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def use(*arguments: Any) -> Any:
+            driver.point()
+            answer = real(*arguments)
+            driver.point()
+            return answer
+
+        setattr(owner, name, use)
+
+    sqlite3.connect = connect
+    _patches.enter_context(before_statements(before))
+    around(Connections, "_use")
+    around(Client, "_asked")
+    around(siblings, "add_child")
 
 
 def _serve(pipe: Connection) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.model.machine import Place, run
+from tests.model.machine import Place, kill_everywhere, run
 from tests.model.process import Disks
 from tests.support.models import TORTURE
-from tests.support.places import place
+from tests.support.places import SCHEMES, place
 
 # examples, and steps of each: in a run of all tests, and in one of the attacks
 FAST = {"memory": (16, 20), "lmdb": (6, 15), "sqlite": (3, 15)}
@@ -25,6 +25,9 @@ LONG = {
     "lmdb, valkey": (5, 30),
     "lmdb, s3": (5, 30),
 }
+
+# between the moments at which a process is killed, where each costs many requests
+STEP = {"valkey": 5, "s3": 100}
 
 
 @pytest.fixture
@@ -57,6 +60,12 @@ def test_promises_are_kept(scheme, place_of):
 def test_promises_are_kept_at_length(schemes, place_of):
     examples, steps = LONG[schemes]
     run(place_of(schemes), examples * TORTURE, steps)
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_process_that_is_killed_anywhere_leaves_what_was_promised(scheme, place_of):
+    assert kill_everywhere(place_of(scheme), 1 if TORTURE > 1 else STEP.get(scheme, 2)) > 10
 
 
 @pytest.mark.attack

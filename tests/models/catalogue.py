@@ -15,7 +15,7 @@ MODELS: dict[str, Model] = {
 
 DECODERS: dict[str, Model] = {name: model for name, model in MODELS.items() if not model.fails}
 
-# the one of each kind of memory that is tried with all settings, and in `make test`
+# the one of each kind of memory that is tried with all settings
 OF_EACH_KIND: dict[Memory, str] = {
     Memory.ATTENTION: "llama",
     Memory.MROPE: "qwen3vl",

@@ -1,8 +1,8 @@
 """What is saved for each model: the matrix as tests. The table is that of ``python -m tests.models``.
 
-Each run tries each model through `Llama`, with a few prompts; and one of each kind of memory with all prompts and with
-other settings, through both doors and across them, each prompt after a restart of everything. `make torture` does all
-that with all of them.
+Each attack tries one model of each kind of memory with all prompts, through both doors and across them, each prompt
+after a restart of everything; and the other models, and other settings, through `Llama` with a few prompts. `make
+torture` does all of the former with all of them.
 """
 
 from __future__ import annotations
@@ -33,9 +33,12 @@ THROUGH_BOTH = DECODERS if TORTURE > 1 else KINDS
 WITH_SETTINGS = (
     KINDS if TORTURE > 1 else [OF_EACH_KIND[kind] for kind in (Memory.ATTENTION, Memory.WINDOW, Memory.HYBRID)]
 )
+# those of `make test`; the others of each kind are tried through both doors
+QUICK = [OF_EACH_KIND[kind] for kind in (Memory.ATTENTION, Memory.WINDOW, Memory.HYBRID, Memory.RECURRENT)]
 slow = pytest.mark.slow
 CASES = [
-    *(pytest.param(name, USUAL, id=name, marks=() if name in KINDS else slow) for name in DECODERS),
+    *(pytest.param(name, USUAL, id=name) for name in QUICK),
+    *(pytest.param(name, USUAL, id=name, marks=slow) for name in DECODERS if name not in KINDS),
     *(
         pytest.param(name, settings, id=f"{name}, fa {settings.fa}, {settings.kv}", marks=slow)
         for name in KINDS

@@ -13,7 +13,6 @@ from prefixstore.engine.pages import open_pages
 from prefixstore.llama.binding import silence
 from prefixstore.models.vocabulary import Vocabulary
 from prefixstore.report.content import Content, content_of
-from prefixstore.report.history import Asked
 from prefixstore.report.page import html_of
 from prefixstore.testing.models import TINY, write_model
 from tests.report.test_in_browser import ENTER, ESCAPE
@@ -38,11 +37,9 @@ def content(folder: Path) -> Content:
     made["used_bytes"] = made["stored_bytes"]
     rng = random.Random(2)
 
-    def asked(began: int, prompts: float) -> Asked:
+    def asked(began: int, prompts: float) -> tuple[int, ...]:
         n, rate = round(prompts * (0.9 + 0.2 * rng.random())), 0.72 + 0.15 * rng.random()
-        return Asked(
-            began, round(n * rate), n - round(n * rate), 900 * n, round(700 * n * rate), round(500 * n), n // 60
-        )
+        return (began, round(n * rate), n - round(n * rate), 900 * n, round(700 * n * rate), round(500 * n), n // 60)
 
     this_hour = NOW // HOUR * HOUR
     hours = (this_hour - i * HOUR for i in range(167, -1, -1))

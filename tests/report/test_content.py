@@ -155,7 +155,7 @@ def test_a_record_that_names_its_own_descendant_as_parent_makes_no_circle(backen
         facts[i]["key"], facts[i]["parent"], facts[i]["namespace"] = np.void(key), np.void(parent), np.void(MINE.key)
         facts[i]["n_tokens"], facts[i]["is_readable"] = 4, True
     runs = runs_of(facts, [MINE.key], NOW * 10**9)
-    assert runs.parent.tolist() == [-1, -1]
+    assert runs["parent"].tolist() == [-1, -1]
 
 
 def test_times_in_the_future_and_settings_that_are_lost_are_survived(backend):
@@ -174,11 +174,11 @@ def test_what_is_too_small_is_counted_together(backend):
     runs = runs_of(facts, spaces, NOW * 10**9)
     few = limited(runs, 200)
     assert limited(runs, len(runs)) is runs
-    assert int(few.pages.sum()) == int(runs.pages.sum()) == n
-    assert int(few.n_bytes.sum()) == int(runs.n_bytes.sum())
-    assert int(few.n_runs.sum()) == len(runs)
-    assert (few.head >= 0).sum() == 200
-    assert all(parent < i for i, parent in enumerate(few.parent.tolist()))
+    assert int(few["pages"].sum()) == int(runs["pages"].sum()) == n
+    assert int(few["bytes"].sum()) == int(runs["bytes"].sum())
+    assert int(few["runs"].sum()) == len(runs)
+    assert (few["head"] >= 0).sum() == 200
+    assert all(parent < i for i, parent in enumerate(few["parent"].tolist()))
     content = report(backend, most_runs=200)
     assert sum(content["runs"]["pages"]) == n
     assert content["runs"]["keys"][-12:].strip() == ""

@@ -9,7 +9,6 @@ import pytest
 
 from prefixstore.engine.pages import open_pages
 from prefixstore.report.content import content_of
-from prefixstore.report.history import Asked
 from prefixstore.report.page import html_of
 from tests.report.test_page import EVIL
 from tests.support.browser import PHONE
@@ -261,8 +260,8 @@ def test_stale_branches_are_listed_and_shown(browser, page):
 
 def test_history_is_drawn_if_there_is_any(browser, content, tmp_path):
     now = content["made"] // HOUR * HOUR
-    hours = [Asked(now - i * HOUR, 40 + i % 9, 10 + i % 5, 9000, 7000, 2000, i % 3) for i in range(150, 0, -1)]
-    days = [Asked(now - i * 24 * HOUR, 900, 300, 9000, 7000, 2000, 7) for i in range(90, 0, -1)]
+    hours = [(now - i * HOUR, 40 + i % 9, 10 + i % 5, 9000, 7000, 2000, i % 3) for i in range(150, 0, -1)]
+    days = [(now - i * 24 * HOUR, 900, 300, 9000, 7000, 2000, 7) for i in range(90, 0, -1)]
     browser.open(saved(tmp_path / "r.html", content | {"hours": hours, "days": days}))
     assert re.search(r"\d\d % of [\d,]+ prompts found something", browser.text("#panels"))
     assert browser.run("return document.querySelectorAll('.chart .hit').length") == 150

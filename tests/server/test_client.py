@@ -56,7 +56,6 @@ def answering(code: int, body: object) -> Iterator[LlamaServer]:
 def test_what_a_server_and_its_slots_do(models: Callable[..., Path], llama_server: Callable[..., Running]):
     running = llama_server(models("llama", n_head=2), "-c", "2048")
     client = running.client
-    assert client.health().is_ready
     props = client.props()
     assert (props.commit, props.n_slots, props.n_ctx) == ("0c1e570", 2, 1024)
     assert props.model_path == running.argv[2]
@@ -68,15 +67,14 @@ def test_what_a_server_and_its_slots_do(models: Callable[..., Path], llama_serve
     assert (slot.n_tokens, slot.capacity, slot.n_bytes) == (256, 0.25, 2560)
     memory = client.process()
     assert memory is not None
-    assert memory.pid == running.process.pid
-    assert memory.resident >= memory.private > 0
+    assert memory["pid"] == running.process.pid
+    assert memory["resident"] >= memory["private"] > 0
     saved = client.save(1, "mine")
     assert saved.n_tokens == 256
     assert saved.n_bytes == (running.slots_dir / "mine").stat().st_size
     assert client.erase(1).n_tokens == 256
     restored = client.restore(1, "mine")
     assert (restored.n_tokens, restored.n_bytes) == (256, saved.n_bytes)
-    assert restored.seconds >= 0
     with pytest.raises(ServerRefusedError, match="400"):
         client.restore(0, "none")
     with pytest.raises(InvalidParameterError, match="has the slots 0, 1"):
@@ -94,8 +92,6 @@ def test_a_server_without_slots_says_what_it_needs(models: Callable[..., Path], 
         assert client.props().n_slots == 2
         with pytest.raises(ServerRefusedError, match="not --no-slots"):
             client.slots()
-        assert client.slots(quiet=True) == ()
-        assert client.slot(0, quiet=True).capacity == 0
 
 
 @pytest.mark.parametrize(
@@ -120,8 +116,6 @@ def test_each_fault_has_its_error(code: int, body: object, error: type[ServerErr
             client.props()
         with pytest.raises(error):
             client.save(0, "x")
-        assert client.props(quiet=True).n_slots == 0
-        assert client.slots(quiet=True) == () or body == [1]
 
 
 def test_a_slot_has_finite_numbers():
@@ -135,17 +129,10 @@ def test_a_router_has_no_slots():
         client.props()
 
 
-def test_while_the_model_is_loading_it_is_not_ready():
-    with answering(503, {"error": {"message": "Loading model"}}) as client:
-        assert client.health().status == "loading"
-        assert not client.health().is_ready
-
-
 def test_nobody_there():
     with LlamaServer("http://127.0.0.1:9", timeout=1) as client:
         with pytest.raises(ServerUnreachableError, match="no server answers"):
-            client.health()
-        assert client.health(quiet=True).status == "unreachable"
+            client.props()
         assert client.process() is None
 
 
@@ -172,7 +159,7 @@ def test_a_url_that_is_none(url: str):
 
 def test_a_host_whose_name_cannot_be_encoded_is_not_reached():
     with LlamaServer(f"http://{'a' * 70}.b") as client, pytest.raises(ServerUnreachableError):
-        client.health()
+        client.props()
 
 
 @pytest.mark.parametrize("key", ["from a file\n", " spaced", "schlüssel", "a\rb"])

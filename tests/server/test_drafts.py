@@ -29,7 +29,7 @@ def test_a_slot_is_restored_whatever_its_draft_held_and_the_pages_are_those_of_a
     right = running.complete(tokens)
     assert right["timings"]["draft_n_accepted"] == right["timings"]["draft_n"] > 0
     with opened(running, store) as slots:
-        assert slots.is_drafting
+        assert slots.server.is_drafting
         assert slots.save(0).reason is None
         tokens = [*tokens, *right["tokens"], *prompt(40, seed=1)]
         right = running.complete(tokens, cache_prompt=False)
@@ -44,7 +44,7 @@ def test_a_slot_is_restored_whatever_its_draft_held_and_the_pages_are_those_of_a
         namespace = slots.namespace()
     plain = llama_server(model, "-fa", "on")
     with opened(plain, store) as slots:
-        assert not slots.is_drafting
+        assert not slots.server.is_drafting
         assert slots.namespace() == namespace
         assert slots.restore(0, tokens).n_tokens == restored
         assert plain.complete(tokens)["content"] == right["content"]

@@ -28,11 +28,11 @@ from prefixstore.llama.state.parse import parse_sequence
 from prefixstore.models.file import file_digest, read_metadata
 from prefixstore.server import SlotStore
 from prefixstore.server import namespace as namespace_module
-from prefixstore.server.arguments import FLAGS, HARMLESS_VARIABLES, KNOWN, REFUSED, VALUED, VARIABLES, parse_arguments
+from prefixstore.server.arguments import FLAGS, KNOWN, OTHER_VARIABLES, REFUSED, VALUED, VARIABLES, parse_arguments
+from prefixstore.server.client import Props
 from prefixstore.server.model_settings import gains_from_full_window
 from prefixstore.server.namespace import ServerIdentity
 from prefixstore.server.process import RunningProcess
-from prefixstore.server.records import Props
 from prefixstore.server.slot_file import SlotLayout
 from tests.support.llama_server import Running, binary
 from tests.support.models import load, state_bytes, write
@@ -264,7 +264,7 @@ def test_the_options_that_are_known_are_those_of_the_server():
     assert sorted(unknown) == sorted(unknown & NOT_KNOWN), "look at these: do they change a state?"
     prefix = "LLAMA_ARG_"
     named = {name for name in variables if name.startswith(prefix)}
-    harmless = {prefix + name for name in HARMLESS_VARIABLES} | set(VARIABLES)
+    harmless = {prefix + name for name in OTHER_VARIABLES} | set(VARIABLES)
     assert harmless - named <= set(), "variables that the server does not have"
 
 

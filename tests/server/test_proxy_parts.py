@@ -24,11 +24,11 @@ from prefixstore.server.namespace import ServerIdentity
 from prefixstore.server.own_endpoints import OwnEndpoints
 from prefixstore.server.prompts import MAX_PARTS, Ask, parse, pinned, unknown_field
 from prefixstore.server.rates import RETRY_EVERY, SMALLEST_FILE, AnswerTail, Rates, Usage
-from prefixstore.server.serving import ServeSettings, watched
+from prefixstore.server.serving import ServeSettings, failure_of
 from prefixstore.server.session import ServerSession
-from prefixstore.server.slot_choice import Claim, Plan, SlotChoice, Timing
 from prefixstore.server.slot_manager import SlotManager
-from prefixstore.server.slot_pool import PoolFullError, PoolSlot, Request, Rows, SlotPool
+from prefixstore.server.slot_pool import Plan, PoolFullError, SlotPool, Timing
+from prefixstore.server.slot_record import Claim, PoolSlot, Request, Rows
 from prefixstore.server.tenants import NoTenantError, TenantSource
 from prefixstore.server.upstream import Upstream, end_to_end
 
@@ -178,7 +178,7 @@ def test_an_answer_that_is_cut_in_a_number_says_nothing(end: bytes):
 
 
 def weigh(
-    choice: SlotChoice,
+    pool: SlotPool,
     slot: PoolSlot,
     prompt: Any,
     owner: str | None = None,
@@ -188,29 +188,27 @@ def weigh(
 ) -> Plan:
     claim = Claim(prompt, owner, trusts=trusts)
     claim.n_found, claim.n_bytes = found
-    return choice.weigh(slot, claim)
+    return pool.weigh(slot, claim)
 
 
-def chosen(choice: SlotChoice, pool: SlotPool, prompt: Any) -> PoolSlot | None:
-    return pool.take_now(lambda slot: choice.cost(slot, Claim(prompt, None)))
+def chosen(pool: SlotPool, prompt: Any) -> PoolSlot | None:
+    return pool.take_now(Claim(prompt, None))
 
 
 def test_the_slot_that_holds_most_of_the_prompt_is_chosen_then_the_one_used_longest_ago():
-    pool = SlotPool([(0, 100), (1, 100)])
+    pool = SlotPool([(0, 100), (1, 100)], Rates())
     pool.slots[1].tokens = tokens(*range(50))
-    choice = SlotChoice(pool, Rates(), Timing())
-    plan = weigh(choice, pool.slots[1], tokens(*range(60)))
+    plan = weigh(pool, pool.slots[1], tokens(*range(60)))
     assert (plan.n_live, plan.restore) == (50, False)
-    assert chosen(choice, pool, tokens(*range(60))) is pool.slots[1]
-    assert chosen(choice, pool, tokens(9, 9)) is pool.slots[0]
-    assert chosen(choice, pool, tokens(1)) is None
+    assert chosen(pool, tokens(*range(60))) is pool.slots[1]
+    assert chosen(pool, tokens(9, 9)) is pool.slots[0]
+    assert chosen(pool, tokens(1)) is None
 
 
 def test_a_few_tokens_in_common_take_no_slot_from_a_conversation_while_another_is_free():
-    pool = SlotPool([(0, 100), (1, 100)])
+    pool = SlotPool([(0, 100), (1, 100)], Rates(token_seconds=1.0))
     pool.slots[0].tokens = tokens(*range(50))
-    choice = SlotChoice(pool, Rates(token_seconds=1.0), Timing())
-    assert chosen(choice, pool, tokens(0, 1, *range(60, 90))) is pool.slots[1]
+    assert chosen(pool, tokens(0, 1, *range(60, 90))) is pool.slots[1]
 
 
 class Copying:
@@ -246,8 +244,8 @@ def test_a_prompt_whose_slot_is_just_being_saved_waits_for_that_unless_another_s
     store.tokens = prompt
 
     async def run() -> int:
-        pool = SlotPool([(0, 100), (1, 100)])
-        manager = SlotManager(pool, Rates(token_seconds=1.0), store, lambda _: None, Timing(debounce=0.0))
+        pool = SlotPool([(0, 100), (1, 100)], Rates(token_seconds=1.0), Timing(debounce=0.0))
+        manager = SlotManager(pool, store, lambda _: None)
         first = await manager.acquire(prompt, None)
         manager.release(first, Usage(0, 60), began=True)
         pool.slots[1 - first.slot.id].tokens = prompt[:others]
@@ -272,7 +270,7 @@ def test_a_save_that_was_begun_in_idle_time_ends_before_the_server_stops():
     store.tokens = tokens(*range(60))
 
     async def run() -> int:
-        manager = SlotManager(SlotPool([(0, 100)]), Rates(), store, lambda _: None, Timing(debounce=0.0))
+        manager = SlotManager(SlotPool([(0, 100)], Rates(), Timing(debounce=0.0)), store, lambda _: None)
         held = await manager.acquire(store.tokens, None)
         manager.release(held, Usage(0, 60), began=True)
         saving = asyncio.create_task(manager.save_when_idle())
@@ -294,7 +292,7 @@ def test_the_slot_of_a_request_that_is_cut_by_a_stop_is_saved():
     store.may_end.set()
 
     async def run() -> int:
-        manager = SlotManager(SlotPool([(0, 100)]), Rates(), store, lambda _: None)
+        manager = SlotManager(SlotPool([(0, 100)], Rates()), store, lambda _: None)
         held = await manager.acquire(prompt, None)
         stopping = asyncio.create_task(manager.save_all(60))
         for _ in range(10):
@@ -317,8 +315,8 @@ def test_nobody_waits_for_the_save_of_what_is_soon_computed(n_tokens: int, saves
     store.may_end.set()
 
     async def run() -> int:
-        pool = SlotPool([(0, 200)])
-        manager = SlotManager(pool, Rates(token_seconds=0.004), store, lambda _: None, Timing(soon=0.3))
+        pool = SlotPool([(0, 200)], Rates(token_seconds=0.004), Timing(soon=0.3))
+        manager = SlotManager(pool, store, lambda _: None)
         held = await manager.acquire(store.tokens, None)
         manager.release(held, Usage(0, n_tokens), began=True)
         await manager.acquire(tokens(*range(100, 160)), None)
@@ -337,14 +335,10 @@ def test_slots_are_compared_by_what_is_done_and_not_by_saves_that_are_left_out(s
     copying.may_end.set()
 
     async def run() -> tuple[int, int]:
-        pool = SlotPool([(0, 500), (1, 500)])
-        manager = SlotManager(
-            pool,
-            Rates(token_seconds=1e-3, restore_seconds=2e-7, save_seconds=1e-6),
-            copying if store else None,
-            lambda _: None,
-            Timing(soon=soon),
+        pool = SlotPool(
+            [(0, 500), (1, 500)], Rates(token_seconds=1e-3, restore_seconds=2e-7, save_seconds=1e-6), Timing(soon=soon)
         )
+        manager = SlotManager(pool, copying if store else None, lambda _: None)
         pool.slots[0].tokens, pool.slots[0].n_unsaved = tokens(*range(200)), 40
         pool.slots[1].tokens = tokens(*range(400))
         held = await manager.acquire(tokens(*range(400, 460)), None)
@@ -383,7 +377,7 @@ def test_a_slot_that_cannot_be_emptied_is_left_for_the_next_best(
 ):
     async def run() -> None:
         pool, erase = SlotPool([(i, 100) for i in range(3)]), Emptying(*stuck)
-        manager = SlotManager(pool, Rates(), None, erase)
+        manager = SlotManager(pool, None, erase)
         for i, one in enumerate(pool.slots):
             one.rows, one.used = Rows.ALTERED, i
         held = await manager.acquire(tokens(*range(60)), None, wanted)
@@ -413,7 +407,7 @@ def test_a_request_that_leaves_while_no_slot_can_be_emptied_gives_its_slot_back(
 
     async def run() -> int:
         pool = SlotPool([(0, 100)])
-        manager = SlotManager(pool, Rates(), None, erase)
+        manager = SlotManager(pool, None, erase)
         pool.slots[0].rows = Rows.ALTERED
         asking = asyncio.create_task(manager.acquire(tokens(*range(60)), None))
         await asyncio.to_thread(begun.wait, 60)
@@ -421,7 +415,7 @@ def test_a_request_that_leaves_while_no_slot_can_be_emptied_gives_its_slot_back(
         await asyncio.gather(asking, return_exceptions=True)
         assert pool.n_busy == 1
         may_end.set()
-        pool.release(await asyncio.wait_for(pool.take(id), 60))
+        pool.release(await asyncio.wait_for(pool.take(Claim(tokens(), None)), 60))
         manager.close()
         return pool.n_busy
 
@@ -434,14 +428,14 @@ def test_a_copy_is_dropped_if_a_request_that_may_use_any_slot_has_begun_meanwhil
     store.tokens = tokens(*range(60))
 
     async def run() -> tuple[int, bool]:
-        pool = SlotPool([(0, 100)])
-        manager = SlotManager(pool, Rates(), store, lambda _: None, Timing(debounce=0.0))
+        pool = SlotPool([(0, 100)], Rates(), Timing(debounce=0.0))
+        manager = SlotManager(pool, store, lambda _: None)
         manager.release(await manager.acquire(store.tokens, None), Usage(0, 60), began=True)
         saving = asyncio.create_task(manager.save_when_idle())
         await asyncio.to_thread(store.begun.wait, 60)
         with pool.elsewhere(taints=True):
             store.may_end.set()
-            pool.release(await asyncio.wait_for(pool.take(id), 60))
+            pool.release(await asyncio.wait_for(pool.take(Claim(tokens(), None)), 60))
             await manager.keep_copies(60)
         saving.cancel()
         manager.close()
@@ -452,13 +446,13 @@ def test_a_copy_is_dropped_if_a_request_that_may_use_any_slot_has_begun_meanwhil
 
 def test_nothing_is_saved_while_a_request_runs_that_may_use_any_slot():
     async def run() -> list[PoolSlot | None]:
-        pool = SlotPool([(0, 100)])
-        manager = SlotManager(pool, Rates(), Copying(), lambda _: None, Timing(debounce=0.0, patience=0.0))
+        pool = SlotPool([(0, 100)], Rates(), Timing(debounce=0.0, patience=0.0))
+        manager = SlotManager(pool, Copying(), lambda _: None)
         manager.release(await manager.acquire(tokens(*range(60)), None), Usage(0, 60), began=True)
         saves = [_saved_now(manager)]
         with pool.elsewhere(taints=True) as use:
             saves.append(_saved_now(manager))
-            assert not manager.choice.would_save(pool.slots[0])
+            assert not manager.pool.would_save(pool.slots[0])
             use.is_harmless = True
         saves.append(_saved_now(manager))
         manager.close()
@@ -469,7 +463,7 @@ def test_nothing_is_saved_while_a_request_runs_that_may_use_any_slot():
 
 
 def _saved_now(manager: SlotManager) -> PoolSlot | None:
-    due = manager.choice.next_save()
+    due = manager.pool.next_save()
     return due[1] if due is not None and due[0] <= time.monotonic() else None
 
 
@@ -490,7 +484,7 @@ def test_a_slot_that_was_filled_across_a_restart_of_the_server_is_emptied():
         nonlocal loop
         loop = asyncio.get_running_loop()
         pools.append(SlotPool([(0, 100)]))
-        manager = SlotManager(pools[0], Rates(), Restoring(), erase)
+        manager = SlotManager(pools[0], Restoring(), erase)
         held = await manager.acquire(tokens(*range(60)), None)
         assert (held.n_restored, len(held.slot.tokens)) == (0, 0)
         manager.close()
@@ -514,7 +508,7 @@ def test_nothing_is_computed_from_a_slot_whose_restore_has_failed(
 
     async def run() -> None:
         pool, erase = SlotPool([(0, 100), (1, 100)]), Emptying(*stuck)
-        manager = SlotManager(pool, Rates(), Failing(), erase)
+        manager = SlotManager(pool, Failing(), erase)
         held = await manager.acquire(tokens(*range(60)), None)
         assert (held.slot.id, held.must_compute, held.n_restored) == (slot, must_compute, 0)
         assert set(stuck) <= set(erase.asked)
@@ -529,7 +523,7 @@ def test_requests_that_go_past_the_store_keep_their_own_slot():
 
     async def run() -> None:
         pool, erase = SlotPool([(0, 200), (1, 200)]), Emptying()
-        manager = SlotManager(pool, Rates(), None, erase)
+        manager = SlotManager(pool, None, erase)
         first = await manager.acquire(tokens(*range(60)), None, asks=False, trusts=True)
         manager.release(first, Usage(0, 60), began=True, taints=True)
         again = await manager.acquire(tokens(*range(90)), None, asks=False, trusts=True)
@@ -548,7 +542,7 @@ def test_a_request_gets_no_rows_that_may_be_those_of_another_tenant_even_if_it_w
 
     async def run() -> None:
         pool, erase = SlotPool([(0, 100)], separated=True), Emptying(0)
-        manager = SlotManager(pool, Rates(), None, erase)
+        manager = SlotManager(pool, None, erase)
         prompt = tokens(*range(60))
         manager.release(await manager.acquire(prompt, "ann"), Usage(0, 60), began=True)
         held = await manager.acquire(prompt, "bob")
@@ -573,7 +567,7 @@ def test_a_request_gets_no_rows_that_may_be_those_of_another_tenant_even_if_it_w
 def test_an_answer_that_goes_on_across_a_restart_leaves_rows_that_nobody_trusts():
     async def run() -> None:
         pool, erase = SlotPool([(0, 100)]), Emptying()
-        manager = SlotManager(pool, Rates(), None, erase)
+        manager = SlotManager(pool, None, erase)
         held = await manager.acquire(tokens(*range(60)), None)
         pool.restarted()
         manager.release(held, Usage(0, 60), began=True)
@@ -588,8 +582,8 @@ def test_a_slot_whose_rows_come_into_doubt_while_it_is_saved_is_emptied():
     """Another request may run in it then: for the server it is idle."""
 
     async def run() -> None:
-        pool, erase, store = SlotPool([(0, 200)]), Emptying(), Copying()
-        manager = SlotManager(pool, Rates(token_seconds=1.0), store, erase, Timing(soon=0.0))
+        pool, erase, store = SlotPool([(0, 200)], Rates(token_seconds=1.0), Timing(soon=0.0)), Emptying(), Copying()
+        manager = SlotManager(pool, store, erase)
         manager.release(await manager.acquire(tokens(*range(60)), None), Usage(0, 60), began=True)
         acquiring = asyncio.ensure_future(manager.acquire(tokens(*range(100, 160)), None))
         assert await asyncio.to_thread(store.begun.wait, 60)
@@ -609,10 +603,8 @@ def test_a_restore_that_is_slower_since_the_slot_holds_nearly_as_much_is_not_tri
 
     async def run() -> None:
         # restoring takes 0.1 s, computing all of it 0.15
-        pool = SlotPool([(0, 400)])
-        manager = SlotManager(
-            pool, Rates(token_seconds=1e-3, restore_seconds=1e-4), store, lambda _: None, Timing(soon=100.0)
-        )
+        pool = SlotPool([(0, 400)], Rates(token_seconds=1e-3, restore_seconds=1e-4), Timing(soon=100.0))
+        manager = SlotManager(pool, store, lambda _: None)
         for _ in range(3 * RETRY_EVERY):
             pool.slots[0].tokens = tokens(*range(100))
             manager.release(await manager.acquire(tokens(*range(300)), None), None, began=False)
@@ -627,7 +619,7 @@ def test_a_request_does_not_wait_for_every_slot_to_be_emptied(monkeypatch: pytes
 
     async def run() -> None:
         pool, erase = SlotPool([(i, 100) for i in range(3)]), Emptying(0, 1, 2)
-        manager = SlotManager(pool, Rates(), None, erase)
+        manager = SlotManager(pool, None, erase)
         for slot in pool.slots:
             slot.rows = Rows.ALTERED
         held = await manager.acquire(tokens(*range(60)), None)
@@ -638,32 +630,30 @@ def test_a_request_does_not_wait_for_every_slot_to_be_emptied(monkeypatch: pytes
 
 
 def test_the_slots_of_a_server_that_is_not_our_child_are_emptied_before_their_first_use():
-    pool = SlotPool([(0, 100), (1, 100)])
+    pool = SlotPool([(0, 100), (1, 100)], Rates())
     pool.restarted(are_empty=False)
-    choice = SlotChoice(pool, Rates(), Timing())
-    assert all(weigh(choice, slot, tokens(1)).erase_first for slot in pool.slots)
-    assert all(weigh(choice, slot, tokens(1), trusts=True).erase_first for slot in pool.slots)
+    assert all(weigh(pool, slot, tokens(1)).erase_first for slot in pool.slots)
+    assert all(weigh(pool, slot, tokens(1), trusts=True).erase_first for slot in pool.slots)
     pool.restarted()
-    assert not any(weigh(choice, slot, tokens(1)).erase_first for slot in pool.slots)
+    assert not any(weigh(pool, slot, tokens(1)).erase_first for slot in pool.slots)
 
 
 def test_while_there_is_no_store_nothing_waits_to_be_saved():
     async def run() -> object:
-        manager = SlotManager(SlotPool([(0, 100)]), Rates(), None, lambda _: None, Timing(debounce=0.0))
+        manager = SlotManager(SlotPool([(0, 100)], Rates(), Timing(debounce=0.0)), None, lambda _: None)
         manager.release(await manager.acquire(tokens(*range(60)), None), Usage(0, 60), began=True)
         assert manager.pool.slots[0].is_worth_saving
         manager.close()
-        return manager.choice.next_save()
+        return manager.pool.next_save()
 
     assert asyncio.run(run()) is None
 
 
 def test_what_is_found_is_restored_if_that_is_faster_than_computing_it():
-    pool = SlotPool([(0, 100)])
-    choice = SlotChoice(pool, Rates(token_seconds=1e-3, restore_seconds=1e-6), Timing())
+    pool = SlotPool([(0, 100)], Rates(token_seconds=1e-3, restore_seconds=1e-6))
     slot, prompt = pool.slots[0], tokens(*range(50))
-    assert weigh(choice, slot, prompt, found=(40, 10_000)).restore
-    assert not weigh(choice, slot, prompt, found=(40, 50_000)).restore
+    assert weigh(pool, slot, prompt, found=(40, 10_000)).restore
+    assert not weigh(pool, slot, prompt, found=(40, 50_000)).restore
 
 
 def test_a_restore_that_was_slow_by_chance_is_not_the_last_one():
@@ -674,7 +664,7 @@ def test_a_restore_that_was_slow_by_chance_is_not_the_last_one():
     async def run() -> list[str | None]:
         rates = Rates(token_seconds=1e-3)
         rates.restored(60, 1 << 20, 5.0)
-        manager = SlotManager(SlotPool([(0, 100)]), rates, store, lambda _: None)
+        manager = SlotManager(SlotPool([(0, 100)], rates), store, lambda _: None)
         reasons = []
         for i in range(RETRY_EVERY + 2):
             held = await manager.acquire(tokens(*range(i, i + 60)), None)
@@ -700,23 +690,21 @@ def test_restores_that_stay_slow_are_tried_ever_more_seldom():
 
 
 def test_of_memory_that_cannot_be_cut_only_what_ends_where_the_prompt_goes_on_is_usable():
-    pool = SlotPool([(0, 100)])
-    choice = SlotChoice(pool, Rates(token_seconds=1e-3, restore_seconds=1e-9), Timing())
+    pool = SlotPool([(0, 100)], Rates(token_seconds=1e-3, restore_seconds=1e-9))
     slot, prompt = pool.slots[0], tokens(*range(50))
     slot.tokens = tokens(*range(40), 99)
-    assert not weigh(choice, slot, prompt, found=(30, 1000)).restore
-    choice.can_cut = False
-    assert weigh(choice, slot, prompt, found=(30, 1000)).restore
+    assert not weigh(pool, slot, prompt, found=(30, 1000)).restore
+    pool.can_cut = False
+    assert weigh(pool, slot, prompt, found=(30, 1000)).restore
     slot.tokens = tokens(*range(40))
-    assert not weigh(choice, slot, prompt, found=(30, 1000)).restore
+    assert not weigh(pool, slot, prompt, found=(30, 1000)).restore
 
 
 def test_another_tenants_slot_is_emptied_and_its_tokens_are_not_seen():
-    pool = SlotPool([(0, 100)], separated=True)
+    pool = SlotPool([(0, 100)], Rates(), separated=True)
     pool.slots[0].tokens, pool.slots[0].owner = tokens(*range(50)), "ann"
-    choice = SlotChoice(pool, Rates(), Timing())
-    assert weigh(choice, pool.slots[0], tokens(*range(50)), "ann").erase_first is False
-    plan = weigh(choice, pool.slots[0], tokens(*range(50)), "bob")
+    assert weigh(pool, pool.slots[0], tokens(*range(50)), "ann").erase_first is False
+    plan = weigh(pool, pool.slots[0], tokens(*range(50)), "bob")
     assert (plan.erase_first, plan.n_live) == (True, 0)
 
 
@@ -736,7 +724,7 @@ def test_requests_wait_in_order_and_one_that_gives_up_wakes_the_next():
         pool.hold(pool.slots[0])
 
         async def request(name: str) -> None:
-            await pool.take(id)
+            await pool.take(Claim(tokens(), None))
             done.append(name)
             await asyncio.sleep(0)
             pool.release(pool.slots[0])
@@ -744,7 +732,7 @@ def test_requests_wait_in_order_and_one_that_gives_up_wakes_the_next():
         tasks = [asyncio.create_task(request(name)) for name in "abc"]
         await asyncio.sleep(0)
         with pytest.raises(PoolFullError):
-            await pool.take(id)
+            await pool.take(Claim(tokens(), None))
         pool.release(pool.slots[0])
         tasks[0].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -815,9 +803,8 @@ def test_the_next_request_of_a_conversation_gets_its_slot_and_that_of_another_us
 
 def test_what_was_not_saved_is_lost_to_a_request_only_if_nothing_else_is_as_fast():
     """Users who share a system prompt: each gets an empty slot, and the shared part from the store."""
-    pool = SlotPool([(0, 4096), (1, 4096)])
+    pool = SlotPool([(0, 4096), (1, 4096)], Rates(token_seconds=5e-4))
     # nothing is saved: there is no store
-    choice = SlotChoice(pool, Rates(token_seconds=5e-4), Timing())
     shared = np.arange(1000, dtype=np.int32)
     ann, bob = (np.concatenate([shared, np.full(300, n, np.int32)]) for n in (1, 2))
     pool.slots[0].tokens = ann
@@ -825,7 +812,8 @@ def test_what_was_not_saved_is_lost_to_a_request_only_if_nothing_else_is_as_fast
         pool.slots[0].n_unsaved = n_unsaved
         claim = Claim(bob, None)
         claim.n_found, claim.n_bytes = n_found, n_found * 4096
-        slot = pool.exchange(pool.hold(pool.slots[0]), lambda slot, claim=claim: choice.cost(slot, claim))
+        slot = pool.take_now(claim)
+        assert slot is not None
         assert slot.id == wanted
         pool.release(slot)
 
@@ -974,8 +962,6 @@ def test_a_location_that_does_not_answer_stops_no_request(path: str):
 
 
 def test_a_server_that_cannot_be_watched_ends_the_command_and_not_just_the_watch():
-    failed: list[Exception] = []
-
     class Answering(ServerSession):
         async def _is_healthy(self) -> bool:
             return True
@@ -983,13 +969,14 @@ def test_a_server_that_cannot_be_watched_ends_the_command_and_not_just_the_watch
         async def ready(self) -> None:
             raise AttributeError("an answer in another form")
 
-    async def scene() -> None:
+    async def scene() -> Exception | None:
         settings, nothing = ServeSettings(location="memory:"), Path("/nowhere")
         session = Answering(Upstream("http://server", timeout=60), settings, nothing, ServerIdentity)
-        await watched(session.watch(), failed.append)
+        watching = asyncio.create_task(session.watch())
+        await asyncio.wait({watching})
+        return failure_of(watching)
 
-    asyncio.run(scene())
-    assert "AttributeError" in str(failed[0])
+    assert "AttributeError" in str(asyncio.run(scene()))
 
 
 def test_a_store_that_could_not_be_opened_is_opened_by_a_later_request(monkeypatch: pytest.MonkeyPatch):
@@ -1014,15 +1001,3 @@ def test_a_store_that_could_not_be_opened_is_opened_by_a_later_request(monkeypat
 
     asyncio.run(scene())
     assert len(opened) == 2
-
-
-def test_a_slot_that_is_given_back_computes_nothing_even_if_its_request_has_gone_before_the_answer():
-    async def scenario() -> None:
-        pool = SlotPool([(0, 100)])
-        slot = await pool.take(lambda slot: slot.id)
-        slot.lent("a", 3600.0)
-        assert slot.computing_until > 0
-        pool.release(slot)
-        assert slot.computing_until == 0
-
-    asyncio.run(scenario())

@@ -326,7 +326,7 @@ def test_a_watch_does_not_keep_a_llama_alive(models):
     llm = load(models("llama"))
     with PrefixStore("memory:", llm) as store:
         llm.set_cache(store)
-        CompletionWatch(llm, lambda: store.engine.counters, Told())
+        CompletionWatch(llm, store, Told())
         llm(TEXT, max_tokens=1)
         generated = llm.generate(prompt(20), temp=0)
         next(generated)
@@ -363,8 +363,7 @@ def test_the_command_serves_from_the_locations_it_is_given(
         '[model]\npath = "m.gguf"\n[store]\nlocation = ["near", "valkey://cache/0"]\n', encoding="utf-8"
     )
     Path("models.json").write_text('{"models": [{"model": "m.gguf"}]}', encoding="utf-8")
-    plan, _ = module._plan(module._parser().parse_args(arguments))
-    location = plan.location
+    location, *_ = module._plan(module._parser().parse_args(arguments))
     if isinstance(location, list):
         # a file's are beside the file
         location = [one if "://" in one else Path(one).name for one in location]

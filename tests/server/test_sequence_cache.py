@@ -10,7 +10,6 @@ import pytest
 from prefixstore import PrefixStore, UnavailableError
 from prefixstore.errors import MisuseError
 from prefixstore.server import sequence_cache
-from prefixstore.server.sequences import Load, Match
 from tests.support.example_server import Example, example_server
 from tests.support.models import answer, load, prompt, write_lora
 
@@ -391,22 +390,12 @@ def test_a_model_in_use_is_refused_and_one_without_states_is_left_alone(example,
     assert cache.namespace is None
     assert cache.lookup(USERS[0]) is None
     cache.save(USERS[0], np.zeros(8, np.uint8), None)
-    assert cache.load(Match((1, 2))) is None
+    assert cache.load(example_server().SequenceCache.Match((1, 2), False)) is None
     options = {"arch": "gemma3", "swa_full": False}
     assert example(store, settings=options, **options).cache.namespace is None
     assert "swa_full" in caplog.text
 
 
-def test_without_the_classes_of_the_server_its_own_are_used(example, store):
-    made = example()
-    made.forget()
-    cache = sequence_cache(store, made.model, protocol=object())
-    made.scheduler.sequence_cache = cache
-    text = made.ask(USERS[0])
-    store.flush()
-    made.forget()
-    assert made.ask(USERS[0]) == text
-    match = cache.lookup([*USERS[0], 5])
-    assert isinstance(match, Match)
-    assert isinstance(cache.load(match), Load)
-    assert made.scheduler.metrics.sequence_cache_hits_total == 1
+def test_a_protocol_without_the_classes_of_the_server_is_refused(example, store):
+    with pytest.raises(MisuseError, match="Match and Load"):
+        sequence_cache(store, example().model, protocol=object())

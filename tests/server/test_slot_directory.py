@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from prefixstore.errors import CorruptError
-from prefixstore.server.client import LlamaServer
-from prefixstore.server.records import SlotAction
+from prefixstore.server.client import LlamaServer, SlotAction
 from prefixstore.server.slot_files import SlotDirectory
 from tests.support import ROOT
 

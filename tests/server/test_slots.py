@@ -397,7 +397,7 @@ def test_pages_of_another_shape_never_reach_the_server(running: Running, models:
             buffer.view[:] = state
             keys = page_keys(mine.key, np.asarray(tokens, "<i4"), 256)
             parent = keys[i - 1] if i else mine.key
-            place = slots._known.place(None)
+            place = slots.place(None)
             array = np.asarray(tokens[i * 256 : (i + 1) * 256], "<i4")
             forged = Capture(slots.engine, place, Form(), slots.rate.compute_us, slots.store.parameters)
             assert forged.submit(array, parent, i * 256, buffer, PAGE)
@@ -445,13 +445,13 @@ def test_what_another_tenant_has_in_the_slot_is_not_stored(running: Running):
 
 
 def test_a_process_remembers_the_namespaces_of_few_tenants(running: Running, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("prefixstore.server.slot_states.MOST_PLACES", 3)
+    monkeypatch.setattr("prefixstore.server.slots.MOST_PLACES", 3)
     with served(running) as (slots, tokens):
         slots.save(0, salt="ann")
         slots.store.flush()
         for n in range(10):
             assert slots.find(tokens, salt=f"tenant {n}").n_tokens == 0
-        assert slots._known.place.cache_info().currsize <= 3
+        assert slots.place.cache_info().currsize <= 3
         assert slots.find(tokens, salt="ann").n_tokens > 0
 
 
@@ -470,25 +470,18 @@ def test_a_server_that_is_down_is_an_error_and_comes_back(
         assert left_behind(running) == []
 
 
-def test_a_store_that_opens_before_the_server_connects_later(running: Running, tmp_path: Path):
+def test_a_store_is_not_opened_before_the_server_answers(running: Running):
     identity = ServerIdentity.of_command(running.argv, os.environ, running.client.props())
     away = LlamaServer("http://127.0.0.1:9", timeout=1)
-    with away, SlotStore("memory:", away, running.slots_dir, identity) as slots:
-        assert not slots.is_connected
-        assert slots.find(prompt(N)).n_tokens == 0
-        with pytest.raises(ServerUnreachableError):
-            slots.save(0)
-        slots.server = running.client
-        running.complete(prompt(N), n=2)
-        assert slots.save(0).reason is None
-        assert slots.find(prompt(N)).n_tokens == N
+    with pytest.raises(ServerUnreachableError):
+        SlotStore("memory:", away, running.slots_dir, identity)
 
 
 def test_learning_the_layout_keeps_what_slots_hold(running: Running):
     tokens = prompt(N)
     running.complete(tokens, n=2, slot=1)
     with opened(running, "memory:") as slots:
-        assert slots.is_connected
+        assert slots.ways
     assert running.complete(tokens, n=2, slot=1)["timings"]["cache_n"] >= N - 1
 
 
@@ -533,7 +526,9 @@ def test_a_file_that_the_server_writes_late_is_removed(running: Running, monkeyp
             with pytest.raises(ServerBusyError):
                 slots.save(1)
         slots.server.save(1, late[0])
-        assert left_behind(running) == late
+        slots.save(0)
+        assert left_behind(running) == late, "it may be another process's"
+        os.utime(running.slots_dir / late[0], (1, 1))
         slots.save(0)
         assert left_behind(running) == []
 

@@ -15,7 +15,7 @@ import pytest
 
 from prefixstore.errors import ServerError
 from prefixstore.server import child as child_module
-from prefixstore.server.child import Child, Patience, hangs
+from prefixstore.server.child import Child, hangs
 from prefixstore.server.command import ServerCommand
 from prefixstore.server.process import start_ticks, work_of_session
 from prefixstore.server.upstream import Upstream
@@ -32,13 +32,16 @@ def asked(answers: list[bool], work: Callable[[int], int | None], questions: int
         return answers[n_asked - 1]
 
     async def watch() -> int:
-        await hangs(ask, lambda: work(n_asked), Patience(0, questions))
+        await hangs(ask, lambda: work(n_asked))
         return n_asked
 
-    try:
-        return asyncio.run(watch())
-    except IndexError:
-        return -1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child_module, "INTERVAL", 0)
+        patch.setattr(child_module, "QUESTIONS", questions)
+        try:
+            return asyncio.run(watch())
+        except IndexError:
+            return -1
 
 
 def test_a_server_hangs_if_it_neither_answers_nor_works_several_times_in_a_row():
@@ -78,7 +81,11 @@ def test_the_names_of_processes_need_not_be_text():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL, None])
-def test_a_child_that_hangs_is_started_again(number: int | None, docs_model: Path, tmp_path: Path):
+def test_a_child_that_hangs_is_started_again(
+    number: int | None, docs_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(child_module, "INTERVAL", 0.1)
+    monkeypatch.setattr(child_module, "QUESTIONS", 3)
     argv = [str(binary()), "-m", str(docs_model), "--no-warmup", "-t", "1", "-np", "1", "-c", "512"]
     (private := tmp_path / "private").mkdir(mode=0o700)
     command = ServerCommand(argv, {}, private)
@@ -103,7 +110,7 @@ def test_a_child_that_hangs_is_started_again(number: int | None, docs_model: Pat
             nonlocal n_down
             n_down += 1
 
-        child = Child(command, dict(os.environ), ready, down, patience=Patience(0.1, 3))
+        child = Child(command, dict(os.environ), ready, down)
         running = asyncio.create_task(child.run())
         await asyncio.wait((running, asyncio.ensure_future(two.wait())), return_when=asyncio.FIRST_COMPLETED)
         await child.stop()

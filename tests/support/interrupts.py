@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import FrameType, ModuleType
 from typing import Any
 
-__all__ = ["in_own_thread", "interrupted", "interrupted_at", "moments_of", "profiled", "steps_of"]
+__all__ = ["in_own_thread", "interrupted", "profiled", "steps_of"]
 
 
 def in_own_thread(test: Callable[..., None]) -> Callable[..., None]:
@@ -105,24 +105,3 @@ def profiled(work: Callable[[], object], profile: Callable[[FrameType, str, Any]
             work()
         finally:
             sys.setprofile(None)
-
-
-def _counted(work: Callable[[], object], count: Callable[[], None]) -> None:
-    def profile(_frame: FrameType, event: str, _: Any) -> None:
-        if event in ("call", "c_return"):
-            count()
-
-    profiled(work, profile)
-
-
-def moments_of(work: Callable[[], object]) -> int:
-    """How often Python looks for signals while this runs: when a function begins, and when one in C has returned."""
-    work()
-    moments = _Steps()
-    _counted(work, moments)
-    return moments.n
-
-
-def interrupted_at(work: Callable[[], object], moment: int) -> None:
-    """Run this, with a KeyboardInterrupt at the moment with this number."""
-    _counted(work, _Steps(moment))

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from tests.support.signals import suspend
-from tests.support.timeouts import wait_for
 
 ACCOUNTS = ("postgres", "nobody")
 # it does nothing of itself, at times that no test knows: neither vacuum tables nor flush its log
@@ -114,17 +113,6 @@ class Server:
     def stop(self) -> None:
         self.process.send_signal(signal.SIGQUIT)
         self.process.wait(60)
-
-
-class Standby(Server):
-    """A private server that follows another, and is read only."""
-
-    def __init__(self, directory: Path, primary: Server) -> None:
-        self._primary = primary
-        super().__init__(directory)
-
-    def _make(self) -> None:
-        self._run("pg_basebackup", "-D", self.data, "-h", self._primary.sockets, "-U", "postgres", "-R", "-c", "fast")
 
 
 class SmallDiskServer(Server):
@@ -295,20 +283,6 @@ def database(server: str, template: str | None) -> Iterator[str]:
     finally:
         with psycopg.connect(libpq, autocommit=True) as connection:
             connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
-
-
-def until_alone(location: str) -> None:
-    """Wait for the sessions of others in a database to end: that of a killed process does what it was told before."""
-    import psycopg
-    from sqlalchemy import make_url
-
-    others = (
-        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
-        "AND backend_type = 'client backend'"
-    )
-    libpq = make_url(location).set(drivername="postgresql").render_as_string(hide_password=False)
-    with psycopg.connect(libpq, autocommit=True) as session:
-        wait_for(lambda: session.execute(others).fetchone() == (0,), "the end of all other sessions")
 
 
 def store_on(server: Server) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from prefixstore import PrefixStore
 from tests.support import ROOT
-from tests.support.models import answer, load, logits, prompt, state_digest
+from tests.support.models import answer, load, prompt
 from tests.support.timeouts import disable_timeouts
 
 
@@ -92,59 +92,6 @@ def in_fork(work: Callable[[], None]) -> None:
             raise AssertionError("the forked child hangs")
         time.sleep(0.02)
     assert os.waitstatus_to_exitcode(status) == 0
-
-
-def evaluate_and_store(
-    *, model: str, location: str, tokens: list[int], cuts: list[int], options: dict, store: dict | None = None
-) -> dict:
-    """Process A: compute the prompt through the store, then report the state that it has at each cut."""
-    llm = load(model, **options)
-    with PrefixStore(location, llm, **(store or {})) as cache:
-        llm.set_cache(cache)
-        text = answer(llm, tokens)
-        cache.flush()
-        problems = [str(violation) for violation in cache.check()]
-        entries = cache.stats().entries
-    llm.set_cache(None)
-    states = {}
-    for cut in cuts:
-        # computed up to there and no further: a window cache forgets what it would need to be cut back
-        llm.reset()
-        llm.eval(tokens[:cut])
-        states[str(cut)] = state_digest(llm, cut)
-    return {"text": text, "states": states, "check": problems, "entries": entries}
-
-
-def restore_and_report(
-    *, model: str, location: str, tokens: list[int], cuts: list[int], options: dict, store: dict | None = None
-) -> dict:
-    """Process B: restore each cut into an empty context."""
-    llm = load(model, **options)
-    states, next_logits, computed = {}, {}, {}
-    with PrefixStore(location, llm, **(store or {})) as cache:
-        for cut in cuts:
-            llm.reset()
-            live = cache.restore([*tokens[:cut], 7])
-            computed[str(cut)] = live
-            states[str(cut)] = state_digest(llm, live)
-            llm.eval([7])
-            next_logits[str(cut)] = logits(llm).tolist()
-        llm.reset()
-        llm.set_cache(cache)
-        before = cache.stats().tokens_computed
-        text = answer(llm, tokens, 12)
-        evaluated = cache.stats().tokens_computed - before - 11  # the last token of 12 is sampled, not evaluated
-        stats = cache.stats()
-    return {
-        "text": text,
-        "states": states,
-        "logits": next_logits,
-        "restored": computed,
-        "evaluated": evaluated,
-        "hits": stats.hits,
-        "misses": stats.misses,
-        "kind": stats.kind,
-    }
 
 
 def converse_until_killed(

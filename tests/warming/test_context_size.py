@@ -27,7 +27,7 @@ def test_the_context_holds_the_longest_prompt_and_one_token_more(tokenizer, long
 def test_only_prompts_longer_than_the_model_was_trained_for_are_refused(tokenizer):
     fitted = fit(tokenizer, [prompt(100), prompt(2048), prompt(700), ""])
     assert (fitted.n_ctx, fitted.longest) == (768, 700)
-    found = list(fitted.prompts())
+    found = fitted.prompts
     problems = [str(one) for one in found if isinstance(one, Problem)]
     assert problems == [
         (
@@ -40,7 +40,6 @@ def test_only_prompts_longer_than_the_model_was_trained_for_are_refused(tokenize
         ("prompt 1", 100),
         ("prompt 3", 700),
     ]
-    assert list(fitted.prompts()) == []
 
 
 def test_a_model_that_does_not_say_how_long_its_training_context_was_has_no_limit(tokenizer, monkeypatch):
@@ -55,7 +54,7 @@ def test_text_and_messages_get_the_tokens_that_the_whole_model_gives_them(tokeni
     llm = Config(str(models("llama")), {"n_ctx": 512}).open_llama()
     for generation_prompt in (False, True):
         ours, theirs = (
-            [list(one.content) for one in fit(one, given, generation_prompt=generation_prompt).prompts()]
+            [list(one.content) for one in fit(one, given, generation_prompt=generation_prompt).prompts]
             for one in (tokenizer, llm)
         )
         assert ours == theirs
@@ -63,7 +62,7 @@ def test_text_and_messages_get_the_tokens_that_the_whole_model_gives_them(tokeni
 
 def test_reading_stops_when_the_job_is_stopped(tokenizer):
     fitted = fit(tokenizer, [prompt(600), prompt(900)], stop=lambda: True)
-    assert (fitted.longest, len(list(fitted.prompts()))) == (600, 1)
+    assert (fitted.longest, len(fitted.prompts)) == (600, 1)
 
 
 def test_the_original_context_of_a_model_with_two_sets_of_rope_factors_is_known(tokenizer, monkeypatch):

@@ -105,7 +105,6 @@ def test_tokens_are_used_unchanged(llm):
         ({}, "has none of them"),
         ({"text": "hello"}, "has none of them"),
         ({"prompt": "a", "tokens": [1]}, "has prompt and tokens"),
-        ({"tokens": [1] * 512}, r"512 tokens do not fit the context \(n_ctx=512\)"),
     ],
 )
 def test_an_invalid_prompt_is_refused_with_a_reason(llm, content, message):
@@ -113,8 +112,12 @@ def test_an_invalid_prompt_is_refused_with_a_reason(llm, content, message):
         encode(llm, content)
 
 
-def test_a_prompt_that_just_fits_is_accepted(llm):
-    assert len(encode(llm, {"tokens": [1] * 511})) == 511
+def test_a_prompt_that_just_fits_is_accepted_and_a_longer_one_a_problem(llm):
+    problems = []
+    found = list(tokenized(llm, [{"tokens": [1] * 511}, {"tokens": [1] * 512}], problems))
+    assert [len(tokens) for tokens, _ in found] == [511]
+    assert [(one.where, one.tokens) for one in problems] == [("prompt 2", 512)]
+    assert "512 tokens do not fit the context (n_ctx=512)" in str(problems[0])
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,68 @@
+"""What an engine does with a location on a server, which may refuse any part of it, or not survive it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+
+from prefixstore.engine.pages import open_pages
+from prefixstore.errors import StorageError
+from prefixstore.format.keys import as_tokens
+from tests.support.engines import MIB, NS, A, B, P, Store
+
+__all__ = ["WORK", "is_intact", "lookup", "stored", "tried"]
+
+
+@contextmanager
+def stored(url: str, *sequences: list[int], max_bytes: int = 64 * MIB) -> Iterator[Store]:
+    """A store that has these sequences."""
+    with closing(Store(open_pages(url, max_bytes=max_bytes), max_bytes=max_bytes)) as store:
+        for tokens in sequences:
+            store.put(tokens)
+        yield store
+
+
+def is_intact(url: str, *sequences: list[int]) -> None:
+    """Another process finds the store sound, and at least these sequences."""
+    with stored(url) as other:
+        assert other.engine.check() == []
+        for tokens in sequences:
+            assert other.fetch(tokens) == 3
+
+
+def lookup(store: Store, tokens: list[int]) -> int:
+    """How many pages of a sequence are restored, each with the right state."""
+    try:
+        return store.fetch(tokens)
+    except StorageError:
+        return 0
+
+
+def tried(work: Callable[[Store], object]) -> Callable[[Store], None]:
+    def done(store: Store) -> None:
+        with suppress(StorageError):
+            work(store)
+
+    return done
+
+
+def _flush(store: Store) -> None:
+    store.engine.touch(NS, store.engine.match(NS, as_tokens(A), P).pages)
+    store.engine.flush()
+
+
+def _check(store: Store) -> None:
+    assert store.engine.check() == []
+
+
+WORK: dict[str, Callable[[Store], object]] = {
+    "look up": lambda store: lookup(store, A),
+    "put": tried(lambda store: store.put(B)),
+    "evict": tried(lambda store: store.engine.evict(0)),
+    "pin": tried(lambda store: store.engine.pin(NS, as_tokens(A), P, pinned=True)),
+    "clear": tried(lambda store: store.engine.clear(NS)),
+    "flush": tried(_flush),
+    "check": tried(_check),
+    "note": tried(lambda store: store.engine.change_note(b"job", lambda _: b"mine")),
+    "reindex": tried(lambda store: store.backend.reindex()),
+}
