@@ -58,7 +58,7 @@ def evict(
         entries = archive.used().entries - len(evicted.pages) * dry_run
     if not evicted.is_enough:
         say(f"{where}: everything else is pinned, or smaller than the store itself")
-    would_be = "would be " * dry_run
+    would_be = "would be " if dry_run else ""
     return Result(
         {
             "location": where,
@@ -158,7 +158,8 @@ def clear(location: str, *, dry_run: bool = False, yes: bool = False) -> Result 
         return FAILED
     return Result(
         {"location": where, "removed": asdict(removed), "dry_run": dry_run},
-        f"{where}: {counted(removed.pages, 'page')} ({format_bytes(removed.bytes)}) {'would be ' * dry_run}deleted",
+        f"{where}: {counted(removed.pages, 'page')} ({format_bytes(removed.bytes)}) "
+        f"{'would be deleted' if dry_run else 'deleted'}",
     )
 
 

@@ -73,7 +73,7 @@ def check(
             they = "it" if removed.pages == 1 else "they"
             tell(f"{counted(removed.pages, 'page')} deleted, {format_bytes(removed.bytes)}; {they} will be recomputed")
         if is_repaired and found:
-            tell(f"repaired: {_problems(left)}" + " left" * bool(left))
+            tell(f"repaired: {_problems(left)}{' left' if left else ''}")
 
     return Result(data, show, FAILED if left else DONE)
 

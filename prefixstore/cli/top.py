@@ -222,7 +222,9 @@ def _bars(history: History, n: int) -> list[str]:
 def _requests(history: History, columns: int) -> list[str]:
     rows = [
         [
-            f"{one.purpose}: " * (one.purpose != Purpose.SERVING) + _whose(history, one.namespace),
+            _whose(history, one.namespace)
+            if one.purpose == Purpose.SERVING
+            else f"{one.purpose}: {_whose(history, one.namespace)}",
             ago(round(one.at * 1e9)),
             one.source.replace("_", " "),
             format_number(one.prompt_tokens),
@@ -245,4 +247,6 @@ def _whose(history: History, namespace: str) -> str:
     """The tenant and the model of a prompt; the model only if there are several, or no tenant."""
     known = history.describe(namespace)
     has_models = len({one.title for one in history.described.values()}) > 1
-    return ", ".join([*([known.tenant] if known.tenant else []), *([known.title] * (has_models or not known.tenant))])
+    if not known.tenant:
+        return known.title
+    return f"{known.tenant}, {known.title}" if has_models else known.tenant

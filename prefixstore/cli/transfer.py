@@ -65,7 +65,7 @@ def export(
             keys = archive.with_ancestors(archive.select(namespaces=namespaces, tokens=tokens, page=page))
         exists = out != STANDARD and _is_replaced(Path(out))
         if dry_run:
-            return _planned("exported", archive, out, namespaces, keys, ", which would be replaced" * exists)
+            return _planned("exported", archive, out, namespaces, keys, ", which would be replaced" if exists else "")
         if exists and not may_replace(out, yes=yes):
             return FAILED
         with writing(out) as file:

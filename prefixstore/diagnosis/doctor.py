@@ -171,10 +171,11 @@ def _sampled(archive: Archive) -> Iterator[Finding]:
             break
         n_bytes, n_sampled = n_bytes + page.stored_bytes, n_sampled + 1
         n_damaged += archive.damage(page) is not None
-    if pages:
-        found = f"{n_damaged:,} damaged of {n_sampled:,} that were read" if n_damaged else ""
+    if n_damaged:
         advice = f"prefixstore check {archive.location} lists them, and with --repair deletes them."
-        yield _found("pages", found or f"{n_sampled:,} of {len(pages):,} read, none damaged", found and advice)
+        yield _found("pages", f"{n_damaged:,} damaged of {n_sampled:,} that were read", advice)
+    elif pages:
+        yield _found("pages", f"{n_sampled:,} of {len(pages):,} read, none damaged")
 
 
 def _use(history: History) -> Iterator[Finding]:
@@ -183,9 +184,12 @@ def _use(history: History) -> Iterator[Finding]:
     if day.hit_rate is None:
         return
     found = f"hit rate {format_share(day.hit_rate)}, {counted(day.evictions, 'page')} evicted, in the last day"
-    why = "Pages are evicted before they are used again: raise max_bytes." if day.evictions else ""
-    is_low = day.lookups >= FEW_LOOKUPS and day.hit_rate <= LOW_HIT_RATE
-    yield _found("use", found, (why or "prefixstore explain says why a prompt is not found.") * is_low)
+    if day.lookups < FEW_LOOKUPS or day.hit_rate > LOW_HIT_RATE:
+        yield _found("use", found)
+    elif day.evictions:
+        yield _found("use", found, "Pages are evicted before they are used again: raise max_bytes.")
+    else:
+        yield _found("use", found, "prefixstore explain says why a prompt is not found.")
 
 
 # -- versions ---------------------------------------------------------------------------------------------------------
@@ -202,10 +206,14 @@ def _versions(*, needs_model: bool) -> Iterator[Finding]:
             yield _version(name, version, oldest)
             continue
         advice = 'pip install "prefixstore[llama]"' if name in WITH_MODELS else f"pip install {name}"
-        is_needed = name in NEEDED or needs_model
-        yield _found(name, "not installed", advice * is_needed, f"For models of this process: {advice}")
+        if name in NEEDED or needs_model:
+            yield _found(name, "not installed", advice)
+        else:
+            yield _found(name, "not installed", note=f"For models of this process: {advice}")
     is_old = sqlite3.sqlite_version_info < OLDEST_SQLITE
-    yield _found("sqlite", sqlite3.sqlite_version, note="SQLite stores need 3.35: use a newer Python." * is_old)
+    yield _found(
+        "sqlite", sqlite3.sqlite_version, note="SQLite stores need 3.35: use a newer Python." if is_old else ""
+    )
 
 
 def _installed(name: str) -> str | None:
@@ -218,7 +226,7 @@ def _installed(name: str) -> str | None:
 
 def _version(name: str, version: str, oldest: tuple[int, ...]) -> Finding:
     is_old = tuple(map(int, re.findall(r"\d+", version))) < oldest
-    return _found(name, version, f'pip install -U "{name}>={".".join(map(str, oldest))}"' * is_old)
+    return _found(name, version, f'pip install -U "{name}>={".".join(map(str, oldest))}"' if is_old else "")
 
 
 # -- the place --------------------------------------------------------------------------------------------------------
@@ -248,8 +256,8 @@ def _place(path: Path, *, is_written: bool) -> Iterator[Finding]:
         yield _found(
             "file system",
             f"{mount.kind} at {mount.point}",
-            shared * (mount.kind in NETWORK),
-            lost * (mount.kind in VOLATILE),
+            shared if mount.kind in NETWORK else "",
+            lost if mount.kind in VOLATILE else "",
         )
     yield _permissions(path, is_read_only=mount is not None and mount.is_read_only, is_written=is_written)
 
@@ -308,7 +316,7 @@ def _budget(path: Path | None, used: int, budget: int) -> Iterator[Finding]:
     more = "More is stored than max_bytes: raise it, or prefixstore evict. (Pass the servers' with --max-bytes.)"
     full = "It is full: pages are packed and evicted. prefixstore trace simulate shows the gain of a larger budget."
     text = f"{format_bytes(used)} of {format_bytes(budget)} ({format_share(share)})"
-    yield _found("budget", text, more * (share > 1), full * (share > Parameters.HIGH_WATER))
+    yield _found("budget", text, more if share > 1 else "", full if share > Parameters.HIGH_WATER else "")
     if path is None:
         return
     try:
@@ -318,7 +326,7 @@ def _budget(path: Path | None, used: int, budget: int) -> Iterator[Finding]:
         return
     most = format_bytes(used + free * 0.9)
     advice = f"The disk is full before max_bytes is reached: lower it to {most}, or free some disk space."
-    yield _found("free space", format_bytes(free), advice * (free < budget - used))
+    yield _found("free space", format_bytes(free), advice if free < budget - used else "")
 
 
 def _break_even(archive: Archive) -> Iterator[Finding]:
