@@ -174,8 +174,9 @@ class Transaction(View):
         self._rows.delete(record_row(key), replaced=replaced)
         self._rows.delete(usage_row(key))
         if record is not None and place is not None:
-            space = namespace_in(record)
-            self._set_leaf(space, leaf_row(space, key), None)
+            # what a damaged record says of its namespace may be wrong
+            for space in (namespace_in(record), *(self.namespaces() if head_of(record) is None else ())):
+                self._set_leaf(space, leaf_row(space, key), None)
             self._mend_leaf(place[0])
         self._has_changed = True
         self.deleted.add(key)

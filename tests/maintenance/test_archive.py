@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.engine.keyspace import record_row
 from prefixstore.engine.pages import Pages
 from prefixstore.errors import InvalidParameterError, LocationError
 from prefixstore.format.keys import page_key
@@ -253,6 +254,20 @@ def test_repair_deletes_damaged_pages_and_their_descendants_and_reports_them(sch
         assert keys_of(archive) == {*paths[2], *paths[3]}
         assert archive.repair() == ([], type(removed)())
         assert len(archive.pages()) == 3
+
+
+@pytest.mark.parametrize("at", [0, 40, 80, -1])
+def test_a_repair_leaves_nothing_to_be_mended_wherever_a_record_is_damaged(at):
+    with Archive("memory:", create=True) as archive:
+        paths = fill(archive.backend, MINE, SEQUENCES[:2])
+        with archive.backend.rows.update() as draft:
+            row = record_row(paths[0][-1])
+            record = bytearray(draft.get([row])[0])
+            record[at] ^= 0xFF
+            draft.put(row, bytes(record))
+        found, _ = archive.repair()
+        assert "record" in {one.rule for one in found}
+        assert archive.check() == []
 
 
 def test_repair_evicts_down_to_a_given_budget(archive):
