@@ -100,6 +100,7 @@ class ServerSession:
         self.store: SlotStore | None = None
         self._is_up, self.hurried, self._is_lost = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._reopening: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[bool] | None = None
         self._props: Props | None = None
         self.when_store: Callable[[SlotStore | None], None] = lambda _: None
         self.when_ready: Callable[[], None] = lambda: None
@@ -313,11 +314,13 @@ class ServerSession:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def lost(self) -> None:
-        """A connection has failed: the server may have ended, and the next request looks whether it has.
+        """A connection has failed: the server may have ended. If a child has, `Child` notices.
 
         Or it has closed the connection, as it does with some requests that it refuses.
         """
         self._last_look = 0.0
+        if not self.is_child and self.is_ready and (self._looking is None or self._looking.done()):
+            self._looking = asyncio.create_task(self.look())
 
     async def _is_healthy(self) -> bool:
         with contextlib.suppress(UpstreamError):
@@ -361,6 +364,8 @@ class ServerSession:
             try:
                 props = await self._ask_props()
             except UpstreamLostError:
+                if self.is_certainly_alive() or await self._is_healthy():
+                    return True
                 props = None
             except (UpstreamError, ServerError, ValueError):
                 return True  # what comes next says so
@@ -415,7 +420,7 @@ class ServerSession:
 
     async def close(self) -> None:
         """Store what the slots hold, and close the store."""
-        tasks = [task for task in (self._saving, self._reopening) if task is not None]
+        tasks = [task for task in (self._saving, self._reopening, self._looking) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -16,6 +16,7 @@ import shutil
 import stat
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -41,8 +42,10 @@ log = logging.getLogger("prefixstore")
 
 PREFIX = "prefixstore-"
 PART = ".part"
-# the server may write a file late, when a slot that was busy becomes idle: younger ones may belong to another process
+# younger ones may belong to another process
 STALE_SECONDS = 600.0
+# of so many files it is remembered that the server may write them late, when a slot that was busy becomes idle
+MOST_LATE = 64
 
 
 class SlotBuffer:
@@ -121,6 +124,8 @@ class SlotDirectory:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._lock = threading.Lock()
+        # files that the server may still write
+        self._late: deque[str] = deque(maxlen=MOST_LATE)
         # kept for the next restore
         self._spare: SlotBuffer | None = None
         self._is_closed = False
@@ -210,9 +215,15 @@ class SlotDirectory:
             other.remove()
 
     def close(self) -> None:
-        """Delete what was kept."""
+        """Delete what was kept, and what the server has written late."""
         self._is_closed = True
         self._drop_spare()
+        self._remove_late()
+
+    def _remove_late(self) -> None:
+        # one that is not there yet may still come
+        for name in self._late:
+            self.remove(name)
 
     def _drop_spare(self) -> None:
         with self._lock:
@@ -234,13 +245,15 @@ class SlotDirectory:
             (self.path / name).unlink()
 
     def sweep(self) -> None:
-        """Delete old files of this kind: of processes that have ended, or written when nobody waited any longer."""
-        before = time.time() - STALE_SECONDS
+        """Delete old files of this kind, which processes that have ended have left."""
+        before, spare = time.time() - STALE_SECONDS, self._spare
+        kept = spare.path.name if spare is not None else None
         with suppress(OSError):
             for entry in os.scandir(self.path):
                 with suppress(OSError):
                     found = entry.stat(follow_symlinks=False)
-                    if entry.name.startswith(PREFIX) and stat.S_ISREG(found.st_mode) and found.st_mtime < before:
+                    is_ours = entry.name.startswith(PREFIX) and entry.name != kept and stat.S_ISREG(found.st_mode)
+                    if is_ours and found.st_mtime < before:
                         Path(entry.path).unlink()
 
     # -- slots ---------------------------------------------------------------------------------------------------------
@@ -313,6 +326,7 @@ class SlotDirectory:
     def saved(self, server: LlamaServer, slot: int, *, whole: bool = False) -> Iterator[SlotFile]:
         """A slot's file, parsed; it is deleted whatever happens. With `whole`, its state is left as it is."""
         self.sweep()
+        self._remove_late()
         spare, name = self._spare, _new_name()
         if spare is not None and shutil.disk_usage(self.path).free < spare.capacity:
             self._drop_spare()
@@ -322,6 +336,10 @@ class SlotDirectory:
             if len(file.tokens) != action.n_tokens and not file.has_media:
                 raise CorruptError(f"a slot's file has {len(file.tokens)} tokens, the server says {action.n_tokens}")
             yield file
+        except ServerError:
+            # it may still write the file, when nobody waits any longer
+            self._late.append(name)
+            raise
         finally:
             self.remove(name)
 

@@ -108,7 +108,9 @@ class SlotManager:
         """
         prompt = NO_TOKENS if tokens is None else tokens
         claim = Claim(prompt, owner, wanted, asks=asks and tokens is not None, trusts=trusts)
-        await self._find(claim, self.pool.usable(claim))
+        if usable := self.pool.usable(claim):
+            # one that has to wait asks when it has its slot: by then there is more in the store
+            await self._find(claim, usable)
         while wanted is None and (saving := self._saving_for(claim)) is not None:
             await asyncio.wait({saving})
         slot: PoolSlot | None = await self.pool.take(claim)

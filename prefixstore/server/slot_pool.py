@@ -172,6 +172,7 @@ class SlotPool:
             return slot
         if len(self._waiting) >= self._max_waiting:
             raise PoolFullError
+        claim.forget_lookup()
         granted: asyncio.Future[PoolSlot] = asyncio.get_running_loop().create_future()
         waiting = claim, granted
         self._waiting.append(waiting)

@@ -208,6 +208,11 @@ class Claim:
     reason: str | None = None
     must_compute: bool = False
 
+    def forget_lookup(self) -> None:
+        """Have the store be asked again: what it has may be more by the time of the next step."""
+        self.lookup_seconds = self.missed = None
+        self.n_found = self.n_bytes = 0
+
     @property
     def told(self) -> str:
         """What was done for the prompt, as the client is told before it is computed."""

@@ -212,6 +212,8 @@ class SlotStore:
                 "that continue it",
                 self.server.url,
             )
+        # the settings that belong to it are consistent
+        self.place(None)
 
     # -- finding ------------------------------------------------------------------------------------------------------
 

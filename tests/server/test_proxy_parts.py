@@ -718,6 +718,40 @@ def test_a_request_that_may_use_any_slot_taints_all_even_one_that_is_busy():
     assert not use.is_harmless
 
 
+class Looking:
+    """A store that has what was put into it, and counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.n_tokens = self.n_asked = 0
+
+    def find(self, prompt: Any, salt: str | None = None) -> Any:
+        self.n_asked += 1
+        return SimpleNamespace(n_tokens=self.n_tokens, n_bytes=self.n_tokens, reason=None)
+
+    def restore(self, slot: int, prompt: Any, salt: str | None = None) -> Any:
+        return SimpleNamespace(n_tokens=self.n_tokens, n_bytes=1, saved_seconds=0.0, reason=None)
+
+
+def test_a_request_that_waits_for_a_slot_finds_what_was_stored_meanwhile_and_asks_once():
+    async def scene() -> tuple[int, int]:
+        pool, store = SlotPool([(0, 500)], Rates(token_seconds=1.0), max_waiting=1), Looking()
+        manager = SlotManager(pool, store, lambda _: None)  # type: ignore[arg-type]
+        held = await manager.acquire(tokens(*range(300)), None)
+        waiting = asyncio.create_task(manager.acquire(tokens(*range(200), *range(300, 400)), None))
+        await asyncio.sleep(0.01)
+        with pytest.raises(PoolFullError):
+            await manager.acquire(tokens(*range(400, 500)), None)
+        n_asked = store.n_asked
+        store.n_tokens = 200
+        manager.release(held, None, began=False)
+        claim = await waiting
+        manager.release(claim, None, began=False)
+        manager.close()
+        return claim.n_found, store.n_asked - n_asked
+
+    assert asyncio.run(scene()) == (200, 1)
+
+
 def test_requests_wait_in_order_and_one_that_gives_up_wakes_the_next():
     async def scene() -> list[str]:
         pool, done = SlotPool([(0, 100)], max_waiting=3), []
