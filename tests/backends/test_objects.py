@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import random
 import threading
@@ -19,11 +20,14 @@ from prefixstore.backends.objects import store as store_module
 from prefixstore.backends.objects.address import Address
 from prefixstore.backends.objects.client import Client
 from prefixstore.backends.objects.rows import (
+    LARGEST_UPDATE,
     Stored,
     key_in,
     name_of,
     new_payload,
+    pack_changes,
     payload_name,
+    unpack_changes,
 )
 from prefixstore.backends.objects.store import STORE
 from prefixstore.backends.objects.store import Store as RowStore
@@ -213,13 +217,16 @@ def test_a_server_that_ignores_conditions_is_refused_and_nothing_is_left(moto, c
         assert names_in(url.replace(proxy.endpoint, moto.endpoint)) == set()
 
 
-def test_a_server_is_tried_when_a_store_is_made(seaweedfs, credentials):
+def test_a_server_is_tried_once_and_another_one_again(seaweedfs, credentials):
     with closing(HTTPProxy(seaweedfs.endpoint)) as proxy:
         url = prefix_on(seaweedfs, proxy.endpoint)
         for _ in range(2):
             open_backend(url, max_bytes=MIB).close()
         tried = [path for method, path in proxy.requests if "/probes/" in path and method == "PUT"]
         assert len(tried) == 4
+        direct = url.replace(proxy.endpoint, seaweedfs.endpoint)
+        with opened(direct) as backend:
+            assert len(backend.rows.state.tried) == 2
 
 
 def test_a_directory_is_refused_because_its_writes_have_no_conditions(tmp_path):
@@ -234,11 +241,11 @@ def test_a_directory_is_refused_because_its_writes_have_no_conditions(tmp_path):
     [
         (b"{}", "CorruptError"),
         (b'{"magic":"other","format":1}', "another application"),
-        (b'{"magic":"prefixstore","format":3}', "delete this one"),
+        (b'{"magic":"prefixstore","format":1}', "delete this one"),
         (b'{"magic":"prefixstore","format":9}', "upgrade"),
-        (b'{"magic":"prefixstore","format":4}', "is damaged"),
+        (b'{"magic":"prefixstore","format":3}', "is damaged"),
         (
-            b'{"magic":"prefixstore","format":4,"store":"a","number":1e999,"changes":{}}',
+            b'{"magic":"prefixstore","format":3,"store":"a","number":1e999,"changes":"KLUv/QAAAQAA"}',
             "is damaged",
         ),
     ],
@@ -256,16 +263,27 @@ def test_changes_that_are_damaged_are_found_and_a_damaged_row_has_another_value(
         write(backend, 1)
         write(backend, 2)
         backend.check()
-        state = backend._store.state
+        state = backend.state
         backend.client.put(state.row_name(key_of(1)), b"\x18damaged")
         state.known.clear()
         assert rows_of(backend)[key_of(1)] == (b"", None)
         stored = bytes(backend.client.get(STORE)[0])
-        backend.client.put(STORE, stored.replace(b'"changes":{"', b'"changes":{"!'))
+        backend.client.put(STORE, stored.replace(b'"changes":"', b'"changes":"AAAA'))
         with pytest.raises(CorruptError, match="is damaged"):
             backend.check()
         with pytest.raises(CorruptError, match="is damaged"):
             rows_of(backend)
+
+
+@pytest.mark.parametrize("size", [1 << 62, LARGEST_UPDATE + 1, None])
+def test_an_update_does_not_say_how_much_memory_is_reserved(size):
+    # a frame of zstd with one segment: what it claims to hold, and nothing
+    head = b"\xe0" + size.to_bytes(8, "little") if size is not None else b"\0\x40"
+    frame = b"\x28\xb5\x2f\xfd" + head + b"\x01\0\0"
+    with pytest.raises(CorruptError, match="damaged"):
+        unpack_changes("here", frame)
+    changes = {b"a": Stored(b"1"), b"b": None, b"c": Stored(b"", new_payload(3))}
+    assert unpack_changes("here", pack_changes(changes)) == changes
 
 
 def test_names_are_in_the_order_of_the_keys_and_fit_into_every_server():
@@ -339,7 +357,7 @@ def test_other_objects_among_the_rows_are_no_rows(new_prefix):
     with rows_at(new_prefix()) as backend:
         key = write(backend, 1)
         for name in ("a", "ä(/b", "README.md"):
-            backend.client.put(f"{backend._store.state.rows}/{name}", b"")
+            backend.client.put(f"{backend.state.rows}/{name}", b"")
         assert rows_of(backend).keys() >= {key}
 
 
@@ -470,7 +488,7 @@ def test_writers_take_turns_and_nobody_starves(new_prefix):
 
         together(lambda: add(one, 0.2, 8), lambda: add(two, 0.0, 40))
         assert rows_of(one) == {b"n": (b"48", None)}
-        assert one._store.state.turn == ""
+        assert one.state.turn == ""
 
 
 def test_a_writer_that_dies_in_its_turn_keeps_the_others_waiting_for_a_while_only(new_prefix, monkeypatch):
@@ -505,15 +523,15 @@ def test_what_a_writer_has_committed_and_not_written_is_seen_and_written_by_the_
         expected = {key_of(2): (b"new", expected[key_of(2)][1]), key_of(3): (b"3", b"payload")}
         with rows_at(url) as three:
             for backend in (one, two, three):
-                assert not backend._store.state.is_written or backend is two
+                assert not backend.state.is_written or backend is two
                 assert rows_of(backend) == expected
                 with backend.view() as view:
                     (found,) = view.ranges([Range(b"k", b"l", 1)])
                     assert [row.key for row in found] == [key_of(2)]
-        assert two.client.get(two._store.state.row_name(key_of(3))) is None
+        assert two.client.get(two.state.row_name(key_of(3))) is None
         write(two, 4)
-        assert two.client.get(two._store.state.row_name(key_of(3))) is not None
-        assert two.client.get(two._store.state.row_name(key_of(1))) is None
+        assert two.client.get(two.state.row_name(key_of(3))) is not None
+        assert two.client.get(two.state.row_name(key_of(1))) is None
         delete(two, key_of(4))
         assert rows_of(one) == rows_of(two) == expected
 
@@ -586,17 +604,17 @@ def test_payloads_of_deleted_rows_are_deleted_at_once_or_by_the_next_compaction(
 
 def test_what_writers_that_died_have_left_is_deleted_and_the_size_is_counted_again(new_prefix):
     with rows_at(new_prefix()) as backend:
-        key, folder = write(backend, 1), backend._store.state.payloads
+        key, folder = write(backend, 1), backend.state.payloads
         left = [f"{folder}/{payload_name(of, new_payload(1))}" for of in (key, b"a", b"z" * 400)]
         left += ["0123456789abcdef/rows/a", "0123456789abcdef/payloads/a", "probes/0000"]
-        before, known, used = rows_of(backend), names(backend), backend._store.state.used
+        before, known, used = rows_of(backend), names(backend), backend.state.used
         for name in [*left, "else", "folder/else"]:
             backend.client.put(name, b"left by a writer that died")
         with monkeypatched_used(backend, 12345):
             assert backend.compact() == len(left) * 26
         assert names(backend) == {*known, "else", "folder/else"}
         assert rows_of(backend) == before
-        assert backend._store.state.used == used
+        assert backend.state.used == used
 
 
 @contextmanager
@@ -604,7 +622,7 @@ def monkeypatched_used(backend, used):
     """As if the size had been counted wrongly."""
     backend._store.begin()
     backend._store.end(used=used)
-    assert backend._store.state.used == used
+    assert backend.state.used == used
     yield
 
 
@@ -620,7 +638,7 @@ def test_nothing_of_a_purged_page_is_left_after_a_scrub(new_prefix):
         for name in names(backend.rows):
             stored = bytes(backend.rows.client.get(name)[0])
             if name == STORE:
-                assert json.loads(stored)["changes"] == {}
+                assert unpack_changes("", base64.b64decode(json.loads(stored)["changes"])) == {}
             assert as_tokens(secret).tobytes() not in stored
             assert payload not in stored
         assert len(contents(backend)) == 1

@@ -4,110 +4,92 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import closing
+from collections import deque
+from queue import SimpleQueue
 
 import pytest
 
-from prefixstore.backends.objects import read_ahead
-from prefixstore.backends.objects.read_ahead import AT_ONCE, HELD_BYTES, SMALL_AT_ONCE, SOON, Requests
+from prefixstore.backends.objects.read_ahead import (
+    AT_ONCE,
+    FIRST_BYTES,
+    HELD_BYTES,
+    LEARNED_SECONDS,
+    LEAST_BYTES,
+    Window,
+    ahead,
+)
 from prefixstore.errors import CorruptError, UnavailableError
 from tests.support import PATIENCE
 from tests.support.places import MIB
 from tests.support.timeouts import wait_for
 
 
-@pytest.fixture
-def requests():
-    with closing(Requests()) as found:
-        yield found
-
-
-class Counting:
-    """How many are at work at a time."""
-
-    def __init__(self):
-        self.running, self.most, self.lock = 0, 0, threading.Lock()
-
-    def __enter__(self):
-        with self.lock:
-            self.running += 1
-            self.most = max(self.most, self.running)
-
-    def __exit__(self, *_):
-        with self.lock:
-            self.running -= 1
-
-
-def test_payloads_are_read_ahead_in_order_with_a_bound_on_what_is_held(requests):
-    counting = Counting()
+def test_payloads_are_read_ahead_in_order_with_a_bound_on_what_is_held():
+    running, most, lock = [], [], threading.Lock()
 
     def read(number, arrived):
-        with counting:
-            time.sleep(0.001 * (number % 3))
+        with lock:
+            running.append(number)
+            most.append(len(running))
+        time.sleep(0.001 * (number % 3))
+        with lock:
+            running.remove(number)
         if number == 30:
             raise CorruptError("in its turn")
         return -number
 
     found = []
-    requests.n_ahead = AT_ONCE
     with pytest.raises(CorruptError):
-        found.extend(requests.ahead(range(50), lambda _: HELD_BYTES // 4, read))
-    assert found == [-n for n in range(30)]
-    assert 1 < counting.most <= 4
-    assert list(requests.ahead([], lambda _: 1, read)) == []
-    assert list(requests.ahead([7], lambda _: 10**12, read)) == [-7]
+        found.extend(ahead(iter(range(50)), lambda _: HELD_BYTES // 4, read, wide()))
+    assert found == [(n, -n) for n in range(30)]
+    assert max(most) <= 4
+    assert list(ahead([], lambda _: 1, read, Window())) == []
+    assert list(ahead([7], lambda _: 10**12, read, Window())) == [(7, -7)]
 
 
-def test_small_requests_and_uploads_are_many_at_a_time_with_a_bound_on_what_is_held(requests):
-    def most_of(size):
-        counting = Counting()
-
-        def work(number):
-            with counting:
-                time.sleep(0.002)
-            return -number
-
-        assert requests.at_once(range(100), work, lambda _: size) == [-n for n in range(100)]
-        return counting.most
-
-    assert 4 < most_of(0) <= SMALL_AT_ONCE
-    assert 1 < most_of(HELD_BYTES // 4) <= 4
-    assert most_of(2 * HELD_BYTES) == 1
+def wide():
+    """A window as large as may be held."""
+    window = Window()
+    window.received(HELD_BYTES, HELD_BYTES / 1e12)
+    assert window.bytes == HELD_BYTES
+    return window
 
 
-def test_when_one_fails_none_is_at_work_and_the_rest_is_left(requests):
-    done, is_ready = [], threading.Event()
-
-    def work(number):
-        if number == 0:
-            is_ready.wait(PATIENCE)
-            raise CorruptError("the first")
-        is_ready.set()
-        time.sleep(0.02)
-        done.append(number)
-
-    with pytest.raises(CorruptError):
-        requests.at_once(range(100), work, lambda _: 0)
-    n_done = len(done)
-    assert n_done < 99
-    time.sleep(0.05)
-    assert len(done) == n_done
-
-
-def test_the_progress_of_the_one_that_is_waited_for_is_noted(requests):
-    notes = []
+def test_the_next_payload_is_asked_for_when_little_of_the_first_is_to_come():
+    pieces = SimpleQueue()
+    begun = [threading.Event() for _ in range(3)]
+    going = threading.Event()
 
     def read(number, arrived):
-        arrived(1)
-        arrived(2)
+        begun[number].set()
+        if number:
+            assert going.wait(PATIENCE)
+            return number
+        at = 0
+        while at < 8 * MIB:
+            size = pieces.get(timeout=PATIENCE)
+            arrived(size)
+            at += size
         return number
 
-    assert list(requests.ahead(range(2), lambda _: 3, read, notes.append)) == [0, 1]
-    assert notes[:3] == [0, 1, 3]
-    assert notes[-1] == 0
+    results = []
+    found = ahead(range(3), lambda _: 8 * MIB, read, Window())
+    reader = threading.Thread(target=lambda: results.extend(found))
+    reader.start()
+    assert begun[0].wait(PATIENCE)
+    pieces.put(8 * MIB - FIRST_BYTES - 1)
+    assert not begun[1].wait(0.05)
+    pieces.put(1)
+    assert begun[1].wait(PATIENCE)
+    # now another 8 MiB are on their way
+    assert not begun[2].wait(0.05)
+    pieces.put(FIRST_BYTES)
+    going.set()
+    reader.join(PATIENCE)
+    assert [one for one, _ in results] == [0, 1, 2]
 
 
-def test_whoever_ends_early_has_the_others_end_with_their_next_bytes(requests):
+def test_whoever_ends_early_has_the_others_end_with_their_next_bytes():
     ended, going, begun = [], threading.Event(), []
 
     def read(number, arrived):
@@ -121,41 +103,96 @@ def test_whoever_ends_early_has_the_others_end_with_their_next_bytes(requests):
                 raise
         return number
 
-    requests.n_ahead = AT_ONCE
-    found = requests.ahead(range(6), lambda _: MIB, read)
-    assert next(found) == 0
+    found = ahead(range(6), lambda _: MIB, read, wide())
+    assert next(found) == (0, 0)
     wait_for(lambda: len(begun) == 5, "the others have begun")
     found.close()
     going.set()
     wait_for(lambda: sorted(ended) == [1, 2, 3, 4, 5], "they end")
 
 
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Link:
+    """A simulated link that its requests share, and a server that answers late and gives each so much at most."""
+
+    def __init__(self, rate, latency=0.0, each=float("inf")):
+        self.rate, self.latency, self.each = rate, latency, each
+        self.clock = Clock()
+        self.window = Window(self.clock)
+
+    def restore(self, sizes):
+        """When each of these payloads has come, asked for as `ahead` does."""
+        began = self.clock.now
+        left, running, arrivals, window = deque(enumerate(sizes)), [], {}, self.window
+        window.begin()
+        while left or running:
+            now = self.clock.now
+            most = window.bytes if arrivals else window.before_first(sizes[0])
+            while left and len(running) < AT_ONCE and (not running or sum(each[1] for each in running) <= most):
+                number, size = left.popleft()
+                running.append([number, size, size, now])
+            flowing = [each for each in running if each[3] + self.latency <= now + 1e-9]
+            share = min(self.rate / len(flowing), self.each) if flowing else 0.0
+            # requests are looked at once in a millisecond, as pieces arrive
+            step = min([0.001, *(each[1] / share for each in flowing)])
+            self.clock.now += step
+            for each in flowing:
+                each[1] = max(each[1] - step * share, 0.0)
+                if each[1] < 1e-3:
+                    running.remove(each)
+                    arrivals[each[0]] = self.clock.now - began
+                    window.received(each[2], self.clock.now - each[3], is_full=each[0] > 0 and len(left) > 0)
+        return [arrivals[number] for number in range(len(sizes))]
+
+
 @pytest.mark.parametrize(
-    ("rate", "each", "n_ahead"),
+    ("rate", "latency", "each"),
     [
-        (12.5e6, float("inf"), (1, 2)),  # 100 Mbit/s
-        (125e6, float("inf"), (1, 2)),  # 1 Gbit/s
-        (10e9, 90e6, (AT_ONCE,)),  # a large object store: so much for each connection
-        (10e9, float("inf"), (AT_ONCE,)),
+        (12.5e6, 0.005, float("inf")),  # 100 Mbit/s
+        (12.5e6, 0.05, float("inf")),
+        (125e6, 0.005, float("inf")),  # 1 Gbit/s
+        (125e6, 0.05, float("inf")),
+        (10e9, 0.02, 90e6),  # a large object store: so much for each connection
     ],
 )
-def test_as_many_are_asked_for_as_the_link_takes(requests, rate, each, n_ahead):
-    seen = set()
-    for _ in range(40):
-        requests._received(8 * MIB, 8 * MIB / min(each, rate / requests.n_ahead))
-        seen.add(requests.n_ahead)
-    assert requests.n_ahead in n_ahead
-    assert max(seen) <= max(n_ahead)
+def test_on_a_slow_link_the_first_page_comes_as_if_alone_and_every_one_is_filled(rate, latency, each):
+    link, sizes = Link(rate, latency, each), [8 * MIB] * 32
+    alone = latency + sizes[0] / min(rate, each)
+    for _ in range(5):
+        arrived = link.restore(sizes)
+        assert arrived[0] <= 1.05 * alone
+        # each page about when it would come if they were asked for one by one
+        assert all(came <= (n + 2) * alone for n, came in enumerate(arrived))
+    best = max(latency + sum(sizes) / rate, alone * len(sizes) / AT_ONCE)
+    assert arrived[-1] <= 1.05 * best
 
 
-def test_a_link_that_became_slower_is_found_out(requests):
-    for _ in range(10):
-        requests._received(8 * MIB, 0.2)
-    assert requests.n_ahead == AT_ONCE
-    requests._received(8 * MIB, 20 * SOON)
-    assert requests.n_ahead == AT_ONCE // 2
-    # what was the fastest is forgotten after a while
-    for _ in range(200):
-        requests._received(8 * MIB, 20 * SOON)
-    assert requests.n_ahead == AT_ONCE
-    assert read_ahead.KEPT < 1
+def test_what_was_learned_of_a_link_is_forgotten_after_a_while():
+    clock = Clock()
+    window = Window(clock)
+
+    def receive(seconds):
+        for _ in range(10):
+            clock.now += seconds
+            window.received(8 * MIB, seconds)
+
+    receive(0.1)
+    window.begin()
+    assert window.bytes == HELD_BYTES
+    receive(0.8)
+    window.begin()
+    assert window.bytes < 8 * MIB
+    clock.now += LEARNED_SECONDS
+    window.begin()
+    assert window.bytes == LEAST_BYTES
+    # a clock that was set back
+    receive(0.1)
+    clock.now = 0.0
+    window.begin()
+    assert window.bytes == LEAST_BYTES

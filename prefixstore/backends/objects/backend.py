@@ -16,7 +16,7 @@ from prefixstore.backends.contract import Backend, Change, ConflictError, Draft,
 from prefixstore.backends.forks import ForkLevel, register_at_fork
 from prefixstore.backends.objects.address import Address
 from prefixstore.backends.objects.client import Client, GoneError, Listed
-from prefixstore.backends.objects.read_ahead import SMALL_AT_ONCE, Arrived
+from prefixstore.backends.objects.read_ahead import SMALL_AT_ONCE, Arrived, ahead, at_once
 from prefixstore.backends.objects.rows import COSTS, MARK, Stored, key_in, listing, new_payload
 from prefixstore.backends.objects.store import PROBES, State, Store
 from prefixstore.errors import StorageError
@@ -66,7 +66,7 @@ class ObjectsView(View):
 
     def ranges(self, wanted: Sequence[Range]) -> list[list[Row]]:
         def read(state: State) -> dict[bytes, Stored | None]:
-            in_order[:] = self._client.requests.at_once(wanted, lambda one: self._keys(state, one), lambda _: 0)
+            in_order[:] = at_once(wanted, lambda one: self._keys(state, one), lambda _: 0)
             return self._read(state, [key for keys in in_order for key in keys])
 
         in_order: list[list[bytes]] = []
@@ -97,7 +97,7 @@ class ObjectsView(View):
             stored = self._client.get(state.row_name(key))
             return None if stored is None else Stored.unpack(stored[0])
 
-        return found | dict(zip(missing, self._client.requests.at_once(missing, ask, lambda _: 0), strict=True))
+        return found | dict(zip(missing, at_once(missing, ask, lambda _: 0), strict=True))
 
     def _keys(self, state: State, wanted: Range) -> list[bytes]:
         """The keys of the rows in a range."""
@@ -128,11 +128,11 @@ class ObjectsView(View):
     def _payloads(self, rows: Sequence[tuple[bytes, Stored | None]]) -> Iterator[tuple[bytes, Buffer | None] | None]:
         self.arrived = 0
         there = [(key, row) for key, row in rows if row is not None and row.payload_bytes]
-        requests = self._client.requests
-        with closing(requests.ahead(there, lambda one: one[1].payload_bytes, self._receive, self._note)) as arriving:
+        window = self._client.window
+        with closing(ahead(there, lambda one: one[1].payload_bytes, self._receive, window, self._note)) as arriving:
             for _, row in rows:
                 if row is not None and row.payload_bytes:
-                    yield next(arriving)
+                    yield next(arriving)[1]
                 else:
                     yield None if row is None else _without_bytes(row)
 
@@ -169,18 +169,13 @@ class ObjectsBackend(Backend):
         Of the store, which is made if there is none.
     read_only
         Whether nothing is ever written.
-
-    Attributes
-    ----------
-    client
-        The requests.
     """
 
     def __init__(self, address: Address, *, read_only: bool) -> None:
         self._address = address
         self._read_only = read_only
-        self.client = Client(address)
-        self._store = Store(self.client, read_only=read_only)
+        self._client = Client(address)
+        self._store = Store(self._client, read_only=read_only)
         self._writing = threading.Lock()
         self._store.open()
         register_at_fork(self, ForkLevel.HANDLE)
@@ -188,6 +183,16 @@ class ObjectsBackend(Backend):
     @property
     def location(self) -> str:
         return self._address.shown
+
+    @property
+    def client(self) -> Client:
+        """The requests."""
+        return self._client
+
+    @property
+    def state(self) -> State:
+        """What was last known of the store."""
+        return self._store.state
 
     def _current(self, read: Callable[[], State]) -> State:
         """What is committed, as this reads it. A store that was deleted is made again, as when it is opened."""
@@ -202,8 +207,8 @@ class ObjectsBackend(Backend):
 
     @contextmanager
     def view(self) -> Iterator[View]:
-        self.client.ready()
-        yield ObjectsView(self._store, self.client, self._current(self._store.refresh))
+        self._client.ready()
+        yield ObjectsView(self._store, self._client, self._current(self._store.refresh))
 
     @contextmanager
     def update(self) -> Iterator[Draft]:
@@ -219,10 +224,10 @@ class ObjectsBackend(Backend):
         if self._read_only:
             raise refusals.read_only(self.location)
         with self._writing:
-            self.client.ready()
+            self._client.ready()
             try:
                 state = self._current(self._store.begin)
-                yield ObjectsView(self._store, self.client, state, is_alone=True)
+                yield ObjectsView(self._store, self._client, state, is_alone=True)
             finally:
                 self._store.end()
 
@@ -242,7 +247,7 @@ class ObjectsBackend(Backend):
         before = {key: before[key] for key in after}
         used = state.used + _cost(after) - _cost(before)
         try:
-            self.client.requests.at_once(uploads, self._upload, lambda one: len(one[1]))
+            at_once(uploads, self._upload, lambda one: len(one[1]))
         except BaseException:
             self._delete([name for name, _ in uploads])
             raise
@@ -264,12 +269,12 @@ class ObjectsBackend(Backend):
 
     def _upload(self, payload: tuple[str, Buffer]) -> None:
         self._store.require_turn()
-        self.client.put(*payload, "create")
+        self._client.put(*payload, "create")
 
     def _delete(self, names: Sequence[str]) -> None:
         """Delete payloads that no row leads to. If that fails, `compact` does it."""
         try:
-            self.client.delete(names)
+            self._client.delete(names)
         except StorageError as error:
             log.warning("objects that no row leads to were not deleted; `compact` does it: %s", error)
 
@@ -281,12 +286,12 @@ class ObjectsBackend(Backend):
         with self._turn():
             state = self._store.state
             used, dead = self._count(state)
-            for folder in self.client.folders():
+            for folder in self._client.folders():
                 if (STORE_ID.fullmatch(folder) and folder != state.store) or folder == PROBES:
-                    dead += self.client.list(folder)
+                    dead += self._client.list(folder)
             # what others have uploaded meanwhile, had they taken the turn, must stay
             self._store.require_turn(1.0)
-            self.client.delete([one.name for one in dead])
+            self._client.delete([one.name for one in dead])
             # without what the last update has changed: nobody needs it any more
             self._store.end(number=state.number + 1, used=used, changes={})
             return sum(one.size for one in dead)
@@ -294,13 +299,13 @@ class ObjectsBackend(Backend):
     def _count(self, state: State) -> tuple[int, list[Listed]]:
         """What rows and payloads take, and the payloads that no row leads to."""
         used, dead = 0, list[Listed]()
-        rows = ((_key_in(one.name, state.rows), False, one) for one in self.client.list(state.rows))
-        payloads = ((_key_in(one.name, state.payloads), True, one) for one in self.client.list(state.payloads))
+        rows = ((_key_in(one.name, state.rows), False, one) for one in self._client.list(state.rows))
+        payloads = ((_key_in(one.name, state.payloads), True, one) for one in self._client.list(state.payloads))
         for key, group in groupby(merge(rows, payloads), itemgetter(0)):
             found = [(is_payload, one) for _, is_payload, one in group]
             if len(found) != 2 or found[0][0]:
                 # not a row and its payload: the row says which that is
-                stored = self.client.get(state.row_name(key)) if found[-1][0] else None
+                stored = self._client.get(state.row_name(key)) if found[-1][0] else None
                 name = state.payload_name(key, Stored.unpack(stored[0]).payload) if stored is not None else None
                 dead += (one for is_payload, one in found if is_payload and one.name != name)
                 found = [(is_payload, one) for is_payload, one in found if not is_payload or one.name == name]
@@ -308,11 +313,11 @@ class ObjectsBackend(Backend):
         return used, dead
 
     def check(self) -> None:
-        self.client.ready()
-        Store(self.client, read_only=True).open()
+        self._client.ready()
+        Store(self._client, read_only=True).open()
 
     def close(self) -> None:
-        self.client.close()
+        self._client.close()
 
     def before_fork(self) -> None:
         """Nothing to wait for: what is known is replaced as a whole, and the child has connections of its own."""
@@ -321,7 +326,7 @@ class ObjectsBackend(Backend):
         """Nothing to release."""
 
     def after_fork_in_child(self) -> None:
-        self.client.inherited()
+        self._client.inherited()
         self._store.renew_locks()
         self._writing = threading.Lock()
 

@@ -19,7 +19,7 @@ import numpy as np
 from prefixstore.backends import refusals
 from prefixstore.backends.objects.address import Address
 from prefixstore.backends.objects.library import library, never_destroy
-from prefixstore.backends.objects.read_ahead import Arrived, Requests
+from prefixstore.backends.objects.read_ahead import Arrived, Window
 from prefixstore.errors import LocationError, UnavailableError
 from prefixstore.format.record import Buffer
 
@@ -72,8 +72,8 @@ class Client:
     ----------
     n_requests
         How many were sent, not counting those that obstore itself repeats.
-    requests
-        Several at a time.
+    window
+        How many payloads are requested at a time.
     """
 
     def __init__(self, address: Address) -> None:
@@ -87,6 +87,11 @@ class Client:
     def where(self) -> str:
         """The location, as it may be shown."""
         return self._address.shown
+
+    @property
+    def server(self) -> str:
+        """What is written to: scheme, endpoint and bucket."""
+        return f"{self._address.scheme} {self._endpoint()} {self._address.bucket}"
 
     def _hint(self, error: Exception) -> str:
         """What to do about a service that cannot be reached; the usual one, if none was named."""
@@ -115,11 +120,10 @@ class Client:
     def close(self) -> None:
         """End all connections that are not in use."""
         self._store, self._is_inherited = None, False
-        self.requests.close()
 
     def renew(self) -> None:
         """Connect."""
-        self.requests = Requests()
+        self.window = Window()
         self._library = library()
         with self._translated():
             self._store = self._connect()

@@ -16,9 +16,9 @@ from importlib import import_module
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
-from prefixstore.backends.forks import ForkLock
 from prefixstore.errors import MissingExtraError, UnavailableError
 
 __all__ = ["library", "never_destroy"]
@@ -27,7 +27,16 @@ NAME = "_obstore"
 
 # the process that loaded the library, and the library
 _loaded: tuple[int, Any] | None = None
-_loading = ForkLock()
+_loading = Lock()
+
+
+def _renew_lock() -> None:
+    global _loading
+    _loading = Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def library() -> Any:
@@ -41,7 +50,7 @@ def library() -> Any:
         If a forked child cannot load it again.
     """
     global _loaded
-    with _loading.held:
+    with _loading:
         if _loaded is None:
             _loaded = os.getpid(), _installed()
         elif _loaded[0] != os.getpid():

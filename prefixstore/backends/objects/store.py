@@ -12,6 +12,7 @@ turn, which a writer takes before it reads anything, and renews while it works.
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import os
 import random
@@ -25,7 +26,8 @@ from typing import Any
 from prefixstore.backends import refusals
 from prefixstore.backends.contract import ConflictError
 from prefixstore.backends.objects.client import Client, Version
-from prefixstore.backends.objects.rows import Stored, name_of, payload_name
+from prefixstore.backends.objects.read_ahead import at_once
+from prefixstore.backends.objects.rows import Stored, name_of, pack_changes, payload_name, unpack_changes
 from prefixstore.backends.threads import start_thread
 from prefixstore.errors import CorruptError, LocationError, StorageError, UnavailableError
 from prefixstore.format.record import Buffer
@@ -34,7 +36,7 @@ __all__ = ["PROBES", "STORE", "State", "Store"]
 
 STORE = "prefixstore.json"
 PROBES = "probes"
-FORMAT = 4
+FORMAT = 3
 # fields of the object, beside the changes
 FIELDS: dict[str, Callable[[Any], Any]] = {
     "store": str,
@@ -42,6 +44,7 @@ FIELDS: dict[str, Callable[[Any], Any]] = {
     "used": int,
     "is_written": bool,
     "turn": str,
+    "tried": tuple,
     "write": str,
 }
 
@@ -77,6 +80,8 @@ class State:
         Whether their own objects say so, too.
     turn
         Which writer the others wait for; empty if they do not.
+    tried
+        Servers that are known to keep to conditional writes, as hashes.
     write
         A random id of this version, and so a tag of its own: that may be a hash of the bytes.
     version
@@ -91,6 +96,7 @@ class State:
     changes: Mapping[bytes, Stored | None] = field(default_factory=dict)
     is_written: bool = True
     turn: str = ""
+    tried: tuple[str, ...] = ()
     write: str = ""
     version: Version = field(default_factory=dict)
     known: dict[bytes, Stored | None] = field(default_factory=dict)
@@ -123,7 +129,7 @@ class State:
         """The stored form."""
         value = {name: getattr(self, name) for name in FIELDS}
         value |= {"magic": "prefixstore", "format": FORMAT}
-        value["changes"] = {_text(key): None if row is None else _text(row.pack()) for key, row in self.changes.items()}
+        value["changes"] = base64.b64encode(pack_changes(self.changes)).decode()
         return json.dumps(value, separators=(",", ":")).encode()
 
     @classmethod
@@ -148,14 +154,9 @@ class State:
         if known != FORMAT:
             raise refusals.other_format(where, known, FORMAT)
         try:
-            changes = {
-                base64.b64decode(key, validate=True): None
-                if row is None
-                else Stored.unpack(base64.b64decode(row, validate=True))
-                for key, row in value["changes"].items()
-            }
+            changes = unpack_changes(where, base64.b64decode(value["changes"], validate=True))
             return cls(changes=changes, version=version, **{name: kind(value[name]) for name, kind in FIELDS.items()})
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             raise CorruptError(damaged) from None
 
 
@@ -193,13 +194,14 @@ class Store:
     # -- opening ------------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Read the object, or create the store. Its server is tested then: it has to refuse writes that must fail.
+        """Read the object, or create the store. A server is tested once: it has to refuse writes that must fail.
 
         Raises
         ------
         LocationError
             If there is no store to read, or the server ignores conditional writes.
         """
+        server = hashlib.blake2b(self._client.server.encode(), digest_size=8).hexdigest()
         if (found := self._client.get(STORE)) is not None:
             self._enter(State.unpack(self._client.where, *found), self.state)
         elif self._read_only:
@@ -207,8 +209,12 @@ class Store:
         else:
             self._require_conditional_writes()
             # if another process is faster, its store is used
-            self._client.put(STORE, State(_random_id()).pack(), "create")
+            self._client.put(STORE, State(_random_id(), tried=(server,)).pack(), "create")
             self.refresh()
+        if not self._read_only and server not in self.state.tried:
+            self._require_conditional_writes()
+            while not self._replace(self.state, tried=(*self.state.tried, server)):
+                pass
 
     def _require_conditional_writes(self) -> None:
         # more than once: a reply may be lost, and what is sent again then is refused by a server that does it right
@@ -368,7 +374,7 @@ class Store:
             self._client.put(*row)
 
         there = [(state.row_name(key), row.pack()) for key, row in state.changes.items() if row is not None]
-        self._client.requests.at_once(there, write, lambda row: len(row[1]))
+        at_once(there, write, lambda row: len(row[1]))
         self.require_turn()
         self._client.delete([state.row_name(key) for key, row in state.changes.items() if row is None])
         self._written = state.number
@@ -382,10 +388,6 @@ class Store:
                 is_written = state.is_written or state.number == self._written
                 if self._replace(state, turn="", is_written=is_written, **changes):
                     return
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode()
 
 
 def _random_id() -> str:
