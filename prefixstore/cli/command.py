@@ -52,7 +52,7 @@ class Result:
     Attributes
     ----------
     data
-        Printed for ``--json``; None if stdout is in use.
+        Printed for ``--json``, or a function that makes it; None if stdout is in use.
     text
         Printed otherwise: a line (not an empty one), names and values, or a function that prints.
     code
@@ -66,7 +66,7 @@ class Result:
     def print(self, *, as_json: bool) -> None:
         """Print it to stdout."""
         if as_json and self.data is not None:
-            emit(self.data)
+            emit(self.data() if callable(self.data) else self.data)
         elif isinstance(self.text, str):
             if self.text:
                 tell(self.text)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
-from prefixstore.cli.files import writing
+from prefixstore.cli.files import STANDARD, writing
 from prefixstore.cli.model import text_of_tokens
 from prefixstore.cli.output import FAILED, may_replace, say
 from prefixstore.maintenance.archive import Archive
@@ -50,12 +50,13 @@ def report(
             max_bytes=options.max_bytes_of(max_bytes),
         )
     page = html_of(content).encode()
-    with writing(str(out), replace=exists) as file:
+    with writing(str(out)) as file:
         file.write(page)
     held = f"{counted(content['pages'], 'page')}, {format_bytes(content['used_bytes'])}"
     runs = content.pop("runs")
+    data = {"out": str(out), "bytes": len(page), "runs": len(runs["parent"])} | content
     return Result(
-        {"out": str(out), "bytes": len(page), "runs": len(runs["parent"])} | content,
+        data if str(out) != STANDARD else None,
         partial(say, f"{out}: {content['location']}, {held}; open it in a browser"),
     )
 

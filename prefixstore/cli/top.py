@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import select
 import sys
-import termios
 import time
-import tty
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -52,10 +51,10 @@ def top(location: str, *, once: bool = False, seconds: float = 2.0) -> None:
     Example: prefixstore top lmdb:///var/cache/kv
     """
     with Archive(location, read_only=True) as archive:
-        if once or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        if once or not sys.stdout.isatty():
             screen = Screen(archive.location)
             screen.read(archive)
-            screen.hottest = _hottest(archive)
+            screen.hottest = _hottest(archive, lambda: False)
             for line in lines(screen, width(), None):
                 typer.echo(line)
         else:
@@ -64,24 +63,37 @@ def top(location: str, *, once: bool = False, seconds: float = 2.0) -> None:
 
 def _watch(archive: Archive, seconds: float) -> None:
     console = Console(file=sys.stdout, highlight=False)
-    screen, next_search = Screen(archive.location), 0.0
-    with _keys() as key, Live(console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            try:
-                screen.read(archive)
-                screen.fault = None
-            except StorageError as error:
-                screen.fault = str(error)
-            live.update(_styled(lines(screen, console.width, console.height - 1)), refresh=True)
+    screen = Screen(archive.location)
+    is_over = False
+    with ThreadPoolExecutor(1) as thread, _keys() as key:
+        search: Future[tuple[list[Hot], float]] | None = None
+        next_search = 0.0
+
+        def search_once() -> tuple[list[Hot], float]:
             started = time.monotonic()
-            is_searched = started >= next_search
-            if is_searched:
-                screen.hottest = _hottest(archive)
-                ended = time.monotonic()
-                next_search = ended + max(HOTTEST_SECONDS, (ended - started) / HOTTEST_SHARE)
-            # what was found is shown at once
-            if key(0 if is_searched else seconds) in QUIT:
-                return
+            return _hottest(archive, lambda: is_over), time.monotonic() - started
+
+        try:
+            with Live(console=console, screen=True, auto_refresh=False) as live:
+                while True:
+                    try:
+                        screen.read(archive)
+                        screen.fault = None
+                    except StorageError as error:
+                        screen.fault = str(error)
+                    if search is not None and search.done():
+                        found, took = search.result()
+                        screen.hottest, search = found, None
+                        next_search = time.monotonic() + max(HOTTEST_SECONDS, took / HOTTEST_SHARE)
+                    if search is None and time.monotonic() >= next_search:
+                        search = thread.submit(search_once)
+                    shown = lines(screen, console.width, console.height - 1)
+                    live.update(_styled(shown), refresh=True)
+                    # the first time, until the hottest prefixes are found
+                    if key(0.2 if search is not None and not screen.hottest else seconds) in QUIT:
+                        return
+        finally:
+            is_over = True
 
 
 def _styled(shown: Sequence[str]) -> Text:
@@ -92,19 +104,34 @@ def _styled(shown: Sequence[str]) -> Text:
     return text
 
 
-def _hottest(archive: Archive) -> list[Hot]:
+def _hottest(archive: Archive, stop: Callable[[], bool]) -> list[Hot]:
     try:
         with archive.backend.view() as view:
-            return hottest(view, MOST_SHOWN)
+            return hottest(view, MOST_SHOWN, stop)
     except StorageError:
         return []
 
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """A function that waits so many seconds for a key, and returns it; ``"-"`` if none is pressed."""
-    number = sys.stdin.fileno()
-    before = termios.tcgetattr(number)
+    """A function that waits so many seconds for a key, and returns it; ``"-"`` if none is pressed.
+
+    Where standard input is no terminal, it waits.
+    """
+
+    def wait(seconds: float) -> str:
+        time.sleep(seconds)
+        return "-"
+
+    try:
+        import termios  # noqa: PLC0415 - not on every system
+        import tty  # noqa: PLC0415 - as above
+
+        number = sys.stdin.fileno()
+        before = termios.tcgetattr(number)
+    except (ImportError, OSError, ValueError, termios.error):
+        yield wait
+        return
 
     def pressed(seconds: float) -> str:
         if select.select([number], [], [], seconds)[0]:

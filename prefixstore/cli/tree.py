@@ -82,23 +82,26 @@ def tree(
                 archive, pages, lambda page: containing in text_of_pages(archive.path(page)[-2:], words)
             )
         shown = _Shown(pages, words, depth, limit, ORDERS[sort] if sort is not None else None)
-        facts = [page_facts(page, words) for page in shown.pages()[:limit]]
-        history = archive.history()
-        described = {one.key: described_of(history, one) for one in archive.holdings()}
-        where = archive.location
+        where, described = archive.location, _described(archive) if form is Form.TEXT else {}
     is_lost = containing is not None and not pages
 
     def show() -> None:
         if form is not Form.TEXT:
-            rows_of(facts, form)
-        else:
-            shown.print(described)
-            if not is_lost:
-                tell(f"{where}: {counted(len(pages), 'page')}")
+            rows_of(shown.facts(), form)
+            return
+        shown.print(described)
+        if not is_lost:
+            tell(f"{where}: {counted(len(pages), 'page')}")
 
     if is_lost:
         say(f"{where}: the text is not stored")
-    return Result(facts, show, FAILED if is_lost else DONE)
+    return Result(shown.facts, show, FAILED if is_lost else DONE)
+
+
+def _described(archive: Archive) -> dict[bytes, Described]:
+    """What is known of each namespace."""
+    history = archive.history()
+    return {one.key: described_of(history, one) for one in archive.holdings()}
 
 
 def _leading_to(archive: Archive, pages: list[Page], is_wanted: Callable[[Page], bool]) -> list[Page]:
@@ -138,6 +141,10 @@ class _Shown:
         """The pages down to the depth, in the order of the branches where one is asked for."""
         pages = [page for _, chain, _, _ in self._branches(None) for page in chain] if self.depth else self.chosen
         return sorted(pages, key=self.order) if self.order is not None else pages
+
+    def facts(self) -> list[dict[str, object]]:
+        """These pages as data."""
+        return [page_facts(page, self.words) for page in self.pages()[: self.limit]]
 
     def print(self, described: Mapping[bytes, Described]) -> None:
         """Print the tree, under what is known of its namespaces."""

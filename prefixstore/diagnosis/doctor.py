@@ -344,7 +344,7 @@ def _break_even(archive: Archive) -> Iterator[Finding]:
     times = f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.1f}"
     text = f"restoring {n / restoring:,.0f} tokens/s, computing {n / computing:,.0f} (ratio {times})"
     advice = "Restoring is slower than computing here, so it is skipped: use a faster disk, codec='raw', or ram_bytes."
-    yield _found("break-even", text, advice * (restoring > computing))
+    yield _found("break-even", text, advice if restoring > computing else "")
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

@@ -308,7 +308,7 @@ def _evicted(engine: Engine, place: Place, tokens: Tokens, n_shared: int) -> Evi
     missing = keys[first:]
     # a page is evicted before those that it follows, so the first one that is missing went last
     found = next(iter(engine.evictions(missing[:1]).values()), None)
-    return found and EvictedPage(first * step, found.at, found.cause.name.lower())
+    return EvictedPage(first * step, found.at, found.cause.name.lower()) if found is not None else None
 
 
 def _others(engine: Engine, place: Place, tokens: Tokens, n_shared: int) -> tuple[OtherSettings, ...]:

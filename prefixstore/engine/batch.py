@@ -69,7 +69,8 @@ class Batch:
             # what follows a page that is refused is refused as well
             reason = reasons.get(page.key) or reasons.get(page.parent)
             if reason is None:
-                reason = self._write(one, partial(self._admits, _followers(packed, i)))
+                followers = [each for each in _followers(packed, i) if each.pending.page.key not in reasons]
+                reason = self._write(one, partial(self._admits, followers))
             if reason is not None:
                 reasons[page.key] = reason
                 self.refused.append((one, reason))

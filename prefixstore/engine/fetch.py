@@ -401,7 +401,7 @@ class _Delivery:
         return True
 
     def _keep_one(self, last: _Coming) -> None:
-        if self._keep is None or last.state is None:
+        if self._keep is None or last.state is None or last.page.key in self._in_memory:
             return
         try:
             self._keep.keep(last.page, last.state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -56,9 +56,10 @@ class RamTier:
         """Bytes that it holds."""
         return self._used
 
-    def lacks(self, pages: Iterable[Page]) -> bool:
-        """Whether one of these pages could be here, and is not."""
-        return bool(self._limit) and any(page.key not in self._states for page in pages)
+    def lacks(self, pages: Sequence[Page]) -> bool:
+        """Whether one of these pages is not here, and all of them can be."""
+        size = sum(_cost(len(page.tokens), page.raw_bytes) for page in pages)
+        return size <= self._limit and any(page.key not in self._states for page in pages)
 
     def opened(self, view: View) -> None:
         """As `Keep.opened`: a copy needs nothing else of the location."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -33,6 +33,8 @@ __all__ = ["PAGES_AT_ONCE", "Evictor", "Space"]
 
 # so large that what a page costs beside its payload does not matter
 MANY_BYTES = 1 << 40
+# what the names of groups with the leaves of a tenant begin with
+OF_SALT = b"salt "
 # other processes wait while a transaction is open: it evicts so many pages and bytes, and no more
 PAGES_AT_ONCE = 512
 BYTES_AT_ONCE = 256 << 20
@@ -202,25 +204,29 @@ class Space:
         for limit in limits:
             if limit.exceeded(_evictable(limit.held(), before)):
                 return limit.reason
-        for limit in limits:
-            for quota in limit.groups:
-                while limit.exceeded() and (victim := self._next(quota)) is not None:
-                    if replaced is not None and victim.key == replaced.key:
-                        self._victims_of(quota).spare(victim)
-                    elif admits(victim):
-                        self._take(victim, quota)
-                    else:
-                        self._victims_of(quota).give_back(victim)
-                        return DropReason.ADMISSION
-            if limit.exceeded():
-                return limit.reason
+        with ExitStack() as after:
+            for limit in limits:
+                for quota in limit.groups:
+                    while limit.exceeded() and (victim := self._next(quota)) is not None:
+                        is_tail = replaced is not None and victim.key == replaced.key
+                        if not is_tail and admits(victim):
+                            self._take(victim, quota)
+                            continue
+                        # other pages may take its place
+                        after.callback(self._victims_of(quota).give_back, victim)
+                        if not is_tail:
+                            return DropReason.ADMISSION
+                if limit.exceeded():
+                    return limit.reason
         self._last = one.pending.page, before
         return None
 
     def put(self, page: Page) -> None:
         """A page was put: it is a leaf now, and an imported one may be older than others."""
-        for victims in self._victims.values():
-            victims.added(page.namespace, page.key)
+        for name, victims in list(self._victims.items()):
+            if not victims.added(page.namespace, page.key) and name.startswith(OF_SALT):
+                # the tenant may have a namespace more
+                del self._victims[name]
 
     def shrink(self, n_bytes: int, *, at_most: int | None = None, chosen: list[bytes] | None = None) -> bool:
         """Evict until the location holds so many bytes, or `at_most` so many pages; false if none are left.
@@ -242,6 +248,7 @@ class Space:
 
         Returns whether more may be left.
         """
+        self._victims_of(None).read_more()
         for _ in range(at_most):
             victim = self._next(None)
             if victim is None or not victim.is_expired:
@@ -277,12 +284,13 @@ class Space:
         """What a page may not exceed."""
         transaction, quotas = self._transaction, self._quotas(one)
         size = len(one.payload) + len(one.record.tokens)
-        limits = [_Limit(DropReason.QUOTA, [quota], quota.held, partial(quota.exceeds, size)) for quota in quotas]
         adding, entries = transaction.cost(one.record, len(one.payload)), 1
         if replaced is not None:
+            size -= replaced.stored_bytes + len(replaced.tokens)
             # at most: what the page is found to need beyond that is evicted when the tail is gone
             adding -= _cost(transaction, len(replaced.tokens), replaced.stored_bytes)
             entries -= 1
+        limits = [_Limit(DropReason.QUOTA, [quota], quota.held, partial(quota.exceeds, size)) for quota in quotas]
         groups = [quotas[-1], None] if quotas else [None]
         exceeds = partial(self._exceeds, adding=adding, entries=entries)
         return [*limits, _Limit(DropReason.BUDGET, groups, transaction.count, exceeds)]
@@ -364,7 +372,7 @@ class _Quota(NamedTuple):
     @property
     def name(self) -> bytes:
         """Of their group."""
-        return self.namespace if self.salt is None else b"salt " + self.salt.encode("utf-8", "surrogatepass")
+        return self.namespace if self.salt is None else OF_SALT + self.salt.encode("utf-8", "surrogatepass")
 
     def group(self) -> Group:
         """Their leaves."""

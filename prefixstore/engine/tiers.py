@@ -118,7 +118,8 @@ class TieredEngine(Engine):
 
     def states_of(self, pages: Sequence[Page]) -> AbstractContextManager[States]:
         """The verified states of pages in the nearer location, each valid until the next one is requested."""
-        return super().fetching(pages, streamed=True, along=False)
+        # what is passed on was captured, or used, before: it is no use of its own
+        return super().fetching(pages, streamed=True, along=False, keep=_Nothing())
 
     # -- looking up ---------------------------------------------------------------------------------------------------
 
@@ -459,6 +460,16 @@ class TieredEngine(Engine):
             unreadable=counters.group("unreadable"),
             outages=counters["outages"],
         )
+
+
+class _Nothing(Keep):
+    """Keeps no copies."""
+
+    def opened(self, view: View) -> None:
+        pass
+
+    def keep(self, page: Page, state: memoryview) -> None:
+        pass
 
 
 class _Chain(Keep):

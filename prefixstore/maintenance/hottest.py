@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,11 +41,14 @@ class Hot:
     last_used: int
 
 
-def hottest(view: View, n: int) -> list[Hot]:
-    """The `n` prefixes that are used most, each as long as it is used as often. It looks at all pages, in slices."""
+def hottest(view: View, n: int, stop: Callable[[], bool] = lambda: False) -> list[Hot]:
+    """The `n` prefixes that are used most, each as long as it is used as often.
+
+    It looks at all pages, in slices; `stop` is called after each, and ends that if it returns True.
+    """
     best = np.empty(0, FACTS)
     after = b""
-    while len(facts := view.facts(after, SLICE)):
+    while not stop() and len(facts := view.facts(after, SLICE)):
         after = facts["key"][-1].tobytes()
         used = facts[facts["is_readable"] & (facts["hits"] > 0) & (facts["form"] == PAGE)]
         best = np.concatenate([best, used])

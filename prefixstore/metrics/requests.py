@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 from prefixstore.errors import InvalidParameterError
@@ -29,6 +30,8 @@ ENDPOINTS = frozenset(
         "/v1/responses",
     }
 )
+# of sources and reasons
+NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 # each has the label endpoint, and some another one
 COUNTERS: dict[str, tuple[str, ...]] = {
     "requests": ("Requests that queried the store, by the source of the reused prefix.", "source"),
@@ -102,7 +105,7 @@ class RequestMetrics:
             Where the beginning of the prompt came from: ``"store"``, ``"live"`` (the slot or context still held it) or
             ``"none"``.
         reason
-            Why nothing came from the store: a plain name such as ``"not_found"``.
+            Why nothing came from the store: a plain name such as ``"not_found"``; others are counted as `OTHER`.
         prompt_tokens, live_tokens, restored_tokens, computed_tokens
             Tokens of the prompt: all, those that were live, those from the store, and those that were computed.
         lookup_seconds, restore_seconds
@@ -112,9 +115,9 @@ class RequestMetrics:
             counted as none.
         """
         where = _endpoint(endpoint)
-        self._made["requests"].labels(where, source).inc()
+        self._made["requests"].labels(where, _name(source)).inc()
         if reason:
-            self._made["request_misses"].labels(where, reason).inc()
+            self._made["request_misses"].labels(where, _name(reason)).inc()
         for name, value in (
             ("prompt_tokens", prompt_tokens),
             ("live_tokens", live_tokens),
@@ -129,11 +132,16 @@ class RequestMetrics:
 
     def passed(self, endpoint: str, reason: str) -> None:
         """Count a request that was passed through without querying the store, for this reason."""
-        self._made["requests_passed"].labels(_endpoint(endpoint), reason).inc()
+        self._made["requests_passed"].labels(_endpoint(endpoint), _name(reason)).inc()
 
 
 def _endpoint(path: str) -> str:
     return path if path in ENDPOINTS else OTHER
+
+
+def _name(value: str) -> str:
+    """A source or a reason; what is no plain name, such as one with an id in it, would be a series of its own."""
+    return value if NAME.fullmatch(value) else OTHER
 
 
 def _at_least_zero(value: float | None) -> float:

@@ -262,12 +262,14 @@ def store_text(store: Engine | HasEngine) -> str:
 
 
 def _families(prometheus: ModuleType, *, named: bool) -> dict[str, Any]:
-    return {
-        name: getattr(prometheus.core, f"{metric.kind}MetricFamily")(
-            f"prefixstore_{name}", metric.text, labels=["store"] * named + [metric.label] * bool(metric.label)
-        )
-        for name, metric in METRICS.items()
-    }
+    families = {}
+    for name, metric in METRICS.items():
+        labels = ["store"] if named else []
+        if metric.label:
+            labels.append(metric.label)
+        family = getattr(prometheus.core, f"{metric.kind}MetricFamily")
+        families[name] = family(f"prefixstore_{name}", metric.text, labels=labels)
+    return families
 
 
 def _add(family: Any, labels: tuple[str, ...], found: Found) -> None:

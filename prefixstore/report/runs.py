@@ -55,10 +55,8 @@ RUN = np.dtype(
         ("last_used", "i8"),
         ("created", "i8"),
         ("pinned", "i8"),  # whether its pages are
-        (
-            "runs",
-            "i8",
-        ),  # how many it stands for: 1, or how many small ones were left out after `parent`, without `head`
+        # how many it stands for: 1, or how many small ones were left out after `parent`, without `head`
+        ("runs", "i8"),
     ]
 )
 

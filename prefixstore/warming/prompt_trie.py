@@ -61,7 +61,6 @@ class PromptTrie:
 
     def __init__(self, prompts: Iterable[tuple[Tokens, str]], min_tokens: int) -> None:
         self.prompts = self.prompt_tokens = self.short = 0
-        self._min_tokens = min_tokens
         kept: dict[bytes, str] = {}
         for tokens, where in prompts:
             self.prompts += 1

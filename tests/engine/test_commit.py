@@ -113,6 +113,27 @@ def test_the_space_of_a_tail_is_that_of_the_page_that_continues_it():
         assert len(store.stored_keys()) == 3
 
 
+def test_the_quota_counts_a_tail_for_the_page_that_continues_it_and_evicts_nothing_for_that():
+    """The tail cannot be evicted for it, and is gone when it is written."""
+    with store_of(quota=Quota(3 * (1000 + 4 * P))) as store:
+        store.put(B[:P], 1000)
+        store.put([1, 2, 3], 1500)
+        assert store.put([1, 2, 3, 4], 1900) == 1
+        assert (store.match([1, 2, 3, 4]), store.match(B[:P])) == (4, P)
+        assert store.counters["evictions"] == 0
+
+
+def test_a_tail_that_was_spared_for_a_page_is_evicted_for_another_of_its_batch():
+    with store_of(max_entries=2, max_bytes=10 * entry()) as store:
+        store.put([1, 2])
+        store.put(B[:P])
+        store.engine.pin(NS, as_tokens(B[:P]), P, pinned=True)
+        # the page that continues the tail never fits; the other one needs its place
+        batch = [*store.announce([1, 2, 3], 64 << 20), *store.announce([9] * P)]
+        assert store.engine.commit(batch) == 1
+        assert store.match([9] * P) == P
+
+
 # -- uses --------------------------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import Usage
 from prefixstore.stats import Counters
 from prefixstore.store import PrefixStore
-from tests.support.engines import MemoryPages
+from tests.support.engines import NS, A, MemoryPages, Store
 from tests.support.models import answer, prompt
 from tests.support.pages import make_page
 from tests.support.timeouts import wait_for
@@ -111,6 +112,27 @@ def test_a_tier_of_size_zero_keeps_nothing():
     page = page_of(1)
     tier.keep(page, b"")
     assert (tier.state(page), tier.used, tier.lacks([page])) == (None, 0, False)
+
+
+def test_what_cannot_be_kept_together_is_not_copied_at_all():
+    """A restore that copies verifies each state first, which takes longer."""
+    tier = RamTier(3 * (1000 + ENTRY_BYTES))
+    pages = [replace(page_of(i), raw_bytes=1000) for i in range(4)]
+    assert tier.lacks(pages[:2])
+    assert not tier.lacks(pages)
+    tier.keep(pages[0], bytes(1000))
+    assert not tier.lacks(pages[:1])
+
+
+def test_a_state_that_waits_to_be_written_is_copied_when_that_is_done():
+    with closing(Store(MemoryPages(), options={"ram_bytes": MIB})) as store:
+        batch = store.announce(A)
+        assert store.fetch(A) == 3
+        assert store.engine.ram_bytes == 0
+        assert store.engine.commit(batch) == 3
+        assert store.engine.ram_bytes > 0
+        store.engine.clear(NS)
+        assert store.engine.ram_bytes == 0
 
 
 @pytest.mark.parametrize("refreshed_before", [True, False])
