@@ -27,7 +27,7 @@ LONG = {
 }
 
 # between the moments at which a process is killed, where each costs many requests
-STEP = {"valkey": 5, "s3": 100}
+STEP = {"valkey": 5, "s3": 40}
 
 
 @pytest.fixture
