@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -182,9 +183,11 @@ def ask(client: httpx.Client, prompt: str, asked: Asked | None = None, **options
     if asked is not None:
         body["stream_options"] = {"include_usage": True}
     started = time.perf_counter()
-    seconds, pieces, computed = 0.0, [], None
+    seconds, pieces, computed, told = 0.0, [], None, None
     with client.stream("POST", "/v1/completions", json=body) as answer:
         answer.raise_for_status()
+        # what was computed ahead of the request counts as cached in the server's own figures
+        told = re.search(r"computed=(\d+)", answer.headers.get("x-prefixstore", ""))
         for line in answer.iter_lines():
             if not line.startswith("data: {"):
                 continue
@@ -196,6 +199,7 @@ def ask(client: httpx.Client, prompt: str, asked: Asked | None = None, **options
                 computed = found["timings"]["prompt_n"]
             elif "prompt_tokens_details" in usage:
                 computed = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
+    computed = int(told[1]) if told is not None else computed
     if asked is not None:
         asked.seconds.append(seconds)
         asked.computed += computed or 0

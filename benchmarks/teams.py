@@ -122,7 +122,7 @@ def rag(words: Words, round_: int) -> list[list[Request]]:
 
 WORKLOADS: dict[str, Callable[[Words, int], list[list[Request]]]] = {"agents": agents, "shared": shared, "rag": rag}
 NAMES = {
-    "agents": "agents: 15,000 tokens, three turns, three subagents",
+    "agents": "15,000 tokens, three turns, three subagents",
     "shared": "a system prompt of 2,000 tokens, 8 users",
     "rag": "three of twelve documents, 10 questions",
     "swap": "two models in turns, 4,000 tokens each",
@@ -278,12 +278,14 @@ def section(result: dict[str, Any] | None) -> list[str]:
         for workload, found in workloads.items()
     ]
     lost = sum(ratio < 1 for ratio, _ in rows)
+    names = dict.fromkeys(name for workloads in result.values() for name in workloads)
+    described = "; ".join(f"{name} ({NAMES[name]})" for name in names)
     return [
         "## Workloads of a team",
         "",
         *paragraph(
-            f"""Through HTTP, with {SLOTS} slots, on small models of three kinds with random weights (of larger ones,
-            what is not computed counts for more): {"; ".join(NAMES.values())}. Time to the first text, p50 of all
+            f"""Through HTTP, with {SLOTS} slots, on small models with random weights (of larger ones,
+            what is not computed counts for more): {described}. Time to the first text, p50 of all
             requests of a phase; a client of slot files restores one before each request and saves it afterwards, of
             which the first counts. Live: the same requests once more. Restart: all processes were ended, and started
             again, and each conversation goes on, or asks something else. In {lost} of {len(rows)} rows another server
