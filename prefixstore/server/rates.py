@@ -46,15 +46,14 @@ class Rates:
         For a byte saved, from a slot into the store.
     token_bytes
         Bytes of a token in a slot file.
-    batch_seconds
-        For a batch of few tokens.
     """
 
     token_seconds: float = 1e-3
     restore_seconds: float = 2e-9
     save_seconds: float = 3e-9
     token_bytes: float = 4096.0
-    batch_seconds: float = 0.0
+    # the last batches of few tokens, and copies of slots
+    _batches: deque[float] = field(default_factory=lambda: deque(maxlen=COPIES_REMEMBERED))
     _copies: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=COPIES_REMEMBERED))
     _measured: frozenset[str] = frozenset()
     _left_out: int = 0
@@ -65,7 +64,7 @@ class Rates:
         if n_tokens >= SMALLEST_PREFILL:
             self._note("token_seconds", seconds / n_tokens)
         elif 0 < n_tokens <= FEW_TOKENS:
-            self._note("batch_seconds", seconds)
+            self._batches.append(seconds)
 
     def restored(self, n_tokens: int, n_bytes: int, seconds: float) -> None:
         """Note that a slot was filled."""
@@ -95,10 +94,11 @@ class Rates:
     def stopping(self, n_tokens: int) -> float:
         """Seconds that it takes at most to stop after so many tokens of a prompt, and to copy the slot.
 
-        A file of twice as many tokens takes at most twice as long, and of recurrent memory no longer.
+        A file of twice as many tokens takes at most twice as long, and of recurrent memory no longer. Of the last ones
+        the fastest counts: beside other prompts a batch takes as long as theirs, with a stop or without.
         """
         copying = (seconds * max(n_tokens / max(n, 1), 1.0) for n, seconds in self._copies)
-        return min(copying, default=0.0) + BATCHES_OF_A_STOP * self.batch_seconds
+        return min(copying, default=0.0) + BATCHES_OF_A_STOP * min(self._batches, default=0.0)
 
     def is_faster(self, seconds: float, n_tokens: int) -> bool:
         """Whether work that takes so many seconds is faster than computing so many tokens."""

@@ -681,6 +681,14 @@ def test_a_restore_that_was_slow_by_chance_is_not_the_last_one():
     assert store.n_restores == 3
 
 
+def test_batches_that_took_long_beside_other_prompts_do_not_make_stops_dear():
+    rates = Rates()
+    for seconds in (0.9, 0.002, 0.8, 0.7):
+        rates.computed(1, seconds)
+    assert rates.stopping(1000) == pytest.approx(rates.stopping(10))
+    assert rates.stopping(1000) < 0.01
+
+
 def test_restores_that_stay_slow_are_tried_ever_more_seldom():
     rates = Rates()
     tried = [rates.tries(is_faster=False) for _ in range(3 * RETRY_EVERY)]
