@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -69,8 +69,7 @@ class Batch:
             # what follows a page that is refused is refused as well
             reason = reasons.get(page.key) or reasons.get(page.parent)
             if reason is None:
-                followers = [each for each in _followers(packed, i) if each.pending.page.key not in reasons]
-                reason = self._write(one, partial(self._admits, followers))
+                reason = self._write(one, partial(self._admits, packed, i, reasons))
             if reason is not None:
                 reasons[page.key] = reason
                 self.refused.append((one, reason))
@@ -107,11 +106,12 @@ class Batch:
         parent = self._stored.get(record.parent)
         return isinstance(parent, Record) and parent.key == record.parent and record.follows(parent)
 
-    def _admits(self, followers: Sequence[PackedPage], victim: Victim) -> bool:
-        """Whether one of these pages is worth more than a victim, or is to be stored in any case."""
-        return any(
-            one.pending.is_wanted or one.pending.page.pinned or self._catalog.admits(one, victim) for one in followers
-        )
+    def _admits(self, packed: Sequence[PackedPage], i: int, reasons: Container[bytes], victim: Victim) -> bool:
+        """Whether a page, or one that follows it and is not refused, is to be stored in any case, or beats a victim."""
+        if _is_wanted(packed[i]):
+            return True
+        able = [one for one in _followers(packed, i) if one.pending.page.key not in reasons]
+        return any(_is_wanted(one) or self._catalog.admits(one, victim) for one in able)
 
     def _write(self, one: PackedPage, admits: Callable[[Victim], bool]) -> DropReason | None:
         """Write one page; returns the reason if it is refused."""
@@ -185,6 +185,11 @@ class Batch:
                 return
             self._transaction.touch(key, replace(usage, expires=page.expires if not page.pinned else 0))
             key = record.parent
+
+
+def _is_wanted(one: PackedPage) -> bool:
+    """Whether a page is stored even if it is worth less than what is evicted for it."""
+    return one.pending.is_wanted or one.pending.page.pinned
 
 
 def _followers(packed: Sequence[PackedPage], first: int) -> Sequence[PackedPage]:

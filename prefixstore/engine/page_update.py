@@ -175,7 +175,9 @@ class Transaction(View):
         self._rows.delete(usage_row(key))
         if record is not None and place is not None:
             # what a damaged record says of its namespace may be wrong
-            for space in (namespace_in(record), *(self.namespaces() if head_of(record) is None else ())):
+            spaces = [namespace_in(record), *(self.namespaces() if head_of(record) is None else ())]
+            self._rows.get([leaf_row(space, key) for space in spaces])  # in one round trip; the draft keeps them
+            for space in spaces:
                 self._set_leaf(space, leaf_row(space, key), None)
             self._mend_leaf(place[0])
         self._has_changed = True

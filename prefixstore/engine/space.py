@@ -389,6 +389,9 @@ class _Evictable(NamedTuple):
     bytes: int = 0
 
 
+NOTHING = _Evictable()
+
+
 def _evictable(total: Count, kept: Iterable[Page] = ()) -> _Evictable:
     """What eviction could delete of these pages: not what is pinned, and not those that are kept."""
     free = [page for page in kept if not page.pinned]
@@ -420,7 +423,7 @@ class _Limit:
     held: Callable[[], Count]
     exceeds: Callable[[_Evictable], bool]
 
-    def exceeded(self, evictable: _Evictable = _Evictable()) -> bool:  # noqa: B008 - it is immutable
+    def exceeded(self, evictable: _Evictable = NOTHING) -> bool:
         """Whether the page is too much, by default as it is now."""
         return self.exceeds(evictable)
 

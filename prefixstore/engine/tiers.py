@@ -118,7 +118,7 @@ class TieredEngine(Engine):
 
     def states_of(self, pages: Sequence[Page]) -> AbstractContextManager[States]:
         """The verified states of pages in the nearer location, each valid until the next one is requested."""
-        # what is passed on was captured, or used, before: it is no use of its own
+        # passing a page on is not a use of it: it is not copied to RAM
         return super().fetching(pages, streamed=True, along=False, keep=_Nothing())
 
     # -- looking up ---------------------------------------------------------------------------------------------------
