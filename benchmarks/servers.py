@@ -69,11 +69,19 @@ class Asked:
     seconds: list[float] = field(default_factory=list)
     computed: int = 0
     is_counted: bool = True
+    # bytes of slot files
+    written: int = 0
+
+    def add(self, other: Asked) -> None:
+        self.seconds += other.seconds
+        self.computed += other.computed
+        self.is_counted = self.is_counted and other.is_counted
+        self.written += other.written
 
 
-def llama_server(model: Path, *extra: str) -> tuple[str, ...]:
+def llama_server(model: Path, *extra: str, slots: int = SLOTS, slot_tokens: int = SLOT_TOKENS) -> tuple[str, ...]:
     return (
-        *(str(LLAMA_SERVER), "-m", str(model), "-t", THREADS, "-np", str(SLOTS), "-c", str(SLOTS * SLOT_TOKENS)),
+        *(str(LLAMA_SERVER), "-m", str(model), "-t", THREADS, "-np", str(slots), "-c", str(slots * slot_tokens)),
         *("--no-webui", "--log-disable", *extra),
     )
 
@@ -207,16 +215,17 @@ def ask(client: httpx.Client, prompt: str, asked: Asked | None = None, **options
     return "".join(pieces)
 
 
-def turn(client: httpx.Client, server: Server, number: int, prompt: str, asked: Asked) -> str:
+def turn(client: httpx.Client, server: Server, name: str, prompt: str, asked: Asked, slot: int = 0) -> str:
     """One turn of a conversation, with what a user of slot files does before and after it."""
     if not server.slot_files:
         return ask(client, prompt, asked)
-    name, lost = {"filename": f"{number}.bin"}, time.perf_counter()
-    client.post("/slots/0?action=restore", json=name)
+    file, lost = {"filename": f"{name}.bin"}, time.perf_counter()
+    client.post(f"/slots/{slot}?action=restore", json=file)
     lost = time.perf_counter() - lost
-    answer = ask(client, prompt, asked, id_slot=0)
+    answer = ask(client, prompt, asked, id_slot=slot)
     asked.seconds[-1] += lost
-    client.post("/slots/0?action=save", json=name).raise_for_status()
+    saved = client.post(f"/slots/{slot}?action=save", json=file).raise_for_status()
+    asked.written += saved.json()["n_written"]
     return answer
 
 
@@ -233,17 +242,17 @@ def conversations(
     with running(server, directory) as client:
         ask(client, words.text(8, 99))  # the first batch of a context takes longer
         for i, text in enumerate(texts):
-            texts[i] += turn(client, server, i, text, phases["cold"])
+            texts[i] += turn(client, server, str(i), text, phases["cold"])
     with running(server, directory) as client:
         ask(client, words.text(8, 99))
         for i in range(REPEATED):
-            turn(client, server, i, words.text(n_tokens, i), phases["again"])
+            turn(client, server, str(i), words.text(n_tokens, i), phases["again"])
     with running(server, directory) as client:
         ask(client, words.text(8, 99))
         for i in range(n):
             for name in ("restart", "live"):
                 texts[i] += words.text(TURN_TOKENS, 1000 + i)
-                answers.append(turn(client, server, i, texts[i], phases[name]))
+                answers.append(turn(client, server, str(i), texts[i], phases[name]))
                 texts[i] += answers[-1]
     return {
         **{

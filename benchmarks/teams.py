@@ -24,12 +24,12 @@ import httpx
 import numpy as np
 
 from benchmarks.common import CACHE, summary, tree_bytes
-from benchmarks.servers import LLAMA_SERVER, THREADS, Asked, Server, Words, ask, started
+from benchmarks.servers import LLAMA_SERVER, Asked, Server, Words, ask, llama_server, started, turn
 from benchmarks.tables import megabytes, milliseconds, paragraph, table
 from prefixstore.testing.models import Shape, write_model
 
-SLOTS, CONTEXT = 4, 4 * 20_480
-# so that 15,000 tokens take seconds: the ratios of larger models are better for whoever computes least
+SLOTS, SLOT_TOKENS = 4, 20_480
+# small, so that 15,000 tokens take seconds; with a larger model, whoever computes least gains more
 KINDS = {
     "attention": Shape("llama", n_layer=6, n_embd=256, n_head=4, head_dim=64, n_ff=768, n_vocab=8192),
     "window": Shape(
@@ -67,6 +67,7 @@ class Figures:
 
     asked: dict[str, Asked] = field(default_factory=lambda: {name: Asked() for name in PHASES})
     kept: int = 0
+    # by the proxy
     written: int = 0
 
     def as_dict(self) -> dict[str, Any]:
@@ -77,7 +78,7 @@ class Figures:
                 if one.seconds
             },
             "kept": self.kept,
-            "written": self.written,
+            "written": self.written + sum(one.written for one in self.asked.values()),
         }
 
 
@@ -88,11 +89,11 @@ def agents(words: Words, round_: int) -> list[list[Request]]:
     """A coding agent with a prompt of 15,000 tokens, and subagents that begin with the same tools."""
     tools, files = words.text(6000, 1), words.text(9000, 2)
     found = []
-    for turn in range(3):
-        turns = "".join(words.text(300, 100 + i) for i in range(3 * round_ + turn))
+    for number in range(3):
+        turns = "".join(words.text(300, 100 + i) for i in range(3 * round_ + number))
         found.append([Request("agent", tools + files + turns)])
-        task = words.text(800, 200 + 3 * round_ + turn)
-        found.append([Request(f"subagent {3 * round_ + turn}", tools + task)])
+        task = words.text(800, 200 + 3 * round_ + number)
+        found.append([Request(f"subagent {3 * round_ + number}", tools + task)])
     return found
 
 
@@ -146,8 +147,7 @@ def server_of(name: str, model: Path, kept: Path) -> Server:
     kept.mkdir(exist_ok=True)
     port = ("--port", "{port}")
     own = [part.replace("{kept}", str(kept)) for part in PEERS[name]]
-    size = ("-t", THREADS, "-np", str(SLOTS), "-c", str(CONTEXT))
-    command = (str(LLAMA_SERVER), "-m", str(model), *size, "--no-webui", "--log-disable", *own)
+    command = llama_server(model, *own, slots=SLOTS, slot_tokens=SLOT_TOKENS)
     if name == OURS:
         return Server((sys.executable, "-m", "prefixstore", "serve", f"lmdb://{kept}", *port, "--", *command))
     return Server((*command, *port), slot_files=bool(own) and "--slot-save-path" in own)
@@ -170,45 +170,28 @@ def begun(server: Server, directory: Path, figures: Figures) -> Iterator[httpx.C
             figures.written += _written(process)
 
 
-def answer(client: httpx.Client, server: Server, request: Request, slot: int, asked: Asked, figures: Figures) -> None:
-    """Ask one request, with what a user of slot files does before and after it."""
-    if not server.slot_files:
-        ask(client, request.prompt, asked)
-        return
-    name = {"filename": request.conversation.replace(" ", "-") + ".bin"}
-    begun = time.perf_counter()
-    client.post(f"/slots/{slot}?action=restore", json=name)
-    lost = time.perf_counter() - begun
-    mine = Asked()
-    ask(client, request.prompt, mine, id_slot=slot)
-    asked.seconds.append(mine.seconds[0] + lost)
-    asked.computed += mine.computed
-    saved = client.post(f"/slots/{slot}?action=save", json=name)
-    saved.raise_for_status()
-    figures.written += saved.json()["n_written"]
-
-
-def play(
-    client: httpx.Client, server: Server, groups: Sequence[Sequence[Request]], asked: Asked, figures: Figures
-) -> None:
+def play(client: httpx.Client, server: Server, groups: Sequence[Sequence[Request]], asked: Asked) -> None:
     """Ask the requests of a round, those of a group at the same time."""
+
+    def answer(request: Request, slot: int) -> Asked:
+        mine = Asked()
+        turn(client, server, request.conversation.replace(" ", "-"), request.prompt, mine, slot)
+        return mine
+
     with ThreadPoolExecutor(SLOTS) as pool:
         for group in groups:
-            works = [
-                pool.submit(answer, client, server, request, slot, asked, figures) for slot, request in enumerate(group)
-            ]
-            for work in works:
-                work.result()
+            for mine in pool.map(answer, group, range(len(group))):
+                asked.add(mine)
 
 
 def measured(server: Server, kept: Path, directory: Path, words: Words, workload: str) -> Figures:
     """A workload with one server: cold, live, and after a restart."""
     figures, rounds = Figures(), WORKLOADS[workload]
     with begun(server, directory, figures) as client:
-        play(client, server, rounds(words, 0), figures.asked[COLD], figures)
-        play(client, server, rounds(words, 0), figures.asked[LIVE], figures)
+        play(client, server, rounds(words, 0), figures.asked[COLD])
+        play(client, server, rounds(words, 0), figures.asked[LIVE])
     with begun(server, directory, figures) as client:
-        play(client, server, rounds(words, 1), figures.asked[RESTART], figures)
+        play(client, server, rounds(words, 1), figures.asked[RESTART])
     figures.kept = tree_bytes(kept)
     return figures
 
@@ -216,12 +199,12 @@ def measured(server: Server, kept: Path, directory: Path, words: Words, workload
 def swapped(both: Sequence[Server], kept: Path, directory: Path, words: Words) -> Figures:
     """Two models in turns, each started for its request: the first of each is cold."""
     figures = Figures()
-    for turn in range(6):
-        server = both[turn % 2]
-        prompt = words.text(4000, 700 + turn % 2) + "".join(words.text(60, 800 + i) for i in range(turn // 2))
-        phase = figures.asked[COLD if turn < 2 else RESTART]
+    for number in range(6):
+        server = both[number % 2]
+        prompt = words.text(4000, 700 + number % 2) + "".join(words.text(60, 800 + i) for i in range(number // 2))
+        phase = figures.asked[COLD if number < 2 else RESTART]
         with begun(server, directory, figures) as client:
-            answer(client, server, Request(f"model {turn % 2}", prompt), 0, phase, figures)
+            turn(client, server, f"model-{number % 2}", prompt, phase)
     figures.kept = tree_bytes(kept)
     return figures
 
