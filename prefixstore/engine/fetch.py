@@ -82,7 +82,10 @@ class Keep(Protocol):
 
 
 class _Ask(Enum):
-    """What the caller tells the thread."""
+    """What the caller tells the thread.
+
+    Of a state that is not verified, at once: it is verified while the caller uses it, and then the next one is read.
+    """
 
     NEXT = "next"
     KEEP = "keep"
@@ -102,6 +105,8 @@ class _Given(NamedTuple):
         How many of those before it are verified.
     is_verified
         Whether it is verified, too.
+    is_looked
+        Whether it was found to be one that the caller can use.
     error
         What has ended the thread.
     """
@@ -109,6 +114,7 @@ class _Given(NamedTuple):
     state: memoryview | None
     n_verified: int
     is_verified: bool = True
+    is_looked: bool = False
     error: Exception | None = None
 
 
@@ -187,9 +193,11 @@ class _Fetched(Lent, States, AbstractContextManager[States]):
         self._deadline = deadline
         self._keeps = keep is not None
         admitted = pages if refused is None else pages[: pages.index(refused)]
-        self._delivery = _Delivery(fetcher, admitted, self._talk, streamed=streamed, along=along, keep=keep)
+        self._delivery = _Delivery(fetcher, admitted, self._talk, streamed=streamed, along=along, look=look, keep=keep)
         self._done: Answer[None] | None = None
         self._is_asked = self._ended = False
+        # what was asked for, and has come before the caller wanted it
+        self._ahead: _Given | None = None
         self._error: Exception | None = None
         self.n_given = self.n_verified = 0
 
@@ -254,18 +262,21 @@ class _Fetched(Lent, States, AbstractContextManager[States]):
             raise ShapeError(f"page {page.key.hex()} claims a state of {page.raw_bytes} bytes, more than possible")
         if not self._is_asked:
             self._ask(_Ask.NEXT)
-        given = self._answer(page)
+        given, self._ahead = self._ahead or self._answer(page), None
         self._is_asked = False
         self.n_verified = given.n_verified
         if given.state is None:
             return None
-        if self._look is not None and not self._look(page, given.state):
+        if self._look is not None and not given.is_looked and not self._look(page, given.state):
             self._ask(_Ask.REFUSED)
             return None
         if self._keeps:
             self._ask(_Ask.KEEP)
         self.n_given += 1
         self.n_verified += given.is_verified
+        if not given.is_verified:
+            self._ask(_Ask.NEXT if self.n_given < len(self._delivery.pages) else _Ask.VERIFIED)
+            self._is_asked = True
         return given.state
 
     def verified(self) -> int:
@@ -273,9 +284,10 @@ class _Fetched(Lent, States, AbstractContextManager[States]):
             raise self._error
         if self.n_verified < self.n_given and not self._ended:
             page = self._pages[self.n_verified]
-            self._ask(_Ask.VERIFIED)
             try:
-                self.n_verified = self._answer(page).n_verified
+                # it was asked for when the last state was given
+                self._ahead = self._ahead or self._answer(page)
+                self.n_verified = self._ahead.n_verified
             except StorageError as error:
                 self._end(page, error)
             self._ended = self._ended or self.n_verified < self.n_given
@@ -311,13 +323,22 @@ class _Delivery:
     """Reads states in a thread. Parameters as for `_Fetched`, and what it shares with that."""
 
     def __init__(
-        self, fetcher: Fetcher, pages: Sequence[Page], talk: _Talk, *, streamed: bool, along: bool, keep: Keep | None
+        self,
+        fetcher: Fetcher,
+        pages: Sequence[Page],
+        talk: _Talk,
+        *,
+        streamed: bool,
+        along: bool,
+        look: Look | None,
+        keep: Keep | None,
     ) -> None:
         self.pages = pages
         self._fetcher = fetcher
         self._talk = talk
         self._streamed = streamed
         self._along = along
+        self._look = look
         self._keep = keep
         self._n_given = self._n_verified = 0
         self._in_memory: Mapping[bytes, memoryview] = {}
@@ -341,21 +362,20 @@ class _Delivery:
             self._talk.answers.put(_Given(None, self._n_verified, error=for_caller(error)))
 
     def _serve(self, reader: Reader) -> None:
-        coming: _Coming | None = None
         # what was given last, as long as it may be kept
         last: _Coming | None = None
         while (ask := self._talk.asks.get()) is not _Ask.END:
-            if ask is _Ask.NEXT:
-                last, coming = self._give(coming or self._read(reader)), None
-                if last is not None and not last.is_verified and self._verify(reader, last.page):
-                    # the states stay where they are until the view closes
-                    coming = self._read(reader)
-            elif ask is _Ask.KEEP and last is not None:
+            if ask is _Ask.KEEP and last is not None:
                 self._keep_one(last)
                 last = None
+                continue
+            if last is not None and not last.is_verified and self._n_verified < self._n_given:
+                self._verify(reader, last.page)
+            if ask is _Ask.NEXT:
+                last = self._give(self._read(reader))
             elif ask is _Ask.REFUSED and last is not None and self._n_verified == self._n_given:
                 # a damaged page may have any shape
-                self._fetcher.give_up(last.page, ShapeError(f"page {last.page.key.hex()} does not have the shape"))
+                self._fetcher.give_up(last.page, _misshapen(last.page))
             elif ask is _Ask.VERIFIED:
                 self._talk.answers.put(_Given(None, self._n_verified))
         if last is not None and self._talk.is_left:
@@ -368,37 +388,43 @@ class _Delivery:
         page = self.pages[self._n_given]
         if (state := self._in_memory.get(page.key)) is not None:
             return _Coming(page, state)
+        # The first one is for the caller to look at, who may learn from it. The bytes that are compared are in no
+        # processor's cache yet, so of the others that is done here, while the caller uses the one before.
+        looks = self._look is not None and not reader.verifies_first and self._n_given > 0
         try:
             with self._fetcher.breaker.asking(page):
                 state = reader.next()
+            if looks and self._look is not None and state is not None and not self._look(page, state):
+                # a damaged page may have any shape
+                reader.verify()
+                raise _misshapen(page)
         except Exception as raised:
             error = for_caller(raised)
             if not isinstance(error, StorageError):
                 raise
             return _Coming(page, None, error)
-        return _Coming(page, state, is_verified=reader.verifies_first)
+        return _Coming(page, state, is_verified=reader.verifies_first, is_looked=looks)
 
     def _give(self, coming: _Coming) -> _Coming | None:
         """Answer with a state; it, if there is one."""
         page, state, error = coming.page, coming.state, coming.error
         if state is None and not coming.is_counted:
             self._fetcher.give_up(page, error)
-        self._talk.answers.put(_Given(state, self._n_verified, coming.is_verified))
+        self._talk.answers.put(_Given(state, self._n_verified, coming.is_verified, coming.is_looked))
         if state is None:
             return None
         self._n_given += 1
         self._n_verified += coming.is_verified
         return coming
 
-    def _verify(self, reader: Reader, page: Page) -> bool:
-        """Whether the state that was given last is what was written."""
+    def _verify(self, reader: Reader, page: Page) -> None:
+        """Find out whether the state that was given last is what was written."""
         try:
             reader.verify()
         except StorageError as error:
             self._fetcher.give_up(page, error)
-            return False
-        self._n_verified += 1
-        return True
+        else:
+            self._n_verified += 1
 
     def _keep_one(self, last: _Coming) -> None:
         if self._keep is None or last.state is None or last.page.key in self._in_memory:
@@ -419,6 +445,11 @@ class _Coming(NamedTuple):
     error: StorageError | None = None
     is_verified: bool = True
     is_counted: bool = False
+    is_looked: bool = False
+
+
+def _misshapen(page: Page) -> ShapeError:
+    return ShapeError(f"page {page.key.hex()} does not have the shape of a page")
 
 
 class Fetcher:
@@ -493,7 +524,8 @@ class Fetcher:
             another machine.
         look
             Whether a state can be used; a state that it refuses ends the iteration too. It is called with one state at
-            a time, in the calling thread.
+            a time, in the calling thread; after the first one, in the thread that reads if the caller gets states
+            before they are verified.
         admit
             Whether a page may be read, judged by the size of its state; one that may not ends the iteration too. It is
             called before anything is read, in the calling thread.
