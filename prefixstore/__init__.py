@@ -19,9 +19,11 @@ from prefixstore.errors import (
     StaleLeaseError,
     StorageError,
     UnavailableError,
+    UndecryptableError,
 )
 
 if TYPE_CHECKING:
+    from prefixstore.backends.keys import KeyProvider
     from prefixstore.config import load
     from prefixstore.diagnosis.explanation import Explanation
     from prefixstore.engine.budget import Evicted
@@ -46,6 +48,7 @@ __all__ = [
     "FullError",
     "IncompatibleError",
     "InvalidParameterError",
+    "KeyProvider",
     "LastPrompt",
     "LocationError",
     "Match",
@@ -62,6 +65,7 @@ __all__ = [
     "Stats",
     "StorageError",
     "UnavailableError",
+    "UndecryptableError",
     "Violation",
     "WarmReport",
     "load",
@@ -74,6 +78,7 @@ _HOMES = {
     "Drained": "engine.queue",
     "Evicted": "engine.budget",
     "Explanation": "diagnosis.explanation",
+    "KeyProvider": "backends.keys",
     "LastPrompt": "last_prompt",
     "Match": "store",
     "Namespace": "format.namespace",

@@ -234,9 +234,7 @@ def load_config(path: str | os.PathLike[str]) -> Config:
         model, store, warm = (dict(read.get(name, {})) for name in ("model", "store", "warm"))
         for name in PATHS & model.keys():
             model[name] = _beside(folder, model[name])
-        location = os.environ.get(ENVIRONMENT) or _location_beside(folder, store.get("location"))
-        if location is not None:
-            store["location"] = location
+        store |= _store_beside(folder, store)
         if isinstance(prompts := warm.get("prompts"), list):
             warm["prompts"] = [_beside(folder, prompt) for prompt in prompts]
         return Config(model.pop("path", None), model, store, warm)
@@ -363,10 +361,25 @@ def _beside(folder: Path, path: object) -> object:
     return str(folder / expanded(path)) if isinstance(path, str) and path != "-" else path
 
 
+def _store_beside(folder: Path, store: Mapping[str, Any]) -> dict[str, object]:
+    """The location and the key, where they are given."""
+    location = os.environ.get(ENVIRONMENT) or _location_beside(folder, store.get("location"))
+    key = _key_beside(folder, store.get("key"))
+    return {name: value for name, value in (("location", location), ("key", key)) if value is not None}
+
+
 def _location_beside(folder: Path, location: object) -> object:
     if isinstance(location, list):
         return [_location_beside(folder, each) for each in location]
     return location if isinstance(location, str) and is_url(location) else _beside(folder, location)
+
+
+def _key_beside(folder: Path, key: object) -> object:
+    if isinstance(key, list):
+        return [_key_beside(folder, each) for each in key]
+    if not isinstance(key, str) or not key.startswith("file:"):
+        return key
+    return f"file:{_beside(folder, key.removeprefix('file:'))}"
 
 
 def _number(llama_cpp: Any, name: str, value: object) -> object:

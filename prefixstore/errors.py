@@ -14,6 +14,7 @@
     │   ├── FullError              no space, even after evicting everything that may be evicted
     │   ├── UnavailableError       locked, unreachable or failing now; a retry may work
     │   ├── CorruptError           stored bytes differ from what was written
+    │   │   └── UndecryptableError they cannot be decrypted: they were changed, or a key is missing
     │   └── IncompatibleError      written by a newer version, or by another application
     ├── ContextError               an operation on the model or its llama.cpp context failed
     ├── BusyError                  another session has the Llama (also a TimeoutError)
@@ -102,6 +103,10 @@ class UnavailableError(StorageError):
 
 class CorruptError(StorageError):
     """Stored bytes differ from what was written."""
+
+
+class UndecryptableError(CorruptError):
+    """Stored bytes cannot be decrypted: they were changed, or moved, or a key is missing."""
 
 
 class IncompatibleError(StorageError):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
+from prefixstore.backends.keys import Key
 from prefixstore.backends.lazy import LazyBackend
 from prefixstore.backends.location import text_of, without_password
 from prefixstore.engine.engine import Engine
@@ -58,8 +59,10 @@ def open_engine(location: Locations, parameters: Parameters) -> Engine:
     A far location that cannot be reached is opened later. Anything else that is wrong with it is raised.
     """
     nearest, *further = locations_of(location)
-    near = open_pages(nearest, max_bytes=parameters.budget.max_bytes, read_only=parameters.read_only)
-    arguments = near, parameters.budget, parameters.policy, parameters.encoder, Counters()
+    near_key, far_key = parameters.keys
+    size, counters = parameters.budget.max_bytes, Counters()
+    near = open_pages(nearest, max_bytes=size, read_only=parameters.read_only, key=near_key, count=counters.count)
+    arguments = near, parameters.budget, parameters.policy, parameters.encoder, counters
     options: dict[str, Any] = {
         "ttl": parameters.ttl,
         "priority": parameters.priority,
@@ -72,13 +75,17 @@ def open_engine(location: Locations, parameters: Parameters) -> Engine:
         return Engine(*arguments, **options)
     # the pages that wait for the far location are in buffers of the nearer one
     options["queue_bytes"] *= 2
-    make_far = partial(_open_far, further[0], parameters, near.location)
+    make_far = partial(_open_far, further[0], far_key, parameters, near.location)
     return TieredEngine(*arguments, make_far=make_far, max_delay=parameters.max_delay, **options)
 
 
-def _open_far(location: Location, parameters: Parameters, near: str, nearer: TieredEngine) -> FarEngine:
-    size = parameters.far_budget.max_bytes
-    open_it = partial(open_pages, location, max_bytes=size, read_only=parameters.read_only)
+def _open_far(
+    location: Location, key: Key | None, parameters: Parameters, near: str, nearer: TieredEngine
+) -> FarEngine:
+    size, counters = parameters.far_budget.max_bytes, Counters()
+    open_it = partial(
+        open_pages, location, max_bytes=size, read_only=parameters.read_only, key=key, count=counters.count
+    )
     try:
         backend = open_it()
     except UnavailableError as error:
@@ -93,7 +100,7 @@ def _open_far(location: Location, parameters: Parameters, near: str, nearer: Tie
         parameters.far_budget,
         parameters.far_policy,
         parameters.far_encoder,
-        Counters(),
+        counters,
         nearer=nearer,
         ttl=parameters.ttl,
         priority=parameters.priority,

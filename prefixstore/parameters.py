@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from prefixstore.backends.keys import Key, provider_of
 from prefixstore.engine.budget import Budget, Quota
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.policy import Policy
@@ -40,6 +41,8 @@ class Parameters:
         A new instance of the named policy.
     far_budget, far_encoder, far_policy
         The same for the far location.
+    keys
+        Where the keys of the location are, and those of a far one.
     """
 
     # defaults, as users write them
@@ -74,6 +77,7 @@ class Parameters:
     far_budget: Budget
     far_encoder: Encoder
     far_policy: Policy
+    keys: tuple[Key | None, Key | None]
 
     @classmethod
     def parse(cls, **given: Any) -> Parameters:
@@ -122,6 +126,7 @@ class Parameters:
             far_budget=Budget(far_size, None, Quota.parse(quota, far_size), high, low),
             far_encoder=pick(codec),
             far_policy=POLICIES[policy](),
+            keys=_keys(given["key"]),
         )
 
 
@@ -145,6 +150,17 @@ def _share(value: float, parameter: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
         raise InvalidParameterError(f"{parameter}={shown(value)} must be a number above 0 and at most 1, such as 0.9")
     return float(value)
+
+
+def _keys(key: Any) -> tuple[Key | None, Key | None]:
+    given = list(key) if isinstance(key, (list, tuple)) else [key, key]
+    if len(given) != 2:
+        raise InvalidParameterError(
+            "key must be one for all locations, or a list of two: of the nearer, and of the far"
+        )
+    for one in given:
+        provider_of(one)
+    return given[0], given[1]
 
 
 def _text(value: str | None, parameter: str) -> str | None:

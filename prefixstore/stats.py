@@ -280,6 +280,7 @@ class Stats:
         attached when it asked: the log says why), ``"error"``.
     unreadable
         Pages that were found but could not be restored, by reason: ``"corrupt"``, ``"vanished"`` (evicted meanwhile),
+        ``"undecryptable"`` (rows and payloads that were changed, or whose key is missing),
         ``"incompatible"`` (written or packed by a newer version; it is kept), ``"unavailable"``,
         ``"shape"`` (the checksum matches, but the bytes are not a state of this context), ``"refused"`` (by llama.cpp).
     prompt_tokens

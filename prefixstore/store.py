@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
+from prefixstore.backends.keys import Key
 from prefixstore.engine.budget import Evicted
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.index import Path
@@ -145,6 +146,11 @@ class PrefixStore:
         A lookup waits just as long for a far location. None for no limit.
     far_max_bytes
         With two locations: the size limit of the far one; by default `max_bytes`, the limit of the nearer one.
+    key
+        Where the keys are under which the location is encrypted: ``"file:PATH"``, ``"env:NAME"``, ``"command:…"``, or a
+        `prefixstore.KeyProvider`; by default as the environment variable ``PREFIXSTORE_KEY`` says, and if that is not
+        set, or with ``"none"``, it is not encrypted. With two locations one for both, or a list of two. What is in
+        memory is never encrypted. Needs the extra ``encryption``.
 
     Raises
     ------
@@ -187,6 +193,7 @@ class PrefixStore:
         queue_bytes: int | str = Parameters.QUEUE_BYTES,
         max_delay: float | str | timedelta | None = Parameters.MAX_DELAY,
         far_max_bytes: int | str | None = None,
+        key: Key | Sequence[Key | None] | None = None,
     ) -> None:
         if hasattr(location, "_ctx"):
             raise InvalidParameterError(
@@ -215,6 +222,7 @@ class PrefixStore:
             queue_bytes=queue_bytes,
             max_delay=max_delay,
             far_max_bytes=far_max_bytes,
+            key=key,
         )
         # what becomes of the last prompt, and of the last one of each Llama
         self._last = PromptMeter()

@@ -40,6 +40,7 @@ NEEDS = {
 }
 # what is imported inside the functions that need it, or for type checkers
 LAZY = {
+    "backends.encryption": {"cryptography"},
     "store": {"llama_cpp", "typing_extensions"},
     "sessions": {"llama_cpp", "typing_extensions"},
     "config": {"llama_cpp"},
@@ -144,9 +145,9 @@ def test_nothing_public_appears_or_disappears_unnoticed():
     assert [name for name in prefixstore.__all__ if not hasattr(prefixstore, name)] == []
     assert " ".join(prefixstore.__all__) == (
         "BusyError ClosedError ContextError CorruptError Drained Evicted Explanation FullError IncompatibleError "
-        "InvalidParameterError LastPrompt LocationError Match MissingExtraError MisuseError Namespace NotAttachedError "
-        "PrefixStore PrefixStoreError Problem Progress Shortage StaleLeaseError Stats StorageError UnavailableError "
-        "Violation WarmReport load warm"
+        "InvalidParameterError KeyProvider LastPrompt LocationError Match MissingExtraError MisuseError Namespace "
+        "NotAttachedError PrefixStore PrefixStoreError Problem Progress Shortage StaleLeaseError Stats StorageError "
+        "UnavailableError UndecryptableError Violation WarmReport load warm"
     )
 
 

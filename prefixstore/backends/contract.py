@@ -33,7 +33,19 @@ from typing import NamedTuple
 from prefixstore.errors import UnavailableError
 from prefixstore.format.record import Buffer
 
-__all__ = ["LONGEST_KEY", "Backend", "Change", "ConflictError", "Costs", "Draft", "Range", "Row", "View"]
+__all__ = [
+    "LONGEST_KEY",
+    "Backend",
+    "Change",
+    "ConflictError",
+    "Costs",
+    "Draft",
+    "Range",
+    "Row",
+    "Update",
+    "View",
+    "after_all",
+]
 
 # bytes: LMDB takes no longer ones
 LONGEST_KEY = 511
@@ -46,6 +58,11 @@ class ConflictError(UnavailableError):
 
     Nothing of the update is committed then.
     """
+
+
+def after_all(start: bytes) -> bytes:
+    """The first key that is above all that begin with these bytes."""
+    return (int.from_bytes(start, "big") + 1).to_bytes(len(start), "big")
 
 
 class Row(NamedTuple):
@@ -143,7 +160,37 @@ class View(ABC):
         """The size of the location in bytes, everything included."""
 
 
-class Draft(View):
+class Update(View):
+    """A view that writes, too. What it wrote becomes visible to others when it closes: see the contract above."""
+
+    @property
+    @abstractmethod
+    def costs(self) -> Costs:
+        """By which `used` is estimated."""
+
+    @abstractmethod
+    def put(
+        self,
+        key: bytes,
+        value: bytes,
+        payload: Buffer | None = None,
+        *,
+        replaced: int | None = None,
+        owner: bytes | None = None,
+    ) -> None:
+        """Write a row. The memory of the payload must stay valid and unchanged until the update has closed.
+
+        `replaced` is the size of the payload that the row has, if the caller knows it: then `used` is estimated better.
+        `owner` stands for the tenant whose it is: an encrypted location has a key for each. None for the one whose it
+        has been, if the row was read.
+        """
+
+    @abstractmethod
+    def delete(self, key: bytes, *, replaced: int | None = None) -> None:
+        """Delete a row and its payload, if it is there. For `replaced`, see `put`."""
+
+
+class Draft(Update):
     """A view with changes over it, which are written when the update that it belongs to closes.
 
     Parameters
@@ -176,15 +223,18 @@ class Draft(View):
         # that a row that was deleted is passed over once, and not in each range.
         self._begins: dict[tuple[bytes, bool], bytes] = {}
 
-    def put(self, key: bytes, value: bytes, payload: Buffer | None = None, *, replaced: int | None = None) -> None:
-        """Write a row. The memory of the payload must stay valid and unchanged until the update has closed.
-
-        `replaced` is the size of the payload that the row has, if the caller knows it: then `used` is estimated better.
-        """
+    def put(
+        self,
+        key: bytes,
+        value: bytes,
+        payload: Buffer | None = None,
+        *,
+        replaced: int | None = None,
+        owner: bytes | None = None,
+    ) -> None:
         self._change(Change(key, value, payload), replaced)
 
     def delete(self, key: bytes, *, replaced: int | None = None) -> None:
-        """Delete a row and its payload, if it is there. For `replaced`, see `put`."""
         self._change(Change(key, None), replaced)
 
     def _change(self, change: Change, replaced: int | None) -> None:
@@ -215,7 +265,6 @@ class Draft(View):
 
     @property
     def costs(self) -> Costs:
-        """By which `used` is estimated."""
         return self._costs
 
     @property
@@ -338,7 +387,7 @@ class Backend(ABC):
         """Read what is committed. Raises `UnavailableError` or `CorruptError`."""
 
     @abstractmethod
-    def update(self) -> AbstractContextManager[Draft]:
+    def update(self) -> AbstractContextManager[Update]:
         """Read and write. Leaving the block writes the changes of the draft, all of them or, with an error, none."""
 
     @abstractmethod

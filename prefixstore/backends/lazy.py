@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from prefixstore.backends.contract import Backend, Draft, View
+from prefixstore.backends.contract import Backend, Update, View
 from prefixstore.errors import ClosedError, PrefixStoreError, StorageError, UnavailableError
 
 __all__ = ["LazyBackend"]
@@ -82,7 +82,7 @@ class LazyBackend(Backend):
     def view(self) -> AbstractContextManager[View]:
         return self._opened().view()
 
-    def update(self) -> AbstractContextManager[Draft]:
+    def update(self) -> AbstractContextManager[Update]:
         return self._opened().update()
 
     def sync(self) -> None:

@@ -46,6 +46,7 @@ COMMANDS = {
         "clear": ("delete", "Delete all pages, of all tenants and models."),
         "pin": ("maintain", "Keep a page from eviction."),
         "unpin": ("maintain", "Undo pin."),
+        "key": ("key", "Make the keys of encrypted stores, and replace them."),
         "compact": ("maintain", "Return the space of deleted pages to the file system."),
         "bench": ("measure", "Measure a store on this machine."),
         "trace": ("trace", "Record the requests to a store, and replay them with other budgets and policies."),
@@ -63,6 +64,12 @@ GROUPS = {
         "save": ("slots", "Store the contents of slots that the store does not have yet."),
         "restore": ("slots", "Give a slot the longest stored prefix of a prompt."),
         "erase": ("slots", "Empty a slot of the server."),
+    },
+    "key": {
+        "new": ("key", "Make a file with a new key."),
+        "add": ("key", "Put a new key into a file of keys, before the others."),
+        "rotate": ("key", "Encrypt all of a store under the newest key."),
+        "forget": ("key", "Delete the key of a tenant from a file of keys."),
     },
     "trace": {
         "record": ("trace", "Run a command, and record the requests to its stores."),

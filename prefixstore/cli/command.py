@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 import typer
 
+from prefixstore.backends.keys import ENVIRONMENT as KEY_VARIABLE
 from prefixstore.backends.location import ENVIRONMENT, is_url, without_password, without_passwords
 from prefixstore.cli import options
 from prefixstore.cli.output import DONE, FAILED, emit, fields, has_terminal, say, tell, visible_lines
@@ -163,6 +164,11 @@ class _Place:
         if given[self.name] is not None and not is_url(given[self.name]) and os.path.isfile(given[self.name]):  # noqa: PTH113
             path = os.path.abspath(given[self.name])  # noqa: PTH100 - as it was given
             raise LocationError(f"{path} is a file, and an LMDB store is a directory; for SQLite pass sqlite:///{path}")
+        key = settings.store.get("key")
+        key = key[0] if isinstance(key, list) and key else key
+        if isinstance(key, str):
+            # where whatever opens the location looks
+            os.environ.setdefault(KEY_VARIABLE, key)
         for name in ("max_bytes", "far_max_bytes"):
             size = settings.store.get(name)
             if size is not None and given.get(name, "") is None:

@@ -144,7 +144,12 @@ HELP = {
     "pages": ("N", "The budget in pages."),
     "requests": ("N", "Only the first N requests."),
     "plot": ("FILE", "Also draw it, as SVG."),
+    "key_file": ("FILE", "A file of keys."),
+    "new.tenant": ("TENANT", "Add a key of this tenant to the file."),
+    "tenant": ("TENANT", "The name of the tenant, as tenants lists it."),
     # move
+    "from_key": ("KEY", "Where the keys of LOCATION are, as for PREFIXSTORE_KEY; none: it is not encrypted."),
+    "to_key": ("KEY", "The same for TARGET."),
     "export.out": ("FILE", "The file to write, such as f.pstore; - is stdout."),
     "file": ("FILE", "A file written by export; - is stdin."),
     "migrate.check": ("", "Only report whether the schema is up to date."),

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
+from prefixstore.backends.keys import provider_of
 from prefixstore.backends.location import without_password
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
@@ -21,6 +22,8 @@ from prefixstore.errors import IncompatibleError, InvalidParameterError, Locatio
 from prefixstore.format.export import MAGIC, ExportReader
 from prefixstore.format.namespace import Namespace
 from prefixstore.maintenance.archive import DEFAULT_BYTES, Archive
+from prefixstore.maintenance.encrypted_file import MAGIC as ENCRYPTED
+from prefixstore.maintenance.encrypted_file import decrypting, encrypting
 from prefixstore.maintenance.transfer import Moved, copy_store, export_store, import_store
 from prefixstore.units import counted, format_bytes
 
@@ -49,7 +52,8 @@ def export(
     """Write pages into one portable file.
 
     On a terminal it asks before it replaces an export; otherwise that needs --yes. A file that is not an export is
-    never replaced. Exit code 1: damaged pages were left out, or nothing was replaced.
+    never replaced. The file of an encrypted store is encrypted, too, under its newest key. Exit code 1: damaged pages
+    were left out, or nothing was replaced.
 
     Example: prefixstore export lmdb:///var/cache/kv --out night.pstore
     """
@@ -68,7 +72,7 @@ def export(
             return _planned("exported", archive, out, namespaces, keys, ", which would be replaced" if exists else "")
         if exists and not may_replace(out, yes=yes):
             return FAILED
-        with writing(out) as file:
+        with writing(out) as whole, encrypting(whole, archive.keys) as file:
             moved = export_store(archive, file, namespaces=namespaces, keys=keys)
     return _moved(moved, "exported", started, {"location": where, "file": out})
 
@@ -106,7 +110,7 @@ def _is_replaced(target: Path) -> bool:
             begin = file.read(len(MAGIC))
     except OSError:
         return target.exists()  # writing it says why
-    if begin and begin != MAGIC:
+    if begin and begin not in (MAGIC, ENCRYPTED):
         raise LocationError(f"{target} exists and is not an export of prefixstore; choose another name, or delete it")
     return True
 
@@ -135,7 +139,7 @@ def import_(
     budget = options.max_bytes_of(max_bytes)
     keep_freed_memory()
     with reading(file) as opened:
-        reader = ExportReader(opened, file)
+        reader = ExportReader(decrypting(opened, provider_of(None), file), file)
         if has_model(config, model):
             settings = configured(location, config, model, n_ctx, salt)
             llm = open_model(settings)
@@ -178,26 +182,30 @@ def copy(
     namespace: str | None = None,
     salt: str | None = None,
     max_bytes: str | None = None,
+    from_key: str | None = None,
+    to_key: str | None = None,
     dry_run: bool = False,
 ) -> Result:
     """Copy pages into another store, of any backend.
 
-    Without --max-bytes the target may grow to 10 GiB or twice the size of the source, whichever is more. Exit code 1:
-    damaged pages were left out, or there was no space for all pages.
+    With --from-key and --to-key it encrypts a store, or decrypts it. Without --max-bytes the target may grow to 10 GiB
+    or twice the size of the source, whichever is more. Exit code 1: damaged pages were left out, or there was no space
+    for all pages.
 
     Example: prefixstore copy lmdb:///var/cache/kv sqlite:////backup/kv.db
     """
     started = time.perf_counter()
     budget = options.max_bytes_of(max_bytes)
     keep_freed_memory()
-    with Archive(source, read_only=True) as archive:
-        if _is_same(archive, target):
+    with Archive(source, read_only=True, key=from_key) as archive:
+        if _is_same(archive, target, to_key):
             raise InvalidParameterError("source and target are the same location")
         wanted = chosen_namespaces(archive, namespace, salt)
         if dry_run:
             return _planned("copied", archive, without_password(target), wanted)
         used = archive.used().bytes
-        with Archive(target, max_bytes=budget or max(2 * used, DEFAULT_BYTES), create=True) as other:
+        size = budget or max(2 * used, DEFAULT_BYTES)
+        with Archive(target, max_bytes=size, create=True, key=to_key) as other:
             size = sum(page.stored_bytes for page in archive.pages() if wanted is None or page.namespace in wanted)
             _warn_of_a_small_budget(archive.location, size, other)
             moved = copy_store(archive, other, namespaces=wanted)
@@ -205,9 +213,9 @@ def copy(
     return _moved(moved, "copied", started, places)
 
 
-def _is_same(archive: Archive, target: str) -> bool:
+def _is_same(archive: Archive, target: str, key: str | None) -> bool:
     try:
-        with Archive(target, read_only=True) as other:
+        with Archive(target, read_only=True, key=key) as other:
             return other.location == archive.location
     except LocationError:
         return False  # the target does not exist yet

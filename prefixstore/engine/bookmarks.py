@@ -140,7 +140,7 @@ class Bookmarks:
         old = transaction.note(note_name(namespace))
         new = self._pack(merged(parse(old), changes))
         if new != old:
-            transaction.put_note(note_name(namespace), new)
+            transaction.put_note(note_name(namespace), new, namespace)
 
     def _pack(self, bookmarks: Mapping[str, Bookmark]) -> bytes | None:
         """A note with as many of the last ones as it may have; None if there are none."""
@@ -204,4 +204,4 @@ class Bookmarks:
                 for namespace in torn:
                     known = parse(transaction.note(note_name(namespace)))
                     left = {name: each for name, each in known.items() if is_whole(transaction, namespace, each)}
-                    transaction.put_note(note_name(namespace), self._pack(left))
+                    transaction.put_note(note_name(namespace), self._pack(left), namespace)

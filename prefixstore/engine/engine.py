@@ -20,7 +20,7 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from prefixstore.backends.forks import ForkLevel, register_at_fork
 from prefixstore.backends.handle_lock import release_interrupted_frames
-from prefixstore.backends.threads import Threads, handed_over
+from prefixstore.backends.threads import Threads, handed_over, is_own
 from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.bookmark import Bookmark, BookmarkChange
 from prefixstore.engine.bookmarks import Bookmarks
@@ -55,6 +55,7 @@ from prefixstore.format.keys import KEY_BYTES, PAGE, Tokens, page_key
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import Record, StoredPage, checksum
 from prefixstore.stats import Counters, SessionCounts, Shortage, TierStats
+from prefixstore.units import counted
 
 __all__ = ["Engine", "Imported"]
 
@@ -379,6 +380,9 @@ class Engine:
         UnavailableError
             If a location on this machine does not answer for ten seconds. Others have timeouts of their own.
         """
+        if is_own():
+            # whoever waits for this thread sees to that
+            return work()
         try:
             return self.threads.answer(work, seconds=self._breaker.patience() if self._backend.is_local else None)
         except Empty:
@@ -603,7 +607,11 @@ class Engine:
     def check(self, budget: Budget | None = None) -> list[Violation]:
         """Check every invariant of the location, every checksum, and a budget (by default the engine's)."""
         with self._backend.view() as view:
-            return violations(view, self._budget if budget is None else budget)
+            found = violations(view, self._budget if budget is None else budget)
+        if n_rows := self._backend.undecryptable():
+            what = f"{counted(n_rows, 'row')} cannot be decrypted: changed, or of a tenant whose key is not given"
+            found.append(Violation("undecryptable", "", what))
+        return found
 
     def wrap_lock(self, wrap: Callable[[Lock], LockT]) -> LockT:
         """Have the catalog use what `wrap` makes of its lock; for measurements, before another thread uses the engine.

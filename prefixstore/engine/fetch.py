@@ -32,7 +32,14 @@ from prefixstore.engine.page_view import View
 from prefixstore.engine.pages import Pages
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.readers import Admit, Look, ReadAhead, ReadAlong, Reader, ShapeError, for_caller
-from prefixstore.errors import ClosedError, CorruptError, IncompatibleError, StorageError, UnavailableError
+from prefixstore.errors import (
+    ClosedError,
+    CorruptError,
+    IncompatibleError,
+    StorageError,
+    UnavailableError,
+    UndecryptableError,
+)
 from prefixstore.format.autocodec import ReadRate
 from prefixstore.stats import Counters
 
@@ -619,7 +626,8 @@ class Fetcher:
             self._counters.count("late")
         elif isinstance(error, CorruptError):
             log.warning("a damaged page will be deleted: %s", error)
-            self._counters.count("unreadable:corrupt")
+            if not isinstance(error, UndecryptableError):  # that is counted where it is found
+                self._counters.count("unreadable:corrupt")
             self._catalog.mark_damaged(page)
         elif isinstance(error, ShapeError):
             log.warning("a page was not used: %s", error)

@@ -44,7 +44,7 @@ class Violation:
         ``"orphan"`` (a usage without a record), ``"index"`` (the backend does not find a page among the children of
         its parent, or finds another there), ``"file"`` (the file is damaged elsewhere),
         ``"namespace"`` (unknown, or not that of the parent), ``"budget"``
-        (exceeded).
+        (exceeded), ``"undecryptable"`` (rows that were changed, or whose key is missing).
     key
         The page, as hexadecimal digits; empty for the location as a whole.
     message

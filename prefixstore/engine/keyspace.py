@@ -30,8 +30,8 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from prefixstore.backends.contract import Range, Row, View
-from prefixstore.format.keys import KEY_BYTES
+from prefixstore.backends.contract import Range, Row, View, after_all
+from prefixstore.format.keys import KEY_BYTES, TOKEN_BYTES
 from prefixstore.format.record import MOST_USES, Head, Usage
 
 __all__ = [
@@ -43,12 +43,12 @@ __all__ = [
     "LEAVES",
     "NAMESPACE",
     "NOTE",
+    "PARTS",
     "RECORD",
     "TENANT_BYTES",
     "UNKNOWN",
     "Count",
     "Leaf",
-    "after_all",
     "count_row",
     "counts_from",
     "counts_of",
@@ -75,6 +75,17 @@ GENERATION = b"g"
 GENERATION_BYTES = 8
 TENANT_BYTES = 16
 _OF_TENANT = b"prefixstore salt"
+# By the kind of a row: how many bytes each part of its key has. Ranges of rows begin and end between parts, or after a
+# key. Rows of other kinds are only asked for by their keys.
+PARTS = {
+    RECORD: (KEY_BYTES,),
+    USAGE: (KEY_BYTES,),
+    # the first 15 bytes of a node, its last one, and up to 112 tokens
+    CHILD: (15, 1, *[TOKEN_BYTES] * 112),
+    NAMESPACE: (KEY_BYTES,),
+    LEAF: (KEY_BYTES, KEY_BYTES),
+    COUNT: (TENANT_BYTES, KEY_BYTES),
+}
 # rows that a walk reads at a time
 AT_ONCE = 1024
 
@@ -262,11 +273,6 @@ LEAVES = np.dtype(
         ("page_class", "u1"),
     ]
 )
-
-
-def after_all(node: bytes) -> bytes:
-    """The first key that is above all that begin with these bytes."""
-    return (int.from_bytes(node, "big") + 1).to_bytes(len(node), "big")
 
 
 def under(node: bytes, limit: int | None = None) -> Range:

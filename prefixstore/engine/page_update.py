@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 
 from prefixstore.backends import contract
-from prefixstore.backends.contract import Draft, Range
+from prefixstore.backends.contract import Range, Update
 from prefixstore.engine import keyspace, siblings
 from prefixstore.engine.bookmark import note_name
 from prefixstore.engine.keyspace import (
@@ -25,7 +25,7 @@ from prefixstore.engine.keyspace import (
     usage_row,
 )
 from prefixstore.engine.page_checks import misplaced, stray_leaves, wrong_leaves
-from prefixstore.engine.page_view import Used, View, counted_as, leaf_of, path_in, path_of, usage_in
+from prefixstore.engine.page_view import Used, View, counted_as, leaf_of, path_in, path_of, tenant_in, usage_in
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.record import USAGE, Buffer, Record, Usage, head_of, namespace_in, place_of, record_bytes
 
@@ -42,9 +42,9 @@ PASSES = 256
 class Transaction(View):
     """Reads and changes pages: exclusive, and all or nothing."""
 
-    _rows: Draft
+    _rows: Update
 
-    def __init__(self, rows: Draft, *, is_local: bool, check: Callable[[], None]) -> None:
+    def __init__(self, rows: Update, *, is_local: bool, check: Callable[[], None]) -> None:
         super().__init__(rows, is_local=is_local, check=check)
         self._has_changed = False
         # rows of counts that were changed
@@ -137,6 +137,7 @@ class Transaction(View):
     def put(self, key: bytes, record: Record, usage: Usage, payload: Buffer) -> None:
         """Write a page. The memory of `payload` must stay valid until the transaction ends. May raise `FullError`."""
         path, space = path_of(record), record.namespace
+        owner = self._tenant(space)
         mine, above = leaf_row(space, key), leaf_row(space, record.parent)
         wanted = [record_row(key), usage_row(key), record_row(record.parent), mine, above, *path]
         old, old_usage, parent, *_ = self._rows.get(wanted)
@@ -145,13 +146,13 @@ class Transaction(View):
         head = head_of(packed)
         assert head is not None
         self._add(space, counted_as(head, usage.pack()))
-        self._rows.put(record_row(key), packed, payload, replaced=replaced)
+        self._rows.put(record_row(key), packed, payload, replaced=replaced, owner=owner)
         self._rows.put(usage_row(key), usage.pack())
         place = place_of(old) if old is not None else None
         if place is not None and (before := siblings.child_path(*place)) != path:
             # another page has had this key, or its record is damaged
             siblings.remove_child(self._rows, key, before)
-        siblings.add_child(self._rows, key, path)
+        siblings.add_child(self._rows, key, path, owner)
         # also a page that was not here may be followed: by one that has lost it
         is_leaf = not usage.pinned and not self.followed([key])
         self._set_leaf(space, mine, Leaf.of(head, usage) if is_leaf else None)
@@ -269,8 +270,8 @@ class Transaction(View):
         if self.namespace(key) == settings:
             return
         row, count = self._count_row(key), self.count(key)
-        self._rows.put(namespace_row(key), settings)
-        del self._tenants[key]
+        self._tenants[key] = tenant_in(settings, key)
+        self._rows.put(namespace_row(key), settings, owner=self._tenants[key])
         self._held.clear()
         if any(count) and row != self._count_row(key):
             # pages were put, or deleted, while it was not known whose they are
@@ -287,12 +288,15 @@ class Transaction(View):
         self._rows.delete(namespace_row(key))
         self._rows.delete(note_row(note_name(key)))
 
-    def put_note(self, name: bytes, value: bytes | None) -> None:
-        """Write a short note for other processes; None deletes it. Does not change `generation`."""
+    def put_note(self, name: bytes, value: bytes | None, namespace: bytes | None = None) -> None:
+        """Write a short note for other processes; None deletes it. Does not change `generation`.
+
+        What it says of a namespace belongs to the tenant whose that is.
+        """
         if value is None:
             self._rows.delete(note_row(name))
         else:
-            self._rows.put(note_row(name), value)
+            self._rows.put(note_row(name), value, owner=None if namespace is None else self._tenant(namespace))
 
     # -- the index ----------------------------------------------------------------------------------------------------
 
@@ -303,8 +307,8 @@ class Transaction(View):
         """
         for row, stored in zip(rows, self._rows.get(rows), strict=True):
             path = path_in(row[1:], stored)
-            if path is not None:
-                siblings.add_child(self._rows, row[1:], path)
+            if path is not None and stored is not None:
+                siblings.add_child(self._rows, row[1:], path, self._tenant(namespace_in(stored)))
         return False
 
     def correct(self, rows: Sequence[bytes]) -> bool:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from prefixstore.backends import contract
+from prefixstore.backends.encryption import is_header
 from prefixstore.engine import keyspace, siblings
 from prefixstore.engine.facts import FACTS, Facts, facts_of
 from prefixstore.engine.keyspace import (
@@ -28,7 +29,7 @@ from prefixstore.engine.keyspace import (
     usage_row,
 )
 from prefixstore.engine.trie import Entry, Trie
-from prefixstore.errors import CorruptError, StorageError
+from prefixstore.errors import CorruptError, LocationError, StorageError
 from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import Buffer, Head, Record, Usage, head_of
@@ -41,6 +42,7 @@ __all__ = [
     "leaf_of",
     "path_in",
     "path_of",
+    "tenant_in",
     "tokens_of",
     "usage_in",
 ]
@@ -142,7 +144,7 @@ class View:
             yield from (Entry.of(row.key[1:], row.value, usage) for row, usage in zip(rows, usages, strict=True))
 
     def facts(self, after: bytes, at_most: int) -> Facts:
-        """Facts of the pages whose keys come after this one, in the order of their keys.
+        """Facts of the pages that come after this one, in the order of the location's rows.
 
         Parameters
         ----------
@@ -221,10 +223,10 @@ class View:
     # -- children -----------------------------------------------------------------------------------------------------
 
     def neighbors(self, parent: bytes, tokens: bytes) -> list[Entry]:
-        """The children of a page between which a page with these tokens would be, by the bytes of their tokens.
+        """The children of a page that are nearest to a page with these tokens, in the order of the location's rows.
 
-        At most two: the last child whose tokens are not above `tokens`, and the first one whose tokens are. One of them
-        has the longest prefix in common with `tokens` of all children. Snapshots do not count.
+        At most three. One of them has the longest prefix in common with `tokens` of all children. Snapshots do not
+        count.
 
         Parameters
         ----------
@@ -251,20 +253,17 @@ class View:
         children = siblings.pages_below(self._rows, snapshots)
         keys = [key for key in (near.before, near.beside, near.after) if key is not None]
         entries = self._readable([*keys, *(key for some in children for key in some)])
-        if all(key in entries for key in keys):
-            ordered = [entries[key] for key in keys]
-        else:
+        neighbors = [entries[key] for key in keys if key in entries]
+        if len(neighbors) < len(keys):
             # one cannot be read: then there may be another one beyond
-            ordered = sorted(self.children([parent], PAGE), key=tokens_of)
-        n_below = sum(tokens_of(each) <= tokens for each in ordered)
-        neighbors = ordered[max(n_below - 1, 0) : n_below + 1]
+            neighbors = self.children([parent], PAGE)
         return neighbors, [entries[key] for some in children for key in some if key in entries]
 
     def _readable(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
         return {one.key: one for one in self._entries(keys) if isinstance(one.record, Record)}
 
     def children(self, parents: Sequence[bytes], form: int, at_most: int | None = None) -> list[Entry]:
-        """The children of these pages that have this form, each parent's in the order of their tokens.
+        """The children of these pages that have this form, each parent's in the order of the location's rows.
 
         Parameters
         ----------
@@ -297,6 +296,8 @@ class View:
     def last_generation(self) -> int:
         """The generation now: a view may see later ones than the one that it has begun with."""
         stored = self._rows.get([keyspace.GENERATION])[0]
+        if is_header(stored):
+            raise LocationError("the location is encrypted; pass key=, or set PREFIXSTORE_KEY, to where its keys are")
         # after one that is damaged, the next update begins again
         is_whole = stored is not None and len(stored) == keyspace.GENERATION_BYTES
         return int.from_bytes(stored or b"", "little") if is_whole else 0
@@ -345,12 +346,7 @@ class View:
     def _tenant(self, namespace: bytes) -> bytes:
         """Whose pages those of a namespace are: settings that are missing, or damaged, name no salt."""
         if namespace not in self._tenants:
-            settings = self._rows.get([namespace_row(namespace)])[0]
-            salt = None
-            if settings is not None:
-                with suppress(CorruptError):
-                    salt = Namespace.parse(settings).salt
-            self._tenants[namespace] = keyspace.tenant_of(salt, namespace)
+            self._tenants[namespace] = tenant_in(self._rows.get([namespace_row(namespace)])[0], namespace)
         return self._tenants[namespace]
 
     def _count_row(self, namespace: bytes) -> bytes:
@@ -394,6 +390,15 @@ class View:
         """All rows of counts that can be read."""
         rows = (row for some in keyspace.walk(self._rows, keyspace.COUNT) for row in some)
         return {row.key: count for row in rows if (count := Count.unpack(row.value)) is not None}
+
+
+def tenant_in(settings: bytes | None, namespace: bytes) -> bytes:
+    """Whose pages those of a namespace with these settings are."""
+    salt = None
+    if settings is not None:
+        with suppress(CorruptError):
+            salt = Namespace.parse(settings).salt
+    return keyspace.tenant_of(salt, namespace)
 
 
 def tokens_of(entry: Entry) -> bytes:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import wraps
+from functools import partial, wraps
 from typing import ParamSpec, TypeVar
 
-from prefixstore.backends import contract, open_backend
+from prefixstore.backends import contract, is_persistent, open_backend
 from prefixstore.backends.contract import ConflictError
+from prefixstore.backends.encrypted import EncryptedBackend
+from prefixstore.backends.keys import Key, provider_of
 from prefixstore.engine import keyspace
 from prefixstore.engine.keyspace import Count
 from prefixstore.engine.page_checks import SUMS
@@ -174,6 +176,10 @@ class Pages:
                 transaction.replace_counts(counts if counts is not None else transaction.recount().rows)
             return is_now
 
+    def undecryptable(self, *, delete: bool = False) -> int:
+        """How many rows cannot be decrypted, of a location that is encrypted; with `delete` they are deleted."""
+        return self._backend.undecryptable(delete=delete) if isinstance(self._backend, EncryptedBackend) else 0
+
     def after_fork(self) -> None:
         """Called in a forked child before anything else: drop what belongs to the parent. No other thread runs.
 
@@ -186,6 +192,44 @@ class Pages:
         self._backend.close()
 
 
-def open_pages(location: str | os.PathLike[str] | None, *, max_bytes: int, read_only: bool = False) -> Pages:
-    """Open the location that a path or a URL names; see `prefixstore.backends.open_backend`."""
-    return Pages(open_backend(location, max_bytes=max_bytes, read_only=read_only))
+def open_pages(
+    location: str | os.PathLike[str] | None,
+    *,
+    max_bytes: int,
+    read_only: bool = False,
+    key: Key | None = None,
+    count: Callable[[str], object] = lambda _: None,
+) -> Pages:
+    """Open the location that a path or a URL names; see `prefixstore.backends.open_backend`.
+
+    Parameters
+    ----------
+    location, max_bytes, read_only
+        As there.
+    key
+        Where the keys of an encrypted location are, or ``"none"`` for one that is not encrypted; by default as the
+        variable `prefixstore.backends.keys.ENVIRONMENT` says. What is in memory is not encrypted.
+    count
+        Called for each row or payload that cannot be decrypted, with the name under which it is counted.
+
+    Raises
+    ------
+    LocationError
+        Also if it is encrypted and no key is given, or the reverse.
+    """
+    provider = provider_of(key) if is_persistent(location) else None
+    rows = open_backend(location, max_bytes=max_bytes, read_only=read_only)
+    try:
+        if provider is not None:
+            tenant_of = partial(keyspace.tenant_of, namespace=b"")
+            told = partial(count, "unreadable:undecryptable")
+            rows = EncryptedBackend(rows, provider, parts=keyspace.PARTS, tenant_of=tenant_of, on_undecryptable=told)
+        pages = Pages(rows)
+        if provider is None:
+            with pages.view() as view:
+                # raises if the location is encrypted
+                view.last_generation()
+    except BaseException:
+        rows.close()
+        raise
+    return pages

@@ -6,6 +6,9 @@ step; it is short, because long keys make the trees of a location deeper. The ro
 children with the same tokens up to there. The first node is a hash of the parent, and the form; the next one, a hash
 of the row above it. A row names the only page below it, or says that there are more: then the pages that go on are
 under the node below it, and the row names the one that ends there, if any.
+
+Nothing here compares keys: a location may have the rows under a node in any order in which those that begin with the
+same tokens are together, after the one whose tokens end there (`backends.encrypted`).
 """
 
 from __future__ import annotations
@@ -14,8 +17,8 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from prefixstore.backends.contract import Draft, Range, Row, View
-from prefixstore.engine.keyspace import CHILD, after_all, record_row, under
+from prefixstore.backends.contract import Range, Row, Update, View, after_all
+from prefixstore.engine.keyspace import CHILD, record_row, under
 from prefixstore.format.keys import KEY_BYTES, TOKEN_BYTES
 from prefixstore.format.record import Buffer, place_of
 
@@ -115,8 +118,8 @@ def _path_of_page(view: View, key: bytes) -> list[bytes] | None:
     return child_path(*place) if place is not None else None
 
 
-def add_child(draft: Draft, key: bytes, path: Sequence[bytes]) -> None:
-    """Enter a page among its siblings."""
+def add_child(draft: Update, key: bytes, path: Sequence[bytes], owner: bytes) -> None:
+    """Enter a page of a tenant among its siblings."""
     draft.get(path)  # in one round trip; the draft keeps them
     for i, row in enumerate(path):
         # with what was moved here from the row above
@@ -125,28 +128,28 @@ def add_child(draft: Draft, key: bytes, path: Sequence[bytes]) -> None:
             return
         found = stored
         if found is not None and not found.has_more:
-            found = _parted(draft, found.page or b"", path, i)
+            found = _parted(draft, found.page or b"", path, i, owner)
         if found is None or not found.has_more:
-            draft.put(row, Child(key).pack())
+            draft.put(row, Child(key).pack(), owner=owner)
             return
         if i == len(path) - 1:
             found = Child(key, has_more=True)
         if found != stored:
-            draft.put(row, found.pack())
+            draft.put(row, found.pack(), owner=owner)
 
 
-def _parted(draft: Draft, other: bytes, path: Sequence[bytes], i: int) -> Child | None:
+def _parted(draft: Update, other: bytes, path: Sequence[bytes], i: int, owner: bytes) -> Child | None:
     """Move a page that is alone below row `i` to the next node; what the row says then. None if it is not there."""
     its_path = _path_of_page(draft, other)
     if its_path is None or its_path[: i + 1] != list(path[: i + 1]):
         return None
     if len(its_path) == i + 1:
         return Child(other, has_more=True)
-    draft.put(its_path[i + 1], Child(other).pack())
+    draft.put(its_path[i + 1], Child(other).pack(), owner=owner)
     return Child(None, has_more=True)
 
 
-def remove_child(draft: Draft, key: bytes, path: Sequence[bytes]) -> bool:
+def remove_child(draft: Update, key: bytes, path: Sequence[bytes]) -> bool:
     """Take a page out of its siblings; whether it was among them."""
     for i, (row, stored) in enumerate(zip(path, draft.get(path), strict=True)):
         found = Child.unpack(stored)
@@ -160,7 +163,7 @@ def remove_child(draft: Draft, key: bytes, path: Sequence[bytes]) -> bool:
     return False
 
 
-def take_out(draft: Draft, row: bytes, child: Child) -> None:
+def take_out(draft: Update, row: bytes, child: Child) -> None:
     """Have a row no longer name its page."""
     if child.has_more:
         draft.put(row, Child(None, has_more=True).pack())
@@ -169,7 +172,7 @@ def take_out(draft: Draft, row: bytes, child: Child) -> None:
         draft.delete(row)
 
 
-def mend_child(draft: Draft, row: bytes) -> None:
+def mend_child(draft: Update, row: bytes) -> None:
     """Have a row no longer say that there are more pages, if there are none under the next node."""
     found = Child.unpack(draft.get([row])[0])
     if found is None or not found.has_more or draft.ranges([under(node_below(row), 1)])[0]:
@@ -265,7 +268,7 @@ def _outermost(view: View, rows: Sequence[Row], *, last: bool) -> bytes | None:
 
 
 def children_of(view: View, nodes: Sequence[bytes], at_most: int | None = None) -> list[list[bytes]]:
-    """The pages below each of these nodes, in the order of their tokens: the first `at_most` of each."""
+    """The pages below each of these nodes, in the order of the location's rows: the first `at_most` of each."""
     return pages_below(view, view.ranges([under(node, at_most) for node in nodes]), at_most)
 
 

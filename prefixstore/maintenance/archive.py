@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from functools import partial
 
 from prefixstore.backends import agreed_bytes, is_persistent
+from prefixstore.backends.encrypted import EncryptedBackend
+from prefixstore.backends.keys import Key, Keys
 from prefixstore.engine.budget import Budget, Evicted
 from prefixstore.engine.delete import Choice, Removed, beginning_with, of_namespaces, subtree, unused_since
 from prefixstore.engine.engine import Engine
@@ -57,6 +59,8 @@ class Archive(AbstractContextManager["Archive"]):
     policy
         In which order pages are evicted through this archive, as for `prefixstore.PrefixStore`; by default in that of
         the store which was the last to begin writing to the location, and ``"lru"`` if that is not known.
+    key
+        As for `prefixstore.PrefixStore`.
 
     Attributes
     ----------
@@ -92,6 +96,7 @@ class Archive(AbstractContextManager["Archive"]):
         create: bool = False,
         read_only: bool = False,
         policy: str | None = None,
+        key: Key | None = None,
     ) -> None:
         if policy is not None and policy not in POLICIES:
             raise InvalidParameterError(
@@ -99,11 +104,11 @@ class Archive(AbstractContextManager["Archive"]):
             )
         if not create and not read_only and is_persistent(location):
             # opening for writing would create a store at a mistyped path
-            open_pages(location, max_bytes=DEFAULT_BYTES, read_only=True).close()
+            open_pages(location, max_bytes=DEFAULT_BYTES, read_only=True, key=key).close()
         if max_bytes is not None:
             max_bytes = parse_bytes(max_bytes, "max_bytes")
         size = max_bytes or agreed_bytes(location) or DEFAULT_BYTES
-        backend = open_pages(location, max_bytes=size, read_only=read_only)
+        backend = open_pages(location, max_bytes=size, read_only=read_only, key=key)
         try:
             with backend.view() as view:
                 used, noted = view.used.bytes, noted_policy(view)
@@ -114,7 +119,7 @@ class Archive(AbstractContextManager["Archive"]):
             # even deleting needs some free space
             backend.close()
             size = used + (used >> 3)
-            backend = open_pages(location, max_bytes=size, read_only=read_only)
+            backend = open_pages(location, max_bytes=size, read_only=read_only, key=key)
         self.backend: Pages = backend
         self.policy = policy or (noted if noted in POLICIES else "lru")
         self.max_bytes = size
@@ -141,6 +146,24 @@ class Archive(AbstractContextManager["Archive"]):
     def location(self) -> str:
         """The location as a URL."""
         return self.backend.location
+
+    @property
+    def keys(self) -> Keys | None:
+        """The keys under which the location is encrypted; None if it is not."""
+        return self.backend.rows.keys if isinstance(self.backend.rows, EncryptedBackend) else None
+
+    def rotate_keys(self, progress: Callable[[int], object] = lambda _: None) -> tuple[int, bytes]:
+        """Have all be encrypted under the newest key alone; how many rows were not, and the id of that key.
+
+        Raises
+        ------
+        InvalidParameterError
+            If the location is not encrypted.
+        """
+        if not isinstance(self.backend.rows, EncryptedBackend):
+            raise InvalidParameterError(f"{self.location} is not encrypted; prefixstore copy --to-key encrypts a copy")
+        done = self.engine.threads.call(self.backend.rows.rotate, progress)
+        return done, next(iter(self.backend.rows.keys.masters))
 
     # -- inspecting ---------------------------------------------------------------------------------------------------
 
@@ -432,6 +455,9 @@ class Archive(AbstractContextManager["Archive"]):
             with self.backend.view() as view:
                 sizes = [getattr(one.record, "stored_bytes", 0) for one in with_descendants(view, keys)]
             return found, Removed(len(sizes), sum(sizes))
+        if self.backend.undecryptable(delete=True):
+            # what they leave behind is seen once they are gone
+            found += [one for one in self.check() if one not in found]
         removed = self.engine.repair(found)
         if max_bytes is not None:
             removed += self.evict_to(max_bytes)

@@ -115,7 +115,7 @@ METRICS: dict[str, Metric] = {
     "unreadable_pages": _group(
         "Pages that were found but could not be restored, by reason.",
         "unreadable",
-        *("corrupt", "vanished", "unavailable"),
+        *("corrupt", "undecryptable", "vanished", "unavailable"),
     ),
     "captured_pages": Metric("Counter", "Pages and snapshots copied out of contexts.", "form", _captured),
     "prompt_tokens": _count("Tokens of the prompts that were looked up.", "prompt_tokens"),

@@ -26,12 +26,14 @@ USES = (1, 2, 4, 8, 16, 64)
 
 
 def read_facts(view: View) -> Facts:
-    """Facts of all pages, including those that cannot be read."""
+    """Facts of all pages, in the order of their keys, including those that cannot be read."""
     found, after = [], b""
     while len(some := view.facts(after, SLICE)):
         found.append(some)
         after = bytes(some["key"][-1])
-    return np.concatenate(found) if found else np.empty(0, FACTS)
+    facts = np.concatenate(found) if found else np.empty(0, FACTS)
+    facts.sort(order="key", kind="stable")
+    return facts
 
 
 # A run of pages without a branch, in an array with parents before their children:

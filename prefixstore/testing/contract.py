@@ -23,7 +23,7 @@ from itertools import product
 from pathlib import Path
 from typing import TypeAlias
 
-from prefixstore.backends.contract import LONGEST_KEY, Backend, ConflictError, Draft, Range, Row, View
+from prefixstore.backends.contract import LONGEST_KEY, Backend, ConflictError, Range, Row, Update, View
 from prefixstore.errors import UnavailableError
 from prefixstore.format.record import Buffer
 from prefixstore.testing.together import PATIENCE, fork_child, in_child, together
@@ -67,7 +67,7 @@ def _read(backend: Backend) -> Rows:
         return _stored(view)
 
 
-def _update(backend: Backend, work: Callable[[Draft], object]) -> None:
+def _update(backend: Backend, work: Callable[[Update], object]) -> None:
     """Do work in an update; again if another process was faster."""
     until = time.monotonic() + PATIENCE
     while True:
@@ -82,7 +82,7 @@ def _update(backend: Backend, work: Callable[[Draft], object]) -> None:
 def _write(backend: Backend, rows: Mapping[bytes, tuple[bytes | None, Buffer | None]]) -> None:
     """Write rows, or delete those without a value."""
 
-    def work(draft: Draft) -> None:
+    def work(draft: Update) -> None:
         for key, (value, payload) in rows.items():
             draft.delete(key) if value is None else draft.put(key, value, payload)
 
@@ -112,7 +112,7 @@ def _require(view: View, rows: Rows, chance: random.Random) -> None:
     assert _pairs(view, asked) == [rows.get(key) for key in asked]
 
 
-def _change(draft: Draft, rows: Rows, chance: random.Random) -> None:
+def _change(draft: Update, rows: Rows, chance: random.Random) -> None:
     """A random change, of a draft and of the rows that it has to show."""
     key, action = chance.choice(KEYS), chance.choice(["put", "put", "with payload", "delete", "delete and put"])
     if action.startswith("delete"):
@@ -126,7 +126,7 @@ def _change(draft: Draft, rows: Rows, chance: random.Random) -> None:
         rows[key] = value, rows.get(key, (None, None))[1] if payload is None else payload
 
 
-def _write_all(keys: list[bytes], number: int, draft: Draft) -> None:
+def _write_all(keys: list[bytes], number: int, draft: Update) -> None:
     """Write this number to all rows, and one row more; the rows of the last three numbers stay."""
     value = b"%d" % number
     draft.put(b"n" + value, value, value * 50_000)
@@ -341,7 +341,7 @@ class BackendContract:
     def _count(self, rounds: int, *backends: Backend) -> None:
         """Have threads add to two rows, by a value and by a range."""
 
-        def add(draft: Draft) -> None:
+        def add(draft: Update) -> None:
             [value], [rows] = draft.get([b"a"]), draft.ranges([Range(b"b", b"c", 1)])
             time.sleep(0)  # let another thread run
             draft.put(b"a", b"%d" % (int(value or 0) + 1))

@@ -109,7 +109,7 @@ def test_every_command_has_help_with_an_example_and_json(run, command):
 def test_all_commands_are_listed_and_can_be_completed(run):
     code, out, _ = run("--help")
     assert code == 0
-    assert sorted(re.findall(r"^  (\w+)  ", out, re.MULTILINE)) == sorted([*COMMANDS, "serve", "slots", "trace"])
+    assert sorted(re.findall(r"^  (\w+)  ", out, re.MULTILINE)) == sorted([*COMMANDS, "key", "serve", "slots", "trace"])
     assert "--install-completion" in out
     assert run("--version")[1].strip() == __import__("prefixstore").__version__
 

@@ -35,7 +35,7 @@ def path_of(record):
 def add(draft, *records):
     for record in records:
         draft.put(record_row(record.key), record.pack())
-        siblings.add_child(draft, record.key, path_of(record))
+        siblings.add_child(draft, record.key, path_of(record), b"owner")
 
 
 def remove(draft, *records):

@@ -34,7 +34,7 @@ from prefixstore.format.record import Usage
 from prefixstore.maintenance.archive import Archive
 from tests.support.page_contract import PagesContract, PersistentPagesContract
 from tests.support.pages import NAMESPACE, make_page
-from tests.support.places import MIB, SCHEMES, fill, opened, place, space
+from tests.support.places import KEY, MIB, SCHEMES, fill, opened, place, space
 from tests.support.s3 import prefix_on
 
 
@@ -46,6 +46,11 @@ class TestMemory(PagesContract):
 class TestLMDB(PersistentPagesContract):
     def open_backend(self, tmp_path):
         return Pages(LMDBBackend(tmp_path / "kv", 64 * MIB))
+
+
+class TestEncrypted(PersistentPagesContract):
+    def open_backend(self, tmp_path):
+        return open_pages(f"lmdb://{tmp_path}/kv", max_bytes=64 * MIB, key=KEY)
 
 
 class TestSQLite(PersistentPagesContract):

@@ -7,6 +7,7 @@ What does not depend on pages (commits, forks, threads, what a view sees) is tes
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
@@ -17,10 +18,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from prefixstore.backends import encrypted
 from prefixstore.engine.facts import FACTS
+from prefixstore.engine.index import shared_tokens
+from prefixstore.engine.keyspace import record_row
 from prefixstore.engine.page_checks import flaws
 from prefixstore.engine.page_update import Transaction
-from prefixstore.engine.page_view import View, tokens_of
+from prefixstore.engine.page_view import View, path_of, tokens_of
 from prefixstore.engine.pages import Pages
 from prefixstore.engine.trie import Entry
 from prefixstore.errors import StorageError
@@ -65,6 +69,16 @@ def _sizes(view: View) -> tuple[int, int]:
     return sum(record.stored_bytes for record in records), sum(record.raw_bytes for record in records)
 
 
+def shared_with(tokens: bytes) -> Callable[[Entry], int]:
+    """How many tokens a page has in common with these, from the first on."""
+    return lambda entry: shared_tokens(tokens_of(entry), tokens)
+
+
+def _page_at(parent: bytes, tokens: bytes) -> Entry:
+    key, record = make_page(b"", np.frombuffer(tokens, "<i4").tolist(), parent=parent)
+    return Entry(key, record, Usage(1))
+
+
 def _facts_of(entry: Entry) -> tuple[object, ...]:
     """The values of `FACTS` for one page."""
     key, record, usage = entry
@@ -95,6 +109,13 @@ class _Scanned:
 
     def __init__(self, view: View) -> None:
         self._entries = [Entry(*each) for each in view.scan()]
+        # where rows are; an encrypted location has names of its own for them
+        self._place = view.rows._safe.place if isinstance(view.rows, encrypted._View) else bytes
+
+    def place(self, entry: Entry) -> list[bytes]:
+        """Where a page is among its siblings."""
+        assert isinstance(entry.record, Record)
+        return list(map(self._place, path_of(entry.record)))
 
     def children(self, parents: Sequence[bytes], form: int, at_most: int | None = None) -> list[Entry]:
         found: dict[bytes, list[Entry]] = {parent: [] for parent in parents}
@@ -103,12 +124,19 @@ class _Scanned:
             if isinstance(record, Record) and record.form == form and record.parent in found:
                 found[record.parent].append(entry)
         count = len(self._entries) if at_most is None else at_most
-        return [each for siblings in found.values() for each in nsmallest(count, siblings, key=tokens_of)]
+        return [each for siblings in found.values() for each in nsmallest(count, siblings, key=self.place)]
 
-    def neighbors(self, parent: bytes, tokens: bytes) -> list[Entry]:
-        ordered = self.children([parent], PAGE)
-        n_below = sum(tokens_of(each) <= tokens for each in ordered)
-        return ordered[max(n_below - 1, 0) : n_below + 1]
+    def require_nearest(self, found: Sequence[Entry], parent: bytes, tokens: bytes) -> None:
+        """Check what `View.neighbors` has found."""
+        children = self.children([parent], PAGE)
+        assert [each for each in children if each in found] == list(found)
+        assert len(found) <= 3
+        assert max(map(shared_with(tokens), found), default=0) == max(map(shared_with(tokens), children), default=0)
+        # those that have all tokens come next, and a page that these continue just before
+        for one in (each for each in children if tokens_of(each).startswith(tokens)):
+            assert any(tokens_of(each).startswith(tokens) for each in found), one
+        at = bisect_right(children, self.place(_page_at(parent, tokens)), key=self.place)
+        assert all(one in found for one in children[max(at - 1, 0) : at + 1])
 
     def followed(self, keys: Sequence[bytes]) -> set[bytes]:
         wanted, found = set(keys), set[bytes]()
@@ -120,7 +148,11 @@ class _Scanned:
         return found
 
     def facts(self, after: bytes, at_most: int) -> npt.NDArray[np.void]:
-        first = nsmallest(at_most, (each for each in self._entries if each.key > after), key=lambda each: each.key)
+        def place(key: bytes) -> bytes:
+            return self._place(record_row(key))
+
+        left = (each for each in self._entries if not after or place(each.key) > place(after))
+        first = nsmallest(at_most, left, key=lambda each: place(each.key))
         return np.array([_facts_of(each) for each in first], FACTS)
 
 
@@ -202,7 +234,7 @@ class _Family:
         wanted = self.chance.sample(self.seen, min(len(self.seen), 6))
         for parent in (*self.namespaces, *parents[:3]):
             for tokens in (*wanted, as_tokens(self.tokens()).tobytes(), b"", b"\xff" * 4 * self.longest):
-                assert view.neighbors(parent, tokens) == scanned.neighbors(parent, tokens)
+                scanned.require_nearest(view.neighbors(parent, tokens), parent, tokens)
         after, n_facts = b"", 0
         while len(facts := view.facts(after, 7)):
             assert facts.dtype == FACTS
@@ -429,13 +461,12 @@ class PagesContract:
                         transaction.put(key, record, Usage(1), b"")
                 there = sorted(as_tokens(tokens).tobytes() for tokens in siblings)
                 with backend.view() as view:
-                    assert [tokens_of(entry) for entry in view.children([parent], PAGE)] == there
+                    scanned = _Scanned(view)
+                    assert sorted(tokens_of(entry) for entry in view.children([parent], PAGE)) == there
                     for _ in range(60):
                         wanted = [*chance.choice(siblings)[: chance.choice([1, 100, 250, 300])], chance.randrange(99)]
                         raw = as_tokens(wanted).tobytes()
-                        found = [tokens_of(entry) for entry in view.neighbors(parent, raw)]
-                        below, above = [each for each in there if each <= raw], [each for each in there if each > raw]
-                        assert found == below[-1:] + above[:1]
+                        scanned.require_nearest(view.neighbors(parent, raw), parent, raw)
 
     # -- space ---------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from contextlib import closing
 
 import numpy as np
@@ -17,6 +18,19 @@ from tests.support.pages import make_page
 LOCKING = ("lmdb", "sqlite", "postgresql", "valkey")
 SCHEMES = (*LOCKING, "s3")
 MIB = 1 << 20
+
+
+class _Key:
+    """A key that needs no file."""
+
+    def read(self):
+        return base64.b64encode(bytes(range(32))).decode()
+
+    def __str__(self):
+        return "the tests' key"
+
+
+KEY = _Key()
 
 
 def place(scheme, tmp_path, request, name="kv"):

@@ -1,0 +1,87 @@
+"""Where keys come from, and what is said if there are none."""
+
+from __future__ import annotations
+
+import base64
+import shlex
+import sys
+
+import pytest
+
+from prefixstore import InvalidParameterError, KeyProvider, LocationError
+from prefixstore.backends.keys import ENVIRONMENT, Keys, key_id, provider_of
+
+KEY, OLDER, OF_ALICE = bytes(range(32)), bytes(range(32, 64)), bytes(range(64, 96))
+KEYS = Keys({key_id(KEY): KEY, key_id(OLDER): OLDER}, {"alice": OF_ALICE, "bob & co %": KEY})
+
+
+def written(tmp_path, text=None, mode=0o600):
+    path = tmp_path / "keys"
+    path.write_text(KEYS.text() if text is None else text)
+    path.chmod(mode)
+    return path
+
+
+def test_a_file_of_keys_comes_back_with_the_newest_first():
+    assert Keys.parse(KEYS.text(), "file") == KEYS
+    assert next(iter(Keys.parse(KEYS.text(), "file").masters)) == key_id(KEY)
+
+
+def test_keys_come_from_a_file_a_variable_a_command_or_an_object(tmp_path, monkeypatch):
+    path = written(tmp_path)
+    monkeypatch.setenv("MY_KEYS", base64.b64encode(KEY).decode())
+    command = shlex.join([sys.executable, "-c", f"print({KEYS.text()!r})"])
+
+    class Mine:
+        def read(self):
+            return KEYS.text()
+
+    assert isinstance(Mine(), KeyProvider)
+    for source in (f"file:{path}", f"command:{command}", Mine()):
+        assert Keys.read(provider_of(source)) == KEYS
+    assert Keys.read(provider_of("env:MY_KEYS")).masters == {key_id(KEY): KEY}
+    monkeypatch.setenv(ENVIRONMENT, f"file:{path}")
+    assert Keys.read(provider_of(None)) == KEYS
+    assert provider_of("none") is None
+    monkeypatch.delenv(ENVIRONMENT)
+    assert provider_of(None) is None
+
+
+@pytest.mark.parametrize("key", ["", "secret", "file:", "http://host/key", 5, b"file:x"])
+def test_anything_else_is_refused_and_not_repeated(key):
+    with pytest.raises(InvalidParameterError) as raised:
+        provider_of(key)
+    assert "secret" not in str(raised.value)
+
+
+def test_a_file_that_others_can_read_is_refused(tmp_path):
+    with pytest.raises(LocationError, match="chmod 600"):
+        Keys.read(provider_of(f"file:{written(tmp_path, mode=0o604)}"))
+    link = tmp_path / "link"
+    link.symlink_to(written(tmp_path))
+    assert Keys.read(provider_of(f"file:{link}")) == KEYS
+
+
+@pytest.mark.parametrize(
+    "text", ["", "# nothing\n", "key abc\n", "word " + base64.b64encode(KEY).decode(), "tenant alice\n", "key\n"]
+)
+def test_what_is_no_key_is_said_without_repeating_it(tmp_path, text):
+    with pytest.raises(LocationError) as raised:
+        Keys.read(provider_of(f"file:{written(tmp_path, text)}"))
+    assert "prefixstore key new" in str(raised.value)
+    assert base64.b64encode(KEY).decode() not in str(raised.value)
+
+
+def test_what_gives_no_keys_says_why(tmp_path, monkeypatch):
+    monkeypatch.delenv("NOT_SET", raising=False)
+    reasons = {
+        f"file:{tmp_path}/none": "No such file",
+        "env:NOT_SET": "NOT_SET",
+        "command:false": "ended with code 1",
+        "command:/no/such/program secret": "FileNotFoundError",
+        'command:"': "quotation",
+    }
+    for source, reason in reasons.items():
+        with pytest.raises(LocationError, match=reason) as raised:
+            Keys.read(provider_of(source))
+        assert "secret" not in str(raised.value)
