@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefixstore.backends.files import expanded
+from prefixstore.backends.keys import ENVIRONMENT as KEY_VARIABLE
 from prefixstore.backends.location import ENVIRONMENT, is_url, text_of
 from prefixstore.errors import InvalidParameterError, MissingExtraError
 from prefixstore.format.namespace import Namespace
@@ -206,7 +207,8 @@ class Config:
 def load_config(path: str | os.PathLike[str]) -> Config:
     """Read the settings in a TOML file; relative paths in it are relative to its folder.
 
-    The environment variable ``PREFIXSTORE_LOCATION`` goes before the location in the file.
+    The environment variables ``PREFIXSTORE_LOCATION`` and ``PREFIXSTORE_KEY`` go before the location and the key in the
+    file.
 
     Raises
     ------
@@ -364,7 +366,7 @@ def _beside(folder: Path, path: object) -> object:
 def _store_beside(folder: Path, store: Mapping[str, Any]) -> dict[str, object]:
     """The location and the key, where they are given."""
     location = os.environ.get(ENVIRONMENT) or _location_beside(folder, store.get("location"))
-    key = _key_beside(folder, store.get("key"))
+    key = os.environ.get(KEY_VARIABLE) or _key_beside(folder, store.get("key"))
     return {name: value for name, value in (("location", location), ("key", key)) if value is not None}
 
 

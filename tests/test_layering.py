@@ -25,6 +25,8 @@ NEEDS = {
     "llama": CORE | {"llama_cpp"},  # the extra "llama"
     "backends.sql": CORE | {"sqlalchemy", "alembic", "psycopg"},  # the extras "sql" and "postgres"
     "backends.valkey": CORE | {"valkey"},  # the extra "valkey"
+    "backends.encryption": CORE | {"cryptography"},  # the extra "encryption"
+    "maintenance.encrypted_file": CORE | {"cryptography"},
     "warming.tokens": CORE | {"llama_cpp"},
     "server": CORE,
     # the extra "server"
@@ -40,7 +42,6 @@ NEEDS = {
 }
 # what is imported inside the functions that need it, or for type checkers
 LAZY = {
-    "backends.encryption": {"cryptography"},
     "store": {"llama_cpp", "typing_extensions"},
     "sessions": {"llama_cpp", "typing_extensions"},
     "config": {"llama_cpp"},

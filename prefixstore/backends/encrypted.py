@@ -1,7 +1,7 @@
 """A location whose rows and payloads are encrypted, whatever backend keeps them.
 
-`Safe` names and encrypts them (`backends.encryption`). `HEADER` is the only row in clear text, and there twice: it has
-the secret of the location, encrypted under each of its keys. What that protects from is in ``docs/security.md``.
+`encryption.RowCipher` encrypts them. The header is the only row in clear text, and there twice: it has the secret of
+the location, encrypted under its newest key. What that protects from is in ``docs/security.md``.
 """
 
 from __future__ import annotations
@@ -10,44 +10,46 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 from prefixstore.backends.contract import Backend, ConflictError, Costs, Range, Row, Update, View
 from prefixstore.backends.encryption import (
-    LOCATIONS_OWN,
-    PLACE_BYTES,
+    HASH_BYTES,
+    NO_TENANT,
     Header,
-    Safe,
-    ciphers,
-    derived,
-    key_of,
-    owner_of,
-    row_size,
-    size_of,
+    RowCipher,
+    encrypted_size,
+    key_and_tenant,
 )
-from prefixstore.backends.keys import KeyProvider, Keys
+from prefixstore.backends.keys import COPY, HEADER, KeyProvider, Keys, is_header
 from prefixstore.backends.sorted_rows import SortedRows
 from prefixstore.errors import FullError, IncompatibleError, LocationError, UndecryptableError
 from prefixstore.format.record import Buffer
 
-__all__ = ["HEADER", "EncryptedBackend"]
+__all__ = ["EncryptedBackend"]
 
+V = TypeVar("V", bound=View)
 log = logging.getLogger("prefixstore")
 
-# in a location that is not encrypted, a row of 8 bytes: so a store without a key cannot write to one that is
-HEADER = b"g"
-# the header again
-COPY = b"g\0"
 FIRST, LAST = b"", b"\xff" * 16
 # a view looks at the header again after so many seconds: another process may have replaced the location
 CHECKED_SECONDS = 60.0
-# and what cannot be decrypted is logged once in so many
+# so long at least between two attempts to find a key that is missing
+AGAIN_SECONDS = 10.0
+# and between two lines of the log
 LOGGED_SECONDS = 60.0
 # how many rows are encrypted anew in one update, and with payloads of how many bytes
 REWRITTEN_AT_ONCE, REWRITTEN_BYTES = 256, 64 << 20
 LEAST_REWRITTEN_BYTES = 1 << 20
 CONFLICTS = 8
+
+Told = Callable[[UndecryptableError], object]
+
+
+class MissingKeyError(LocationError):
+    """The location needs a key that is not given."""
 
 
 class _Costs(Costs):
@@ -55,100 +57,102 @@ class _Costs(Costs):
 
     def __init__(self, costs: Costs) -> None:
         super().__init__(costs.row, costs.payload, costs.unit)
-        object.__setattr__(self, "_costs", costs)
-        self._costs: Costs
+        object.__setattr__(self, "inner", costs)
+
+    inner: Costs
 
     def of(self, key: bytes, value: bytes, payload: int | None = None) -> int:
-        place = bytes(max(len(key), 1 + PLACE_BYTES))
-        row = bytes(row_size(key, value))
-        return self._costs.of(place, row, None if payload is None else size_of(payload))
+        stored_key = bytes(max(len(key), 1 + HASH_BYTES))
+        row = bytes(encrypted_size(2 + len(key) + len(value)))
+        return self.inner.of(stored_key, row, None if payload is None else encrypted_size(payload))
 
 
 class _View(View):
-    """The rows of a view, decrypted."""
+    """The rows of a view, decrypted.
 
-    def __init__(
-        self,
-        view: View,
-        safe: Safe,
-        told: Callable[[UndecryptableError], object],
-        renew: Callable[[View], Safe | None] | None = None,
-    ) -> None:
+    Parameters
+    ----------
+    view
+        The view.
+    cipher
+        Of the location.
+    told
+        Called for what cannot be decrypted.
+    renew
+        What decrypts the location now, if it has a key that `cipher` does not know.
+    """
+
+    def __init__(self, view: View, cipher: RowCipher, told: Told, renew: Callable[[View], RowCipher | None]) -> None:
         self._view = view
-        self._safe = safe
+        self._cipher = cipher
         self._told = told
+        self._renew = renew
         self.at_once = view.at_once
-        # finds what opens the location now, by its header; None in an update, and where each row is a request
-        self._renew = renew if view.at_once is None else None
-        self._header: bytes | None = safe.packed
 
     @property
     def arrived(self) -> int:  # type: ignore[override]
         return self._view.arrived
 
-    def _row(self, place: bytes, stored: bytes) -> Row | None:
+    def _row(self, stored_key: bytes, stored: bytes) -> Row | None:
+        """A row; None if it cannot be decrypted."""
+        name, _ = key_and_tenant(stored)
+        if name not in self._cipher.header.keys:
+            # another process has replaced the key since; once is enough
+            renew, self._renew = self._renew, lambda _: None
+            self._cipher = renew(self._view) or self._cipher
         try:
-            return self._safe.open_row(place, stored)
+            return self._cipher.decrypt_row(stored_key, stored)
         except UndecryptableError as error:
-            self._told(error)
+            if not self._cipher.is_forgotten(stored):
+                self._told(error)
             return None
 
+    def _value(self, key: bytes, stored_key: bytes, stored: bytes | None) -> bytes | None:
+        """The value of a row, which is empty if it cannot be decrypted."""
+        row = None if stored is None else self._row(stored_key, stored)
+        if row is not None and row.key == key:
+            return row.value
+        return None if stored is None or self._cipher.is_forgotten(stored) else b""
+
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        places, stored = self._read(keys)
-        found = zip(keys, places, stored, strict=True)
-        return [None if value is None else self._value(key, place, value) for key, place, value in found]
-
-    def _read(self, keys: Sequence[bytes]) -> tuple[list[bytes], list[bytes | None]]:
-        """Where these rows are, and what is there."""
-        places = [self._safe.place(key) for key in keys]
-        if self._renew is None:
-            return places, self._view.get(places)
-        header, *stored = self._view.get([HEADER, *places])
-        if header != self._header:
-            # another process has replaced the location, or has damaged the header
-            self._safe, self._header = self._renew(self._view) or self._safe, header
-            places = [self._safe.place(key) for key in keys]
-            stored = self._view.get(places)
-        return places, stored
-
-    def _value(self, key: bytes, place: bytes, stored: bytes) -> bytes:
-        """The value of a row; empty, which no value is, if it cannot be decrypted."""
-        row = self._row(place, stored)
-        return row.value if row is not None and row.key == key else b""
+        stored_keys = [self._cipher.stored_key(key) for key in keys]
+        return list(map(self._value, keys, stored_keys, self._view.get(stored_keys)))
 
     def ranges(self, wanted: Sequence[Range]) -> list[list[Row]]:
-        places = [self._safe.range(one) for one in wanted]
-        return [self._readable(*one) for one in zip(places, self._view.ranges(places), strict=True)]
+        stored = [self._cipher.stored_range(one) for one in wanted]
+        return [self._readable(*one) for one in zip(stored, self._view.ranges(stored), strict=True)]
 
-    def _readable(self, place: Range, stored: list[Row]) -> list[Row]:
+    def _readable(self, stored: Range, rows: list[Row]) -> list[Row]:
         """These rows of a range, and others in place of those that cannot be decrypted."""
-        found = [row for one in stored if (row := self._row(*one)) is not None]
-        while place.limit is not None and len(stored) == place.limit > 0 and len(found) < place.limit:
-            last = stored[-1].key
-            place = place._replace(stop=last) if place.reverse else place._replace(start=last + b"\0")
-            [stored] = self._view.ranges([place])
-            found += (row for one in stored if (row := self._row(*one)) is not None)
-        return found if place.limit is None else found[: place.limit]
+        found = [row for one in rows if (row := self._row(*one)) is not None]
+        limit, at_once = stored.limit, stored.limit
+        while limit is not None and at_once is not None and len(rows) == at_once > 0 and len(found) < limit:
+            last, at_once = rows[-1].key, 4 * at_once
+            stored = stored._replace(stop=last) if stored.reverse else stored._replace(start=last + b"\0")
+            [rows] = self._view.ranges([stored._replace(limit=at_once)])
+            found += (row for one in rows if (row := self._row(*one)) is not None)
+        return found[:limit]
 
     def payloads(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, Buffer | None] | None]:
-        places = [self._safe.place(key) for key in keys]
-        return self._decrypted(keys, places, self._view.payloads(places))
+        stored_keys = [self._cipher.stored_key(key) for key in keys]
+        return self._decrypted(keys, stored_keys, self._view.payloads(stored_keys))
 
     def _decrypted(
-        self, keys: Sequence[bytes], places: Sequence[bytes], found: Iterator[tuple[bytes, Buffer | None] | None]
+        self, keys: Sequence[bytes], stored_keys: Sequence[bytes], found: Iterator[tuple[bytes, Buffer | None] | None]
     ) -> Iterator[tuple[bytes, Buffer | None] | None]:
-        for key, place, one in zip(keys, places, found, strict=True):
-            if one is None:
+        for key, stored_key, one in zip(keys, stored_keys, found, strict=True):
+            value = None if one is None else self._value(key, stored_key, one[0])
+            if one is None or value is None:
                 yield None
                 continue
             payload = one[1]
             if payload is not None:
                 try:
-                    payload = self._safe.open_payload(place, payload)
+                    payload = self._cipher.decrypt_payload(stored_key, payload)
                 except UndecryptableError as error:
                     self._told(error)
                     raise
-            yield self._value(key, place, one[0]), payload
+            yield value, payload
 
     @property
     def used(self) -> int:
@@ -160,16 +164,19 @@ class _Update(_View, Update):
 
     _view: Update
 
-    def __init__(self, update: Update, safe: Safe, told: Callable[[UndecryptableError], object]) -> None:
-        super().__init__(update, safe, told)
+    def __init__(self, update: Update, cipher: RowCipher, told: Told) -> None:
+        super().__init__(update, cipher, told, lambda _: None)
         self._costs = _Costs(update.costs)
-        # whose the rows are that were read, if they are a tenant's
-        self._owners: dict[bytes, bytes] = {}
+        # the tags of tenants of rows that were read
+        self._tags: dict[bytes, bytes] = {}
 
-    def _row(self, place: bytes, stored: bytes) -> Row | None:
-        if (owner := owner_of(stored)) != LOCATIONS_OWN:
-            self._owners[place] = owner
-        return super()._row(place, stored)
+    @property
+    def costs(self) -> Costs:
+        return self._costs
+
+    def _row(self, stored_key: bytes, stored: bytes) -> Row | None:
+        self._tags[stored_key] = key_and_tenant(stored)[1]
+        return super()._row(stored_key, stored)
 
     def put(
         self,
@@ -180,44 +187,45 @@ class _Update(_View, Update):
         replaced: int | None = None,
         owner: bytes | None = None,
     ) -> None:
-        place = self._safe.place(key)
-        whose = self._owners.get(place, LOCATIONS_OWN) if owner is None else self._safe.owner(owner)
-        row = self._safe.close_row(place, key, value, whose)
-        hidden = None if payload is None else self._safe.close_payload(place, payload, whose)
-        self._view.put(place, row, hidden, replaced=None if replaced is None else size_of(replaced))
+        stored_key = self._cipher.stored_key(key)
+        tag = self._tags.get(stored_key, NO_TENANT) if owner is None else self._cipher.tag(owner)
+        row = self._cipher.encrypt_row(stored_key, key, value, tag)
+        hidden = None if payload is None else self._cipher.encrypt_payload(stored_key, payload, tag)
+        self._view.put(stored_key, row, hidden, replaced=None if replaced is None else encrypted_size(replaced))
 
-    @property
-    def costs(self) -> Costs:
-        return self._costs
+    def delete(self, key: bytes, *, replaced: int | None = None) -> None:
+        size = None if replaced is None else encrypted_size(replaced)
+        self._view.delete(self._cipher.stored_key(key), replaced=size)
 
-    def rewrite(self, places: Sequence[bytes], most: int) -> int:
-        """Encrypt rows anew, whoever's they are, until their payloads have so many bytes; how many were looked at."""
-        size = n = 0
-        for n, (place, found) in enumerate(zip(places, self._view.payloads(places), strict=True), 1):  # noqa: B007
-            row = None if found is None else self._row(place, found[0])
-            if found is None or row is None:
+    def rewrite(self, stored_keys: Sequence[bytes], most: int) -> tuple[int, int]:
+        """Encrypt rows anew, until their payloads have so many bytes; how many were looked at, and cannot be decrypted.
+
+        A row that has a payload was put with it: both are under the same key.
+        """
+        size = n = n_left = 0
+        for stored_key, found in zip(stored_keys, self._view.payloads(stored_keys), strict=True):
+            n += 1
+            if found is None:
                 continue
-            owner, payload = owner_of(found[0]), found[1]
+            stored, payload = found
             try:
-                plain = None if payload is None else self._safe.open_payload(place, payload)
-            except UndecryptableError as error:
-                self._told(error)
+                row, tag = self._cipher.decrypt_row(stored_key, stored), key_and_tenant(stored)[1]
+                plain = None if payload is None else self._cipher.decrypt_payload(stored_key, payload)
+            except UndecryptableError:
+                n_left += 1
                 continue
-            hidden = None if plain is None else self._safe.close_payload(place, plain, owner)
-            self._view.put(place, self._safe.close_row(place, *row, owner), hidden)
+            hidden = None if plain is None else self._cipher.encrypt_payload(stored_key, plain, tag)
+            self._view.put(stored_key, self._cipher.encrypt_row(stored_key, *row, tag), hidden)
             size += 0 if payload is None else len(payload)
             if size >= most:
                 break
-        return n
+        return n, n_left
 
-    def drop_undecryptable(self, places: Sequence[bytes]) -> None:
+    def drop_undecryptable(self, stored_keys: Sequence[bytes]) -> None:
         """Delete those of these rows that cannot be decrypted."""
-        for place, stored in zip(places, self._view.get(places), strict=True):
-            if stored is not None and not self._safe.can_open(place, stored):
-                self._view.delete(place)
-
-    def delete(self, key: bytes, *, replaced: int | None = None) -> None:
-        self._view.delete(self._safe.place(key), replaced=None if replaced is None else size_of(replaced))
+        for stored_key, stored in zip(stored_keys, self._view.get(stored_keys), strict=True):
+            if stored is not None and self._row(stored_key, stored) is None:
+                self._view.delete(stored_key)
 
 
 class EncryptedBackend(Backend):
@@ -230,7 +238,7 @@ class EncryptedBackend(Backend):
     provider
         Gives the keys.
     parts
-        As for `Safe`.
+        As for `RowCipher`.
     tenant_of
         What stands in rows for the tenant with this name: 16 bytes.
     on_undecryptable
@@ -244,9 +252,9 @@ class EncryptedBackend(Backend):
     Raises
     ------
     LocationError
-        If none of the keys is one of the location's, or it is not encrypted and has rows.
-    MissingExtraError
-        If cryptography is not installed.
+        If a key is missing, or it is not encrypted and has rows.
+    IncompatibleError
+        If its header is damaged, or of another version.
     """
 
     def __init__(
@@ -263,87 +271,119 @@ class EncryptedBackend(Backend):
         self._parts = parts
         self._tenant_of = tenant_of
         self._on_undecryptable = on_undecryptable
-        self._logged = -LOGGED_SECONDS
-        self._safe: Safe | None = None
-        self._checked = 0.0
-        ciphers()
-        self.keys = Keys.read(self._provider)
+        self._logged = self._asked_again = -max(LOGGED_SECONDS, AGAIN_SECONDS)
+        # what was found last, the rows of the header in which it was, and when
+        self._found: tuple[RowCipher, list[bytes | None], float] | None = None
+        self.keys = Keys.read(provider)
         with self.view():
             pass  # raises if a key is missing
 
     # -- keys ---------------------------------------------------------------------------------------------------------
 
-    def _opened(self, rows: View) -> Safe | None:
-        """What opens the location, by its header; None if it is empty."""
-        self._checked = time.monotonic()
-        header = Header.unpack(rows.get([HEADER, COPY]), self.location)
-        if header is None:
-            if rows.ranges([Range(FIRST, LAST, 1)])[0]:
-                raise LocationError(
-                    f"{self.location} is not encrypted: open it without a key, and prefixstore copy it to a new "
-                    "location with one"
-                )
-            return None
-        if self._safe is None or self._safe.header != header:
-            self._safe = self._unlocked(header)
-        return self._safe
-
-    def _unlocked(self, header: Header) -> Safe:
-        if header.keys.keys() - self.keys.masters.keys():
-            # another process may have been given a new one
-            self.keys = Keys.read(self._provider)
-        missing = header.keys.keys() - self.keys.masters.keys()
-        if missing:
-            names = ", ".join(sorted(name.hex() for name in missing))
+    def _cipher_in(self, rows: View) -> RowCipher | None:
+        """The cipher of the location, by its header; None if it is empty."""
+        stored, found = rows.get([HEADER, COPY]), self._found
+        if found is not None and found[1] == stored:
+            cipher = found[0]
+        elif any(map(is_header, stored)):
+            cipher = self._cipher_of(stored)
+        elif rows.ranges([Range(FIRST, LAST, 1)])[0]:
             raise LocationError(
-                f"{self.location} needs the key {names}, which {self._provider} does not have; pass key=, or set "
-                "PREFIXSTORE_KEY, to where it is"
+                "it is not encrypted: open it without a key (PREFIXSTORE_KEY=none), or prefixstore copy it to a new "
+                "location, with --from-key none"
             )
-        name, wrapped = next(iter(header.keys.items()))
-        AESGCM, InvalidTag = ciphers()  # noqa: N806 - their own names
-        try:
-            lock = AESGCM(_lock(self.keys.masters[name], header.location))
-            secret = lock.decrypt(bytes(12), wrapped, header.location)
-        except InvalidTag:
-            raise IncompatibleError(f"{self.location}: what says how it is encrypted was changed") from None
-        return self._made(header, secret)
-
-    def _made(self, header: Header, secret: bytes) -> Safe:
-        tenants = {self._tenant_of(name): key for name, key in self.keys.tenants.items()}
-        return Safe(header, secret, self.keys.masters, tenants, self._parts)
-
-    def _wrapped(self, name: bytes, location: bytes, secret: bytes) -> bytes:
-        AESGCM, _ = ciphers()  # noqa: N806
-        return bytes(AESGCM(_lock(self.keys.masters[name], location)).encrypt(bytes(12), secret, location))
-
-    def _ready(self, draft: Update) -> Safe:
-        """What encrypts an update; the header is written if it is missing, or has not the newest key."""
-        safe = self._opened(draft)
-        if safe is None:
-            # as before, if the location was emptied
-            old = self._safe
-            header = Header(old.header.location if old else secrets.token_bytes(16), {})
-            secret = old.secret if old else secrets.token_bytes(32)
-            retired: frozenset[bytes] = old.header.retired if old else frozenset()
         else:
-            header, secret, retired = safe.header, safe.secret, safe.header.retired
-        newest = next((name for name in self.keys.masters if name not in retired), None)
-        if newest is None:
-            raise LocationError(f"{self.location}: all keys in {self._provider} have been replaced by newer ones")
-        if newest not in header.keys:
-            wrapped = self._wrapped(newest, header.location, secret)
-            header = replace(header, keys={**header.keys, newest: wrapped}, retired=retired)
-            safe = self._made(header, secret)
-        assert safe is not None
-        self._put(draft, header)
-        return safe
+            return None
+        self._found = cipher, stored, time.monotonic()
+        return cipher
 
-    def _put(self, draft: Update, header: Header) -> None:
-        """Write the header, and its copy, where it is not there."""
-        packed = header.pack()
-        for key, stored in zip((HEADER, COPY), draft.get([HEADER, COPY]), strict=True):
-            if stored != packed:
-                draft.put(key, packed)
+    def _cipher_of(self, stored: Sequence[bytes | None]) -> RowCipher:
+        """The cipher by the first whole row of the header."""
+        *others, last = [row for row in stored if row is not None and is_header(row)]
+        for row in others:
+            try:
+                return self._unlocked(row)
+            except IncompatibleError:
+                continue
+        return self._unlocked(last)
+
+    def _unlocked(self, stored: bytes) -> RowCipher:
+        header = Header.unpack(stored, self.location)
+        if missing := [name.hex() for name in header.keys if name not in self.keys.masters]:
+            raise self._missing(f"the key {', '.join(missing)}")
+        cipher = self._made(header, header.secret_in(stored, self.keys.masters, self.location))
+        if n_missing := len(header.tenants - cipher.tenants - cipher.forgotten):
+            raise self._missing(f"the keys of {n_missing} tenants")
+        return cipher
+
+    def _missing(self, what: str) -> MissingKeyError:
+        return MissingKeyError(
+            f"it needs {what}, which {self._provider} does not have; set PREFIXSTORE_KEY, or key=, to where it is"
+        )
+
+    def _made(self, header: Header, secret: bytes) -> RowCipher:
+        tenants = {self._tenant_of(name): key for name, key in self.keys.tenants.items()}
+        forgotten = list(map(self._tenant_of, self.keys.forgotten))
+        return RowCipher(header, secret, self.keys.masters, tenants, forgotten, self._parts)
+
+    def _cipher_for(self, update: Update) -> RowCipher:
+        """The cipher of an update; the header is written if it is not there, or lacks a key."""
+        before = self._found
+        cipher = self._cipher_in(update)
+        if cipher is None and before is not None:
+            # it was emptied: others have it open, too
+            cipher = before[0]
+        if cipher is None:
+            cipher = self._made(Header(secrets.token_bytes(16), ()), secrets.token_bytes(32))
+        header, newest = cipher.header, next(iter(self.keys.masters))
+        if newest not in {*header.keys, *header.retired}:
+            header = replace(header, keys=(newest, *header.keys))
+        header = replace(header, tenants=(header.tenants | cipher.tenants) - cipher.forgotten)
+        return self._noted(update, header, cipher)
+
+    def _noted(self, update: Update, header: Header, cipher: RowCipher) -> RowCipher:
+        """Write the header, if it is not there; the cipher by it."""
+        stored = update.get([HEADER, COPY])
+        if header == cipher.header and stored[0] is not None and stored[0] == stored[1]:
+            return cipher
+        packed = header.pack(cipher.secret, self.keys.masters)
+        update.put(HEADER, packed)
+        update.put(COPY, packed)
+        return self._made(header, cipher.secret)
+
+    def _read_keys_again(self) -> bool:
+        """Read the keys again, but not all the time: another process may have been given a new one."""
+        if time.monotonic() - self._asked_again < AGAIN_SECONDS:
+            return False
+        self._asked_again = time.monotonic()
+        self._read_keys()
+        return True
+
+    def _read_keys(self) -> None:
+        self.keys, self._found = Keys.read(self._provider), None
+
+    @contextmanager
+    def _opened(
+        self, opened: Callable[[], AbstractContextManager[V]], find: Callable[[V], RowCipher | None]
+    ) -> Iterator[tuple[V, RowCipher | None]]:
+        """A view or update, and its cipher. If a key is missing, the keys are read again while nothing is open."""
+        with opened() as rows:
+            try:
+                found = find(rows)
+            except MissingKeyError as error:
+                missing = error
+            else:
+                yield rows, found
+                return
+        if not self._read_keys_again():
+            raise missing
+        with opened() as rows:
+            yield rows, find(rows)
+
+    def key_ids(self) -> list[str]:
+        """The ids of the keys that the location needs, the newest first."""
+        with self._opened(self._backend.view, self._cipher_in) as (_, cipher):
+            return [] if cipher is None else [name.hex() for name in cipher.header.keys]
 
     # -- as a backend -------------------------------------------------------------------------------------------------
 
@@ -355,20 +395,22 @@ class EncryptedBackend(Backend):
     def is_local(self) -> bool:  # type: ignore[override]
         return self._backend.is_local
 
+    def _known_cipher(self, rows: View) -> RowCipher | None:
+        """As `_cipher_in`, without a look at the header if there was one lately."""
+        found = self._found
+        return found[0] if found and time.monotonic() - found[2] < CHECKED_SECONDS else self._cipher_in(rows)
+
     @contextmanager
     def view(self) -> Iterator[View]:
-        with self._backend.view() as view:
-            safe = self._safe
-            if safe is None or time.monotonic() - self._checked > CHECKED_SECONDS:
-                safe = self._opened(view)
-            yield SortedRows(lambda _: 0) if safe is None else _View(view, safe, self._tell, self._opened)
+        with self._opened(self._backend.view, self._known_cipher) as (rows, cipher):
+            # what is in an empty location now was written by others, who are seen later
+            yield SortedRows(lambda _: 0) if cipher is None else _View(rows, cipher, self._tell, self._cipher_in)
 
     @contextmanager
     def update(self) -> Iterator[Update]:
-        with self._backend.update() as draft:
-            safe = self._ready(draft)
-            yield _Update(draft, safe, self._tell)
-        self._safe = safe
+        with self._opened(self._backend.update, self._cipher_for) as (rows, cipher):
+            assert cipher is not None
+            yield _Update(rows, cipher, self._tell)
 
     def _tell(self, error: UndecryptableError) -> None:
         self._on_undecryptable()
@@ -390,57 +432,68 @@ class EncryptedBackend(Backend):
 
     def after_fork(self) -> None:
         # its threads are the parent's
-        self._safe = None
+        self._found = None
         self._backend.after_fork()
 
     def close(self) -> None:
-        self._safe = None
         self._backend.close()
 
     # -- all rows -----------------------------------------------------------------------------------------------------
 
-    def rotate(self, progress: Callable[[int], object] = lambda _: None) -> int:
-        """Have everything encrypted under the newest key alone, and the others needed no more; how many rows were not.
+    def rotate(self, progress: Callable[[int], object] = lambda _: None) -> tuple[int, int]:
+        """Have everything encrypted under the newest key, and that of its tenant, so that older ones are not needed.
 
-        Others may go on using the location if they have the newest key. What cannot be decrypted stays as it is. May be
-        interrupted, and called again.
+        Others may go on using the location if they have the newest key. May be interrupted, and called again.
+
+        Returns
+        -------
+        int
+            How many rows were encrypted anew.
+        int
+            How many of them could not be decrypted: then the older keys are still needed.
 
         Raises
         ------
         LocationError
-            If the first key was replaced by another one before.
+            If the newest key was replaced by another one before.
         FullError
             If there is no space for what is written before the old rows are gone.
         """
-        self.keys = Keys.read(self._provider)
+        self._read_keys()
         newest = next(iter(self.keys.masters))
-        self._change_header(newest, is_done=False)
-        n_done = 0
-        for rows in self._all():
-            places = [row.key for row in rows if key_of(row.value) != newest]
-            n_done += self._rewrite(places)
+        with self._opened(self._backend.update, self._cipher_for) as (_, cipher):
+            assert cipher is not None
+            header = cipher.header
+            if header.keys[0] != newest:
+                raise LocationError(
+                    f"the key {newest.hex()} was replaced in {self.location}; add a newer one to the file"
+                )
+        n_done = n_left = 0
+        for rows, cipher in self._all():
+            n, left = self._rewrite([row.key for row in rows if not cipher.is_current(row.value)])
+            n_done, n_left = n_done + n - left, n_left + left
             progress(n_done)
-        self._change_header(newest, is_done=True)
-        return n_done
+        if not n_left:
+            self._retire(header.keys[1:])
+        return n_done, n_left
 
-    def _change_header(self, newest: bytes, *, is_done: bool) -> None:
-        """Have nothing written under other keys than the newest; if all is done, no other one is needed any more."""
-        with self._backend.update() as draft:
-            header = self._ready(draft).header
-            if newest in header.retired:
-                raise LocationError(f"{self.location}: the key {newest.hex()} was replaced; put a newer one before it")
-            keys = {newest: header.keys[newest]} if is_done else header.keys
-            retired = header.retired | (header.keys.keys() - {newest})
-            self._put(draft, replace(header, keys=keys, retired=retired))
+    def _retire(self, names: Sequence[bytes]) -> None:
+        """Note that nothing is under these keys any more."""
+        with self._opened(self._backend.update, self._cipher_for) as (update, cipher):
+            assert cipher is not None
+            header = cipher.header
+            keys = tuple(name for name in header.keys if name not in names)
+            self._noted(update, replace(header, keys=keys, retired=header.retired.union(names)), cipher)
+        self._found = None
 
-    def _rewrite(self, places: Sequence[bytes]) -> int:
-        most, n_done, n_conflicts = REWRITTEN_BYTES, 0, 0
-        while n_done < len(places):
+    def _rewrite(self, stored_keys: Sequence[bytes]) -> tuple[int, int]:
+        most, n_done, n_left, n_conflicts = REWRITTEN_BYTES, 0, 0, 0
+        while n_done < len(stored_keys):
             try:
-                with self.update() as draft:
-                    assert isinstance(draft, _Update)
-                    n = draft.rewrite(places[n_done:], most)
-                n_done += n
+                with self.update() as update:
+                    assert isinstance(update, _Update)
+                    n, left = update.rewrite(stored_keys[n_done:], most)
+                n_done, n_left = n_done + n, n_left + left
             except ConflictError:
                 n_conflicts += 1
                 if n_conflicts == CONFLICTS:
@@ -450,33 +503,27 @@ class EncryptedBackend(Backend):
                     raise
                 most //= 4
                 self._backend.reclaim()
-        return n_done
+        return n_done, n_left
 
     def undecryptable(self, *, delete: bool = False) -> int:
-        """How many rows cannot be decrypted; with `delete` they are deleted."""
+        """How many rows cannot be decrypted, or are of a forgotten tenant; with `delete` they are deleted."""
         n_found = 0
-        for rows in self._all():
-            safe = self._safe
-            wrong = [row.key for row in rows if safe is not None and not safe.can_open(*row)]
+        for rows, cipher in self._all():
+            wrong = [row.key for row in rows if not cipher.can_decrypt(*row)]
             n_found += len(wrong)
             if wrong and delete:
-                with self.update() as draft:
-                    assert isinstance(draft, _Update)
-                    draft.drop_undecryptable(wrong)
+                with self.update() as update:
+                    assert isinstance(update, _Update)
+                    update.drop_undecryptable(wrong)
         return n_found
 
-    def _all(self) -> Iterator[list[Row]]:
-        """All rows as they are stored, some at a time, but the header."""
-        start, self._checked = FIRST, -CHECKED_SECONDS
+    def _all(self) -> Iterator[tuple[list[Row], RowCipher]]:
+        """All rows as they are stored, some at a time, but the header; and what decrypts them."""
+        start = FIRST
         while True:
-            with self.view(), self._backend.view() as view:
+            with self._opened(self._backend.view, self._cipher_in) as (view, cipher):
                 [rows] = view.ranges([Range(start, LAST, REWRITTEN_AT_ONCE)])
-            if not rows:
+            if not rows or cipher is None:
                 return
-            yield [row for row in rows if row.key not in (HEADER, COPY)]
+            yield [row for row in rows if row.key not in (HEADER, COPY)], cipher
             start = rows[-1].key + b"\0"
-
-
-def _lock(key: bytes, location: bytes) -> bytes:
-    """The key under which the secret of a location is encrypted: nothing else is, so its nonce is 0."""
-    return derived(key, location, b"prefixstore lock")

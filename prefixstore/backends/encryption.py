@@ -1,6 +1,6 @@
 """How the rows and payloads of a location are encrypted: AES-256-GCM, each message under a key of its own.
 
-The name of a row is a keyed hash of its key, part by part, so that rows whose keys have some first parts in common are
+A row is stored under a keyed hash of its key, part by part, so that rows whose keys have some first parts in common are
 beside each other; the key itself is encrypted with the value. The format is in ``docs/format.md``.
 """
 
@@ -10,306 +10,340 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import xxhash
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from prefixstore.backends.contract import Range, Row, after_all
+from prefixstore.backends.keys import MAGIC, is_header
 from prefixstore.backends.received import ReceivedMemory
 from prefixstore.backends.threads import Threads
-from prefixstore.errors import IncompatibleError, MissingExtraError, UndecryptableError
+from prefixstore.errors import IncompatibleError, UndecryptableError
 from prefixstore.format.record import Buffer
 
 __all__ = [
-    "LOCATIONS_OWN",
-    "PLACE_BYTES",
+    "HASH_BYTES",
+    "NO_TENANT",
     "SEGMENT",
     "TAG_BYTES",
     "Header",
-    "Safe",
-    "ciphers",
-    "derived",
-    "hash_of",
-    "is_header",
-    "key_of",
+    "RowCipher",
+    "cipher_of_message",
+    "derive_key",
+    "encrypted_size",
+    "key_and_tenant",
     "nonce",
-    "owner_of",
-    "row_size",
-    "segments",
-    "size_of",
 ]
 
-MAGIC = b"prefixstore encrypted\n"
 VERSION = 1
-# how an encrypted value or payload begins: how its key is derived, the id of the key, whose it is, a random number
-HEAD = struct.Struct("<B4s8s24s")
+# How an encrypted value or payload begins: 1, or 2 if the tenant has a key of its own; the id of the key; the tag of
+# the tenant; a random number.
+PREFIX = struct.Struct("<B4s8s24s")
 SHARED, OF_TENANT = 1, 2
-LOCATIONS_OWN = bytes(8)
+NO_TENANT = bytes(8)
 TAG_BYTES = 16
-# Payloads are encrypted in segments, so that two threads decrypt one.
+# payloads are encrypted in segments, so that two threads can decrypt one
 SEGMENT = 1 << 20
-PLACE_BYTES = 16
+HASH_BYTES = 16
+# keys of messages that are kept; a forged row may name any tenant
+MOST_KEPT = 10_000
 
 
-def is_header(stored: bytes | None) -> bool:
-    """Whether the row `HEADER` says that the location is encrypted."""
-    return stored is not None and stored.startswith(MAGIC)
-
-
-def ciphers() -> tuple[Any, Any]:
-    """The cipher, and what it raises if something was changed. Raises `MissingExtraError`."""
-    try:
-        from cryptography.exceptions import InvalidTag  # noqa: PLC0415 - the extra "encryption"
-        from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # noqa: PLC0415
-    except ImportError as error:
-        raise MissingExtraError('a key needs cryptography; pip install "prefixstore[encryption]"') from error
-    return AESGCM, InvalidTag
-
-
-def derived(secret: bytes, salt: bytes, info: bytes) -> bytes:
+def derive_key(secret: bytes, salt: bytes, info: bytes) -> bytes:
     """A key of 32 bytes: HKDF-SHA256."""
-    from cryptography.hazmat.primitives.hashes import SHA256  # noqa: PLC0415
-    from cryptography.hazmat.primitives.kdf.hkdf import HKDF  # noqa: PLC0415
-
     return HKDF(SHA256(), 32, salt, info).derive(secret)
 
 
-def _hash(key: bytes, person: bytes, size: int = PLACE_BYTES) -> Any:
-    return hashlib.blake2b(key=key, person=person, digest_size=size)
+def keyed_hash(key: bytes, person: bytes, text: bytes, size: int) -> bytes:
+    """BLAKE2b."""
+    return hashlib.blake2b(text, key=key, person=person, digest_size=size).digest()
+
+
+def cipher_of_message(key: bytes, random: bytes) -> AESGCM:
+    """The cipher of one message, which no other one has: so its nonces are numbers."""
+    return AESGCM(keyed_hash(key, b"prefixstore mesg", random, 32))
+
+
+def nonce(i: int, *, is_last: bool) -> bytes:
+    """The nonce of a segment: 12 bytes."""
+    return i.to_bytes(11, "big") + bytes([is_last])
+
+
+def encrypted_size(payload: int) -> int:
+    """The size of a payload of so many bytes when it is encrypted."""
+    return PREFIX.size + payload + max(-(-payload // SEGMENT), 1) * TAG_BYTES
+
+
+def key_and_tenant(stored: bytes) -> tuple[bytes, bytes]:
+    """The id of the key of an encrypted row, and the tag of its tenant."""
+    return PREFIX.unpack_from(stored.ljust(PREFIX.size))[1:3]
 
 
 @dataclass(frozen=True)
 class Header:
-    """What the row `HEADER` says.
+    """What the row `keys.HEADER` says.
 
     Attributes
     ----------
     location
         16 random bytes.
     keys
-        The secret of the location, encrypted under each of its keys, by their ids.
+        Ids of the keys under which something is encrypted, the newest first. New rows are under that one.
     retired
-        Ids of keys under which nothing is written any more.
+        Ids of keys that others have replaced: nothing is under them.
+    tenants
+        The tags of tenants that have a key of their own.
     """
 
     location: bytes
-    keys: Mapping[bytes, bytes]
+    keys: tuple[bytes, ...]
     retired: frozenset[bytes] = frozenset()
+    tenants: frozenset[bytes] = frozenset()
 
-    def pack(self) -> bytes:
-        """The stored form: a line that says what it is, one of JSON, and an xxh3-64 of both."""
-        keys = {name.hex(): wrapped.hex() for name, wrapped in sorted(self.keys.items())}
-        retired = sorted(name.hex() for name in self.retired)
-        told = {"version": VERSION, "location": self.location.hex(), "keys": keys, "retired": retired}
-        text = MAGIC + json.dumps(told).encode() + b"\n"
-        return text + xxhash.xxh3_64_hexdigest(text).encode()
+    def _text(self) -> bytes:
+        told = {
+            "version": VERSION,
+            "location": self.location.hex(),
+            "keys": [name.hex() for name in self.keys],
+            "retired": sorted(name.hex() for name in self.retired),
+            "tenants": sorted(tag.hex() for tag in self.tenants),
+        }
+        return json.dumps(told).encode()
+
+    def pack(self, secret: bytes, masters: Mapping[bytes, bytes]) -> bytes:
+        """The stored form: lines with what it is, these facts as JSON, and the secret of the location, encrypted.
+
+        The secret is encrypted under the newest key, with the line before it as associated data.
+        """
+        text = self._text()
+        return MAGIC + text + b"\n" + self._cipher(masters).encrypt(bytes(12), secret, text).hex().encode()
+
+    def _cipher(self, masters: Mapping[bytes, bytes]) -> AESGCM:
+        # a key for these facts alone, so that its nonce may be 0
+        facts = hashlib.blake2b(self._text()).digest()
+        return AESGCM(derive_key(masters[self.keys[0]], self.location, b"prefixstore head" + facts))
 
     @classmethod
-    def unpack(cls, stored: Sequence[bytes | None], url: str) -> Header | None:
-        """Read the stored form from the first row that is whole; None if there is none.
+    def unpack(cls, stored: bytes, url: str) -> Header:
+        """The facts in the stored form, which are not authentic before `secret_in`. Raises `IncompatibleError`."""
+        try:
+            told = json.loads(stored.removeprefix(MAGIC).partition(b"\n")[0])
+            version = told["version"]
+            keys, retired, tenants = ([bytes.fromhex(one) for one in told[of]] for of in ("keys", "retired", "tenants"))
+            found = cls(bytes.fromhex(told["location"]), tuple(keys), frozenset(retired), frozenset(tenants))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise _damaged(url) from error
+        if version != VERSION:
+            raise IncompatibleError(f"{url} is encrypted in format {version}; upgrade prefixstore to read it")
+        if not is_header(stored) or not keys:
+            raise _damaged(url)
+        return found
 
-        Raises
-        ------
-        IncompatibleError
-            If there are rows, and none is whole, or another version has written it.
-        """
-        rows = [row for row in stored if row is not None]
-        for row in rows:
-            text, _, seal = row.rpartition(b"\n")
-            if not is_header(row) or xxhash.xxh3_64_hexdigest(text + b"\n").encode() != seal:
-                continue
-            told = json.loads(text.removeprefix(MAGIC))
-            if told["version"] != VERSION:
-                raise IncompatibleError(f"{url} is encrypted in format {told['version']}; upgrade prefixstore")
-            keys = {bytes.fromhex(name): bytes.fromhex(wrapped) for name, wrapped in told["keys"].items()}
-            return cls(bytes.fromhex(told["location"]), keys, frozenset(map(bytes.fromhex, told["retired"])))
-        if any(map(is_header, rows)):
-            raise IncompatibleError(f"{url}: what says how it is encrypted is damaged")
-        return None
+    def secret_in(self, stored: bytes, masters: Mapping[bytes, bytes], url: str) -> bytes:
+        """The secret of the location. Raises `IncompatibleError` if anything was changed."""
+        try:
+            wrapped = bytes.fromhex(stored.rpartition(b"\n")[2].decode())
+            return self._cipher(masters).decrypt(bytes(12), wrapped, self._text())
+        except (InvalidTag, ValueError) as error:
+            raise _damaged(url) from error
 
 
-class Safe:
-    """Names and encrypts the rows of one location.
+def _damaged(url: str) -> IncompatibleError:
+    return IncompatibleError(f"{url}: what says how it is encrypted is damaged, or was changed")
+
+
+class RowCipher:
+    """Encrypts the rows of one location, and says under which keys they are stored.
 
     Parameters
     ----------
     header, secret
         Of the location.
-    keys, tenants
-        The keys, and those of tenants by the 16 bytes that stand for each in rows.
+    masters, tenants
+        The keys by their ids, and those of tenants by the 16 bytes that stand for each in rows.
+    forgotten
+        The tenants whose keys are gone.
     parts
         By the first byte of a row's key: how many bytes its parts have. Keys of other rows are in no order.
+
+    Attributes
+    ----------
+    tenants, forgotten
+        The tags of tenants that have a key, and whose keys are gone.
     """
 
     def __init__(
         self,
         header: Header,
         secret: bytes,
-        keys: Mapping[bytes, bytes],
+        masters: Mapping[bytes, bytes],
         tenants: Mapping[bytes, bytes],
+        forgotten: Collection[bytes],
         parts: Mapping[bytes, Sequence[int]],
     ) -> None:
-        self.header, self.packed = header, header.pack()
+        self.header = header
         self.secret = secret
-        self._keys = keys
+        # what was encrypted under a key that was replaced is not to be trusted
+        self._masters = {name: masters[name] for name in header.keys}
         self._parts = parts
-        self._names = derived(secret, header.location, b"prefixstore names")
-        self._tenants = {self.owner(tenant): key for tenant, key in tenants.items()}
+        self._names = derive_key(secret, header.location, b"prefixstore names")
+        self._tenants = {self.tag(tenant): key for tenant, key in tenants.items()}
+        self.tenants, self.forgotten = frozenset(self._tenants), frozenset(map(self.tag, forgotten))
         self._derived: dict[tuple[int, bytes, bytes], bytes] = {}
-        self._cipher, self._invalid = ciphers()
         self._memory = ReceivedMemory()
         self._threads = Threads("prefixstore-decrypt")
-        self.newest = next(name for name in keys if name in header.keys and name not in header.retired)
 
-    def owner(self, tenant: bytes) -> bytes:
-        """What stands for a tenant in what is encrypted."""
-        return hash_of(self._names, b"prefixstore ownr", tenant, 8)
+    def tag(self, tenant: bytes) -> bytes:
+        """What stands for a tenant beside what is encrypted: 8 bytes."""
+        return keyed_hash(self._names, b"prefixstore tnnt", tenant, len(NO_TENANT))
 
-    # -- names --------------------------------------------------------------------------------------------------------
+    # -- keys of rows -------------------------------------------------------------------------------------------------
 
-    def place(self, key: bytes) -> bytes:
-        """The name of a row, or what those of all rows begin with that begin with some whole parts."""
+    def stored_key(self, key: bytes) -> bytes:
+        """The stored key of a row; of the first parts of a key, what all stored keys that have them begin with."""
         kind = key[:1]
-        hashed = _hash(self._names, b"prefixstore rows")
-        hashed.update(kind)
+        hashed = hashlib.blake2b(kind, key=self._names, person=b"prefixstore rows", digest_size=HASH_BYTES)
         parts = self._parts.get(kind)
         if parts is None:
             hashed.update(key[1:])
-            return kind + bytes(hashed.digest())
+            return kind + hashed.digest()
         found, at, mask = kind, 1, 0
         for size in _sizes(parts, len(key)):
             part = key[at : at + size]
             hashed.update(part)
-            digest = hashed.digest() if size > 1 else bytes([part[0] ^ mask])
             # a part of one byte keeps apart what differs in it: its hash would not
-            found += digest[: min(size, PLACE_BYTES)]
+            digest = hashed.digest() if size > 1 else bytes([part[0] ^ mask])
+            found += digest[: min(size, HASH_BYTES)]
             at, mask = at + size, digest[-1]
         return found
 
-    def range(self, wanted: Range) -> Range:
+    def stored_range(self, wanted: Range) -> Range:
         """Where the rows of a range are."""
         start, stop = wanted.start, wanted.stop
         if len(stop) > 1 and after_all(shared := start[: len(stop)]) == stop and self._is_whole(shared):
-            stop = after_all(self.place(shared))
+            stop = after_all(self.stored_key(shared))
         elif len(stop) > 1:
             stop = self._bound(stop)
         return wanted._replace(start=self._bound(start), stop=stop)
 
     def _bound(self, bound: bytes) -> bytes:
+        # if it ends within a part, it is the least key after another one
         is_after = not self._is_whole(bound)
-        # the least key after another one
-        return self.place(bound[: len(bound) - is_after]) + b"\0" * is_after
+        return self.stored_key(bound[: len(bound) - is_after]) + b"\0" * is_after
 
     def _is_whole(self, key: bytes) -> bool:
-        parts = self._parts[key[:1]]
-        return 1 + sum(_sizes(parts, len(key))) == len(key)
+        return 1 + sum(_sizes(self._parts[key[:1]], len(key))) == len(key)
 
-    # -- contents -----------------------------------------------------------------------------------------------------
+    # -- values and payloads ------------------------------------------------------------------------------------------
 
-    def _key(self, form: int, name: bytes, owner: bytes) -> bytes:
-        """The key of what an owner has in this location."""
-        wanted = form, name, owner
+    def _cipher(self, prefix: bytes) -> AESGCM:
+        """The cipher of what begins with this prefix. Raises `UndecryptableError` if its key is not there."""
+        kind, name, tag, random = PREFIX.unpack(prefix)
+        wanted = kind, name, tag
         if wanted not in self._derived:
-            if name not in self._keys or (form == OF_TENANT and owner not in self._tenants) or form > OF_TENANT:
-                raise UndecryptableError(f"it needs a key that is not given, {name.hex()}")
-            secret = self._keys[name] + (self._tenants[owner] if form == OF_TENANT else b"")
-            self._derived[wanted] = derived(secret, self.header.location, b"prefixstore data" + owner)
-        return self._derived[wanted]
+            own = self._tenants.get(tag) if kind == OF_TENANT else b""
+            if name not in self._masters or own is None:
+                raise UndecryptableError(f"it needs the key {name.hex()}, or that of a tenant, which is not given")
+            if len(self._derived) >= MOST_KEPT:
+                self._derived.clear()
+            info = b"prefixstore data" + tag
+            self._derived[wanted] = derive_key(self._masters[name] + own, self.header.location, info)
+        return cipher_of_message(self._derived[wanted], random)
 
-    def _opened(self, head: bytes) -> Any:
-        form, name, owner, random = HEAD.unpack(head)
-        return self._cipher(hash_of(self._key(form, name, owner), b"prefixstore mesg", random, 32))
+    def _new_prefix(self, tag: bytes) -> bytes:
+        kind = OF_TENANT if tag in self._tenants else SHARED
+        return PREFIX.pack(kind, self.header.keys[0], tag, os.urandom(24))
 
-    def _head(self, owner: bytes) -> bytes:
-        form = OF_TENANT if owner in self._tenants else SHARED
-        return HEAD.pack(form, self.newest, owner, os.urandom(24))
+    def is_current(self, stored: bytes) -> bool:
+        """Whether a row is encrypted as it would be now."""
+        return stored[: PREFIX.size - 24] == self._new_prefix(key_and_tenant(stored)[1])[:-24]
 
-    def close_row(self, place: bytes, key: bytes, value: bytes, owner: bytes = LOCATIONS_OWN) -> bytes:
-        """A row, encrypted."""
-        head = self._head(owner)
+    def encrypt_row(self, stored_key: bytes, key: bytes, value: bytes, tag: bytes = NO_TENANT) -> bytes:
+        """The stored value of a row."""
+        prefix = self._new_prefix(tag)
         text = len(key).to_bytes(2, "little") + key + value
-        return head + bytes(self._opened(head).encrypt(nonce(0, 1), text, b"row" + head[:1] + place))
+        return prefix + self._cipher(prefix).encrypt(
+            nonce(0, is_last=True), text, _bound_to(b"row", prefix, stored_key)
+        )
 
-    def open_row(self, place: bytes, stored: bytes) -> Row:
-        """The row that `close_row` encrypted. Raises `UndecryptableError`."""
-        if len(stored) < HEAD.size + TAG_BYTES:
+    def decrypt_row(self, stored_key: bytes, stored: bytes) -> Row:
+        """The row in a stored one. Raises `UndecryptableError`."""
+        prefix, rest = stored[: PREFIX.size], stored[PREFIX.size :]
+        if len(rest) < TAG_BYTES:
             raise UndecryptableError("a row is too short")
-        head = stored[: HEAD.size]
         try:
-            text = self._opened(head).decrypt(nonce(0, 1), stored[HEAD.size :], b"row" + head[:1] + place)
-        except self._invalid:
+            text = self._cipher(prefix).decrypt(nonce(0, is_last=True), rest, _bound_to(b"row", prefix, stored_key))
+        except InvalidTag:
             raise UndecryptableError("a row was changed, or belongs elsewhere") from None
         size = 2 + int.from_bytes(text[:2], "little")
         return Row(text[2:size], text[size:])
 
-    def can_open(self, place: bytes, stored: bytes) -> bool:
+    def can_decrypt(self, stored_key: bytes, stored: bytes) -> bool:
         """Whether a row can be decrypted."""
         try:
-            self.open_row(place, stored)
+            self.decrypt_row(stored_key, stored)
         except UndecryptableError:
             return False
         return True
 
-    def close_payload(self, place: bytes, payload: Buffer, owner: bytes = LOCATIONS_OWN) -> Buffer:
-        """A payload, encrypted."""
-        head = self._head(owner)
-        cipher, plain = self._opened(head), memoryview(payload).cast("B")
-        n = segments(len(plain))
-        found = memoryview(bytearray(HEAD.size + len(plain) + n * TAG_BYTES))
-        found[: HEAD.size] = head
-        for i in range(n):
-            piece = plain[i * SEGMENT : (i + 1) * SEGMENT]
-            at = HEAD.size + i * (SEGMENT + TAG_BYTES)
-            into = found[at : at + len(piece) + TAG_BYTES]
-            cipher.encrypt_into(nonce(i, n), piece, b"payload" + head[:1] + place, into)
+    def is_forgotten(self, stored: bytes) -> bool:
+        """Whether a row is of a tenant whose key is gone."""
+        return stored[:1] == bytes([OF_TENANT]) and key_and_tenant(stored)[1] in self.forgotten
+
+    def encrypt_payload(self, stored_key: bytes, payload: Buffer, tag: bytes = NO_TENANT) -> Buffer:
+        """The stored form of a payload."""
+        prefix, plain = self._new_prefix(tag), memoryview(payload).cast("B")
+        found = memoryview(bytearray(encrypted_size(len(plain))))
+        found[: PREFIX.size] = prefix
+        cipher, bound = self._cipher(prefix), _bound_to(b"payload", prefix, stored_key)
+        for number, inside, outside in _segments(len(plain)):
+            cipher.encrypt_into(number, plain[inside], bound, found[outside])
         return found
 
-    def open_payload(self, place: bytes, stored: Buffer) -> memoryview:
-        """The payload that `close_payload` encrypted. Raises `UndecryptableError`."""
+    def decrypt_payload(self, stored_key: bytes, stored: Buffer) -> memoryview:
+        """The payload in its stored form. Raises `UndecryptableError`."""
         given = memoryview(stored).cast("B")
-        head, n = bytes(given[: HEAD.size]), segments(len(given) - HEAD.size, SEGMENT + TAG_BYTES)
-        size = len(given) - HEAD.size - n * TAG_BYTES
-        if size < 0 or segments(size) != n:
+        n_segments = max(-(-(len(given) - PREFIX.size) // (SEGMENT + TAG_BYTES)), 1)
+        size = len(given) - PREFIX.size - n_segments * TAG_BYTES
+        if size < 0 or encrypted_size(size) != len(given):
             raise UndecryptableError("a payload has a length that none has")
-        cipher, found = self._opened(head), self._memory.take(size)
+        prefix = bytes(given[: PREFIX.size])
+        cipher, bound = self._cipher(prefix), _bound_to(b"payload", prefix, stored_key)
+        found, segments = self._memory.take(size), list(_segments(size))
 
-        def decrypt(first: int, last: int) -> None:
-            for i in range(first, last):
-                at = HEAD.size + i * (SEGMENT + TAG_BYTES)
-                piece = given[at : at + SEGMENT + TAG_BYTES]
-                into = found[i * SEGMENT : i * SEGMENT + len(piece) - TAG_BYTES]
-                cipher.decrypt_into(nonce(i, n), piece, b"payload" + head[:1] + place, into)
+        def decrypt(some: Sequence[tuple[bytes, slice, slice]]) -> None:
+            for number, inside, outside in some:
+                cipher.decrypt_into(number, given[outside], bound, found[inside])
 
-        # the other half by another thread, which has ended when this returns: the memory is the location's
-        other = self._threads.start_or_run(decrypt, n // 2, n) if n > 1 else None
+        # half of it by another thread, which has ended when this returns: the memory is the location's
+        half = n_segments // 2
+        other = self._threads.start_or_run(decrypt, segments[:half]) if half else None
         try:
             try:
-                decrypt(0, n // 2 if other is not None else n)
+                decrypt(segments[half:])
             finally:
                 if other is not None:
                     other.get()
-        except self._invalid:
+        except InvalidTag:
             raise UndecryptableError("a payload was changed, or belongs elsewhere") from None
         return found
 
 
-def segments(size: int, of: int = SEGMENT) -> int:
-    """In how many segments so many bytes are: an empty payload has one."""
-    return max(-(-size // of), 1)
+def _bound_to(what: bytes, prefix: bytes, stored_key: bytes) -> bytes:
+    """The associated data of a row or a payload."""
+    return what + prefix[:1] + stored_key
 
 
-def nonce(i: int, n: int) -> bytes:
-    """The nonce of segment `i` of `n`: each message has its own key, so a number is enough. The last one is marked."""
-    return i.to_bytes(11, "big") + bytes([i == n - 1])
-
-
-def hash_of(key: bytes, person: bytes, text: bytes, size: int) -> bytes:
-    """A keyed hash of a text."""
-    hashed = _hash(key, person, size)
-    hashed.update(text)
-    return bytes(hashed.digest())
+def _segments(size: int) -> Iterator[tuple[bytes, slice, slice]]:
+    """For each segment of a payload its nonce, where its bytes are, and where they are when they are encrypted."""
+    for i, start in enumerate(range(0, max(size, 1), SEGMENT)):
+        end = min(start + SEGMENT, size)
+        at = PREFIX.size + start + i * TAG_BYTES
+        yield nonce(i, is_last=end == size), slice(start, end), slice(at, at + end - start + TAG_BYTES)
 
 
 def _sizes(parts: Sequence[int], length: int) -> Iterator[int]:
@@ -320,23 +354,3 @@ def _sizes(parts: Sequence[int], length: int) -> Iterator[int]:
         if at > length:
             return
         yield size
-
-
-def size_of(payload: int) -> int:
-    """The size of a payload of so many bytes where it is encrypted."""
-    return HEAD.size + payload + segments(payload) * TAG_BYTES
-
-
-def row_size(key: bytes, value: bytes) -> int:
-    """The size of the value of a row where it is encrypted."""
-    return HEAD.size + 2 + len(key) + len(value) + TAG_BYTES
-
-
-def key_of(stored: bytes) -> bytes:
-    """The id of the key under which a row is encrypted."""
-    return bytes(HEAD.unpack_from(stored.ljust(HEAD.size))[1])
-
-
-def owner_of(stored: bytes) -> bytes:
-    """Whose a row is."""
-    return bytes(HEAD.unpack_from(stored.ljust(HEAD.size))[2])

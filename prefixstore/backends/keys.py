@@ -1,10 +1,11 @@
 """The keys of encrypted locations, and where they come from.
 
-A file of keys is text. Each line has a key, the newest first, or the key of one tenant; all are 32 random bytes::
+A file of keys is text. Each line has a key, the newest last, or the key of one tenant; all are 32 random bytes::
 
     key 9uK1…=
     key Jz0c…=
     tenant alice 4mQx…=
+    forgotten bob
 
 A key alone, without the word, is one too. Names of tenants are percent-encoded.
 """
@@ -14,12 +15,14 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import json
 import os
 import secrets
 import shlex
 import stat
 import subprocess
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -27,24 +30,55 @@ from urllib.parse import quote, unquote
 
 from prefixstore.backends.files import expanded
 from prefixstore.backends.trusted import require_trusted_files
-from prefixstore.errors import InvalidParameterError, LocationError
+from prefixstore.errors import InvalidParameterError, LocationError, StorageError, UnavailableError
 
-__all__ = ["ENVIRONMENT", "Key", "KeyProvider", "Keys", "key_id", "new_key", "provider_of"]
+__all__ = [
+    "COPY",
+    "ENVIRONMENT",
+    "HEADER",
+    "MAGIC",
+    "Key",
+    "KeyProvider",
+    "Keys",
+    "ids_in",
+    "is_header",
+    "key_id",
+    "line_of",
+    "new_key",
+    "provider_of",
+    "quoted",
+]
 
 # where the keys come from if a store is not told
 ENVIRONMENT = "PREFIXSTORE_KEY"
+NONE = "none"
 SECRET_BYTES = 32
 _OF_ID = b"prefixstore key"
-NONE = "none"
 COMMAND_SECONDS = 60
-HEADER = "# Keys of prefixstore, the newest first. Whoever has this file can read what is stored under them."
+# Two rows, with the same value, say that a location is encrypted. In one that is not, the first has 8 bytes (it is
+# `engine.keyspace.GENERATION`), so a store without a key finds out.
+HEADER = b"g"
+COPY = b"g\0"
+MAGIC = b"prefixstore encrypted\n"
+
+
+def is_header(stored: bytes | None) -> bool:
+    """Whether the row `HEADER`, or its copy, says that the location is encrypted."""
+    return stored is not None and stored.startswith(MAGIC)
+
+
+def ids_in(stored: bytes) -> str:
+    """The ids of the keys that a header names, for a message."""
+    with suppress(ValueError, KeyError, TypeError):
+        return ", ".join(map(str, json.loads(stored.removeprefix(MAGIC).partition(b"\n")[0])["keys"]))
+    return "of its own"
 
 
 @runtime_checkable
 class KeyProvider(Protocol):
     """Gives the text of a file of keys: when a store is opened, and again if its location has a key that is not known.
 
-    It may raise any error: then the location cannot be opened now.
+    If it raises an error, the location cannot be used now.
     """
 
     def read(self) -> str:
@@ -64,6 +98,17 @@ def key_id(key: bytes) -> bytes:
     return hashlib.blake2b(key, digest_size=4, person=_OF_ID).digest()
 
 
+def quoted(tenant: str) -> str:
+    """The name of a tenant in a file of keys."""
+    return quote(tenant, errors="surrogatepass")
+
+
+def line_of(key: bytes, tenant: str | None = None) -> str:
+    """The line of a file of keys with this key."""
+    word = "key" if tenant is None else f"tenant {quoted(tenant)}"
+    return f"{word} {base64.b64encode(key).decode()}\n"
+
+
 @dataclass(frozen=True)
 class Keys:
     """What is in a file of keys.
@@ -74,10 +119,13 @@ class Keys:
         The keys by their ids, the newest first.
     tenants
         The keys of tenants that have one of their own, by the name of the tenant (its salt).
+    forgotten
+        Tenants whose key was deleted, for ever: what they have stored under it counts as deleted.
     """
 
     masters: Mapping[bytes, bytes]
     tenants: Mapping[str, bytes] = field(default_factory=dict)
+    forgotten: frozenset[str] = frozenset()
 
     @classmethod
     def parse(cls, text: str, source: str) -> Keys:
@@ -88,40 +136,54 @@ class Keys:
         LocationError
             If it is not one. The message names `source` and the line, and repeats nothing of it.
         """
-        masters: dict[bytes, bytes] = {}
+        masters: list[bytes] = []
         tenants: dict[str, bytes] = {}
+        forgotten: set[str] = set()
         for number, line in enumerate(text.lstrip("\ufeff").splitlines(), 1):
-            words = line.split()
-            if not words or words[0].startswith("#"):
-                continue
-            try:
-                secret = base64.b64decode(words[-1], altchars=b"-_", validate=True)
-            except (binascii.Error, ValueError):
-                secret = b""
-            is_key = len(words) == 1 or (len(words) == 2 and words[0] == "key")
-            if len(secret) != SECRET_BYTES or not (is_key or (len(words) == 3 and words[0] == "tenant")):
-                raise LocationError(
-                    f"line {number} of {source} is no key: write 32 bytes in base64, after the word key, or after "
-                    "tenant and a name; prefixstore key new makes one"
-                )
-            if is_key:
-                masters.setdefault(key_id(secret), secret)
-            else:
-                tenants[unquote(words[1])] = secret
+            match line.partition("#")[0].split():
+                case []:
+                    pass
+                case ["forgotten", name]:
+                    forgotten.add(unquote(name, errors="surrogatepass"))
+                case ["tenant", name, key] if secret := _secret(key):
+                    tenants[unquote(name, errors="surrogatepass")] = secret
+                case ["key", key] | [key] if secret := _secret(key):
+                    masters.insert(0, secret)
+                case _:
+                    raise LocationError(
+                        f"line {number} of {source} is no key: write 32 bytes in base64, after the word key, or after "
+                        "tenant and a name; prefixstore key new makes one"
+                    )
         if not masters:
             raise LocationError(f"{source} has no key; prefixstore key new makes one")
-        return cls(masters, tenants)
+        return cls({key_id(key): key for key in masters}, tenants, frozenset(forgotten - tenants.keys()))
 
     @classmethod
     def read(cls, provider: KeyProvider) -> Keys:
-        """What a provider gives. Raises `LocationError` as `parse` does."""
-        return cls.parse(provider.read(), str(provider))
+        """What a provider gives.
 
-    def text(self) -> str:
-        """The text of a file of keys."""
-        lines = [f"key {base64.b64encode(key).decode()}" for key in self.masters.values()]
-        lines += [f"tenant {quote(name)} {base64.b64encode(key).decode()}" for name, key in self.tenants.items()]
-        return "\n".join([HEADER, *lines, ""])
+        Raises
+        ------
+        LocationError
+            As `parse` does.
+        UnavailableError
+            If the provider raises an error that is none of a location.
+        """
+        try:
+            return cls.parse(provider.read(), str(provider))
+        except StorageError:
+            raise
+        except Exception as error:
+            raise UnavailableError(f"{provider} gives no keys: {type(error).__name__}") from error
+
+
+def _secret(text: str) -> bytes | None:
+    """The key that a word is."""
+    try:
+        found = base64.b64decode(text.translate({ord("-"): "+", ord("_"): "/"}), validate=True)
+    except (binascii.Error, ValueError):
+        return None
+    return found if len(found) == SECRET_BYTES else None
 
 
 def provider_of(key: Key | None) -> KeyProvider | None:
@@ -147,71 +209,60 @@ def provider_of(key: Key | None) -> KeyProvider | None:
     if not isinstance(key, str):
         raise InvalidParameterError(f"key must be a string or a KeyProvider, not {type(key).__name__}")
     kind, _, rest = key.partition(":")
-    if kind not in SOURCES or not rest:
+    if kind not in SOURCES or not rest.strip():
         # what was given may be the key itself
-        raise InvalidParameterError('key must begin with file:, env: or command:, as in "file:/etc/prefixstore.key"')
-    return SOURCES[kind](rest)
+        raise InvalidParameterError(
+            'key, or PREFIXSTORE_KEY, must begin with file:, env: or command:, as in "file:/etc/prefixstore.key"'
+        )
+    return _Source(kind, rest)
 
 
 @dataclass(frozen=True)
-class _File:
-    path: str
+class _Source:
+    """Where `key` says that the keys are."""
+
+    kind: str
+    rest: str
 
     def read(self) -> str:
+        return SOURCES[self.kind](self.rest)
+
+    def __str__(self) -> str:
+        return {"file": self.rest, "env": f"the variable {self.rest}"}.get(self.kind, "the command for the keys")
+
+
+def _file(name: str) -> str:
+    try:
         # Kubernetes mounts a secret as a link
-        path = Path(expanded(self.path)).resolve()
+        path = Path(expanded(name)).resolve(strict=True)
         require_trusted_files(path)
-        try:
-            if os.name == "posix" and path.stat().st_mode & stat.S_IRWXO:
-                raise LocationError(f"{path} can be read by every user; run: chmod 600 '{path}'")
-            return path.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not text"
-            raise LocationError(
-                f"the keys in {path} cannot be read: {reason}; prefixstore key new makes some"
-            ) from None
-
-    def __str__(self) -> str:
-        return self.path
+        if os.name == "posix" and path.stat().st_mode & stat.S_IRWXO:
+            raise LocationError(f"{path} can be read by every user; run: chmod o= '{path}'")
+        return path.read_text("utf-8")
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise LocationError(f"the keys in {name} cannot be read: {reason}; prefixstore key new makes some") from None
 
 
-@dataclass(frozen=True)
-class _Variable:
-    name: str
-
-    def read(self) -> str:
-        text = os.environ.get(self.name)
-        if not text:
-            raise LocationError(f"the variable {self.name}, which should have the keys, is not set")
-        return text
-
-    def __str__(self) -> str:
-        return f"the variable {self.name}"
+def _variable(name: str) -> str:
+    text = os.environ.get(name)
+    if not text:
+        raise LocationError(f"the variable {name}, which should have the keys, is not set")
+    return text
 
 
-@dataclass(frozen=True)
-class _Command:
-    line: str
-
-    def read(self) -> str:
-        try:
-            done = subprocess.run(  # noqa: S603 - the user's own command
-                shlex.split(self.line),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                timeout=COMMAND_SECONDS,
-                check=True,
-            )
-            return done.stdout.decode()
-        except subprocess.CalledProcessError as error:
-            raise LocationError(f"{self} has ended with code {error.returncode}, without keys") from None
-        except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError) as error:
-            raise LocationError(f"{self} gives no keys: {type(error).__name__}") from None
-        except ValueError as error:
-            raise LocationError(f"{self} cannot be run: {error}") from None
-
-    def __str__(self) -> str:
-        return f"the command {self.line.split()[0]}"
+def _command(line: str) -> str:
+    try:
+        command = shlex.split(line)
+    except ValueError as error:
+        raise LocationError(f"the command for the keys cannot be run: {error}") from None
+    try:
+        done = subprocess.run(  # noqa: S603 - the user's own command
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=COMMAND_SECONDS, check=True
+        )
+    except subprocess.CalledProcessError as error:
+        raise LocationError(f"the command for the keys has ended with code {error.returncode}") from None
+    return done.stdout.decode()
 
 
-SOURCES: dict[str, Callable[[str], KeyProvider]] = {"file": _File, "env": _Variable, "command": _Command}
+SOURCES: dict[str, Callable[[str], str]] = {"file": _file, "env": _variable, "command": _command}

@@ -67,8 +67,9 @@ GROUPS = {
     },
     "key": {
         "new": ("key", "Make a file with a new key."),
-        "add": ("key", "Put a new key into a file of keys, before the others."),
-        "rotate": ("key", "Encrypt all of a store under the newest key."),
+        "add": ("key", "Add a new key to a file of keys."),
+        "list": ("key", "List the ids of the keys in a file, the newest first, and the tenants that have one."),
+        "rotate": ("key", "Encrypt everything in a store under the newest key."),
         "forget": ("key", "Delete the key of a tenant from a file of keys."),
     },
     "trace": {
@@ -133,7 +134,7 @@ app = typer.Typer(
     help="Fill, inspect, maintain and move stores of prompt states for llama-cpp-python and llama-server. "
     "LOCATION is lmdb:///path (or a bare path), sqlite:////path, postgresql+psycopg://user@host/database, "
     "valkey://host/0 or s3://bucket/prefix; without it, PREFIXSTORE_LOCATION, then the file of --config, then the "
-    "user's cache directory.\n\n"
+    "user's cache directory. PREFIXSTORE_KEY=file:PATH has the keys of an encrypted one (see key).\n\n"
     "Exit codes: 0 done; 1 the command ran, but found a problem or left something out (see its --help); "
     "2 wrong usage; 3 the store, or the server, cannot be used; 130 and 143 interrupted.",
     no_args_is_help=True,

@@ -166,9 +166,9 @@ class _Place:
             raise LocationError(f"{path} is a file, and an LMDB store is a directory; for SQLite pass sqlite:///{path}")
         key = settings.store.get("key")
         key = key[0] if isinstance(key, list) and key else key
-        if isinstance(key, str):
+        if isinstance(key, str) and not os.environ.get(KEY_VARIABLE):
             # where whatever opens the location looks
-            os.environ.setdefault(KEY_VARIABLE, key)
+            os.environ[KEY_VARIABLE] = key
         for name in ("max_bytes", "far_max_bytes"):
             size = settings.store.get(name)
             if size is not None and given.get(name, "") is None:

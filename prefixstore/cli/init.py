@@ -40,6 +40,7 @@ location = {location}  # the variable PREFIXSTORE_LOCATION, if set, overrides it
 max_bytes = {max_bytes}
 {far_max_bytes}# ttl = "30d"
 # salt = "tenant-7"
+# key = "file:prefixstore.key"  # encrypts the store from its beginning; prefixstore key new makes one
 
 [warm]
 prompts = [{prompts}]

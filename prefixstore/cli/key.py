@@ -1,104 +1,157 @@
-"""The keys of encrypted stores: ``key new``, ``key add``, ``key rotate``, ``key forget``."""
+"""The keys of encrypted stores: ``key new``, ``key add``, ``key list``, ``key rotate``, ``key forget``."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO, cast
 
-from prefixstore.backends.encryption import ciphers
-from prefixstore.backends.keys import Keys, key_id, new_key, provider_of
+from prefixstore.backends.files import expanded
+from prefixstore.backends.keys import ENVIRONMENT, Keys, key_id, line_of, new_key, provider_of, quoted
 from prefixstore.cli.command import Result
 from prefixstore.cli.files import writing
-from prefixstore.cli.output import say
+from prefixstore.cli.output import DONE, FAILED, confirmed, table
 from prefixstore.errors import InvalidParameterError, LocationError
 from prefixstore.maintenance.archive import Archive
 from prefixstore.units import counted
 
-__all__ = ["add", "forget", "new", "rotate"]
+__all__ = ["add", "forget", "list_", "new", "rotate"]
+
+FIRST_LINE = "# Keys of prefixstore, the newest last. Whoever has this file can read what is stored under them.\n"
 
 
-def new(key_file: str, *, tenant: str | None = None) -> Result:
+def new(key_file: str) -> Result:
     """Make a file with a new key.
 
     Only its owner can read the file. A file that exists is never replaced. Keep a copy elsewhere: without it, nothing
-    that was stored under the key can be read. With --tenant it adds a key of one tenant to a file that exists.
+    that is stored under the key can be read.
 
     Example: prefixstore key new /etc/prefixstore.key
     """
-    if tenant is None:
-        ciphers()
-        key = new_key()
-        if Path(key_file).exists():
-            raise LocationError(f"{key_file} exists; prefixstore key add puts a new key into it")
-        _write(key_file, Keys({key_id(key): key}), replace=False)
-        return _done(
-            key_file, key_id(key), f"{key_file} has the new key {key_id(key).hex()}; keep a copy of it elsewhere"
-        )
-    keys = _read(key_file)
-    if tenant in keys.tenants:
-        raise InvalidParameterError(f"{key_file} has a key of {tenant!r} already")
-    _write(key_file, Keys(keys.masters, {**keys.tenants, tenant: new_key()}))
-    what = f"{key_file} has a key of {tenant!r}: from now on, what that tenant stores needs it"
-    return _done(key_file, None, what)
+    path, key = _path(key_file), new_key()
+    if path.exists():
+        raise LocationError(f"{path} exists; prefixstore key add puts a new key into it")
+    with writing(str(path), replace=False) as file:
+        file.write((FIRST_LINE + line_of(key)).encode())
+    name = key_id(key).hex()
+    text = f"{path} has the key {name}; keep a copy elsewhere. To use it:\nexport {ENVIRONMENT}=file:{path.absolute()}"
+    return Result({"file": str(path), "key": name}, text)
 
 
-def add(key_file: str) -> Result:
-    """Put a new key into a file of keys, before the others.
+def add(key_file: str, *, tenant: str | None = None) -> Result:
+    """Add a new key to a file of keys.
 
-    What is written from now on is under this key, by processes that have it: they read the file when they start, and
-    when a store has a key that they do not know. key rotate then replaces the others.
+    It is the newest, under which everything is written from then on: by stores that are opened, and by others as soon
+    as they meet it. With --tenant it is the key of one tenant, without which what that tenant stores cannot be read.
+    key rotate then encrypts what is stored already. The file is appended to, and stays as it is otherwise.
 
-    Example: prefixstore key add /etc/prefixstore.key
+    Example: prefixstore key add /etc/prefixstore.key --tenant alice
     """
-    keys, key = _read(key_file), new_key()
-    _write(key_file, Keys({key_id(key): key, **keys.masters}, keys.tenants))
-    return _done(
-        key_file,
-        key_id(key),
-        f"{key_file} has the new key {key_id(key).hex()}, before {counted(len(keys.masters), 'other')}",
-    )
+    path, key = _path(key_file), new_key()
+    if tenant is not None and (not tenant.strip() or tenant in _read(path).tenants):
+        raise InvalidParameterError(f"--tenant {tenant!r} is empty, or has a key in {path} already")
+    if tenant is None:
+        _read(path)
+    with _open(path, "ab") as file:
+        # one write, at the end wherever that is then: another one may add a key, too
+        file.write(b"\n" * (not path.read_bytes().endswith(b"\n")) + line_of(key, tenant).encode())
+    what = f"the key {key_id(key).hex()}" if tenant is None else f"a key of {tenant!r}"
+    data = {"file": str(path), "key": key_id(key).hex() if tenant is None else None, "tenant": tenant}
+    return Result(data, f"{path} has {what} now; prefixstore key rotate STORE encrypts what is stored already")
+
+
+def list_(key_file: str) -> Result:
+    """List the ids of the keys in a file, the newest first, and the tenants that have one.
+
+    Example: prefixstore key list /etc/prefixstore.key
+    """
+    keys = _read(_path(key_file))
+    rows = [["key", name.hex()] for name in keys.masters]
+    rows += [["tenant", name] for name in keys.tenants] + [["forgotten", name] for name in sorted(keys.forgotten)]
+    data = {
+        "keys": [name.hex() for name in keys.masters],
+        "tenants": list(keys.tenants),
+        "forgotten": sorted(keys.forgotten),
+    }
+    return Result(data, lambda: table(["", "name"], rows))
 
 
 def rotate(location: str) -> Result:
-    """Encrypt all of a store under the newest key.
+    """Encrypt everything in a store under the newest key.
 
-    It needs no other one then. Servers may go on using it if they can read the newest key. May be interrupted, and run
-    again.
+    It needs no older one then, and what tenants have stored is under their keys. Servers may go on using the store if
+    they can read the newest key. May be interrupted, and run again. Exit code 1: something could not be decrypted, and
+    the older keys are still needed.
 
-    Example: PREFIXSTORE_KEY=file:/etc/prefixstore.key prefixstore key rotate lmdb:///var/cache/kv
+    Example: prefixstore key rotate lmdb:///var/cache/kv
     """
     with Archive(location) as archive:
-        done, name = archive.rotate_keys(lambda n: say(f"{n:,} rows"))
-        where = archive.location
-    data = {"location": where, "key": name.hex(), "rows": done}
-    return Result(data, f"{where}: {counted(done, 'row')} encrypted anew; it needs the key {name.hex()} alone")
+        done, left = archive.rotate_keys()
+        where, keys = archive.location, archive.keys
+    name = next(iter(keys.masters)).hex() if keys is not None else None
+    text = f"{where}: {counted(done, 'row')} encrypted anew under the key {name}"
+    if left:
+        rows = counted(left, "row")
+        text += f"; {rows} cannot be decrypted: keep the older keys, or delete those with prefixstore check --repair"
+    return Result({"location": where, "key": name, "rows": done, "left": left}, text, FAILED if left else DONE)
 
 
-def forget(key_file: str, tenant: str) -> Result:
+def forget(key_file: str, tenant: str, *, dry_run: bool = False, yes: bool = False) -> Result | int:
     """Delete the key of a tenant from a file of keys.
 
-    Nothing that was stored under it can be read any more. Purge the tenant first, while it can be read: prefixstore
-    purge STORE --salt TENANT. This is for what purge does not reach: copies and backups of the store. Copies of the
-    file of keys still have the key.
+    What is stored under it counts as deleted, and can never be read again. Purge the tenant first: prefixstore purge
+    STORE --salt TENANT. This is for what a purge does not reach: copies and backups of the store. Restart the servers
+    that have read the key, and delete it from copies of the file.
 
     Example: prefixstore key forget /etc/prefixstore.key alice
     """
-    keys = _read(key_file)
-    if tenant not in keys.tenants:
-        raise InvalidParameterError(f"{key_file} has no key of {tenant!r}")
-    _write(key_file, Keys(keys.masters, {name: key for name, key in keys.tenants.items() if name != tenant}))
-    return _done(key_file, None, f"{key_file} has no key of {tenant!r} any more; delete its copies, too")
+    path = _path(key_file)
+    if tenant not in _read(path).tenants:
+        raise InvalidParameterError(f"{path} has no key of {tenant!r}; prefixstore key list shows what it has")
+    overwrite = partial(_overwrite, path, tenant)
+    question = f"{path}: delete the key of {tenant!r} for ever?"
+    if confirmed(overwrite, lambda _: question, dry_run=dry_run, yes=yes) is None:
+        return FAILED
+    text = f"{path} {'would have' if dry_run else 'has'} no key of {tenant!r} any more"
+    return Result({"file": str(path), "tenant": tenant, "dry_run": dry_run}, text)
 
 
-def _read(key_file: str) -> Keys:
-    provider = provider_of(f"file:{key_file}")
+def _path(key_file: str) -> Path:
+    """A file of keys: a link stays one. Accepts ``file:PATH``, too, as everything else takes it."""
+    return Path(expanded(key_file.removeprefix("file:")))
+
+
+def _read(path: Path) -> Keys:
+    if not path.exists():
+        raise LocationError(f"{path} does not exist; prefixstore key new makes one")
+    provider = provider_of(f"file:{path}")
     assert provider is not None
     return Keys.read(provider)
 
 
-def _write(key_file: str, keys: Keys, *, replace: bool = True) -> None:
-    with writing(key_file, replace=replace) as file:
-        file.write(keys.text().encode())
+@contextmanager
+def _open(path: Path, mode: str = "rb+") -> Iterator[BinaryIO]:
+    """A file of keys, to be changed in its place. Raises `LocationError`."""
+    try:
+        with open(path, mode) as file:  # noqa: PTH123 - its type follows from the mode
+            yield cast("BinaryIO", file)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise LocationError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def _done(key_file: str, name: bytes | None, text: str) -> Result:
-    return Result({"file": key_file, "key": None if name is None else name.hex()}, text)
+def _overwrite(path: Path, tenant: str, *, dry_run: bool) -> bool:
+    """Overwrite the key of a tenant, in its place: nothing else of the file is touched."""
+    with _open(path) as file:
+        at = 0
+        for line in file.read().splitlines(keepends=True):
+            words = line.split()
+            if words[:1] == [b"tenant"] and words[1] == quoted(tenant).encode() and not dry_run:
+                file.seek(at)
+                file.write(b" ".join([b"forgotten", words[1], b"#"]).ljust(len(line.rstrip()), b"#"))
+            at += len(line)
+    return True

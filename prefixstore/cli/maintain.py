@@ -85,6 +85,7 @@ def _plan(found: Sequence[Violation], removed: Removed, max_bytes: str | None) -
         f"delete {counted(removed.pages, 'page')} ({format_bytes(removed.bytes)}): damaged ones, and those after them"
         if removed.pages
         else "",
+        "delete what cannot be decrypted" if "undecryptable" in rules else "",
         "rebuild the index" if "index" in rules else "",
         f"evict pages down to {max_bytes}" if "budget" in rules else "",
     ]

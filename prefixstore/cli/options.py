@@ -145,10 +145,11 @@ HELP = {
     "requests": ("N", "Only the first N requests."),
     "plot": ("FILE", "Also draw it, as SVG."),
     "key_file": ("FILE", "A file of keys."),
-    "new.tenant": ("TENANT", "Add a key of this tenant to the file."),
+    "add.tenant": ("TENANT", "Add the key of one tenant, without which what it stores cannot be read."),
     "tenant": ("TENANT", "The name of the tenant, as tenants lists it."),
     # move
-    "from_key": ("KEY", "Where the keys of LOCATION are, as for PREFIXSTORE_KEY; none: it is not encrypted."),
+    "from_key": ("KEY", "file:PATH of the keys of LOCATION; none: not encrypted. By default PREFIXSTORE_KEY."),
+    "import_.from_key": ("KEY", "file:PATH of the keys of FILE; by default PREFIXSTORE_KEY."),
     "to_key": ("KEY", "The same for TARGET."),
     "export.out": ("FILE", "The file to write, such as f.pstore; - is stdout."),
     "file": ("FILE", "A file written by export; - is stdin."),

@@ -79,6 +79,7 @@ def _numbers(
     now = time.time_ns()
     return {
         "location": archive.location,
+        "encryption": archive.encryption,
         # an archive has one of its own where no store has written yet
         "policy": archive.policy if history.max_bytes is not None else None,
         "used_bytes": used.bytes,
@@ -141,7 +142,7 @@ def _groups(
 def _lines(
     numbers: dict[str, Any], history: History, groups: dict[str, list[dict[str, Any]]], columns: int
 ) -> Iterator[str]:
-    yield numbers["location"]
+    yield numbers["location"] + ("" if numbers["encryption"] == "none" else f", {numbers['encryption']}")
     yield from listed(_held(numbers), columns)
     yield ""
     yield from _served(history, columns)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import BinaryIO
 
-from prefixstore.backends.keys import provider_of
+from prefixstore.backends.keys import Keys, provider_of
 from prefixstore.backends.location import without_password
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
@@ -22,8 +23,6 @@ from prefixstore.errors import IncompatibleError, InvalidParameterError, Locatio
 from prefixstore.format.export import MAGIC, ExportReader
 from prefixstore.format.namespace import Namespace
 from prefixstore.maintenance.archive import DEFAULT_BYTES, Archive
-from prefixstore.maintenance.encrypted_file import MAGIC as ENCRYPTED
-from prefixstore.maintenance.encrypted_file import decrypting, encrypting
 from prefixstore.maintenance.transfer import Moved, copy_store, export_store, import_store
 from prefixstore.units import counted, format_bytes
 
@@ -34,6 +33,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGEST_FROM_HEAP = 32 << 20
 # more than a transaction of an import holds
 KEPT_BYTES = 256 << 20
+# how an encrypted export begins
+ENCRYPTED = b"\x89PSTENC\n"
 
 
 def export(
@@ -72,7 +73,7 @@ def export(
             return _planned("exported", archive, out, namespaces, keys, ", which would be replaced" if exists else "")
         if exists and not may_replace(out, yes=yes):
             return FAILED
-        with writing(out) as whole, encrypting(whole, archive.keys) as file:
+        with writing(out) as whole, _for_pages(whole, archive.keys) as file:
             moved = export_store(archive, file, namespaces=namespaces, keys=keys)
     return _moved(moved, "exported", started, {"location": where, "file": out})
 
@@ -110,7 +111,7 @@ def _is_replaced(target: Path) -> bool:
             begin = file.read(len(MAGIC))
     except OSError:
         return target.exists()  # writing it says why
-    if begin and begin not in (MAGIC, ENCRYPTED):
+    if begin and not begin.startswith((MAGIC, ENCRYPTED)):
         raise LocationError(f"{target} exists and is not an export of prefixstore; choose another name, or delete it")
     return True
 
@@ -124,6 +125,7 @@ def import_(
     config: Path | None = None,
     n_ctx: int | None = None,
     salt: str | None = None,
+    from_key: str | None = None,
 ) -> Result:
     """Import the pages of a file into a store of any backend.
 
@@ -139,7 +141,7 @@ def import_(
     budget = options.max_bytes_of(max_bytes)
     keep_freed_memory()
     with reading(file) as opened:
-        reader = ExportReader(decrypting(opened, provider_of(None), file), file)
+        reader = ExportReader(_of_pages(opened, from_key, file), file)
         if has_model(config, model):
             settings = configured(location, config, model, n_ctx, salt)
             llm = open_model(settings)
@@ -152,6 +154,25 @@ def import_(
             moved = import_store(reader, archive)
             places = {"file": file, "location": archive.location}
     return _moved(moved, "imported", started, places)
+
+
+def _for_pages(file: BinaryIO, keys: Keys | None) -> AbstractContextManager[BinaryIO]:
+    """A file for exported pages, which are encrypted if the store is."""
+    if keys is None:
+        return nullcontext(file)
+    from prefixstore.maintenance.encrypted_file import encrypting  # noqa: PLC0415 - the extra "encryption"
+
+    return encrypting(file, keys)
+
+
+def _of_pages(file: BinaryIO, key: str | None, name: str) -> BinaryIO:
+    """A file of exported pages, which may be encrypted."""
+    name = "stdin" if name == STANDARD else name
+    try:
+        from prefixstore.maintenance.encrypted_file import decrypting  # noqa: PLC0415 - the extra "encryption"
+    except ImportError:
+        return file
+    return decrypting(file, provider_of(key), name)
 
 
 def _warn_of_a_small_budget(source: str, size: int, archive: Archive) -> None:

@@ -146,6 +146,7 @@ def _location(
         with Archive(text, read_only=True) as archive:
             holdings, used, history = archive.holdings(), archive.used().bytes, archive.history()
             found.append(_stored(used, holdings))
+            found.append(Finding("encryption", archive.encryption))
             # as `stats` has it: that of the process that was the last to begin writing
             found += _budget(path, used, budget or history.max_bytes or DEFAULT_BYTES)
             found += [*_sampled(archive), *_use(history), *_break_even(archive)]

@@ -111,7 +111,14 @@ class Deleter:
         The location.
     catalog
         Of the engine.
+
+    Attributes
+    ----------
+    n_begun
+        How often it has begun to delete something.
     """
+
+    n_begun = 0
 
     def __init__(self, backend: Pages, catalog: Catalog) -> None:
         self._backend = backend
@@ -125,6 +132,7 @@ class Deleter:
         UnavailableError
             If others add pages faster than they are deleted. What was deleted until then stays deleted.
         """
+        self.n_begun += 1
         doomed = self._select(partial(in_common, choices=choices))
         # a page that is captured again is another one, and stays
         chosen = {page.key: page.created for page in doomed}
@@ -242,6 +250,7 @@ class Deleter:
             The sizes of those that were deleted, by key; and those of `keys` that are left.
         """
         left = dict.fromkeys(keys)
+        self.n_begun += 1
         deleted: dict[bytes, int] = {}
         for entry in with_descendants(transaction, list(left)[::-1], at_once):
             if len(deleted) == at_once:

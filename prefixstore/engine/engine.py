@@ -493,6 +493,11 @@ class Engine:
         """Whether this process has evicted a page lately. The location is not asked."""
         return self._catalog.evictions.find(key) is not None
 
+    @property
+    def losses(self) -> int:
+        """How often this process has evicted or deleted pages, but for tails that others continue."""
+        return self._catalog.evictions.n_added + self._deleter.n_begun
+
     @handed_over
     def children(self, parent: bytes, at_most: int) -> list[Page]:
         """Children of this page, or of this namespace: some of the stored ones, and those that wait."""

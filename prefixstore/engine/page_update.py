@@ -25,8 +25,9 @@ from prefixstore.engine.keyspace import (
     usage_row,
 )
 from prefixstore.engine.page_checks import misplaced, stray_leaves, wrong_leaves
-from prefixstore.engine.page_view import Used, View, counted_as, leaf_of, path_in, path_of, tenant_in, usage_in
+from prefixstore.engine.page_view import Used, View, counted_as, leaf_of, path_in, path_of, salt_in, usage_in
 from prefixstore.format.keys import KEY_BYTES
+from prefixstore.format.namespace import parted
 from prefixstore.format.record import USAGE, Buffer, Record, Usage, head_of, namespace_in, place_of, record_bytes
 
 __all__ = ["PASSES", "Transaction"]
@@ -80,6 +81,11 @@ class Transaction(View):
         if tenant not in self._held:
             self._held[tenant] = reduce(Count.plus, self.namespaces_of(salt).values(), Count())
         return self._held[tenant]
+
+    def _owner(self, namespace: bytes) -> bytes:
+        """Under whose key an encrypted location has a namespace: the tenant's, whichever part of it that is."""
+        salt = self._salt(namespace)
+        return keyspace.tenant_of(None if salt is None else parted(salt)[0], namespace)
 
     def _add(self, namespace: bytes, change: Count) -> None:
         """Count a change of a namespace."""
@@ -137,7 +143,7 @@ class Transaction(View):
     def put(self, key: bytes, record: Record, usage: Usage, payload: Buffer) -> None:
         """Write a page. The memory of `payload` must stay valid until the transaction ends. May raise `FullError`."""
         path, space = path_of(record), record.namespace
-        owner = self._tenant(space)
+        owner = self._owner(space)
         mine, above = leaf_row(space, key), leaf_row(space, record.parent)
         wanted = [record_row(key), usage_row(key), record_row(record.parent), mine, above, *path]
         old, old_usage, parent, *_ = self._rows.get(wanted)
@@ -270,8 +276,8 @@ class Transaction(View):
         if self.namespace(key) == settings:
             return
         row, count = self._count_row(key), self.count(key)
-        self._tenants[key] = tenant_in(settings, key)
-        self._rows.put(namespace_row(key), settings, owner=self._tenants[key])
+        self._salts[key] = salt_in(settings)
+        self._rows.put(namespace_row(key), settings, owner=self._owner(key))
         self._held.clear()
         if any(count) and row != self._count_row(key):
             # pages were put, or deleted, while it was not known whose they are
@@ -296,7 +302,7 @@ class Transaction(View):
         if value is None:
             self._rows.delete(note_row(name))
         else:
-            self._rows.put(note_row(name), value, owner=None if namespace is None else self._tenant(namespace))
+            self._rows.put(note_row(name), value, owner=None if namespace is None else self._owner(namespace))
 
     # -- the index ----------------------------------------------------------------------------------------------------
 
@@ -308,7 +314,7 @@ class Transaction(View):
         for row, stored in zip(rows, self._rows.get(rows), strict=True):
             path = path_in(row[1:], stored)
             if path is not None and stored is not None:
-                siblings.add_child(self._rows, row[1:], path, self._tenant(namespace_in(stored)))
+                siblings.add_child(self._rows, row[1:], path, self._owner(namespace_in(stored)))
         return False
 
     def correct(self, rows: Sequence[bytes]) -> bool:
@@ -346,7 +352,8 @@ class Transaction(View):
         return False
 
     def finish(self) -> None:
-        """Write what was counted."""
+        """Write what was counted. Raises `LocationError` if the location was encrypted meanwhile."""
+        self.require_plain()
         if self._has_lost_count and self.count().pages <= SUMMED_AT_ONCE:
             self.replace_counts(self.recount().rows)
         self._write_counts()

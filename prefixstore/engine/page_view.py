@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from heapq import nlargest
 from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
 
 from prefixstore.backends import contract
-from prefixstore.backends.encryption import is_header
+from prefixstore.backends.keys import COPY, HEADER, ids_in, is_header
 from prefixstore.engine import keyspace, siblings
 from prefixstore.engine.facts import FACTS, Facts, facts_of
+from prefixstore.engine.index import shared_tokens
 from prefixstore.engine.keyspace import (
     Count,
     Leaf,
@@ -42,7 +44,7 @@ __all__ = [
     "leaf_of",
     "path_in",
     "path_of",
-    "tenant_in",
+    "salt_in",
     "tokens_of",
     "usage_in",
 ]
@@ -88,7 +90,7 @@ class View:
         # what is read later is at least as new: it is read once
         self._generation: int | None = None
         # of namespaces whose settings were read
-        self._tenants: dict[bytes, bytes] = {}
+        self._salts: dict[bytes, str | None] = {}
 
     # -- pages --------------------------------------------------------------------------------------------------------
 
@@ -256,7 +258,8 @@ class View:
         neighbors = [entries[key] for key in keys if key in entries]
         if len(neighbors) < len(keys):
             # one cannot be read: then there may be another one beyond
-            neighbors = self.children([parent], PAGE)
+            beyond = self.children([parent], PAGE)
+            neighbors = nlargest(3, beyond, key=lambda each: shared_tokens(tokens_of(each), tokens))
         return neighbors, [entries[key] for some in children for key in some if key in entries]
 
     def _readable(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
@@ -296,11 +299,19 @@ class View:
     def last_generation(self) -> int:
         """The generation now: a view may see later ones than the one that it has begun with."""
         stored = self._rows.get([keyspace.GENERATION])[0]
-        if is_header(stored):
-            raise LocationError("the location is encrypted; pass key=, or set PREFIXSTORE_KEY, to where its keys are")
         # after one that is damaged, the next update begins again
         is_whole = stored is not None and len(stored) == keyspace.GENERATION_BYTES
         return int.from_bytes(stored or b"", "little") if is_whole else 0
+
+    def require_plain(self) -> None:
+        """Raise `LocationError` if the location is encrypted: these are not its decrypted rows."""
+        [stored] = self._rows.get([HEADER])
+        if stored is not None and len(stored) != keyspace.GENERATION_BYTES and not is_header(stored):
+            # one of the two is damaged
+            [stored] = self._rows.get([COPY])
+        if stored is not None and is_header(stored):
+            what = f"it is encrypted, under the key {ids_in(stored)}"
+            raise LocationError(f"{what}: set PREFIXSTORE_KEY, or key=, to where that is, such as file:/etc/kv.key")
 
     def namespaces(self) -> Mapping[bytes, bytes]:
         """Canonical settings of the namespaces that have pages here, by key."""
@@ -344,10 +355,14 @@ class View:
         return {row: right.get(row, Count()) if count is None else count for row, count in found.items()}
 
     def _tenant(self, namespace: bytes) -> bytes:
-        """Whose pages those of a namespace are: settings that are missing, or damaged, name no salt."""
-        if namespace not in self._tenants:
-            self._tenants[namespace] = tenant_in(self._rows.get([namespace_row(namespace)])[0], namespace)
-        return self._tenants[namespace]
+        """Whose pages those of a namespace are."""
+        return keyspace.tenant_of(self._salt(namespace), namespace)
+
+    def _salt(self, namespace: bytes) -> str | None:
+        """The salt of a namespace: settings that are missing, or damaged, name none."""
+        if namespace not in self._salts:
+            self._salts[namespace] = salt_in(self._rows.get([namespace_row(namespace)])[0])
+        return self._salts[namespace]
 
     def _count_row(self, namespace: bytes) -> bytes:
         return keyspace.count_row(self._tenant(namespace), namespace)
@@ -392,13 +407,12 @@ class View:
         return {row.key: count for row in rows if (count := Count.unpack(row.value)) is not None}
 
 
-def tenant_in(settings: bytes | None, namespace: bytes) -> bytes:
-    """Whose pages those of a namespace with these settings are."""
-    salt = None
+def salt_in(settings: bytes | None) -> str | None:
+    """The salt of a namespace with these settings."""
     if settings is not None:
         with suppress(CorruptError):
-            salt = Namespace.parse(settings).salt
-    return keyspace.tenant_of(salt, namespace)
+            return Namespace.parse(settings).salt
+    return None
 
 
 def tokens_of(entry: Entry) -> bytes:

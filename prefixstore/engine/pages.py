@@ -11,19 +11,21 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial, wraps
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from prefixstore.backends import contract, is_persistent, open_backend
 from prefixstore.backends.contract import ConflictError
-from prefixstore.backends.encrypted import EncryptedBackend
-from prefixstore.backends.keys import Key, provider_of
+from prefixstore.backends.keys import Key, KeyProvider, provider_of
 from prefixstore.engine import keyspace
 from prefixstore.engine.keyspace import Count
 from prefixstore.engine.page_checks import SUMS
 from prefixstore.engine.page_update import PASSES, Transaction
 from prefixstore.engine.page_view import View
 from prefixstore.engine.trie import Trie
-from prefixstore.errors import FullError
+from prefixstore.errors import FullError, LocationError, MissingExtraError
+
+if TYPE_CHECKING:
+    from prefixstore.backends.encrypted import EncryptedBackend
 
 __all__ = ["CONFLICTS", "Pages", "fewer", "open_pages", "retried"]
 
@@ -73,11 +75,27 @@ class Pages:
     ----------
     trie
         Pages that were read lately.
+    encrypted
+        The backend, if it is one that encrypts.
     """
+
+    encrypted: EncryptedBackend | None = None
 
     def __init__(self, rows: contract.Backend) -> None:
         self._backend = rows
         self.trie = Trie()
+
+    def encrypt(self, provider: KeyProvider, on_undecryptable: Callable[[], object]) -> None:
+        """Have everything encrypted; see `EncryptedBackend`, also for what is raised."""
+        try:
+            from prefixstore.backends.encrypted import EncryptedBackend  # noqa: PLC0415 - the extra "encryption"
+        except ImportError as error:
+            raise MissingExtraError('a key needs cryptography; pip install "prefixstore[encryption]"') from error
+        tenant_of = partial(keyspace.tenant_of, namespace=b"")
+        self.encrypted = EncryptedBackend(
+            self._backend, provider, parts=keyspace.PARTS, tenant_of=tenant_of, on_undecryptable=on_undecryptable
+        )
+        self._backend = self.encrypted
 
     @property
     def rows(self) -> contract.Backend:
@@ -178,7 +196,7 @@ class Pages:
 
     def undecryptable(self, *, delete: bool = False) -> int:
         """How many rows cannot be decrypted, of a location that is encrypted; with `delete` they are deleted."""
-        return self._backend.undecryptable(delete=delete) if isinstance(self._backend, EncryptedBackend) else 0
+        return self.encrypted.undecryptable(delete=delete) if self.encrypted is not None else 0
 
     def after_fork(self) -> None:
         """Called in a forked child before anything else: drop what belongs to the parent. No other thread runs.
@@ -220,15 +238,15 @@ def open_pages(
     provider = provider_of(key) if is_persistent(location) else None
     rows = open_backend(location, max_bytes=max_bytes, read_only=read_only)
     try:
-        if provider is not None:
-            tenant_of = partial(keyspace.tenant_of, namespace=b"")
-            told = partial(count, "unreadable:undecryptable")
-            rows = EncryptedBackend(rows, provider, parts=keyspace.PARTS, tenant_of=tenant_of, on_undecryptable=told)
         pages = Pages(rows)
-        if provider is None:
+        if provider is not None:
+            pages.encrypt(provider, partial(count, "unreadable:undecryptable"))
+        else:
             with pages.view() as view:
-                # raises if the location is encrypted
-                view.last_generation()
+                view.require_plain()
+    except LocationError as error:
+        rows.close()
+        raise type(error)(f"{rows.location}: {error}") from None
     except BaseException:
         rows.close()
         raise

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from prefixstore.errors import CorruptError
 from prefixstore.format.keys import namespace_key
 
-__all__ = ["Namespace"]
+__all__ = ["Namespace", "parted"]
 
+# What the client of a server may add to its tenant's name. It stands before the first colon, where nothing else has a
+# slash.
+_WITHIN = re.compile(r"/(cache-salt-[0-9a-f]{32})(?=:)")
 _SCALARS = (str, int, float, bool, type(None))
+
+
+def parted(salt: str) -> tuple[str, str | None]:
+    """The tenant with this salt, which quotas, purges and keys are for, and which part of it that is, if any."""
+    source, colon, name = salt.partition(":")
+    found = _WITHIN.search(source + colon)
+    return _WITHIN.sub("", source + colon, count=1) + name, found[1] if found else None
 
 
 @dataclass(frozen=True)

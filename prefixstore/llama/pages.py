@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
+
 from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.fetch import Deadline, States
 from prefixstore.engine.index import Page, Path
@@ -33,6 +35,10 @@ class PageStrategy(Strategy[PagedMemory]):
         super().__init__(context)
         # where a llama-server stores what it has of a window
         self._ends = self.place.of_ends() if context.memory.seen is not None else None
+        # The longest sequence that is known to be stored or captured: what follows it in the context was computed since
+        # it was looked up, so the location need not be asked again. What others have stored meanwhile is found when it
+        # is to be written. And the engine's losses then.
+        self._known: tuple[Tokens, int] | None = None
 
     # -- capture ------------------------------------------------------------------------------------------------------
 
@@ -53,14 +59,16 @@ class PageStrategy(Strategy[PagedMemory]):
         if not wanted:
             return 0
         to = Capture(engine, self.place, Form(), context.rate.compute_us, context.parameters)
-        n_taken = n_submitted = 0
+        n_taken, n_submitted, losses = 0, 0, engine.losses
         started = time.perf_counter()
 
         def submit(start: int, end: int, buffer: PooledBuffer) -> None:
             nonlocal n_taken, n_submitted
             n_taken += 1
             parent = lineage.parent(start // lineage.page_tokens)
-            n_submitted += to.submit(lineage.tokens[start:end], parent, start, buffer, PAGE)
+            is_wanted = to.submit(lineage.tokens[start:end], parent, start, buffer, PAGE)
+            n_submitted += is_wanted
+            self._known = (lineage.tokens[:end].copy(), losses) if is_wanted else None
 
         # each page is submitted before the next is taken: while one waits for the queue, those before it are written
         missing = context.memory.take(wanted, partial(engine.acquire, wait=wait), submit)
@@ -74,11 +82,17 @@ class PageStrategy(Strategy[PagedMemory]):
 
     def _wanted(self, tail: bool) -> list[tuple[int, int]]:
         """First position and boundary of each page to take. Skips pages whose parent cannot be stored."""
-        lineage = self.context.lineage
+        lineage, step = self.context.lineage, self.context.lineage.page_tokens
         keys = lineage.keys()
-        wanted = missing_ranges(
-            self.context.engine, lineage.namespace, keys, lineage.tokens, lineage.page_tokens, tail=tail
-        )
+        known, losses = self._known or ((), 0)
+        is_known = losses == self.context.engine.losses and len(known) > 0
+        if is_known and np.array_equal(lineage.tokens[: len(known)], known):
+            first, n = len(known) // step, lineage.n if tail else len(keys) * step
+            wanted = [(start, min(start + step, n)) for start in range(first * step, n, step)] if n > len(known) else []
+        else:
+            wanted = missing_ranges(
+                self.context.engine, lineage.namespace, keys, lineage.tokens, lineage.page_tokens, tail=tail
+            )
         full = len(keys) * lineage.page_tokens
         for i, (start, _) in enumerate(wanted):
             if start < full and keys[start // lineage.page_tokens] in lineage.gone:
@@ -93,6 +107,7 @@ class PageStrategy(Strategy[PagedMemory]):
         live = self.live_prefix(tokens)
         asked = time.perf_counter()
         path = context.engine.match(lineage.namespace, tokens, lineage.page_tokens)
+        self._known = tokens[: path.n_tokens].copy(), context.engine.losses
         looked_up = time.perf_counter() - asked
         n = min(path.n_tokens, limit)
         n -= n % multiple_of

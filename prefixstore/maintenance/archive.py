@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 from prefixstore.backends import agreed_bytes, is_persistent
-from prefixstore.backends.encrypted import EncryptedBackend
 from prefixstore.backends.keys import Key, Keys
 from prefixstore.engine.budget import Budget, Evicted
 from prefixstore.engine.delete import Choice, Removed, beginning_with, of_namespaces, subtree, unused_since
@@ -150,20 +149,27 @@ class Archive(AbstractContextManager["Archive"]):
     @property
     def keys(self) -> Keys | None:
         """The keys under which the location is encrypted; None if it is not."""
-        return self.backend.rows.keys if isinstance(self.backend.rows, EncryptedBackend) else None
+        return self.backend.encrypted.keys if self.backend.encrypted is not None else None
 
-    def rotate_keys(self, progress: Callable[[int], object] = lambda _: None) -> tuple[int, bytes]:
-        """Have all be encrypted under the newest key alone; how many rows were not, and the id of that key.
+    @property
+    def encryption(self) -> str:
+        """Whether the location is encrypted, and under which keys, in words."""
+        names = self.backend.encrypted.key_ids() if self.backend.encrypted is not None else []
+        if not names:
+            return "none" if self.backend.encrypted is None else "from the first page on"
+        return f"AES-256-GCM, key {names[0]}" + (f"; older: {', '.join(names[1:])}" if names[1:] else "")
+
+    def rotate_keys(self, progress: Callable[[int], object] = lambda _: None) -> tuple[int, int]:
+        """Have everything encrypted under the newest key; see `EncryptedBackend.rotate`.
 
         Raises
         ------
         InvalidParameterError
             If the location is not encrypted.
         """
-        if not isinstance(self.backend.rows, EncryptedBackend):
+        if self.backend.encrypted is None:
             raise InvalidParameterError(f"{self.location} is not encrypted; prefixstore copy --to-key encrypts a copy")
-        done = self.engine.threads.call(self.backend.rows.rotate, progress)
-        return done, next(iter(self.backend.rows.keys.masters))
+        return self.engine.threads.call(self.backend.encrypted.rotate, progress)
 
     # -- inspecting ---------------------------------------------------------------------------------------------------
 

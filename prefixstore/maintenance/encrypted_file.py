@@ -6,92 +6,110 @@ import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
-from prefixstore.backends.encryption import SEGMENT, TAG_BYTES, ciphers, derived, hash_of, nonce
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from prefixstore.backends.encryption import SEGMENT, TAG_BYTES, cipher_of_message, derive_key, nonce
 from prefixstore.backends.keys import KeyProvider, Keys
 from prefixstore.errors import CorruptError, IncompatibleError, LocationError
 
-__all__ = ["MAGIC", "decrypting", "encrypting"]
+__all__ = ["decrypting", "encrypting"]
 
-MAGIC = b"\x89PSTENC\n"
 VERSION = 1
 # the magic, the version, the id of the key, a random number
 HEAD = struct.Struct("<8sI4s24s")
+MAGIC = b"\x89PSTENC\n"
 
 
-class _Stream:
-    """What both directions have: a cipher, and the number of the next segment."""
+def _cipher_of(head: bytes, key: bytes) -> AESGCM:
+    return cipher_of_message(derive_key(key, b"", b"prefixstore file"), head[-24:])
+
+
+class _Writer:
+    """A file for what is encrypted into another one."""
 
     def __init__(self, file: BinaryIO, head: bytes, key: bytes) -> None:
-        cipher, self._invalid = ciphers()
-        self._file = file
-        self._head = head
-        self._cipher: Any = cipher(hash_of(derived(key, b"", b"prefixstore file"), b"prefixstore mesg", head[-24:], 32))
+        self._file, self._head, self._cipher = file, head, _cipher_of(head, key)
         self._left = bytearray()
         self._n = 0
 
-    def _nonce(self, *, is_last: bool) -> bytes:
-        self._n += 1
-        return nonce(self._n - 1, self._n if is_last else 0)
-
-
-class _Writer(_Stream):
     def write(self, data: bytes) -> int:
         self._left += data
         while len(self._left) > SEGMENT:
-            self._put(SEGMENT, is_last=False)
+            self.put(is_last=False)
         return len(data)
 
-    def _put(self, size: int, *, is_last: bool) -> None:
-        self._file.write(self._cipher.encrypt(self._nonce(is_last=is_last), bytes(self._left[:size]), self._head))
-        del self._left[:size]
+    def put(self, *, is_last: bool) -> None:
+        """Write a segment of what is left."""
+        plain = bytes(self._left[:SEGMENT])
+        self._file.write(self._cipher.encrypt(nonce(self._n, is_last=is_last), plain, self._head))
+        self._n += 1
+        del self._left[:SEGMENT]
 
-    def finish(self) -> None:
-        """Write the last segment."""
-        self._put(SEGMENT, is_last=True)
 
+class _Reader:
+    """A file for what is decrypted from another one. It has no place to seek to."""
 
-class _Reader(_Stream):
     def __init__(self, file: BinaryIO, head: bytes, key: bytes, name: str) -> None:
-        super().__init__(file, head, key)
-        self._name = name
-        self._next = file.read(SEGMENT + TAG_BYTES)
+        self._file, self._head, self._cipher, self._name = file, head, _cipher_of(head, key), name
+        self._left = bytearray()
+        self._next = _whole(file, SEGMENT + TAG_BYTES)
+        self._n = 0
 
     def seekable(self) -> bool:
         return False
 
     def read(self, size: int) -> bytes:
         while len(self._left) < size and self._next:
-            self._get()
+            segment, self._next = self._next, _whole(self._file, SEGMENT + TAG_BYTES)
+            try:
+                self._left += self._cipher.decrypt(nonce(self._n, is_last=not self._next), segment, self._head)
+            except InvalidTag:
+                what = f"{self._name} is not complete, or was changed, after {self._n} MiB"
+                raise CorruptError(f"{what}; import again when it is complete") from None
+            self._n += 1
         found = bytes(self._left[:size])
         del self._left[:size]
         return found
 
-    def _get(self) -> None:
-        segment, self._next = self._next, self._file.read(SEGMENT + TAG_BYTES)
-        try:
-            self._left += self._cipher.decrypt(self._nonce(is_last=not self._next), segment, self._head)
-        except self._invalid:
-            raise CorruptError(f"{self._name} was changed, or is not complete, after segment {self._n - 1}") from None
+
+class _Resumed:
+    """A file of which the beginning was read already, from a pipe."""
+
+    def __init__(self, begin: bytes, file: BinaryIO) -> None:
+        self._begin, self._file = begin, file
+
+    def seekable(self) -> bool:
+        return False
+
+    def read(self, size: int) -> bytes:
+        found, self._begin = self._begin[:size], self._begin[size:]
+        return found or self._file.read(size)
+
+
+def _whole(file: BinaryIO, size: int) -> bytes:
+    """So many bytes, or all that are left: a pipe may give fewer at a time."""
+    found = file.read(size)
+    while len(found) < size and (more := file.read(size - len(found))):
+        found += more
+    return found
 
 
 @contextmanager
-def encrypting(file: BinaryIO, keys: Keys | None) -> Iterator[BinaryIO]:
-    """A file to write what is encrypted into `file` under the newest of these keys; without keys, that file."""
-    if keys is None:
-        yield file
-        return
+def encrypting(file: BinaryIO, keys: Keys) -> Iterator[BinaryIO]:
+    """A file for what is encrypted into `file`, under the newest of these keys."""
     name, key = next(iter(keys.masters.items()))
     head = HEAD.pack(MAGIC, VERSION, name, os.urandom(24))
     file.write(head)
     writer = _Writer(file, head, key)
     yield cast("BinaryIO", writer)
-    writer.finish()
+    writer.put(is_last=True)
 
 
 def decrypting(file: BinaryIO, provider: KeyProvider | None, name: str) -> BinaryIO:
-    """A file to read what is in `file`, which may be encrypted.
+    """A file for what is in `file`, which may be encrypted.
 
     Raises
     ------
@@ -100,16 +118,20 @@ def decrypting(file: BinaryIO, provider: KeyProvider | None, name: str) -> Binar
     IncompatibleError
         If a newer version has encrypted it.
     """
-    if not file.peek(len(MAGIC)).startswith(MAGIC):  # type: ignore[attr-defined]  # a BufferedReader
+    head = _whole(file, len(MAGIC))
+    if head != MAGIC:
+        if not file.seekable():
+            return cast("BinaryIO", _Resumed(head, file))
+        file.seek(0)
         return file
-    head = file.read(HEAD.size)
+    head += _whole(file, HEAD.size - len(MAGIC))
     if len(head) < HEAD.size:
-        raise CorruptError(f"{name} is not complete")
+        raise CorruptError(f"{name} is not complete; import again when it is")
     _, version, wanted, _ = HEAD.unpack(head)
     if version != VERSION:
         raise IncompatibleError(f"{name} is encrypted in format {version}; upgrade prefixstore to read it")
-    keys = Keys.read(provider).masters if provider is not None else {}
-    if wanted not in keys:
+    masters = Keys.read(provider).masters if provider is not None else {}
+    if wanted not in masters:
         where = f"which {provider} does not have" if provider is not None else "and none is given"
-        raise LocationError(f"{name} needs the key {wanted.hex()}, {where}; set PREFIXSTORE_KEY to where it is")
-    return cast("BinaryIO", _Reader(file, head, keys[wanted], name))
+        raise LocationError(f"{name} needs the key {wanted.hex()}, {where}; pass --from-key, or set PREFIXSTORE_KEY")
+    return cast("BinaryIO", _Reader(file, head, masters[wanted], name))

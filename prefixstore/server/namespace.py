@@ -20,7 +20,7 @@ from prefixstore.errors import (
     InvalidParameterError,
     ServerRefusedError,
 )
-from prefixstore.format.namespace import Namespace
+from prefixstore.format.namespace import Namespace, parted
 from prefixstore.llama.state.form import Window
 from prefixstore.llama.state.shape import PAIR, U32, StateShape
 from prefixstore.models.file import file_identity, model_names, read_metadata
@@ -29,7 +29,6 @@ from prefixstore.server.client import LlamaServer, Props
 from prefixstore.server.model_settings import FLASH_AUTO, FLASH_OFF, FLASH_ON, Setting, commit_of, model_settings
 from prefixstore.server.process import RunningProcess, running_process, start_ticks
 from prefixstore.server.slot_file import STATE_VERSION, SlotLayout
-from prefixstore.server.tenants import parted
 from prefixstore.stats import Kind
 
 __all__ = ["ServerIdentity", "has_window", "kind_of_layout", "slots_dir_of"]

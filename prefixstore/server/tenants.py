@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,11 +14,9 @@ from prefixstore.errors import InvalidParameterError
 if TYPE_CHECKING:
     from prefixstore.server.upstream import Headers, Reply, Upstream
 
-__all__ = ["Admission", "NoTenantError", "TenantSource", "api_key_of", "parted", "tenant_of_key", "within"]
+__all__ = ["Admission", "NoTenantError", "TenantSource", "api_key_of", "tenant_of_key", "within"]
 
 MAX_HEADER = 256
-# What a client may add to its tenant's name. It stands before the first colon, where nothing else has a slash.
-WITHIN = re.compile(r"/(cache-salt-[0-9a-f]{32})(?=:)")
 # what these say must not be in the store
 CREDENTIALS = frozenset({"authorization", "x-api-key", "cookie", "proxy-authorization"})
 MAX_REMEMBERED = 1024
@@ -97,13 +94,6 @@ def within(salt: str, cache_salt: str) -> str:
     """Whose requests with this ``cache_salt`` are: a part of the tenant."""
     source, _, name = salt.partition(":")
     return f"{source}/cache-salt-{_digest(cache_salt.encode('utf-8', 'surrogatepass'))}:{name}"
-
-
-def parted(owner: str) -> tuple[str, str | None]:
-    """The tenant of an owner, which quotas and purges are for, and which part of it that is; None for no part."""
-    source, colon, name = owner.partition(":")
-    found = WITHIN.search(source + colon)
-    return WITHIN.sub("", source + colon, count=1) + name, found[1] if found else None
 
 
 def _digest(data: bytes) -> str:

@@ -10,20 +10,20 @@ import lmdb
 import pytest
 
 from prefixstore import LocationError, PrefixStore
-from prefixstore.backends.encrypted import COPY, HEADER, EncryptedBackend
+from prefixstore.backends import encrypted
+from prefixstore.backends.encrypted import EncryptedBackend
 from prefixstore.backends.encryption import Header
-from prefixstore.backends.keys import Keys, key_id
+from prefixstore.backends.keys import COPY, HEADER, key_id, line_of
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import keyspace
 from prefixstore.engine.keyspace import record_row, tenant_of
 from prefixstore.engine.pages import open_pages
-from prefixstore.errors import UndecryptableError
-from prefixstore.format.record import Record, Usage
+from prefixstore.errors import IncompatibleError, UndecryptableError
+from prefixstore.format.record import Record
 from prefixstore.maintenance.archive import Archive
-from tests.support.pages import make_page
 from tests.support.places import KEY, MIB, SCHEMES, contents, fill, place, refusal, space
 
-OLD, NEW, OF_ALICE = bytes(range(32)), bytes(range(32, 64)), bytes(range(64, 96))
+OLD, NEW, OF_ALICE, LATER = (bytes(range(start, start + 32)) for start in (0, 32, 64, 96))
 ALICE = space("alice-tenant")
 SEQUENCES = ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 10], [20, 21, 22, 23, 24])
 
@@ -31,20 +31,34 @@ SEQUENCES = ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 10], [20, 21, 22
 class Given:
     """Keys, the newest first, that can be changed while a store is open."""
 
-    def __init__(self, *keys, **tenants):
-        self.keys, self.tenants = keys, tenants
+    def __init__(self, *keys, forgotten=(), **tenants):
+        self.keys, self.tenants, self.forgotten = keys, tenants, forgotten
+        self.n_read = 0
 
     def read(self):
-        return Keys({key_id(key): key for key in self.keys}, self.tenants).text()
+        self.n_read += 1
+        lines = [*map(line_of, reversed(self.keys)), *(line_of(key, name) for name, key in self.tenants.items())]
+        return "".join([*lines, *(f"forgotten {name}\n" for name in self.forgotten)])
 
 
 def opened(url, *keys, **tenants):
     return closing(open_pages(url, max_bytes=64 * MIB, key=Given(*keys, **tenants)))
 
 
+def inner(pages):
+    """The backend that keeps what is encrypted."""
+    return pages.encrypted._backend
+
+
+def stored_key(pages, key):
+    """Under which key the record of a page is stored."""
+    with inner(pages).view() as rows:
+        return pages.encrypted._cipher_in(rows).stored_key(record_row(key))
+
+
 def plain_rows(pages):
     """The rows of a location as they are stored."""
-    with pages.rows._backend.view() as view:
+    with inner(pages).view() as view:
         return view.ranges([keyspace.Range(b"", b"\xff" * 16)])[0]
 
 
@@ -99,9 +113,8 @@ def test_nothing_readable_is_in_any_file_dump_or_listing(url, tmp_path, request)
 def test_a_store_with_a_key_is_refused_without_and_the_reverse(url):
     with opened(url, NEW) as pages:
         fill(pages, ALICE, SEQUENCES)
-    assert refusal(url, key="none").startswith("LocationError: the location is encrypted; pass key=")
+    assert f"it is encrypted, under the key {key_id(NEW).hex()}: set" in refusal(url, key="none")
     missing = refusal(url, key=Given(OLD))
-    assert "LocationError" in missing
     assert key_id(NEW).hex() in missing
     with opened(url, OLD, NEW) as pages:
         assert len(contents(pages)) == 6
@@ -121,6 +134,8 @@ def test_a_store_without_a_key_that_was_open_before_does_not_write_to_an_encrypt
         fill(pages, ALICE, SEQUENCES[:1])
         with pytest.raises(LocationError, match="is encrypted"):
             fill(plain, ALICE, SEQUENCES[1:])
+        with pytest.raises(LocationError, match="is encrypted"), plain.update() as transaction:
+            transaction.put_note(b"name", b"value")
         assert len(contents(pages)) == 2
         assert {row.key for row in plain_rows(pages)} >= {HEADER, COPY}
 
@@ -141,7 +156,7 @@ def test_a_store_with_a_key_that_was_open_before_neither_reads_nor_writes_what_i
 
 def change_row(pages, key, change):
     """Change a stored row, as somebody could who can write to the location."""
-    with pages.rows._backend.update() as draft:
+    with inner(pages).update() as draft:
         [value] = draft.get([key])
         draft.put(key, change(value))
 
@@ -190,7 +205,7 @@ def test_every_changed_byte_of_a_file_is_a_miss_or_an_error(scheme, tmp_path, re
 
 
 def contents_or_nothing(pages):
-    """All pages that can be read: record and payload."""
+    """All pages that can be read."""
     found = {}
     with pages.view() as view:
         for key, record, usage in view.scan():
@@ -208,7 +223,10 @@ def test_rows_that_are_exchanged_or_moved_are_misses(tmp_path):
         theirs = {row.key: row.value for row in plain_rows(elsewhere) if row.key[:1] == b"r"}
         # the same pages have other names in another location
         assert not theirs.keys() & {row.key for row in records}
-        first, second = pages.rows._safe.place(record_row(path[0])), pages.rows._safe.place(record_row(path[1]))
+        first, second = (
+            stored_key(pages, path[0]),
+            stored_key(pages, path[1]),
+        )
         by_name = {row.key: row.value for row in records}
         change_row(pages, first, lambda _: by_name[second])
         change_row(pages, second, lambda _: next(iter(theirs.values())))
@@ -221,10 +239,10 @@ def test_a_payload_of_another_page_is_damage(tmp_path):
     url = f"lmdb://{tmp_path}/kv"
     with opened(url, NEW) as pages:
         [path, *_] = fill(pages, ALICE, SEQUENCES)
-        names = [pages.rows._safe.place(record_row(key)) for key in path]
-        with pages.rows._backend.view() as view:
+        names = [stored_key(pages, key) for key in path]
+        with inner(pages).view() as view:
             theirs = bytes(list(view.payloads(names))[1][1])
-        with pages.rows._backend.update() as draft:
+        with inner(pages).update() as draft:
             draft.put(names[0], draft.get(names)[0], theirs)
         with pages.view() as view, pytest.raises(UndecryptableError):
             view.payload(path[0])
@@ -235,15 +253,44 @@ def test_one_damaged_header_is_replaced_and_two_are_an_error(tmp_path):
     with opened(url, NEW) as pages:
         fill(pages, ALICE, SEQUENCES)
         whole = dict(plain_rows(pages))[HEADER]
-        change_row(pages, HEADER, lambda value: value[:50] + b"x" + value[51:])
+    for at in (5, 50, len(whole) - 1):
+
+        def damage(value, at=at):
+            return value[:at] + bytes([value[at] ^ 1]) + value[at + 1 :]
+
+        with opened(url, NEW) as pages:
+            change_row(pages, HEADER, damage)
+        with opened(url, NEW) as pages:
+            assert len(contents(pages)) >= 6
+            fill(pages, ALICE, [[50, at]])
+            assert dict(plain_rows(pages))[HEADER] == whole
     with opened(url, NEW) as pages:
-        assert len(contents(pages)) == 6
-        fill(pages, ALICE, [[50, 51]])
-        assert dict(plain_rows(pages))[HEADER] == whole
-        change_row(pages, HEADER, lambda value: value[:50] + b"x" + value[51:])
-        change_row(pages, COPY, lambda value: value[:50] + b"x" + value[51:])
+        for row in (HEADER, COPY):
+            change_row(pages, row, damage)
     assert "IncompatibleError" in refusal(url, key=Given(NEW))
-    assert "damaged" in refusal(url, key=Given(NEW))
+    assert "LocationError" in refusal(url, key="none")
+
+
+def test_a_header_of_somebody_else_is_an_error(tmp_path):
+    url = f"lmdb://{tmp_path}/kv"
+    with opened(url, NEW) as pages:
+        fill(pages, ALICE, SEQUENCES)
+        forged = Header(bytes(16), (key_id(NEW),)).pack(bytes(32), {key_id(NEW): OLD})
+        for row in (HEADER, COPY):
+            change_row(pages, row, lambda _: forged)
+        with pytest.raises(IncompatibleError):
+            fill(pages, ALICE, [[50, 51]])
+    assert "IncompatibleError" in refusal(url, key=Given(NEW))
+
+
+def test_an_update_while_the_backend_is_closed_does_not_replace_the_header(tmp_path):
+    url = f"lmdb://{tmp_path}/kv"
+    with opened(url, NEW) as pages:
+        fill(pages, ALICE, SEQUENCES)
+        before = dict(plain_rows(pages))[HEADER]
+        pages.encrypted._found = None
+        fill(pages, ALICE, [[50, 51]])
+        assert dict(plain_rows(pages))[HEADER] == before
 
 
 def test_a_location_that_was_emptied_keeps_its_secret_for_those_who_have_it_open():
@@ -266,7 +313,7 @@ def test_a_location_that_was_emptied_keeps_its_secret_for_those_who_have_it_open
 def ids_in(pages):
     """The ids of the keys under which rows are encrypted, and those that the location needs."""
     rows = dict(plain_rows(pages))
-    header = Header.unpack([rows.pop(HEADER)], "")
+    header = Header.unpack(rows.pop(HEADER), "")
     del rows[COPY]
     return {value[1:5] for value in rows.values()}, set(header.keys)
 
@@ -280,10 +327,10 @@ def test_what_is_written_again_is_under_the_newest_key_and_rotation_does_it_for_
         fill(pages, ALICE, [[30, 31, 32]])
         assert ids_in(pages) == ({key_id(OLD), key_id(NEW)},) * 2
         before = contents(pages)
-        assert pages.rows.rotate() > 10
+        assert pages.encrypted.rotate() == (22, 0)
         assert ids_in(pages) == ({key_id(NEW)},) * 2
         assert contents(pages) == before
-        assert pages.rows.rotate() == 0
+        assert pages.encrypted.rotate() == (0, 0)
     assert key_id(NEW).hex() in refusal(url, key=Given(OLD))
     with opened(url, NEW) as pages:
         assert contents(pages) == before
@@ -300,7 +347,8 @@ def test_two_processes_with_different_newest_keys_share_a_location(url):
             assert view.count().pages == 6
 
 
-def test_who_lacks_a_key_that_another_process_has_begun_to_use_writes_nothing_until_it_has_it(tmp_path):
+def test_who_lacks_a_key_that_another_process_has_begun_to_use_writes_nothing_until_it_has_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(encrypted, "AGAIN_SECONDS", 0)
     url = f"lmdb://{tmp_path}/kv"
     first = Given(OLD)
     with closing(open_pages(url, max_bytes=64 * MIB, key=first)) as one, opened(url, NEW, OLD) as two:
@@ -318,64 +366,149 @@ def test_nothing_is_written_under_a_key_that_was_replaced(tmp_path):
     url = f"lmdb://{tmp_path}/kv"
     with opened(url, OLD, NEW) as one, opened(url, NEW, OLD) as two:
         fill(one, ALICE, SEQUENCES[:1])
-        two.rows.rotate()
+        two.encrypted.rotate()
         fill(one, ALICE, SEQUENCES[1:])
         assert ids_in(two) == ({key_id(NEW)},) * 2
         with pytest.raises(LocationError, match="was replaced"):
-            one.rows.rotate()
+            one.encrypted.rotate()
 
 
-@pytest.mark.parametrize("at", range(0, 12, 3))
-def test_a_rotation_that_is_interrupted_goes_on(at, tmp_path):
+def test_keys_are_not_asked_for_all_the_time(tmp_path):
+    url, first = f"lmdb://{tmp_path}/kv", Given(OLD)
+    with closing(open_pages(url, max_bytes=64 * MIB, key=first)) as one, opened(url, NEW, OLD) as two:
+        fill(two, ALICE, SEQUENCES)
+        for _ in range(5):
+            with pytest.raises(LocationError):
+                fill(one, ALICE, SEQUENCES)
+        assert first.n_read == 2
+
+
+@pytest.mark.parametrize("at", range(0, 24, 5))
+def test_a_rotation_that_is_interrupted_goes_on(at, tmp_path, monkeypatch):
+    monkeypatch.setattr(encrypted, "REWRITTEN_AT_ONCE", 1)
     url = f"lmdb://{tmp_path}/kv"
     with opened(url, OLD) as pages:
         fill(pages, ALICE, SEQUENCES)
         before = contents(pages)
+    calls = itertools.count()
+
+    def stop(_):
+        if next(calls) == at:
+            raise InterruptedError
 
     with opened(url, NEW, OLD) as pages:
-        real, calls = pages.rows._backend.update, itertools.count()
-
-        def update():
-            if next(calls) == at:
-                raise InterruptedError
-            return real()
-
-        pages.rows._backend.update = update
-        rewritten = pages.rows._rewrite
-        pages.rows._rewrite = lambda places: sum(rewritten([one]) for one in places)
         with pytest.raises(InterruptedError):
-            pages.rows.rotate()
-        del pages.rows._backend.update, pages.rows._rewrite
+            pages.encrypted.rotate(stop)
         assert contents(pages) == before
     with opened(url, OLD, NEW) as pages:
         assert contents(pages) == before
     with opened(url, NEW, OLD) as pages:
-        pages.rows.rotate()
+        assert pages.encrypted.rotate()[1] == 0
         assert ids_in(pages) == ({key_id(NEW)},) * 2
         assert contents(pages) == before
 
 
-def test_a_tenant_without_its_key_is_gone_and_the_others_are_not(tmp_path):
-    url, bob = f"lmdb://{tmp_path}/kv", space("bob")
-    with opened(url, NEW, **{"alice-tenant": OF_ALICE}) as pages:
+def test_a_key_that_is_added_during_a_rotation_is_kept(tmp_path):
+    url, given = f"lmdb://{tmp_path}/kv", Given(NEW, OLD)
+    with opened(url, OLD) as pages:
         fill(pages, ALICE, SEQUENCES)
-        fill(pages, bob, SEQUENCES)
-        assert len(contents(pages)) == 12
+        before = contents(pages)
+    with closing(open_pages(url, max_bytes=64 * MIB, key=given)) as one, opened(url, LATER, NEW, OLD) as two:
+        given.keys = (NEW, OLD)
+
+        def other(_):
+            given.keys = (LATER, NEW, OLD)
+            one.encrypted._read_keys()
+            fill(two, ALICE, [[40, 41, 42]])
+
+        assert one.encrypted.rotate(other)[1] == 0
+        assert ids_in(one)[0] <= ids_in(one)[1]
+        assert key_id(OLD) not in ids_in(one)[1]
+        assert before.items() <= contents(two).items()
+        assert two.encrypted.rotate()[1] == 0
+    with opened(url, LATER) as pages:
+        assert before.items() <= contents(pages).items()
+
+
+def test_a_rotation_keeps_old_keys_that_are_still_needed(tmp_path):
+    url = f"lmdb://{tmp_path}/kv"
+    with opened(url, OLD) as pages:
+        fill(pages, ALICE, SEQUENCES)
+        [name, *_] = (row.key for row in plain_rows(pages) if row.key[:1] == b"r")
+        change_row(pages, name, lambda value: value[:-1] + bytes([value[-1] ^ 1]))
+    with opened(url, NEW, OLD) as pages:
+        assert pages.encrypted.rotate() == (24, 1)
+        assert ids_in(pages) == ({key_id(NEW), key_id(OLD)},) * 2
+        assert pages.undecryptable(delete=True) == 1
+        assert pages.encrypted.rotate() == (0, 0)
+        assert ids_in(pages) == ({key_id(NEW)},) * 2
+
+
+def test_who_has_a_key_that_was_replaced_forges_nothing(tmp_path):
+    url = f"lmdb://{tmp_path}/kv"
+    with opened(url, OLD) as pages:
+        [path, *_] = fill(pages, ALICE, SEQUENCES)
+        name = stored_key(pages, path[0])
+        before = dict(plain_rows(pages))[name]
+    with opened(url, NEW, OLD) as pages:
+        pages.encrypted.rotate()
+        change_row(pages, name, lambda _: before)
+        assert not isinstance(records(pages, path)[path[0]], Record)
+
+
+def records(pages, keys):
+    with pages.view() as view:
+        return {key: found[0] for key, found in view.records(keys).items()}
+
+
+# -- tenants ----------------------------------------------------------------------------------------------------------
+
+TENANT = {"alice-tenant": OF_ALICE}
+
+
+def test_a_location_needs_the_keys_of_all_tenants_that_have_one(tmp_path):
+    url = f"lmdb://{tmp_path}/kv"
+    with opened(url, NEW, **TENANT) as pages:
+        fill(pages, ALICE, SEQUENCES)
+        before = contents(pages)
+    assert "needs the keys of 1 tenants" in refusal(url, key=Given(NEW))
+    with opened(url, NEW, **TENANT) as pages:
+        assert contents(pages) == before
+
+
+def test_an_open_store_learns_of_the_key_of_a_tenant(tmp_path, monkeypatch):
+    monkeypatch.setattr(encrypted, "AGAIN_SECONDS", 0)
+    url, given = f"lmdb://{tmp_path}/kv", Given(NEW)
+    with closing(open_pages(url, max_bytes=64 * MIB, key=given)) as one:
+        fill(one, ALICE, SEQUENCES[:1])
+        given.tenants = TENANT
+        with opened(url, NEW, **TENANT) as two:
+            fill(two, ALICE, SEQUENCES[1:2])
+        fill(one, ALICE, SEQUENCES[2:])
+        # what was stored before is under it after a rotation
+        assert one.encrypted.rotate()[1] == 0
+    with opened(url, NEW, forgotten=TENANT) as pages:
+        assert contents(pages) == {}
+
+
+def test_a_forgotten_tenant_is_gone_and_the_others_are_not(tmp_path):
+    url, bob, part = f"lmdb://{tmp_path}/kv", space("bob"), space(f"x/cache-salt-{'0' * 32}:alice")
+    with opened(url, NEW, **{"x:alice": OF_ALICE}) as pages:
+        for one in (space("x:alice"), part, bob):
+            fill(pages, one, SEQUENCES)
+        assert len(contents(pages)) == 18
         assert pages.undecryptable() == 0
-    with opened(url, NEW) as pages:
-        assert {one[0].namespace for one in contents_or_nothing(pages).values()} == {bob.key}
-        # six records, their child rows, and the settings
-        assert pages.undecryptable() > 12
+    with opened(url, NEW, forgotten=["x:alice"]) as pages:
+        assert {one[0].namespace for one in contents(pages).values()} == {bob.key}
+        assert pages.undecryptable() > 24
         # she can be served again, as a new tenant
-        with pages.update() as transaction:
-            key, record = make_page(b"new", [1, 2, 3, 4], parent=ALICE.key, namespace=ALICE.key)
-            transaction.put_namespace(ALICE.key, ALICE.canonical)
-            transaction.put(key, record, Usage(1), b"new")
-        assert contents_or_nothing(pages)[key][2] == b"new"
-    with Archive(url, key=Given(NEW)) as archive:
+        fill(pages, space("x:alice"), SEQUENCES[:1])
+        assert len(contents(pages)) == 8
+    with Archive(url, key=Given(NEW, forgotten=["x:alice"])) as archive:
         archive.repair()
         assert archive.check() == []
-        assert {one[0].namespace for one in contents(archive.backend).values()} >= {bob.key}
+        assert len(contents(archive.backend)) == 8
+        assert archive.backend.undecryptable() == 0
 
 
 def test_a_store_restores_from_an_encrypted_location_and_counts_what_it_cannot_decrypt(tmp_path, llama, monkeypatch):

@@ -8,33 +8,36 @@ import sys
 
 import pytest
 
-from prefixstore import InvalidParameterError, KeyProvider, LocationError
-from prefixstore.backends.keys import ENVIRONMENT, Keys, key_id, provider_of
+from prefixstore import InvalidParameterError, KeyProvider, LocationError, UnavailableError
+from prefixstore.backends.keys import ENVIRONMENT, Keys, key_id, line_of, provider_of
 
 KEY, OLDER, OF_ALICE = bytes(range(32)), bytes(range(32, 64)), bytes(range(64, 96))
-KEYS = Keys({key_id(KEY): KEY, key_id(OLDER): OLDER}, {"alice": OF_ALICE, "bob & co %": KEY})
+NAMES = {"alice": OF_ALICE, "bob & co %#": KEY, "\udcff": OLDER}
+KEYS = Keys({key_id(KEY): KEY, key_id(OLDER): OLDER}, NAMES, frozenset({"carol"}))
+TEXT = "".join(["# keys\n", line_of(OLDER), *(line_of(key, name) for name, key in NAMES.items()), line_of(KEY)])
+TEXT += "forgotten carol ####\n"
 
 
 def written(tmp_path, text=None, mode=0o600):
     path = tmp_path / "keys"
-    path.write_text(KEYS.text() if text is None else text)
+    path.write_text(TEXT if text is None else text)
     path.chmod(mode)
     return path
 
 
 def test_a_file_of_keys_comes_back_with_the_newest_first():
-    assert Keys.parse(KEYS.text(), "file") == KEYS
-    assert next(iter(Keys.parse(KEYS.text(), "file").masters)) == key_id(KEY)
+    assert Keys.parse(TEXT, "file") == KEYS
+    assert next(iter(Keys.parse(TEXT, "file").masters)) == key_id(KEY)
 
 
 def test_keys_come_from_a_file_a_variable_a_command_or_an_object(tmp_path, monkeypatch):
     path = written(tmp_path)
     monkeypatch.setenv("MY_KEYS", base64.b64encode(KEY).decode())
-    command = shlex.join([sys.executable, "-c", f"print({KEYS.text()!r})"])
+    command = shlex.join([sys.executable, "-c", f"print({TEXT!r})"])
 
     class Mine:
         def read(self):
-            return KEYS.text()
+            return TEXT
 
     assert isinstance(Mine(), KeyProvider)
     for source in (f"file:{path}", f"command:{command}", Mine()):
@@ -47,7 +50,7 @@ def test_keys_come_from_a_file_a_variable_a_command_or_an_object(tmp_path, monke
     assert provider_of(None) is None
 
 
-@pytest.mark.parametrize("key", ["", "secret", "file:", "http://host/key", 5, b"file:x"])
+@pytest.mark.parametrize("key", ["", "secret", "file:", "command: ", "http://host/key", 5, b"file:x"])
 def test_anything_else_is_refused_and_not_repeated(key):
     with pytest.raises(InvalidParameterError) as raised:
         provider_of(key)
@@ -55,7 +58,7 @@ def test_anything_else_is_refused_and_not_repeated(key):
 
 
 def test_a_file_that_others_can_read_is_refused(tmp_path):
-    with pytest.raises(LocationError, match="chmod 600"):
+    with pytest.raises(LocationError, match="chmod o="):
         Keys.read(provider_of(f"file:{written(tmp_path, mode=0o604)}"))
     link = tmp_path / "link"
     link.symlink_to(written(tmp_path))
@@ -78,10 +81,24 @@ def test_what_gives_no_keys_says_why(tmp_path, monkeypatch):
         f"file:{tmp_path}/none": "No such file",
         "env:NOT_SET": "NOT_SET",
         "command:false": "ended with code 1",
-        "command:/no/such/program secret": "FileNotFoundError",
+        f"file:{tmp_path}/a\0b": "null",
         'command:"': "quotation",
     }
     for source, reason in reasons.items():
         with pytest.raises(LocationError, match=reason) as raised:
             Keys.read(provider_of(source))
         assert "secret" not in str(raised.value)
+    with pytest.raises(UnavailableError, match="FileNotFoundError"):
+        Keys.read(provider_of("command:/no/such/program secret"))
+
+
+@pytest.mark.parametrize("given", [ConnectionError("no network"), b"bytes", None])
+def test_a_provider_that_fails_makes_the_location_unavailable(given):
+    class Failing:
+        def read(self):
+            if isinstance(given, Exception):
+                raise given
+            return given
+
+    with pytest.raises(UnavailableError, match="gives no keys"):
+        Keys.read(Failing())

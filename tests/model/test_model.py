@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 
 from tests.model.machine import Place, kill_everywhere, run
-from tests.model.process import Disks
+from tests.model.process import Disks, Processes
 from tests.support.models import TORTURE
-from tests.support.places import SCHEMES, place
+from tests.support.places import KEY, SCHEMES, place
 
 # examples, and steps of each: in a run of all tests, and in one of the attacks
 FAST = {"memory": (16, 20), "lmdb": (6, 15), "sqlite": (3, 15)}
@@ -66,6 +67,22 @@ def test_promises_are_kept_at_length(schemes, place_of):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_process_that_is_killed_anywhere_leaves_what_was_promised(scheme, place_of):
     assert kill_everywhere(place_of(scheme), 1 if TORTURE > 1 else STEP.get(scheme, 2)) > 10
+
+
+@pytest.mark.attack
+def test_an_encrypted_location_keeps_the_same_promises(tmp_path, monkeypatch):
+    monkeypatch.setenv("PREFIXSTORE_KEY", "env:MODEL_KEY")
+    monkeypatch.setenv("MODEL_KEY", KEY.read())
+    numbers = itertools.count()
+
+    def locations() -> Callable[[int], list[str]]:
+        url = f"lmdb://{tmp_path}/{next(numbers)}"
+        return lambda _: [url]
+
+    with closing(Processes()) as processes:
+        encrypted = Place(locations, is_shared=True, process=processes)
+        run(encrypted, 15 * TORTURE, 30)
+        assert kill_everywhere(encrypted, 1 if TORTURE > 1 else 3) > 10
 
 
 @pytest.mark.attack

@@ -13,8 +13,9 @@ import pytest
 
 from prefixstore import PrefixStore
 from prefixstore.cli import main
+from prefixstore.format.namespace import parted
 from prefixstore.maintenance.archive import Archive
-from prefixstore.server.tenants import parted, within
+from prefixstore.server.tenants import within
 from tests.support.served import Serve, Served, cached, prompt
 
 ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789"

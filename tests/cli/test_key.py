@@ -1,0 +1,193 @@
+"""``prefixstore key``, and the other commands with encrypted stores and files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import closing
+
+import pytest
+
+from prefixstore.backends.keys import Keys, provider_of
+from prefixstore.cli import main
+from prefixstore.engine.pages import open_pages
+from tests.support.places import MIB, contents, fill, space
+from tests.support.untimed import untimed
+
+ALICE = space("alice")
+SEQUENCES = ([1, 2, 3, 4, 5, 6, 7, 8], [20, 21, 22, 23, 24])
+
+
+@pytest.fixture
+def run(capfd):
+    def call(*arguments, code=0):
+        assert main([str(one) for one in arguments]) == code, capfd.readouterr()
+        return capfd.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def key(tmp_path, run, monkeypatch):
+    """A file of keys, which all commands use."""
+    path = tmp_path / "kv.key"
+    run("key", "new", path)
+    monkeypatch.setenv("PREFIXSTORE_KEY", f"file:{path}")
+    return path
+
+
+def keys_in(path):
+    return Keys.read(provider_of(f"file:{path}"))
+
+
+def filled(url, sequences=SEQUENCES, settings=ALICE, key=None):
+    with closing(open_pages(url, max_bytes=64 * MIB, key=key)) as pages:
+        fill(pages, settings, sequences)
+        return contents(pages)
+
+
+def pages_of(url, key=None):
+    with closing(open_pages(url, max_bytes=64 * MIB, read_only=True, key=key)) as pages:
+        return contents(pages)
+
+
+def test_a_new_file_is_its_owners_and_is_never_replaced(tmp_path, run):
+    path = tmp_path / "kv.key"
+    out = run("key", "new", f"file:{path}").out
+    assert f"export PREFIXSTORE_KEY=file:{path}" in out
+    assert next(iter(keys_in(path).masters)).hex() in out
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert "exists; prefixstore key add" in run("key", "new", path, code=3).err
+    assert "prefixstore key new makes one" in run("key", "add", tmp_path / "none", code=3).err
+
+
+def test_keys_are_added_in_place(tmp_path, run, key):
+    link = tmp_path / "link"
+    link.symlink_to(key)
+    key.write_text("# mine\n" + key.read_text().rstrip("\n"))
+    key.chmod(0o640)
+    [first] = keys_in(key).masters
+    run("key", "add", link)
+    run("key", "add", key, "--tenant", "alice & bob")
+    assert link.is_symlink()
+    assert key.stat().st_mode & 0o777 == 0o640
+    assert key.read_text().startswith("# mine\n")
+    newest, oldest = keys_in(key).masters
+    assert oldest == first
+    assert list(keys_in(key).tenants) == ["alice & bob"]
+    for name in ("", "  ", "alice & bob"):
+        assert "--tenant" in run("key", "add", key, "--tenant", name, code=2).err
+    listed = json.loads(run("key", "list", key, "--json").out)
+    assert listed == {"keys": [newest.hex(), oldest.hex()], "tenants": ["alice & bob"], "forgotten": []}
+
+
+def test_keys_that_are_added_at_once_are_all_there(key):
+    adding = [subprocess.Popen(untimed("prefixstore", "key", "add", str(key))) for _ in range(4)]
+    assert [one.wait() for one in adding] == [0] * 4
+    assert len(keys_in(key).masters) == 5
+
+
+def test_a_key_is_replaced(tmp_path, run, key):
+    url = f"lmdb://{tmp_path}/kv"
+    before = filled(url)
+    old = key.read_text()
+    run("key", "add", key)
+    newest = next(iter(keys_in(key).masters)).hex()
+    assert f"encrypted anew under the key {newest}" in run("key", "rotate", url).out
+    assert json.loads(run("key", "rotate", url, "--json").out)["rows"] == 0
+    key.write_text(key.read_text().removeprefix(old))
+    assert pages_of(url) == before
+    assert f"key {newest}" in run("stats", url).out
+    assert f"AES-256-GCM, key {newest}" in run("doctor", url).out
+    key.write_text(old)
+    assert newest in run("check", url, code=3).err
+
+
+def test_rotation_without_a_key_says_so(tmp_path, run):
+    url = f"lmdb://{tmp_path}/kv"
+    filled(url)
+    assert "is not encrypted" in run("key", "rotate", url, code=2).err
+
+
+def test_a_tenant_is_forgotten(tmp_path, run, key):
+    url = f"lmdb://{tmp_path}/kv"
+    run("key", "add", key, "--tenant", "alice")
+    filled(url)
+    bob = filled(url, settings=space("bob"))
+    before = key.read_bytes()
+    run("key", "forget", key, "alice", "--dry-run")
+    assert key.read_bytes() == before
+    run("key", "forget", key, "alice")
+    assert len(key.read_bytes()) == len(before)
+    assert keys_in(key).forgotten == {"alice"}
+    assert not {line.split()[-1] for line in before.splitlines()[-1:]} & set(key.read_bytes().split())
+    left = pages_of(url)
+    assert {one[0].namespace for one in left.values()} == {space("bob").key}
+    assert left.items() <= bob.items()
+    assert "has no key of 'alice'" in run("key", "forget", key, "alice", code=2).err
+    run("check", url, "--repair", "--yes", code=0)
+    assert "no problems" in run("check", url).out
+
+
+def test_exports_are_encrypted_and_imported_with_the_key(tmp_path, run, key, monkeypatch):
+    url, out = f"lmdb://{tmp_path}/kv", tmp_path / "f.pstore"
+    before = filled(url)
+    run("export", url, "--out", out)
+    run("export", url, "--out", out, "--yes")
+    assert ALICE.canonical not in out.read_bytes()
+    run("import", f"sqlite:///{tmp_path}/other.db", out)
+    assert pages_of(f"sqlite:///{tmp_path}/other.db").keys() == before.keys()
+    monkeypatch.delenv("PREFIXSTORE_KEY")
+    assert "needs the key" in run("import", f"lmdb://{tmp_path}/plain", out, code=3).err
+    run("import", f"lmdb://{tmp_path}/plain", out, "--from-key", f"file:{key}")
+    assert pages_of(f"lmdb://{tmp_path}/plain").keys() == before.keys()
+
+
+@pytest.mark.parametrize("cut", [0, 5, 20, 41, 1000, -1])
+def test_what_is_left_of_an_encrypted_export_is_imported_or_an_error(tmp_path, run, key, cut):
+    url, out = f"lmdb://{tmp_path}/kv", tmp_path / "f.pstore"
+    filled(url)
+    run("export", url, "--out", out)
+    out.write_bytes(out.read_bytes()[:cut])
+    assert main(["import", f"lmdb://{tmp_path}/other", str(out)]) in (1, 3)
+
+
+def test_a_slow_pipe_is_recognized(tmp_path, run, key):
+    url, out = f"lmdb://{tmp_path}/kv", tmp_path / "f.pstore"
+    before = filled(url)
+    run("export", url, "--out", out)
+    other = f"lmdb://{tmp_path}/other"
+    code = f"import sys; from prefixstore.cli import main; sys.exit(main(['import', {other!r}, '-']))"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as importing:
+        raw = out.read_bytes()
+        for piece in (raw[:3], raw[3:12], raw[12:]):
+            importing.stdin.write(piece)
+            importing.stdin.flush()
+        importing.stdin.close()
+        assert importing.wait() == 0
+    assert pages_of(other).keys() == before.keys()
+
+
+def test_copies_are_encrypted_and_decrypted(tmp_path, run, key, monkeypatch):
+    plain, secret, back = (f"lmdb://{tmp_path}/{name}" for name in ("plain", "secret", "back"))
+    before = filled(plain, key="none")
+    monkeypatch.delenv("PREFIXSTORE_KEY")
+    run("copy", plain, secret, "--to-key", f"file:{key}")
+    assert pages_of(secret, key=f"file:{key}").keys() == before.keys()
+    assert "is encrypted, under the key" in run("stats", secret, code=3).err
+    monkeypatch.setenv("PREFIXSTORE_KEY", f"file:{key}")
+    run("copy", secret, back, "--to-key", "none")
+    assert pages_of(back, key="none").keys() == before.keys()
+    assert "is not encrypted" in run("stats", back, code=3).err
+
+
+def test_a_file_of_settings_names_the_key(tmp_path, run, key, monkeypatch):
+    url = f"lmdb://{tmp_path}/kv"
+    filled(url)
+    monkeypatch.delenv("PREFIXSTORE_KEY")
+    config = tmp_path / "kv.toml"
+    config.write_text(f'[store]\nlocation = "{url}"\nkey = "file:kv.key"\n')
+    # the commands of this process have it from here on: it is set back at the end
+    monkeypatch.setenv("PREFIXSTORE_KEY", "")
+    assert "key" in run("stats", "--config", config).out
