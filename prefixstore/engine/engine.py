@@ -20,7 +20,7 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from prefixstore.backends.forks import ForkLevel, register_at_fork
 from prefixstore.backends.handle_lock import release_interrupted_frames
-from prefixstore.backends.threads import Threads, handed_over, is_own
+from prefixstore.backends.threads import Threads, handed_over
 from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.bookmark import Bookmark, BookmarkChange
 from prefixstore.engine.bookmarks import Bookmarks
@@ -380,9 +380,6 @@ class Engine:
         UnavailableError
             If a location on this machine does not answer for ten seconds. Others have timeouts of their own.
         """
-        if is_own():
-            # whoever waits for this thread sees to that
-            return work()
         try:
             return self.threads.answer(work, seconds=self._breaker.patience() if self._backend.is_local else None)
         except Empty:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from prefixstore.engine.engine import Engine
 from prefixstore.format.keys import Tokens
@@ -31,12 +30,6 @@ def missing_ranges(
     tail
         Whether the tokens after the last full page are one, too.
     """
-    return engine.in_time(partial(_ranges, engine, namespace, keys, tokens, page_tokens, tail=tail))
-
-
-def _ranges(
-    engine: Engine, namespace: bytes, keys: Sequence[bytes], tokens: Tokens, page_tokens: int, *, tail: bool
-) -> list[tuple[int, int]]:
     missing = engine.missing(namespace, tokens, page_tokens)
     ranges = [(i * page_tokens, (i + 1) * page_tokens) for i in missing]
     start = len(keys) * page_tokens
