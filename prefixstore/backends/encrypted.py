@@ -235,8 +235,8 @@ class EncryptedBackend(Backend):
     ----------
     backend
         Keeps what is encrypted; closed with this.
-    provider
-        Gives the keys.
+    provider, keys
+        Gives the keys, and has given these.
     parts
         As for `RowCipher`.
     tenant_of
@@ -261,6 +261,7 @@ class EncryptedBackend(Backend):
         self,
         backend: Backend,
         provider: KeyProvider,
+        keys: Keys,
         *,
         parts: Mapping[bytes, Sequence[int]],
         tenant_of: Callable[[str], bytes],
@@ -274,7 +275,7 @@ class EncryptedBackend(Backend):
         self._logged = self._asked_again = -max(LOGGED_SECONDS, AGAIN_SECONDS)
         # what was found last, the rows of the header in which it was, and when
         self._found: tuple[RowCipher, list[bytes | None], float] | None = None
-        self.keys = Keys.read(provider)
+        self.keys = keys
         with self.view():
             pass  # raises if a key is missing
 
@@ -318,7 +319,8 @@ class EncryptedBackend(Backend):
 
     def _missing(self, what: str) -> MissingKeyError:
         return MissingKeyError(
-            f"it needs {what}, which {self._provider} does not have; set PREFIXSTORE_KEY, or key=, to where it is"
+            f"it needs {what}, which {self._provider} does not have, or did not when it was read last; give it by "
+            "PREFIXSTORE_KEY or key= (copy: --from-key, --to-key)"
         )
 
     def _made(self, header: Header, secret: bytes) -> RowCipher:

@@ -212,7 +212,8 @@ def provider_of(key: Key | None) -> KeyProvider | None:
     if kind not in SOURCES or not rest.strip():
         # what was given may be the key itself
         raise InvalidParameterError(
-            'key, or PREFIXSTORE_KEY, must begin with file:, env: or command:, as in "file:/etc/prefixstore.key"'
+            "key (PREFIXSTORE_KEY, --from-key, --to-key) must begin with file:, env: or command:, as in "
+            '"file:/etc/kv.key"; "none" is for no encryption'
         )
     return _Source(kind, rest)
 
@@ -232,16 +233,17 @@ class _Source:
 
 
 def _file(name: str) -> str:
+    name = expanded(name)
     try:
         # Kubernetes mounts a secret as a link
-        path = Path(expanded(name)).resolve(strict=True)
+        path = Path(name).resolve(strict=True)
         require_trusted_files(path)
         if os.name == "posix" and path.stat().st_mode & stat.S_IRWXO:
             raise LocationError(f"{path} can be read by every user; run: chmod o= '{path}'")
         return path.read_text("utf-8")
     except (OSError, RuntimeError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise LocationError(f"the keys in {name} cannot be read: {reason}; prefixstore key new makes some") from None
+        reason = getattr(error, "strerror", None) or ("it is no text" if isinstance(error, UnicodeError) else error)
+        raise LocationError(f"the keys in {name} cannot be read: {reason}; check the path") from None
 
 
 def _variable(name: str) -> str:
@@ -262,6 +264,8 @@ def _command(line: str) -> str:
         )
     except subprocess.CalledProcessError as error:
         raise LocationError(f"the command for the keys has ended with code {error.returncode}") from None
+    except OSError as error:
+        raise LocationError(f"the command for the keys cannot be run: {error.strerror}") from None
     return done.stdout.decode()
 
 

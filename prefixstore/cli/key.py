@@ -51,10 +51,11 @@ def add(key_file: str, *, tenant: str | None = None) -> Result:
     Example: prefixstore key add /etc/prefixstore.key --tenant alice
     """
     path, key = _path(key_file), new_key()
-    if tenant is not None and (not tenant.strip() or tenant in _read(path).tenants):
-        raise InvalidParameterError(f"--tenant {tenant!r} is empty, or has a key in {path} already")
-    if tenant is None:
-        _read(path)
+    keys = _read(path)
+    if tenant is not None and not tenant.strip():
+        raise InvalidParameterError("--tenant is empty")
+    if tenant in keys.tenants:
+        raise InvalidParameterError(f"--tenant {tenant!r} has a key in {path} already, which cannot be replaced")
     with _open(path, "ab") as file:
         # one write, at the end wherever that is then: another one may add a key, too
         file.write(b"\n" * (not path.read_bytes().endswith(b"\n")) + line_of(key, tenant).encode())
@@ -76,7 +77,7 @@ def list_(key_file: str) -> Result:
         "tenants": list(keys.tenants),
         "forgotten": sorted(keys.forgotten),
     }
-    return Result(data, lambda: table(["", "name"], rows))
+    return Result(data, lambda: table(["what", "id or name"], rows))
 
 
 def rotate(location: str) -> Result:
@@ -115,7 +116,10 @@ def forget(key_file: str, tenant: str, *, dry_run: bool = False, yes: bool = Fal
     question = f"{path}: delete the key of {tenant!r} for ever?"
     if confirmed(overwrite, lambda _: question, dry_run=dry_run, yes=yes) is None:
         return FAILED
-    text = f"{path} {'would have' if dry_run else 'has'} no key of {tenant!r} any more"
+    text = (
+        f"{path} {'would have' if dry_run else 'has'} no key of {tenant!r} any more; prefixstore check STORE --repair "
+    )
+    text += "deletes what is left of it"
     return Result({"file": str(path), "tenant": tenant, "dry_run": dry_run}, text)
 
 

@@ -89,7 +89,7 @@ def _plan(found: Sequence[Violation], removed: Removed, max_bytes: str | None) -
         "rebuild the index" if "index" in rules else "",
         f"evict pages down to {max_bytes}" if "budget" in rules else "",
     ]
-    return " and ".join(filter(None, parts)) or "change nothing"
+    return ", and ".join(filter(None, parts)) or "change nothing"
 
 
 def _problems(found: Sequence[Violation]) -> str:

@@ -149,7 +149,7 @@ HELP = {
     "tenant": ("TENANT", "The name of the tenant, as tenants lists it."),
     # move
     "from_key": ("KEY", "file:PATH of the keys of LOCATION; none: not encrypted. By default PREFIXSTORE_KEY."),
-    "import_.from_key": ("KEY", "file:PATH of the keys of FILE; by default PREFIXSTORE_KEY."),
+    "import.from_key": ("KEY", "file:PATH of the keys of FILE; by default PREFIXSTORE_KEY."),
     "to_key": ("KEY", "The same for TARGET."),
     "export.out": ("FILE", "The file to write, such as f.pstore; - is stdout."),
     "file": ("FILE", "A file written by export; - is stdin."),

@@ -141,7 +141,8 @@ def import_(
     budget = options.max_bytes_of(max_bytes)
     keep_freed_memory()
     with reading(file) as opened:
-        reader = ExportReader(_of_pages(opened, from_key, file), file)
+        source = _of_pages(opened, from_key, file)
+        reader = ExportReader(source, file)
         if has_model(config, model):
             settings = configured(location, config, model, n_ctx, salt)
             llm = open_model(settings)
@@ -151,6 +152,8 @@ def import_(
         with Archive(location, max_bytes=budget, create=True) as archive:
             if file != STANDARD and Path(file).is_file():
                 _warn_of_a_small_budget(file, Path(file).stat().st_size, archive)
+            if source is not opened and archive.keys is None:
+                say(f"note: {file} is encrypted, and {archive.location} is not: PREFIXSTORE_KEY is not set")
             moved = import_store(reader, archive)
             places = {"file": file, "location": archive.location}
     return _moved(moved, "imported", started, places)

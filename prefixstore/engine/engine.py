@@ -611,7 +611,7 @@ class Engine:
         with self._backend.view() as view:
             found = violations(view, self._budget if budget is None else budget)
         if n_rows := self._backend.undecryptable():
-            what = f"{counted(n_rows, 'row')} cannot be decrypted: changed, or of a tenant whose key is not given"
+            what = f"{counted(n_rows, 'row')} cannot be decrypted: changed, or of a forgotten tenant"
             found.append(Violation("undecryptable", "", what))
         return found
 

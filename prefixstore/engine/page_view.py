@@ -311,7 +311,9 @@ class View:
             [stored] = self._rows.get([COPY])
         if stored is not None and is_header(stored):
             what = f"it is encrypted, under the key {ids_in(stored)}"
-            raise LocationError(f"{what}: set PREFIXSTORE_KEY, or key=, to where that is, such as file:/etc/kv.key")
+            raise LocationError(
+                f"{what}: set PREFIXSTORE_KEY, or key= (copy: --from-key, --to-key), to where that is: file:/etc/kv.key"
+            )
 
     def namespaces(self) -> Mapping[bytes, bytes]:
         """Canonical settings of the namespaces that have pages here, by key."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from prefixstore.backends import contract, is_persistent, open_backend
 from prefixstore.backends.contract import ConflictError
-from prefixstore.backends.keys import Key, KeyProvider, provider_of
+from prefixstore.backends.keys import Key, KeyProvider, Keys, provider_of
 from prefixstore.engine import keyspace
 from prefixstore.engine.keyspace import Count
 from prefixstore.engine.page_checks import SUMS
@@ -85,7 +85,7 @@ class Pages:
         self._backend = rows
         self.trie = Trie()
 
-    def encrypt(self, provider: KeyProvider, on_undecryptable: Callable[[], object]) -> None:
+    def encrypt(self, provider: KeyProvider, keys: Keys, on_undecryptable: Callable[[], object]) -> None:
         """Have everything encrypted; see `EncryptedBackend`, also for what is raised."""
         try:
             from prefixstore.backends.encrypted import EncryptedBackend  # noqa: PLC0415 - the extra "encryption"
@@ -93,7 +93,7 @@ class Pages:
             raise MissingExtraError('a key needs cryptography; pip install "prefixstore[encryption]"') from error
         tenant_of = partial(keyspace.tenant_of, namespace=b"")
         self.encrypted = EncryptedBackend(
-            self._backend, provider, parts=keyspace.PARTS, tenant_of=tenant_of, on_undecryptable=on_undecryptable
+            self._backend, provider, keys, parts=keyspace.PARTS, tenant_of=tenant_of, on_undecryptable=on_undecryptable
         )
         self._backend = self.encrypted
 
@@ -236,11 +236,13 @@ def open_pages(
         Also if it is encrypted and no key is given, or the reverse.
     """
     provider = provider_of(key) if is_persistent(location) else None
+    # first: a location that cannot be encrypted is not created
+    keys = Keys.read(provider) if provider is not None else None
     rows = open_backend(location, max_bytes=max_bytes, read_only=read_only)
     try:
         pages = Pages(rows)
-        if provider is not None:
-            pages.encrypt(provider, partial(count, "unreadable:undecryptable"))
+        if provider is not None and keys is not None:
+            pages.encrypt(provider, keys, partial(count, "unreadable:undecryptable"))
         else:
             with pages.view() as view:
                 view.require_plain()

@@ -156,7 +156,7 @@ class Archive(AbstractContextManager["Archive"]):
         """Whether the location is encrypted, and under which keys, in words."""
         names = self.backend.encrypted.key_ids() if self.backend.encrypted is not None else []
         if not names:
-            return "none" if self.backend.encrypted is None else "from the first page on"
+            return "none" if self.backend.encrypted is None else "AES-256-GCM, from the first page on"
         return f"AES-256-GCM, key {names[0]}" + (f"; older: {', '.join(names[1:])}" if names[1:] else "")
 
     def rotate_keys(self, progress: Callable[[int], object] = lambda _: None) -> tuple[int, int]:

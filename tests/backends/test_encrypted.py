@@ -13,7 +13,7 @@ from prefixstore import LocationError, PrefixStore
 from prefixstore.backends import encrypted
 from prefixstore.backends.encrypted import EncryptedBackend
 from prefixstore.backends.encryption import Header
-from prefixstore.backends.keys import COPY, HEADER, key_id, line_of
+from prefixstore.backends.keys import COPY, HEADER, Keys, key_id, line_of
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import keyspace
 from prefixstore.engine.keyspace import record_row, tenant_of
@@ -295,7 +295,9 @@ def test_an_update_while_the_backend_is_closed_does_not_replace_the_header(tmp_p
 
 def test_a_location_that_was_emptied_keeps_its_secret_for_those_who_have_it_open():
     memory = MemoryBackend()
-    backend = EncryptedBackend(memory, Given(NEW), parts=keyspace.PARTS, tenant_of=lambda salt: tenant_of(salt, b""))
+    given = Given(NEW)
+    options = {"parts": keyspace.PARTS, "tenant_of": lambda salt: tenant_of(salt, b"")}
+    backend = EncryptedBackend(memory, given, Keys.read(given), **options)
     with backend.update() as draft:
         draft.put(b"r" + bytes(32), b"value")
     with memory.update() as draft:
