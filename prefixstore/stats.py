@@ -553,6 +553,8 @@ class Counters:
         self._ledger = Ledger()
         self._purpose = Purpose.SERVING
         self._counts: Counter[str] = Counter()
+        # how many pages were dropped, for any reason
+        self.n_dropped = 0
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._gained: defaultdict[str, float] = defaultdict(float)
         self._tallies = {name: _Tally([0] * (len(bounds) + 1)) for name, bounds in HISTOGRAMS.items()}
@@ -579,6 +581,7 @@ class Counters:
         """
         with self._lock:
             self._counts[name] += by
+            self.n_dropped += by * name.startswith("dropped:")
             if namespace is not None:
                 self._ledger.count(name, by, namespace, self._purpose)
 

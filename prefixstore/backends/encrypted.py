@@ -10,7 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -302,10 +302,8 @@ class EncryptedBackend(Backend):
         """The cipher by the first whole row of the header."""
         *others, last = [row for row in stored if row is not None and is_header(row)]
         for row in others:
-            try:
+            with suppress(IncompatibleError, MissingKeyError):
                 return self._unlocked(row)
-            except IncompatibleError:
-                continue
         return self._unlocked(last)
 
     def _unlocked(self, stored: bytes) -> RowCipher:
@@ -313,7 +311,8 @@ class EncryptedBackend(Backend):
         if missing := [name.hex() for name in header.keys if name not in self.keys.masters]:
             raise self._missing(f"the key {', '.join(missing)}")
         cipher = self._made(header, header.secret_in(stored, self.keys.masters, self.location))
-        if n_missing := len(header.tenants - cipher.tenants - cipher.forgotten):
+        needed = {key for key in header.tenants if key[: len(NO_TENANT)] not in cipher.forgotten}
+        if n_missing := len(needed - cipher.tenants):
             raise self._missing(f"the keys of {n_missing} tenants")
         return cipher
 
@@ -340,7 +339,9 @@ class EncryptedBackend(Backend):
         header, newest = cipher.header, next(iter(self.keys.masters))
         if newest not in {*header.keys, *header.retired}:
             header = replace(header, keys=(newest, *header.keys))
-        header = replace(header, tenants=(header.tenants | cipher.tenants) - cipher.forgotten)
+        gone = {key for key in header.tenants if key[: len(NO_TENANT)] in cipher.forgotten}
+        forgotten = header.forgotten | gone
+        header = replace(header, tenants=(header.tenants | cipher.tenants) - forgotten, forgotten=forgotten)
         return self._noted(update, header, cipher)
 
     def _noted(self, update: Update, header: Header, cipher: RowCipher) -> RowCipher:
@@ -406,7 +407,15 @@ class EncryptedBackend(Backend):
     def view(self) -> Iterator[View]:
         with self._opened(self._backend.view, self._known_cipher) as (rows, cipher):
             # what is in an empty location now was written by others, who are seen later
-            yield SortedRows(lambda _: 0) if cipher is None else _View(rows, cipher, self._tell, self._cipher_in)
+            yield SortedRows(lambda _: 0) if cipher is None else _View(rows, cipher, self._tell, self._renewed)
+
+    def _renewed(self, rows: View) -> RowCipher | None:
+        """As `_cipher_in`; if a key is missing, the next view looks for it."""
+        try:
+            return self._cipher_in(rows)
+        except MissingKeyError:
+            self._found = None
+            raise
 
     @contextmanager
     def update(self) -> Iterator[Update]:

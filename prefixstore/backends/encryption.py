@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from prefixstore.backends.contract import Range, Row, after_all
-from prefixstore.backends.keys import MAGIC, is_header
+from prefixstore.backends.keys import MAGIC, is_header, key_id
 from prefixstore.backends.received import ReceivedMemory
 from prefixstore.backends.threads import Threads
 from prefixstore.errors import IncompatibleError, UndecryptableError
@@ -96,13 +96,16 @@ class Header:
     retired
         Ids of keys that others have replaced: nothing is under them.
     tenants
-        The tags of tenants that have a key of their own.
+        The keys of tenants that have one of their own: the tag of the tenant, and the id of the key.
+    forgotten
+        Those of them that are gone for ever.
     """
 
     location: bytes
     keys: tuple[bytes, ...]
     retired: frozenset[bytes] = frozenset()
     tenants: frozenset[bytes] = frozenset()
+    forgotten: frozenset[bytes] = frozenset()
 
     def _text(self) -> bytes:
         told = {
@@ -110,7 +113,8 @@ class Header:
             "location": self.location.hex(),
             "keys": [name.hex() for name in self.keys],
             "retired": sorted(name.hex() for name in self.retired),
-            "tenants": sorted(tag.hex() for tag in self.tenants),
+            "tenants": sorted(key.hex() for key in self.tenants),
+            "forgotten": sorted(key.hex() for key in self.forgotten),
         }
         return json.dumps(told).encode()
 
@@ -133,8 +137,10 @@ class Header:
         try:
             told = json.loads(stored.removeprefix(MAGIC).partition(b"\n")[0])
             version = told["version"]
-            keys, retired, tenants = ([bytes.fromhex(one) for one in told[of]] for of in ("keys", "retired", "tenants"))
-            found = cls(bytes.fromhex(told["location"]), tuple(keys), frozenset(retired), frozenset(tenants))
+            keys, *more = (
+                [bytes.fromhex(one) for one in told[of]] for of in ("keys", "retired", "tenants", "forgotten")
+            )
+            found = cls(bytes.fromhex(told["location"]), tuple(keys), *map(frozenset, more))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _damaged(url) from error
         if version != VERSION:
@@ -172,8 +178,10 @@ class RowCipher:
 
     Attributes
     ----------
-    tenants, forgotten
-        The tags of tenants that have a key, and whose keys are gone.
+    tenants
+        The keys of tenants, as in the header.
+    forgotten
+        The tags of tenants whose keys are gone.
     """
 
     def __init__(
@@ -192,7 +200,8 @@ class RowCipher:
         self._parts = parts
         self._names = derive_key(secret, header.location, b"prefixstore names")
         self._tenants = {self.tag(tenant): key for tenant, key in tenants.items()}
-        self.tenants, self.forgotten = frozenset(self._tenants), frozenset(map(self.tag, forgotten))
+        self.tenants = frozenset(tag + key_id(key) for tag, key in self._tenants.items())
+        self.forgotten = frozenset(map(self.tag, forgotten))
         self._derived: dict[tuple[int, bytes, bytes], bytes] = {}
         self._memory = ReceivedMemory()
         self._threads = Threads("prefixstore-decrypt")

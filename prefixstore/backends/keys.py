@@ -47,6 +47,8 @@ __all__ = [
     "new_key",
     "provider_of",
     "quoted",
+    "unquoted",
+    "use_by_default",
 ]
 
 # where the keys come from if a store is not told
@@ -69,8 +71,9 @@ def is_header(stored: bytes | None) -> bool:
 
 def ids_in(stored: bytes) -> str:
     """The ids of the keys that a header names, for a message."""
-    with suppress(ValueError, KeyError, TypeError):
-        return ", ".join(map(str, json.loads(stored.removeprefix(MAGIC).partition(b"\n")[0])["keys"]))
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
+        found = json.loads(stored.removeprefix(MAGIC).partition(b"\n")[0])["keys"]
+        return ", ".join(bytes.fromhex(name).hex() for name in found)
     return "of its own"
 
 
@@ -88,6 +91,20 @@ class KeyProvider(Protocol):
 Key: TypeAlias = "str | KeyProvider"
 
 
+_default: Key | None = None
+
+
+def use_by_default(key: Key | None) -> None:
+    """Have locations opened with this key if they are given none, and `ENVIRONMENT` is not set.
+
+    Raises `InvalidParameterError` as `provider_of` does.
+    """
+    global _default
+    if key is not None:
+        provider_of(key)
+    _default = key
+
+
 def new_key() -> bytes:
     """A random key."""
     return secrets.token_bytes(SECRET_BYTES)
@@ -101,6 +118,11 @@ def key_id(key: bytes) -> bytes:
 def quoted(tenant: str) -> str:
     """The name of a tenant in a file of keys."""
     return quote(tenant, errors="surrogatepass")
+
+
+def unquoted(word: str) -> str:
+    """The name of a tenant that a word in a file of keys is."""
+    return unquote(word, errors="surrogatepass")
 
 
 def line_of(key: bytes, tenant: str | None = None) -> str:
@@ -144,9 +166,10 @@ class Keys:
                 case []:
                     pass
                 case ["forgotten", name]:
-                    forgotten.add(unquote(name, errors="surrogatepass"))
+                    forgotten.add(unquoted(name))
                 case ["tenant", name, key] if secret := _secret(key):
-                    tenants[unquote(name, errors="surrogatepass")] = secret
+                    if tenants.setdefault(unquoted(name), secret) != secret:
+                        raise LocationError(f"line {number} of {source} has another key of a tenant that has one")
                 case ["key", key] | [key] if secret := _secret(key):
                     masters.insert(0, secret)
                 case _:
@@ -201,7 +224,7 @@ def provider_of(key: Key | None) -> KeyProvider | None:
         If it is none of these.
     """
     if key is None:
-        key = os.environ.get(ENVIRONMENT) or NONE
+        key = os.environ.get(ENVIRONMENT) or _default or NONE
     if isinstance(key, KeyProvider):
         return key
     if key == NONE:

@@ -14,8 +14,7 @@ from typing import Any, get_args
 
 import typer
 
-from prefixstore.backends.keys import ENVIRONMENT as KEY_VARIABLE
-from prefixstore.backends.keys import provider_of
+from prefixstore.backends.keys import use_by_default
 from prefixstore.backends.location import ENVIRONMENT, is_url, without_password, without_passwords
 from prefixstore.cli import options
 from prefixstore.cli.output import DONE, FAILED, emit, fields, has_terminal, say, tell, visible_lines
@@ -165,7 +164,9 @@ class _Place:
         if given[self.name] is not None and not is_url(given[self.name]) and os.path.isfile(given[self.name]):  # noqa: PTH113
             path = os.path.abspath(given[self.name])  # noqa: PTH100 - as it was given
             raise LocationError(f"{path} is a file, and an LMDB store is a directory; for SQLite pass sqlite:///{path}")
-        _use_key(settings.store.get("key"))
+        key: Any = settings.store.get("key")
+        # of two locations, a command is about the nearer one
+        use_by_default(key[0] if isinstance(key, list) and key else key)
         for name in ("max_bytes", "far_max_bytes"):
             size = settings.store.get(name)
             if size is not None and given.get(name, "") is None:
@@ -194,16 +195,6 @@ class _Place:
             raise InvalidParameterError(f"{options.HELP[names[-1]][0]} is missing; see --help")
         if names[-1] == "digits" and HEXADECIMAL.fullmatch(last) is None:
             raise InvalidParameterError(f"{last!r} is not the key of a page; pass [LOCATION] HASH, see --help")
-
-
-def _use_key(key: Any) -> None:
-    """Have the location opened with the key of the file of settings, if the environment has none."""
-    # of two locations, a command is about the nearer one
-    key = key[0] if isinstance(key, list) and key else key
-    if key is not None:
-        # raises if it says nothing
-        provider_of(key)
-        os.environ[KEY_VARIABLE] = os.environ.get(KEY_VARIABLE) or key
 
 
 def _default_location(given: dict[str, Any], config: Path | None, settings: Config) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from prefixstore.backends.files import expanded
-from prefixstore.backends.keys import ENVIRONMENT, Keys, key_id, line_of, new_key, provider_of, quoted
+from prefixstore.backends.keys import ENVIRONMENT, Keys, key_id, line_of, new_key, provider_of, unquoted
 from prefixstore.cli.command import Result
 from prefixstore.cli.files import writing
 from prefixstore.cli.output import DONE, FAILED, confirmed, table
@@ -149,13 +149,19 @@ def _open(path: Path, mode: str = "rb+") -> Iterator[BinaryIO]:
 
 
 def _overwrite(path: Path, tenant: str, *, dry_run: bool) -> bool:
-    """Overwrite the key of a tenant, in its place: nothing else of the file is touched."""
+    """Overwrite the key of a tenant, in its place: nothing else of the file is touched.
+
+    Raises `LocationError` if it is there all the same.
+    """
     with _open(path) as file:
         at = 0
         for line in file.read().splitlines(keepends=True):
-            words = line.split()
-            if words[:1] == [b"tenant"] and words[1] == quoted(tenant).encode() and not dry_run:
-                file.seek(at)
-                file.write(b" ".join([b"forgotten", words[1], b"#"]).ljust(len(line.rstrip()), b"#"))
+            begin = len(line) - len(line.lstrip(b"\xef\xbb\xbf"))
+            words = line[begin:].split()
+            if words[:1] == [b"tenant"] and unquoted(words[1].decode()) == tenant and not dry_run:
+                file.seek(at + begin)
+                file.write(b" ".join([b"forgotten", words[1], b"#"]).ljust(len(line.rstrip()) - begin, b"#"))
             at += len(line)
+    if not dry_run and tenant not in _read(path).forgotten:
+        raise LocationError(f"{path} still has a key of {tenant!r}; delete its line")
     return True

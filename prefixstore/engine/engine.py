@@ -492,8 +492,8 @@ class Engine:
 
     @property
     def losses(self) -> int:
-        """How often this process has evicted or deleted pages, but for tails that others continue."""
-        return self._catalog.evictions.n_added + self._deleter.n_begun
+        """How often this process has evicted, deleted or dropped pages, but for tails that others continue."""
+        return self._catalog.evictions.n_added + self._deleter.n_begun + self.counters.n_dropped
 
     @handed_over
     def children(self, parent: bytes, at_most: int) -> list[Page]:

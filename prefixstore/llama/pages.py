@@ -55,6 +55,9 @@ class PageStrategy(Strategy[PagedMemory]):
     def capture(self, *, tail: bool, wait: bool = False) -> int:
         """Take the pages that are not stored, with `tail` also the tokens after the last boundary."""
         context, engine, lineage = self.context, self.context.engine, self.context.lineage
+        if wait:
+            # whoever asks for it, and waits, may have deleted something elsewhere
+            self._known = None
         wanted = self._wanted(tail) if lineage.n >= context.parameters.min_tokens else []
         if not wanted:
             return 0

@@ -86,7 +86,7 @@ class _Resumed:
 
     def read(self, size: int) -> bytes:
         found, self._begin = self._begin[:size], self._begin[size:]
-        return found or self._file.read(size)
+        return found + _whole(self._file, size - len(found)) if len(found) < size else found
 
 
 def _whole(file: BinaryIO, size: int) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import subprocess
-from contextlib import closing
+from contextlib import closing, suppress
 
 import lmdb
 import pytest
@@ -253,7 +253,7 @@ def test_one_damaged_header_is_replaced_and_two_are_an_error(tmp_path):
     with opened(url, NEW) as pages:
         fill(pages, ALICE, SEQUENCES)
         whole = dict(plain_rows(pages))[HEADER]
-    for at in (5, 50, len(whole) - 1):
+    for at in (5, 50, whole.index(key_id(NEW).hex().encode()), len(whole) - 1):
 
         def damage(value, at=at):
             return value[:at] + bytes([value[at] ^ 1]) + value[at + 1 :]
@@ -476,6 +476,41 @@ def test_a_location_needs_the_keys_of_all_tenants_that_have_one(tmp_path):
     assert "needs the keys of 1 tenants" in refusal(url, key=Given(NEW))
     with opened(url, NEW, **TENANT) as pages:
         assert contents(pages) == before
+
+
+def test_two_keys_of_one_tenant_are_two(tmp_path):
+    url = f"lmdb://{tmp_path}/kv"
+    with opened(url, NEW, **TENANT) as pages:
+        fill(pages, ALICE, SEQUENCES)
+    assert "needs the keys of 1 tenants" in refusal(url, key=Given(NEW, **{"alice-tenant": LATER}))
+
+
+def test_who_still_has_the_key_of_a_forgotten_tenant_does_not_bring_it_back(tmp_path):
+    url = f"lmdb://{tmp_path}/kv"
+    with opened(url, NEW, **TENANT) as one, opened(url, NEW, forgotten=TENANT) as two:
+        fill(one, ALICE, SEQUENCES)
+        fill(two, space("bob"), SEQUENCES)
+        header = dict(plain_rows(two))[HEADER]
+        for number in range(3):
+            fill(one, space("bob"), [[60 + number]])
+            fill(two, space("bob"), [[70 + number]])
+        assert dict(plain_rows(two))[HEADER] == header
+
+
+def test_a_reader_that_meets_a_new_key_finds_it_soon(tmp_path, monkeypatch):
+    monkeypatch.setattr(encrypted, "AGAIN_SECONDS", 0)
+    url, given = f"lmdb://{tmp_path}/kv", Given(OLD)
+    with opened(url, OLD) as pages:
+        fill(pages, ALICE, SEQUENCES)
+    with closing(open_pages(url, max_bytes=64 * MIB, read_only=True, key=given)) as reader:
+        before = contents(reader)
+    with closing(open_pages(url, max_bytes=64 * MIB, key=given)) as reader, opened(url, NEW, OLD) as pages:
+        assert contents(reader) == before
+        pages.encrypted.rotate()
+        given.keys = (NEW, OLD)
+        with suppress(LocationError):
+            contents(reader)
+        assert contents(reader) == before
 
 
 def test_an_open_store_learns_of_the_key_of_a_tenant(tmp_path, monkeypatch):

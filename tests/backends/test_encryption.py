@@ -209,7 +209,7 @@ def test_the_example_in_the_documents_which_another_tool_has_computed():
 
 def test_a_header_comes_back_and_no_byte_of_it_can_be_changed():
     masters = {key_id(key): key for key in (OLD, NEW)}
-    header = Header(LOCATION, (key_id(NEW), key_id(OLD)), frozenset({b"gone"}), frozenset({b"of-alice"}))
+    header = Header(LOCATION, (key_id(NEW), key_id(OLD)), *map(frozenset, ({b"gone"}, {b"of-alice"}, {b"bob"})))
     packed = header.pack(SECRET, masters)
     assert Header.unpack(packed, "url") == header
     assert header.secret_in(packed, masters, "url") == SECRET
@@ -228,10 +228,10 @@ def test_a_header_comes_back_and_no_byte_of_it_can_be_changed():
         b"{}",
         b"null",
         b"[" * 100_000,
-        b'{"version": 1, "location": "00", "keys": [], "retired": [], "tenants": []}',
-        b'{"version": 1, "location": 5, "keys": ["00"], "retired": [], "tenants": []}',
-        b'{"version": 1, "location": "00", "keys": {"a": "b"}, "retired": [], "tenants": []}',
-        b'{"version": 9, "location": "00", "keys": ["00"], "retired": [], "tenants": []}',
+        b'{"version": 1, "location": "00", "keys": [], "retired": [], "tenants": [], "forgotten": []}',
+        b'{"version": 1, "location": 5, "keys": ["00"], "retired": [], "tenants": [], "forgotten": []}',
+        b'{"version": 1, "location": "00", "keys": {"a": "b"}, "retired": [], "tenants": [], "forgotten": []}',
+        b'{"version": 9, "location": "00", "keys": ["00"], "retired": [], "tenants": [], "forgotten": []}',
     ],
 )
 def test_a_forged_header_is_an_error(told):

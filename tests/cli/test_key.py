@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import subprocess
 import sys
@@ -130,6 +131,15 @@ def test_a_tenant_is_forgotten(tmp_path, run, key):
     assert "no problems" in run("check", url).out
 
 
+@pytest.mark.parametrize("line", ["tenant key:alice {}", "tenant key%3aalice {}", "tenant  key%3Aalice {}  "])
+def test_a_key_is_forgotten_however_its_tenant_is_written(run, key, line):
+    secret = base64.b64encode(bytes(32)).decode()
+    key.write_text(line.format(secret) + "\n" + key.read_text())
+    run("key", "forget", key, "key:alice")
+    assert secret not in key.read_text()
+    assert keys_in(key).forgotten == {"key:alice"}
+
+
 def test_exports_are_encrypted_and_imported_with_the_key(tmp_path, run, key, monkeypatch):
     url, out = f"lmdb://{tmp_path}/kv", tmp_path / "f.pstore"
     before = filled(url)
@@ -153,7 +163,10 @@ def test_what_is_left_of_an_encrypted_export_is_imported_or_an_error(tmp_path, r
     assert main(["import", f"lmdb://{tmp_path}/other", str(out)]) in (1, 3)
 
 
-def test_a_slow_pipe_is_recognized(tmp_path, run, key):
+@pytest.mark.parametrize("is_encrypted", [True, False])
+def test_a_slow_pipe_is_recognized(tmp_path, run, key, monkeypatch, is_encrypted):
+    if not is_encrypted:
+        monkeypatch.setenv("PREFIXSTORE_KEY", "none")
     url, out = f"lmdb://{tmp_path}/kv", tmp_path / "f.pstore"
     before = filled(url)
     run("export", url, "--out", out)
@@ -188,6 +201,8 @@ def test_a_file_of_settings_names_the_key(tmp_path, run, key, monkeypatch):
     monkeypatch.delenv("PREFIXSTORE_KEY")
     config = tmp_path / "kv.toml"
     config.write_text(f'[store]\nlocation = "{url}"\nkey = "file:kv.key"\n')
-    # the commands of this process have it from here on: it is set back at the end
-    monkeypatch.setenv("PREFIXSTORE_KEY", "")
-    assert "key" in run("stats", "--config", config).out
+    assert "AES-256-GCM" in run("stats", "--config", config).out
+    assert "is encrypted" in run("stats", url, code=3).err
+    for wrong in ("5", '""', "[]"):
+        config.write_text(f'[store]\nlocation = "{url}"\nkey = {wrong}\n')
+        assert "key" in run("stats", "--config", config, code=2).err

@@ -15,6 +15,7 @@ from llama_cpp.llama_cache import BaseLlamaCache, LlamaRAMCache
 from prefixstore import MisuseError, PrefixStore
 from prefixstore.format.keys import as_tokens
 from prefixstore.llama.paged_memory import PagedMemory
+from prefixstore.maintenance.archive import Archive
 from tests.support.engines import wait_for
 from tests.support.models import answer, attached, evaluated, forget, prompt, state_bytes
 
@@ -439,3 +440,17 @@ def test_a_window_that_has_moved_on_is_not_reused(llama, store):
     fork = prompt(1600)[:700] + prompt(200, seed=8)
     expected = answer(llama("gemma3", swa_full=False), fork, 12)
     assert answer(llm, fork, 12) == expected
+
+
+def test_pages_that_were_dropped_or_deleted_elsewhere_are_captured_again(llama, tmp_path):
+    """A capture trusts what a lookup has said only as long as nothing was lost."""
+    tokens = list(range(1, 700))
+    llm = llama(n_ctx=1024)
+    with PrefixStore(tmp_path / "kv", llm, write_behind=False) as store:
+        llm.eval(tokens)
+        store.capture()
+        with Archive(tmp_path / "kv") as archive:
+            archive.purge(everything=True)
+        assert store.match(tokens).n_tokens == 0
+        store.capture()
+        assert store.match(tokens).n_tokens == len(tokens)
