@@ -91,7 +91,8 @@ class Keep(Protocol):
 class _Ask(Enum):
     """What the caller tells the thread.
 
-    Of a state that is not verified, at once: it is verified while the caller uses it, and then the next one is read.
+    After a state that is not verified, the caller says at once what it wants next: the thread verifies that state while
+    the caller copies it, and then reads the next one.
     """
 
     NEXT = "next"
@@ -112,8 +113,8 @@ class _Given(NamedTuple):
         How many of those before it are verified.
     is_verified
         Whether it is verified, too.
-    is_looked
-        Whether it was found to be one that the caller can use.
+    is_shape_known
+        Whether it was found to have a shape that the caller can use.
     error
         What has ended the thread.
     """
@@ -121,7 +122,7 @@ class _Given(NamedTuple):
     state: memoryview | None
     n_verified: int
     is_verified: bool = True
-    is_looked: bool = False
+    is_shape_known: bool = False
     error: Exception | None = None
 
 
@@ -274,7 +275,7 @@ class _Fetched(Lent, States, AbstractContextManager[States]):
         self.n_verified = given.n_verified
         if given.state is None:
             return None
-        if self._look is not None and not given.is_looked and not self._look(page, given.state):
+        if self._look is not None and not given.is_shape_known and not self._look(page, given.state):
             self._ask(_Ask.REFUSED)
             return None
         if self._keeps:
@@ -397,11 +398,11 @@ class _Delivery:
             return _Coming(page, state)
         # The first one is for the caller to look at, who may learn from it. The bytes that are compared are in no
         # processor's cache yet, so of the others that is done here, while the caller uses the one before.
-        looks = self._look is not None and not reader.verifies_first and self._n_given > 0
+        look = self._look if self._n_given > 0 and not reader.verifies_first else None
         try:
             with self._fetcher.breaker.asking(page):
                 state = reader.next()
-            if looks and self._look is not None and state is not None and not self._look(page, state):
+            if look is not None and state is not None and not look(page, state):
                 # a damaged page may have any shape
                 reader.verify()
                 raise _misshapen(page)
@@ -410,14 +411,14 @@ class _Delivery:
             if not isinstance(error, StorageError):
                 raise
             return _Coming(page, None, error)
-        return _Coming(page, state, is_verified=reader.verifies_first, is_looked=looks)
+        return _Coming(page, state, is_verified=reader.verifies_first, is_shape_known=look is not None)
 
     def _give(self, coming: _Coming) -> _Coming | None:
         """Answer with a state; it, if there is one."""
         page, state, error = coming.page, coming.state, coming.error
         if state is None and not coming.is_counted:
             self._fetcher.give_up(page, error)
-        self._talk.answers.put(_Given(state, self._n_verified, coming.is_verified, coming.is_looked))
+        self._talk.answers.put(_Given(state, self._n_verified, coming.is_verified, coming.is_shape_known))
         if state is None:
             return None
         self._n_given += 1
@@ -452,7 +453,7 @@ class _Coming(NamedTuple):
     error: StorageError | None = None
     is_verified: bool = True
     is_counted: bool = False
-    is_looked: bool = False
+    is_shape_known: bool = False
 
 
 def _misshapen(page: Page) -> ShapeError:
