@@ -186,6 +186,9 @@ class PageStrategy(Strategy[PagedMemory]):
         pages = path[first:]
         n_near = context.engine.n_near(pages)
         n_good, is_kept = self._copy(prompt, pages, multiple_of, deadline)
+        if n_good < len(pages):
+            # what is damaged, or gone, is captured again
+            self._known = None
         is_late = deadline is not None and n_good < len(pages) and deadline.left(n_good) <= 0
         if is_late and is_kept:
             rate = context.far_rate if n_good >= n_near else context.rate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import llama_cpp
 import numpy as np
@@ -13,6 +13,7 @@ import pytest
 from llama_cpp.llama_cache import BaseLlamaCache, LlamaRAMCache
 
 from prefixstore import MisuseError, PrefixStore
+from prefixstore.engine.pages import open_pages
 from prefixstore.format.keys import as_tokens
 from prefixstore.llama.paged_memory import PagedMemory
 from prefixstore.maintenance.archive import Archive
@@ -454,3 +455,21 @@ def test_pages_that_were_dropped_or_deleted_elsewhere_are_captured_again(llama, 
         assert store.match(tokens).n_tokens == 0
         store.capture()
         assert store.match(tokens).n_tokens == len(tokens)
+
+
+def test_a_damaged_page_is_captured_again_by_the_prompt_that_has_found_it(llama, tmp_path):
+    tokens = list(range(1, 700))
+    llm = llama(n_ctx=1024)
+    with PrefixStore(tmp_path / "kv", llm, page_tokens=64, codec="raw") as store:
+        answer(llm, tokens, 1)
+    with closing(open_pages(str(tmp_path / "kv"), max_bytes=1 << 30)) as pages, pages.update() as transaction:
+        [key] = [key for key, record, _ in transaction.scan() if record.start == 256]
+        transaction.put(key, transaction.record(key), transaction.usage(key), b"x" * len(transaction.payload(key)))
+    llm = llama(n_ctx=1024)
+    with PrefixStore(tmp_path / "kv", llm, page_tokens=64, codec="raw") as store:
+        llm.set_cache(store)
+        answer(llm, tokens, 1)
+        assert store.stats().unreadable == {"corrupt": 1}
+        store.flush()
+        assert store.check() == []
+        assert store.match(tokens).n_tokens >= len(tokens) - 1
