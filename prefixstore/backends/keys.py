@@ -196,7 +196,7 @@ class Keys:
             return cls.parse(provider.read(), str(provider))
         except StorageError:
             raise
-        except Exception as error:
+        except Exception as error:  # a provider is the user's, and may raise anything
             raise UnavailableError(f"{provider} gives no keys: {type(error).__name__}") from error
 
 
@@ -265,7 +265,7 @@ def _file(name: str) -> str:
             raise LocationError(f"{path} can be read by every user; run: chmod o= '{path}'")
         return path.read_text("utf-8")
     except (OSError, RuntimeError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or ("it is no text" if isinstance(error, UnicodeError) else error)
+        reason = getattr(error, "strerror", None) or ("it is not text" if isinstance(error, UnicodeError) else error)
         raise LocationError(f"the keys in {name} cannot be read: {reason}; check the path") from None
 
 

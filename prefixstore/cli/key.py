@@ -116,10 +116,8 @@ def forget(key_file: str, tenant: str, *, dry_run: bool = False, yes: bool = Fal
     question = f"{path}: delete the key of {tenant!r} for ever?"
     if confirmed(overwrite, lambda _: question, dry_run=dry_run, yes=yes) is None:
         return FAILED
-    text = (
-        f"{path} {'would have' if dry_run else 'has'} no key of {tenant!r} any more; prefixstore check STORE --repair "
-    )
-    text += "deletes what is left of it"
+    text = f"{path} {'would have' if dry_run else 'has'} no key of {tenant!r} any more"
+    text += "; prefixstore check STORE --repair deletes what is left of it"
     return Result({"file": str(path), "tenant": tenant, "dry_run": dry_run}, text)
 
 

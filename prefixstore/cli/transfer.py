@@ -20,7 +20,7 @@ from prefixstore.cli.model import configured, has_model, open_model, tokens_of_p
 from prefixstore.cli.output import DONE, FAILED, may_replace, say, tell
 from prefixstore.config import explain
 from prefixstore.errors import IncompatibleError, InvalidParameterError, LocationError
-from prefixstore.format.export import MAGIC, ExportReader
+from prefixstore.format.export import ENCRYPTED, MAGIC, ExportReader
 from prefixstore.format.namespace import Namespace
 from prefixstore.maintenance.archive import DEFAULT_BYTES, Archive
 from prefixstore.maintenance.transfer import Moved, copy_store, export_store, import_store
@@ -33,8 +33,6 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGEST_FROM_HEAP = 32 << 20
 # more than a transaction of an import holds
 KEPT_BYTES = 256 << 20
-# how an encrypted export begins
-ENCRYPTED = b"\x89PSTENC\n"
 
 
 def export(

@@ -24,6 +24,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterator
+from functools import lru_cache
 from operator import add
 from typing import NamedTuple
 
@@ -139,6 +140,7 @@ def count_row(tenant: bytes, namespace: bytes) -> bytes:
     return COUNT + tenant + namespace
 
 
+@lru_cache(1024)
 def tenant_of(salt: str | None, namespace: bytes) -> bytes:
     """Whose pages those of a namespace are, with this salt or without one."""
     if salt is None:

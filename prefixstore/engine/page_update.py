@@ -25,9 +25,9 @@ from prefixstore.engine.keyspace import (
     usage_row,
 )
 from prefixstore.engine.page_checks import misplaced, stray_leaves, wrong_leaves
-from prefixstore.engine.page_view import Used, View, counted_as, leaf_of, path_in, path_of, salt_in, usage_in
+from prefixstore.engine.page_view import Used, View, counted_as, leaf_of, path_in, path_of, usage_in
 from prefixstore.format.keys import KEY_BYTES
-from prefixstore.format.namespace import parted
+from prefixstore.format.namespace import parted, salt_in
 from prefixstore.format.record import USAGE, Buffer, Record, Usage, head_of, namespace_in, place_of, record_bytes
 
 __all__ = ["PASSES", "Transaction"]

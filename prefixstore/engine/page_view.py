@@ -33,7 +33,7 @@ from prefixstore.engine.keyspace import (
 from prefixstore.engine.trie import Entry, Trie
 from prefixstore.errors import CorruptError, LocationError, StorageError
 from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT
-from prefixstore.format.namespace import Namespace
+from prefixstore.format.namespace import salt_in
 from prefixstore.format.record import Buffer, Head, Record, Usage, head_of
 
 __all__ = [
@@ -44,7 +44,6 @@ __all__ = [
     "leaf_of",
     "path_in",
     "path_of",
-    "salt_in",
     "tokens_of",
     "usage_in",
 ]
@@ -407,14 +406,6 @@ class View:
         """All rows of counts that can be read."""
         rows = (row for some in keyspace.walk(self._rows, keyspace.COUNT) for row in some)
         return {row.key: count for row in rows if (count := Count.unpack(row.value)) is not None}
-
-
-def salt_in(settings: bytes | None) -> str | None:
-    """The salt of a namespace with these settings."""
-    if settings is not None:
-        with suppress(CorruptError):
-            return Namespace.parse(settings).salt
-    return None
 
 
 def tokens_of(entry: Entry) -> bytes:

@@ -31,6 +31,8 @@ from prefixstore.format.record import (
 __all__ = ["ExportReader", "ExportWriter"]
 
 MAGIC = b"\x89PSTORE\n"
+# how a file begins in which such a file is encrypted
+ENCRYPTED = b"\x89PSTENC\n"
 EXPORT_VERSION = 3
 # magic, version of the file, version of the records in it
 HEADER = struct.Struct("<8sII")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 
 from prefixstore.errors import CorruptError
 from prefixstore.format.keys import namespace_key
 
-__all__ = ["Namespace", "parted"]
+__all__ = ["Namespace", "parted", "salt_in"]
 
 # What the client of a server may add to its tenant's name. It stands before the first colon, where nothing else has a
 # slash.
@@ -18,6 +20,7 @@ _WITHIN = re.compile(r"/(cache-salt-[0-9a-f]{32})(?=:)")
 _SCALARS = (str, int, float, bool, type(None))
 
 
+@lru_cache
 def parted(salt: str) -> tuple[str, str | None]:
     """The tenant with this salt, which quotas, purges and keys are for, and which part of it that is, if any."""
     source, colon, name = salt.partition(":")
@@ -93,3 +96,11 @@ class Namespace:
         if not is_canonical or not all(isinstance(value, _SCALARS) for value in settings.values()):
             raise CorruptError("the settings of a namespace are not a canonical JSON object of scalars")
         return cls(settings)
+
+
+def salt_in(settings: bytes | None) -> str | None:
+    """The salt of a namespace with these settings."""
+    if settings is not None:
+        with suppress(CorruptError):
+            return Namespace.parse(settings).salt
+    return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -159,7 +159,7 @@ class Archive(AbstractContextManager["Archive"]):
             return "none" if self.backend.encrypted is None else "AES-256-GCM, from the first page on"
         return f"AES-256-GCM, key {names[0]}" + (f"; older: {', '.join(names[1:])}" if names[1:] else "")
 
-    def rotate_keys(self, progress: Callable[[int], object] = lambda _: None) -> tuple[int, int]:
+    def rotate_keys(self) -> tuple[int, int]:
         """Have everything encrypted under the newest key; see `EncryptedBackend.rotate`.
 
         Raises
@@ -169,7 +169,7 @@ class Archive(AbstractContextManager["Archive"]):
         """
         if self.backend.encrypted is None:
             raise InvalidParameterError(f"{self.location} is not encrypted; prefixstore copy --to-key encrypts a copy")
-        return self.engine.threads.call(self.backend.encrypted.rotate, progress)
+        return self.engine.threads.call(self.backend.encrypted.rotate)
 
     # -- inspecting ---------------------------------------------------------------------------------------------------
 

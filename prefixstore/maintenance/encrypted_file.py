@@ -14,13 +14,13 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from prefixstore.backends.encryption import SEGMENT, TAG_BYTES, cipher_of_message, derive_key, nonce
 from prefixstore.backends.keys import KeyProvider, Keys
 from prefixstore.errors import CorruptError, IncompatibleError, LocationError
+from prefixstore.format.export import ENCRYPTED
 
 __all__ = ["decrypting", "encrypting"]
 
 VERSION = 1
 # the magic, the version, the id of the key, a random number
 HEAD = struct.Struct("<8sI4s24s")
-MAGIC = b"\x89PSTENC\n"
 
 
 def _cipher_of(head: bytes, key: bytes) -> AESGCM:
@@ -101,7 +101,7 @@ def _whole(file: BinaryIO, size: int) -> bytes:
 def encrypting(file: BinaryIO, keys: Keys) -> Iterator[BinaryIO]:
     """A file for what is encrypted into `file`, under the newest of these keys."""
     name, key = next(iter(keys.masters.items()))
-    head = HEAD.pack(MAGIC, VERSION, name, os.urandom(24))
+    head = HEAD.pack(ENCRYPTED, VERSION, name, os.urandom(24))
     file.write(head)
     writer = _Writer(file, head, key)
     yield cast("BinaryIO", writer)
@@ -118,13 +118,13 @@ def decrypting(file: BinaryIO, provider: KeyProvider | None, name: str) -> Binar
     IncompatibleError
         If a newer version has encrypted it.
     """
-    head = _whole(file, len(MAGIC))
-    if head != MAGIC:
+    head = _whole(file, len(ENCRYPTED))
+    if head != ENCRYPTED:
         if not file.seekable():
             return cast("BinaryIO", _Resumed(head, file))
         file.seek(0)
         return file
-    head += _whole(file, HEAD.size - len(MAGIC))
+    head += _whole(file, HEAD.size - len(ENCRYPTED))
     if len(head) < HEAD.size:
         raise CorruptError(f"{name} is not complete; import again when it is")
     _, version, wanted, _ = HEAD.unpack(head)
