@@ -111,11 +111,14 @@ class _Scanned:
         self._entries = [Entry(*each) for each in view.scan()]
         # where rows are; an encrypted location has names of its own for them
         self._place = view.rows._cipher.stored_key if isinstance(view.rows, EncryptedView) else bytes
+        self._places: dict[bytes, list[bytes]] = {}
 
     def place(self, entry: Entry) -> list[bytes]:
         """Where a page is among its siblings."""
-        assert isinstance(entry.record, Record)
-        return list(map(self._place, path_of(entry.record)))
+        if entry.key not in self._places:
+            assert isinstance(entry.record, Record)
+            self._places[entry.key] = list(map(self._place, path_of(entry.record)))
+        return self._places[entry.key]
 
     def children(self, parents: Sequence[bytes], form: int, at_most: int | None = None) -> list[Entry]:
         found: dict[bytes, list[Entry]] = {parent: [] for parent in parents}
