@@ -743,18 +743,23 @@ class Engine:
             return record is not None and not self._catalog.is_damaged(key, record)
         return False
 
-    @handed_over
     def acquire(self, size: int, *, wait: bool = False) -> PooledBuffer | None:
         """A buffer to capture a page into; None if too much is queued already and `wait` is false."""
-        return self._queue.acquire(size, wait=wait)
+        # handed over only to wait: while another thread computes, that takes longer than copying a page
+        buffer = self._queue.acquire(size)
+        return self._acquire_later(size) if buffer is None and wait else buffer
 
     @handed_over
-    def submit(self, new: PendingPage) -> bool:
-        """Have a captured page written; its buffer is the engine's from here on. False if the page is not wanted."""
-        return self._take(new, self.tap)
+    def _acquire_later(self, size: int) -> PooledBuffer | None:
+        return self._queue.acquire(size, wait=True)
+
+    @handed_over
+    def submit(self, *news: PendingPage) -> list[PendingPage]:
+        """Have captured pages written, parents first; those that are wanted. The engine owns the buffers then."""
+        return [new for new in news if self._take(new, self.tap)]
 
     def _take(self, new: PendingPage, tap: Tap | None) -> bool:
-        """As `submit`, telling only this tap."""
+        """Have a page written, telling only this tap; whether it is wanted."""
         is_wanted = self.announce(new)
         if is_wanted:
             if tap is not None:

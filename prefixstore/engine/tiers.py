@@ -318,12 +318,15 @@ class TieredEngine(Engine):
     # -- capturing ----------------------------------------------------------------------------------------------------
 
     @handed_over
-    def submit(self, new: PendingPage) -> bool:
-        """As `Engine.submit`; the page is written to the far location, too, later."""
+    def submit(self, *news: PendingPage) -> list[PendingPage]:
+        """As `Engine.submit`; the pages are written to the far location, too, later."""
+        return [new for new in news if self._submit_to_both(new)]
+
+    def _submit_to_both(self, new: PendingPage) -> bool:
         # held for the far queue: the nearer location may have written it before this returns
         held = new.buffer if new.buffer is not None and new.buffer.hold() else None
         try:
-            is_wanted = super().submit(new)
+            is_wanted = self._take(new, self.tap)
             if is_wanted and held is not None and not self.far.read_only:
                 self.far.offer(PendingPage(new.page, new.settings, held, is_wanted=new.is_wanted))
             return is_wanted

@@ -97,6 +97,9 @@ class Capture:
         self._engine, self._place, self._form = engine, place, form
         self._compute_us, self._parameters, self._wait = compute_us, parameters, wait
         self._valued = valued
+        # what was added and not submitted yet, and what was wanted of the rest
+        self._added: list[PendingPage] = []
+        self._wanted: list[PendingPage] = []
 
     def store(self, tokens: Tokens, state: StateView | None, memory: Buffer) -> Captured:
         """Submit what is not stored of a state, all of whose tokens are known.
@@ -148,18 +151,18 @@ class Capture:
         """Submit the pages that are not stored: the full ones, with `tail` also the tokens after the last one."""
         key, step = self._place.namespace.key, self._place.page_tokens
         keys = page_keys(key, tokens, step)
-        n = n_bytes = 0
+        reason = None
         for start, end in missing_ranges(self._engine, key, keys, tokens, step, tail=tail):
             pieces = self._rows(tokens[:end], state, start)
             if not pieces:
-                return Captured(n, n_bytes, "incomplete")
-            buffer = self._joined(pieces) if pieces[0].sections else self._engine.acquire(0, wait=self._wait)
+                reason = "incomplete"
+                break
+            buffer = self._joined(pieces) if pieces[0].sections else self.acquire(0)
             if buffer is None:
-                return Captured(n, n_bytes, "queue_full")
-            size = len(buffer.view)
-            if self.submit(tokens[start:end], keys[start // step - 1] if start else key, start, buffer, PAGE):
-                n, n_bytes = n + 1, n_bytes + size
-        return Captured(n, n_bytes)
+                reason = "queue_full"
+                break
+            self.add(tokens[start:end], keys[start // step - 1] if start else key, start, buffer, PAGE)
+        return self.submit(reason)
 
     def _rows(self, tokens: Tokens, state: StateView | None, start: int) -> Sequence[StateView]:
         """The page from `start` to the end of `tokens`, in pieces; none if rows are missing."""
@@ -175,15 +178,15 @@ class Capture:
 
     def snapshot_in(self, tokens: Tokens, buffer: PooledBuffer) -> Captured:
         """Submit a snapshot at the end of these tokens that is in a buffer, which is handed over."""
-        size = len(buffer.view)
         parent, boundary = self._last_boundary(tokens)
-        is_wanted = self.submit(tokens[boundary:], parent, boundary, buffer, SNAPSHOT)
+        self.add(tokens[boundary:], parent, boundary, buffer, SNAPSHOT)
+        captured = self.submit()
         # those along the sequence that are too many now
         key, step = self._place.namespace.key, self._place.page_tokens
         keep, interval = self._parameters.max_snapshots, self._parameters.snapshot_interval
         if self._engine.thin(key, tokens, step, keep, interval, self._valued):
             self._engine.nudge()
-        return Captured(int(is_wanted), size * is_wanted)
+        return captured
 
     def _last_boundary(self, tokens: Tokens) -> tuple[bytes, int]:
         """Key and boundary of the last full page."""
@@ -195,17 +198,28 @@ class Capture:
         columns = zip(*(piece.positions for piece in pieces), strict=True)
         recurrent = pieces[-1].recurrent.data if pieces[-1].recurrent is not None else memory
         assembly = Assembly(pieces[0].shape, [np.concatenate(column) for column in columns], recurrent=recurrent)
-        buffer = self._engine.acquire(assembly.size, wait=self._wait)
+        buffer = self.acquire(assembly.size)
         if buffer is not None:
             with released_on_error(buffer):
                 assembly.write(buffer.view, pieces)
         return buffer
 
-    def submit(self, tokens: Tokens, parent: bytes, start: int, buffer: PooledBuffer, form: int) -> bool:
-        """Have a page or a snapshot written, of the tokens from `start` on; the buffer is handed over.
+    # -- what is submitted together -----------------------------------------------------------------------------------
 
-        False if it is not wanted, since it is stored already or its parent is not.
-        """
+    # Handing a page over takes longer than copying it while the thread that writes computes. So the pages of one state
+    # are handed over at once, after all of them were copied.
+
+    def acquire(self, size: int) -> PooledBuffer | None:
+        """A buffer for a page; None if too much is queued."""
+        buffer = self._engine.acquire(size)
+        if buffer is None:
+            # these may be what others wait for
+            self._hand_over()
+            buffer = self._engine.acquire(size, wait=self._wait)
+        return buffer
+
+    def add(self, tokens: Tokens, parent: bytes, start: int, buffer: PooledBuffer, form: int) -> None:
+        """Have a page or a snapshot written at the next `submit`, of the tokens from `start` on; owns the buffer."""
         namespace, end = self._place.namespace, start + len(tokens)
         with released_on_error(buffer):
             # losing a snapshot costs recomputing about one interval
@@ -214,9 +228,22 @@ class Capture:
             page = PendingPage.of(
                 namespace.key, namespace.canonical, parent, start, tokens.tobytes(), buffer, cost, form
             )
-        is_wanted = self._engine.submit(page)
-        self._engine.counters.count("pages_captured" if form == PAGE else "snapshots_captured", is_wanted)
-        return is_wanted
+        self._added.append(page)
+
+    def submit(self, reason: str | None = None) -> Captured:
+        """Submit what was added; what of it is wanted, the rest being stored already. `reason`: why not everything was.
+
+        Parents come before their children.
+        """
+        self._hand_over()
+        wanted, self._wanted = self._wanted, []
+        return Captured(len(wanted), sum(new.page.raw_bytes for new in wanted), reason)
+
+    def _hand_over(self) -> None:
+        added, self._added = self._added, []
+        for new in self._engine.submit(*added) if added else ():
+            self._engine.counters.count("pages_captured" if new.page.form == PAGE else "snapshots_captured")
+            self._wanted.append(new)
 
 
 def memory_of(state: Buffer) -> memoryview:

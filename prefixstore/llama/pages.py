@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 
@@ -61,20 +60,20 @@ class PageStrategy(Strategy[PagedMemory]):
         wanted = self._wanted(tail) if lineage.n >= context.parameters.min_tokens else []
         if not wanted:
             return 0
-        to = Capture(engine, self.place, Form(), context.rate.compute_us, context.parameters)
-        n_taken, n_submitted, losses = 0, 0, engine.losses
+        to = Capture(engine, self.place, Form(), context.rate.compute_us, context.parameters, wait=wait)
+        n_taken, losses = 0, engine.losses
         started = time.perf_counter()
 
-        def submit(start: int, end: int, buffer: PooledBuffer) -> None:
-            nonlocal n_taken, n_submitted
+        def add(start: int, end: int, buffer: PooledBuffer) -> None:
+            nonlocal n_taken
             n_taken += 1
-            parent = lineage.parent(start // lineage.page_tokens)
-            is_wanted = to.submit(lineage.tokens[start:end], parent, start, buffer, PAGE)
-            n_submitted += is_wanted
-            self._known = (lineage.tokens[:end].copy(), losses) if is_wanted else None
+            to.add(lineage.tokens[start:end], lineage.parent(start // lineage.page_tokens), start, buffer, PAGE)
 
-        # each page is submitted before the next is taken: while one waits for the queue, those before it are written
-        missing = context.memory.take(wanted, partial(engine.acquire, wait=wait), submit)
+        missing = context.memory.take(wanted, to.acquire, add)
+        n_submitted = to.submit().n
+        if n_taken:
+            end = wanted[n_taken - 1][1]
+            self._known = (lineage.tokens[:end].copy(), losses) if n_submitted == n_taken else None
         if missing is not None:
             engine.counters.count(f"dropped:{missing.value}")
             start, end = wanted[n_taken]

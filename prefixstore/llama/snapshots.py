@@ -167,7 +167,7 @@ class SnapshotStrategy(Strategy[SnapshotMemory]):
         if not self.cuts_rows:
             capture = self._capture(wait=wait)
             captured = capture.pages(tokens, None).n
-            buffer = memory.copy(WHOLE, partial(context.engine.acquire, wait=wait))
+            buffer = memory.copy(WHOLE, capture.acquire)
             if buffer is None:
                 context.engine.counters.count("dropped:queue_full")
                 return captured

@@ -99,7 +99,8 @@ class Tiers(Store):
             if self.engine.wants(SPACE.key, parent, piece):
                 buffer = self.engine.acquire(size, wait=True)
                 buffer.view[:] = self.state_of(key, size)
-                n += self.engine.submit(PendingPage.of(SPACE.key, self.settings, parent, start // 4, piece, buffer))
+                new = PendingPage.of(SPACE.key, self.settings, parent, start // 4, piece, buffer)
+                n += len(self.engine.submit(new))
             parent = key
         return n
 

@@ -246,7 +246,7 @@ class Store:
             return False
         buffer.view[:] = state
         new = PendingPage.of(namespace.key, namespace.canonical, parent, page.start, piece, buffer, 0, form)
-        return self._engine.submit(new)
+        return bool(self._engine.submit(new))
 
     # -- users and operators ------------------------------------------------------------------------------------------
 

@@ -400,7 +400,8 @@ def test_pages_of_another_shape_never_reach_the_server(running: Running, models:
             place = slots.place(None)
             array = np.asarray(tokens[i * 256 : (i + 1) * 256], "<i4")
             forged = Capture(slots.engine, place, Form(), slots.rate.compute_us, slots.store.parameters)
-            assert forged.submit(array, parent, i * 256, buffer, PAGE)
+            forged.add(array, parent, i * 256, buffer, PAGE)
+            assert forged.submit().n == 1
         assert slots.find(tokens).n_tokens == 512
         assert slots.restore(1, tokens).reason == "unreadable"
         assert running.is_alive()
