@@ -17,7 +17,7 @@ from prefixstore.engine.waiting import DropReason
 from prefixstore.errors import PrefixStoreError, UnavailableError
 from prefixstore.stats import Counters
 
-__all__ = ["Drained", "Work", "WriteQueue"]
+__all__ = ["BATCH_BYTES", "Drained", "Work", "WriteQueue"]
 
 log = logging.getLogger("prefixstore")
 

@@ -11,6 +11,7 @@ from prefixstore.buffers import PooledBuffer, released_on_error
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.missing import missing_ranges
 from prefixstore.engine.pending import PendingPage
+from prefixstore.engine.queue import BATCH_BYTES
 from prefixstore.errors import CorruptError
 from prefixstore.format.keys import PAGE, SNAPSHOT, Tokens, page_key, page_keys
 from prefixstore.format.namespace import Namespace
@@ -207,7 +208,7 @@ class Capture:
     # -- what is submitted together -----------------------------------------------------------------------------------
 
     # Handing a page over takes longer than copying it while the thread that writes computes. So the pages of one state
-    # are handed over at once, after all of them were copied.
+    # are handed over together, after they were copied.
 
     def acquire(self, size: int) -> PooledBuffer | None:
         """A buffer for a page; None if too much is queued."""
@@ -229,6 +230,9 @@ class Capture:
                 namespace.key, namespace.canonical, parent, start, tokens.tobytes(), buffer, cost, form
             )
         self._added.append(page)
+        if sum(new.n_bytes for new in self._added) >= BATCH_BYTES:
+            # no more than that is written at once
+            self._hand_over()
 
     def submit(self, reason: str | None = None) -> Captured:
         """Submit what was added; what of it is wanted, the rest being stored already. `reason`: why not everything was.
