@@ -17,11 +17,9 @@ from sqlalchemy.dialects.postgresql.psycopg import dialect
 
 from prefixstore.backends.contract import Draft, View
 from prefixstore.backends.location import require_plain_password, without_password
-from prefixstore.backends.sql import migrations
-from prefixstore.backends.sql.compaction import compact
 from prefixstore.backends.sql.database import APPLICATION_ID, TABLES, Database, parse_url
 from prefixstore.backends.sql.postgresql_rows import COSTS, COUNT_AGAIN, META_ROW, PostgreSQLView, write
-from prefixstore.backends.sql.postgresql_tables import SET_SEARCH_PATH, our_tables, require_our_columns
+from prefixstore.backends.sql.postgresql_tables import SET_SEARCH_PATH, our_tables
 from prefixstore.errors import InvalidParameterError, LocationError
 
 __all__ = ["PostgreSQL"]
@@ -125,12 +123,7 @@ class PostgreSQL(Database[_Connection]):
             return self._revision(driver)
 
     def _revision(self, driver: _Connection) -> str | None:
-        """The revision of tables that are as the migrations made them."""
-        tables = our_tables(driver, self.location)
-        revision = self.revision_of(driver, tables)
-        if revision == migrations.HEAD:
-            require_our_columns(tables, self.location)
-        return revision
+        return self.revision_of(driver, our_tables(driver, self.location))
 
     def upgrade(self) -> None:
         with self.writing() as driver, self.translated():
@@ -216,10 +209,10 @@ class PostgreSQL(Database[_Connection]):
             )
 
     def compact(self, *, erase: bool = False) -> int:
-        """Rewrite payloads, some at a time, so that a vacuum can cut off the end of the table.
+        """Vacuum the tables, which cuts off their free end, and count again what was counted.
 
         With `erase` the server rewrites all tables, and all others wait; its log and its backups are not covered. Only
-        the owner of the tables can do either. First what was counted is counted again.
+        the owner of the tables can do either.
         """
         with self.turn() as (driver, _), self.translated():
             driver.silence = None
@@ -228,7 +221,7 @@ class PostgreSQL(Database[_Connection]):
         if erase:
             self._vacuum("VACUUM FULL", "deleted data is still in the files")
         else:
-            compact(self, lambda: self._vacuum("VACUUM", "no space was returned"))
+            self._vacuum("VACUUM", "no space was returned")
         return max(before - self.disk_bytes(), 0)
 
     def disk_bytes(self) -> int:
