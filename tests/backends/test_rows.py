@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 
-from prefixstore.backends.contract import Change, Costs, Draft, Range
+from prefixstore.backends.contract import Draft, Range
 from prefixstore.backends.memory import COSTS, MemoryBackend
 from prefixstore.backends.sorted_rows import ROWS_OF_BLOCK
 from prefixstore.errors import UnavailableError
@@ -232,17 +232,6 @@ def test_a_row_put_after_its_deletion_has_no_old_payload(open_draft, is_read):
     assert list(draft._view.payloads([b"a", b"b", b"c", b"d"])) == expected
 
 
-def test_changes_come_in_order_with_the_deletion_of_an_old_payload_before_the_row():
-    with filled([]).view() as nothing:
-        draft = Draft(nothing, Costs())
-    draft.put(b"c", b"1", b"payload")
-    draft.delete(b"b")
-    draft.delete(b"a")
-    draft.put(b"a", b"1")
-    draft.put(b"c", b"2")
-    assert draft.changes == [Change(b"a", None), Change(b"a", b"1"), Change(b"b", None), Change(b"c", b"2", b"payload")]
-
-
 def test_payloads_stay_in_step_while_rows_are_written(open_draft):
     keys = [b"a", b"b", b"c", b"d", b"e", b"f"]
     draft = open_draft(keys[:4], a=b"A", b=b"B", c=b"C", d=b"D")
@@ -284,9 +273,3 @@ def test_a_size_is_measured_or_estimated_from_the_changes_and_from_what_the_call
     assert draft.used - before == COSTS.of(b"a", b"stored", 500) - COSTS.of(b"a", b"stored", 6)
     draft.delete(b"a", replaced=500)
     assert draft.used - before == -COSTS.of(b"a", b"stored", 6)
-
-
-def test_costs_count_units_of_payloads():
-    costs = Costs(row=10, payload=16, unit=4096)
-    sizes = [costs.of(b"key", b"value", size) for size in (None, 0, 4080, 4081)]
-    assert sizes == [18, 18 + 4096, 18 + 4096, 18 + 8192]

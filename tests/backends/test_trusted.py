@@ -196,18 +196,6 @@ def test_a_group_reads_what_its_owner_writes(folder):
     as_user(lambda: make_store(location))
 
 
-def test_a_sqlite_file_may_be_in_a_directory_like_tmp(folder):
-    folder.chmod(0o1777)
-    os.chown(folder, 0, 0)
-    location = f"sqlite:///{folder}/kv.db"
-    as_user(lambda: make_store(location))
-
-    def refused():
-        assert "belongs to another user" in refusal(location)
-
-    as_user(refused, OTHER)
-
-
 # -- reading without the right to write --------------------------------------------------------------------------------
 
 
