@@ -68,30 +68,6 @@ def test_the_registry_keeps_nothing_alive():
     assert calls == []
 
 
-def test_participants_that_are_collected_while_a_fork_lists_them_are_left_out():
-    class Ring(Noting):
-        def __init__(self):
-            super().__init__("ring", ForkLevel.HANDLE, [])
-            # only the garbage collector ends it
-            self.itself = self
-
-    before = gc.get_threshold()
-    rings = [Ring() for _ in range(3000)]
-    kept = rings[::100]
-    try:
-        # the next collection comes after some hundred allocations: in the middle of listing
-        gc.collect(0)
-        gc.set_threshold(300, 0, 1000)
-        del rings
-        found = forks._participants(ForkLevel.HANDLE)
-    finally:
-        gc.set_threshold(*before)
-    assert {id(one) for one in kept} <= {id(one) for one in found}
-    # or each fork of the tests that follow lists them
-    del found, kept
-    gc.collect()
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, UnavailableError])
 def test_a_participant_that_fails_does_not_keep_the_others_from_their_turn(monkeypatch, error):
     # the traceback keeps it alive; no other test shall meet it

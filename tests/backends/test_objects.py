@@ -31,9 +31,6 @@ from prefixstore.backends.objects.rows import (
 )
 from prefixstore.backends.objects.store import STORE
 from prefixstore.backends.objects.store import Store as RowStore
-from prefixstore.engine.budget import Budget
-from prefixstore.engine.invariants import violations
-from prefixstore.engine.keyspace import record_row
 from prefixstore.engine.page_checks import flaws
 from prefixstore.engine.pages import open_pages, retried
 from prefixstore.errors import (
@@ -334,16 +331,6 @@ def test_other_objects_among_the_rows_are_no_rows(new_prefix):
         assert rows_of(backend).keys() >= {key}
 
 
-def test_a_store_that_was_deleted_and_made_again_is_read_from_the_beginning(new_prefix):
-    url = new_prefix()
-    with opened(url) as old:
-        fill(old, space(), [[1, 2, 3, 4]])
-        old.rows.client.delete(sorted(names(old.rows)))
-        with opened(url) as new:
-            ((key,),) = fill(new, space(), [[5, 6, 7, 8]])
-        assert set(contents(old)) == {key}
-
-
 @pytest.mark.slow
 def test_a_store_that_was_deleted_is_made_again_by_those_who_use_it(new_prefix):
     url = new_prefix()
@@ -567,18 +554,6 @@ def test_nothing_of_a_purged_page_is_left_after_a_scrub(new_prefix):
             assert as_tokens(secret).tobytes() not in stored
             assert payload not in stored
         assert len(contents(backend)) == 1
-
-
-def test_a_missing_payload_is_corrupt_and_a_check_names_it(new_prefix):
-    with opened(new_prefix()) as backend:
-        (path,) = fill(backend, space(), [[1] * 8])
-        inner = payload_name(record_row(path[1]), new_payload(1)).rpartition("!")[0]
-        backend.rows.client.delete([name for name in payloads(backend.rows) if inner in name])
-        with backend.view() as view:
-            assert view.payload(path[1]) is None
-            with pytest.raises(CorruptError, match="no payload"):
-                list(view.fetch(path))
-            assert [one.rule for one in violations(view, Budget(MIB))] == ["payload"]
 
 
 def test_a_row_that_is_deleted_or_written_again_while_it_is_read_is_missing_or_new(new_prefix):

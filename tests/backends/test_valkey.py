@@ -275,26 +275,6 @@ def test_read_only_needs_a_store_and_writes_nothing(url, client):
                 write()
 
 
-def test_every_key_has_the_name_of_the_location_in_braces(url, client, monkeypatch):
-    before, during = set(client.keys("*")), set()
-    monkeypatch.setattr(backend_module, "RENEW_SECONDS", 0)
-    keep = backend_module.Turn.keep
-    monkeypatch.setattr(backend_module.Turn, "keep", lambda turn: (during.update(client.keys("*")), keep(turn))[1])
-    with rows_of(url) as backend:
-        change_rows(backend, a=(b"1", b"x"), b=(b"2", b"y"), c=(b"3",))
-    after = set(client.keys("*"))
-    name = named(url, "").encode()
-    assert {key for key in during | after if not key.startswith(name)} <= before
-    assert {key.removeprefix(name) for key in after - before} == {
-        b"meta",
-        b"rows",
-        b"order",
-        b"payload:a",
-        b"payload:b",
-    }
-    assert any(key.startswith(name + b"new:") for key in during)
-
-
 # -- round trips ------------------------------------------------------------------------------------------------------
 
 
@@ -527,27 +507,6 @@ def test_committed_payloads_do_not_expire(url, client):
         assert client.pttl(named(url, "payload:a")) == -1
         change_rows(backend, a=(b"2", b"another"))
         assert client.pttl(named(url, "payload:a")) == -1
-
-
-def test_a_restore_uses_few_buffers_whatever_its_length(url):
-    with rows_of(url) as backend:
-        written = {b"%02d" % n: bytes([n]) * 300_000 for n in range(20)}
-        change_rows(backend, **{key.decode(): (key, payload) for key, payload in written.items()})
-        keys = sorted(written)
-        with backend.view() as view:
-            for key, (value, payload) in zip(keys, view.payloads(keys), strict=True):
-                assert (value, payload) == (key, written[key])
-            # one that is used, and one that is received
-            assert len(backend._memory._kept) <= 3
-        # a caller that ends early leaves no answer behind that another would take for its own
-        with backend.view() as view:
-            assert next(iter(view.payloads(keys)))[1] == written[keys[0]]
-            assert next(iter(view.payloads([keys[5]])))[1] == written[keys[5]]
-            assert view.get(keys[:1]) == keys[:1]
-        with backend.view() as view:
-            assert [bytes(payload[:1]) for _, payload in view.payloads(keys[::-1])] == [
-                bytes([n]) for n in reversed(range(20))
-            ]
 
 
 def test_an_error_is_not_followed_by_the_answers_to_what_was_asked_with_it(url, client):
