@@ -446,28 +446,6 @@ def test_a_structure_that_is_evicted_during_an_update_ends_it_with_a_conflict(ur
             assert stored(backend) == {b"b": (b"2", None)}
 
 
-def test_a_process_that_is_stopped_while_it_starts_a_location_over_leaves_nothing_of_the_old_one(
-    url, client, monkeypatch
-):
-    monkeypatch.setattr(backend_module, "SCANNED_AT_ONCE", 10)
-    with rows_of(url) as backend:
-        change_rows(backend, **{f"{n}": (b"value", b"payload") for n in range(100)})
-        client.delete(named(url, "order"))
-
-        def stop(turn):
-            if len(client.keys(named(url, "payload:*"))) < 50:
-                raise ZeroDivisionError
-
-        with monkeypatch.context() as patch:
-            patch.setattr(backend_module.Turn, "keep", stop)
-            with pytest.raises(ZeroDivisionError):
-                change_rows(backend, a=(b"1",))
-        assert client.keys(named(url, "payload:*"))
-        change_rows(backend, a=(b"1",))
-        assert client.keys(named(url, "payload:*")) == []
-        assert stored(backend) == {b"a": (b"1", None)}
-
-
 def test_a_payload_that_the_server_has_evicted_is_a_damaged_page_that_is_computed_again(url, client):
     with closing(Store(open_pages(url, max_bytes=64 * MIB))) as store:
         assert store.put(A) == 3
