@@ -5,7 +5,7 @@ never released there, and a file handle still belongs to the parent. So each par
 released after it in the parent and in the child.
 
 `os.fork` reports an exception in one of these hooks and forks nevertheless. So a participant that could not be held, as
-when a Ctrl-C ends the wait for it, is not released in the parent, and is renewed in the child like all others.
+when a Ctrl-C ends the wait for it, is released and renewed like all others.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import logging  # noqa: F401
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from enum import IntEnum
 from typing import Protocol
 from weakref import ref
@@ -36,7 +37,7 @@ class ForkParticipant(Protocol):
         """Wait until no other thread is in the middle of something, and let none begin."""
 
     def after_fork_in_parent(self) -> None:
-        """Undo `before_fork`."""
+        """Undo `before_fork`, or what it has done before it failed."""
 
     def after_fork_in_child(self) -> None:
         """Drop what belongs to the parent, also if `before_fork` has failed. No other thread runs."""
@@ -60,8 +61,8 @@ class ForkLevel(IntEnum):
 # held by the thread that forks, from before the fork until after it, and which thread that is
 _forking = threading.Lock()
 _forker: int | None = None
-# those that it holds, in this order
-_held: list[ForkParticipant] = []
+# those whose `before_fork` it has called, in this order
+_asked: list[ForkParticipant] = []
 _levels: dict[ref[ForkParticipant], ForkLevel] = {}
 
 
@@ -102,7 +103,9 @@ class ForkLock:
         self.held.acquire()
 
     def after_fork_in_parent(self) -> None:
-        self.held.release()
+        # unless an interrupt has ended the wait for it
+        with suppress(RuntimeError):
+            self.held.release()
 
     def after_fork_in_child(self) -> None:
         self.held = threading.RLock()
@@ -114,7 +117,9 @@ def _before_fork() -> None:
     _forker = threading.get_ident()
     failures: list[BaseException] = []
     for level in sorted(ForkLevel, reverse=True):
-        _held.extend(one for one in _participants(level) if _called(one.before_fork, failures))
+        for participant in _participants(level):
+            _asked.append(participant)
+            _call(participant.before_fork, failures)
     if failures:
         raise failures[0]
 
@@ -125,8 +130,8 @@ def _after_fork_in_parent() -> None:
     if _forker != threading.get_ident():
         return
     failures: list[BaseException] = []
-    while _held:
-        _called(_held.pop().after_fork_in_parent, failures)
+    while _asked:
+        _call(_asked.pop().after_fork_in_parent, failures)
     _forker = None
     _forking.release()
     if failures:
@@ -138,21 +143,19 @@ def _after_fork_in_child() -> None:
     failures: list[BaseException] = []
     for level in sorted(ForkLevel):
         for participant in _participants(level):
-            _called(participant.after_fork_in_child, failures)
-    _held.clear()
+            _call(participant.after_fork_in_child, failures)
+    _asked.clear()
     _forker, _forking = None, threading.Lock()
     if failures:
         raise failures[0]
 
 
-def _called(call: Callable[[], None], failures: list[BaseException]) -> bool:
-    """Call this; an error in it, or an interrupt, does not keep the others from their turn. `os.fork` reports it."""
+def _call(work: Callable[[], None], failures: list[BaseException]) -> None:
+    """Do this; an error in it, or an interrupt, does not keep the others from their turn. `os.fork` reports it."""
     try:
-        call()
+        work()
     except BaseException as error:  # noqa: BLE001 - raised when all are done
         failures.append(error)
-        return False
-    return True
 
 
 if hasattr(os, "register_at_fork"):

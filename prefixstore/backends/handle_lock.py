@@ -38,8 +38,8 @@ class HandleLock:
         return me in _keys(self._inside) or me in _keys(self._alone)
 
     def is_exclusive(self, hold: object) -> bool:
-        """Whether this hold was acquired. Nobody else asks while it is waited for."""
-        return hold in self._alone
+        """Whether this hold has the handle exclusively; not while it still waits for others to leave."""
+        return hold in self._alone and not self._inside
 
     @contextmanager
     def shared(self) -> Iterator[None]:
