@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from prefixstore.backends.objects.read_ahead import ahead, at_once
+from prefixstore.backends.objects.read_ahead import Window, ahead, at_once
 from tests.support import outcome
 from tests.support.ctrl_c import interrupted, places_in, sample
 from tests.support.models import TORTURE
@@ -31,7 +31,7 @@ def read_ahead():
         arrived(1)
         return number
 
-    return list(ahead(range(4), lambda _: 1, read, lambda _: None))
+    return [found for _, found in ahead(range(4), lambda _: 1, read, Window())]
 
 
 def upload():

@@ -1,16 +1,25 @@
-"""Payloads of object storage on their way: more and more at a time."""
+"""Payloads of object storage on their way: as many at a time as the link takes."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from queue import SimpleQueue
 
 import pytest
 
-from prefixstore.backends.objects.read_ahead import AT_ONCE, HELD_BYTES, ahead
+from prefixstore.backends.objects.read_ahead import (
+    AT_ONCE,
+    FIRST_BYTES,
+    HELD_BYTES,
+    LEARNED_SECONDS,
+    LEAST_BYTES,
+    Window,
+    ahead,
+)
 from prefixstore.errors import CorruptError, UnavailableError
-from tests.support import PATIENCE, in_thread
+from tests.support import PATIENCE
 from tests.support.places import MIB
 from tests.support.timeouts import wait_for
 
@@ -31,42 +40,60 @@ def test_payloads_are_read_ahead_in_order_with_a_bound_on_what_is_held():
 
     found = []
     with pytest.raises(CorruptError):
-        found.extend(ahead(iter(range(50)), lambda _: HELD_BYTES // 4, read, lambda _: None))
-    assert found == [-n for n in range(30)]
+        found.extend(ahead(iter(range(50)), lambda _: HELD_BYTES // 4, read, wide()))
+    assert found == [(n, -n) for n in range(30)]
     assert max(most) <= 4
-    assert list(ahead([], lambda _: 1, read, lambda _: None)) == []
-    assert list(ahead([7], lambda _: 10**12, read, lambda _: None)) == [-7]
+    assert list(ahead([], lambda _: 1, read, Window())) == []
+    assert list(ahead([7], lambda _: 10**12, read, Window())) == [(7, -7)]
 
 
-def test_the_first_is_asked_for_alone_and_it_is_told_how_much_of_it_is_there():
-    begun, told = [], []
-    going = [threading.Event() for _ in range(20)]
+def wide():
+    """A window as large as may be held."""
+    window = Window()
+    window.received(HELD_BYTES, HELD_BYTES / 1e12)
+    assert window.bytes == HELD_BYTES
+    return window
+
+
+def test_the_next_payload_is_asked_for_when_little_of_the_first_is_to_come():
+    pieces = SimpleQueue()
+    begun = [threading.Event() for _ in range(3)]
+    going = threading.Event()
 
     def read(number, arrived):
-        begun.append(number)
-        assert going[number].wait(PATIENCE)
-        arrived(number + 1)
+        begun[number].set()
+        if number:
+            assert going.wait(PATIENCE)
+            return number
+        at = 0
+        while at < 8 * MIB:
+            size = pieces.get(timeout=PATIENCE)
+            arrived(size)
+            at += size
         return number
 
-    found = ahead(range(20), lambda _: MIB, read, told.append)
-    results = SimpleQueue()
-    reader = in_thread(lambda: [results.put(one) for one in found])
-    for n_done, n_begun in enumerate((1, 3, 6, 3 + AT_ONCE, 4 + AT_ONCE)):
-        wait_for(lambda n=n_begun: len(begun) == n, "they have begun")
-        going[n_done].set()
-        assert results.get(timeout=PATIENCE) == n_done
-        assert n_done + 1 in told
-    for event in going:
-        event.set()
+    results = []
+    found = ahead(range(3), lambda _: 8 * MIB, read, Window())
+    reader = threading.Thread(target=lambda: results.extend(found))
+    reader.start()
+    assert begun[0].wait(PATIENCE)
+    pieces.put(8 * MIB - FIRST_BYTES - 1)
+    assert not begun[1].wait(0.05)
+    pieces.put(1)
+    assert begun[1].wait(PATIENCE)
+    # now another 8 MiB are on their way
+    assert not begun[2].wait(0.05)
+    pieces.put(FIRST_BYTES)
+    going.set()
     reader.join(PATIENCE)
-    assert results.qsize() == 15
+    assert [one for one, _ in results] == [0, 1, 2]
 
 
 def test_whoever_ends_early_has_the_others_end_with_their_next_bytes():
     ended, going, begun = [], threading.Event(), []
 
     def read(number, arrived):
-        if number > 2:
+        if number:
             begun.append(number)
             assert going.wait(PATIENCE)
             try:
@@ -76,9 +103,96 @@ def test_whoever_ends_early_has_the_others_end_with_their_next_bytes():
                 raise
         return number
 
-    found = ahead(range(6), lambda _: MIB, read, lambda _: None)
-    assert [next(found) for _ in range(3)] == [0, 1, 2]
-    wait_for(lambda: len(begun) == 3, "the others have begun")
+    found = ahead(range(6), lambda _: MIB, read, wide())
+    assert next(found) == (0, 0)
+    wait_for(lambda: len(begun) == 5, "the others have begun")
     found.close()
     going.set()
-    wait_for(lambda: sorted(ended) == [3, 4, 5], "they end")
+    wait_for(lambda: sorted(ended) == [1, 2, 3, 4, 5], "they end")
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Link:
+    """A simulated link that its requests share, and a server that answers late and gives each so much at most."""
+
+    def __init__(self, rate, latency=0.0, each=float("inf")):
+        self.rate, self.latency, self.each = rate, latency, each
+        self.clock = Clock()
+        self.window = Window(self.clock)
+
+    def restore(self, sizes):
+        """When each of these payloads has come, asked for as `ahead` does."""
+        began = self.clock.now
+        left, running, arrivals, window = deque(enumerate(sizes)), [], {}, self.window
+        window.begin()
+        while left or running:
+            now = self.clock.now
+            most = window.bytes if arrivals else window.before_first(sizes[0])
+            while left and len(running) < AT_ONCE and (not running or sum(each[1] for each in running) <= most):
+                number, size = left.popleft()
+                running.append([number, size, size, now])
+            flowing = [each for each in running if each[3] + self.latency <= now + 1e-9]
+            share = min(self.rate / len(flowing), self.each) if flowing else 0.0
+            # requests are looked at once in a millisecond, as pieces arrive
+            step = min([0.001, *(each[1] / share for each in flowing)])
+            self.clock.now += step
+            for each in flowing:
+                each[1] = max(each[1] - step * share, 0.0)
+                if each[1] < 1e-3:
+                    running.remove(each)
+                    arrivals[each[0]] = self.clock.now - began
+                    window.received(each[2], self.clock.now - each[3], is_full=each[0] > 0 and len(left) > 0)
+        return [arrivals[number] for number in range(len(sizes))]
+
+
+@pytest.mark.parametrize(
+    ("rate", "latency", "each"),
+    [
+        (12.5e6, 0.005, float("inf")),  # 100 Mbit/s
+        (12.5e6, 0.05, float("inf")),
+        (125e6, 0.005, float("inf")),  # 1 Gbit/s
+        (125e6, 0.05, float("inf")),
+        (10e9, 0.02, 90e6),  # a large object store: so much for each connection
+    ],
+)
+def test_on_a_slow_link_the_first_page_comes_as_if_alone_and_every_one_is_filled(rate, latency, each):
+    link, sizes = Link(rate, latency, each), [8 * MIB] * 32
+    alone = latency + sizes[0] / min(rate, each)
+    for _ in range(5):
+        arrived = link.restore(sizes)
+        assert arrived[0] <= 1.05 * alone
+        # each page about when it would come if they were asked for one by one
+        assert all(came <= (n + 2) * alone for n, came in enumerate(arrived))
+    best = max(latency + sum(sizes) / rate, alone * len(sizes) / AT_ONCE)
+    assert arrived[-1] <= 1.05 * best
+
+
+def test_what_was_learned_of_a_link_is_forgotten_after_a_while():
+    clock = Clock()
+    window = Window(clock)
+
+    def receive(seconds):
+        for _ in range(10):
+            clock.now += seconds
+            window.received(8 * MIB, seconds)
+
+    receive(0.1)
+    window.begin()
+    assert window.bytes == HELD_BYTES
+    receive(0.8)
+    window.begin()
+    assert window.bytes < 8 * MIB
+    clock.now += LEARNED_SECONDS
+    window.begin()
+    assert window.bytes == LEAST_BYTES
+    # a clock that was set back
+    receive(0.1)
+    clock.now = 0.0
+    window.begin()
+    assert window.bytes == LEAST_BYTES

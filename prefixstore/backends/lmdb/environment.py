@@ -5,8 +5,9 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,9 +22,10 @@ from prefixstore.backends.forks import ForkLevel, ForkLock, register_at_fork
 from prefixstore.backends.handle_lock import HandleLock
 from prefixstore.backends.lmdb.checked import CheckedFile, damaged, require_sound
 from prefixstore.backends.lmdb.errors import not_opened, prepare_directory, translate
+from prefixstore.backends.lmdb.lock_file import writer_of
 from prefixstore.backends.lmdb.walk import MAX_READERS
 from prefixstore.backends.trusted import require_trusted_directory, require_trusted_files
-from prefixstore.errors import CorruptError, LocationError
+from prefixstore.errors import CorruptError, LocationError, UnavailableError
 
 __all__ = ["DATABASES", "FILE_EXTRA", "LMDB_VERSION", "SCRUBS", "Environment", "acquire", "release"]
 
@@ -31,6 +33,8 @@ SMALLEST_MAP = 1 << 20
 # what the file may have more than its budget needs, so that there is space to delete
 FILE_EXTRA = 256 * mmap.PAGESIZE
 DATA, LOCK = "data.mdb", "lock.mdb"
+# how long opening a store waits for another process that writes to it
+OPEN_SECONDS = 10.0
 MAGIC = b"prefixstore"
 # in the database meta: changes with each scrub
 SCRUBS = b"scrubs"
@@ -71,6 +75,8 @@ class Environment:
                 is_new = not file.exists()
                 if is_new and read_only:
                     raise refusals.no_store(path)
+                if not read_only:
+                    self._wait_for_writer()
                 if is_new:
                     _create(path)
                 found = file.stat()
@@ -142,6 +148,25 @@ class Environment:
             raise refusals.other_format(self.path, found, LMDB_VERSION)
         if len(databases) < len(DATABASES):
             raise foreign
+
+    def _wait_for_writer(self) -> None:
+        """Wait until no process holds the write lock, but not for long: who opens a store may be able to go on without.
+
+        Before the handle is open: closing a file drops the POSIX locks of this process on it, and LMDB needs its own.
+        """
+        with suppress(OSError):
+            found = (self.path / DATA).stat()
+            identity = found.st_dev, found.st_ino
+            others = (one for one in _open.values() if one is not self)
+            if any(one._identity == identity for one in others):  # noqa: SLF001 - of the same class
+                return  # it is open under another name
+        deadline = time.monotonic() + OPEN_SECONDS
+        while (pid := writer_of(self.path / LOCK)) is not None:
+            if time.monotonic() > deadline:
+                raise UnavailableError(
+                    f"{self.path}: process {pid} has held the write lock for {OPEN_SECONDS:.0f} s; try again, or end it"
+                )
+            time.sleep(0.02)
 
     @contextmanager
     def begin(self, *, write: bool) -> Iterator[lmdb.Transaction]:

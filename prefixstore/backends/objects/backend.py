@@ -128,10 +128,11 @@ class ObjectsView(View):
     def _payloads(self, rows: Sequence[tuple[bytes, Stored | None]]) -> Iterator[tuple[bytes, Buffer | None] | None]:
         self.arrived = 0
         there = [(key, row) for key, row in rows if row is not None and row.payload_bytes]
-        with closing(ahead(there, lambda one: one[1].payload_bytes, self._receive, self._note)) as arriving:
+        window = self._client.window
+        with closing(ahead(there, lambda one: one[1].payload_bytes, self._receive, window, self._note)) as arriving:
             for _, row in rows:
                 if row is not None and row.payload_bytes:
-                    yield next(arriving)
+                    yield next(arriving)[1]
                 else:
                     yield None if row is None else _without_bytes(row)
 

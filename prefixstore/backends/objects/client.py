@@ -19,7 +19,7 @@ import numpy as np
 from prefixstore.backends import refusals
 from prefixstore.backends.objects.address import Address
 from prefixstore.backends.objects.library import library, never_destroy
-from prefixstore.backends.objects.read_ahead import Arrived
+from prefixstore.backends.objects.read_ahead import Arrived, Window
 from prefixstore.errors import LocationError, UnavailableError
 from prefixstore.format.record import Buffer
 
@@ -72,6 +72,8 @@ class Client:
     ----------
     n_requests
         How many were sent, not counting those that obstore itself repeats.
+    window
+        How many payloads are requested at a time.
     """
 
     def __init__(self, address: Address) -> None:
@@ -121,6 +123,7 @@ class Client:
 
     def renew(self) -> None:
         """Connect."""
+        self.window = Window()
         self._library = library()
         with self._translated():
             self._store = self._connect()
