@@ -1,9 +1,8 @@
 """A lock on a handle: shared by the threads that use it, exclusive to the thread that replaces or closes it.
 
-An interrupt (Ctrl-C, or any signal whose handler raises) may come between any two steps, and must leave neither an
-entry that is never removed nor a lock that is never released. So there is no lock and no counter here: the state is two
-dicts, which change in single operations that are harmless if repeated. A thread first announces itself in one of them
-and then looks into the other, so of two threads at least one sees the other.
+A thread of the store holds it for its caller, so a caller that holds it and asks for more does not wait for itself. Its
+state is two dicts, which change in single steps. A thread first announces itself in one of them and then looks into the
+other, so of two threads at least one sees the other.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ from prefixstore.errors import MisuseError
 
 __all__ = ["HandleLock", "release_interrupted_frames"]
 
-# How often a thread that waits looks again. Nobody wakes it: an interrupt could prevent that, and it waits rarely.
+# how often a thread that waits looks again; it waits rarely
 POLL_SECONDS = 0.001
-# how long it waits before it asks whether an interrupt has left something unreleased, and between two such times
-RECHECK_SECONDS = 0.5
 
 
 class HandleLock:
@@ -33,8 +30,6 @@ class HandleLock:
         self._inside: dict[object, Caller] = {}
         # for whom each hold is, in the order in which they came: the first thread is alone once no other is inside
         self._alone: dict[object, Caller] = {}
-        # holds for which the waiting is over
-        self._got: dict[object, None] = {}
 
     @property
     def is_held(self) -> bool:
@@ -43,20 +38,16 @@ class HandleLock:
         return me in _keys(self._inside) or me in _keys(self._alone)
 
     def is_exclusive(self, hold: object) -> bool:
-        """Whether this hold has the handle exclusively; not while it still waits for that."""
-        return hold in self._got
+        """Whether this hold has the handle exclusively; not while it still waits for others to leave."""
+        return hold in self._alone and not self._inside
 
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Hold it shared. Waits while another thread waits for exclusive use, unless this thread holds it already."""
         entry = object()
-        # released twice: an interrupt may come just before the first
         try:
-            try:
-                self._enter(entry)
-                yield
-            finally:
-                self._inside.pop(entry, None)
+            self._enter(entry)
+            yield
         finally:
             self._inside.pop(entry, None)
 
@@ -78,8 +69,6 @@ class HandleLock:
     def acquire_exclusive(self, hold: object) -> None:
         """Wait until no thread is inside, and let none in until `release_exclusive`. May be nested, with other holds.
 
-        Interrupted, it may leave the hold: release it in any case. A second call with this hold completes the first.
-
         Parameters
         ----------
         hold
@@ -91,43 +80,36 @@ class HandleLock:
             If this thread holds it shared.
         """
         me = caller()
-        if any(each.key == me.key and other != hold for other, each in list(self._alone.items())):
-            # it is alone already, and may be inside as well
-            self._alone[hold] = me
-            self._got[hold] = None
-            return
-        if me.key in _keys(self._inside):
-            release_interrupted_frames()
-            if me.key in _keys(self._inside):
-                # it would wait for itself
-                raise MisuseError("this thread is inside a view or a transaction of the location; leave it first")
+        # a thread that is alone already may be inside as well
+        is_alone = me.key in _keys(self._alone)
+        if not is_alone and me.key in _keys(self._inside):
+            # it would wait for itself
+            raise MisuseError("this thread is inside a view or a transaction of the location; leave it first")
         self._alone[hold] = me
-        _wait(lambda: not self._inside and _keys(self._alone)[:1] == [me.key], or_else=release_interrupted_frames)
-        self._got[hold] = None
+        try:
+            if not is_alone:
+                _wait(lambda: not self._inside and _keys(self._alone)[:1] == [me.key])
+        except BaseException:
+            self.release_exclusive(hold)
+            raise
 
     def release_exclusive(self, hold: object) -> None:
-        """Undo `acquire_exclusive`, also an interrupted one. A second call does nothing."""
-        self._got.pop(hold, None)
+        """Undo `acquire_exclusive`. A second call does nothing."""
         self._alone.pop(hold, None)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """Hold it exclusive."""
         hold = object()
-        # released twice: an interrupt may come just before the first
         try:
-            try:
-                self.acquire_exclusive(hold)
-                yield
-            finally:
-                self.release_exclusive(hold)
+            self.acquire_exclusive(hold)
+            yield
         finally:
             self.release_exclusive(hold)
 
     def renew(self) -> None:
         """In a forked child: drop what belongs to threads of the parent. This thread must not be inside."""
         self._inside.clear()
-        self._got.clear()
         self._alone.clear()
 
 
@@ -136,14 +118,9 @@ def _keys(holders: Mapping[object, Caller]) -> list[object]:
     return [each.key for each in list(holders.values())]
 
 
-def _wait(is_over: Callable[[], bool], *, or_else: Callable[[], None] = lambda: None) -> None:
-    """Wait until a condition holds; call `or_else` each time that it did not for a while."""
-    since = time.monotonic()
+def _wait(is_over: Callable[[], bool]) -> None:
     while not is_over():
         time.sleep(POLL_SECONDS)
-        if time.monotonic() - since > RECHECK_SECONDS:
-            or_else()
-            since = time.monotonic()
 
 
 def release_interrupted_frames() -> None:

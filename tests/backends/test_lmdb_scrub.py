@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 from prefixstore.backends.lmdb import backend as lmdb_module
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.errors import CorruptError, UnavailableError
-from tests.support import PATIENCE, seeds
+from tests.support import seeds
 from tests.support.rows import key_of, rows_of
 
 MIB = 1 << 20
@@ -113,12 +112,6 @@ def test_an_empty_store_and_one_that_becomes_empty_are_scrubbed(tmp_path):
         assert rows_of(backend) == {}
 
 
-def test_a_read_only_store_is_not_scrubbed(tmp_path):
-    LMDBBackend(tmp_path, MIB).close()
-    with closing(LMDBBackend(tmp_path, MIB, read_only=True)) as backend, pytest.raises(UnavailableError):
-        backend.compact(erase=True)
-
-
 SERVER = """
 import sys
 from prefixstore.backends.lmdb.backend import LMDBBackend
@@ -156,62 +149,6 @@ def test_a_server_that_wrote_deleted_rows_and_keeps_writing_does_not_restore_the
             backend.check()
 
 
-def test_a_server_that_writes_all_the_time_does_not_hinder_a_scrub(tmp_path, monkeypatch):
-    monkeypatch.setattr(lmdb_module, "CLEARED_AT_ONCE", 100_000)  # many rounds, with writes in between
-    with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend, closing(LMDBBackend(tmp_path, 64 * MIB)) as second:
-        write(backend, range(60))
-        stop = threading.Event()
-
-        def serve():
-            number = 1000
-            while not stop.is_set():
-                write(second, [number])
-                if number % 3:
-                    delete(second, [number])
-                number += 1
-                time.sleep(0.001)
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            delete(backend, range(10, 60))
-            backend.compact(erase=True)
-        finally:
-            stop.set()
-            thread.join()
-        assert readable(tmp_path, range(10, 60)) == 0
-        backend.check()
-
-
-@pytest.mark.slow
-def test_a_scrub_waits_for_a_view_of_what_was_deleted(tmp_path, monkeypatch):
-    monkeypatch.setattr(lmdb_module, "READERS_WITHIN", 0.3)
-    with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
-        write(backend, range(12))
-        held, leave, left = threading.Event(), threading.Event(), threading.Event()
-
-        def read():
-            with backend.view() as view:
-                [(_, payload)] = view.payloads([key_of(5)])
-                held.set()
-                assert leave.wait(PATIENCE)
-                # it has waited longer than it waits for other processes
-                time.sleep(2 * lmdb_module.READERS_WITHIN)
-                assert payload == secrets(5)[1]
-                left.set()
-
-        thread = threading.Thread(target=read)
-        thread.start()
-        assert held.wait(PATIENCE)
-        delete(backend, range(12))
-        # it has the handle open too, which may not be replaced under it
-        leave.set()
-        backend.compact(erase=True)
-        assert left.is_set()
-        thread.join()
-        assert readable(tmp_path, range(12)) == 0
-
-
 READER = """
 import sys
 from prefixstore.backends.lmdb.backend import LMDBBackend
@@ -238,19 +175,6 @@ def test_a_scrub_gives_up_while_another_process_reads_what_was_deleted(tmp_path,
                 backend.compact(erase=True)
             other.communicate("\n")
             assert other.returncode == 0
-        backend.compact(erase=True)
-        assert readable(tmp_path, range(12)) == 0
-
-
-@pytest.mark.slow
-def test_what_a_dead_reader_held_is_scrubbed(tmp_path):
-    with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
-        write(backend, range(12))
-        command = [sys.executable, "-c", READER, str(tmp_path)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
-            assert other.stdout.readline() == "held\n"
-            other.kill()
-        delete(backend, range(12))
         backend.compact(erase=True)
         assert readable(tmp_path, range(12)) == 0
 

@@ -31,9 +31,6 @@ from prefixstore.backends.objects.rows import (
 )
 from prefixstore.backends.objects.store import STORE
 from prefixstore.backends.objects.store import Store as RowStore
-from prefixstore.engine.budget import Budget
-from prefixstore.engine.invariants import violations
-from prefixstore.engine.keyspace import record_row
 from prefixstore.engine.page_checks import flaws
 from prefixstore.engine.pages import open_pages, retried
 from prefixstore.errors import (
@@ -46,9 +43,9 @@ from prefixstore.errors import (
 )
 from prefixstore.format.keys import as_tokens
 from prefixstore.testing import PersistentBackendContract
-from prefixstore.testing.together import in_child, together
+from prefixstore.testing.together import together
 from tests.support import PATIENCE, python
-from tests.support.engines import A, B, Store, store_of
+from tests.support.engines import A, B, store_of
 from tests.support.http_proxy import HTTPProxy
 from tests.support.places import MIB, contents, fill, opened, refusal, space
 from tests.support.rows import delete, key_of, payload_of, rows_of, write
@@ -77,24 +74,11 @@ class TestSeaweedFS(_Objects):
         self.url = new_prefix
 
 
-@pytest.mark.slow
+@pytest.mark.attack
 class TestMoto(_Objects):
     @pytest.fixture(autouse=True)
     def _server(self, moto, credentials):
         self.url = lambda: prefix_on(moto)
-
-    # Crowds and random rounds take most of the time of this server, and each run has them with the other one.
-    @pytest.mark.attack
-    def test_an_update_is_visible_as_a_whole_and_payloads_belong_to_their_values(self, tmp_path):
-        super().test_an_update_is_visible_as_a_whole_and_payloads_belong_to_their_values(tmp_path)
-
-    @pytest.mark.attack
-    def test_random_updates_show_and_leave_what_a_dictionary_would(self, tmp_path):
-        super().test_random_updates_show_and_leave_what_a_dictionary_would(tmp_path)
-
-    @pytest.mark.attack
-    def test_a_child_forked_while_a_thread_writes_uses_it_and_leaves_the_parent_alone(self, tmp_path):
-        super().test_a_child_forked_while_a_thread_writes_uses_it_and_leaves_the_parent_alone(tmp_path)
 
 
 @contextmanager
@@ -125,25 +109,19 @@ def names_in(url):
     ("url", "says"),
     [
         ("s3://", "names no bucket"),
-        ("s3:///prefix", "names no bucket"),
         ("s3://bucket/a//b", "empty segment"),
-        ("s3://bucket/../b", "empty segment"),
         ("s3://bucket/a?secret_access_key=hunter2", "unknown option"),
         ("s3://me:hunter2@bucket/a", "credentials"),
-        ("s3://bucket/a?endpoint=ftp://host", "endpoint must be"),
         ("s3://bucket/a?endpoint=http://me:hunter2@host", "endpoint must be"),
         ("s3://bucket/a?timeout=hunter2", "number of seconds"),
         ("s3://bucket/a?anonymous=hunter2", "true or false"),
         ("gs://bucket/a?endpoint=http://host", "unknown option"),
         ("s3://bucket/a?endpoint=http://[::1", "endpoint must be"),
-        ("s3://bucket/a?endpoint=http://host:99999", "endpoint must be"),
         ("s3://bucket/a?endpoint=http:// host", "endpoint must be"),
         ("s3://bucket/a?region=eu%0Awest", "region must have"),
-        ("s3://bucket/a?region=", "region must have"),
         ("az://bucket/a?account=a.b/c", "account must have"),
         ("s3://bucket/" + "a" * 251, "at most 250 bytes"),
         ("s3://my%20bucket/a", "name of a bucket"),
-        ("s3://bucket:80/a", "name of a bucket"),
     ],
 )
 def test_what_is_no_address_is_refused_without_repeating_a_secret(url, says):
@@ -161,22 +139,13 @@ def test_an_endpoint_in_the_environment_that_is_none_is_an_error_of_ours(endpoin
         open_backend("s3://bucket/prefix", max_bytes=MIB)
 
 
-def test_addresses_of_every_kind_are_accepted():
+def test_an_address_of_every_kind_is_accepted_and_shown_as_it_was_given():
     for url in (
         "s3://my-bucket.name/a/b%20c?endpoint=http://[::1]:8333&region=eu-central-1",
         "s3://b_1?endpoint=https://s3.example.com/path",
         "az://$web/a?account=name1",
     ):
         assert Address.parse(url).shown == url
-
-
-@pytest.mark.slow
-def test_a_location_is_shown_as_it_was_given(new_prefix):
-    url = new_prefix()
-    with opened(url) as backend:
-        assert backend.location == url
-        assert "secret" not in repr(backend).lower()
-        assert not backend.is_local
 
 
 def test_without_obstore_the_extra_is_named(monkeypatch):
@@ -363,51 +332,8 @@ def test_other_objects_among_the_rows_are_no_rows(new_prefix):
 
 
 @pytest.mark.slow
-def test_readers_see_what_writers_have_done_whatever_they_know(new_prefix):
-    url, chance, rows = new_prefix(), random.Random(11), {}
-    with rows_at(url) as one, rows_at(url) as often, rows_at(url) as seldom:
-        for number in range(60):
-            with one.update() as draft:
-                for key in chance.choices([key_of(i) for i in range(10)], k=chance.choice([1, 2, 5])):
-                    before = rows.pop(key, (None, None))[1]
-                    value, payload = b"%d" % number, chance.choice([None, None, b"", chance.randbytes(30)])
-                    if chance.random() < 0.4:
-                        draft.delete(key)
-                        before = None
-                    if chance.random() < 0.7:
-                        draft.put(key, value, payload)
-                        rows[key] = value, before if payload is None else payload
-                    else:
-                        draft.delete(key)
-            if number % 3 == 0:
-                assert rows_of(often) == rows
-            if number % 17 == 0:
-                assert rows_of(seldom) == rows
-        assert len(payloads(one)) == sum(bool(payload) for _, payload in rows.values())
-        for _ in range(2):
-            with rows_at(url) as new:
-                assert rows_of(new) == rows_of(one) == rows
-                with new.view() as before:
-                    used = before.used
-                assert new.compact() == 0
-                with new.view() as after:
-                    assert after.used == used
-
-
-def test_a_store_that_was_deleted_and_made_again_is_read_from_the_beginning(new_prefix):
+def test_a_store_that_was_deleted_is_made_again_by_those_who_use_it(new_prefix):
     url = new_prefix()
-    with opened(url) as old:
-        fill(old, space(), [[1, 2, 3, 4]])
-        old.rows.client.delete(sorted(names(old.rows)))
-        with opened(url) as new:
-            ((key,),) = fill(new, space(), [[5, 6, 7, 8]])
-        assert set(contents(old)) == {key}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("server", ["seaweedfs", "moto"])
-def test_a_store_that_was_deleted_is_made_again_by_those_who_use_it(server, request, credentials):
-    url = prefix_on(request.getfixturevalue(server))
     with store_of(open_pages(url, max_bytes=MIB)) as store, opened(url, read_only=True) as reader:
         client = store.backend.rows.client
 
@@ -566,21 +492,6 @@ def test_a_turn_lasts_while_its_writer_works(new_prefix, monkeypatch):
         assert len(rows_of(one)) == 7
 
 
-def test_a_note_that_others_change_at_the_same_time_is_changed_by_all(new_prefix):
-    url = new_prefix()
-    stores = [Store(open_pages(url, max_bytes=MIB)) for _ in range(3)]
-
-    def count(store):
-        for _ in range(5):
-            store.engine.change_note(b"n", lambda old: str(int(old or b"0") + 1).encode())
-
-    with ThreadPoolExecutor(3) as threads:
-        list(threads.map(count, stores))
-    assert stores[0].engine.note(b"n") == b"15"
-    for store in stores:
-        store.close()
-
-
 # -- what is left, and what is really deleted --------------------------------------------------------------------------
 
 
@@ -645,18 +556,6 @@ def test_nothing_of_a_purged_page_is_left_after_a_scrub(new_prefix):
         assert len(contents(backend)) == 1
 
 
-def test_a_missing_payload_is_corrupt_and_a_check_names_it(new_prefix):
-    with opened(new_prefix()) as backend:
-        (path,) = fill(backend, space(), [[1] * 8])
-        inner = payload_name(record_row(path[1]), new_payload(1)).rpartition("!")[0]
-        backend.rows.client.delete([name for name in payloads(backend.rows) if inner in name])
-        with backend.view() as view:
-            assert view.payload(path[1]) is None
-            with pytest.raises(CorruptError, match="no payload"):
-                list(view.fetch(path))
-            assert [one.rule for one in violations(view, Budget(MIB))] == ["payload"]
-
-
 def test_a_row_that_is_deleted_or_written_again_while_it_is_read_is_missing_or_new(new_prefix):
     url = new_prefix()
     with rows_at(url) as one, rows_at(url) as two:
@@ -674,33 +573,7 @@ def test_a_row_that_is_deleted_or_written_again_while_it_is_read_is_missing_or_n
         assert bytes(found[0][1]) == payload_of(0, 1000)
 
 
-@pytest.mark.slow
-def test_what_another_process_has_stored_is_not_sent_again(seaweedfs, credentials):
-    with closing(HTTPProxy(seaweedfs.endpoint)) as proxy:
-        url = prefix_on(seaweedfs, proxy.endpoint)
-        with store_of(open_pages(url, max_bytes=MIB)) as one, store_of(open_pages(url, max_bytes=MIB)) as two:
-            assert one.put(A) == 3
-            two.put(A)
-            sent = [path for method, path in proxy.requests if method == "PUT" and "/payloads/" in path]
-        assert len(sent) == 3
-
-
 # -- processes ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_grandchild_uses_the_location_and_its_ancestors_go_on(new_prefix):
-    with opened(new_prefix()) as backend:
-        keys = fill(backend, space(), [[1] * 4])[0]
-
-        def put(generation):
-            keys.extend(fill(backend, space(), [[generation] * 4])[0])
-            return set(contents(backend)) == set(keys)
-
-        def child():
-            return put(2) and in_child(lambda: put(3)) and len(contents(backend)) == 3
-
-        assert in_child(child)
-        assert len(contents(backend)) == 3
 
 
 FORKS = """

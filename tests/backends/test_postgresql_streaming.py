@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
-from contextlib import closing, suppress
+from contextlib import closing
 from itertools import islice
 
 import psycopg
@@ -14,11 +12,10 @@ from sqlalchemy import make_url
 
 from prefixstore.backends import received
 from prefixstore.backends.contract import Range
-from prefixstore.backends.sql import postgresql, postgresql_rows
+from prefixstore.backends.sql import postgresql_rows
 from prefixstore.errors import UnavailableError
 from tests.support.postgres import database, name_of
-from tests.support.proxy import Proxy
-from tests.support.sql_rows import MIB, change, opened, put, row, statements
+from tests.support.sql_rows import MIB, opened, put, row, statements
 
 # more than the sockets and their buffers hold
 LONG = 3 * MIB + 1
@@ -70,19 +67,6 @@ def test_payloads_are_received_piece_by_piece(stored, monkeypatch):
             # four pieces each
             assert len(received) == 4 * number
         assert len(sent) == 1
-
-
-def test_payloads_of_any_size_arrive_whole(new_database):
-    rows = [row(i, size) for i, size in enumerate((0, 1, MIB - 1, MIB, MIB + 1, 0, 2 * MIB, 100))]
-    with opened(new_database()) as backend:
-        keys = put(backend, *rows)
-        with backend.view() as view:
-            assert as_bytes(view.payloads(keys)) == [payload for _, _, payload in rows]
-            assert as_bytes(view.payloads(keys[::-1])) == [payload for _, _, payload in rows][::-1]
-        # a piece too many is not a payload too many
-        change(backend, "INSERT INTO prefixstore_payloads VALUES (:key, 2, '')", key=keys[6])
-        with backend.view() as view:
-            assert as_bytes(view.payloads(keys)) == [payload for _, _, payload in rows]
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -142,56 +126,6 @@ def test_a_view_may_be_asked_for_something_else_while_payloads_arrive(stored):
             assert as_bytes(fetched) == [payload for _, _, payload in rows[1:]]
 
 
-def test_payloads_that_nobody_waits_for_do_not_spoil_the_connection(stored, caplog):
-    url, rows, keys = stored
-    with opened(url) as backend, caplog.at_level(logging.WARNING):
-        left = []
-        for _ in range(3):
-            with backend.view() as view:
-                left.append(view.payloads(keys))
-                next(left[-1])
-            with backend.update() as draft:
-                left.append(draft.payloads(keys))
-                next(left[-1])
-                draft.put(*rows[0][:2])
-        with backend.view() as view:
-            assert as_bytes(view.payloads(keys)) == [payload for _, _, payload in rows]
-        del left
-        with backend.view() as view:
-            assert as_bytes(view.payloads(keys)) == [payload for _, _, payload in rows]
-    assert not caplog.records
-
-
-def test_a_connection_that_is_given_back_while_rows_arrive_is_replaced(stored):
-    """As after an interrupt at the end of a view."""
-    url, rows, keys = stored
-    with opened(url) as backend:
-        for _ in range(3):
-            with backend.connection() as driver:
-                left = driver.cursor().stream(postgresql_rows._PAYLOADS, {"keys": keys})
-                next(left)
-            with backend.view() as view:
-                assert as_bytes(view.payloads(keys)) == [payload for _, _, payload in rows]
-            put(backend, row(7))
-
-
-def test_a_payload_does_not_change_while_it_is_held_and_its_memory_is_used_again(stored):
-    url, rows, keys = stored
-    with opened(url) as backend:
-        kept = backend.memory._kept
-        with backend.view() as view:
-            held = [memoryview(payload)[7:] for _, payload in view.payloads(keys)]
-            again = [memoryview(payload)[7:] for _, payload in view.payloads(keys)]
-            for i, (_, _, payload) in enumerate(rows):
-                assert held[i] == again[i] == payload[7:]
-            assert len(kept) == 10
-            del held, again
-            kept.clear()
-            for _ in view.payloads(keys):
-                # one that is used, and one that is received
-                assert len(kept) <= 3
-
-
 def test_no_memory_for_a_payload_is_an_error_that_leaves_a_usable_view(stored, monkeypatch):
     url, rows, keys = stored
 
@@ -223,23 +157,6 @@ def test_a_session_that_ends_while_payloads_arrive_ends_them_with_an_error(store
             assert as_bytes(view.payloads(keys)) == [payload for _, _, payload in rows]
 
 
-def test_a_session_that_ends_before_another_statement_ends_the_payloads_with_an_error(stored):
-    url, _, keys = stored
-    libpq = make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
-    with opened(url) as backend:
-        pid = session_of(backend)
-        with backend.view() as view:
-            fetched = view.payloads(keys)
-            next(fetched)
-            with psycopg.connect(libpq, autocommit=True) as session:
-                session.execute("SELECT pg_terminate_backend(%s, 5000)", (pid,))
-            # it is sent again on another connection; the payloads cannot be
-            assert view.get(keys[:1]) != [None]
-            with pytest.raises(UnavailableError):
-                # some may have arrived
-                list(fetched)
-
-
 def test_rows_that_are_not_there_cost_no_connection(stored):
     url, rows, keys = stored
     expected = {key: payload for key, _, payload in rows}
@@ -264,43 +181,3 @@ def test_what_has_arrived_of_a_payload_is_told(stored):
         assert view.arrived == LONG
         assert next(payloads, None) is None
         assert view.arrived == 0
-
-
-class Stalling(Proxy):
-    """Passes on so many bytes of answers, and then swallows them."""
-
-    def __init__(self, path):
-        self.left = 1 << 40
-        self.n_connections = 0
-        super().__init__(path)
-
-    def forward(self, source, target, answers):
-        self.n_connections += answers
-        with suppress(OSError):
-            while data := source.recv(1 << 16):
-                if answers:
-                    data = data[: max(self.left, 0)]
-                    self.left -= len(data)
-                target.sendall(data)
-        for end in (source, target):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-
-def test_what_is_given_up_on_a_line_that_stalls_asks_the_server_for_nothing(stored, request, monkeypatch):
-    if os.environ.get("PREFIXSTORE_TEST_POSTGRES"):
-        pytest.skip("the server is not ours")
-    url, rows, keys = stored
-    server = request.getfixturevalue("postgres_server")
-    monkeypatch.setattr(postgresql, "SILENT_READING", 60)
-    with closing(Stalling(str(server.sockets / ".s.PGSQL.5432"))) as line:
-        through = f"postgresql+psycopg://postgres@127.0.0.1:{line.port}/{make_url(url).database}"
-        with opened(through) as backend:
-            # neither does it wait for what is still on its way, nor does it connect to have the query cancelled
-            with backend.view() as view, closing(view.payloads(keys)) as fetched:
-                assert bytes(next(fetched)[1]) == rows[0][2]
-                line.left, before = 0, line.n_connections
-            assert line.n_connections == before
-            line.left = 1 << 40
-            with backend.view() as view:
-                assert as_bytes(view.payloads(keys)) == [payload for _, _, payload in rows]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from prefixstore.backends import received
 from prefixstore.backends.received import ReceivedMemory
 from prefixstore.errors import UnavailableError
-from tests.support import PATIENCE
 
 
 def test_memory_is_used_again_only_when_nobody_refers_to_it():
@@ -44,22 +41,3 @@ def test_memory_that_is_kept_is_bounded(monkeypatch):
 def test_memory_that_there_is_not_is_an_error_of_ours(size):
     with pytest.raises(UnavailableError, match="no memory"):
         ReceivedMemory().take(size)
-
-
-def test_threads_never_share_memory(monkeypatch):
-    monkeypatch.setattr(received, "SMALL", 1)
-    memory, failed = ReceivedMemory(), []
-
-    def work(number):
-        for _ in range(3000):
-            view = memory.take(1000)
-            view[:] = bytes([number]) * 1000
-            if view.tobytes() != bytes([number]) * 1000:
-                failed.append(number)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert failed == []

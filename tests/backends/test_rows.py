@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 from contextlib import closing, contextmanager
-from itertools import product
 
 import pytest
 
-from prefixstore.backends.contract import Change, Costs, Draft, Range
+from prefixstore.backends.contract import Draft, Range
 from prefixstore.backends.memory import COSTS, MemoryBackend
 from prefixstore.backends.sorted_rows import ROWS_OF_BLOCK
 from prefixstore.errors import UnavailableError
@@ -99,34 +97,6 @@ def test_a_view_of_memory_stays_as_it_was_when_it_opened():
             assert later.get([b"a", b"b"]) == [None, b"new"]
 
 
-def test_a_fork_does_not_wait_for_an_update_and_the_child_may_write_at_once():
-    backend = filled([b"a"])
-    is_open, may_close = threading.Event(), threading.Event()
-
-    def write():
-        with backend.update() as draft:
-            draft.put(b"a", b"half")
-            assert draft.used >= 0
-            is_open.set()
-            may_close.wait(PATIENCE)
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    is_open.wait(PATIENCE)
-    pid = os.fork()
-    if pid == 0:
-        backend.after_fork()
-        with backend.update() as draft:
-            draft.put(b"b", b"child")
-        with backend.view() as view:
-            os._exit(7 if view.get([b"a", b"b"]) == [b"stored", b"child"] else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-    may_close.set()
-    thread.join(PATIENCE)
-    with backend.view() as view:
-        assert view.get([b"a", b"b"]) == [b"half", None]
-
-
 def test_a_closed_memory_with_a_name_leaves_the_rows_to_the_others():
     one, two = MemoryBackend("shared rows"), MemoryBackend("shared rows")
     with one.update() as draft:
@@ -154,32 +124,6 @@ def open_draft(request):
             return Draft(view, COSTS, view.apply if request.param == "flushed" else None)
 
     return opened
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_ranges_are_those_of_a_plain_dictionary_after_any_changes(open_draft, seed):
-    chance = random.Random(seed)
-    keys = [b"%03d" % i for i in range(0, 400, 2)]
-    draft, rows = open_draft(keys), dict.fromkeys(keys, b"stored")
-    for _ in range(60):
-        for _ in range(chance.choice([1, 3, 10])):
-            key = b"%03d" % chance.randrange(100, 300)
-            if chance.random() < 0.8:
-                draft.delete(key)
-                rows.pop(key, None)
-            else:
-                draft.put(key, b"mine")
-                rows[key] = b"mine"
-        assert chance.random() < 0.9 or draft.used >= 0
-        bounds = [b"%03d" % chance.choice([0, 99, 150, 300, 301, 399]) for _ in range(6)]
-        wanted = [
-            Range(start, stop, limit, reverse=reverse)
-            for start, stop in product(bounds[:2], bounds[2:])
-            for limit, reverse in product((0, 1, 3, 100, None), (False, True))
-        ]
-        for one, found in zip(wanted, draft.ranges(wanted), strict=True):
-            expected = sorted((row for row in rows.items() if one.start <= row[0] < one.stop), reverse=one.reverse)
-            assert found == expected[: one.limit]
 
 
 @pytest.mark.parametrize("order", [sorted, reversed, lambda keys: random.Random(5).sample(keys, len(keys))])
@@ -232,32 +176,6 @@ def test_a_row_put_after_its_deletion_has_no_old_payload(open_draft, is_read):
     assert list(draft._view.payloads([b"a", b"b", b"c", b"d"])) == expected
 
 
-def test_changes_come_in_order_with_the_deletion_of_an_old_payload_before_the_row():
-    with filled([]).view() as nothing:
-        draft = Draft(nothing, Costs())
-    draft.put(b"c", b"1", b"payload")
-    draft.delete(b"b")
-    draft.delete(b"a")
-    draft.put(b"a", b"1")
-    draft.put(b"c", b"2")
-    assert draft.changes == [Change(b"a", None), Change(b"a", b"1"), Change(b"b", None), Change(b"c", b"2", b"payload")]
-
-
-def test_payloads_stay_in_step_while_rows_are_written(open_draft):
-    keys = [b"a", b"b", b"c", b"d", b"e", b"f"]
-    draft = open_draft(keys[:4], a=b"A", b=b"B", c=b"C", d=b"D")
-    draft.put(b"b", b"mine", b"M")
-    draft.put(b"c", b"renamed")
-    draft.put(b"f", b"new")
-    draft.delete(b"d")
-    found = []
-    for key, pair in zip(keys, draft.payloads(keys), strict=True):
-        found.append(pair)
-        draft.delete(key)
-        assert draft.used >= 0
-    assert found == [(b"stored", b"A"), (b"mine", b"M"), (b"renamed", b"C"), None, None, (b"new", None)]
-
-
 def test_a_value_is_read_once(open_draft):
     draft = open_draft([b"a", b"b"])
     assert draft.get([b"a", b"x", b"a"]) == [b"stored", None, b"stored"]
@@ -284,9 +202,3 @@ def test_a_size_is_measured_or_estimated_from_the_changes_and_from_what_the_call
     assert draft.used - before == COSTS.of(b"a", b"stored", 500) - COSTS.of(b"a", b"stored", 6)
     draft.delete(b"a", replaced=500)
     assert draft.used - before == -COSTS.of(b"a", b"stored", 6)
-
-
-def test_costs_count_units_of_payloads():
-    costs = Costs(row=10, payload=16, unit=4096)
-    sizes = [costs.of(b"key", b"value", size) for size in (None, 0, 4080, 4081)]
-    assert sizes == [18, 18 + 4096, 18 + 4096, 18 + 8192]

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import threading
 import traceback
 from contextlib import closing, contextmanager, suppress
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,12 +16,10 @@ import valkey
 from valkey.connection import Connection, SSLConnection, UnixDomainSocketConnection
 
 from prefixstore.backends.contract import ConflictError, Range
-from prefixstore.backends.received import ReceivedMemory
 from prefixstore.backends.valkey import backend as backend_module
 from prefixstore.backends.valkey import connections, open_valkey
 from prefixstore.backends.valkey import view as view_module
 from prefixstore.backends.valkey.address import Address
-from prefixstore.backends.valkey.payloads import AHEAD_BYTES, MOST_AHEAD, receive
 from prefixstore.backends.valkey.scripts import COSTS
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.invariants import violations
@@ -42,7 +36,7 @@ from prefixstore.errors import (
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import Usage
 from prefixstore.testing import PersistentBackendContract
-from tests.support import PATIENCE, ROOT
+from tests.support import ROOT
 from tests.support.engines import NS, A, B, P, Store
 from tests.support.pages import make_page
 from tests.support.places import contents, opened
@@ -78,7 +72,7 @@ class TestOverASocket(Locations, PersistentBackendContract):
         return open_valkey(self.url(tmp_path), max_bytes=64 * MIB, read_only=False)
 
 
-@pytest.mark.slow
+@pytest.mark.attack
 class TestOverTCP(TestOverASocket):
     tcp = True
 
@@ -200,12 +194,6 @@ def test_without_the_client_the_error_names_the_extra(monkeypatch):
         open_pages("valkey://localhost", max_bytes=MIB)
 
 
-def test_locations_of_one_server_are_apart(new_valkey):
-    with opened(new_valkey()) as one, opened(new_valkey()) as other:
-        assert put(one, 1)
-        assert contents(other) == {}
-
-
 # -- users ------------------------------------------------------------------------------------------------------------
 
 
@@ -285,26 +273,6 @@ def test_read_only_needs_a_store_and_writes_nothing(url, client):
         for write in (reader.reindex, lambda: put(reader, 2)):
             with pytest.raises(UnavailableError, match="read-only"):
                 write()
-
-
-def test_every_key_has_the_name_of_the_location_in_braces(url, client, monkeypatch):
-    before, during = set(client.keys("*")), set()
-    monkeypatch.setattr(backend_module, "RENEW_SECONDS", 0)
-    keep = backend_module.Turn.keep
-    monkeypatch.setattr(backend_module.Turn, "keep", lambda turn: (during.update(client.keys("*")), keep(turn))[1])
-    with rows_of(url) as backend:
-        change_rows(backend, a=(b"1", b"x"), b=(b"2", b"y"), c=(b"3",))
-    after = set(client.keys("*"))
-    name = named(url, "").encode()
-    assert {key for key in during | after if not key.startswith(name)} <= before
-    assert {key.removeprefix(name) for key in after - before} == {
-        b"meta",
-        b"rows",
-        b"order",
-        b"payload:a",
-        b"payload:b",
-    }
-    assert any(key.startswith(name + b"new:") for key in during)
 
 
 # -- round trips ------------------------------------------------------------------------------------------------------
@@ -468,22 +436,6 @@ def test_a_structure_that_the_server_has_evicted_starts_the_location_over(url, c
         assert stored(backend) == {b"a": (b"1", b"again"), b"b": (b"new", None)}
 
 
-@pytest.mark.parametrize("kind", ["rows", "order"])
-def test_a_structure_that_has_lost_or_gained_something_starts_the_location_over(url, client, kind):
-    for damage in (
-        lambda: client.hdel(named(url, kind), "a") if kind == "rows" else client.zrem(named(url, kind), "a"),
-        lambda: client.hset(named(url, kind), "x", "y") if kind == "rows" else client.zadd(named(url, kind), {"x": 0}),
-    ):
-        with rows_of(url) as backend:
-            change_rows(backend, a=(b"1", b"payload"), b=(b"2",))
-            damage()
-            stored(backend)
-            with pytest.raises(CorruptError):
-                backend.check()
-            change_rows(backend, c=(b"3",))
-            assert stored(backend) == {b"c": (b"3", None)}
-
-
 def test_a_structure_that_is_evicted_during_an_update_ends_it_with_a_conflict(url, client):
     for kind in ("meta", "rows", "order"):
         with rows_of(url) as backend:
@@ -492,42 +444,6 @@ def test_a_structure_that_is_evicted_during_an_update_ends_it_with_a_conflict(ur
                 change_rows(backend, b=(b"2", b"payload"), then=lambda kind=kind: client.delete(named(url, kind)))
             change_rows(backend, b=(b"2",))
             assert stored(backend) == {b"b": (b"2", None)}
-
-
-def test_a_process_that_is_stopped_while_it_starts_a_location_over_leaves_nothing_of_the_old_one(
-    url, client, monkeypatch
-):
-    monkeypatch.setattr(backend_module, "SCANNED_AT_ONCE", 10)
-    with rows_of(url) as backend:
-        change_rows(backend, **{f"{n}": (b"value", b"payload") for n in range(100)})
-        client.delete(named(url, "order"))
-
-        def stop(turn):
-            if len(client.keys(named(url, "payload:*"))) < 50:
-                raise ZeroDivisionError
-
-        with monkeypatch.context() as patch:
-            patch.setattr(backend_module.Turn, "keep", stop)
-            with pytest.raises(ZeroDivisionError):
-                change_rows(backend, a=(b"1",))
-        assert client.keys(named(url, "payload:*"))
-        change_rows(backend, a=(b"1",))
-        assert client.keys(named(url, "payload:*")) == []
-        assert stored(backend) == {b"a": (b"1", None)}
-
-
-def test_a_payload_that_the_server_has_evicted_is_none_and_is_counted_until_its_row_goes(url, client):
-    with rows_of(url) as backend:
-        with backend.view() as view:
-            empty = view.used
-        change_rows(backend, a=(b"1", b"x" * 1000), b=(b"2", b"y" * 1000))
-        client.delete(named(url, "payload:a"))
-        assert stored(backend) == {b"a": (b"1", None), b"b": (b"2", b"y" * 1000)}
-        with backend.update() as draft:
-            draft.delete(b"a")
-            draft.delete(b"b")
-        with backend.view() as view:
-            assert view.used == empty
 
 
 def test_a_payload_that_the_server_has_evicted_is_a_damaged_page_that_is_computed_again(url, client):
@@ -543,62 +459,6 @@ def test_a_payload_that_the_server_has_evicted_is_a_damaged_page_that_is_compute
         assert store.engine.check() == []
         assert store.put(A) == 2
         assert store.fetch(A) == 3
-
-
-def test_a_server_that_lost_its_last_changes_has_what_it_had_before():
-    with private_valkey(save="3600 1") as server, rows_of(server.url) as backend, rows_of(server.url) as other:
-        change_rows(backend, a=(b"1", b"payload"))
-        server.client().save()
-        change_rows(backend, b=(b"2", b"lost"))
-        server.kill()
-        server.start()
-        assert stored(other) == {b"a": (b"1", b"payload")}
-        change_rows(backend, c=(b"3",))
-        assert stored(other) == {b"a": (b"1", b"payload"), b"c": (b"3", None)}
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no os.fork")
-def test_a_child_forked_while_a_thread_waits_for_the_server_waits_for_nothing_but_the_server():
-    with private_valkey() as server, closing(open_valkey(server.url, max_bytes=64 * MIB, read_only=False)) as backend:
-
-        def read_all(view):
-            return view.used, view.get([b"a"]), view.ranges([ALL]), list(view.payloads([b"a"]))
-
-        def read():
-            with suppress(UnavailableError), backend.view() as view:
-                read_all(view)
-
-        server.pause()
-        threads = [threading.Thread(target=read) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-
-        def waiting():
-            stacks = [traceback.extract_stack(frame) for frame in sys._current_frames().values()]
-            return sum("read_response" in {line.name for line in stack} for stack in stacks)
-
-        wait_for(lambda: waiting() == len(threads), "the requests")
-        child = os.fork()
-        server.go_on()
-        if child == 0:
-            signal.alarm(int(PATIENCE))
-            with backend.view() as view:
-                read_all(view)
-            os._exit(7)
-        for thread in threads:
-            thread.join(PATIENCE)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-
-
-def test_a_server_that_restarts_empty_is_used_again():
-    with private_valkey() as server, closing(Store(open_pages(server.url, max_bytes=64 * MIB))) as store:
-        assert store.put(A) == 3
-        server.kill()
-        server.start()
-        assert store.fetch(A) == 0
-        assert store.put(A) == 3
-        assert store.fetch(A) == 3
-        assert store.engine.check() == []
 
 
 def test_a_server_that_restarts_empty_does_not_have_what_was_first_put_there():
@@ -627,78 +487,6 @@ def test_committed_payloads_do_not_expire(url, client):
         assert client.pttl(named(url, "payload:a")) == -1
 
 
-def test_a_restore_uses_few_buffers_whatever_its_length(url):
-    with rows_of(url) as backend:
-        written = {b"%02d" % n: bytes([n]) * 300_000 for n in range(20)}
-        change_rows(backend, **{key.decode(): (key, payload) for key, payload in written.items()})
-        keys = sorted(written)
-        with backend.view() as view:
-            for key, (value, payload) in zip(keys, view.payloads(keys), strict=True):
-                assert (value, payload) == (key, written[key])
-            # one that is used, and one that is received
-            assert len(backend._memory._kept) <= 3
-        # a caller that ends early leaves no answer behind that another would take for its own
-        with backend.view() as view:
-            assert next(iter(view.payloads(keys)))[1] == written[keys[0]]
-            assert next(iter(view.payloads([keys[5]])))[1] == written[keys[5]]
-            assert view.get(keys[:1]) == keys[:1]
-        with backend.view() as view:
-            assert [bytes(payload[:1]) for _, payload in view.payloads(keys[::-1])] == [
-                bytes([n]) for n in reversed(range(20))
-            ]
-
-
-class Unhurried(threading.Thread):
-    """A server that answers a request only when the next `least` are there, or the last; it notes how many wait."""
-
-    def __init__(self, values, least):
-        super().__init__(daemon=True)
-        self.values, self.least = values, least
-        self.waiting = []
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self.listener.getsockname()[1]
-        self.start()
-
-    def run(self):
-        end, _ = self.listener.accept()
-        with end, end.makefile("rb") as commands:
-            asked = answered = 0
-            while line := commands.readline():
-                words = []
-                for _ in range(int(line[1:])):
-                    size = int(commands.readline()[1:])
-                    words.append(commands.read(size + 2)[:-2])
-                if words[0] == b"CLIENT":
-                    end.sendall(b"+OK\r\n")
-                if words[0] != b"EXEC":
-                    assert words[0] != b"GET" or words[1].endswith(b":%d" % asked)
-                    continue
-                asked += 1
-                while answered < asked and (asked > answered + self.least or asked == len(self.values)):
-                    self.waiting.append(asked - answered)
-                    value = self.values[answered]
-                    end.sendall(b"+OK\r\n+QUEUED\r\n+QUEUED\r\n*2\r\n$1\r\nr\r\n")
-                    end.sendall(b"$%d\r\n%s\r\n" % (len(value), value))
-                    answered += 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [1000, 8 << 20, 20 << 20])
-def test_requests_are_always_on_their_way_and_not_too_many(size):
-    # two beyond the one that is received: of pages of 8 MiB that is more than 1 Gbit/s delivers in 50 ms
-    values = [bytes([n]) * size for n in range(6)]
-    server = Unhurried(values, 2)
-    with closing(server.listener):
-        pool = connections.Connections(Address.parse(f"valkey://127.0.0.1:{server.port}/0"))
-        found = receive(pool, [b"%d" % n for n in range(6)], ReceivedMemory(), SimpleNamespace())
-        for n, value in enumerate(found):
-            assert (value[0], value[1][-1], len(value[1])) == (b"r", n, size)
-        pool.close()
-        server.join(PATIENCE)
-    assert len(server.waiting) == 6
-    assert max(server.waiting) <= max(3, min(AHEAD_BYTES // size, MOST_AHEAD))
-
-
 def test_an_error_is_not_followed_by_the_answers_to_what_was_asked_with_it(url, client):
     with rows_of(url) as backend:
         change_rows(backend, a=(b"1", b"x"), b=(b"2", b"y"), c=(b"3", b"z"))
@@ -720,13 +508,6 @@ def test_what_is_stored_instead_of_a_payload_is_for_others_to_verify(url, client
         client.hdel(named(url, "rows"), "a")
         with backend.view() as view:
             assert [pair and pair[0] for pair in view.payloads([b"a", b"b"])] == [None, b"2"]
-
-
-def test_a_page_with_the_payload_of_another_is_damage(url, client):
-    with opened(url) as backend:
-        key, other = put(backend, 1), put(backend, 2, payload=b"y" * 1000)
-        client.set(payload_name(url, key[0]), client.get(payload_name(url, other[0])))
-        assert check(backend) == ["payload"]
 
 
 def test_rows_out_of_order_end_every_walk(url, client):

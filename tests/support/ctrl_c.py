@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import gc
 import queue
 import sys
 import threading
@@ -17,7 +18,6 @@ from types import FrameType
 from typing import Any
 
 import prefixstore
-from tests.support.interrupts import profiled
 
 PACKAGE = str(Path(prefixstore.__file__).parent)
 # a place counts if it is in the package, or in these modules, which it calls
@@ -58,7 +58,7 @@ def _is_ours(frame: FrameType | None) -> bool:
 def places_in(work: Callable[[], object]) -> int:
     """At how many places a Ctrl-C may come while `work` runs."""
     places = _Places()
-    profiled(work, places)
+    _profiled(work, places)
     return places.n
 
 
@@ -66,7 +66,7 @@ def interrupted(work: Callable[[], object], at: int) -> str:
     """Run `work` with a Ctrl-C at its k-th place, from 1; where that was. Empty if it has fewer places."""
     places = _Places(at)
     try:
-        profiled(work, places)
+        _profiled(work, places)
     except KeyboardInterrupt:
         pass
     except RuntimeError as error:
@@ -79,3 +79,25 @@ def sample(n: int, most: int) -> Iterator[int]:
     """Numbers from 1 to `n`, evenly spread, and no more than `most`, which the last ones are among."""
     step = max(n / most, 1.0)
     yield from sorted({min(round(1 + i * step), n) for i in range(min(n, most))} | {n})
+
+
+@contextlib.contextmanager
+def _no_garbage_collected() -> Iterator[None]:
+    """Keep finalizers of what earlier steps have left out of this one: an interrupt in them reaches nobody."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _profiled(work: Callable[[], object], profile: Callable[[FrameType, str, Any], None]) -> None:
+    """Run this with a profiling function, whose exceptions come out of it."""
+    with _no_garbage_collected():
+        sys.setprofile(profile)
+        try:
+            work()
+        finally:
+            sys.setprofile(None)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from prefixstore.backends.sql import migrations as migrate
-from prefixstore.backends.sql import postgresql_tables
 from prefixstore.engine.pages import open_pages
 from prefixstore.format.record import Usage
 from tests.support.pages import make_page
@@ -39,13 +38,6 @@ def upgrade():
 '''
 
 
-# the columns of the later version, as PostgreSQL describes them
-LATER_COLUMNS = {
-    *(("prefixstore_rows", f"{name} smallint NOT NULL with a default") for name in ("one", "two", "three", "four")),
-    ("prefixstore_meta", "counted bigint NOT NULL with a default"),
-}
-
-
 @contextmanager
 def a_later_version(directory: Path) -> Iterator[None]:
     """In the block prefixstore is the later version; its migrations are in this directory."""
@@ -56,7 +48,6 @@ def a_later_version(directory: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(migrate, "migrations_directory", lambda: migrations)
         patch.setattr(migrate, "HEAD", LATER)
-        patch.setattr(postgresql_tables, "COLUMNS", postgresql_tables.COLUMNS | LATER_COLUMNS)
         yield
 
 

@@ -14,7 +14,9 @@ written can be deleted.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +29,6 @@ from prefixstore.backends.contract import LONGEST_KEY, Backend, Change, Costs, D
 from prefixstore.backends.files import absolute
 from prefixstore.backends.lmdb.checked import damaged
 from prefixstore.backends.lmdb.environment import DATABASES, FILE_EXTRA, SCRUBS, Environment, acquire, release
-from prefixstore.backends.lmdb.free_space import overwrite, punch
 from prefixstore.backends.lmdb.walk import DamageError, Layout, walk
 from prefixstore.backends.location import path_of
 from prefixstore.errors import UnavailableError
@@ -50,6 +51,9 @@ OWN_PAGES = 4
 # seconds that `compact` waits for readers of an older state, and bytes that it clears at a time while writers wait
 READERS_WITHIN = 10.0
 CLEARED_AT_ONCE = 256 << 20
+ZEROS = bytes(1 << 20)
+# of fallocate(2)
+KEEP_SIZE, PUNCH_HOLE = 0x01, 0x02
 
 
 class _View(View):
@@ -227,9 +231,9 @@ class LMDBBackend(Backend):
         was deleted must end first, for which this waits some seconds. What may be left is the key of a payload.
         """
         if not erase:
-            return self._clear_free_space(punch, gaps=False)
+            return self._clear_free_space(_punch, gaps=False)
         self._write_rows_again()
-        return self._clear_free_space(overwrite, gaps=True)
+        return self._clear_free_space(_overwrite, gaps=True)
 
     def _write_rows_again(self) -> None:
         """Write all rows again, in order: the branches of their tree hold keys that were deleted."""
@@ -322,6 +326,35 @@ def _layout(environment: Environment, txn: lmdb.Transaction) -> Layout:
     if layout is None:
         raise UnavailableError(f"{file} has a layout unknown to this prefixstore; copy the pages into a new store")
     return layout
+
+
+def _overwrite(handle: int, start: int, end: int) -> int:
+    """Overwrite a range of a file with zeros where it holds anything else; returns the bytes written."""
+    written = 0
+    for at in range(start, end, len(ZEROS)):
+        found = os.pread(handle, min(len(ZEROS), end - at), at)
+        # what is zero already may be a hole, which stays one
+        if found != ZEROS[: len(found)]:
+            written += os.pwrite(handle, ZEROS[: len(found)], at)
+    return written
+
+
+def _punch(handle: int, start: int, end: int) -> int:
+    """Punch a hole into a file, which then reads as zeros; returns the freed bytes.
+
+    Raises
+    ------
+    UnavailableError
+        If the operating system or the file system does not support it.
+    """
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None) if sys.platform == "linux" else None
+    if fallocate is None:
+        raise UnavailableError("this system cannot free parts of a file; copy the store and delete the old one")
+    fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]
+    if fallocate(handle, PUNCH_HOLE | KEEP_SIZE, start, end - start) != 0:
+        reason = os.strerror(ctypes.get_errno())
+        raise UnavailableError(f"the file system cannot free parts of a file ({reason}); copy the store instead")
+    return end - start
 
 
 def _costs(page_size: int) -> Costs:

@@ -17,12 +17,10 @@ from sqlalchemy.dialects.postgresql.psycopg import dialect
 
 from prefixstore.backends.contract import Draft, View
 from prefixstore.backends.location import require_plain_password, without_password
-from prefixstore.backends.sql import migrations
-from prefixstore.backends.sql.compaction import compact
 from prefixstore.backends.sql.database import APPLICATION_ID, TABLES, Database, parse_url
+from prefixstore.backends.sql.migrations import VERSION_TABLE
 from prefixstore.backends.sql.postgresql_rows import COSTS, COUNT_AGAIN, META_ROW, PostgreSQLView, write
-from prefixstore.backends.sql.postgresql_tables import SET_SEARCH_PATH, our_tables, require_our_columns
-from prefixstore.errors import InvalidParameterError, LocationError
+from prefixstore.errors import IncompatibleError, InvalidParameterError, LocationError
 
 __all__ = ["PostgreSQL"]
 
@@ -41,6 +39,43 @@ POLLS_PER_SECOND = 10
 _Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
 # of the advisory lock under which the schema changes
 UPGRADE_LOCK = APPLICATION_ID
+
+
+_NAMED = ", ".join(f"'{name}'" for name in (*TABLES, VERSION_TABLE))
+
+# Sent on each new connection. The schema is the first of the search path that has one of the tables, or the first one
+# if none has. The server looks into pg_catalog before it; temporary tables come last, or they would hide those of the
+# store.
+_SET_SEARCH_PATH = f"""
+SELECT pg_catalog.set_config('search_path', pg_catalog.concat_ws(', ', (
+    SELECT pg_catalog.quote_ident(path.name)
+    FROM pg_catalog.unnest(pg_catalog.current_schemas(false)) WITH ORDINALITY AS path (name, place)
+    WHERE path.name <> 'pg_catalog'
+    ORDER BY NOT EXISTS (
+        SELECT FROM pg_catalog.pg_class AS c JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace
+        WHERE n.nspname = path.name AND c.relname IN ({_NAMED})
+    ), path.place
+    LIMIT 1
+), 'pg_temp'), false)
+"""  # noqa: S608 - constants
+
+# The tables of the schema that is on the search path: name, owner, and whether that owner is trusted: who could change
+# them anyway, of whose role this one is a member (but a superuser is one of every role), or who owns a schema that was
+# named. "$user", which is used unless another is named, may have been created by anyone. Whoever owns a table sees what
+# is stored, may change it, and may have code run with the rights of its user: so this is asked before anything is read
+# from a table. All names are qualified with ``pg_catalog``, so no other schema can provide a function.
+_TABLES = f"""
+SELECT c.relname::pg_catalog.text, owner.rolname::pg_catalog.text,
+    owner.rolsuper OR c.relowner IN (me.oid, d.datdba)
+        OR (NOT me.rolsuper AND pg_catalog.pg_has_role(me.oid, c.relowner, 'MEMBER'))
+        OR (c.relowner = n.nspowner AND n.nspname <> me.rolname)
+FROM pg_catalog.pg_class AS c
+JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace
+JOIN pg_catalog.pg_roles AS owner ON owner.oid = c.relowner
+JOIN pg_catalog.pg_roles AS me ON me.rolname = current_user
+JOIN pg_catalog.pg_database AS d ON d.datname = pg_catalog.current_database()
+WHERE n.nspname = ANY (pg_catalog.current_schemas(false)) AND c.relname IN ({_NAMED})
+"""  # noqa: S608 - constants
 
 
 class _Connection(psycopg.Connection[Any]):
@@ -72,6 +107,25 @@ def _is_over(driver: _Connection) -> bool:
     with _Selector() as selector:
         selector.register(driver, selectors.EVENT_READ)
         return bool(selector.select(0))
+
+
+def _our_tables(driver: psycopg.Connection[Any], where: str) -> list[str]:
+    """The names of our tables that there are.
+
+    Raises
+    ------
+    IncompatibleError
+        If one has an owner who need not be trusted. Nothing has been read from it.
+    """
+    found = driver.execute(_TABLES).fetchall()
+    for name, owner, is_trusted in found:
+        if not is_trusted:
+            raise IncompatibleError(
+                f"{where}: the table {name} belongs to the role {owner}, which could change what is stored; if that "
+                "role is trusted, make it the owner of the schema or of the database, else choose another database or "
+                "schema"
+            )
+    return [name for name, _, _ in found]
 
 
 class PostgreSQL(Database[_Connection]):
@@ -125,12 +179,7 @@ class PostgreSQL(Database[_Connection]):
             return self._revision(driver)
 
     def _revision(self, driver: _Connection) -> str | None:
-        """The revision of tables that are as the migrations made them."""
-        tables = our_tables(driver, self.location)
-        revision = self.revision_of(driver, tables)
-        if revision == migrations.HEAD:
-            require_our_columns(tables, self.location)
-        return revision
+        return self.revision_of(driver, _our_tables(driver, self.location))
 
     def upgrade(self) -> None:
         with self.writing() as driver, self.translated():
@@ -146,7 +195,7 @@ class PostgreSQL(Database[_Connection]):
         driver = _Connection.connect(autocommit=True, **self._options)
         try:
             # it finds names in one schema only
-            driver.execute(SET_SEARCH_PATH)
+            driver.execute(_SET_SEARCH_PATH)
         except BaseException:
             driver.close()
             raise
@@ -216,10 +265,10 @@ class PostgreSQL(Database[_Connection]):
             )
 
     def compact(self, *, erase: bool = False) -> int:
-        """Rewrite payloads, some at a time, so that a vacuum can cut off the end of the table.
+        """Vacuum the tables, which cuts off their free end, and count again what was counted.
 
         With `erase` the server rewrites all tables, and all others wait; its log and its backups are not covered. Only
-        the owner of the tables can do either. First what was counted is counted again.
+        the owner of the tables can do either.
         """
         with self.turn() as (driver, _), self.translated():
             driver.silence = None
@@ -228,7 +277,7 @@ class PostgreSQL(Database[_Connection]):
         if erase:
             self._vacuum("VACUUM FULL", "deleted data is still in the files")
         else:
-            compact(self, lambda: self._vacuum("VACUUM", "no space was returned"))
+            self._vacuum("VACUUM", "no space was returned")
         return max(before - self.disk_bytes(), 0)
 
     def disk_bytes(self) -> int:
