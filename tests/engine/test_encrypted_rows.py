@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prefixstore.backends.encryption import PREFIX, SEGMENT, TAG_BYTES, Header, RowCipher, encrypted_size
 
 from prefixstore.backends.contract import Range, after_all
-from prefixstore.backends.encryption import PREFIX, SEGMENT, TAG_BYTES, Header, RowCipher, encrypted_size
 from prefixstore.backends.keys import key_id
 from prefixstore.engine import keyspace, siblings
 from prefixstore.errors import IncompatibleError, UndecryptableError
