@@ -19,28 +19,28 @@ import os
 import secrets
 import shlex
 import stat
-import struct
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 from urllib.parse import quote, unquote
 
 from prefixstore.backends.files import expanded
 from prefixstore.backends.trusted import require_trusted_files
-from prefixstore.errors import IncompatibleError, InvalidParameterError, LocationError, StorageError, UnavailableError
+from prefixstore.errors import InvalidParameterError, LocationError, StorageError, UnavailableError
 
 __all__ = [
     "ENVIRONMENT",
     "HEADER",
     "ID_BYTES",
-    "Header",
+    "MAGIC",
     "Key",
     "KeyProvider",
     "Keys",
     "key_id",
+    "key_of",
     "line_of",
     "new_key",
     "provider_of",
@@ -55,13 +55,10 @@ SECRET_BYTES = 32
 ID_BYTES = 8
 _OF_ID = b"prefixstore key"
 COMMAND_SECONDS = 60
-# The row that says that a location is encrypted. In one that is not, it has 8 bytes (it is
-# `engine.keyspace.GENERATION`), so a store without a key finds out.
+# The row that says that a location is encrypted: these words, and a sealed message. In one that is not, it has 8 bytes
+# (it is `engine.keyspace.GENERATION`), so a store without a key finds out.
 HEADER = b"g"
-VERSION = 1
-_MAGIC = b"prefixstore encrypted\n"
-# the magic, the version, and how many ids follow of keys that are needed, and that were replaced
-_COUNTS = struct.Struct(f"<{len(_MAGIC)}sBII")
+MAGIC = b"prefixstore encrypted\n"
 
 
 @runtime_checkable
@@ -113,43 +110,9 @@ def tenant_in(word: str) -> str:
     return unquote(word, errors="surrogatepass")
 
 
-class Header(NamedTuple):
-    """Under which keys a location is encrypted: the row `HEADER`, before the seal that makes it authentic.
-
-    Attributes
-    ----------
-    keys
-        Ids of the keys that are needed, those of tenants included. New rows are under the first one.
-    replaced
-        Ids of keys that others have replaced: nothing is under them.
-    """
-
-    keys: tuple[bytes, ...] = ()
-    replaced: tuple[bytes, ...] = ()
-
-    def pack(self) -> bytes:
-        """The stored form."""
-        return _COUNTS.pack(_MAGIC, VERSION, *map(len, self)) + b"".join(self.keys + self.replaced)
-
-    @classmethod
-    def unpack(cls, stored: bytes | None) -> Header | None:
-        """What a row begins with; None if it does not say that a location is encrypted.
-
-        Raises
-        ------
-        IncompatibleError
-            If it is of another version, or too short.
-        """
-        if stored is None or not stored.startswith(_MAGIC):
-            return None
-        _, version, n_keys, n_replaced = _COUNTS.unpack_from(stored.ljust(_COUNTS.size))
-        if version != VERSION:
-            raise IncompatibleError(f"it is encrypted in format {version}; upgrade prefixstore to read it")
-        end = _COUNTS.size + (n_keys + n_replaced) * ID_BYTES
-        if not n_keys or end > len(stored):
-            raise IncompatibleError("what says how it is encrypted is damaged")
-        names = [stored[at : at + ID_BYTES] for at in range(_COUNTS.size, end, ID_BYTES)]
-        return cls(tuple(names[:n_keys]), tuple(names[n_keys:]))
+def key_of(stored: bytes | None) -> bytes | None:
+    """The id of the key under which a header is sealed; None if it is none: the location is not encrypted."""
+    return stored[len(MAGIC) :][:ID_BYTES] if stored is not None and stored.startswith(MAGIC) else None
 
 
 @dataclass(frozen=True)
@@ -179,6 +142,11 @@ class Keys:
     def of_tenants(self) -> list[bytes]:
         """Ids of the keys of tenants."""
         return list(map(key_id, self.tenants.values()))
+
+    @property
+    def known(self) -> set[bytes]:
+        """Ids of all keys, also of those that were forgotten: nobody needs them."""
+        return {*self.masters, *self.of_tenants, *self.forgotten}
 
     @classmethod
     def parse(cls, text: str, source: str) -> Keys:
@@ -300,7 +268,7 @@ def _file(name: str) -> str:
         return path.read_text("utf-8-sig")
     except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or ("it is not text" if isinstance(error, UnicodeError) else error)
-        raise LocationError(f"the keys in {name} cannot be read: {reason}; check the path") from None
+        raise LocationError(f"the keys in {name} cannot be read: {reason}; prefixstore key new makes one") from None
 
 
 def _variable(name: str) -> str:

@@ -125,8 +125,6 @@ def _path(key_file: str) -> Path:
 
 
 def _read(path: Path) -> Keys:
-    if not path.exists():
-        raise LocationError(f"{path} does not exist; prefixstore key new makes one")
     provider = provider_of(f"file:{path}")
     assert provider is not None
     return Keys.read(provider)

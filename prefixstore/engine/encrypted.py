@@ -1,7 +1,7 @@
 """A location whose rows and payloads are encrypted, whatever backend keeps them.
 
-`encrypted_rows` reads and writes them. The header is the only row in clear text: it says which keys are needed, and has
-the secret of the location, sealed under the newest of them. What that protects from is in ``docs/security.md``.
+`encrypted_rows` reads and writes them. The header says which keys are needed, and has the secret of the location; it is
+sealed under the newest of them. What that protects from is in ``docs/security.md``.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from prefixstore.backends.contract import Backend, ConflictError, Range, Row, View
-from prefixstore.backends.keys import HEADER, Header, KeyProvider, Keys
+from prefixstore.backends.keys import HEADER, MAGIC, KeyProvider, Keys, key_of
 from prefixstore.backends.sealing import Sealer
-from prefixstore.engine.encrypted_rows import EncryptedUpdate, EncryptedView, RowCipher
+from prefixstore.engine.encrypted_rows import SECRET_BYTES, EncryptedUpdate, EncryptedView, Header, RowCipher
 from prefixstore.engine.keyspace import RECORD
 from prefixstore.engine.pages import retried
 from prefixstore.errors import FullError, IncompatibleError, LocationError, UndecryptableError
@@ -22,16 +22,12 @@ from prefixstore.errors import FullError, IncompatibleError, LocationError, Unde
 __all__ = ["EncryptedBackend"]
 
 FIRST, LAST = b"", b"\xff" * 16
-SECRET_BYTES = 32
 # a view looks at the header again after so many seconds: another process may have replaced the location
 CHECKED_SECONDS = 60.0
 # so long at least between two attempts to find a key that is missing
 AGAIN_SECONDS = 10.0
-NEVER = float("-inf")
 # how many rows are read at a time, of all that there are
 ROWS_AT_ONCE = 256
-# how many keys that are missing are named
-MOST_NAMED = 8
 
 
 class MissingKeyError(LocationError):
@@ -71,59 +67,65 @@ class EncryptedBackend(Backend):
         self._on_undecryptable = on_undecryptable
         self.keys = keys
         self._keys_read_at = time.monotonic()
-        # the header that was found last, what it says, and when that was
-        self._found: tuple[bytes | None, RowCipher] | None = None
-        self._found_at = NEVER
+        # the row with the header that was found last, what it says, and when that was
+        self._found: tuple[bytes | None, RowCipher, float] | None = None
         with self.view():
             pass  # raises if a key is missing
 
     # -- keys ---------------------------------------------------------------------------------------------------------
 
     def _cipher_in(self, rows: View) -> tuple[RowCipher, bytes | None]:
-        """The cipher of the location, and the header that says so; of an empty one a new cipher, and None."""
+        """The cipher of the location, and the row that says so; of an empty one a new cipher, and None."""
         [stored] = rows.get([HEADER])
         if stored is None and not rows.ranges([Range(FIRST, LAST, 1)])[0]:
-            return RowCipher(self._header_after(Header()), secrets.token_bytes(SECRET_BYTES), self.keys), None
+            header = self._header_after(Header(secrets.token_bytes(SECRET_BYTES)))
+            return RowCipher(header, self.keys), None
         found = self._found
-        if found is None or found[0] != stored:
-            found = self._found = stored, self._unlocked(stored)
-        self._found_at = time.monotonic()
-        return found[1], stored
+        is_same = found is not None and found[0] == stored
+        cipher = found[1] if found is not None and is_same else RowCipher(self._header_in(stored), self.keys)
+        self._found = stored, cipher, time.monotonic()
+        return cipher, stored
 
-    def _unlocked(self, stored: bytes | None) -> RowCipher:
-        """The cipher by a header."""
-        header = Header.unpack(stored)
-        if stored is None or header is None:
+    def _header_in(self, stored: bytes | None) -> Header:
+        """What a row says that is the header of the location."""
+        newest = key_of(stored)
+        if stored is None or newest is None:
             raise LocationError(
                 "it is not encrypted: open it without a key (PREFIXSTORE_KEY=none), or prefixstore copy it to a new "
                 "location, with --from-key none"
             )
-        given = {*self.keys.masters, *self.keys.of_tenants, *self.keys.forgotten}
-        if missing := [name.hex() for name in header.keys if name not in given]:
-            raise MissingKeyError(
-                f"it needs the key {', '.join(missing[:MOST_NAMED])}, which {self._provider} does not have, or did not "
-                "when it was read last; give it by PREFIXSTORE_KEY or key= (copy: --from-key, --to-key)"
-            )
-        facts = header.pack()
+        if newest not in self.keys.masters:
+            raise self._missing(newest)
         try:
-            secret = self._sealer(header).unseal(facts, stored[len(facts) :])
+            header = Header.unpack(bytes(self._sealer.unseal(MAGIC, stored[len(MAGIC) :])))
         except UndecryptableError:
-            raise IncompatibleError("what says how it is encrypted is damaged, or was changed") from None
-        return RowCipher(header, bytes(secret), self.keys)
+            raise IncompatibleError("what says how it is encrypted was changed, or is of a newer version") from None
+        if missing := [name for name in header.keys if name not in self.keys.known]:
+            raise self._missing(missing[0])
+        return header
 
-    def _sealer(self, header: Header) -> Sealer:
-        """What seals a header: its newest key alone, as others may know one that was replaced."""
-        return Sealer({name: key for name, key in self.keys.masters.items() if name == header.keys[0]}, b"", "header")
+    @property
+    def _sealer(self) -> Sealer:
+        return Sealer(self.keys.masters, b"", "header")
+
+    def _missing(self, name: bytes) -> MissingKeyError:
+        return MissingKeyError(
+            f"it needs the key {name.hex()}, which {self._provider} does not have, or did not when it was read last; "
+            "give it by PREFIXSTORE_KEY or key= (copy: --from-key, --to-key)"
+        )
 
     def _header_after(self, header: Header, replaced: Collection[bytes] = ()) -> Header:
         """A header with the keys that are used from now on, and without those that were replaced."""
         known = {*header.keys, *header.replaced}
-        keys = (
-            *([self.keys.newest] if self.keys.newest not in known else []),
-            *(name for name in header.keys if name not in replaced),
-            *(name for name in self.keys.of_tenants if name not in known),
+        return Header(
+            header.secret,
+            (
+                *([self.keys.newest] if self.keys.newest not in known else []),
+                *(name for name in header.keys if name not in replaced),
+                *(name for name in self.keys.of_tenants if name not in known),
+            ),
+            (*header.replaced, *(name for name in header.keys if name in replaced)),
         )
-        return Header(keys, (*header.replaced, *(name for name in header.keys if name in replaced)))
 
     @contextmanager
     def _looking_for_keys(self) -> Iterator[None]:
@@ -159,7 +161,7 @@ class EncryptedBackend(Backend):
     def view(self) -> Iterator[EncryptedView]:
         with self._looking_for_keys(), self._backend.view() as rows:
             found = self._found
-            is_recent = time.monotonic() - self._found_at < CHECKED_SECONDS
+            is_recent = found is not None and time.monotonic() - found[2] < CHECKED_SECONDS
             cipher = found[1] if found is not None and is_recent else self._cipher_in(rows)[0]
             yield EncryptedView(rows, cipher, self._tell)
 
@@ -171,9 +173,8 @@ class EncryptedBackend(Backend):
             header = self._header_after(cipher.header, replaced)
             is_new = stored is None or header != cipher.header
             if is_new:
-                facts = header.pack()
-                rows.put(HEADER, facts + self._sealer(header).seal(header.keys[0], facts, cipher.secret))
-                cipher = RowCipher(header, cipher.secret, self.keys)
+                rows.put(HEADER, MAGIC + self._sealer.seal(header.keys[0], MAGIC, header.pack()))
+                cipher = RowCipher(header, self.keys)
             yield EncryptedUpdate(rows, cipher, self._tell)
         if is_new:
             self._found = None
@@ -181,7 +182,7 @@ class EncryptedBackend(Backend):
     def _tell(self) -> None:
         self._on_undecryptable()
         # it may be under a key that is new
-        self._found_at = NEVER
+        self._found = None
 
     def sync(self) -> None:
         self._backend.sync()

@@ -11,16 +11,18 @@ import hashlib
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from prefixstore.backends.contract import Costs, Range, Row, Update, View, after_all
-from prefixstore.backends.keys import Header, Keys, key_id
+from prefixstore.backends.keys import ID_BYTES, Keys, key_id
 from prefixstore.backends.sealing import Sealer, derive_key, sealed_size
 from prefixstore.engine.keyspace import PARTS, TENANT_BYTES, tenant_of
 from prefixstore.errors import UndecryptableError
 from prefixstore.format.record import Buffer
 
-__all__ = ["EncryptedUpdate", "EncryptedView", "RowCipher"]
+__all__ = ["SECRET_BYTES", "EncryptedUpdate", "EncryptedView", "Header", "RowCipher"]
 
+SECRET_BYTES = 32
 # what stands for a part of a key; for a short one, such as a token, fewer bytes are enough
 HASH_BYTES, SHORT_BYTES = 16, 4
 # what is encrypted of a row: the tenant whose it is, the length of its key, that key, and the value
@@ -28,12 +30,41 @@ OWNER = struct.Struct(f"<{TENANT_BYTES}sH")
 NOBODY = bytes(TENANT_BYTES)
 
 
+class Header(NamedTuple):
+    """What a location says about how it is encrypted. It is sealed under the first of its keys.
+
+    Attributes
+    ----------
+    secret
+        Of the location: its other keys are derived with it.
+    keys
+        Ids of the keys that are needed, those of tenants included. New rows are under the first one.
+    replaced
+        Ids of keys that others have replaced: nothing is under them.
+    """
+
+    secret: bytes
+    keys: tuple[bytes, ...] = ()
+    replaced: tuple[bytes, ...] = ()
+
+    def pack(self) -> bytes:
+        """What is sealed."""
+        return self.secret + len(self.keys).to_bytes(4, "little") + b"".join(self.keys + self.replaced)
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Header:
+        """Read what was sealed, and so is authentic."""
+        n_keys, first = int.from_bytes(packed[SECRET_BYTES : SECRET_BYTES + 4], "little"), SECRET_BYTES + 4
+        names = tuple(packed[at : at + ID_BYTES] for at in range(first, len(packed), ID_BYTES))
+        return cls(packed[:SECRET_BYTES], names[:n_keys], names[n_keys:])
+
+
 class RowCipher:
     """Seals the rows and payloads of a location, and says under which keys they are stored.
 
     Parameters
     ----------
-    header, secret
+    header
         Of the location.
     keys
         Those that it needs, and others.
@@ -44,8 +75,8 @@ class RowCipher:
         The keys under which it is, but those of tenants, the newest first.
     """
 
-    def __init__(self, header: Header, secret: bytes, keys: Keys) -> None:
-        self.header, self.secret = header, secret
+    def __init__(self, header: Header, keys: Keys) -> None:
+        self.header = header
         # what was encrypted under a key that was replaced is not to be trusted
         self.masters = {name: keys.masters[name] for name in header.keys if name in keys.masters}
         own = {tenant_of(name, b""): key for name, key in keys.tenants.items()}
@@ -53,8 +84,8 @@ class RowCipher:
         both = [master + key for master in self.masters.values() for key in own.values()]
         newest = self.masters[header.keys[0]]
         self._owners = {tenant: key_id(newest + key) for tenant, key in own.items()}
-        self._names = derive_key(secret, b"", "names")
-        self._sealer = Sealer(self.masters | {key_id(key): key for key in both}, secret, "rows")
+        self._names = derive_key(header.secret, b"", "names")
+        self._sealer = Sealer(self.masters | {key_id(key): key for key in both}, header.secret, "rows")
         self.has_key_of = self._sealer.has_key_of
 
     # -- keys of rows -------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from prefixstore.backends import contract
-from prefixstore.backends.keys import HEADER, Header
+from prefixstore.backends.keys import HEADER, key_of
 from prefixstore.engine import keyspace, siblings
 from prefixstore.engine.facts import FACTS, Facts, facts_of
 from prefixstore.engine.index import shared_tokens
@@ -304,9 +304,9 @@ class View:
 
     def require_plain(self) -> None:
         """Raise `LocationError` if the location is encrypted: these are not its decrypted rows."""
-        if (header := Header.unpack(self._rows.get([HEADER])[0])) is not None:
+        if (name := key_of(self._rows.get([HEADER])[0])) is not None:
             raise LocationError(
-                f"it is encrypted, under the key {header.keys[0].hex()}: set PREFIXSTORE_KEY, or key= (copy: "
+                f"it is encrypted, under the key {name.hex()}: set PREFIXSTORE_KEY, or key= (copy: "
                 "--from-key, --to-key), to where that is: file:/etc/kv.key"
             )
 
