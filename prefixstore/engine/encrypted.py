@@ -81,8 +81,10 @@ class EncryptedBackend(Backend):
             header = self._header_after(Header(secrets.token_bytes(SECRET_BYTES)))
             return RowCipher(header, self.keys), None
         found = self._found
-        is_same = found is not None and found[0] == stored
-        cipher = found[1] if found is not None and is_same else RowCipher(self._header_in(stored), self.keys)
+        if found is not None and found[0] == stored:
+            cipher = found[1]
+        else:
+            cipher = RowCipher(self._header_in(stored), self.keys)
         self._found = stored, cipher, time.monotonic()
         return cipher, stored
 

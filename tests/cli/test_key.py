@@ -84,9 +84,9 @@ def test_keys_are_added_in_place(tmp_path, run, key):
 
 
 def test_keys_that_are_added_at_once_are_all_there(key):
-    adding = [subprocess.Popen(untimed("prefixstore", "key", "add", str(key))) for _ in range(4)]
-    assert [one.wait() for one in adding] == [0] * 4
-    assert len(keys_in(key).masters) == 5
+    adding = [subprocess.Popen(untimed("prefixstore", "key", "add", str(key))) for _ in range(2)]
+    assert [one.wait() for one in adding] == [0] * 2
+    assert len(keys_in(key).masters) == 3
 
 
 def test_a_key_is_replaced(tmp_path, run, key):
@@ -103,12 +103,6 @@ def test_a_key_is_replaced(tmp_path, run, key):
     assert f"AES-256-GCM, key {newest}" in run("doctor", url).out
     key.write_text(old)
     assert newest in run("check", url, code=3).err
-
-
-def test_rotation_without_a_key_says_so(tmp_path, run):
-    url = f"lmdb://{tmp_path}/kv"
-    filled(url)
-    assert "is not encrypted" in run("key", "rotate", url, code=2).err
 
 
 def test_a_tenant_is_forgotten(tmp_path, run, key):
@@ -142,45 +136,30 @@ def test_a_key_is_forgotten_however_its_tenant_is_written(run, key, line):
 
 
 def test_exports_are_encrypted_and_imported_with_the_key(tmp_path, run, key, monkeypatch):
-    url, out = f"lmdb://{tmp_path}/kv", tmp_path / "f.pstore"
+    url, out, other = f"lmdb://{tmp_path}/kv", tmp_path / "f.pstore", f"sqlite:///{tmp_path}/other.db"
     before = filled(url)
     run("export", url, "--out", out)
     run("export", url, "--out", out, "--yes")
-    assert ALICE.canonical not in out.read_bytes()
-    run("import", f"sqlite:///{tmp_path}/other.db", out)
-    assert pages_of(f"sqlite:///{tmp_path}/other.db").keys() == before.keys()
-    monkeypatch.delenv("PREFIXSTORE_KEY")
-    assert "needs the key" in run("import", f"lmdb://{tmp_path}/plain", out, code=3).err
-    run("import", f"lmdb://{tmp_path}/plain", out, "--from-key", f"file:{key}")
-    assert pages_of(f"lmdb://{tmp_path}/plain").keys() == before.keys()
-
-
-@pytest.mark.parametrize("cut", [0, 5, 20, 41, 1000, -1])
-def test_what_is_left_of_an_encrypted_export_is_imported_or_an_error(tmp_path, run, key, cut):
-    url, out = f"lmdb://{tmp_path}/kv", tmp_path / "f.pstore"
-    filled(url)
-    run("export", url, "--out", out)
-    out.write_bytes(out.read_bytes()[:cut])
-    assert main(["import", f"lmdb://{tmp_path}/other", str(out)]) in (1, 3)
-
-
-@pytest.mark.parametrize("is_encrypted", [True, False])
-def test_a_slow_pipe_is_recognized(tmp_path, run, key, monkeypatch, is_encrypted):
-    if not is_encrypted:
-        monkeypatch.setenv("PREFIXSTORE_KEY", "none")
-    url, out = f"lmdb://{tmp_path}/kv", tmp_path / "f.pstore"
-    before = filled(url)
-    run("export", url, "--out", out)
-    other = f"lmdb://{tmp_path}/other"
+    whole = out.read_bytes()
+    assert ALICE.canonical not in whole
+    for cut in (0, 10, 41, -1):
+        out.write_bytes(whole[:cut])
+        assert main(["import", other, str(out)]) in (1, 3)
+    out.write_bytes(whole)
+    # from a slow pipe
     code = f"import sys; from prefixstore.cli import main; sys.exit(main(['import', {other!r}, '-']))"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as importing:
-        raw = out.read_bytes()
-        for piece in (raw[:3], raw[3:12], raw[12:]):
+        for piece in (whole[:3], whole[3:12], whole[12:]):
             importing.stdin.write(piece)
             importing.stdin.flush()
         importing.stdin.close()
         assert importing.wait() == 0
     assert pages_of(other).keys() == before.keys()
+    monkeypatch.delenv("PREFIXSTORE_KEY")
+    [name] = keys_in(key).masters
+    assert f"needs the key {name.hex()}" in run("import", f"lmdb://{tmp_path}/plain", out, code=3).err
+    run("import", f"lmdb://{tmp_path}/plain", out, "--from-key", f"file:{key}")
+    assert pages_of(f"lmdb://{tmp_path}/plain").keys() == before.keys()
 
 
 def test_copies_are_encrypted_and_decrypted(tmp_path, run, key, monkeypatch):
@@ -194,6 +173,8 @@ def test_copies_are_encrypted_and_decrypted(tmp_path, run, key, monkeypatch):
     run("copy", secret, back, "--to-key", "none")
     assert pages_of(back, key="none").keys() == before.keys()
     assert "is not encrypted" in run("stats", back, code=3).err
+    monkeypatch.delenv("PREFIXSTORE_KEY")
+    assert "is not encrypted" in run("key", "rotate", back, code=2).err
 
 
 def test_a_file_of_settings_names_the_key(tmp_path, run, key, monkeypatch):

@@ -122,24 +122,22 @@ def test_a_store_with_a_key_is_refused_without_and_the_reverse(url):
 
 
 def test_a_store_that_was_open_before_does_not_mix_what_is_encrypted_and_what_is_not(tmp_path):
-    urls = [f"lmdb://{tmp_path}/{name}" for name in ("secret", "plain")]
-    for url in urls:
-        with closing(open_pages(url, max_bytes=64 * MIB)) as plain, opened(url, NEW) as pages:
-            if url == urls[0]:
-                fill(pages, ALICE, SEQUENCES[:1])
-                with pytest.raises(LocationError, match="is encrypted"):
-                    fill(plain, ALICE, SEQUENCES[1:])
-                with pytest.raises(LocationError, match="is encrypted"), plain.update() as transaction:
-                    transaction.put_note(b"name", b"value")
-                assert len(contents(pages)) == 2
-                continue
-            fill(plain, ALICE, SEQUENCES[:1])
-            with pytest.raises(LocationError, match="is not encrypted"):
-                contents(pages)
-            with pytest.raises(LocationError, match="is not encrypted"):
-                fill(pages, ALICE, SEQUENCES[1:])
-            assert len(contents(plain)) == 2
-    assert "is not encrypted" in refusal(urls[1], key=Given(NEW))
+    secret, other = f"lmdb://{tmp_path}/secret", f"lmdb://{tmp_path}/plain"
+    with closing(open_pages(secret, max_bytes=64 * MIB)) as plain, opened(secret, NEW) as pages:
+        fill(pages, ALICE, SEQUENCES[:1])
+        with pytest.raises(LocationError, match="is encrypted"):
+            fill(plain, ALICE, SEQUENCES[1:])
+        with pytest.raises(LocationError, match="is encrypted"), plain.update() as transaction:
+            transaction.put_note(b"name", b"value")
+        assert len(contents(pages)) == 2
+    with closing(open_pages(other, max_bytes=64 * MIB)) as plain, opened(other, NEW) as pages:
+        fill(plain, ALICE, SEQUENCES[:1])
+        with pytest.raises(LocationError, match="is not encrypted"):
+            contents(pages)
+        with pytest.raises(LocationError, match="is not encrypted"):
+            fill(pages, ALICE, SEQUENCES[1:])
+        assert len(contents(plain)) == 2
+    assert "is not encrypted" in refusal(other, key=Given(NEW))
 
 
 # -- damage and forgery -----------------------------------------------------------------------------------------------
@@ -184,15 +182,13 @@ def test_every_changed_byte_of_a_file_is_a_miss_or_an_error(scheme, tmp_path, re
         fill(pages, ALICE, SEQUENCES[:2], size=300)
         before = contents(pages)
         rows = [row for row in plain_rows(pages) if row.key != HEADER]
-    for row in rows:
-        for at in range(len(row.value)):
-            with opened(url, NEW) as pages:
-                changed = bytearray(row.value)
-                changed[at] ^= 1 << at % 8
-                change_row(pages, row.key, lambda _, changed=changed: bytes(changed))
+        for row in rows:
+            for at in range(len(row.value)):
+                changed = row.value[:at] + bytes([row.value[at] ^ (1 << at % 8)]) + row.value[at + 1 :]
+                change_row(pages, row.key, lambda _, changed=changed: changed)
                 after = contents_or_nothing(pages)
                 assert all(after.get(key) in (None, one) for key, one in before.items())
-                change_row(pages, row.key, lambda _, row=row: row.value)
+            change_row(pages, row.key, lambda _, row=row: row.value)
 
 
 def contents_or_nothing(pages):
@@ -294,15 +290,19 @@ def test_what_is_written_again_is_under_the_newest_key_and_rotation_does_it_for_
         assert contents(pages) == before
 
 
-def test_two_processes_with_different_newest_keys_share_a_location(url):
+def test_two_processes_with_different_newest_keys_share_a_location(tmp_path):
+    url = f"lmdb://{tmp_path}/kv"
     with opened(url, OLD, NEW) as one, opened(url, NEW, OLD) as two:
         fill(one, ALICE, SEQUENCES[:1])
         fill(two, ALICE, SEQUENCES[1:2])
         fill(one, ALICE, SEQUENCES[2:])
         assert settled(one) == settled(two)
         assert len(settled(one)) == 6
-        with one.view() as view:
-            assert view.count().pages == 6
+        assert two.encrypted.rotate()[1] == 0
+        # under the newest key of the location, whatever the file says
+        fill(one, ALICE, [[30, 31, 32]])
+        assert one.encrypted.rotate() == (0, 0)
+        assert ids_in(two) == ({key_id(NEW)},) * 2
 
 
 def test_who_lacks_a_key_that_another_process_has_begun_to_use_finds_it_soon(tmp_path, monkeypatch):
@@ -324,18 +324,6 @@ def test_who_lacks_a_key_that_another_process_has_begun_to_use_finds_it_soon(tmp
         assert len(settled(one)) == 6
 
 
-def test_nothing_is_written_under_a_key_that_was_replaced(tmp_path):
-    url = f"lmdb://{tmp_path}/kv"
-    with opened(url, OLD, NEW) as one, opened(url, NEW, OLD) as two:
-        fill(one, ALICE, SEQUENCES[:1])
-        two.encrypted.rotate()
-        fill(one, ALICE, SEQUENCES[1:])
-        assert ids_in(two) == ({key_id(NEW)},) * 2
-        # under the newest key of the location, whatever the file says
-        assert one.encrypted.rotate() == (0, 0)
-        assert ids_in(two) == ({key_id(NEW)},) * 2
-
-
 def test_keys_are_not_asked_for_all_the_time(tmp_path):
     url, first = f"lmdb://{tmp_path}/kv", Given(OLD)
     with closing(open_pages(url, max_bytes=64 * MIB, key=first)) as one, opened(url, NEW, OLD) as two:
@@ -346,7 +334,7 @@ def test_keys_are_not_asked_for_all_the_time(tmp_path):
         assert first.n_read == 1
 
 
-@pytest.mark.parametrize("at", [0, 7, 19])
+@pytest.mark.parametrize("at", [0, 13])
 def test_a_rotation_that_is_interrupted_goes_on(at, tmp_path, monkeypatch):
     monkeypatch.setattr(encrypted, "ROWS_AT_ONCE", 1)
     url = f"lmdb://{tmp_path}/kv"
