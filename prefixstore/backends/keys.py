@@ -22,7 +22,7 @@ import stat
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Protocol, TypeAlias, runtime_checkable
 from urllib.parse import quote, unquote
@@ -138,12 +138,12 @@ class Keys:
         """The id of the key under which everything is written."""
         return next(iter(self.masters))
 
-    @property
+    @cached_property
     def of_tenants(self) -> list[bytes]:
         """Ids of the keys of tenants."""
         return list(map(key_id, self.tenants.values()))
 
-    @property
+    @cached_property
     def known(self) -> set[bytes]:
         """Ids of all keys, also of those that were forgotten: nobody needs them."""
         return {*self.masters, *self.of_tenants, *self.forgotten}

@@ -81,17 +81,19 @@ class Sealer:
         key = derive_key(self._keys[name], self._salt, self._purpose)
         return AESGCM(hashlib.blake2b(random, key=key, person=_OF_MESSAGE, digest_size=32).digest())
 
-    def seal(self, name: bytes, bound_to: bytes, message: Buffer) -> memoryview:
+    def seal(self, name: bytes, bound_to: bytes, message: Buffer) -> Buffer:
         """A message sealed under the key with this id, and bound to what these bytes stand for."""
-        plain = memoryview(message).cast("B")
+        head = HEAD.pack(name, os.urandom(RANDOM_BYTES))
+        cipher, plain = self._cipher(head), memoryview(message).cast("B")
+        if len(plain) <= SEGMENT:
+            return head + cipher.encrypt(_nonce(0, is_last=True), plain, bound_to)
         found = memoryview(bytearray(sealed_size(len(plain))))
-        found[: HEAD.size] = head = HEAD.pack(name, os.urandom(RANDOM_BYTES))
-        cipher = self._cipher(head)
-        for number, inside, outside in _segments(len(plain)):
-            cipher.encrypt_into(number, plain[inside], bound_to, found[outside])
+        found[: HEAD.size] = head
+        for nonce, inside, outside in _segments(len(plain)):
+            cipher.encrypt_into(nonce, plain[inside], bound_to, found[outside])
         return found
 
-    def unseal(self, bound_to: bytes, stored: Buffer) -> memoryview:
+    def unseal(self, bound_to: bytes, stored: Buffer) -> Buffer:
         """The message in what was sealed.
 
         Raises
@@ -105,34 +107,42 @@ class Sealer:
         if size < 0 or sealed_size(size) != len(given):
             raise UndecryptableError("it has a length that nothing has that was sealed")
         cipher = self._cipher(bytes(given[: HEAD.size]))
+        try:
+            if n_segments == 1:
+                return cipher.decrypt(_nonce(0, is_last=True), given[HEAD.size :], bound_to)
+            return self._unsealed(cipher, bound_to, given, size)
+        except InvalidTag:
+            raise UndecryptableError("it was changed, or belongs elsewhere") from None
+
+    def _unsealed(self, cipher: AESGCM, bound_to: bytes, given: memoryview, size: int) -> memoryview:
+        """A message of so many bytes, in several segments."""
         found, segments = self._memory.take(size), list(_segments(size))
 
         def decrypt(some: Sequence[tuple[bytes, slice, slice]]) -> None:
-            for number, inside, outside in some:
-                cipher.decrypt_into(number, given[outside], bound_to, found[inside])
+            for nonce, inside, outside in some:
+                cipher.decrypt_into(nonce, given[outside], bound_to, found[inside])
 
         # half of it by another thread, which has ended when this returns: the memory is the location's
-        half = n_segments // 2
-        other = self._threads.start_or_run(decrypt, segments[:half]) if half else None
+        half = len(segments) // 2
+        other = self._threads.start_or_run(decrypt, segments[:half])
         try:
-            try:
-                decrypt(segments[half:])
-            finally:
-                if other is not None:
-                    other.get()
-        except InvalidTag:
-            raise UndecryptableError("it was changed, or belongs elsewhere") from None
+            decrypt(segments[half:])
+        finally:
+            other.get()
         return found
+
+
+def _nonce(i: int, *, is_last: bool) -> bytes:
+    """The nonce of a segment: its number is enough, since no other message has the key."""
+    return i.to_bytes(11, "big") + bytes([is_last])
 
 
 def _segments(size: int) -> Iterator[tuple[bytes, slice, slice]]:
     """For each segment of a message its nonce, where its bytes are, and where they are when they are encrypted."""
-    for i, start in enumerate(range(0, max(size, 1), SEGMENT)):
+    for i, start in enumerate(range(0, size, SEGMENT)):
         end = min(start + SEGMENT, size)
         at = HEAD.size + start + i * TAG_BYTES
-        # a number is enough, since no other message has the key
-        nonce = i.to_bytes(11, "big") + bytes([end == size])
-        yield nonce, slice(start, end), slice(at, at + end - start + TAG_BYTES)
+        yield _nonce(i, is_last=end == size), slice(start, end), slice(at, at + end - start + TAG_BYTES)
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

@@ -81,10 +81,7 @@ class EncryptedBackend(Backend):
             header = self._header_after(Header(secrets.token_bytes(SECRET_BYTES)))
             return RowCipher(header, self.keys), None
         found = self._found
-        if found is not None and found[0] == stored:
-            cipher = found[1]
-        else:
-            cipher = RowCipher(self._header_in(stored), self.keys)
+        cipher = found[1] if found is not None and found[0] == stored else RowCipher(self._header_in(stored), self.keys)
         self._found = stored, cipher, time.monotonic()
         return cipher, stored
 

@@ -139,7 +139,7 @@ class RowCipher:
         """The stored form of a payload."""
         return self._sealer.seal(self._name_for(owner), b"payload" + stored_key, payload)
 
-    def unseal_payload(self, stored_key: bytes, stored: Buffer) -> memoryview:
+    def unseal_payload(self, stored_key: bytes, stored: Buffer) -> Buffer:
         """The payload in its stored form. Raises `UndecryptableError`."""
         return self._sealer.unseal(b"payload" + stored_key, stored)
 

@@ -51,7 +51,7 @@ def retried(work: Callable[_P, _T]) -> Callable[_P, _T]:
     return retrying
 
 
-def fewer(pages: Pages | contract.Backend, at_once: int, error: FullError) -> int:
+def fewer(pages: Pages, at_once: int, error: FullError) -> int:
     """How many pages or rows to change in one transaction, after a location had no space to change `at_once`.
 
     Deleting takes space as well, until the transaction is committed. Raises `error` if it was only one.

@@ -37,6 +37,14 @@ def test_each_byte_counts():
             SEALER.unseal(b"place", wrong)
 
 
+@pytest.mark.parametrize("size", [SEGMENT - 5, SEGMENT, 2 * SEGMENT - 5])
+def test_nothing_can_be_appended_beyond_a_segment(size):
+    stored = bytes(SEALER.seal(NAME, b"place", bytes(size)))
+    for n_more in (1, 5, TAG_BYTES, TAG_BYTES + 5):
+        with pytest.raises(UndecryptableError):
+            SEALER.unseal(b"place", stored + bytes(n_more))
+
+
 def test_segments_cannot_be_exchanged_left_out_or_appended():
     stored = bytes(SEALER.seal(NAME, b"place", os.urandom(3 * SEGMENT)))
     size = SEGMENT + TAG_BYTES
