@@ -22,7 +22,7 @@ import stat
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Protocol, TypeAlias, runtime_checkable
 from urllib.parse import quote, unquote
@@ -94,6 +94,7 @@ def new_key() -> bytes:
     return secrets.token_bytes(SECRET_BYTES)
 
 
+@lru_cache(10_000)
 def key_id(key: bytes) -> bytes:
     """By which a location says that it needs this key: it tells nothing of it."""
     return hashlib.blake2b(key, digest_size=ID_BYTES, person=_OF_ID).digest()
@@ -138,12 +139,12 @@ class Keys:
         """The id of the key under which everything is written."""
         return next(iter(self.masters))
 
-    @cached_property
+    @property
     def of_tenants(self) -> list[bytes]:
         """Ids of the keys of tenants."""
         return list(map(key_id, self.tenants.values()))
 
-    @cached_property
+    @property
     def known(self) -> set[bytes]:
         """Ids of all keys, also of those that were forgotten: nobody needs them."""
         return {*self.masters, *self.of_tenants, *self.forgotten}

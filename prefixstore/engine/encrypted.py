@@ -224,8 +224,7 @@ class EncryptedBackend(Backend):
             If there is no space for what is written before the old rows are gone.
         """
         self._read_keys()
-        with self.update() as update:
-            _, *older = update.cipher.masters
+        _, *older = self._masters()
         n_done = n_left = 0
         for rows, cipher in self._all():
             found = list(map(cipher.state, rows))
@@ -239,10 +238,15 @@ class EncryptedBackend(Backend):
                     n_done += len(keys)
                 except UndecryptableError:
                     n_left += 1
-        if older and not n_left:
-            with self.update(replaced=older):
-                pass
+        if not n_left:
+            self._masters(replaced=older)
         return n_done, n_left
+
+    @retried
+    def _masters(self, replaced: Collection[bytes] = ()) -> list[bytes]:
+        """The ids of the keys under which it is encrypted, after an update that notes them."""
+        with self.update(replaced=replaced) as update:
+            return list(update.cipher.masters)
 
     def _put_again(self, keys: Sequence[bytes]) -> None:
         """Encrypt rows anew. One that has a payload was put with it: both are under the same key."""

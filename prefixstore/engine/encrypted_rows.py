@@ -236,11 +236,13 @@ class EncryptedView(View):
     def _readable(self, stored: Range, rows: list[Row]) -> list[Row]:
         """These rows of a range; if none can be decrypted, the next ones that can."""
         found = [row for one in rows if (row := self._row(*one)) is not None]
-        if found or stored.limit is None or len(rows) < max(stored.limit, 1):
-            return found
-        last = rows[-1].key
-        stored = stored._replace(stop=last) if stored.reverse else stored._replace(start=last + b"\0")
-        return self._readable(stored, self._view.ranges([stored])[0])
+        limit, at_once = stored.limit, stored.limit
+        while at_once and not found and len(rows) == at_once:
+            last, at_once = rows[-1].key, 4 * at_once
+            stored = stored._replace(stop=last) if stored.reverse else stored._replace(start=last + b"\0")
+            [rows] = self._view.ranges([stored._replace(limit=at_once)])
+            found = [row for one in rows if (row := self._row(*one)) is not None]
+        return found[:limit]
 
     def payloads(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, Buffer | None] | None]:
         stored_keys = list(map(self.cipher.stored_key, keys))

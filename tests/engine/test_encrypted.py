@@ -480,6 +480,22 @@ def test_a_forgotten_tenant_is_gone_and_the_others_are_not(tmp_path):
         assert archive.backend.undecryptable() == 0
 
 
+def test_a_range_goes_on_behind_what_cannot_be_decrypted(tmp_path):
+    url = f"lmdb://{tmp_path}/kv"
+    with opened(url, NEW) as pages:
+        fill(pages, ALICE, [[number] for number in range(40)])
+        every = keyspace.everything(keyspace.RECORD)
+        with pages.encrypted.view() as view:
+            [rows] = view.ranges([every])
+        # all but the 20th
+        for row in rows[:19] + rows[20:]:
+            change_row(pages, stored_key(pages, row.key[1:]), lambda value: value[:-1] + bytes([value[-1] ^ 1]))
+        with pages.encrypted.view() as view:
+            for limit, reverse in itertools.product((1, 2, 19, 20, 40, None), (False, True)):
+                assert view.ranges([every._replace(limit=limit, reverse=reverse)]) == [[rows[19]]]
+            assert view.ranges([every._replace(limit=0)]) == [[]]
+
+
 def test_a_store_restores_from_an_encrypted_location_and_counts_what_it_cannot_decrypt(tmp_path, llama, monkeypatch):
     tokens = list(range(1, 600))
     llm = llama("llama", n_ctx=1024)
