@@ -143,8 +143,8 @@ class EncryptedBackend(Backend):
 
     def key_ids(self) -> list[str]:
         """The ids of the keys under which the location is encrypted, the newest first."""
-        with self._looking_for_keys(), self._backend.view() as rows:
-            return [name.hex() for name in self._cipher_in(rows)[0].masters]
+        with self.view() as view:
+            return [name.hex() for name in view.cipher.masters]
 
     # -- as a backend -------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixstore.backends.contract import Range, Row, after_all
+from prefixstore.backends.contract import Range, after_all
 from prefixstore.backends.keys import MAGIC, Keys, key_id, key_of
 from prefixstore.backends.sealing import Sealer, sealed_size
 from prefixstore.engine import keyspace, siblings
@@ -18,14 +18,13 @@ from prefixstore.engine.encrypted_rows import NOBODY, OWNER, Header, RowCipher
 from prefixstore.errors import UndecryptableError
 from prefixstore.format.keys import PAGE
 
-OLD, NEW, OF_ALICE = bytes(range(32)), bytes(range(32, 64)), bytes(range(64, 96))
+NEW = bytes(range(32, 64))
 ALICE = keyspace.tenant_of("alice", b"")
 SECRET = bytes(range(100, 132))
 
 
-def cipher_of(*keys, secret=SECRET, **tenants):
-    masters = {key_id(key): key for key in keys or (NEW,)}
-    return RowCipher(Header(secret, tuple(masters)), Keys(masters, tenants))
+def cipher_of(secret=SECRET):
+    return RowCipher(Header(secret, (key_id(NEW),)), Keys({key_id(NEW): NEW}))
 
 
 CIPHER = cipher_of()
@@ -112,38 +111,6 @@ def test_a_row_comes_back(key, value):
             cipher.unseal(place, stored)
 
 
-def test_a_row_is_not_taken_for_a_payload():
-    row, payload = CIPHER.seal(b"place", b"key", b"value", NOBODY), CIPHER.seal_payload(b"place", b"payload", NOBODY)
-    with pytest.raises(UndecryptableError):
-        CIPHER.unseal(b"place", bytes(payload))
-    with pytest.raises(UndecryptableError):
-        CIPHER.unseal_payload(b"place", row)
-
-
-def test_the_newest_key_encrypts_and_older_ones_still_decrypt():
-    old, both = cipher_of(OLD), cipher_of(NEW, OLD)
-    row = old.seal(b"place", b"key", b"value", NOBODY)
-    assert both.unseal(b"place", row)[0] == (b"key", b"value")
-    assert both.state(Row(b"place", row)) == (b"key", False)
-    assert old.state(Row(b"place", both.seal(b"place", b"key", b"value", NOBODY))) is None
-
-
-def test_what_a_tenant_with_a_key_of_its_own_has_stored_cannot_be_read_without_it():
-    with_key, without, with_another = cipher_of(alice=OF_ALICE), cipher_of(), cipher_of(alice=NEW)
-    row = with_key.seal(b"place", b"key", b"value", ALICE)
-    payload = with_key.seal_payload(b"place", b"payload", ALICE)
-    assert with_key.state(Row(b"place", row)) == (b"key", True)
-    for other in (without, with_another):
-        with pytest.raises(UndecryptableError):
-            other.unseal(b"place", row)
-        with pytest.raises(UndecryptableError):
-            other.unseal_payload(b"place", payload)
-    # what was stored before the tenant had one can still be read, and is put under it when it is put again
-    before = without.seal(b"place", b"key", b"value", ALICE)
-    assert with_key.state(Row(b"place", before)) == (b"key", False)
-    assert without.state(Row(b"place", before)) == (b"key", True)
-
-
 def test_the_example_in_the_documents_which_another_tool_has_computed():
     text = (Path(__file__).parents[2] / "docs/format.md").read_text()
     example = text[text.index("An example: the key is the bytes 0 to 31") :]
@@ -162,8 +129,3 @@ def test_the_example_in_the_documents_which_another_tool_has_computed():
     row = keyspace.namespace_row(space)
     assert cipher.stored_key(row) == shown("stored key")
     assert cipher.unseal(shown("stored key"), shown("stored value")) == ((row, b"settings"), NOBODY)
-
-
-def test_a_header_comes_back():
-    header = Header(SECRET, (key_id(NEW), key_id(OLD)), (b"replaced",))
-    assert Header.unpack(header.pack()) == header
