@@ -25,8 +25,7 @@ NEEDS = {
     "llama": CORE | {"llama_cpp"},  # the extra "llama"
     "backends.sql": CORE | {"sqlalchemy", "alembic", "psycopg"},  # the extras "sql" and "postgres"
     "backends.valkey": CORE | {"valkey"},  # the extra "valkey"
-    "backends.encryption": CORE | {"cryptography"},  # the extra "encryption"
-    "maintenance.encrypted_file": CORE | {"cryptography"},
+    "backends.sealing": CORE | {"cryptography"},  # the extra "encryption"
     "warming.tokens": CORE | {"llama_cpp"},
     "server": CORE,
     # the extra "server"

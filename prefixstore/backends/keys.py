@@ -5,25 +5,24 @@ A file of keys is text. Each line has a key, the newest last, or the key of one 
     key 9uK1…=
     key Jz0c…=
     tenant alice 4mQx…=
-    forgotten bob
+    forgotten bob 2f1c8a90d4b6e735
 
-A key alone, without the word, is one too. Names of tenants are percent-encoded.
+A key alone, without the word, is one too. Names of tenants are percent-encoded. Of a key that was forgotten its id is
+left.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
-import json
 import os
 import secrets
 import shlex
 import stat
 import subprocess
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Protocol, TypeAlias, runtime_checkable
 from urllib.parse import quote, unquote
@@ -33,21 +32,19 @@ from prefixstore.backends.trusted import require_trusted_files
 from prefixstore.errors import InvalidParameterError, LocationError, StorageError, UnavailableError
 
 __all__ = [
-    "COPY",
     "ENVIRONMENT",
     "HEADER",
+    "ID_BYTES",
     "MAGIC",
     "Key",
     "KeyProvider",
     "Keys",
-    "ids_in",
-    "is_header",
     "key_id",
+    "key_of",
     "line_of",
     "new_key",
     "provider_of",
-    "quoted",
-    "unquoted",
+    "tenant_in",
     "use_by_default",
 ]
 
@@ -55,26 +52,13 @@ __all__ = [
 ENVIRONMENT = "PREFIXSTORE_KEY"
 NONE = "none"
 SECRET_BYTES = 32
+ID_BYTES = 8
 _OF_ID = b"prefixstore key"
 COMMAND_SECONDS = 60
-# Two rows, with the same value, say that a location is encrypted. In one that is not, the first has 8 bytes (it is
-# `engine.keyspace.GENERATION`), so a store without a key finds out.
+# The row that says that a location is encrypted: these words, and a sealed message. In one that is not, it has 8 bytes
+# (it is `engine.keyspace.GENERATION`), so a store without a key finds out.
 HEADER = b"g"
-COPY = b"g\0"
 MAGIC = b"prefixstore encrypted\n"
-
-
-def is_header(stored: bytes | None) -> bool:
-    """Whether the row `HEADER`, or its copy, says that the location is encrypted."""
-    return stored is not None and stored.startswith(MAGIC)
-
-
-def ids_in(stored: bytes) -> str:
-    """The ids of the keys that a header names, for a message."""
-    with suppress(ValueError, KeyError, TypeError, RecursionError):
-        found = json.loads(stored.removeprefix(MAGIC).partition(b"\n")[0])["keys"]
-        return ", ".join(bytes.fromhex(name).hex() for name in found)
-    return "of its own"
 
 
 @runtime_checkable
@@ -110,25 +94,26 @@ def new_key() -> bytes:
     return secrets.token_bytes(SECRET_BYTES)
 
 
+@lru_cache(10_000)
 def key_id(key: bytes) -> bytes:
-    """By which a location says that it needs this key: 4 bytes, which tell nothing of it."""
-    return hashlib.blake2b(key, digest_size=4, person=_OF_ID).digest()
-
-
-def quoted(tenant: str) -> str:
-    """The name of a tenant in a file of keys."""
-    return quote(tenant, errors="surrogatepass")
-
-
-def unquoted(word: str) -> str:
-    """The name of a tenant that a word in a file of keys is."""
-    return unquote(word, errors="surrogatepass")
+    """By which a location says that it needs this key: it tells nothing of it."""
+    return hashlib.blake2b(key, digest_size=ID_BYTES, person=_OF_ID).digest()
 
 
 def line_of(key: bytes, tenant: str | None = None) -> str:
     """The line of a file of keys with this key."""
-    word = "key" if tenant is None else f"tenant {quoted(tenant)}"
+    word = "key" if tenant is None else f"tenant {quote(tenant, errors='surrogatepass')}"
     return f"{word} {base64.b64encode(key).decode()}\n"
+
+
+def tenant_in(word: str) -> str:
+    """The name of a tenant that a word in a file of keys is."""
+    return unquote(word, errors="surrogatepass")
+
+
+def key_of(stored: bytes | None) -> bytes | None:
+    """The id of the key under which a header is sealed; None if it is none: the location is not encrypted."""
+    return stored[len(MAGIC) :][:ID_BYTES] if stored is not None and stored.startswith(MAGIC) else None
 
 
 @dataclass(frozen=True)
@@ -142,12 +127,27 @@ class Keys:
     tenants
         The keys of tenants that have one of their own, by the name of the tenant (its salt).
     forgotten
-        Tenants whose key was deleted, for ever: what they have stored under it counts as deleted.
+        Names of tenants whose key was deleted, by its id: what was stored under it counts as deleted.
     """
 
     masters: Mapping[bytes, bytes]
     tenants: Mapping[str, bytes] = field(default_factory=dict)
-    forgotten: frozenset[str] = frozenset()
+    forgotten: Mapping[bytes, str] = field(default_factory=dict)
+
+    @property
+    def newest(self) -> bytes:
+        """The id of the key under which everything is written."""
+        return next(iter(self.masters))
+
+    @property
+    def of_tenants(self) -> list[bytes]:
+        """Ids of the keys of tenants."""
+        return list(map(key_id, self.tenants.values()))
+
+    @property
+    def known(self) -> set[bytes]:
+        """Ids of all keys, also of those that were forgotten: nobody needs them."""
+        return {*self.masters, *self.of_tenants, *self.forgotten}
 
     @classmethod
     def parse(cls, text: str, source: str) -> Keys:
@@ -160,17 +160,17 @@ class Keys:
         """
         masters: list[bytes] = []
         tenants: dict[str, bytes] = {}
-        forgotten: set[str] = set()
-        for number, line in enumerate(text.lstrip("\ufeff").splitlines(), 1):
+        forgotten: dict[bytes, str] = {}
+        for number, line in enumerate(text.splitlines(), 1):
             match line.partition("#")[0].split():
                 case []:
                     pass
-                case ["forgotten", name]:
-                    forgotten.add(unquoted(name))
-                case ["tenant", name, key] if secret := _secret(key):
-                    if tenants.setdefault(unquoted(name), secret) != secret:
+                case ["forgotten", name, known_by] if gone := _decoded(bytes.fromhex, known_by, ID_BYTES):
+                    forgotten[gone] = tenant_in(name)
+                case ["tenant", name, key] if secret := _decoded(_base64, key, SECRET_BYTES):
+                    if tenants.setdefault(tenant_in(name), secret) != secret:
                         raise LocationError(f"line {number} of {source} has another key of a tenant that has one")
-                case ["key", key] | [key] if secret := _secret(key):
+                case ["key", key] | [key] if secret := _decoded(_base64, key, SECRET_BYTES):
                     masters.insert(0, secret)
                 case _:
                     raise LocationError(
@@ -179,7 +179,7 @@ class Keys:
                     )
         if not masters:
             raise LocationError(f"{source} has no key; prefixstore key new makes one")
-        return cls({key_id(key): key for key in masters}, tenants, frozenset(forgotten - tenants.keys()))
+        return cls({key_id(key): key for key in masters}, tenants, forgotten)
 
     @classmethod
     def read(cls, provider: KeyProvider) -> Keys:
@@ -200,13 +200,16 @@ class Keys:
             raise UnavailableError(f"{provider} gives no keys: {type(error).__name__}") from error
 
 
-def _secret(text: str) -> bytes | None:
-    """The key that a word is."""
+_base64 = partial(base64.b64decode, validate=True)
+
+
+def _decoded(decode: Callable[[str], bytes], word: str, size: int) -> bytes | None:
+    """The bytes that a word stands for; None if it does not, or they are not so many."""
     try:
-        found = base64.b64decode(text.translate({ord("-"): "+", ord("_"): "/"}), validate=True)
-    except (binascii.Error, ValueError):
+        found = decode(word)
+    except ValueError:
         return None
-    return found if len(found) == SECRET_BYTES else None
+    return found if len(found) == size else None
 
 
 def provider_of(key: Key | None) -> KeyProvider | None:
@@ -263,10 +266,10 @@ def _file(name: str) -> str:
         require_trusted_files(path)
         if os.name == "posix" and path.stat().st_mode & stat.S_IRWXO:
             raise LocationError(f"{path} can be read by every user; run: chmod o= '{path}'")
-        return path.read_text("utf-8")
+        return path.read_text("utf-8-sig")
     except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or ("it is not text" if isinstance(error, UnicodeError) else error)
-        raise LocationError(f"the keys in {name} cannot be read: {reason}; check the path") from None
+        raise LocationError(f"the keys in {name} cannot be read: {reason}; prefixstore key new makes one") from None
 
 
 def _variable(name: str) -> str:
@@ -278,17 +281,14 @@ def _variable(name: str) -> str:
 
 def _command(line: str) -> str:
     try:
-        command = shlex.split(line)
-    except ValueError as error:
-        raise LocationError(f"the command for the keys cannot be run: {error}") from None
-    try:
         done = subprocess.run(  # noqa: S603 - the user's own command
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=COMMAND_SECONDS, check=True
+            shlex.split(line), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=COMMAND_SECONDS, check=True
         )
     except subprocess.CalledProcessError as error:
         raise LocationError(f"the command for the keys has ended with code {error.returncode}") from None
-    except OSError as error:
-        raise LocationError(f"the command for the keys cannot be run: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise LocationError(f"the command for the keys cannot be run: {reason}") from None
     return done.stdout.decode()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from prefixstore.backends.files import expanded
-from prefixstore.backends.keys import ENVIRONMENT, Keys, key_id, line_of, new_key, provider_of, unquoted
+from prefixstore.backends.keys import ENVIRONMENT, Keys, key_id, line_of, new_key, provider_of, tenant_in
 from prefixstore.cli.command import Result
 from prefixstore.cli.files import writing
 from prefixstore.cli.output import DONE, FAILED, confirmed, table
@@ -56,7 +56,7 @@ def add(key_file: str, *, tenant: str | None = None) -> Result:
         raise InvalidParameterError("--tenant is empty")
     if tenant in keys.tenants:
         raise InvalidParameterError(f"--tenant {tenant!r} has a key in {path} already, which cannot be replaced")
-    with _open(path, "ab") as file:
+    with _changing(path, "ab") as file:
         # one write, at the end wherever that is then: another one may add a key, too
         file.write(b"\n" * (not path.read_bytes().endswith(b"\n")) + line_of(key, tenant).encode())
     what = f"the key {key_id(key).hex()}" if tenant is None else f"a key of {tenant!r}"
@@ -70,13 +70,12 @@ def list_(key_file: str) -> Result:
     Example: prefixstore key list /etc/prefixstore.key
     """
     keys = _read(_path(key_file))
-    rows = [["key", name.hex()] for name in keys.masters]
-    rows += [["tenant", name] for name in keys.tenants] + [["forgotten", name] for name in sorted(keys.forgotten)]
     data = {
         "keys": [name.hex() for name in keys.masters],
         "tenants": list(keys.tenants),
-        "forgotten": sorted(keys.forgotten),
+        "forgotten": sorted(keys.forgotten.values()),
     }
+    rows = [[what.removesuffix("s"), name] for what, names in data.items() for name in names]
     return Result(data, lambda: table(["what", "id or name"], rows))
 
 
@@ -90,9 +89,8 @@ def rotate(location: str) -> Result:
     Example: prefixstore key rotate lmdb:///var/cache/kv
     """
     with Archive(location) as archive:
-        done, left = archive.rotate_keys()
-        where, keys = archive.location, archive.keys
-    name = next(iter(keys.masters)).hex() if keys is not None else None
+        name, done, left = archive.rotate_keys()
+        where = archive.location
     text = f"{where}: {counted(done, 'row')} encrypted anew under the key {name}"
     if left:
         rows = counted(left, "row")
@@ -127,16 +125,14 @@ def _path(key_file: str) -> Path:
 
 
 def _read(path: Path) -> Keys:
-    if not path.exists():
-        raise LocationError(f"{path} does not exist; prefixstore key new makes one")
     provider = provider_of(f"file:{path}")
     assert provider is not None
     return Keys.read(provider)
 
 
 @contextmanager
-def _open(path: Path, mode: str = "rb+") -> Iterator[BinaryIO]:
-    """A file of keys, to be changed in its place. Raises `LocationError`."""
+def _changing(path: Path, mode: str) -> Iterator[BinaryIO]:
+    """A file of keys, to be changed in its place: it keeps its owner and its mode. Raises `LocationError`."""
     try:
         with open(path, mode) as file:  # noqa: PTH123 - its type follows from the mode
             yield cast("BinaryIO", file)
@@ -147,19 +143,19 @@ def _open(path: Path, mode: str = "rb+") -> Iterator[BinaryIO]:
 
 
 def _overwrite(path: Path, tenant: str, *, dry_run: bool) -> bool:
-    """Overwrite the key of a tenant, in its place: nothing else of the file is touched.
-
-    Raises `LocationError` if it is there all the same.
-    """
-    with _open(path) as file:
-        at = 0
-        for line in file.read().splitlines(keepends=True):
-            begin = len(line) - len(line.lstrip(b"\xef\xbb\xbf"))
-            words = line[begin:].split()
-            if words[:1] == [b"tenant"] and unquoted(words[1].decode()) == tenant and not dry_run:
-                file.seek(at + begin)
-                file.write(b" ".join([b"forgotten", words[1], b"#"]).ljust(len(line.rstrip()) - begin, b"#"))
-            at += len(line)
-    if not dry_run and tenant not in _read(path).forgotten:
+    """Overwrite the key of a tenant by its id, in its place. Raises `LocationError` if it is there all the same."""
+    if dry_run:
+        return True
+    name = key_id(_read(path).tenants[tenant]).hex().encode()
+    with _changing(path, "rb+") as file:
+        lines = file.read().splitlines(keepends=True)
+        for i, line in enumerate(lines):
+            words = line.split()
+            if words[:1] == [b"tenant"] and tenant_in(words[1].decode()) == tenant:
+                gone = b" ".join([b"forgotten", words[1], name])
+                lines[i] = line.replace(line.strip(), gone.ljust(len(line.strip())))
+        file.seek(0)
+        file.write(b"".join(lines))
+    if tenant in _read(path).tenants:
         raise LocationError(f"{path} still has a key of {tenant!r}; delete its line")
     return True

@@ -7,6 +7,7 @@ import sys
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,7 +20,7 @@ from prefixstore.cli.listing import chosen_namespaces
 from prefixstore.cli.model import configured, has_model, open_model, tokens_of_prefix
 from prefixstore.cli.output import DONE, FAILED, may_replace, say, tell
 from prefixstore.config import explain
-from prefixstore.errors import IncompatibleError, InvalidParameterError, LocationError
+from prefixstore.errors import IncompatibleError, InvalidParameterError, LocationError, MissingExtraError
 from prefixstore.format.export import ENCRYPTED, MAGIC, ExportReader
 from prefixstore.format.namespace import Namespace
 from prefixstore.maintenance.archive import DEFAULT_BYTES, Archive
@@ -71,7 +72,7 @@ def export(
             return _planned("exported", archive, out, namespaces, keys, ", which would be replaced" if exists else "")
         if exists and not may_replace(out, yes=yes):
             return FAILED
-        with writing(out) as whole, _for_pages(whole, archive.keys) as file:
+        with writing(out) as whole, _sealing(whole, archive.keys) as file:
             moved = export_store(archive, file, namespaces=namespaces, keys=keys)
     return _moved(moved, "exported", started, {"location": where, "file": out})
 
@@ -139,8 +140,8 @@ def import_(
     budget = options.max_bytes_of(max_bytes)
     keep_freed_memory()
     with reading(file) as opened:
-        source = _of_pages(opened, from_key, file)
-        reader = ExportReader(source, file)
+        name = "stdin" if file == STANDARD else file
+        reader = ExportReader(opened, name, partial(_unsealed, from_key, name))
         if has_model(config, model):
             settings = configured(location, config, model, n_ctx, salt)
             llm = open_model(settings)
@@ -150,30 +151,30 @@ def import_(
         with Archive(location, max_bytes=budget, create=True) as archive:
             if file != STANDARD and Path(file).is_file():
                 _warn_of_a_small_budget(file, Path(file).stat().st_size, archive)
-            if source is not opened and archive.keys is None:
+            if reader.is_encrypted and archive.keys is None:
                 say(f"note: {file} is encrypted, and {archive.location} is not: PREFIXSTORE_KEY is not set")
             moved = import_store(reader, archive)
             places = {"file": file, "location": archive.location}
     return _moved(moved, "imported", started, places)
 
 
-def _for_pages(file: BinaryIO, keys: Keys | None) -> AbstractContextManager[BinaryIO]:
+def _sealing(file: BinaryIO, keys: Keys | None) -> AbstractContextManager[BinaryIO]:
     """A file for exported pages, which are encrypted if the store is."""
     if keys is None:
         return nullcontext(file)
-    from prefixstore.maintenance.encrypted_file import encrypting  # noqa: PLC0415 - the extra "encryption"
+    from prefixstore.backends.sealing import sealing  # noqa: PLC0415 - the extra "encryption"
 
-    return encrypting(file, keys)
+    return sealing(file, keys)
 
 
-def _of_pages(file: BinaryIO, key: str | None, name: str) -> BinaryIO:
-    """A file of exported pages, which may be encrypted."""
-    name = "stdin" if name == STANDARD else name
+def _unsealed(key: str | None, name: str, begin: bytes, file: BinaryIO) -> BinaryIO:
+    """A file of exported pages that is encrypted."""
+    provider = provider_of(key)
     try:
-        from prefixstore.maintenance.encrypted_file import decrypting  # noqa: PLC0415 - the extra "encryption"
-    except ImportError:
-        return file
-    return decrypting(file, provider_of(key), name)
+        from prefixstore.backends.sealing import unsealed  # noqa: PLC0415 - the extra "encryption"
+    except ImportError as error:
+        raise MissingExtraError(f'{name} is encrypted; pip install "prefixstore[encryption]"') from error
+    return unsealed(begin, file, Keys.read(provider) if provider is not None else Keys({}), name)
 
 
 def _warn_of_a_small_budget(source: str, size: int, archive: Archive) -> None:

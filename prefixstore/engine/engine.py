@@ -608,9 +608,11 @@ class Engine:
     @handed_over
     def check(self, budget: Budget | None = None) -> list[Violation]:
         """Check every invariant of the location, every checksum, and a budget (by default the engine's)."""
+        # first, since it finds out which keys others use now
+        n_rows = self._backend.undecryptable()
         with self._backend.view() as view:
             found = violations(view, self._budget if budget is None else budget)
-        if n_rows := self._backend.undecryptable():
+        if n_rows:
             what = f"{counted(n_rows, 'row')} cannot be decrypted: changed, or of a forgotten tenant"
             found.append(Violation("undecryptable", "", what))
         return found

@@ -76,8 +76,8 @@ GENERATION = b"g"
 GENERATION_BYTES = 8
 TENANT_BYTES = 16
 _OF_TENANT = b"prefixstore salt"
-# By the kind of a row: how many bytes each part of its key has. Ranges of rows begin and end between parts, or after a
-# key. Rows of other kinds are only asked for by their keys.
+# By the kind of a row: how many bytes each part of its key has; an encrypted location hides them one by one. Ranges of
+# rows begin and end between parts, or after a key. Rows of other kinds are only asked for by their keys.
 PARTS = {
     RECORD: (KEY_BYTES,),
     USAGE: (KEY_BYTES,),

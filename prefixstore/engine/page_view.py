@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from prefixstore.backends import contract
-from prefixstore.backends.keys import COPY, HEADER, ids_in, is_header
+from prefixstore.backends.keys import HEADER, key_of
 from prefixstore.engine import keyspace, siblings
 from prefixstore.engine.facts import FACTS, Facts, facts_of
 from prefixstore.engine.index import shared_tokens
@@ -304,14 +304,10 @@ class View:
 
     def require_plain(self) -> None:
         """Raise `LocationError` if the location is encrypted: these are not its decrypted rows."""
-        [stored] = self._rows.get([HEADER])
-        if stored is not None and len(stored) != keyspace.GENERATION_BYTES and not is_header(stored):
-            # one of the two is damaged
-            [stored] = self._rows.get([COPY])
-        if stored is not None and is_header(stored):
-            what = f"it is encrypted, under the key {ids_in(stored)}"
+        if (name := key_of(self._rows.get([HEADER])[0])) is not None:
             raise LocationError(
-                f"{what}: set PREFIXSTORE_KEY, or key= (copy: --from-key, --to-key), to where that is: file:/etc/kv.key"
+                f"it is encrypted, under the key {name.hex()}: set PREFIXSTORE_KEY, or key= (copy: "
+                "--from-key, --to-key), to where that is: file:/etc/kv.key"
             )
 
     def namespaces(self) -> Mapping[bytes, bytes]:

@@ -22,10 +22,10 @@ from prefixstore.engine.page_checks import SUMS
 from prefixstore.engine.page_update import PASSES, Transaction
 from prefixstore.engine.page_view import View
 from prefixstore.engine.trie import Trie
-from prefixstore.errors import FullError, LocationError, MissingExtraError
+from prefixstore.errors import FullError, IncompatibleError, LocationError, MissingExtraError
 
 if TYPE_CHECKING:
-    from prefixstore.backends.encrypted import EncryptedBackend
+    from prefixstore.engine.encrypted import EncryptedBackend
 
 __all__ = ["CONFLICTS", "Pages", "fewer", "open_pages", "retried"]
 
@@ -88,14 +88,10 @@ class Pages:
     def encrypt(self, provider: KeyProvider, keys: Keys, on_undecryptable: Callable[[], object]) -> None:
         """Have everything encrypted; see `EncryptedBackend`, also for what is raised."""
         try:
-            from prefixstore.backends.encrypted import EncryptedBackend  # noqa: PLC0415 - the extra "encryption"
+            from prefixstore.engine.encrypted import EncryptedBackend  # noqa: PLC0415 - the extra "encryption"
         except ImportError as error:
             raise MissingExtraError('a key needs cryptography; pip install "prefixstore[encryption]"') from error
-        tenant_of = partial(keyspace.tenant_of, namespace=b"")
-        self.encrypted = EncryptedBackend(
-            self._backend, provider, keys, parts=keyspace.PARTS, tenant_of=tenant_of, on_undecryptable=on_undecryptable
-        )
-        self._backend = self.encrypted
+        self._backend = self.encrypted = EncryptedBackend(self._backend, provider, keys, on_undecryptable)
 
     @property
     def rows(self) -> contract.Backend:
@@ -246,7 +242,7 @@ def open_pages(
         else:
             with pages.view() as view:
                 view.require_plain()
-    except LocationError as error:
+    except (LocationError, IncompatibleError) as error:
         rows.close()
         raise type(error)(f"{rows.location}: {error}") from None
     except BaseException:

@@ -8,7 +8,7 @@ of the row above it. A row names the only page below it, or says that there are 
 under the node below it, and the row names the one that ends there, if any.
 
 Nothing here compares keys: a location may have the rows under a node in any order in which those that begin with the
-same tokens are together, after the one whose tokens end there (`backends.encrypted`).
+same tokens are together, after the one whose tokens end there (`engine.encrypted`).
 """
 
 from __future__ import annotations

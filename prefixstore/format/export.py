@@ -101,9 +101,13 @@ class ExportReader:
         A binary file, open for reading; need not be seekable, but if it is, pages that are not wanted are skipped.
     name
         The name of the file in messages.
+    decrypt
+        Opens one that is encrypted, of which these bytes were read already.
 
     Attributes
     ----------
+    is_encrypted
+        Whether it was encrypted.
     namespaces
         Canonical settings of the namespaces in it, by key.
 
@@ -115,7 +119,12 @@ class ExportReader:
         If it is truncated or damaged before the first page.
     """
 
-    def __init__(self, file: BinaryIO, name: str) -> None:
+    def __init__(self, file: BinaryIO, name: str, decrypt: Callable[[bytes, BinaryIO], BinaryIO] | None = None) -> None:
+        header = file.read(HEADER.size)
+        self.is_encrypted = header.startswith(ENCRYPTED)
+        if self.is_encrypted and decrypt is not None:
+            file = decrypt(header, file)
+            header = file.read(HEADER.size)
         self._file = file
         self._name = name
         self._seekable = file.seekable()
@@ -123,7 +132,6 @@ class ExportReader:
         self._seals = xxhash.xxh3_128()
         self.pages = 0
         self._bytes = 0
-        header = file.read(HEADER.size)
         if len(header) < HEADER.size or not header.startswith(MAGIC):
             raise IncompatibleError(f"{name} was not written by prefixstore export")
         _, version, records = HEADER.unpack(header)

@@ -154,13 +154,13 @@ class Archive(AbstractContextManager["Archive"]):
     @property
     def encryption(self) -> str:
         """Whether the location is encrypted, and under which keys, in words."""
-        names = self.backend.encrypted.key_ids() if self.backend.encrypted is not None else []
-        if not names:
-            return "none" if self.backend.encrypted is None else "AES-256-GCM, from the first page on"
-        return f"AES-256-GCM, key {names[0]}" + (f"; older: {', '.join(names[1:])}" if names[1:] else "")
+        if self.backend.encrypted is None:
+            return "none"
+        newest, *older = self.backend.encrypted.key_ids()
+        return f"AES-256-GCM, key {newest}" + (f"; older: {', '.join(older)}" if older else "")
 
-    def rotate_keys(self) -> tuple[int, int]:
-        """Have everything encrypted under the newest key; see `EncryptedBackend.rotate`.
+    def rotate_keys(self) -> tuple[str, int, int]:
+        """Have everything encrypted under the newest key: its id, and what `EncryptedBackend.rotate` returns.
 
         Raises
         ------
@@ -169,7 +169,8 @@ class Archive(AbstractContextManager["Archive"]):
         """
         if self.backend.encrypted is None:
             raise InvalidParameterError(f"{self.location} is not encrypted; prefixstore copy --to-key encrypts a copy")
-        return self.engine.threads.call(self.backend.encrypted.rotate)
+        done, left = self.engine.threads.call(self.backend.encrypted.rotate)
+        return self.backend.encrypted.key_ids()[0], done, left
 
     # -- inspecting ---------------------------------------------------------------------------------------------------
 

@@ -13,9 +13,9 @@ from prefixstore.backends.keys import ENVIRONMENT, Keys, key_id, line_of, provid
 
 KEY, OLDER, OF_ALICE = bytes(range(32)), bytes(range(32, 64)), bytes(range(64, 96))
 NAMES = {"alice": OF_ALICE, "bob & co %#": KEY, "\udcff": OLDER}
-KEYS = Keys({key_id(KEY): KEY, key_id(OLDER): OLDER}, NAMES, frozenset({"carol"}))
+KEYS = Keys({key_id(KEY): KEY, key_id(OLDER): OLDER}, NAMES, {bytes(8): "carol"})
 TEXT = "".join(["# keys\n", line_of(OLDER), *(line_of(key, name) for name, key in NAMES.items()), line_of(KEY)])
-TEXT += "forgotten carol ####\n"
+TEXT += f"forgotten carol {bytes(8).hex()}  \n"
 
 
 def written(tmp_path, text=None, mode=0o600):
@@ -27,7 +27,7 @@ def written(tmp_path, text=None, mode=0o600):
 
 def test_a_file_of_keys_comes_back_with_the_newest_first():
     assert Keys.parse(TEXT, "file") == KEYS
-    assert next(iter(Keys.parse(TEXT, "file").masters)) == key_id(KEY)
+    assert Keys.parse(TEXT, "file").newest == key_id(KEY)
 
 
 def test_keys_come_from_a_file_a_variable_a_command_or_an_object(tmp_path, monkeypatch):
@@ -66,7 +66,17 @@ def test_a_file_that_others_can_read_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "# nothing\n", "key abc\n", "word " + base64.b64encode(KEY).decode(), "tenant alice\n", "key\n"]
+    "text",
+    [
+        "",
+        "# nothing\n",
+        "key abc\n",
+        "word " + base64.b64encode(KEY).decode(),
+        "tenant alice\n",
+        "key\n",
+        "forgotten bob\n",
+        "forgotten bob 00\n",
+    ],
 )
 def test_what_is_no_key_is_said_without_repeating_it(tmp_path, text):
     with pytest.raises(LocationError) as raised:

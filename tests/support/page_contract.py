@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from prefixstore.backends.encrypted_rows import EncryptedView
+from prefixstore.engine.encrypted_rows import EncryptedView
 from prefixstore.engine.facts import FACTS
 from prefixstore.engine.index import shared_tokens
 from prefixstore.engine.keyspace import record_row
@@ -110,7 +110,7 @@ class _Scanned:
     def __init__(self, view: View) -> None:
         self._entries = [Entry(*each) for each in view.scan()]
         # where rows are; an encrypted location has names of its own for them
-        self._place = view.rows._cipher.stored_key if isinstance(view.rows, EncryptedView) else bytes
+        self._place = view.rows.cipher.stored_key if isinstance(view.rows, EncryptedView) else bytes
         self._places: dict[bytes, list[bytes]] = {}
 
     def place(self, entry: Entry) -> list[bytes]:
