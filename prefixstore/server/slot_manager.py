@@ -37,8 +37,6 @@ T = TypeVar("T")
 WORTH_A_LOOKUP = 32
 # Copies of slots that may wait to be stored, in memory; then the next one waits, too.
 MAX_COPIES = 2
-# How long a request waits for slots to be emptied, one after the other.
-EMPTYING_SECONDS = 30.0
 # How long the last saves wait for slots that are still busy.
 GIVEN_BACK_SECONDS = 5.0
 # How long a prompt that has stopped for a copy waits until earlier ones are stored.
@@ -98,8 +96,8 @@ class SlotManager:
     ) -> Claim:
         """Take a slot for a prompt, filled from the store if that is faster than computing.
 
-        A slot that cannot be emptied is left to others. If that is so of each idle one, nothing of what is in it may be
-        used (`Claim.must_compute`). The parameters are those of `Claim`; `tokens` is None if they are not known.
+        If it cannot be emptied, nothing in it may be used (`Claim.must_compute`). The parameters are those of `Claim`;
+        `tokens` is None if they are not known.
 
         Raises
         ------
@@ -113,31 +111,22 @@ class SlotManager:
             await self._find(claim, usable)
         while wanted is None and (saving := self._saving_for(claim)) is not None:
             await asyncio.wait({saving})
-        slot: PoolSlot | None = await self.pool.take(claim)
-        until = time.monotonic() + EMPTYING_SECONDS
-        while slot is not None:
-            claim.slot = slot
-            preparing = asyncio.ensure_future(self._prepare(claim))
-            try:
-                await asyncio.shield(preparing)
-            except SlotUnusableError:
-                claim.unusable.append(slot)
-                slot = self.pool.take_now(claim) if time.monotonic() <= until else None
-                if slot is not None:
-                    self.pool.release(claim.slot)
-            except asyncio.CancelledError:
-                # what a thread does to the slot cannot be interrupted
-                preparing.add_done_callback(partial(self._give_back, claim))
-                raise
-            except BaseException:
-                self.pool.release(claim.slot)
-                raise
-            else:
-                return claim
-        # it is emptied before its next use, and not saved
-        claim.slot.doubt()
-        claim.slot.lent(owner)
-        claim.reason, claim.must_compute = "error", True
+        slot = claim.slot = await self.pool.take(claim)
+        preparing = asyncio.ensure_future(self._prepare(claim))
+        try:
+            await asyncio.shield(preparing)
+        except SlotUnusableError:
+            # it is emptied before its next use, and not saved
+            slot.doubt()
+            slot.lent(owner)
+            claim.reason, claim.must_compute = "error", True
+        except asyncio.CancelledError:
+            # what a thread does to the slot cannot be interrupted
+            preparing.add_done_callback(partial(self._give_back, claim))
+            raise
+        except BaseException:
+            self.pool.release(slot)
+            raise
         return claim
 
     def _give_back(self, claim: Claim, prepared: asyncio.Future[None]) -> None:
@@ -253,8 +242,8 @@ class SlotManager:
             await self._empty(slot)
         elif done is None:
             claim.reason = "error"
-            # It may have been emptied by that, or hold a file that another process has changed, and that could not be
-            # erased. Whose it is stays until it was emptied for certain.
+            # It may have been emptied by that, or hold what was not wanted, and could not be erased. Whose it is stays
+            # until it was emptied for certain.
             slot.filled(NO_TOKENS, slot.owner)
             slot.doubt()
             await self._empty(slot)

@@ -195,7 +195,7 @@ class SlotPool:
     def usable(self, claim: Claim) -> list[PoolSlot]:
         """The idle slots that a request may get."""
         wanted = self.slots if claim.wanted is None else [self.slots[claim.wanted % len(self.slots)]]
-        return [slot for slot in wanted if not slot.is_busy and slot not in claim.unusable]
+        return [slot for slot in wanted if not slot.is_busy]
 
     def hold(self, slot: PoolSlot) -> PoolSlot:
         """Take this slot, which is idle."""
