@@ -18,7 +18,7 @@ from prefixstore.sessions.sessions import Sessions
 from prefixstore.sessions.table import Table
 from prefixstore.stats import Counters
 from tests.sessions.test_sessions import turn
-from tests.support import outcome, python
+from tests.support import outcome
 from tests.support.models import answer, forget, prompt
 from tests.support.worker import in_fork
 
@@ -273,104 +273,23 @@ def test_a_call_may_close_the_store_itself(llama, llm, store, sessions):
 # -- event loops that are closed --------------------------------------------------------------------------------------
 
 
-def test_a_loop_that_is_closed_inside_of_a_block_gives_the_llama_up_after_the_call(llama, llm, store, sessions):
-    expected = answer(llama(**SMALL), prompt(50), 5)
-    begun, go, steps = threading.Event(), threading.Event(), []
-
-    def processor(_, scores):
-        begun.set()
-        go.wait()
-        steps.append("alice")
-        return scores
-
-    async def block():
-        async with sessions.aadmit("alice") as alice:
-            options = {"max_tokens": 4, "logits_processor": LogitsProcessorList([processor])}
-            await asyncio.to_thread(alice.create_completion, prompt(40), **options)
-
-    loop = asyncio.new_event_loop()
-    task = loop.create_task(block())
-    loop.run_until_complete(asyncio.to_thread(begun.wait))
-    loop.close()
-    with pytest.raises(BusyError):
-        raise outcome(lambda: sessions.admit("bob", timeout=0))
-    assert steps == []
-    go.set()
-    found = outcome(lambda: turn(sessions, "bob", prompt(50), 5, timeout=150)[3])
-    assert (found, len(steps)) == (expected, 4)
-    assert held(sessions, "alice") == ([], 1)
-    assert_free(llm, store, sessions)
-    del task
-    gc.collect()
-    assert_free(llm, store, sessions)
-
-
-@pytest.mark.parametrize("is_kept", [True, False])
-def test_a_loop_that_is_closed_between_two_calls_gives_the_llama_up(is_kept, llm, store, sessions):
+def test_a_loop_that_is_closed_gives_the_llama_up_once_its_task_is_garbage(llm, store, sessions):
     async def block():
         async with sessions.aadmit("alice") as alice:
             await asyncio.to_thread(alice.eval, prompt(40))
             entered.set()
             await asyncio.sleep(3600)
 
-    async def main():
-        await entered.wait()
-
     loop = asyncio.new_event_loop()
     entered = asyncio.Event()
     task = loop.create_task(block())
-    loop.run_until_complete(main())
+    loop.run_until_complete(entered.wait())
     loop.close()
-    if not is_kept:
-        del task
-        gc.collect()
+    del task
+    gc.collect()
     assert outcome(lambda: held(sessions, "bob")) == ([], 0)
     assert held(sessions, "alice") == ([], 1)
     assert_free(llm, store, sessions)
-
-
-def test_a_loop_that_is_closed_just_when_a_task_is_told_gives_its_place_up(llm, store, sessions):
-    async def block():
-        async with sessions.aadmit("bob"):
-            pass
-
-    alice = sessions.admit("alice")
-    loop = asyncio.new_event_loop()
-    task = loop.create_task(block())
-    loop.run_until_complete(asyncio.sleep(0))
-    assert sessions.stats().waiting == 2
-    sessions.release(alice)
-    loop.close()
-    assert outcome(lambda: held(sessions, "carol")) == ([], 0)
-    assert_free(llm, store, sessions)
-    del task
-
-
-@pytest.mark.slow
-def test_a_process_ends_although_a_closed_loop_has_left_a_block(models, tmp_path):
-    code = """
-import asyncio, sys
-from llama_cpp import Llama
-from prefixstore import PrefixStore
-
-llm = Llama(sys.argv[1], n_ctx=256, verbose=False)
-sessions = PrefixStore(sys.argv[2], llm).sessions()
-entered = asyncio.Event()
-
-async def block():
-    async with sessions.aadmit("alice"):
-        entered.set()
-        await asyncio.sleep(3600)
-
-loop = asyncio.new_event_loop()
-task = loop.create_task(block())
-loop.run_until_complete(entered.wait())
-loop.close()
-print("closed")
-"""
-    process = python(code, models("llama"), tmp_path / "kv")
-    said, _ = process.communicate(timeout=180)
-    assert (said, process.returncode) == ("closed\n", 0)
 
 
 # -- who would wait for himself ---------------------------------------------------------------------------------------

@@ -200,19 +200,6 @@ def test_a_task_that_nobody_has_told_of_its_turn_finds_it_by_looking(monkeypatch
     asyncio.run(main())
 
 
-def test_a_task_whose_loop_is_closed_is_passed_over():
-    queue, first, last = Queue(), Other(), Other()
-    queue.enter(first)
-
-    async def wait():
-        queue.enter(Ticket(is_async=True))
-
-    asyncio.run(wait())
-    queue.enter(last)
-    queue.leave(first)
-    assert queue.look() is last
-
-
 def test_work_in_a_thread_ends_before_a_cancelled_task_goes_on():
     steps = []
 
@@ -251,8 +238,6 @@ def test_a_place_lasts_as_long_as_its_ticket():
     assert len(queue) == 2
     del ticket, first
     assert queue.look() is last
-    assert queue.begin(last)
-    assert not queue.begin(Other())
 
 
 def test_a_llama_has_one_queue():
