@@ -277,11 +277,8 @@ class SlotPool:
 
     def plan(self, claim: Claim) -> Plan:
         """What to do with the slot of a claim, now that it is known what the store has."""
-        plan, rates = self.weigh(claim.slot, claim), self.rates
-        # Restoring may be slower only since the slot holds nearly as much: then there is nothing to learn from a try.
-        is_slow = not rates.is_faster(rates.restoring(claim.n_bytes), claim.n_found)
-        may_try = claim.n_found > plan.n_usable and (plan.restore or is_slow)
-        if may_try and rates.tries(is_faster=plan.restore) and not plan.restore:
+        plan = self.weigh(claim.slot, claim)
+        if claim.n_found > plan.n_usable and self.rates.tries(is_faster=plan.restore) and not plan.restore:
             return self.weigh(claim.slot, claim, tries=True)
         return plan
 

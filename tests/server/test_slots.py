@@ -439,17 +439,6 @@ def test_what_another_tenant_has_in_the_slot_is_not_stored(running: Running):
         assert slots.find(tokens, salt="c").n_tokens == 0
 
 
-def test_a_process_remembers_the_namespaces_of_few_tenants(running: Running, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("prefixstore.server.slots.MOST_PLACES", 3)
-    with served(running) as (slots, tokens):
-        slots.save(0, salt="ann")
-        slots.store.flush()
-        for n in range(10):
-            assert slots.find(tokens, salt=f"tenant {n}").n_tokens == 0
-        assert slots.place.cache_info().currsize <= 3
-        assert slots.find(tokens, salt="ann").n_tokens > 0
-
-
 def test_a_server_that_is_down_is_an_error_and_comes_back(
     models: Callable[..., Path], llama_server: Callable[..., Running]
 ):
@@ -470,14 +459,6 @@ def test_a_store_is_not_opened_before_the_server_answers(running: Running):
     away = LlamaServer("http://127.0.0.1:9", timeout=1)
     with pytest.raises(ServerUnreachableError):
         SlotStore("memory:", away, running.slots_dir, identity)
-
-
-def test_learning_the_layout_keeps_what_slots_hold(running: Running):
-    tokens = prompt(N)
-    running.complete(tokens, n=2, slot=1)
-    with opened(running, "memory:") as slots:
-        assert slots.ways
-    assert running.complete(tokens, n=2, slot=1)["timings"]["cache_n"] >= N - 1
 
 
 @pytest.mark.slow
@@ -559,22 +540,3 @@ def test_a_full_slot_directory_is_a_full_error(running: Running, monkeypatch: py
         with pytest.raises(FullError, match="no space for a slot file"):
             slots.restore(1, tokens)
         assert left_behind(running) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["--context-shift"], "context_shift"),
-        (["--cache-reuse", "256"], "cache_reuse"),
-    ],
-)
-def test_with_shifted_rows_nothing_is_stored_and_the_reason_is_said(
-    arguments: list[str], reason: str, models: Callable[..., Path], llama_server: Callable[..., Running]
-):
-    running = llama_server(models("llama", n_head=2), *arguments)
-    running.complete(prompt(N), n=2)
-    with opened(running, "memory:") as slots:
-        assert slots.reason == reason
-        assert slots.save(0).reason == reason
-        assert slots.restore(0, prompt(N)).reason == reason
-        assert slots.find(prompt(N)).n_tokens == 0

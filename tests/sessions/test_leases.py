@@ -12,9 +12,7 @@ from llama_cpp import LogitsProcessorList
 
 from prefixstore import BusyError, MisuseError, NotAttachedError, StaleLeaseError
 from prefixstore.engine.engine import Engine
-from prefixstore.sessions.queue import Queue
 from prefixstore.sessions.session import Session
-from prefixstore.sessions.sessions import Sessions
 from prefixstore.sessions.table import Table
 from prefixstore.stats import Counters
 from tests.sessions.test_sessions import turn
@@ -83,57 +81,6 @@ def test_ctrl_c_before_the_block_changes_no_session(step, when, llm, store, monk
     assert held(sessions, "alice-b") == expected[0]
 
 
-# what is raised in a finalizer, Python ignores
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_second_ctrl_c_while_the_first_is_handled_changes_no_session_either(llm, store, sessions, monkeypatch):
-    turn(sessions, "alice", prompt(60))
-    expected = held(sessions, "alice")
-
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Session, "resume", interrupted)
-        patch.setattr(Queue, "leave", interrupted)
-        patch.setattr(Sessions, "give_back", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            sessions.admit("alice")
-    gc.collect()
-    assert outcome(lambda: held(sessions, "alice")) == expected
-    assert_free(llm, store, sessions)
-
-
-@pytest.mark.parametrize(
-    "step",
-    [(Session, "leave"), (Session, "_finish"), (Sessions, "end"), (Sessions, "capture"), (Sessions, "give_up")],
-)
-def test_ctrl_c_at_the_end_of_a_block_leaves_the_llama_to_the_next_one(step, llm, store, sessions, monkeypatch):
-    owner, name = step
-    original, n_calls = getattr(owner, name), []
-
-    def interrupted(*arguments, **options):
-        n_calls.append(1)
-        if len(n_calls) == 1:
-            raise KeyboardInterrupt
-        return original(*arguments, **options)
-
-    kept = []
-
-    def use():
-        with sessions.admit("alice") as alice:
-            kept.append(alice)
-            alice.eval(prompt(30))
-
-    monkeypatch.setattr(owner, name, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        use()
-    assert_free(llm, store, sessions)
-    # in this thread, which had it
-    assert held(sessions, "bob") == ([], 0)
-    with pytest.raises(StaleLeaseError):
-        kept[0].eval([5])
-
-
 # -- dropped ----------------------------------------------------------------------------------------------------------
 
 
@@ -198,17 +145,6 @@ def test_a_llama_that_is_attached_again_during_a_lease_is_not_free(is_other_stor
             use()
     sessions.release(alice)
     assert outcome(lambda: held(again, "bob")) == ([], 0)
-
-
-def test_after_the_store_was_closed_a_session_is_refused(store, sessions):
-    def use():
-        with sessions.admit("alice") as alice:
-            alice.eval(prompt(30))
-            store.close()
-            alice.create_completion(prompt(30), max_tokens=2)
-
-    with pytest.raises(NotAttachedError, match="store was closed"):
-        use()
 
 
 @pytest.mark.parametrize("end", ["close", "detach"])
