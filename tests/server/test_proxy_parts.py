@@ -16,6 +16,7 @@ from aiohttp.test_utils import make_mocked_request
 from multidict import CIMultiDict
 
 from prefixstore.errors import ClosedError, CorruptError, InvalidParameterError, ServerError, UnavailableError
+from prefixstore.server import slot_pool
 from prefixstore.server.chats import Turns
 from prefixstore.server.command import ServerCommand, private_directory
 from prefixstore.server.exchange import BodyBudget, Exchange
@@ -26,13 +27,20 @@ from prefixstore.server.rates import RETRY_EVERY, SMALLEST_FILE, AnswerTail, Rat
 from prefixstore.server.serving import ServeSettings, failure_of
 from prefixstore.server.session import ServerSession
 from prefixstore.server.slot_manager import SlotManager
-from prefixstore.server.slot_pool import Plan, PoolFullError, SlotPool, Timing
+from prefixstore.server.slot_pool import Plan, PoolFullError, SlotPool
 from prefixstore.server.slot_record import Claim, PoolSlot, Request, Rows
 from prefixstore.server.tenants import NoTenantError, TenantSource
 from prefixstore.server.upstream import Upstream, end_to_end
 
 CHAT = "/v1/chat/completions"
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch):
+    """A slot that is idle is saved at once."""
+    monkeypatch.setattr(slot_pool, "DEBOUNCE", 0.0)
+    monkeypatch.setattr(slot_pool, "PATIENCE", 0.0)
 
 
 def tokens(*values: int) -> Any:
@@ -243,7 +251,7 @@ def test_a_prompt_whose_slot_is_just_being_saved_waits_for_that_unless_another_s
     store.tokens = prompt
 
     async def run() -> int:
-        pool = SlotPool([(0, 100), (1, 100)], Rates(token_seconds=1.0), Timing(debounce=0.0))
+        pool = SlotPool([(0, 100), (1, 100)], Rates(token_seconds=1.0))
         manager = SlotManager(pool, store, lambda _: None)
         first = await manager.acquire(prompt, None)
         manager.release(first, Usage(0, 60), began=True)
@@ -269,7 +277,7 @@ def test_a_save_that_was_begun_in_idle_time_ends_before_the_server_stops():
     store.tokens = tokens(*range(60))
 
     async def run() -> int:
-        manager = SlotManager(SlotPool([(0, 100)], Rates(), Timing(debounce=0.0)), store, lambda _: None)
+        manager = SlotManager(SlotPool([(0, 100)], Rates()), store, lambda _: None)
         held = await manager.acquire(store.tokens, None)
         manager.release(held, Usage(0, 60), began=True)
         saving = asyncio.create_task(manager.save_when_idle())
@@ -307,14 +315,15 @@ def test_the_slot_of_a_request_that_is_cut_by_a_stop_is_saved():
 
 
 @pytest.mark.parametrize(("n_tokens", "saves"), [(60, 0), (90, 1)])
-def test_nobody_waits_for_the_save_of_what_is_soon_computed(n_tokens: int, saves: int):
-    """The slot goes to another prompt; with 4 ms a token, 60 of them take less than `Timing.soon`, and 90 more."""
+def test_nobody_waits_for_the_save_of_what_is_soon_computed(n_tokens: int, saves: int, monkeypatch: pytest.MonkeyPatch):
+    """The slot goes to another prompt; with 4 ms a token, 60 of them take less than `SOON`, and 90 more."""
+    monkeypatch.setattr(slot_pool, "SOON", 0.3)
     store = Copying()
     store.tokens = tokens(*range(n_tokens))
     store.may_end.set()
 
     async def run() -> int:
-        pool = SlotPool([(0, 200)], Rates(token_seconds=0.004), Timing(soon=0.3))
+        pool = SlotPool([(0, 200)], Rates(token_seconds=0.004))
         manager = SlotManager(pool, store, lambda _: None)
         held = await manager.acquire(store.tokens, None)
         manager.release(held, Usage(0, n_tokens), began=True)
@@ -391,7 +400,7 @@ def test_a_copy_is_dropped_if_a_request_that_may_use_any_slot_has_begun_meanwhil
     store.tokens = tokens(*range(60))
 
     async def run() -> tuple[int, bool]:
-        pool = SlotPool([(0, 100)], Rates(), Timing(debounce=0.0))
+        pool = SlotPool([(0, 100)], Rates())
         manager = SlotManager(pool, store, lambda _: None)
         manager.release(await manager.acquire(store.tokens, None), Usage(0, 60), began=True)
         saving = asyncio.create_task(manager.save_when_idle())
@@ -409,7 +418,7 @@ def test_a_copy_is_dropped_if_a_request_that_may_use_any_slot_has_begun_meanwhil
 
 def test_nothing_is_saved_while_a_request_runs_that_may_use_any_slot():
     async def run() -> list[PoolSlot | None]:
-        pool = SlotPool([(0, 100)], Rates(), Timing(debounce=0.0, patience=0.0))
+        pool = SlotPool([(0, 100)], Rates())
         manager = SlotManager(pool, Copying(), lambda _: None)
         manager.release(await manager.acquire(tokens(*range(60)), None), Usage(0, 60), began=True)
         saves = [_saved_now(manager)]
@@ -538,11 +547,12 @@ def test_an_answer_that_goes_on_across_a_restart_leaves_rows_that_nobody_trusts(
     asyncio.run(run())
 
 
-def test_a_slot_whose_rows_come_into_doubt_while_it_is_saved_is_emptied():
+def test_a_slot_whose_rows_come_into_doubt_while_it_is_saved_is_emptied(monkeypatch: pytest.MonkeyPatch):
     """Another request may run in it then: for the server it is idle."""
+    monkeypatch.setattr(slot_pool, "SOON", 0.0)
 
     async def run() -> None:
-        pool, erase, store = SlotPool([(0, 200)], Rates(token_seconds=1.0), Timing(soon=0.0)), Emptying(), Copying()
+        pool, erase, store = SlotPool([(0, 200)], Rates(token_seconds=1.0)), Emptying(), Copying()
         manager = SlotManager(pool, store, erase)
         manager.release(await manager.acquire(tokens(*range(60)), None), Usage(0, 60), began=True)
         acquiring = asyncio.ensure_future(manager.acquire(tokens(*range(100, 160)), None))
@@ -568,7 +578,7 @@ def test_the_slots_of_a_server_that_is_not_our_child_are_emptied_before_their_fi
 
 def test_while_there_is_no_store_nothing_waits_to_be_saved():
     async def run() -> object:
-        manager = SlotManager(SlotPool([(0, 100)], Rates(), Timing(debounce=0.0)), None, lambda _: None)
+        manager = SlotManager(SlotPool([(0, 100)], Rates()), None, lambda _: None)
         manager.release(await manager.acquire(tokens(*range(60)), None), Usage(0, 60), began=True)
         assert manager.pool.slots[0].is_worth_saving
         manager.close()
