@@ -43,7 +43,7 @@ class Ticket:
         self.loop = asyncio._get_running_loop()  # noqa: SLF001 - documented, and None if there is none
         task = asyncio.current_task() if self.loop is not None else None
         self.task = weakref.ref(task) if task is not None else None
-        self.thread = _this_thread()
+        self.thread = threading.current_thread()
         self.is_block = False
         # open, or set, once it is the turn of this ticket
         self.gate, self.told = threading.Lock(), asyncio.Event()
@@ -186,15 +186,6 @@ def between_calls(llm: object) -> AbstractContextManager[object]:
     with suppress(TypeError):  # not a Llama
         queue = _queues.get(llm)
     return queue.in_use if queue is not None else nullcontext()
-
-
-_threads = threading.local()
-
-
-def _this_thread() -> object:
-    """Stands for this thread, and for no later one that has the same number."""
-    _threads.me = getattr(_threads, "me", None) or object()
-    return _threads.me
 
 
 async def in_thread(work: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
