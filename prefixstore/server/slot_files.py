@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 import stat
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -40,6 +41,8 @@ __all__ = ["SlotBuffer", "SlotDirectory", "wrong_directory"]
 log = logging.getLogger("prefixstore")
 
 PREFIX = "prefixstore-"
+# MADV_POPULATE_WRITE of Linux: maps all pages at once, in half the time of as many faults
+POPULATE_WRITE = 23 if sys.platform == "linux" else -1
 # younger ones may belong to another process
 STALE_SECONDS = 600.0
 
@@ -89,6 +92,8 @@ class SlotBuffer:
         self._file.truncate(size)
         if size > self._size:
             _reserve(self._file.fileno(), self._size, size)
+            with suppress(OSError, ValueError):  # not on an older kernel
+                self._memory.madvise(POPULATE_WRITE, 0, size)
         self._size = size
         self.view = memoryview(self._memory)[:size]
 

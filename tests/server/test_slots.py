@@ -43,10 +43,7 @@ FULL = {
     "on, four slots": (["-fa", "on", "-np", "4"], 3, 0, {"flash_attn": True}),
     "off": (["-fa", "off"], 0, 1, {}),
     "off, four slots, unified": (["-fa", "off", "-np", "4", "-kvu", KEEP_SLOTS], 3, 2, {}),
-    "on, unified": (["-fa", "on", "-np", "4", "-kvu", KEEP_SLOTS], 0, 3, {"flash_attn": True}),
-    "one slot": (["-np", "1"], 0, 0, {"flash_attn": True}),
     "q8_0": (["-ctk", "q8_0", "-ctv", "q8_0", "-np", "4"], 3, 0, {"flash_attn": True, "type_k": 8, "type_v": 8}),
-    "q8_0 and f16": (["-ctk", "q8_0", "-fa", "off"], 1, 0, {"type_k": 8}),
 }
 
 
@@ -124,7 +121,6 @@ def test_pages_of_a_slot_are_those_of_a_llama_and_both_answer_as_cold(
 # arguments, options of a Llama with the same states; whether its pages can be used
 OTHER_MEMORY = {
     "gemma3": ([], {"flash_attn": True, "swa_full": False}),
-    "olmo2": (["-fa", "off", "-np", "4"], {"swa_full": False}),
     "mamba": (["-np", "4"], {}),
     "lfm2": (["-np", "4"], {"flash_attn": True}),
 }

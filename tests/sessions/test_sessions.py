@@ -596,15 +596,6 @@ def test_evaluating_in_sessions_is_no_prompt_that_was_not_looked_up(llm, open_st
     assert "no prompt is looked up" not in caplog.text
 
 
-def test_counts_read_as_english(sessions):
-    turn(sessions, "alice", prompt(30))
-    says = str(sessions.stats())
-    assert says.startswith("1 session; admitted: 0 live, 0 restored, 1 cold;")
-    sessions.fork("alice", "bob")
-    assert "2 sessions" in str(sessions.stats())
-    assert "1 fork, 0 discarded, 0 evicted, 0 timeouts, 0 stale calls" in str(sessions.stats())
-
-
 def test_what_is_cleared_inside_a_block_is_stored_again_at_its_end(store, sessions):
     held = turn(sessions, "alice", prompt(60))[4]
     with sessions.admit("alice") as alice:
