@@ -164,9 +164,7 @@ class ServerSession:
             log.warning("the server has %d slots of %d tokens now", len(slots), slots[0][1])
             await self._retire(self.manager)
         settings = self._settings
-        pool = SlotPool(
-            slots, self.rates, settings.timing, max_waiting=settings.max_waiting, separated=settings.separated
-        )
+        pool = SlotPool(slots, self.rates, max_waiting=settings.max_waiting, separated=settings.separated)
         # what is in the slots of a server that runs already may have been moved there from other positions
         pool.restarted(are_empty=self.is_child)
         self.manager = SlotManager(pool, None, self.server.erase)
@@ -411,7 +409,7 @@ class ServerSession:
         """Note that the server has just been used."""
         self._last_use = asyncio.get_running_loop().time()
 
-    async def _unless_hurried(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _unless_hurried(self, work: Coroutine[Any, Any, object]) -> None:
         tasks = asyncio.ensure_future(work), asyncio.ensure_future(self.hurried.wait())
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
@@ -423,7 +421,9 @@ class ServerSession:
         tasks = [task for task in (self._saving, self._reopening, self._looking) if task is not None]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            # a save that was begun ends before that
+            await self._unless_hurried(asyncio.wait(tasks))
         if self.manager is not None:
             if self.is_ready and self.reason is None:
                 await self._unless_hurried(self.manager.save_all(STOP_SECONDS))

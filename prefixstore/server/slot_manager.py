@@ -10,9 +10,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -37,8 +36,6 @@ T = TypeVar("T")
 WORTH_A_LOOKUP = 32
 # Copies of slots that may wait to be stored, in memory; then the next one waits, too.
 MAX_COPIES = 2
-# How long a request waits for slots to be emptied, one after the other.
-EMPTYING_SECONDS = 30.0
 # How long the last saves wait for slots that are still busy.
 GIVEN_BACK_SECONDS = 5.0
 # How long a prompt that has stopped for a copy waits until earlier ones are stored.
@@ -98,8 +95,8 @@ class SlotManager:
     ) -> Claim:
         """Take a slot for a prompt, filled from the store if that is faster than computing.
 
-        A slot that cannot be emptied is left to others. If that is so of each idle one, nothing of what is in it may be
-        used (`Claim.must_compute`). The parameters are those of `Claim`; `tokens` is None if they are not known.
+        If it cannot be emptied, nothing in it may be used (`Claim.must_compute`). The parameters are those of `Claim`;
+        `tokens` is None if they are not known.
 
         Raises
         ------
@@ -113,38 +110,18 @@ class SlotManager:
             await self._find(claim, usable)
         while wanted is None and (saving := self._saving_for(claim)) is not None:
             await asyncio.wait({saving})
-        slot: PoolSlot | None = await self.pool.take(claim)
-        until = time.monotonic() + EMPTYING_SECONDS
-        while slot is not None:
-            claim.slot = slot
-            preparing = asyncio.ensure_future(self._prepare(claim))
-            try:
-                await asyncio.shield(preparing)
-            except SlotUnusableError:
-                claim.unusable.append(slot)
-                slot = self.pool.take_now(claim) if time.monotonic() <= until else None
-                if slot is not None:
-                    self.pool.release(claim.slot)
-            except asyncio.CancelledError:
-                # what a thread does to the slot cannot be interrupted
-                preparing.add_done_callback(partial(self._give_back, claim))
-                raise
-            except BaseException:
-                self.pool.release(claim.slot)
-                raise
-            else:
-                return claim
-        # it is emptied before its next use, and not saved
-        claim.slot.doubt()
-        claim.slot.lent(owner)
-        claim.reason, claim.must_compute = "error", True
+        slot = claim.slot = await self.pool.take(claim)
+        try:
+            await _to_its_end(self._prepare(claim))
+        except SlotUnusableError:
+            # it is emptied before its next use, and not saved
+            slot.doubt()
+            slot.lent(owner)
+            claim.reason, claim.must_compute = "error", True
+        except BaseException:
+            self.pool.release(slot)
+            raise
         return claim
-
-    def _give_back(self, claim: Claim, prepared: asyncio.Future[None]) -> None:
-        """Release a slot whose request has gone while it was prepared."""
-        if not prepared.cancelled():
-            prepared.exception()  # asked for, so that asyncio does not complain
-        self.pool.release(claim.slot)
 
     def _saving_for(self, claim: Claim) -> asyncio.Future[None] | None:
         """The save of the slot that has the most of a prompt, if that ends before the prompt is computed elsewhere."""
@@ -253,8 +230,8 @@ class SlotManager:
             await self._empty(slot)
         elif done is None:
             claim.reason = "error"
-            # It may have been emptied by that, or hold a file that another process has changed, and that could not be
-            # erased. Whose it is stays until it was emptied for certain.
+            # It may have been emptied by that, or hold what was not wanted, and could not be erased. Whose it is stays
+            # until it was emptied for certain.
             slot.filled(NO_TOKENS, slot.owner)
             slot.doubt()
             await self._empty(slot)
@@ -276,8 +253,7 @@ class SlotManager:
     async def empty_tainted(self) -> None:
         """Empty the idle slots with doubtful rows: the server may choose any of them for the next request."""
         if not all(slot.is_clean for slot in self.pool.idle()):
-            # what a thread does to a slot cannot be interrupted
-            await asyncio.shield(asyncio.ensure_future(self._empty_tainted()))
+            await _to_its_end(self._empty_tainted())
 
     async def _empty_tainted(self) -> None:
         for slot in self.pool.slots:
@@ -306,13 +282,7 @@ class SlotManager:
             await asyncio.wait(self.copies, timeout=COPY_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         if len(self.copies) >= MAX_COPIES or not self.pool.may_save(slot):
             return False
-        saving = asyncio.ensure_future(self._save(slot, tokens))
-        try:
-            await asyncio.shield(saving)
-        except asyncio.CancelledError:
-            # what a thread does to the slot cannot be interrupted
-            await asyncio.wait({saving})
-            raise
+        await _to_its_end(self._save(slot, tokens))
         return slot.n_unsaved == 0 and len(slot.tokens) == n
 
     # -- after the answer ----------------------------------------------------------------------------------------------
@@ -373,14 +343,11 @@ class SlotManager:
         self.pool.hold(slot)
         saving = asyncio.ensure_future(self._save(slot))
         self._saving = slot, saving
-
-        def saved(_: asyncio.Future[None]) -> None:
+        try:
+            await _to_its_end(saving)
+        finally:
             self._saving = None
             self.pool.release(slot)
-
-        saving.add_done_callback(saved)
-        # what a thread does to the slot cannot be interrupted
-        await asyncio.shield(saving)
 
     async def _save(self, slot: PoolSlot, expected: Tokens | None = None) -> None:
         """Copy what a busy slot holds; it is stored after that, while the slot is used again."""
@@ -423,9 +390,6 @@ class SlotManager:
             await asyncio.wait_for(self._save_each(), seconds)
 
     async def _save_each(self) -> None:
-        if self._saving is not None:
-            # it was asked for while the server was idle, and the slot is busy with that
-            await asyncio.wait({self._saving[1]})
         # requests that were cut give their slots back just now
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._all_given_back(), GIVEN_BACK_SECONDS)
@@ -465,3 +429,17 @@ class SlotManager:
                 why = f"{type(error).__name__}: {error}"
                 log.warning("%s of a slot failed, and the prompt is computed (%d so far): %s", what, n, why)
         return None
+
+
+async def _to_its_end(work: Awaitable[None]) -> None:
+    """Wait for work that a thread does to a slot, which cannot be interrupted: also if this task is cancelled."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # asked for, so that asyncio does not complain
+        raise

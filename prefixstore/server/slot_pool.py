@@ -16,11 +16,17 @@ from prefixstore.server.chats import Turns
 from prefixstore.server.rates import Rates
 from prefixstore.server.slot_record import Claim, PoolSlot, Request, Rows
 
-__all__ = ["Elsewhere", "Plan", "PoolClosedError", "PoolFullError", "SlotPool", "Timing"]
+__all__ = ["Elsewhere", "Plan", "PoolClosedError", "PoolFullError", "SlotPool"]
 
 # A shorter common beginning is no reason to prefer a slot.
 WORTH_KEEPING = 32
 MAX_FAILURES = 3
+# When slots are saved, in seconds: how long one must be idle; how long it waits for a moment at which the server does
+# nothing else, after which it is saved while other slots answer, but never while a request waits; and what takes no
+# longer to compute is saved in idle time only.
+DEBOUNCE = 0.25
+PATIENCE = 10.0
+SOON = 0.25
 # While requests wait for a slot, one is copied before it goes only if computing that again would take so many times
 # as long.
 WORTH_WAITING = 8.0
@@ -32,26 +38,6 @@ class PoolFullError(Exception):
 
 class PoolClosedError(Exception):
     """The slots no longer exist: the server was replaced."""
-
-
-@dataclass(frozen=True)
-class Timing:
-    """When slots are saved, in seconds.
-
-    Attributes
-    ----------
-    debounce
-        How long a slot must be idle.
-    patience
-        How long it waits for a moment at which the server does nothing else. After that it is saved while other
-        slots answer, but never while a request waits.
-    soon
-        What takes no longer to compute is saved in idle time only: no request waits for that.
-    """
-
-    debounce: float = 0.25
-    patience: float = 10.0
-    soon: float = 0.25
 
 
 @dataclass(frozen=True)
@@ -99,8 +85,6 @@ class SlotPool:
         Number and length of the context of each.
     rates
         What work costs.
-    timing
-        When slots are saved.
     max_waiting
         How many requests may wait for a slot.
     separated
@@ -125,7 +109,6 @@ class SlotPool:
         self,
         slots: Sequence[tuple[int, int]],
         rates: Rates | None = None,
-        timing: Timing | None = None,
         *,
         max_waiting: int = 1024,
         separated: bool = False,
@@ -135,7 +118,7 @@ class SlotPool:
         self.has_store, self.can_cut = False, True
         self.changed = asyncio.Event()
         self.n_elsewhere = self.n_tainting = self.n_tainting_begun = 0
-        self._timing, self._max_waiting = timing or Timing(), max_waiting
+        self._max_waiting = max_waiting
         self._waiting: list[tuple[Claim, asyncio.Future[PoolSlot]]] = []
         self._is_closed = False
 
@@ -195,7 +178,7 @@ class SlotPool:
     def usable(self, claim: Claim) -> list[PoolSlot]:
         """The idle slots that a request may get."""
         wanted = self.slots if claim.wanted is None else [self.slots[claim.wanted % len(self.slots)]]
-        return [slot for slot in wanted if not slot.is_busy and slot not in claim.unusable]
+        return [slot for slot in wanted if not slot.is_busy]
 
     def hold(self, slot: PoolSlot) -> PoolSlot:
         """Take this slot, which is idle."""
@@ -277,11 +260,8 @@ class SlotPool:
 
     def plan(self, claim: Claim) -> Plan:
         """What to do with the slot of a claim, now that it is known what the store has."""
-        plan, rates = self.weigh(claim.slot, claim), self.rates
-        # Restoring may be slower only since the slot holds nearly as much: then there is nothing to learn from a try.
-        is_slow = not rates.is_faster(rates.restoring(claim.n_bytes), claim.n_found)
-        may_try = claim.n_found > plan.n_usable and (plan.restore or is_slow)
-        if may_try and rates.tries(is_faster=plan.restore) and not plan.restore:
+        plan = self.weigh(claim.slot, claim)
+        if claim.n_found > plan.n_usable and self.rates.tries(is_faster=plan.restore) and not plan.restore:
             return self.weigh(claim.slot, claim, tries=True)
         return plan
 
@@ -333,7 +313,7 @@ class SlotPool:
         if not self.may_save(slot) or not slot.is_worth_saving or slot.failures >= MAX_FAILURES:
             return False
         computing, saving = self.rates.computing(slot.n_unsaved), self.rates.saving(len(slot.tokens))
-        return computing > self._timing.soon and (not self._waiting or computing >= WORTH_WAITING * saving)
+        return computing > SOON and (not self._waiting or computing >= WORTH_WAITING * saving)
 
     def next_save(self) -> tuple[float, PoolSlot] | None:
         """When a slot is to be saved, and which; None if there is none, or while a request waits for a slot."""
@@ -344,8 +324,8 @@ class SlotPool:
         return min(due, key=lambda one: one[0], default=None)
 
     def _due(self, slot: PoolSlot) -> float:
-        pause = self._timing.debounce * (1 + 4 * slot.failures)
+        pause = DEBOUNCE * (1 + 4 * slot.failures)
         if self.n_elsewhere == 0 and self.n_busy == 0:
             # between the answer of one conversation and the next question of another the server is not idle yet
             return max(one.used for one in self.slots) + pause
-        return max(slot.used + pause, slot.unsaved_since + self._timing.patience)
+        return max(slot.used + pause, slot.unsaved_since + PATIENCE)

@@ -166,8 +166,6 @@ class Claim:
         Whether altered rows will do, as for the same requests that have left them there.
     slot
         The slot, once it has one.
-    unusable
-        Slots that could not be emptied for it.
     n_found, n_bytes, missed
         How many tokens of the prompt the store has, and the bytes of their state; why nothing was found.
     n_continued
@@ -194,7 +192,6 @@ class Claim:
     asks: bool = True
     trusts: bool = False
     slot: PoolSlot = field(init=False)
-    unusable: list[PoolSlot] = field(default_factory=list)
     n_found: int = 0
     n_bytes: int = 0
     missed: str | None = None

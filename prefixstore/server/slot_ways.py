@@ -15,7 +15,7 @@ from prefixstore.server.namespace import ServerIdentity, has_window
 from prefixstore.server.slot_file import SlotFile, SlotLayout
 from prefixstore.server.slot_files import SlotDirectory
 
-__all__ = ["Found", "Restored", "SlotCopy", "Stored", "Way", "ways_of"]
+__all__ = ["Restored", "SlotCopy", "Stored", "Way", "ways_of"]
 
 
 @dataclass(frozen=True)
@@ -60,25 +60,6 @@ def ways_of(
     ends = Form.ends(file.view, window)
     seen = Restore(engine, rows, rate, to, seen=window.size + HIDDEN_ROWS)
     return (Way(rows, seen), Way(ends, Restore(engine, ends, rate, to, hides=True), Place.of_ends))
-
-
-@dataclass(frozen=True)
-class Found:
-    """What is stored of a prompt.
-
-    Attributes
-    ----------
-    n_tokens
-        How much of it a slot can be given.
-    n_bytes
-        Bytes of state that would be read for it.
-    reason
-        Why nothing is found, as of `Restored`; None if something is, or if nothing is ever stored.
-    """
-
-    n_tokens: int = 0
-    n_bytes: int = 0
-    reason: str | None = None
 
 
 @dataclass(frozen=True)

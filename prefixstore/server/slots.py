@@ -19,8 +19,7 @@ from prefixstore.format.keys import NO_TOKENS, SNAPSHOT, Tokens, TokenSequence, 
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import Buffer
 from prefixstore.llama.capture import Capture, Captured, Place
-from prefixstore.llama.restore import Found as FoundPages
-from prefixstore.llama.restore import Frame, Positions
+from prefixstore.llama.restore import Found, Frame, Positions
 from prefixstore.llama.state.form import HIDDEN_ROWS
 from prefixstore.llama.state.shape import StateShape
 from prefixstore.llama.state.view import Assembly
@@ -29,7 +28,7 @@ from prefixstore.server.client import LlamaServer
 from prefixstore.server.namespace import ServerIdentity, kind_of_layout
 from prefixstore.server.slot_file import SlotFile, SlotLayout, slot_assembly
 from prefixstore.server.slot_files import SlotBuffer, SlotDirectory, wrong_directory
-from prefixstore.server.slot_ways import Found, Restored, SlotCopy, Stored, Way, ways_of
+from prefixstore.server.slot_ways import Restored, SlotCopy, Stored, Way, ways_of
 from prefixstore.stats import Counters, Kind
 from prefixstore.store import PrefixStore
 from prefixstore.units import shown
@@ -42,8 +41,6 @@ __all__ = ["SlotStore"]
 log = logging.getLogger("prefixstore")
 
 ANY_TOKEN = np.zeros(1, "<i4")
-# if a page is damaged, those before it are tried, and so on
-ATTEMPTS = 3
 # of tenants, whose number nothing bounds
 MOST_PLACES = 1024
 
@@ -217,8 +214,8 @@ class SlotStore:
 
     # -- finding ------------------------------------------------------------------------------------------------------
 
-    def find(self, tokens: TokenSequence, *, salt: str | None = None) -> Found:
-        """How much of a prompt is stored. The server is not queried.
+    def find(self, tokens: TokenSequence, *, salt: str | None = None) -> Restored:
+        """What would be restored for a prompt, without the time that it takes. The server is not queried.
 
         Raises
         ------
@@ -227,15 +224,15 @@ class SlotStore:
         """
         prompt = as_tokens(tokens)
         if not self.ways:
-            return Found()
-        found, _ = self._found(prompt, self._limit(prompt), salt)
+            return Restored()
+        found, _ = self._found(prompt, salt)
         if found.n_tokens < max(self.store.min_tokens, 1):
-            return Found(reason=self._missed(self.place(salt), prompt, found.n_tokens))
-        return Found(found.n_tokens, sum(page.raw_bytes for page in found.pages))
+            return Restored(reason=self._missed(self.place(salt), prompt, found.n_tokens))
+        return Restored(found.n_tokens, sum(page.raw_bytes for page in found.pages))
 
-    def _found(self, prompt: Tokens, limit: int, salt: str | None) -> tuple[FoundPages, Way]:
+    def _found(self, prompt: Tokens, salt: str | None) -> tuple[Found, Way]:
         """The most that is stored of a prompt, and in which way."""
-        best = FoundPages(), self.ways[-1]
+        best, limit = (Found(), self.ways[-1]), self._limit(prompt)
         for way in self.ways:
             # the server steps back by one token only if it finds rows there
             at_most = min(limit, len(prompt) - 1) if way.form.has_snapshots and way.form.window is None else limit
@@ -295,30 +292,27 @@ class SlotStore:
             return Restored(reason=self.reason)
         place = self.place(salt)
         self.identity.check(self.server)
-        limit, counters = self._limit(prompt), self.counters
         self.engine.token_seconds = self.rate.token_seconds
-        reason: str | None = None
-        for _ in range(ATTEMPTS):
-            found, way = self._found(prompt, limit, salt)
-            n, used = found.n_tokens, found.pages
-            if n < max(self.store.min_tokens, 1):
-                self.engine.touch(place.namespace.key, (), len(prompt))
-                reason = reason or self._missed(place, prompt, n)
-                counters.count(f"miss:{reason}", namespace=place.namespace.key)
-                return Restored(reason=reason)
-            with way.restore.joined(prompt, found, self._frame(prompt, slot)) as file:
-                if file.data is not None and file.n_good >= max(self.store.min_tokens, 1):
-                    if file.n_good < n:
-                        n, used = file.n_good, used[: -(-file.n_good // place.page_tokens)]
-                    assert isinstance(file.buffer, SlotBuffer), "it is put together in the memory of a file"
-                    self.directory.load(self.server, slot, n, file.buffer)
-                    seconds = time.perf_counter() - started
-                    self.engine.touch(way.place(place).namespace.key, used, len(prompt))
-                    self.engine.nudge()
-                    return Restored(n, len(file.data), seconds, self._count(place, used, n, seconds))
-            reason, limit = "unreadable", file.n_good
-        counters.count("miss:unreadable", namespace=place.namespace.key)
-        return Restored(reason="unreadable")
+        found, way = self._found(prompt, salt)
+        n, used, least = found.n_tokens, found.pages, max(self.store.min_tokens, 1)
+        if n < least:
+            self.engine.touch(place.namespace.key, (), len(prompt))
+            return self._not_restored(self._missed(place, prompt, n), place)
+        with way.restore.joined(prompt, found, self._frame(prompt, slot)) as file:
+            if file.data is None or file.n_good < least:
+                return self._not_restored("unreadable", place)
+            if file.n_good < n:
+                n, used = file.n_good, used[: -(-file.n_good // place.page_tokens)]
+            assert isinstance(file.buffer, SlotBuffer), "it is put together in the memory of a file"
+            self.directory.load(self.server, slot, n, file.buffer)
+            seconds = time.perf_counter() - started
+            self.engine.touch(way.place(place).namespace.key, used, len(prompt))
+            self.engine.nudge()
+            return Restored(n, len(file.data), seconds, self._count(place, used, n, seconds))
+
+    def _not_restored(self, reason: str, place: Place) -> Restored:
+        self.counters.count(f"miss:{reason}", namespace=place.namespace.key)
+        return Restored(reason=reason)
 
     def _frame(self, prompt: Tokens, slot: int) -> Frame:
         """Makes files of this slot, of the first tokens of a prompt."""
@@ -331,7 +325,6 @@ class SlotStore:
 
     def _count(self, place: Place, used: Any, n: int, seconds: float) -> float:
         """Count a restore; the seconds that it saved."""
-        self.rate.restored(len(used), seconds)
         timed = [page for page in used if page.form != SNAPSHOT]
         if timed:
             share = min(n / sum(page.n_tokens for page in timed), 1.0)

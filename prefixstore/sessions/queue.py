@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TypeVar
@@ -17,8 +18,7 @@ from prefixstore.errors import MisuseError
 __all__ = ["Queue", "Ticket", "between_calls", "in_thread", "queue_of"]
 
 T = TypeVar("T")
-# Who waits looks so often whether it is its turn, in seconds, should it not have been told: a Ctrl-C may stop the
-# thread that was about to do that.
+# Who waits looks so often whether it is its turn, in seconds: nobody tells it that the one before was dropped.
 LOOK = 1.0
 
 
@@ -34,12 +34,8 @@ class Ticket:
     ----------
     loop, task
         The event loop of the thread in which it was made, and the task that it was running.
-    is_begun
-        Whether its owner has the ``Llama``.
     is_block
-        Whether that ends with a ``with`` block of its thread.
-    end
-        A weak reference to what ends the lease of an owner who cannot do that any more.
+        Whether its turn ends with a ``with`` block of its thread.
     """
 
     def __init__(self, *, is_async: bool = False) -> None:
@@ -47,17 +43,11 @@ class Ticket:
         self.loop = asyncio._get_running_loop()  # noqa: SLF001 - documented, and None if there is none
         task = asyncio.current_task() if self.loop is not None else None
         self.task = weakref.ref(task) if task is not None else None
-        self.thread = _this_thread()
-        self.is_begun = self.is_block = False
-        self.end: Callable[[], Callable[[], None] | None] = lambda: None
+        self.thread = threading.current_thread()
+        self.is_block = False
         # open, or set, once it is the turn of this ticket
         self.gate, self.told = threading.Lock(), asyncio.Event()
         self.gate.acquire()
-
-    @property
-    def is_orphaned(self) -> bool:
-        """Whether its owner will never run again."""
-        return self.is_async and self.loop is not None and self.loop.is_closed()
 
     def tell(self) -> None:
         """Tell the owner that it is its turn. May be called twice."""
@@ -119,7 +109,6 @@ class Queue:
             If the same owner has the ``Llama``, or if a thread would block the event loop that must make progress
             first.
         """
-        self.look()
         with self._lock:
             first = self._first()
             if first is not None and ticket.waits_for_itself(first):
@@ -135,12 +124,6 @@ class Queue:
                 )
             self._tickets.append(weakref.ref(ticket))
 
-    def begin(self, ticket: Ticket) -> bool:
-        """Take the ``Llama`` until `leave`, if it is this ticket's turn; false if it is not."""
-        with self._lock:
-            ticket.is_begun = self._first() is ticket
-            return ticket.is_begun
-
     def leave(self, ticket: Ticket) -> None:
         """Give up a place; the next ticket is told if it is its turn. Does nothing the second time."""
         with self._lock:
@@ -149,13 +132,9 @@ class Queue:
             self._first()
 
     def look(self) -> Ticket | None:
-        """The ticket whose turn it is, which is told; a lease whose owner can no longer end it is ended."""
+        """The ticket whose turn it is, which is told."""
         with self._lock:
-            first = self._first()
-        end = first.end() if first is not None and first.is_begun and first.is_orphaned else None
-        if end is not None:
-            end()
-        return first
+            return self._first()
 
     def wait(self, ticket: Ticket, timeout: float | None) -> bool:
         """Wait, in a thread, until it is the turn of a ticket; false if it is not after `timeout` seconds."""
@@ -179,12 +158,11 @@ class Queue:
         return True
 
     def _first(self) -> Ticket | None:
-        """The first ticket, which is told that it is its turn. Those that nobody waits with any more are removed."""
+        """The first ticket, which is told that it is its turn. Those that were dropped are removed."""
         while self._tickets:
             first = self._tickets[0]()
-            if first is not None and (first.is_begun or not first.is_orphaned):
-                if not first.is_begun:
-                    first.tell()
+            if first is not None:
+                first.tell()
                 return first
             self._tickets.popleft()
         return None
@@ -210,34 +188,15 @@ def between_calls(llm: object) -> AbstractContextManager[object]:
     return queue.in_use if queue is not None else nullcontext()
 
 
-_threads = threading.local()
-
-
-def _this_thread() -> object:
-    """Stands for this thread, and for no later one that has the same number."""
-    _threads.me = getattr(_threads, "me", None) or object()
-    return _threads.me
-
-
 async def in_thread(work: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
     """Run `work` in a thread of its own, and wait for its end, also if this task is cancelled meanwhile.
 
     The executor of the loop may be full of threads that wait for what this one does. If the task was cancelled, so that
     nobody has the result, `undo` is called with that, in a thread as well.
     """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def run() -> None:
-        tell: Callable[[], None]
-        try:
-            tell = partial(done.set_result, work())
-        except BaseException as error:  # noqa: BLE001 - it is raised in the task
-            tell = partial(done.set_exception, error)
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(tell)
-
-    threading.Thread(target=run, name="prefixstore-session").start()
+    executor = ThreadPoolExecutor(1, "prefixstore-session")
+    done = asyncio.get_running_loop().run_in_executor(executor, work)
+    executor.shutdown(wait=False)
     is_cancelled = False
     while not done.done():
         try:

@@ -6,7 +6,6 @@ import _thread
 import itertools
 import os
 import time
-import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
@@ -58,8 +57,7 @@ class Session:
         self.name, self.generation, self.lease = turn.entry.name, turn.entry.generation, next(_numbers)
         self._hook, self._held = owner.hook, turn.entry.tokens
         # the only reference: if the session is dropped, its place in the queue is free
-        self._ticket: Ticket | None = ticket
-        ticket.end = weakref.WeakMethod(self.leave_soon)
+        self._ticket = ticket
         self.n_live = self.n_restored = 0
         self.is_discarded = self._is_ending = False
         # how many calls the thread is in that uses the Llama
@@ -322,7 +320,6 @@ class Session:
 
     def __enter__(self) -> Self:
         self.check()
-        assert self._ticket is not None
         self._ticket.is_block = True
         return self
 
@@ -332,7 +329,8 @@ class Session:
         try:
             self.leave(discard=kind is not None)
         except BaseException:  # interrupted
-            self.leave_soon(discard=kind is not None)
+            self.leave(discard=True)
+            self._owner.give_up(self._ticket)
             raise
 
     def leave(self, *, discard: bool = False) -> None:
@@ -345,16 +343,9 @@ class Session:
             with self._owner.queue.in_use:
                 self._finish()
 
-    def leave_soon(self, *, discard: bool = True) -> None:
-        """As `leave`, without waiting: if a thread is in a call, the lease ends with that."""
-        self.is_discarded, self._is_ending = self.is_discarded or discard, True
-        with self._owner.queue.unless_in_use() as is_free:
-            if is_free:
-                self._finish()
-
     def _finish(self) -> None:
         """The end of the lease, unless this thread is in a call. No other thread is."""
-        if self._depth or self._ticket is None:
+        if self._depth:
             return
         try:
             if self._owner.turn is self.turn:
@@ -372,11 +363,10 @@ class Session:
         turn: Turn | None = getattr(self, "turn", None)
         if turn is not None and self._owner.turn is turn:
             # first: the rest may be interrupted
-            self._ticket = None
-            self._owner.give_back(turn)
+            del self._ticket
             with suppress(RuntimeError):
                 # so that the next one is admitted immediately
-                _thread.start_new_thread(self._owner.queue.look, ())
+                _thread.start_new_thread(self._owner.settle_dropped, ())
 
 
 class Stream(Iterator[Any]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import math
 import threading
 import weakref
@@ -12,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from prefixstore.backends.forks import ForkLevel, register_at_fork
-from prefixstore.errors import BusyError, ContextError, InvalidParameterError, MisuseError, NotAttachedError
+from prefixstore.errors import BusyError, ContextError, InvalidParameterError, NotAttachedError
 from prefixstore.sessions.queue import Ticket, in_thread, queue_of
 from prefixstore.sessions.session import Session
 from prefixstore.sessions.table import Entry, Table, Turn
@@ -147,27 +146,21 @@ class Sessions:
         If the task is cancelled, the end of the block waits for the call that is under way.
         """
         self._check(name, reuse, timeout)
-        ticket = Ticket(is_async=True)
+        ticket, session = Ticket(is_async=True), None
         try:
             self.queue.enter(ticket)
             if not await self.queue.wait_async(ticket, timeout):
                 raise self._busy(name, timeout)
             session = await in_thread(partial(self._begin, name, reuse, ticket), undo=Session.leave)
-        except GeneratorExit:
-            # the loop is closed; if a thread prepares the session, that drops it, and with it the place
-            raise
-        except BaseException:
-            self.give_up(ticket)
-            raise
-        try:
             yield session
         except GeneratorExit:
-            # as above, and nothing can be awaited; a call may be under way. At the end of the process no thread starts.
-            with suppress(RuntimeError):
-                _thread.start_new_thread(session.leave, (), {"discard": True})
+            # the loop is closed, and nothing can be awaited: the session is dropped, and with it the place
             raise
         except BaseException:
-            await in_thread(partial(session.leave, discard=True))
+            if session is None:
+                self.give_up(ticket)
+            else:
+                await in_thread(partial(session.leave, discard=True))
             raise
         await in_thread(session.leave)
 
@@ -216,8 +209,6 @@ class Sessions:
 
     def _begin(self, name: str, reuse: str, ticket: Ticket) -> Session:
         """Prepare the context for a session. The caller is the first in the queue."""
-        if not self.queue.begin(ticket):
-            raise MisuseError("the event loop of this admission was closed before its turn")
         with self.queue.in_use:
             try:
                 self._check_usable()
@@ -283,11 +274,11 @@ class Sessions:
         if turn is not None:
             self._close(turn, is_kept=not self.has_evaluated(turn))
 
-    def _settle_dropped(self) -> None:
-        """As `_settle`, if the session whose turn it is was dropped."""
-        self.queue.look()
+    def settle_dropped(self) -> None:
+        """As `_settle`, if the session whose turn it is was dropped; the next one is told."""
         if self.turn is not None and self.turn.ticket() is None:
             self._settle(self.turn)
+        self.queue.look()
 
     def give_up(self, ticket: Ticket) -> None:
         """Let the next one have the ``Llama``. A turn that has not ended, as of a failed admission, is settled."""
@@ -330,7 +321,7 @@ class Sessions:
         for name in names:
             _check_name(name)
         self._check_usable()
-        self._settle_dropped()
+        self.settle_dropped()
 
     def fork(self, name: str, new: str) -> None:
         """Make a second session that holds what an idle one holds. Nothing is copied until one of them continues.
@@ -368,7 +359,7 @@ class Sessions:
 
     def stats(self) -> SessionCounts:
         """Counts of what was done with sessions."""
-        self._settle_dropped()
+        self.settle_dropped()
         count = self._engine.counters
         sources = {name: count[f"session:{name}"] for name in ("cold", "live", "store")}
         names = ("forks", "tails_copied", "evicted", "discarded", "stale_leases", "timeouts")

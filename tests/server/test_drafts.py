@@ -10,8 +10,7 @@ import pytest
 from tests.server.test_slots import N, opened
 from tests.support.llama_server import Running, binary
 from tests.support.models import prompt
-from tests.support.served import Serve, cached, launch, own_answers
-from tests.support.served import prompt as text
+from tests.support.served import launch
 
 
 def drafting(model: Path) -> list[str]:
@@ -48,27 +47,6 @@ def test_a_slot_is_restored_whatever_its_draft_held_and_the_pages_are_those_of_a
         assert slots.namespace() == namespace
         assert slots.restore(0, tokens).n_tokens == restored
         assert plain.complete(tokens)["content"] == right["content"]
-
-
-@pytest.mark.slow
-def test_more_conversations_than_slots_of_a_server_that_drafts_come_from_the_store(
-    serve: Serve, alone: Running, docs_model: Path
-):
-    options = [*drafting(docs_model), "-np", "1"]
-    served = serve(*options)
-    assert served.status()["passed_through"] is None
-    for i in (20, 21):
-        served.complete(text(i, 1500 - 300 * (i % 2)))
-        served.saved()
-    assert served.stop() == 0
-    served = serve(*options)
-    for i in (20, 21, 20):
-        again = served.complete(text(i, 1500 - 300 * (i % 2)))
-        assert cached(again) > 150
-        assert again["content"] in own_answers(alone, text(i, 1500 - 300 * (i % 2)))
-        served.saved()
-    assert served.counts(3, "prefixstore_requests_total", source="store")
-    assert served.status()["failures"] == {}
 
 
 @pytest.mark.slow

@@ -118,21 +118,6 @@ def test_a_conversation_about_an_image_keeps_its_slot(serve: Serve, alone: Runni
     assert served.status()["failures"] == {}
 
 
-@pytest.mark.slow
-def test_a_raw_prompt_with_an_image_and_one_without_share_their_text(serve: Serve, alone: Running, projector: Path):
-    options = ("--mmproj", str(projector), "-np", "1")
-    served = serve(*options)
-    served.complete(SYSTEM)
-    served.saved()
-    assert served.stop() == 0
-    served = serve(*options)
-    marker = served.get("/props").json()["media_marker"]
-    theirs = httpx.get(f"{alone.url}/props", trust_env=False).json()["media_marker"]
-    text, n = ask(served, raw(marker, 1), "/completion")
-    assert text in right(alone, raw(theirs, 1), "/completion")
-    assert n > 200
-
-
 def test_the_images_of_a_chat_are_taken_out_and_told_apart():
     asks = [parse(CHAT, json.dumps(chat(image, "What is it?")).encode()) for image in (1, 1, 2)]
     numbers = [ask.media for ask in asks]

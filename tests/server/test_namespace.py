@@ -73,7 +73,6 @@ SAME: dict[str, tuple[str, list[str], dict[str, str], dict[str, Any]]] = {
     "recurrent": ("mamba", [], {}, {}),
     # what `warm --for-server` takes; without attention it has no effect
     "recurrent, as warmed": ("mamba", ["--flash-attn", "on"], {}, {"flash_attn": False}),
-    "recurrent, warmed for a server": ("mamba", [], {}, {"flash_attn": True}),
     "hybrid": ("lfm2", [], {}, {"flash_attn": True}),
 }
 

@@ -95,47 +95,6 @@ def test_a_request_may_say_where_others_will_part_from_it(told: object, boundari
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHS)
-def test_another_question_and_the_same_one_are_warm_after_a_restart(
-    arch: str, serve: Serve, models: Models, llama_server: Started
-):
-    alone = llama_server(models(arch))
-    served = serve(model=models(arch))
-    first = served.complete([*SHARED, *QUESTION], prefixstore={"boundaries": [len(SHARED)]})
-    assert first["content"] == alone.cold([*SHARED, *QUESTION])
-    assert served.counts(1120, "prefixstore_request_computed_tokens_total", endpoint="/completion")
-    assert served.metric("prefixstore_request_live_tokens_total") == 0
-    served.saved()
-    served.process.kill()
-    served.process.wait()
-    served = serve(model=models(arch))
-    assert served.status()["store"]["other_settings"] == []
-    other = served.complete([*SHARED, *OTHER])
-    assert (computed(other), other["content"]) == (len(OTHER), alone.cold([*SHARED, *OTHER]))
-    same = served.complete([*SHARED, *QUESTION], id_slot=1)
-    assert (computed(same), same["content"]) == (1, first["content"])
-    assert served.status()["failures"] == {}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ["mamba", "lfm2"])
-def test_a_second_prompt_shows_what_a_third_will_share(arch: str, serve: Serve, models: Models, llama_server: Started):
-    alone = llama_server(models(arch))
-    served = serve("-np", "1", model=models(arch))
-    served.complete([*SHARED, *QUESTION])
-    served.saved()
-    # in the slot, or in the store's pages
-    assert served.complete([*SHARED, *OTHER])["content"] == alone.cold([*SHARED, *OTHER])
-    assert served.stop() == 0
-    served = serve("-np", "1", model=models(arch))
-    third = numbers(140, seed=3)
-    answer = served.complete([*SHARED, *third])
-    assert computed(answer) <= len(third) + 64
-    assert answer["content"] == alone.cold([*SHARED, *third])
-    assert served.stop() == 0
-
-
-@pytest.mark.slow
 def test_where_a_document_ends_is_seen_in_the_text(serve: Serve, models: Models, llama_server: Started):
     alone = llama_server(models("lfm2"))
     document, questions = TEXT[:3000] + "\n\n", (TEXT[8000:8400], TEXT[9000:9500])

@@ -208,32 +208,6 @@ def test_settings_that_change_a_state_separate_pages_even_if_they_are_not_given(
     assert keys[5:] == [keys[0]] * 3
 
 
-def test_many_users_compute_less_than_with_the_cache_of_the_server(example, store, models, stack, tmp_path):
-    module = example_server()
-
-    def disk(model):
-        key = module.SequenceDiskCache.compatibility_key_for_model(model)
-        return module.SequenceDiskCache(path=tmp_path / "disk", max_bytes=1 << 30, compatibility_key=key)
-
-    computed = {}
-    for name, cache in {"ours": lambda model: sequence_cache(store, model), "theirs": disk}.items():
-        first = Example(models("llama"), cache)
-        stack.callback(first.close)
-        first.ask(USERS[0])
-        store.flush()
-        second = Example(models("llama"), cache)
-        stack.callback(second.close)
-        for tokens in USERS:
-            # as on a busy server, where the sequences of others have taken the place
-            second.forget()
-            second.ask(tokens, max_tokens=1)
-        computed[name] = second.computed
-    prompts = sum(map(len, USERS))
-    assert computed["ours"] == 1 + 40 * (len(USERS) - 1) + len(USERS)
-    # it finds a prompt only if all of a stored one is its beginning
-    assert computed["theirs"] >= prompts - len(USERS[0])
-
-
 @pytest.mark.slow
 def test_requests_at_the_same_time_answer_as_alone(example, store):
     # batches of several requests are computed by other kernels: compared with the same server without a store
@@ -248,29 +222,6 @@ def test_requests_at_the_same_time_answer_as_alone(example, store):
         plain.forget()
     assert stored.scheduler.metrics.sequence_cache_hits_total > 0
     assert store.check() == []
-
-
-def test_several_answers_to_a_prompt_come_from_one_restored_sequence(example, store):
-    made = example(store)
-    plain = made.request(USERS[0], n=2, best_of=2)
-    made.run()
-    store.flush()
-    made.forget()
-    again = made.request(USERS[0], n=2, best_of=2)
-    made.run()
-    assert again["text"] == plain["text"]
-    assert made.scheduler.metrics.sequence_cache_hits_total == 1
-
-
-@pytest.mark.slow
-def test_logprobs_of_the_prompt_are_computed(example, store):
-    made = example(store)
-    made.ask(USERS[0])
-    store.flush()
-    made.forget()
-    made.computed = 0
-    made.ask(USERS[0], visible_from=1, echo=True, logprobs=1)
-    assert made.computed == len(USERS[0]) + GENERATED
 
 
 def test_nothing_is_matched_or_stored_from_an_image_on(example, store):

@@ -94,6 +94,6 @@ def test_a_shared_location_that_is_not_there_yet_does_not_keep_a_server_from_sta
     port = free_port()
     one = host(f"valkey://me:s3cret@127.0.0.1:{port}/0")
     assert one.complete(prompt(1))["content"] in own_answers(alone, prompt(1))
-    assert one.text().count("the far location is tried again later") == 1
+    assert "the far location is tried again later" in one.text()
     assert one.stop() == 0
     assert "s3cret" not in one.text()

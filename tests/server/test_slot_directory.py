@@ -1,4 +1,4 @@
-"""The files that a server and the store exchange, when another process has its hands in the directory."""
+"""The files that a server and the store exchange: cut while they are read, kept for the next, removed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from prefixstore.errors import CorruptError
+from prefixstore.errors import CorruptError, ServerBusyError
 from prefixstore.server.client import LlamaServer, SlotAction
 from prefixstore.server.slot_files import SlotDirectory
 from tests.support import ROOT
@@ -55,20 +55,6 @@ def test_a_file_that_is_cut_while_it_is_read_is_damaged(tmp_path: Path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-def _overwrite(path: Path) -> None:
-    before = path.stat().st_mtime_ns
-    # the clock of file systems may tick some milliseconds at a time
-    while path.stat().st_mtime_ns == before:
-        with path.open("r+b") as file:
-            file.write(b"other rows")
-
-
-def _replace(path: Path) -> None:
-    other = path.with_name("other")
-    other.write_bytes(b"o" * 1000)
-    other.replace(path)
-
-
 class Server:
     """One that restores what is in a file by then, and says nothing of it but its size; it drafts nothing."""
 
@@ -98,23 +84,6 @@ def load(directory: SlotDirectory, server: Any) -> None:
         directory.close()
 
 
-@pytest.mark.parametrize("meddle", [_overwrite, _replace, Path.unlink, lambda path: os.truncate(path, 10)])
-def test_a_slot_is_erased_if_its_file_was_changed_before_the_server_read_it(
-    meddle: Callable[[Path], object], tmp_path: Path
-):
-    server: Any = Server(tmp_path, meddle)
-    with pytest.raises(CorruptError, match="another process has changed a slot file"):
-        load(SlotDirectory(tmp_path), server)
-    assert server.erased == [3]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_that_nobody_has_changed_is_loaded(tmp_path: Path):
-    server: Any = Server(tmp_path, Path.read_bytes)
-    load(SlotDirectory(tmp_path), server)
-    assert server.erased == []
-
-
 def test_a_file_is_used_again_and_is_gone_when_the_directory_is_closed(tmp_path: Path):
     read: list[bytes] = []
     server: Any = Server(tmp_path, lambda path: read.append(path.read_bytes()))
@@ -136,6 +105,18 @@ def test_a_file_is_used_again_and_is_gone_when_the_directory_is_closed(tmp_path:
     for buffer in (larger, other):
         buffer.release()
     assert list(tmp_path.iterdir()) == [larger.path]
+
+    def fail(_: Path) -> None:
+        raise ServerBusyError("it may read the file later")
+
+    failing: Any = Server(tmp_path, fail)
+    again = directory.acquire(5000)
+    assert again is larger
+    with pytest.raises(ServerBusyError):
+        directory.load(failing, 3, 7, again)
+    again.release()
+    assert list(tmp_path.iterdir()) == []
+    directory.acquire(5000).release()
     directory.close()
     late = directory.acquire(10)
     late.release()
@@ -145,6 +126,8 @@ def test_a_file_is_used_again_and_is_gone_when_the_directory_is_closed(tmp_path:
 
 def test_before_a_server_has_said_that_it_drafts_nothing_its_slots_are_emptied_first(tmp_path: Path):
     server: Any = Server(tmp_path, Path.read_bytes)
+    load(SlotDirectory(tmp_path), server)
+    assert server.erased == []
     server.is_drafting = LlamaServer(server.url).is_drafting
     load(SlotDirectory(tmp_path), server)
     assert server.erased == [3]

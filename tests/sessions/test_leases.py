@@ -12,13 +12,11 @@ from llama_cpp import LogitsProcessorList
 
 from prefixstore import BusyError, MisuseError, NotAttachedError, StaleLeaseError
 from prefixstore.engine.engine import Engine
-from prefixstore.sessions.queue import Queue
 from prefixstore.sessions.session import Session
-from prefixstore.sessions.sessions import Sessions
 from prefixstore.sessions.table import Table
 from prefixstore.stats import Counters
 from tests.sessions.test_sessions import turn
-from tests.support import outcome, python
+from tests.support import outcome
 from tests.support.models import answer, forget, prompt
 from tests.support.worker import in_fork
 
@@ -81,57 +79,6 @@ def test_ctrl_c_before_the_block_changes_no_session(step, when, llm, store, monk
     del caught
     gc.collect()
     assert held(sessions, "alice-b") == expected[0]
-
-
-# what is raised in a finalizer, Python ignores
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_second_ctrl_c_while_the_first_is_handled_changes_no_session_either(llm, store, sessions, monkeypatch):
-    turn(sessions, "alice", prompt(60))
-    expected = held(sessions, "alice")
-
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Session, "resume", interrupted)
-        patch.setattr(Queue, "leave", interrupted)
-        patch.setattr(Sessions, "give_back", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            sessions.admit("alice")
-    gc.collect()
-    assert outcome(lambda: held(sessions, "alice")) == expected
-    assert_free(llm, store, sessions)
-
-
-@pytest.mark.parametrize(
-    "step",
-    [(Session, "leave"), (Session, "_finish"), (Sessions, "end"), (Sessions, "capture"), (Sessions, "give_up")],
-)
-def test_ctrl_c_at_the_end_of_a_block_leaves_the_llama_to_the_next_one(step, llm, store, sessions, monkeypatch):
-    owner, name = step
-    original, n_calls = getattr(owner, name), []
-
-    def interrupted(*arguments, **options):
-        n_calls.append(1)
-        if len(n_calls) == 1:
-            raise KeyboardInterrupt
-        return original(*arguments, **options)
-
-    kept = []
-
-    def use():
-        with sessions.admit("alice") as alice:
-            kept.append(alice)
-            alice.eval(prompt(30))
-
-    monkeypatch.setattr(owner, name, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        use()
-    assert_free(llm, store, sessions)
-    # in this thread, which had it
-    assert held(sessions, "bob") == ([], 0)
-    with pytest.raises(StaleLeaseError):
-        kept[0].eval([5])
 
 
 # -- dropped ----------------------------------------------------------------------------------------------------------
@@ -200,17 +147,6 @@ def test_a_llama_that_is_attached_again_during_a_lease_is_not_free(is_other_stor
     assert outcome(lambda: held(again, "bob")) == ([], 0)
 
 
-def test_after_the_store_was_closed_a_session_is_refused(store, sessions):
-    def use():
-        with sessions.admit("alice") as alice:
-            alice.eval(prompt(30))
-            store.close()
-            alice.create_completion(prompt(30), max_tokens=2)
-
-    with pytest.raises(NotAttachedError, match="store was closed"):
-        use()
-
-
 @pytest.mark.parametrize("end", ["close", "detach"])
 def test_a_store_is_attached_after_a_call_that_its_predecessor_has_left(
     end, llama, llm, store, sessions, open_store, tmp_path
@@ -273,104 +209,23 @@ def test_a_call_may_close_the_store_itself(llama, llm, store, sessions):
 # -- event loops that are closed --------------------------------------------------------------------------------------
 
 
-def test_a_loop_that_is_closed_inside_of_a_block_gives_the_llama_up_after_the_call(llama, llm, store, sessions):
-    expected = answer(llama(**SMALL), prompt(50), 5)
-    begun, go, steps = threading.Event(), threading.Event(), []
-
-    def processor(_, scores):
-        begun.set()
-        go.wait()
-        steps.append("alice")
-        return scores
-
-    async def block():
-        async with sessions.aadmit("alice") as alice:
-            options = {"max_tokens": 4, "logits_processor": LogitsProcessorList([processor])}
-            await asyncio.to_thread(alice.create_completion, prompt(40), **options)
-
-    loop = asyncio.new_event_loop()
-    task = loop.create_task(block())
-    loop.run_until_complete(asyncio.to_thread(begun.wait))
-    loop.close()
-    with pytest.raises(BusyError):
-        raise outcome(lambda: sessions.admit("bob", timeout=0))
-    assert steps == []
-    go.set()
-    found = outcome(lambda: turn(sessions, "bob", prompt(50), 5, timeout=150)[3])
-    assert (found, len(steps)) == (expected, 4)
-    assert held(sessions, "alice") == ([], 1)
-    assert_free(llm, store, sessions)
-    del task
-    gc.collect()
-    assert_free(llm, store, sessions)
-
-
-@pytest.mark.parametrize("is_kept", [True, False])
-def test_a_loop_that_is_closed_between_two_calls_gives_the_llama_up(is_kept, llm, store, sessions):
+def test_a_loop_that_is_closed_gives_the_llama_up_once_its_task_is_garbage(llm, store, sessions):
     async def block():
         async with sessions.aadmit("alice") as alice:
             await asyncio.to_thread(alice.eval, prompt(40))
             entered.set()
             await asyncio.sleep(3600)
 
-    async def main():
-        await entered.wait()
-
     loop = asyncio.new_event_loop()
     entered = asyncio.Event()
     task = loop.create_task(block())
-    loop.run_until_complete(main())
+    loop.run_until_complete(entered.wait())
     loop.close()
-    if not is_kept:
-        del task
-        gc.collect()
+    del task
+    gc.collect()
     assert outcome(lambda: held(sessions, "bob")) == ([], 0)
     assert held(sessions, "alice") == ([], 1)
     assert_free(llm, store, sessions)
-
-
-def test_a_loop_that_is_closed_just_when_a_task_is_told_gives_its_place_up(llm, store, sessions):
-    async def block():
-        async with sessions.aadmit("bob"):
-            pass
-
-    alice = sessions.admit("alice")
-    loop = asyncio.new_event_loop()
-    task = loop.create_task(block())
-    loop.run_until_complete(asyncio.sleep(0))
-    assert sessions.stats().waiting == 2
-    sessions.release(alice)
-    loop.close()
-    assert outcome(lambda: held(sessions, "carol")) == ([], 0)
-    assert_free(llm, store, sessions)
-    del task
-
-
-@pytest.mark.slow
-def test_a_process_ends_although_a_closed_loop_has_left_a_block(models, tmp_path):
-    code = """
-import asyncio, sys
-from llama_cpp import Llama
-from prefixstore import PrefixStore
-
-llm = Llama(sys.argv[1], n_ctx=256, verbose=False)
-sessions = PrefixStore(sys.argv[2], llm).sessions()
-entered = asyncio.Event()
-
-async def block():
-    async with sessions.aadmit("alice"):
-        entered.set()
-        await asyncio.sleep(3600)
-
-loop = asyncio.new_event_loop()
-task = loop.create_task(block())
-loop.run_until_complete(entered.wait())
-loop.close()
-print("closed")
-"""
-    process = python(code, models("llama"), tmp_path / "kv")
-    said, _ = process.communicate(timeout=180)
-    assert (said, process.returncode) == ("closed\n", 0)
 
 
 # -- who would wait for himself ---------------------------------------------------------------------------------------

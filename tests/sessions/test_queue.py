@@ -8,7 +8,6 @@ import threading
 
 import pytest
 
-from prefixstore import MisuseError
 from prefixstore.sessions.queue import Queue, Ticket, between_calls, in_thread, queue_of
 
 
@@ -32,53 +31,6 @@ def test_places_are_given_up_in_any_order_and_the_first_has_its_turn():
         queue.leave(gone)
         queue.leave(gone)
     assert len(queue) == 0
-
-
-def test_threads_have_their_turn_in_the_order_of_arrival():
-    queue, first, served, threads = Queue(), Other(), [], []
-    queue.enter(first)
-
-    def wait(i):
-        ticket = Ticket()
-        queue.enter(ticket)
-        entered.set()
-        assert queue.wait(ticket, None)
-        served.append(i)
-        queue.leave(ticket)
-
-    for i in range(8):
-        entered = threading.Event()
-        threads.append(threading.Thread(target=wait, args=(i,)))
-        threads[-1].start()
-        entered.wait()
-    queue.leave(first)
-    for thread in threads:
-        thread.join()
-    assert served == list(range(8))
-
-
-def test_one_that_waits_too_long_loses_its_place_only():
-    queue, first, second = Queue(), Other(), Other()
-    queue.enter(first)
-    mine = Ticket()
-    queue.enter(mine)
-    queue.enter(second)
-    assert not queue.wait(mine, 0)
-    assert not queue.wait(mine, 0.001)
-    queue.leave(mine)
-    queue.leave(first)
-    assert queue.look() is second
-
-
-def test_one_that_has_its_turn_does_not_wait_for_itself():
-    queue, mine = Queue(), Ticket()
-    queue.enter(mine)
-    with pytest.raises(MisuseError, match="would wait for itself"):
-        queue.enter(Ticket())
-    queue.leave(mine)
-    again = Ticket()
-    queue.enter(again)
-    assert queue.look() is again
 
 
 def test_a_place_that_was_abandoned_is_passed_over():
@@ -169,50 +121,6 @@ def test_a_cancelled_task_loses_its_place_even_if_it_was_just_told():
     asyncio.run(main())
 
 
-def test_a_thread_does_not_stop_the_loop_that_has_to_go_on_first():
-    queue = Queue()
-
-    async def main():
-        first = Ticket(is_async=True)
-        queue.enter(first)
-        with pytest.raises(MisuseError, match="use aadmit"):
-            queue.enter(Ticket())
-        queue.leave(first)
-        queue.enter(Ticket())
-
-    asyncio.run(main())
-
-
-def test_a_task_that_nobody_has_told_of_its_turn_finds_it_by_looking(monkeypatch):
-    monkeypatch.setattr("prefixstore.sessions.queue.LOOK", 0.01)
-    queue = Queue()
-
-    async def main():
-        first, ticket = Other(), Ticket(is_async=True)
-        queue.enter(first)
-        queue.enter(ticket)
-        waiting = asyncio.create_task(queue.wait_async(ticket, None))
-        await asyncio.sleep(0)
-        # as if Ctrl-C had come in the middle of leaving
-        queue._tickets.popleft()
-        assert await asyncio.wait_for(waiting, 120)
-
-    asyncio.run(main())
-
-
-def test_a_task_whose_loop_is_closed_is_passed_over():
-    queue, first, last = Queue(), Other(), Other()
-    queue.enter(first)
-
-    async def wait():
-        queue.enter(Ticket(is_async=True))
-
-    asyncio.run(wait())
-    queue.enter(last)
-    queue.leave(first)
-    assert queue.look() is last
-
-
 def test_work_in_a_thread_ends_before_a_cancelled_task_goes_on():
     steps = []
 
@@ -241,18 +149,6 @@ def test_work_in_a_thread_ends_before_a_cancelled_task_goes_on():
         assert await in_thread(lambda: 5) == 5
 
     asyncio.run(main())
-
-
-def test_a_place_lasts_as_long_as_its_ticket():
-    queue, first, dropped, last = Queue(), Other(), Other(), Other()
-    for ticket in (first, dropped, last):
-        queue.enter(ticket)
-    del dropped
-    assert len(queue) == 2
-    del ticket, first
-    assert queue.look() is last
-    assert queue.begin(last)
-    assert not queue.begin(Other())
 
 
 def test_a_llama_has_one_queue():
