@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -109,7 +106,7 @@ def purge(
         )
     require_unit(older_than, "--older-than", "30d, 12h")
     seconds = parse_seconds(older_than, "--older-than") if older_than is not None else None
-    with Archive(location, read_only=dry_run) as archive, _said_here():
+    with Archive(location, read_only=dry_run) as archive:
         where, is_local = archive.location, archive.backend.is_local
         is_known = salt is None or bool(archive.holdings(salt=salt))
         delete = partial(
@@ -133,7 +130,8 @@ def purge(
     done = "would be deleted" if dry_run else "deleted and overwritten" if scrubbed and is_local else "deleted"
     if scrubbed and not is_local:
         say("note: what the server keeps of them is not overwritten: freed memory, logs, old versions, replicas")
-    for problem in problems:
+    # what a purge leaves, the log of the archive has said
+    for problem in problems if dry_run or not is_known else ():
         say(f"{where}: {problem}")
     return Result(
         {"location": where, "removed": asdict(removed), "scrubbed": scrubbed, "dry_run": dry_run},
@@ -170,21 +168,6 @@ def _is_scrubbed(archive: Archive) -> bool:
         say(f"prefixstore: the pages were deleted, but could not be overwritten; run it again: {error}")
         return False
     return True
-
-
-@contextmanager
-def _said_here() -> Iterator[None]:
-    """Keep the log of the archive from the terminal: the command says the same."""
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return record.module != "archive"
-
-    log = logging.getLogger("prefixstore")
-    log.addFilter(is_other)
-    try:
-        yield
-    finally:
-        log.removeFilter(is_other)
 
 
 def _question(location: str, removed: Removed) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO
@@ -26,13 +25,7 @@ from prefixstore.maintenance.archive import DEFAULT_BYTES, Archive
 from prefixstore.maintenance.transfer import Moved, copy_store, export_store, import_store
 from prefixstore.units import counted, format_bytes
 
-__all__ = ["copy", "export", "import_", "keep_freed_memory"]
-
-# parameters of mallopt in glibc; 32 MiB is the largest threshold that it accepts
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-LARGEST_FROM_HEAP = 32 << 20
-# more than a transaction of an import holds
-KEPT_BYTES = 256 << 20
+__all__ = ["copy", "export", "import_"]
 
 
 def export(
@@ -65,7 +58,7 @@ def export(
         namespaces = chosen_namespaces(archive, namespace, salt)
         keys = None
         if prefix is not None or page is not None:
-            keys = archive.with_ancestors(archive.select(namespaces=namespaces, tokens=tokens, page=page))
+            keys = archive.select(namespaces=namespaces, tokens=tokens, page=page)
         exists = out != STANDARD and _is_replaced(Path(out))
         if dry_run:
             return _planned("exported", archive, out, namespaces, keys, ", which would be replaced" if exists else "")
@@ -137,7 +130,6 @@ def import_(
     """
     started = time.perf_counter()
     budget = options.max_bytes_of(max_bytes)
-    keep_freed_memory()
     with reading(file) as opened:
         source = _of_pages(opened, from_key, file)
         reader = ExportReader(source, file)
@@ -218,7 +210,6 @@ def copy(
     """
     started = time.perf_counter()
     budget = options.max_bytes_of(max_bytes)
-    keep_freed_memory()
     with Archive(source, read_only=True, key=from_key) as archive:
         if _is_same(archive, target, to_key):
             raise InvalidParameterError("source and target are the same location")
@@ -268,16 +259,3 @@ def _moved(moved: Moved, done: str, started: float, places: dict[str, str]) -> R
     is_whole = not moved.refused and (done == "imported" or not moved.damaged)
     data = None if is_piped else places | asdict(moved) | {"seconds": round(seconds, 3)}
     return Result(data, text, DONE if is_whole else FAILED)
-
-
-def keep_freed_memory() -> None:
-    """Have malloc keep the memory that is freed, as far as the C library can (glibc).
-
-    LMDB holds what a transaction writes in memory of malloc, which otherwise goes back to the system after each one:
-    page faults then take half of the system's time for an import. It holds for the whole process, so only commands do
-    this.
-    """
-    with suppress(AttributeError, OSError, TypeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_THRESHOLD, LARGEST_FROM_HEAP)
-        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)

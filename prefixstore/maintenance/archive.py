@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Collection
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from functools import partial
 
 from prefixstore.backends import agreed_bytes, is_persistent
@@ -21,7 +21,7 @@ from prefixstore.engine.page_view import Used, View
 from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.policy_memory import noted_policy
 from prefixstore.engine.relatives import with_descendants
-from prefixstore.errors import InvalidParameterError, StorageError
+from prefixstore.errors import IncompatibleError, InvalidParameterError, LocationError, StorageError
 from prefixstore.format.autocodec import FixedCodec
 from prefixstore.format.codec import decode
 from prefixstore.format.figures import History
@@ -101,30 +101,36 @@ class Archive(AbstractContextManager["Archive"]):
             raise InvalidParameterError(
                 f"policy={shown(policy)} is unknown; choose one of {', '.join(map(repr, POLICIES))}"
             )
-        if not create and not read_only and is_persistent(location):
-            # opening for writing would create a store at a mistyped path
-            open_pages(location, max_bytes=DEFAULT_BYTES, read_only=True, key=key).close()
         if max_bytes is not None:
             max_bytes = parse_bytes(max_bytes, "max_bytes")
         size = max_bytes or agreed_bytes(location) or DEFAULT_BYTES
-        backend = open_pages(location, max_bytes=size, read_only=read_only, key=key)
+        if not read_only and is_persistent(location):
+            # opening for writing would create a store at a mistyped path
+            try:
+                with (
+                    closing(open_pages(location, max_bytes=size, read_only=True, key=key)) as found,
+                    found.view() as view,
+                ):
+                    used = view.used.bytes
+            except (LocationError, IncompatibleError):
+                if not create:
+                    raise
+                used = 0
+            if max_bytes is None:
+                # even deleting needs some free space
+                size = max(size, used + (used >> 3))
+        self.backend: Pages = open_pages(location, max_bytes=size, read_only=read_only, key=key)
         try:
-            with backend.view() as view:
-                used, noted = view.used.bytes, noted_policy(view)
+            with self.backend.view() as view:
+                noted = noted_policy(view)
         except BaseException:
-            backend.close()
+            self.backend.close()
             raise
-        if max_bytes is None and used > 0.9 * DEFAULT_BYTES and is_persistent(location):
-            # even deleting needs some free space
-            backend.close()
-            size = used + (used >> 3)
-            backend = open_pages(location, max_bytes=size, read_only=read_only, key=key)
-        self.backend: Pages = backend
         self.policy = policy or (noted if noted in POLICIES else "lru")
         self.max_bytes = size
         self._max_bytes = max_bytes
         self.engine = Engine(
-            backend,
+            self.backend,
             Budget(size),
             POLICIES[self.policy](),
             FixedCodec("raw"),
@@ -266,7 +272,9 @@ class Archive(AbstractContextManager["Archive"]):
         tokens: TokenSequence | None = None,
         page: str | None = None,
     ) -> set[bytes]:
-        """The keys of the pages that match all of the given parameters.
+        """The keys of the pages that match all of the given parameters, and of their ancestors.
+
+        Without those, the pages could not be restored.
 
         Parameters
         ----------
@@ -277,15 +285,12 @@ class Archive(AbstractContextManager["Archive"]):
         page
             The page with this key, and its descendants; see `find`.
         """
-        return set(self.engine.select(self._choices(namespaces, None, tokens, page)))
-
-    def with_ancestors(self, keys: Collection[bytes]) -> set[bytes]:
-        """These keys, and those of their ancestors, without which the pages could not be restored."""
+        keys = set(self.engine.select(self._choices(namespaces, None, tokens, page)))
         wanted: set[bytes] = set()
         # children before their parents: one pass is enough
-        for page in reversed(self.pages()):
-            if page.key in keys or page.key in wanted:
-                wanted |= {page.key, page.parent} - {page.namespace}
+        for one in reversed(self.pages()):
+            if one.key in keys or one.key in wanted:
+                wanted |= {one.key, one.parent} - {one.namespace}
         return wanted
 
     def check(self, max_bytes: int | None = None) -> list[Violation]:

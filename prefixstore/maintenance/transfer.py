@@ -203,7 +203,7 @@ def copy_store(
     source, target
         Two locations.
     namespaces, keys
-        Copy only pages of these namespaces, and with these keys; see `Archive.with_ancestors`.
+        Copy only pages of these namespaces, and with these keys; see `Archive.select`.
 
     Raises
     ------
@@ -234,7 +234,7 @@ def export_store(
     file
         A binary file, open for writing; need not be seekable.
     namespaces, keys
-        Export only pages of these namespaces, and with these keys; see `Archive.with_ancestors`.
+        Export only pages of these namespaces, and with these keys; see `Archive.select`.
 
     Raises
     ------
