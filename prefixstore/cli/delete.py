@@ -124,19 +124,19 @@ def purge(
         if removed is None:
             return FAILED
         problems = [] if is_known else [f"there is no tenant {salt!r}; prefixstore tenants lists them"]
-        problems += archive.unmatched(salt)
+        left = archive.unmatched(salt)
         scrubbed = scrub and not dry_run and _is_scrubbed(archive)
     shown = is_known or removed.pages
     done = "would be deleted" if dry_run else "deleted and overwritten" if scrubbed and is_local else "deleted"
     if scrubbed and not is_local:
         say("note: what the server keeps of them is not overwritten: freed memory, logs, old versions, replicas")
-    # what a purge leaves, the log of the archive has said
-    for problem in problems if dry_run or not is_known else ():
+    # the log of the archive has said what a purge leaves
+    for problem in [*problems, *(left if dry_run else [])]:
         say(f"{where}: {problem}")
     return Result(
         {"location": where, "removed": asdict(removed), "scrubbed": scrubbed, "dry_run": dry_run},
         f"{where}: {counted(removed.pages, 'page')} {done}, {format_bytes(removed.bytes)}" if shown else "",
-        FAILED if problems or scrubbed != (scrub and not dry_run) else DONE,
+        FAILED if problems or left or scrubbed != (scrub and not dry_run) else DONE,
     )
 
 

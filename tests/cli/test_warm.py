@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
+import re
 import shutil
 import signal
 import subprocess
 import sys
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from prefixstore import PrefixStore
@@ -96,19 +95,9 @@ def test_a_dry_run_on_a_new_machine_sees_what_the_others_have_stored(warm, file,
     shutil.rmtree(tmp_path / "kv")
     result = warm(*given, "--dry-run", "--json")
     assert (result.exit_code, json.loads(result.stdout)["missing_tokens"]) == (0, 0)
-    assert f"note: lmdb://{tmp_path / 'kv'} is treated as empty" in result.stderr
+    assert re.search(rf"note: .*{tmp_path / 'kv'} does not exist.*: it is treated as empty", result.stderr)
     assert warm(*given, "--check").exit_code == 0
     assert not (tmp_path / "kv").exists()
-
-
-@pytest.mark.slow
-def test_it_prints_progress_to_stderr_and_ends_with_a_table(warm, file):
-    result = warm(file)
-    assert result.exit_code == 0
-    lines = {" ".join(line.split()) for line in result.stdout.splitlines()}
-    assert lines >= {f"prompts {len(PROMPTS)}", f"unique tokens {UNIQUE:,}", f"evaluated tokens {UNIQUE:,}"}
-    assert "reading prompts" in result.stderr
-    assert f"of {UNIQUE:,} tokens" in result.stderr
 
 
 def test_problems_are_reported_with_file_and_line_and_the_rest_is_warmed(warm, tmp_path):
@@ -197,26 +186,6 @@ def test_the_log_of_llama_cpp_does_not_reach_the_terminal(models, tmp_path):
 
 
 @pytest.mark.slow
-def test_every_summary_names_the_location(warm, file, tmp_path):
-    location = f"lmdb://{tmp_path / 'kv'}"
-    for more in (["--dry-run"], [], ["--check"]):
-        assert json.loads(warm(file, "--json", *more).stdout)["location"] == location
-        assert location in warm(file, *more).stdout
-
-
-def test_lines_may_come_from_standard_input(warm):
-    result = warm("-", "--json", input=json.dumps({"tokens": prompt(300)}) + "\n")
-    assert json.loads(result.stdout)["evaluated_tokens"] == 300
-
-
-@pytest.mark.slow
-def test_prompts_that_do_not_fit_are_reported(warm, file):
-    result = warm(file, "--max-bytes", "4MB")
-    assert result.exit_code == 1
-    assert "not completely stored" in result.stderr
-
-
-@pytest.mark.slow
 def test_options_and_a_file_give_the_same_namespace(warm, file, tmp_path, models):
     config = tmp_path / "warm.toml"
     config.write_text(
@@ -283,8 +252,7 @@ def test_a_location_that_cannot_be_used_ends_with_3(warm, file, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_keeps_what_is_computed(models, tmp_path, sent):
+def test_a_signal_keeps_what_is_computed(models, tmp_path):
     file = write_jsonl(tmp_path / "prompts.jsonl", [{"tokens": prompt(3000, seed)} for seed in range(120)])
     arguments = ["--model", models("llama"), "--store", tmp_path / "kv", "--n-ctx", 4096, "--threads", 1, "--batch", 64]
     process = subprocess.Popen(
@@ -297,10 +265,10 @@ def test_a_signal_keeps_what_is_computed(models, tmp_path, sent):
     )
     for line in process.stderr:
         if "evaluating" in line:
-            process.send_signal(sent)
+            process.terminate()
             break
     stdout, _ = process.communicate(timeout=180)
-    assert process.returncode == 128 + sent
+    assert process.returncode == 128 + signal.SIGTERM
     told = json.loads(stdout)
     assert told["interrupted"]
     assert 0 <= told["evaluated_tokens"] < 120 * 3000
@@ -311,20 +279,6 @@ def test_a_signal_keeps_what_is_computed(models, tmp_path, sent):
         assert store.check() == []
 
 
-def test_on_a_terminal_progress_is_a_bar(monkeypatch):
-    written = io.StringIO()
-    terminal = Console(file=written, force_terminal=True, width=140)
-    monkeypatch.setattr(shown_module, "Console", lambda **_: terminal)
-    with shown() as show:
-        show(Progress())
-        show(Progress("evaluating", 5, 2000, 1000, 500, 500, 4000, 1 << 20, 2.0))
-        show(Progress("evaluating", 5, 2000, 1000, 1000, 1000, 4000, 1 << 20, 4.0))
-    text = written.getvalue()
-    assert "1,000 of 1,000 tokens" in text
-    assert "250 tokens/s" in text
-    assert "1.0 MiB stored" in text
-
-
 def test_without_a_terminal_progress_is_a_line_from_time_to_time(monkeypatch, capsys):
     times = iter([100.0, 101.0, 102.0, 112.0, 113.0])
     monkeypatch.setattr(shown_module.time, "monotonic", lambda: next(times))
@@ -333,4 +287,4 @@ def test_without_a_terminal_progress_is_a_line_from_time_to_time(monkeypatch, ca
             show(Progress(phase, missing_tokens=4000, done_tokens=400, seconds=1.0))
     told = capsys.readouterr().err.splitlines()
     assert [line.split(":")[0] for line in told] == ["reading prompts", "evaluating", "evaluating", "waiting"]
-    assert "400 of 4,000 tokens, 400 tokens/s, 9 s left" in told[1]
+    assert "9 s left, 400 of 4,000 tokens, 400 tokens/s" in told[1]

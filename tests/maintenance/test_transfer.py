@@ -234,20 +234,6 @@ def test_other_files_and_other_versions_are_refused(source):
             ExportReader(io.BytesIO(data), "f")
 
 
-def test_an_import_respects_the_budget_and_never_evicts_the_parents_of_its_pages(tmp_path):
-    sequences = [list(range(1000 * i, 1000 * i + 40)) for i in range(20)]
-    with (
-        Archive(tmp_path / "source", create=True) as source,
-        Archive(tmp_path / "target", create=True, max_bytes=4 << 20) as target,
-    ):
-        fill(source.backend, MINE, sequences, size=50_000)
-        moved = import_store(ExportReader(io.BytesIO(packed(source)), "f"), target)
-        assert moved.evicted + moved.refused > 50
-        assert moved.pages + moved.refused == 200
-        assert target.check(4 << 20) == []
-        assert len(contents(target.backend)) > 50
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "sizes"), [((2, 770), (32, 853)), ((3, 770), (64, 770))])
 def test_large_pages_into_a_small_store_that_is_full_are_stored_or_left_out(tmp_path, before, sizes):
