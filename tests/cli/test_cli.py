@@ -12,7 +12,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import lmdb
 import pytest
 import typer
 
@@ -272,23 +271,6 @@ def test_check_finds_damage_and_repairs_it(store, as_json, run):
     assert as_json("check", store, "--max-bytes", "1KiB")[0] == 1
 
 
-def test_check_says_what_is_left_after_a_repair(tmp_path, run):
-    location = f"lmdb://{tmp_path}/kv"
-    with Archive(location, create=True) as archive:
-        fill(archive.backend, MINE, SEQUENCES[:1])
-    with lmdb.open(f"{tmp_path}/kv", max_dbs=8) as env, env.begin(write=True) as txn:
-        rows = env.open_db(b"rows", txn=txn)
-        for key in [bytes(key) for key, _ in txn.cursor(rows) if key[:1] == b"c"]:
-            txn.delete(key, db=rows)
-    code, out, _ = run("check", location, "--repair")
-    assert (code, out.splitlines()[-1]) == (0, "repaired: no problems found")
-    with Archive(location) as archive:
-        archive.pin(archive.pages()[0])
-    code, out, _ = run("check", location, "--repair", "--max-bytes", "1KiB")
-    assert (code, re.match(r"budget: [\d,]+ bytes", out) is not None) == (1, True)
-    assert out.splitlines()[-1] == "repaired: 1 problem (budget 1) left"
-
-
 @pytest.mark.slow
 def test_verify_compares_logits_and_finds_the_state_of_other_tokens(served, tmp_path, as_json, run):
     model, location = served
@@ -370,29 +352,6 @@ def test_a_conversation_is_purged_by_its_text(served, tmp_path, as_json, run):
 
 
 # -- moving -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_export_import_and_copy_move_every_page(store, tmp_path, as_json, run):
-    file = tmp_path / "f.pstore"
-    code, found = as_json("export", store, "--out", file)
-    assert (code, found["pages"]) == (0, 9)
-    assert file.stat().st_mode & 0o777 == 0o600
-    code, found = as_json("import", tmp_path / "other", file)
-    assert (code, found["pages"], found["present"]) == (0, 9, 0)
-    code, found = as_json("import", tmp_path / "other", file)
-    assert (code, found["pages"], found["present"]) == (0, 0, 9)
-    code, found = as_json("copy", tmp_path / "other", f"sqlite:///{tmp_path}/third.db")
-    assert (code, found["pages"]) == (0, 9)
-    with Archive(store, read_only=True) as one, Archive(f"sqlite:///{tmp_path}/third.db", read_only=True) as other:
-        assert contents(one.backend) == contents(other.backend)
-    assert as_json("export", store, "--out", file, "--namespace", YOURS.key.hex(), "--yes")[1]["pages"] == 2
-    file.write_bytes(file.read_bytes()[:-10])
-    code, _, err = run("import", tmp_path / "fourth", file)
-    assert code == 1
-    assert "truncated after 2 pages; import again when it is complete" in err
-    assert f"2 pages were imported into lmdb://{tmp_path}/fourth" in err
-    assert as_json("stats", tmp_path / "fourth")[1]["pages"] == 2
 
 
 def test_an_export_is_not_written_to_what_another_user_has_put_there(store, tmp_path, run):

@@ -69,6 +69,7 @@ def store(tmp_path_factory):
         (2, f"export {{store}} --out {LONG}", "File name too long"),
         (3, "init no/folder.toml", "cannot be written"),
         (3, "import {store} none", "cannot be read"),
+        (3, "warm --model {gguf} --store three.toml three.toml", "three.toml"),
         (3, "import {store} three.toml", "not written by prefixstore"),
         (1, "purge {store} --salt mien", "there is no tenant 'mien'; prefixstore tenants lists them"),
         # a URL where something else is expected is repeated without its password

@@ -44,22 +44,6 @@ def file(tmp_path):
 
 
 @pytest.mark.slow
-def test_it_warms_and_prints_one_json_object(warm, file, tmp_path, models):
-    result = warm(file, "--json")
-    assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)
-    assert told["prompts"] == len(PROMPTS)
-    assert told["prompt_tokens"] == sum(map(len, PROMPTS))
-    assert told["unique_tokens"] == told["evaluated_tokens"] == UNIQUE
-    assert told["stored_bytes"] > 0 < told["seconds"]
-    llm = load(models("llama"))
-    with PrefixStore(tmp_path / "kv", llm) as store:
-        assert all(store.match(tokens).n_tokens == len(tokens) for tokens in PROMPTS)
-    again = json.loads(warm(file, "--json").stdout)
-    assert (again["unique_tokens"], again["evaluated_tokens"], again["stored_bytes"]) == (UNIQUE, 0, 0)
-
-
-@pytest.mark.slow
 def test_two_stores_are_one_in_front_of_the_other(warm, file, tmp_path, models):
     result = warm(file, "--store", f"lmdb://{tmp_path / 'far'}", "--json")
     assert result.exit_code == 0, result.output
@@ -244,11 +228,6 @@ def test_misuse_is_reported_and_ends_with_2(warm, arguments, message):
     result = warm(*arguments)
     assert result.exit_code == 2
     assert message in result.stderr
-
-
-def test_a_location_that_cannot_be_used_ends_with_3(warm, file, tmp_path):
-    (tmp_path / "kv").write_text("not a directory")
-    assert warm(file).exit_code == 3
 
 
 @pytest.mark.slow

@@ -193,14 +193,6 @@ def test_an_import_that_cannot_be_written_ends_with_the_error(source, tmp_path, 
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefixstore-import")]
 
 
-def test_a_batch_is_one_transaction(source, tmp_path):
-    (tmp_path / "f").write_bytes(packed(source))
-    with Archive(tmp_path / "target", create=True) as target, (tmp_path / "f").open("rb") as file:
-        assert import_store(ExportReader(file, "f"), target).pages == 9
-        with target.backend.view() as view:
-            assert view.generation == 1
-
-
 @pytest.mark.slow
 def test_a_flipped_bit_is_detected_anywhere_and_nothing_wrong_is_stored(source, tmp_path):
     data = packed(source)

@@ -60,11 +60,6 @@ def test_every_kind_of_location_has_a_report(scheme, tmp_path, request):
     assert parents == {"1 2 3 4": -1, "20 21 22": -1, "5 6 7 8": root, "9 9 9 9 10": root}
 
 
-def test_an_empty_location_has_a_report(backend):
-    content = report(backend)
-    assert (content["pages"], content["spaces"], content["runs"]["parent"], content["estimates"]) == (0, [], [], [])
-
-
 def test_a_run_ends_where_pages_branch_or_are_used_less_or_are_pinned(backend):
     first, last = chain(list(range(10 * 256)), 9, DAY, DAY)
     page = first

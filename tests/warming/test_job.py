@@ -138,15 +138,6 @@ def test_pages_of_an_earlier_run_are_used_to_the_token_even_in_the_middle_of_a_p
         assert holds_all(store, [start, start + prompt(50, 1), start[:650] + prompt(60, 2)])
 
 
-def test_it_restores_even_if_computing_is_faster(llama, tmp_path):
-    llm = llama()
-    with PrefixStore(tmp_path, llm) as store:
-        warm(llm, store, [prompt(700)])
-        llm.reset()
-        store._hooks.current.context.rate.token_seconds, store._hooks.current.context.rate.page_seconds = 1e-9, 1e12
-        assert warm(llm, store, [prompt(700) + prompt(40, seed=i) for i in range(4)]).evaluated_tokens == 160
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["mamba", "lfm2"])
 @pytest.mark.usefixtures("small_parts")
