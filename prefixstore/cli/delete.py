@@ -148,17 +148,7 @@ def clear(location: str, *, dry_run: bool = False, yes: bool = False) -> Result 
 
     Example: prefixstore clear lmdb:///var/cache/kv --dry-run
     """
-    with Archive(location, read_only=dry_run) as archive:
-        where = archive.location
-        delete = partial(archive.purge, everything=True)
-        removed = confirmed(delete, partial(_question, where), dry_run=dry_run, yes=yes)
-    if removed is None:
-        return FAILED
-    return Result(
-        {"location": where, "removed": asdict(removed), "dry_run": dry_run},
-        f"{where}: {counted(removed.pages, 'page')} ({format_bytes(removed.bytes)}) "
-        f"{'would be deleted' if dry_run else 'deleted'}",
-    )
+    return purge(location, everything=True, scrub=False, dry_run=dry_run, yes=yes)
 
 
 def _is_scrubbed(archive: Archive) -> bool:

@@ -15,7 +15,7 @@ import typer
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.listing import described_of
-from prefixstore.cli.output import ago, grid, iso, listed, say, width
+from prefixstore.cli.output import ago, columns_shown, grid, iso, listed, say
 from prefixstore.engine.index import Page
 from prefixstore.engine.page_view import Used
 from prefixstore.format.figures import DAY, HOUR, OTHERS, Described, Figures, History
@@ -65,7 +65,7 @@ def stats(location: str, *, prometheus: bool = False, max_bytes: str | None = No
     }
 
     def show() -> None:
-        for line in _lines(numbers, history, groups, width()):
+        for line in _lines(numbers, history, groups, columns_shown()):
             typer.echo(visible(line))
         if not is_local and not any(history.total(span).lookups for span in SPANS.values()):
             say("note: prompts of processes that use this as a far location are counted in their nearer location")

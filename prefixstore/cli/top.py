@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from prefixstore.cli.output import ago, grid, width
+from prefixstore.cli.output import ago, columns_shown, grid
 from prefixstore.engine.page_view import Used
 from prefixstore.errors import StorageError
 from prefixstore.format.figures import MINUTE, Figures, History
@@ -55,7 +55,7 @@ def top(location: str, *, once: bool = False, seconds: float = 2.0) -> None:
             screen = Screen(archive.location)
             screen.read(archive)
             screen.hottest = _hottest(archive, lambda: False)
-            for line in lines(screen, width(), None):
+            for line in lines(screen, columns_shown(), None):
                 typer.echo(line)
         else:
             _watch(archive, seconds)

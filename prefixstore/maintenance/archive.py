@@ -327,11 +327,6 @@ class Archive(AbstractContextManager["Archive"]):
         self.engine.keep_history()
         return evicted
 
-    def evict_to(self, max_bytes: int) -> Removed:
-        """As `evict`; returns how much was deleted."""
-        evicted = self.evict(parse_bytes(max_bytes, "max_bytes"))
-        return Removed(len(evicted.pages), evicted.bytes)
-
     def purge(
         self,
         *,
@@ -409,17 +404,12 @@ class Archive(AbstractContextManager["Archive"]):
             for one in (self.holdings() if salt is not None else [])
             if one.namespace is None and one.pages
         ]
-        if n := self.n_newer:
+        if n := self.engine.n_newer():
             found.append(
                 f"not deleted: {counted(n, 'page')} of a newer prefixstore, or after such a page, which may match; "
                 "purge with that version, or everything"
             )
         return found
-
-    @property
-    def n_newer(self) -> int:
-        """How many pages a newer version wrote, or follow such a page: it is unknown what they match."""
-        return self.engine.n_newer()
 
     def _choices(
         self,
@@ -471,7 +461,8 @@ class Archive(AbstractContextManager["Archive"]):
             found += [one for one in self.check() if one not in found]
         removed = self.engine.repair(found)
         if max_bytes is not None:
-            removed += self.evict_to(max_bytes)
+            evicted = self.evict(max_bytes)
+            removed += Removed(len(evicted.pages), evicted.bytes)
         return found, removed
 
     def compact(self) -> int:

@@ -11,7 +11,6 @@ from prefixstore.engine.engine import Imported
 from prefixstore.engine.index import is_same
 from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.export import ExportReader, ExportWriter
-from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.record import Record, StoredPage, checksum
 from prefixstore.maintenance.archive import Archive
 
@@ -21,8 +20,6 @@ __all__ = ["Moved", "copy_store", "export_store", "import_store"]
 VIEW_BYTES = 64 << 20
 # Size of a commit. Each one costs one flush of the disk, for which nothing else can be done in LMDB.
 BATCH_BYTES = 64 << 20
-# Pages that are asked for in one view.
-KEYS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
@@ -32,14 +29,14 @@ class Moved:
     Attributes
     ----------
     namespaces, pages, bytes
-        How many namespaces and pages, and the size of the payloads. Pages that were evicted again for later ones are
-        not counted.
+        How many namespaces and pages, and the size of the payloads.
     present
         Pages that were already there.
     damaged
         Pages that could not be read. Their descendants are left out as well, but not counted.
     refused
-        Pages for which there was no space in the end, whose key another page has, or whose parent was refused.
+        Pages for which there was no space, which were evicted again, whose key another page has, or whose parent was
+        refused.
     evicted
         Pages that were there before, and were evicted to make space.
     """
@@ -107,13 +104,10 @@ class _Target:
         self._settings = settings
         self._evicted_before = archive.engine.counters["evictions"]
         self._entries_before = archive.used().entries
-        self._written = bytearray()
         self._done = Imported()
         self._skipped = 0
         # pages whose keys other pages have here, and their descendants
         self._displaced: set[bytes] = set()
-        with archive.view():
-            pass
 
     def wants(self, record: Record) -> bool:
         """Whether the page is missing, and may be added; counts those that are not."""
@@ -130,36 +124,24 @@ class _Target:
         known = [page for page in batch if page.record.namespace in self._settings]
         if known:
             self._done = self._done.plus(self._archive.engine.import_pages(known, self._settings))
-            self._written += b"".join(page.key for page in known)
 
     def finish(self, damaged: int = 0) -> Moved:
         """Make everything durable; what was done."""
         self._archive.engine.sync()
-        done, evicted = self._done, 0
+        done, pages = self._done, self._done.pages
+        evicted = min(self._archive.engine.counters["evictions"] - self._evicted_before, self._entries_before)
         if self._archive.engine.counters["evictions"] > self._evicted_before:
-            pages, size = self._left()
-            done = done._replace(pages=pages, bytes=size, refused=done.refused + done.pages - pages)
-            evicted = max(0, self._entries_before + pages - self._archive.used().entries)
+            # the first to go are those that were here before: exact where the least recently used ones go first
+            pages = max(0, self._archive.used().entries - self._entries_before + evicted)
         return Moved(
             namespaces=len(self._settings),
-            pages=done.pages,
+            pages=pages,
             bytes=done.bytes,
             present=done.present + self._skipped,
             damaged=damaged,
-            refused=done.refused + len(self._displaced),
+            refused=done.refused + done.pages - pages + len(self._displaced),
             evicted=evicted,
         )
-
-    def _left(self) -> tuple[int, int]:
-        """How many of the written pages are still there, and the size of their payloads."""
-        pages = size = 0
-        for at in range(0, len(self._written), KEYS_AT_ONCE * KEY_BYTES):
-            part = bytes(self._written[at : at + KEYS_AT_ONCE * KEY_BYTES])
-            with self._archive.backend.view() as view:
-                found = view.records([part[i : i + KEY_BYTES] for i in range(0, len(part), KEY_BYTES)])
-            records = [record for record, _ in found.values() if isinstance(record, Record)]
-            pages, size = pages + len(records), size + sum(record.stored_bytes for record in records)
-        return pages, size
 
 
 def _batches(pages: Iterable[StoredPage | None]) -> Iterator[list[StoredPage]]:

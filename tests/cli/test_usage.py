@@ -20,6 +20,7 @@ import pytest
 
 import prefixstore
 from prefixstore import PrefixStore
+from prefixstore.cli import output
 from prefixstore.cli.output import emit, grid
 from prefixstore.cli.top import Screen, _last, lines
 from prefixstore.errors import LocationError
@@ -121,7 +122,7 @@ def test_a_purged_tenant_is_not_named_any_more(models, tmp_path):
 
 @pytest.mark.parametrize("columns", WIDTHS)
 def test_stats_fit_the_terminal(used, run, columns, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(output, "terminal_width", lambda _: columns)
     code, out, err = run("stats", used[0])
     assert (code, err) == (0, "")
     # a location cannot be shortened
@@ -185,7 +186,7 @@ def test_stats_for_prometheus_have_the_budget_and_the_kept_figures(used, run):
 
 @pytest.mark.parametrize("columns", WIDTHS)
 def test_top_is_printed_once_without_a_terminal(used, run, columns, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(output, "terminal_width", lambda _: columns)
     for arguments in ((), ("--once",)):
         code, out, _ = run("top", used[0], *arguments)
         assert code == 0

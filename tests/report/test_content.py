@@ -47,7 +47,9 @@ def rows(content, *names):
     return list(zip(*(content["runs"][name] for name in names), strict=True))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    "scheme", ["lmdb", *(pytest.param(scheme, marks=pytest.mark.attack) for scheme in SCHEMES[1:])]
+)
 def test_every_kind_of_location_has_a_report(scheme, tmp_path, request):
     with Archive(place(scheme, tmp_path, request), create=True) as archive:
         fill(archive.backend, MINE, ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 10], [20, 21, 22]))
