@@ -58,7 +58,7 @@ def export(
         namespaces = chosen_namespaces(archive, namespace, salt)
         keys = None
         if prefix is not None or page is not None:
-            keys = archive.select(namespaces=namespaces, tokens=tokens, page=page)
+            keys = archive.with_ancestors(archive.select(namespaces=namespaces, tokens=tokens, page=page))
         exists = out != STANDARD and _is_replaced(Path(out))
         if dry_run:
             return _planned("exported", archive, out, namespaces, keys, ", which would be replaced" if exists else "")

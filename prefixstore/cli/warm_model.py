@@ -49,15 +49,15 @@ def prepare(
         found, _ = as_tokens(llm, read(sources), generation_prompt=generation_prompt, stop=stop)
         return Ready(settings, llm, found, "as given")
     tokenizer = open_model(settings, tokenizer_only=True)
-    fitted = fit(tokenizer, read(sources), generation_prompt=generation_prompt, stop=stop)
+    prompts, longest, n_ctx = fit(tokenizer, read(sources), generation_prompt=generation_prompt, stop=stop)
     original = original_context(tokenizer)
     tokenizer.close()
     reason = "no prompt can be used"
-    if fitted.longest:
-        reason = f"for the longest prompt, {fitted.longest:,} tokens; servers need as much"
-    notes = () if original is None else (_long_context_note(fitted.n_ctx, original),)
-    settings = settings.override(model={"n_ctx": fitted.n_ctx})
-    return Ready(settings, open_model(settings), fitted.prompts, reason, notes)
+    if longest:
+        reason = f"for the longest prompt, {longest:,} tokens; servers need as much"
+    notes = () if original is None else (_long_context_note(n_ctx, original),)
+    settings = settings.override(model={"n_ctx": n_ctx})
+    return Ready(settings, open_model(settings), prompts, reason, notes)
 
 
 def _long_context_note(n_ctx: int, original: int) -> str:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Collection
 from contextlib import AbstractContextManager, closing
-from functools import partial
 
 from prefixstore.backends import agreed_bytes, is_persistent
 from prefixstore.backends.keys import Key, Keys
 from prefixstore.engine.budget import Budget, Evicted
-from prefixstore.engine.delete import Choice, Removed, beginning_with, of_namespaces, subtree, unused_since
+from prefixstore.engine.delete import Removed
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.index import Page
@@ -25,11 +23,12 @@ from prefixstore.errors import IncompatibleError, InvalidParameterError, Locatio
 from prefixstore.format.autocodec import FixedCodec
 from prefixstore.format.codec import decode
 from prefixstore.format.figures import History
-from prefixstore.format.keys import TokenSequence, as_tokens
+from prefixstore.format.keys import TokenSequence
 from prefixstore.maintenance.holdings import Holding, holdings_of, only_one
+from prefixstore.maintenance.purge import choices_of, purge, string_of, unmatched
 from prefixstore.parameters import Parameters
 from prefixstore.stats import Counters, Purpose
-from prefixstore.units import counted, parse_bytes, parse_seconds, parse_target, shown
+from prefixstore.units import parse_bytes, parse_target, shown
 
 __all__ = ["DEFAULT_BYTES", "Archive"]
 
@@ -224,7 +223,7 @@ class Archive(AbstractContextManager["Archive"]):
         InvalidParameterError
             If none or several do.
         """
-        name = _string(name, "namespace")
+        name = string_of(name, "namespace")
         found = [
             holding
             for holding in self.holdings()
@@ -245,7 +244,7 @@ class Archive(AbstractContextManager["Archive"]):
         InvalidParameterError
             If none or several do.
         """
-        digits = _string(digits, "page")
+        digits = string_of(digits, "page")
         found = [page for page in self.pages() if page.key.hex().startswith(digits.lower())]
         return only_one(found, "page", digits, self.location)
 
@@ -272,9 +271,7 @@ class Archive(AbstractContextManager["Archive"]):
         tokens: TokenSequence | None = None,
         page: str | None = None,
     ) -> set[bytes]:
-        """The keys of the pages that match all of the given parameters, and of their ancestors.
-
-        Without those, the pages could not be restored.
+        """The keys of the pages that match all of the given parameters.
 
         Parameters
         ----------
@@ -285,7 +282,10 @@ class Archive(AbstractContextManager["Archive"]):
         page
             The page with this key, and its descendants; see `find`.
         """
-        keys = set(self.engine.select(self._choices(namespaces, None, tokens, page)))
+        return set(self.engine.select(choices_of(self, namespaces, None, tokens, page)))
+
+    def with_ancestors(self, keys: Collection[bytes]) -> set[bytes]:
+        """These keys, and those of their ancestors, without which the pages could not be restored."""
         wanted: set[bytes] = set()
         # children before their parents: one pass is enough
         for one in reversed(self.pages()):
@@ -326,6 +326,11 @@ class Archive(AbstractContextManager["Archive"]):
             evicted = self.engine.evict(target, dry_run=dry_run)
         self.engine.keep_history()
         return evicted
+
+    def evict_to(self, max_bytes: int) -> Removed:
+        """As `evict`; returns how much was deleted."""
+        evicted = self.evict(parse_bytes(max_bytes, "max_bytes"))
+        return Removed(len(evicted.pages), evicted.bytes)
 
     def purge(
         self,
@@ -370,69 +375,25 @@ class Archive(AbstractContextManager["Archive"]):
         Whose pages they are is in the settings of their namespace. If those are missing or damaged, `salt` does not
         choose them, and a warning is logged with the key of the namespace.
         """
-        if not everything and all(choice is None for choice in (namespace, salt, older_than, tokens, page)):
-            raise InvalidParameterError(
-                "purge() needs at least one of namespace=, salt=, older_than=, tokens=, page=, or everything=True"
-            )
-        if salt is not None:
-            salt = _string(salt, "salt")
-        if older_than is not None:
-            older_than = parse_seconds(older_than, "older_than")
-        namespaces: set[bytes] | None = None
-        if namespace is not None or salt is not None:
-            namespaces = {one.key for one in self.holdings(namespace, salt)}
-        before = time.time_ns() - round(older_than * 1e9) if older_than is not None else None
-        choices = self._choices(namespaces, before, tokens, page)
-        if dry_run:
-            keys = set(self.engine.select(choices))
-            return Removed(len(keys), sum(one.stored_bytes for one in self.pages() if one.key in keys))
-        # first: a page that such a one follows could not be deleted
-        removed = self.engine.delete_strays(newer=not choices)
-        removed += self.engine.delete(choices)
-        self.engine.drop_empty_namespaces()
-        if older_than is None and tokens is None and page is None:
-            self.engine.forget_figures(namespaces, salt)
-        for left in self.unmatched(salt):
-            log.warning("%s: %s", self.location, left)
-        return removed
+        return purge(
+            self,
+            namespace=namespace,
+            salt=salt,
+            older_than=older_than,
+            tokens=tokens,
+            page=page,
+            everything=everything,
+            dry_run=dry_run,
+        )
 
     def unmatched(self, salt: str | None = None) -> list[str]:
         """What a purge, of this tenant or of all, leaves since it is not known whether it matches: sentences."""
-        found = [
-            f"{counted(one.pages, 'page')} may be of this tenant or of another, since the settings of namespace "
-            f"{one.key.hex()} are missing or damaged; to delete them, purge that namespace"
-            for one in (self.holdings() if salt is not None else [])
-            if one.namespace is None and one.pages
-        ]
-        if n := self.engine.n_newer():
-            found.append(
-                f"not deleted: {counted(n, 'page')} of a newer prefixstore, or after such a page, which may match; "
-                "purge with that version, or everything"
-            )
-        return found
+        return unmatched(self, salt)
 
-    def _choices(
-        self,
-        namespaces: Collection[bytes] | None,
-        before: int | None,
-        tokens: TokenSequence | None,
-        page: str | None,
-    ) -> list[Choice]:
-        choices: list[Choice] = []
-        if namespaces is not None:
-            choices.append(partial(of_namespaces, namespaces=namespaces))
-        if before is not None:
-            choices.append(partial(unused_since, before=before))
-        if tokens is not None:
-            wanted = as_tokens(tokens)
-            if not len(wanted):
-                raise InvalidParameterError(
-                    "tokens is empty, and every sequence begins with it; leave it out for all pages"
-                )
-            choices.append(partial(beginning_with, tokens=wanted.tobytes(), namespaces=namespaces))
-        if page is not None:
-            choices.append(partial(subtree, key=self.find(page).key))
-        return choices
+    @property
+    def n_newer(self) -> int:
+        """How many pages a newer version wrote, or follow such a page: it is unknown what they match."""
+        return self.engine.n_newer()
 
     def scrub(self) -> None:
         """Overwrite what deletions have freed, so that nothing of it can be read from the files.
@@ -461,8 +422,7 @@ class Archive(AbstractContextManager["Archive"]):
             found += [one for one in self.check() if one not in found]
         removed = self.engine.repair(found)
         if max_bytes is not None:
-            evicted = self.evict(max_bytes)
-            removed += Removed(len(evicted.pages), evicted.bytes)
+            removed += self.evict_to(max_bytes)
         return found, removed
 
     def compact(self) -> int:
@@ -474,9 +434,3 @@ class Archive(AbstractContextManager["Archive"]):
             If it cannot be done at present.
         """
         return self.engine.compact()
-
-
-def _string(value: object, parameter: str) -> str:
-    if not isinstance(value, str):
-        raise InvalidParameterError(f"{parameter}={shown(value)} must be a string")
-    return value

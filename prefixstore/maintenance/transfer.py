@@ -185,7 +185,7 @@ def copy_store(
     source, target
         Two locations.
     namespaces, keys
-        Copy only pages of these namespaces, and with these keys; see `Archive.select`.
+        Copy only pages of these namespaces, and with these keys; see `Archive.with_ancestors`.
 
     Raises
     ------
@@ -216,7 +216,7 @@ def export_store(
     file
         A binary file, open for writing; need not be seekable.
     namespaces, keys
-        Export only pages of these namespaces, and with these keys; see `Archive.select`.
+        Export only pages of these namespaces, and with these keys; see `Archive.with_ancestors`.
 
     Raises
     ------

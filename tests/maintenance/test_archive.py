@@ -162,7 +162,7 @@ def test_a_purge_leaves_pages_of_a_newer_version_and_what_follows_them_and_says_
         assert archive.purge(**choice).pages == n
         with archive.backend.view() as view:
             assert view.used.entries == 4 - n
-        assert archive.engine.n_newer() == 4 - n
+        assert archive.n_newer == 4 - n
         assert ("newer prefixstore" in caplog.text) == ("everything" not in choice)
 
 
@@ -175,7 +175,7 @@ def test_a_page_is_pinned_with_its_ancestors_and_unpinned_except_those_that_othe
     assert archive.pin(one, pinned=False) == 1
     pinned = {key for key, (_, usage, _) in contents(archive.backend).items() if usage.pinned}
     assert pinned == set(paths[1])
-    assert len(archive.evict(1).pages) == 4
+    assert archive.evict_to(1).pages == 4
     assert keys_of(archive) == set(paths[1])
 
 

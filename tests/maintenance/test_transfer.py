@@ -103,7 +103,7 @@ def test_pages_move_between_all_backends_unchanged(one, other, tmp_path, request
 def test_only_the_chosen_pages_are_exported_with_their_ancestors(source, tmp_path):
     page = source.find(fill(source.backend, MINE, SEQUENCES)[1][-1].hex())
     with Archive(tmp_path / "target", create=True) as target:
-        data = packed(source, keys=source.select(page=page.key.hex()))
+        data = packed(source, keys=source.with_ancestors({page.key}))
         moved = import_store(ExportReader(io.BytesIO(data), "f"), target)
         assert (moved.pages, moved.namespaces) == (3, 1)
         assert target.check() == []

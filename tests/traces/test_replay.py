@@ -105,14 +105,6 @@ def test_the_last_block_of_a_page_may_be_shorter_than_others(tmp_path):
     assert replay(ours(tmp_path / "t", whole), "lru", 10).hit_tokens == 8
 
 
-def lines_of(n):
-    """A conversation that grows by a page with each request."""
-    for i in range(n):
-        names, after = [f"{i}a", f"{i}b"], {"after": f"{i - 1}b"} if i else {}
-        yield request(names, 8 * i + 9, **after)
-        yield stored(names, 8, **after)
-
-
 def peak(work):
     """What it returns, and the most memory that it held."""
     tracemalloc.start()
@@ -120,16 +112,6 @@ def peak(work):
         return work(), tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-
-
-@pytest.mark.slow
-def test_memory_grows_with_the_lines_of_a_trace_and_not_with_the_depth_of_its_chains(tmp_path):
-    few, many = 100, 800
-    traces, held = zip(*(peak(lambda n=n: ours(tmp_path / "t", lines_of(n))) for n in (few, many)), strict=True)
-    assert list(traces[1].events[-1].blocks) == list(range(2 * many))
-    # lists of all chains take 64 times as much
-    assert held[1] < 16 * held[0]
-    assert replay(traces[0], "lru", 10**6).hit_tokens == sum(8 * i for i in range(few))
 
 
 def test_belady_holds_as_much_as_fits_and_not_what_was_asked():
