@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from pathlib import Path
 
 from prefixstore.backends.files import expanded
@@ -107,10 +106,7 @@ def _write(file: Path, raw: bytes, *, replace: bool, is_secret: bool) -> None:
     """Write the file; one with a password in it can be read by its owner only."""
     # through a link
     path = file.resolve() if replace else file
-    before = stat.S_IMODE(path.stat().st_mode) if path.exists() and not is_secret else None
     with writing(str(path), mode=0o600 if is_secret else 0o666, replace=replace) as written:
-        if before is not None:
-            os.fchmod(written.fileno(), before)
         written.write(raw)
 
 

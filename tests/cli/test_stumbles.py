@@ -269,10 +269,6 @@ def test_a_file_of_settings_with_a_password_is_its_owners(run, tmp_path):
     assert run("init", written, "--yes", "--store", location)[0] == 0
     assert written.stat().st_mode & 0o777 == 0o600
     assert location in written.read_text()
-    # one without a password stays as it was
-    written.chmod(0o664)
-    assert run("init", written, "--yes")[0] == 0
-    assert written.stat().st_mode & 0o777 == 0o664
 
 
 def test_init_writes_two_locations(tmp_path, run):

@@ -371,24 +371,6 @@ def test_streams_that_are_closed_are_no_fault_and_no_file_of_the_store_takes_the
     assert "data.mdb" not in seen
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux")  # noqa: PTH110 - a device
-def test_an_output_without_space_is_told(tmp_path):
-    with Archive(tmp_path / "kv", create=True) as archive:
-        fill(archive.backend, space("t"), [[1, 2, 3, 4]])
-    with open("/dev/full", "w") as full:  # noqa: PTH123 - a device
-        done = subprocess.run(
-            [sys.executable, "-m", "prefixstore", "stats", tmp_path / "kv"],
-            cwd=ROOT,
-            check=False,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    assert (done.returncode, "cannot be written: no space" in done.stderr) == (1, True)
-    assert "Traceback" not in done.stderr
-
-
 def test_figures_of_an_hour_by_namespace():
     one, two = Figures(hits=1), Figures(hits=2, misses={"bypassed": 5})
     history = History(
