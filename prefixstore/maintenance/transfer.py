@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -162,15 +161,6 @@ def _batches(pages: Iterable[StoredPage | None]) -> Iterator[list[StoredPage]]:
     yield batch
 
 
-def _ahead(batches: Iterator[list[StoredPage]]) -> Iterator[list[StoredPage]]:
-    """The same batches: a thread reads the next one while the caller writes."""
-    with ThreadPoolExecutor(1, "prefixstore-import") as thread:
-        waiting = thread.submit(next, batches, None)
-        while (batch := waiting.result()) is not None:
-            waiting = thread.submit(next, batches, None)
-            yield batch
-
-
 def copy_store(
     source: Archive,
     target: Archive,
@@ -254,10 +244,8 @@ def import_store(reader: ExportReader, target: Archive, *, namespaces: Collectio
     """
     settings = {key: text for key, text in reader.namespaces.items() if namespaces is None or key in namespaces}
     into = _Target(target, settings)
-    batches = _batches(reader.entries(into.wants))
     try:
-        # not from a pipe: a thread that waits for one cannot be interrupted
-        for batch in _ahead(batches) if reader.is_mapped else batches:
+        for batch in _batches(reader.entries(into.wants)):
             into.write(batch)
     except CorruptError as error:
         done = into.finish()
