@@ -595,17 +595,11 @@ def test_the_dashboard_can_be_imported(everything):
     assert {one["name"] for one in board["templating"]["list"]} == {"datasource", "job", "instance"}
     ids = [panel["id"] for panel in board["panels"]]
     assert len(set(ids)) == len(ids)
-    taken = set()
     for panel in panels():
         assert panel["datasource"]["uid"] == "${datasource}"
         assert panel["description"]
         for target in panel["targets"]:
             assert 'job=~"$job"' in target["expr"]
-        at = panel["gridPos"]
-        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
-        assert not cells & taken
-        assert max(x for x, _ in cells) < 24
-        taken |= cells
     # it shows all that servers and stores tell, except a limit that few stores have
     shown = {family_of(name) for _, query in queries() for name in re.findall(r"prefixstore_\w+", query)}
     told = {family_of(name) for name in names(everything) if not re.match("prefixstore_(model|kept)_", name)}

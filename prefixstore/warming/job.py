@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -193,13 +192,7 @@ class Job:
         self._show()
         engine = self.store.engine
         counting = engine.counters.counting(Purpose.WARMING)
-        with (
-            counting,
-            engine.storing_all(),
-            Leases(engine, seconds=lease_seconds) as leases,
-            ThreadPoolExecutor(1) as thread,
-        ):
-            keeping: Future[None] | None = None
+        with counting, engine.storing_all(), Leases(engine, seconds=lease_seconds) as leases:
             try:
                 while left and not self._is_stopped():
                     found = len(left)
@@ -207,10 +200,7 @@ class Job:
                     if claimed is not None:
                         last = claimed
                         self._do(left.pop(claimed))
-                        # other jobs wait for the part, so at most one part may wait to be written
-                        if keeping is not None:
-                            keeping.result()
-                        keeping = thread.submit(self._keep, parts[claimed], leases)
+                        self._keep(parts[claimed], leases)
                     elif len(left) == found:
                         self._show("waiting")
                         time.sleep(POLL_SECONDS)
@@ -218,8 +208,6 @@ class Job:
                 # whatever ends the job: what was computed is stored before other jobs may claim the part
                 self.store.capture(self.llm)
                 self.store.flush()
-                if keeping is not None:
-                    keeping.result()
         self._show()
 
     def _is_stopped(self) -> bool:

@@ -8,9 +8,7 @@ import logging
 import os
 import re
 import signal
-import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +27,6 @@ from prefixstore.maintenance.archive import Archive
 from prefixstore.warming.estimate import estimate
 from prefixstore.warming.report import Progress
 from tests.cli.conftest import SEQUENCES, filled, n_pages
-from tests.support import ROOT
 from tests.support.models import load as load_model
 from tests.support.models import prompt
 from tests.support.places import fill, space
@@ -361,55 +358,6 @@ def test_a_script_does_not_delete_from_the_default_location_by_mistake(store, ru
 
 
 # -- locations that cannot be used ------------------------------------------------------------------------------------
-
-
-def as_nobody(path, *commands):
-    """Output of commands of a user who owns nothing."""
-    code = (
-        "import os, sys\n"
-        "from prefixstore.cli import main\n"
-        "import prefixstore.cli.app, prefixstore.backends.lmdb.backend, rich.table, rich.console, rich.box\n"
-        "main(['ls', sys.argv[1]])\n"
-        # this user may not start the interpreter of the tests, which walks the file
-        "from prefixstore.backends.lmdb import checked; checked.require_sound = lambda path, databases: None\n"
-        "if os.geteuid() == 0: os.setgroups([]), os.setgid(65534), os.setuid(65534)\n"
-        "for line in sys.argv[2:]: print(line, '->', main(line.split()), flush=True)\n"
-    )
-    command = [sys.executable, "-c", code, str(path), *commands]
-    done = subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    return done.stdout
-
-
-@pytest.fixture
-def open_folder():
-    """One that other users can reach: pytest keeps its own to the user, and does so again whenever it is started."""
-    with tempfile.TemporaryDirectory(prefix="pfxs-open-") as folder:
-        path = Path(folder)
-        path.chmod(0o711)
-        yield path
-
-
-@pytest.mark.slow
-def test_inspecting_needs_no_permission_to_write_to_the_directory(open_folder):
-    place = open_folder / "kv"
-    filled(place)
-    (place / "data.mdb").chmod(0o644)
-    (place / "lock.mdb").chmod(0o666 if os.geteuid() == 0 else 0o600)
-    place.chmod(0o555)
-    try:
-        out = as_nobody(place, f"ls {place}", f"tree {place}", f"check {place}", f"clear {place}")
-        if os.geteuid() == 0:
-            # everyone may write to the lock: that is refused, with what to do
-            assert "chmod o-w" in out or f"ls {place} -> 0" in out
-        assert f"clear {place} -> 3" in out or os.geteuid() != 0
-        (place / "lock.mdb").chmod(0o600)
-        out = as_nobody(place, f"ls {place}")
-        if os.geteuid() == 0:
-            assert "run as its owner, have the owner run: chmod g+rw" in out
-        place.chmod(0o700)
-        assert f"{place} is not readable for this user" in as_nobody(place, f"ls {place}") or os.geteuid() != 0
-    finally:
-        place.chmod(0o700)
 
 
 # -- looking ----------------------------------------------------------------------------------------------------------

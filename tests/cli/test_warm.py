@@ -144,24 +144,10 @@ def test_a_model_whose_states_depend_on_the_length_of_the_context_gets_a_note(wa
 def test_the_log_of_llama_cpp_does_not_reach_the_terminal(models, tmp_path):
     file = write_jsonl(tmp_path / "prompts.jsonl", [{"tokens": prompt(300)}])
     # llama.cpp warns about a context longer than the training context, and about one without weights
+    given = ["--model", models("llama", n_ctx_train=400), "--store", tmp_path / "kv", "--json", file]
     for more in (["--n-ctx", 512], []):
-        command = [
-            "warm",
-            "--model",
-            models("llama", n_ctx_train=400),
-            "--store",
-            tmp_path / "kv",
-            "--json",
-            *more,
-            file,
-        ]
-        done = subprocess.run(
-            [sys.executable, "-m", "prefixstore", *map(str, command)],
-            cwd=ROOT,
-            check=True,
-            capture_output=True,
-            text=True,
-        )
+        command = [sys.executable, "-m", "prefixstore", "warm", *given, *more]
+        done = subprocess.run(list(map(str, command)), cwd=ROOT, check=True, capture_output=True, text=True)
         # on a slow machine, more than one line of a phase
         assert list(dict.fromkeys(line.split(":")[0] for line in done.stderr.splitlines())) == [
             "reading prompts",

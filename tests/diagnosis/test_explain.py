@@ -124,20 +124,6 @@ def tokens_of(llm, content):
     return encoded(llm, content, generation_prompt=True).tolist()
 
 
-def test_text_that_was_generated_in_other_tokens_is_named(llm, store):
-    start = tokens_of(llm, chat("Who are you?"))
-    answer = "I am the documentation of a programming language."
-    whole = llm.tokenize(answer.encode(), add_bos=False)
-    letters = [token for letter in answer for token in llm.tokenize(letter.encode(), add_bos=False)]
-    assert len(letters) > len(whole)
-    llm.eval(start + letters)
-    store.capture()
-    found = store.explain(chat("Who are you?", answer, "Thank you."))
-    assert (found.reason, found.culprit.name) == ("fork", "seam")
-    assert len(start) <= found.n_shared < len(start) + 5
-    assert "tokenized differently" in read(found)
-
-
 def test_a_bos_that_stands_twice_is_named(templated, tmp_path):
     llm = load(templated, kv_overrides={"tokenizer.ggml.add_bos_token": True})
     with PrefixStore(tmp_path / "kv", llm, page_tokens=32) as store:
@@ -146,16 +132,6 @@ def test_a_bos_that_stands_twice_is_named(templated, tmp_path):
         found = store.explain("<|endoftext|>" + RULES)
         assert (found.reason, found.culprit.name, found.n_shared) == ("fork", "bos", 1)
         assert "at the start of this prompt" in read(found)
-        forget(llm)
-        store.clear()
-        llm.eval([llm.token_bos(), *tokens_of(llm, RULES)])
-        store.capture()
-        found = store.explain(RULES)
-        assert (found.culprit.name, found.n_shared) == ("bos", 1)
-        assert "at the start of what is stored" in read(found)
-        # twice in both
-        found = store.explain("<|endoftext|>" + RULES.replace("friendly", "strict"))
-        assert (found.reason, found.culprit) == ("fork", None)
     llm.close()
 
 
