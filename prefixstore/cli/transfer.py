@@ -18,11 +18,12 @@ from prefixstore.cli.listing import chosen_namespaces
 from prefixstore.cli.model import configured, has_model, open_model, tokens_of_prefix
 from prefixstore.cli.output import DONE, FAILED, may_replace, say, tell
 from prefixstore.config import explain
+from prefixstore.engine.index import Page
 from prefixstore.errors import IncompatibleError, InvalidParameterError, LocationError
 from prefixstore.format.export import ENCRYPTED, MAGIC, ExportReader
 from prefixstore.format.namespace import Namespace
 from prefixstore.maintenance.archive import DEFAULT_BYTES, Archive
-from prefixstore.maintenance.transfer import Moved, copy_store, export_store, import_store
+from prefixstore.maintenance.transfer import Moved, chosen, copy_store, export_store, import_store
 from prefixstore.units import counted, format_bytes
 
 __all__ = ["copy", "export", "import_"]
@@ -61,7 +62,9 @@ def export(
             keys = archive.with_ancestors(archive.select(namespaces=namespaces, tokens=tokens, page=page))
         exists = out != STANDARD and _is_replaced(Path(out))
         if dry_run:
-            return _planned("exported", archive, out, namespaces, keys, ", which would be replaced" if exists else "")
+            return _planned(
+                "exported", archive, out, chosen(archive, namespaces, keys), ", which would be replaced" * exists
+            )
         if exists and not may_replace(out, yes=yes):
             return FAILED
         with writing(out) as whole, _for_pages(whole, archive.keys) as file:
@@ -69,20 +72,8 @@ def export(
     return _moved(moved, "exported", started, {"location": where, "file": out})
 
 
-def _planned(
-    done: str,
-    archive: Archive,
-    target: str,
-    namespaces: set[bytes] | None,
-    keys: set[bytes] | None = None,
-    note: str = "",
-) -> Result:
-    """What would be exported or copied: some namespaces and keys, None for all."""
-    pages = [
-        page
-        for page in archive.pages()
-        if (namespaces is None or page.namespace in namespaces) and (keys is None or page.key in keys)
-    ]
+def _planned(done: str, archive: Archive, target: str, pages: list[Page], note: str = "") -> Result:
+    """What would be exported or copied."""
     size = sum(page.stored_bytes for page in pages)
     name = "file" if done == "exported" else "target"
     return Result(
@@ -215,11 +206,11 @@ def copy(
             raise InvalidParameterError("source and target are the same location")
         wanted = chosen_namespaces(archive, namespace, salt)
         if dry_run:
-            return _planned("copied", archive, without_password(target), wanted)
+            return _planned("copied", archive, without_password(target), chosen(archive, wanted))
         used = archive.used().bytes
         size = budget or max(2 * used, DEFAULT_BYTES)
         with Archive(target, max_bytes=size, create=True, key=to_key) as other:
-            size = sum(page.stored_bytes for page in archive.pages() if wanted is None or page.namespace in wanted)
+            size = sum(page.stored_bytes for page in chosen(archive, wanted))
             _warn_of_a_small_budget(archive.location, size, other)
             moved = copy_store(archive, other, namespaces=wanted)
             places = {"location": archive.location, "target": other.location}

@@ -18,6 +18,7 @@ from prefixstore.engine.index import Page
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.figures import Described
 from prefixstore.maintenance.archive import Archive
+from prefixstore.maintenance.transfer import chosen
 from prefixstore.report.labels import Words, divergence, visible
 from prefixstore.units import counted, format_bytes, parse_seconds
 
@@ -69,7 +70,7 @@ def tree(
         raise InvalidParameterError("--containing needs --model or --tokenizer, to convert tokens to text")
     with Archive(location, read_only=True) as archive:
         wanted = chosen_namespaces(archive, namespace, salt)
-        pages = [page for page in archive.pages() if wanted is None or page.namespace in wanted]
+        pages = chosen(archive, wanted)
         if pinned:
             pages = _leading_to(archive, pages, lambda page: page.pinned)
         if seconds is not None:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from prefixstore.engine.engine import Imported
-from prefixstore.engine.index import is_same
+from prefixstore.engine.index import Page, is_same
 from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.export import ExportReader, ExportWriter
 from prefixstore.format.record import Record, StoredPage, checksum
 from prefixstore.maintenance.archive import Archive
 
-__all__ = ["Moved", "copy_store", "export_store", "import_store"]
+__all__ = ["Moved", "chosen", "copy_store", "export_store", "import_store"]
 
 # A view is closed after this many bytes: as long as it is open, pages that others delete keep their space.
 VIEW_BYTES = 64 << 20
@@ -49,19 +49,24 @@ class Moved:
     evicted: int = 0
 
 
+def chosen(archive: Archive, namespaces: Collection[bytes] | None, keys: Collection[bytes] | None = None) -> list[Page]:
+    """The pages of these namespaces, and with these keys; None for all."""
+    return [
+        page
+        for page in archive.pages()
+        if (namespaces is None or page.namespace in namespaces) and (keys is None or page.key in keys)
+    ]
+
+
 class _Source:
     """The chosen pages of an archive, read in views of bounded length."""
 
     def __init__(self, archive: Archive, namespaces: Collection[bytes] | None, keys: Collection[bytes] | None) -> None:
         self._archive = archive
-        self._pages = [
-            page
-            for page in archive.pages()
-            if (namespaces is None or page.namespace in namespaces) and (keys is None or page.key in keys)
-        ]
-        chosen = {page.namespace for page in self._pages}
+        self._pages = chosen(archive, namespaces, keys)
+        those = {page.namespace for page in self._pages}
         with archive.backend.view() as view:
-            self.settings = {key: settings for key, settings in view.namespaces().items() if key in chosen}
+            self.settings = {key: settings for key, settings in view.namespaces().items() if key in those}
         self.damaged = 0
 
     def __iter__(self) -> Iterator[StoredPage]:

@@ -22,13 +22,12 @@ import prefixstore
 from prefixstore import PrefixStore
 from prefixstore.cli import output
 from prefixstore.cli.output import emit, grid
-from prefixstore.cli.top import Screen, _last, lines
+from prefixstore.cli.top import Screen, _last, hottest, lines
 from prefixstore.errors import LocationError
 from prefixstore.format.figure_note import NOTE
 from prefixstore.format.figures import HOUR, Figures, History, Period, Writer
 from prefixstore.format.saved_state import pack_state
 from prefixstore.maintenance.archive import Archive
-from prefixstore.maintenance.hottest import hottest
 from prefixstore.maintenance.verify import verify
 from prefixstore.models.file import FILE_TYPES
 from prefixstore.stats import Request, short
@@ -284,10 +283,10 @@ def test_the_hottest_prefixes_are_as_long_as_they_are_used(used):
     with Archive(used[0], read_only=True) as archive, archive.view() as view:
         found = hottest(view, 100)
         pages = {page.key.hex(): page for page in archive.pages()}
-    assert [one.uses for one in found] == sorted((one.uses for one in found), reverse=True)
+    assert [one["hits"] for one in found] == sorted((one["hits"] for one in found), reverse=True)
     for one in found:
-        page = pages[one.page]
-        assert (one.uses, one.n_tokens) == (page.hits, page.end)
+        page = pages[one["key"].tobytes().hex()]
+        assert (one["hits"], one["start"] + one["n_tokens"]) == (page.hits, page.end)
         assert not [child for child in page.children if child.hits == page.hits]
 
 
