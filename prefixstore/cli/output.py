@@ -120,11 +120,16 @@ def _folded(text: str, columns: int, start: str, indent: str) -> str:
     )
 
 
-def listed(parts: Iterable[str], columns: int, indent: str = "") -> list[str]:
-    """Parts that are not empty, with commas, in lines that break between them; the first line after the indent."""
+def listed(parts: Iterable[str], columns: int, start: str = "") -> list[str]:
+    """Parts that are not empty, with commas, in lines that break between them; no line without any.
+
+    The first line begins with `start`, and all others are indented two spaces more than that is.
+    """
     # of the spaces within a part, none is a place to break at
     text = ", ".join(part.replace(" ", "\xa0") for part in parts if part)
-    return [line.replace("\xa0", " ") for line in _folded(text, columns, indent, f"{indent}  ").split("\n")]
+    indent = " " * (len(start) - len(start.lstrip(" ")) + 2)
+    lines = _folded(text, columns, start, indent).split("\n") if text else []
+    return [line.replace("\xa0", " ") for line in lines]
 
 
 # -- data -------------------------------------------------------------------------------------------------------------

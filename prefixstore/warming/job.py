@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+from prefixstore.engine.index import Page
 from prefixstore.errors import MisuseError
 from prefixstore.format.keys import Tokens
 from prefixstore.stats import Purpose
@@ -22,12 +23,11 @@ from prefixstore.warming.leases import SECONDS, Leases
 from prefixstore.warming.prompt_trie import Part, PromptTrie
 from prefixstore.warming.prompts import Problem, PromptLike, tokenized
 from prefixstore.warming.report import Progress, WarmReport
-from prefixstore.warming.survey import Survey
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-__all__ = ["Job", "warm"]
+__all__ = ["Job", "Survey", "warm"]
 
 # How often a job checks whether another one has finished the part it waits for.
 POLL_SECONDS = 0.2
@@ -122,6 +122,31 @@ def warm(
     finally:
         if not was_attached:
             store.detach(llm)
+
+
+class Survey:
+    """What a store has of the prompts in a trie.
+
+    Attributes
+    ----------
+    pages
+        The stored pages of the prompts, by key.
+    missing
+        For each prompt, how many of its tokens are neither stored nor shared with the prompt before it.
+    """
+
+    def __init__(self, store: PrefixStore, trie: PromptTrie, llm: Llama | None = None) -> None:
+        self.pages: dict[bytes, Page] = {}
+        self.missing: list[int] = []
+        for i in range(len(trie)):
+            path = store.path(trie.tokens(i), llm)
+            self.pages |= {page.key: page for page in path.pages}
+            self.missing.append(max(0, trie.length(i) - max(trie.shared[i], path.n_tokens)))
+
+    @property
+    def missing_tokens(self) -> int:
+        """How many tokens a job has to evaluate."""
+        return sum(self.missing)
 
 
 @dataclass

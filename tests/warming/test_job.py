@@ -18,10 +18,9 @@ from prefixstore.llama.hook import Hook
 from prefixstore.stats import Kind
 from prefixstore.warming import prompt_trie as trie
 from prefixstore.warming.estimate import estimate
-from prefixstore.warming.job import Job, warm
+from prefixstore.warming.job import Job, Survey, warm
 from prefixstore.warming.leases import PREFIX, Leases
 from prefixstore.warming.report import Progress
-from prefixstore.warming.survey import Survey
 from tests.support.models import answer, logits, prompt
 from tests.support.warming import job_command, shared_prompts, unique_tokens, write_jsonl
 from tests.support.worker import ROOT
