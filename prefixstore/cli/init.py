@@ -88,8 +88,8 @@ def init(
     try:
         # through a link; what has a password in it can be read by its owner only
         path, mode = file.resolve() if exists else file, 0o600 if is_secret else 0o666
-        with writing(str(path), mode=mode, replace=exists) as written:
-            written.write(text.encode())
+        with writing(str(path), mode=mode, replace=exists) as opened:
+            opened.write(text.encode())
     except UnicodeEncodeError as error:
         raise InvalidParameterError("a path has bytes that are not valid UTF-8; TOML cannot name it") from error
     if not named.is_file():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
@@ -25,8 +26,6 @@ __all__ = ["record", "replay_", "simulate_"]
 
 # a trace has no priorities
 DEFAULTS = ("adaptive", "lru")
-# removes what a terminal has in the line
-CLEAR = "\r\x1b[K"
 
 
 def record(command: list[str], *, out: Path, text: bool = False) -> None:
@@ -112,12 +111,9 @@ def simulate_(
     read = read_trace(file, requests)
     budget = pages or pages_in(read, options.max_bytes_of(max_bytes))
     names = _policies(policy, DEFAULTS)
-    is_shown = sys.stderr.isatty()
-    try:
-        found = simulate(read, names, budget, _progress if is_shown else None)
-    finally:
-        if is_shown:
-            sys.stderr.write(CLEAR)
+    # it is shown on a terminal only, and removed at the end
+    with Console(stderr=True).status(f"replaying {counted(len(read.requests), 'request')} at several sizes"):
+        found = simulate(read, names, budget)
     if plot is not None:
         try:
             plot.write_text(svg(found, f"Hit rate of {visible(file.name)}"), "utf-8")
@@ -146,12 +142,6 @@ def simulate_(
             _say_gain(read, found, name, is_known=budget is not None)
 
     return Result(data, show)
-
-
-def _progress(policy: str, pages: int) -> None:
-    """Show on a terminal what is replayed, in one line."""
-    sys.stderr.write(f"{CLEAR}{policy}, {counted(pages, 'page')} …")
-    sys.stderr.flush()
 
 
 def _require_trace(out: Path, *, is_private: bool) -> None:
