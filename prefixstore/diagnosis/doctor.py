@@ -10,6 +10,7 @@ import shutil
 import sqlite3
 import stat
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from importlib import metadata
@@ -222,8 +223,11 @@ def _installed(name: str) -> str | None:
 
 
 def _version(name: str, version: str) -> Finding:
-    named = (REQUIREMENT.match(one) for one in metadata.requires("prefixstore") or ())
-    oldest = next((one[2] for one in named if one is not None and one[1] == name), "0")
+    oldest = "0"
+    # not installed, where it is run from its sources
+    with suppress(metadata.PackageNotFoundError):
+        named = (REQUIREMENT.match(one) for one in metadata.requires("prefixstore") or ())
+        oldest = next((one[2] for one in named if one is not None and one[1] == name), oldest)
     is_old = _numbers(version) < _numbers(oldest)
     return _found(name, version, f'pip install -U "{name}>={oldest}"' if is_old else "")
 
