@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
@@ -174,11 +173,6 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # the reader of the output has closed it; Python must not write to it at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
-    except OSError as error:
-        if error.errno != errno.ENOSPC or error.filename is not None:
-            raise
-        sys.stderr.write("prefixstore: the output cannot be written: no space left on its device\n")
         return FAILED
     return 0
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -109,7 +106,7 @@ def purge(
         )
     require_unit(older_than, "--older-than", "30d, 12h")
     seconds = parse_seconds(older_than, "--older-than") if older_than is not None else None
-    with Archive(location, read_only=dry_run) as archive, _said_here():
+    with Archive(location, read_only=dry_run) as archive:
         where, is_local = archive.location, archive.backend.is_local
         is_known = salt is None or bool(archive.holdings(salt=salt))
         delete = partial(
@@ -127,18 +124,19 @@ def purge(
         if removed is None:
             return FAILED
         problems = [] if is_known else [f"there is no tenant {salt!r}; prefixstore tenants lists them"]
-        problems += archive.unmatched(salt)
+        left = archive.unmatched(salt)
         scrubbed = scrub and not dry_run and _is_scrubbed(archive)
     shown = is_known or removed.pages
     done = "would be deleted" if dry_run else "deleted and overwritten" if scrubbed and is_local else "deleted"
     if scrubbed and not is_local:
         say("note: what the server keeps of them is not overwritten: freed memory, logs, old versions, replicas")
-    for problem in problems:
+    # the log of the archive has said what a purge leaves
+    for problem in [*problems, *(left if dry_run else [])]:
         say(f"{where}: {problem}")
     return Result(
         {"location": where, "removed": asdict(removed), "scrubbed": scrubbed, "dry_run": dry_run},
         f"{where}: {counted(removed.pages, 'page')} {done}, {format_bytes(removed.bytes)}" if shown else "",
-        FAILED if problems or scrubbed != (scrub and not dry_run) else DONE,
+        FAILED if problems or left or scrubbed != (scrub and not dry_run) else DONE,
     )
 
 
@@ -150,17 +148,7 @@ def clear(location: str, *, dry_run: bool = False, yes: bool = False) -> Result 
 
     Example: prefixstore clear lmdb:///var/cache/kv --dry-run
     """
-    with Archive(location, read_only=dry_run) as archive:
-        where = archive.location
-        delete = partial(archive.purge, everything=True)
-        removed = confirmed(delete, partial(_question, where), dry_run=dry_run, yes=yes)
-    if removed is None:
-        return FAILED
-    return Result(
-        {"location": where, "removed": asdict(removed), "dry_run": dry_run},
-        f"{where}: {counted(removed.pages, 'page')} ({format_bytes(removed.bytes)}) "
-        f"{'would be deleted' if dry_run else 'deleted'}",
-    )
+    return purge(location, everything=True, scrub=False, dry_run=dry_run, yes=yes)
 
 
 def _is_scrubbed(archive: Archive) -> bool:
@@ -170,21 +158,6 @@ def _is_scrubbed(archive: Archive) -> bool:
         say(f"prefixstore: the pages were deleted, but could not be overwritten; run it again: {error}")
         return False
     return True
-
-
-@contextmanager
-def _said_here() -> Iterator[None]:
-    """Keep the log of the archive from the terminal: the command says the same."""
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return record.module != "archive"
-
-    log = logging.getLogger("prefixstore")
-    log.addFilter(is_other)
-    try:
-        yield
-    finally:
-        log.removeFilter(is_other)
 
 
 def _question(location: str, removed: Removed) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from pathlib import Path
 
 from prefixstore.backends.files import expanded
@@ -87,7 +86,10 @@ def init(
     )
     is_secret = any(is_url(location) and without_password(location) != location for location in locations)
     try:
-        _write(file, text.encode(), replace=exists, is_secret=is_secret)
+        # through a link; what has a password in it can be read by its owner only
+        path, mode = file.resolve() if exists else file, 0o600 if is_secret else 0o666
+        with writing(str(path), mode=mode, replace=exists) as opened:
+            opened.write(text.encode())
     except UnicodeEncodeError as error:
         raise InvalidParameterError("a path has bytes that are not valid UTF-8; TOML cannot name it") from error
     if not named.is_file():
@@ -101,17 +103,6 @@ def init(
         f'Next: prefixstore.load({str(file)!r}) in Python; or write prompts.jsonl, a {{"prompt": …}} or '
         f'{{"messages": […]}} in each line, and run prefixstore warm --config {file}',
     )
-
-
-def _write(file: Path, raw: bytes, *, replace: bool, is_secret: bool) -> None:
-    """Write the file; one with a password in it can be read by its owner only."""
-    # through a link
-    path = file.resolve() if replace else file
-    before = stat.S_IMODE(path.stat().st_mode) if path.exists() and not is_secret else None
-    with writing(str(path), mode=0o600 if is_secret else 0o666, replace=replace) as written:
-        if before is not None:
-            os.fchmod(written.fileno(), before)
-        written.write(raw)
 
 
 def _quoted(text: str | list[str]) -> str:

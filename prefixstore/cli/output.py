@@ -27,6 +27,7 @@ from prefixstore.units import format_seconds
 __all__ = [
     "Form",
     "ago",
+    "columns_shown",
     "confirmed",
     "emit",
     "fields",
@@ -41,7 +42,6 @@ __all__ = [
     "tell",
     "terminal_width",
     "visible_lines",
-    "width",
     "wrapped",
 ]
 
@@ -74,10 +74,9 @@ def visible_lines(text: str) -> str:
     return "\n".join(map(visible, text.split("\n")))
 
 
-def width() -> int:
-    """How many characters of a line can be shown on standard output; elsewhere as COLUMNS says, or many."""
-    asked = os.environ.get("COLUMNS", "")
-    return terminal_width(sys.stdout) or (int(asked) if asked.isdecimal() and int(asked) > 0 else WIDE)
+def columns_shown() -> int:
+    """How many characters of a line of standard output can be shown."""
+    return terminal_width(sys.stdout) or WIDE
 
 
 def terminal_width(stream: TextIO) -> int | None:
@@ -121,11 +120,16 @@ def _folded(text: str, columns: int, start: str, indent: str) -> str:
     )
 
 
-def listed(parts: Iterable[str], columns: int, indent: str = "") -> list[str]:
-    """Parts that are not empty, with commas, in lines that break between them; the first line after the indent."""
+def listed(parts: Iterable[str], columns: int, start: str = "") -> list[str]:
+    """Parts that are not empty, with commas, in lines that break between them; no line without any.
+
+    The first line begins with `start`, and all others are indented two spaces more than that is.
+    """
     # of the spaces within a part, none is a place to break at
     text = ", ".join(part.replace(" ", "\xa0") for part in parts if part)
-    return [line.replace("\xa0", " ") for line in _folded(text, columns, indent, f"{indent}  ").split("\n")]
+    indent = " " * (len(start) - len(start.lstrip(" ")) + 2)
+    lines = _folded(text, columns, start, indent).split("\n") if text else []
+    return [line.replace("\xa0", " ") for line in lines]
 
 
 # -- data -------------------------------------------------------------------------------------------------------------
@@ -195,7 +199,7 @@ def ago(nanoseconds: int) -> str:
 def fields(values: Mapping[str, object]) -> None:
     """Print names and values to stdout, one pair a line."""
     rows = [[name, str(value)] for name, value in values.items()]
-    _print_lines(_rendered(_table(["", ""], rows), terminal_width(sys.stdout) or WIDE))
+    _print_lines(_rendered(_table(["", ""], rows), columns_shown()))
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -206,7 +210,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     rows = [list(row) for row in rows]
     kept = [i for i in range(len(columns)) if any(row[i] for row in rows)]
     columns, rows = [columns[i] for i in kept], [[row[i] for i in kept] for row in rows]
-    shown, room = _table(columns, rows, box.SIMPLE_HEAD), terminal_width(sys.stdout) or WIDE
+    shown, room = _table(columns, rows, box.SIMPLE_HEAD), columns_shown()
     if Console(width=WIDE).measure(shown).maximum <= room:
         _print_lines(_rendered(shown, room))
         return

@@ -15,7 +15,7 @@ import typer
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.listing import described_of
-from prefixstore.cli.output import ago, grid, iso, listed, say, width
+from prefixstore.cli.output import ago, columns_shown, grid, iso, listed, say
 from prefixstore.engine.index import Page
 from prefixstore.engine.page_view import Used
 from prefixstore.format.figures import DAY, HOUR, OTHERS, Described, Figures, History
@@ -65,7 +65,7 @@ def stats(location: str, *, prometheus: bool = False, max_bytes: str | None = No
     }
 
     def show() -> None:
-        for line in _lines(numbers, history, groups, width()):
+        for line in _lines(numbers, history, groups, columns_shown()):
             typer.echo(visible(line))
         if not is_local and not any(history.total(span).lookups for span in SPANS.values()):
             say("note: prompts of processes that use this as a far location are counted in their nearer location")
@@ -163,15 +163,11 @@ def _held(numbers: dict[str, Any]) -> Iterator[str]:
     if numbers["stored_bytes"] < numbers["raw_bytes"]:
         yield f"{format_bytes(numbers['stored_bytes'])} for {format_bytes(numbers['raw_bytes'])} of state"
     for what in ("pinned", "expired"):
-        yield _some(numbers[f"{what}_pages"], what)
+        n = numbers[f"{what}_pages"]
+        yield f"{format_number(n)} {what}" if n else ""
     yield f"policy {numbers['policy']}" if numbers["policy"] is not None else ""
     if numbers["last_used"] is not None:
         yield f"used {ago(round(datetime.fromisoformat(numbers['last_used']).timestamp() * 1e9))}"
-
-
-def _some(n: int, what: str) -> str:
-    """So many of something, unless there are none."""
-    return f"{format_number(n)} {what}" if n else ""
 
 
 def _served(history: History, columns: int) -> Iterator[str]:
@@ -194,18 +190,11 @@ def _served(history: History, columns: int) -> Iterator[str]:
     rows = [row for row in rows if row[0] == "hit rate" or {*row[1:]} - {"0", "0 s"}]
     yield from grid(rows, columns, [_since(history), "last hour", "last day", "all"])
     misses = sorted(figures[-1].misses.items(), key=lambda each: -each[1])
-    yield from _named("misses", [f"{name.replace('_', ' ')} {format_number(n)}" for name, n in misses], columns)
+    yield from listed([f"{name.replace('_', ' ')} {format_number(n)}" for name, n in misses], columns, "misses: ")
 
 
 def _since(history: History) -> str:
     return f"since {datetime.fromtimestamp(history.since, timezone.utc):%Y-%m-%d}" if history.since else ""
-
-
-def _named(name: str, parts: Sequence[str], columns: int) -> Iterator[str]:
-    """Parts after a name, unless there are none."""
-    first, *others = list(filter(None, parts)) or [""]
-    if first:
-        yield from listed([f"{name}: {first}", *others], columns)
 
 
 def _prepared(history: History, columns: int) -> Iterator[str]:
@@ -213,7 +202,8 @@ def _prepared(history: History, columns: int) -> Iterator[str]:
     for purpose in (Purpose.WARMING, Purpose.MAINTENANCE):
         one = history.total(purpose=purpose)
         counts = {"restores": one.hits, "tokens computed": one.tokens_computed, "pages evicted": one.evictions}
-        yield from _named(purpose.value, [_some(n, what) for what, n in counts.items()], columns)
+        parts = [f"{format_number(n)} {what}" for what, n in counts.items() if n]
+        yield from listed(parts, columns, f"{purpose.value}: ")
 
 
 def _table(name: str, groups: Sequence[dict[str, Any]], columns: int) -> Iterator[str]:

@@ -10,27 +10,33 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from prefixstore.cli.output import ago, grid, width
-from prefixstore.engine.page_view import Used
+from prefixstore.cli.output import ago, columns_shown, grid
+from prefixstore.engine.facts import FACTS
+from prefixstore.engine.page_view import Used, View
 from prefixstore.errors import StorageError
 from prefixstore.format.figures import MINUTE, Figures, History
+from prefixstore.format.keys import PAGE
 from prefixstore.maintenance.archive import Archive
-from prefixstore.maintenance.hottest import Hot, hottest
 from prefixstore.report.labels import visible
 from prefixstore.stats import MINUTES_KEPT, Purpose
 from prefixstore.units import counted, format_bytes, format_number, format_seconds, format_share
 
-__all__ = ["Screen", "lines", "top"]
+__all__ = ["Screen", "hottest", "lines", "top"]
 
 # All pages are looked at for the hottest prefixes: so often at most, and no more than this share of the time.
 HOTTEST_SECONDS = 5.0
 HOTTEST_SHARE = 0.05
+# pages among which they are looked for: those of a long prefix are used together
+CONSIDERED = 4096
+SLICE = 10_000
 QUIT = "qQ"
 # of the lists on the screen
 MOST_SHOWN = 8
@@ -55,7 +61,7 @@ def top(location: str, *, once: bool = False, seconds: float = 2.0) -> None:
             screen = Screen(archive.location)
             screen.read(archive)
             screen.hottest = _hottest(archive, lambda: False)
-            for line in lines(screen, width(), None):
+            for line in lines(screen, columns_shown(), None):
                 typer.echo(line)
         else:
             _watch(archive, seconds)
@@ -66,10 +72,10 @@ def _watch(archive: Archive, seconds: float) -> None:
     screen = Screen(archive.location)
     is_over = False
     with ThreadPoolExecutor(1) as thread, _keys() as key:
-        search: Future[tuple[list[Hot], float]] | None = None
+        search: Future[tuple[list[Any], float]] | None = None
         next_search = 0.0
 
-        def search_once() -> tuple[list[Hot], float]:
+        def search_once() -> tuple[list[Any], float]:
             started = time.monotonic()
             return _hottest(archive, lambda: is_over), time.monotonic() - started
 
@@ -104,7 +110,7 @@ def _styled(shown: Sequence[str]) -> Text:
     return text
 
 
-def _hottest(archive: Archive, stop: Callable[[], bool]) -> list[Hot]:
+def _hottest(archive: Archive, stop: Callable[[], bool]) -> list[Any]:
     try:
         with archive.backend.view() as view:
             return hottest(view, MOST_SHOWN, stop)
@@ -148,6 +154,27 @@ def _keys() -> Iterator[Callable[[float], str]]:
         termios.tcsetattr(number, termios.TCSADRAIN, before)
 
 
+def hottest(view: View, n: int, stop: Callable[[], bool] = lambda: False) -> list[Any]:
+    """The `n` prefixes that are used most, each as long as it is used as often: the facts of their last pages.
+
+    A page counts its uses since it was stored, those by warming jobs too.
+    It looks at all pages, in slices; `stop` is called after each, and ends that if it returns True.
+    """
+    best = np.empty(0, FACTS)
+    after = b""
+    while not stop() and len(facts := view.facts(after, SLICE)):
+        after = facts["key"][-1].tobytes()
+        used = facts[facts["is_readable"] & (facts["hits"] > 0) & (facts["form"] == PAGE)]
+        best = np.concatenate([best, used])
+        order = np.lexsort((best["start"], -best["hits"].astype(np.int64)))
+        best = best[order[:CONSIDERED]]
+    # a page that is used as often as one that continues it is a part of that prefix
+    continued = {(one["parent"].tobytes(), int(one["hits"])) for one in best}
+    ends = [one for one in best if (one["key"].tobytes(), int(one["hits"])) not in continued]
+    ends.sort(key=lambda one: (-int(one["hits"]), -int(one["start"])))
+    return ends[:n]
+
+
 # -- what is shown ----------------------------------------------------------------------------------------------------
 
 
@@ -162,7 +189,7 @@ class Screen:
     history, used
         How it was used, and what it holds.
     hottest
-        The prefixes that are used most.
+        The prefixes that are used most; see `hottest`.
     fault
         Why the location cannot be read; None if it can.
     """
@@ -170,7 +197,7 @@ class Screen:
     location: str
     history: History = field(default_factory=lambda: History(time.time()))
     used: Used = field(default_factory=lambda: Used(0, 0))
-    hottest: Sequence[Hot] = ()
+    hottest: Sequence[Any] = ()
     fault: str | None = None
 
     def read(self, archive: Archive) -> None:
@@ -265,8 +292,9 @@ def _requests(history: History, columns: int) -> list[str]:
 def _hot(screen: Screen, columns: int) -> list[str]:
     rows = []
     for one in screen.hottest:
-        whose = _whose(screen.history, one.namespace[:16])
-        rows.append([whose, format_number(one.uses), format_number(one.n_tokens), ago(one.last_used), one.page[:12]])
+        whose = _whose(screen.history, one["namespace"].tobytes().hex()[:16])
+        uses, tokens = format_number(int(one["hits"])), format_number(int(one["start"]) + int(one["n_tokens"]))
+        rows.append([whose, uses, tokens, ago(int(one["last_used"])), one["key"].tobytes().hex()[:12]])
     return grid(rows, columns, ["hottest prefixes", "uses", "tokens", "last used", "page"]) if rows else []
 
 

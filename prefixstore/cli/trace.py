@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
@@ -28,17 +26,13 @@ __all__ = ["record", "replay_", "simulate_"]
 
 # a trace has no priorities
 DEFAULTS = ("adaptive", "lru")
-# removes what a terminal has in the line
-CLEAR = "\r\x1b[K"
-# how often a recorded command is looked at
-LOOK_SECONDS = 0.05
 
 
-def record(command: list[str], *, out: Path, text: bool = False) -> int:
+def record(command: list[str], *, out: Path, text: bool = False) -> None:
     """Run a command, and record the requests to its stores.
 
     The same as PREFIXSTORE_TRACE=TRACE in its environment, or `store.trace(path)` in Python. It records hashes of
-    blocks of 32 tokens, and lengths. Recording ends at 64 MiB. The exit code is that of the command.
+    blocks of 32 tokens, and lengths. Recording ends at 64 MiB. The command takes the place of this one.
 
     Example: prefixstore trace record --out trace.jsonl -- python server.py
     """
@@ -46,12 +40,13 @@ def record(command: list[str], *, out: Path, text: bool = False) -> int:
     environment = os.environ | {"PREFIXSTORE_TRACE": str(out.absolute())}
     if text:
         environment["PREFIXSTORE_TRACE_TEXT"] = "1"
+    say(f"recording to {out}")
+    # as the command expects it, and Python does not
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
-        code = _run(command, environment)
+        os.execvpe(command[0], command, environment)  # noqa: S606 - the user's own command
     except OSError as error:
         raise InvalidParameterError(f"{command[0]} cannot be run: {error.strerror}") from None
-    say(f"recorded to {out}")
-    return code if code >= 0 else 128 - code
 
 
 def replay_(
@@ -116,12 +111,9 @@ def simulate_(
     read = read_trace(file, requests)
     budget = pages or pages_in(read, options.max_bytes_of(max_bytes))
     names = _policies(policy, DEFAULTS)
-    is_shown = sys.stderr.isatty()
-    try:
-        found = simulate(read, names, budget, _progress if is_shown else None)
-    finally:
-        if is_shown:
-            sys.stderr.write(CLEAR)
+    # it is shown on a terminal only, and removed at the end
+    with Console(stderr=True).status(f"replaying {counted(len(read.requests), 'request')} at several sizes"):
+        found = simulate(read, names, budget)
     if plot is not None:
         try:
             plot.write_text(svg(found, f"Hit rate of {visible(file.name)}"), "utf-8")
@@ -150,36 +142,6 @@ def simulate_(
             _say_gain(read, found, name, is_known=budget is not None)
 
     return Result(data, show)
-
-
-def _run(command: list[str], environment: dict[str, str]) -> int:
-    """Run a command until it ends by itself: it gets Ctrl-C from the terminal, and SIGTERM from here.
-
-    A signal may arrive before there is a child, or just before a system call that waits for it and does not return
-    before it ends. So it is noted, and looked for.
-    """
-    asked: list[int] = []
-    handlers: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        handlers[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: None)
-        handlers[signal.SIGTERM] = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
-    try:
-        child = subprocess.Popen(command, env=environment)  # noqa: S603 - the user's own command
-        while (code := child.poll()) is None:
-            if asked:
-                asked.pop()
-                child.terminate()
-            time.sleep(LOOK_SECONDS)
-        return code
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def _progress(policy: str, pages: int) -> None:
-    """Show on a terminal what is replayed, in one line."""
-    sys.stderr.write(f"{CLEAR}{policy}, {counted(pages, 'page')} …")
-    sys.stderr.flush()
 
 
 def _require_trace(out: Path, *, is_private: bool) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -20,20 +19,15 @@ from prefixstore.cli.listing import chosen_namespaces
 from prefixstore.cli.model import configured, has_model, open_model, tokens_of_prefix
 from prefixstore.cli.output import DONE, FAILED, may_replace, say, tell
 from prefixstore.config import explain
+from prefixstore.engine.index import Page
 from prefixstore.errors import IncompatibleError, InvalidParameterError, LocationError, MissingExtraError
 from prefixstore.format.export import ENCRYPTED, MAGIC, ExportReader
 from prefixstore.format.namespace import Namespace
 from prefixstore.maintenance.archive import DEFAULT_BYTES, Archive
-from prefixstore.maintenance.transfer import Moved, copy_store, export_store, import_store
+from prefixstore.maintenance.transfer import Moved, chosen, copy_store, export_store, import_store
 from prefixstore.units import counted, format_bytes
 
-__all__ = ["copy", "export", "import_", "keep_freed_memory"]
-
-# parameters of mallopt in glibc; 32 MiB is the largest threshold that it accepts
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-LARGEST_FROM_HEAP = 32 << 20
-# more than a transaction of an import holds
-KEPT_BYTES = 256 << 20
+__all__ = ["copy", "export", "import_"]
 
 
 def export(
@@ -69,7 +63,9 @@ def export(
             keys = archive.with_ancestors(archive.select(namespaces=namespaces, tokens=tokens, page=page))
         exists = out != STANDARD and _is_replaced(Path(out))
         if dry_run:
-            return _planned("exported", archive, out, namespaces, keys, ", which would be replaced" if exists else "")
+            return _planned(
+                "exported", archive, out, chosen(archive, namespaces, keys), ", which would be replaced" * exists
+            )
         if exists and not may_replace(out, yes=yes):
             return FAILED
         with writing(out) as whole, _sealing(whole, archive.keys) as file:
@@ -77,20 +73,8 @@ def export(
     return _moved(moved, "exported", started, {"location": where, "file": out})
 
 
-def _planned(
-    done: str,
-    archive: Archive,
-    target: str,
-    namespaces: set[bytes] | None,
-    keys: set[bytes] | None = None,
-    note: str = "",
-) -> Result:
-    """What would be exported or copied: some namespaces and keys, None for all."""
-    pages = [
-        page
-        for page in archive.pages()
-        if (namespaces is None or page.namespace in namespaces) and (keys is None or page.key in keys)
-    ]
+def _planned(done: str, archive: Archive, target: str, pages: list[Page], note: str = "") -> Result:
+    """What would be exported or copied."""
     size = sum(page.stored_bytes for page in pages)
     name = "file" if done == "exported" else "target"
     return Result(
@@ -138,7 +122,6 @@ def import_(
     """
     started = time.perf_counter()
     budget = options.max_bytes_of(max_bytes)
-    keep_freed_memory()
     with reading(file) as opened:
         name = "stdin" if file == STANDARD else file
         reader = ExportReader(opened, name, partial(_unsealed, from_key, name))
@@ -219,17 +202,16 @@ def copy(
     """
     started = time.perf_counter()
     budget = options.max_bytes_of(max_bytes)
-    keep_freed_memory()
     with Archive(source, read_only=True, key=from_key) as archive:
         if _is_same(archive, target, to_key):
             raise InvalidParameterError("source and target are the same location")
         wanted = chosen_namespaces(archive, namespace, salt)
         if dry_run:
-            return _planned("copied", archive, without_password(target), wanted)
+            return _planned("copied", archive, without_password(target), chosen(archive, wanted))
         used = archive.used().bytes
         size = budget or max(2 * used, DEFAULT_BYTES)
         with Archive(target, max_bytes=size, create=True, key=to_key) as other:
-            size = sum(page.stored_bytes for page in archive.pages() if wanted is None or page.namespace in wanted)
+            size = sum(page.stored_bytes for page in chosen(archive, wanted))
             _warn_of_a_small_budget(archive.location, size, other)
             moved = copy_store(archive, other, namespaces=wanted)
             places = {"location": archive.location, "target": other.location}
@@ -269,16 +251,3 @@ def _moved(moved: Moved, done: str, started: float, places: dict[str, str]) -> R
     is_whole = not moved.refused and (done == "imported" or not moved.damaged)
     data = None if is_piped else places | asdict(moved) | {"seconds": round(seconds, 3)}
     return Result(data, text, DONE if is_whole else FAILED)
-
-
-def keep_freed_memory() -> None:
-    """Have malloc keep the memory that is freed, as far as the C library can (glibc).
-
-    LMDB holds what a transaction writes in memory of malloc, which otherwise goes back to the system after each one:
-    page faults then take half of the system's time for an import. It holds for the whole process, so only commands do
-    this.
-    """
-    with suppress(AttributeError, OSError, TypeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_THRESHOLD, LARGEST_FROM_HEAP)
-        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,11 +13,12 @@ import typer
 from prefixstore.cli.command import Result
 from prefixstore.cli.listing import SHORT, chosen_namespaces, described_of, page_facts, text_of_pages
 from prefixstore.cli.model import text_of_tokens
-from prefixstore.cli.output import DONE, FAILED, WIDE, Form, ago, listed, rows_of, say, tell, terminal_width
+from prefixstore.cli.output import DONE, FAILED, Form, ago, columns_shown, listed, rows_of, say, tell
 from prefixstore.engine.index import Page
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.figures import Described
 from prefixstore.maintenance.archive import Archive
+from prefixstore.maintenance.transfer import chosen
 from prefixstore.report.labels import Words, divergence, visible
 from prefixstore.units import counted, format_bytes, parse_seconds
 
@@ -70,7 +70,7 @@ def tree(
         raise InvalidParameterError("--containing needs --model or --tokenizer, to convert tokens to text")
     with Archive(location, read_only=True) as archive:
         wanted = chosen_namespaces(archive, namespace, salt)
-        pages = [page for page in archive.pages() if wanted is None or page.namespace in wanted]
+        pages = chosen(archive, wanted)
         if pinned:
             pages = _leading_to(archive, pages, lambda page: page.pinned)
         if seconds is not None:
@@ -166,7 +166,7 @@ class _Shown:
                 ago(max(page.last_used for page in chain)),
                 "pinned" if all(page.pinned for page in chain) else "",
             ]
-            line = "\n".join(listed(parts, _columns(), indent))
+            line = "\n".join(listed(parts, columns_shown(), indent))
             has_bar = has_bar or shared > 0
             typer.echo(line if self.words is None else _with_text(line, indent, self._text(chain, shared)))
         if has_bar:
@@ -214,10 +214,6 @@ class _Shown:
                     add(level + 1, children)
 
 
-def _columns() -> int:
-    return terminal_width(sys.stdout) or WIDE
-
-
 def _heading(namespace: bytes, about: Described | None) -> str:
     """The first digits of a namespace, which say enough for ``--namespace``, and what it is."""
     known = [] if about is None else [about.title, f"tenant {about.tenant}" if about.tenant else ""]
@@ -226,10 +222,10 @@ def _heading(namespace: bytes, about: Described | None) -> str:
 
 def _with_text(line: str, indent: str, text: str) -> str:
     """The facts of a branch with its text, which gets a line of its own where the terminal is narrow."""
-    room = _columns() - len(line) - 4
+    room = columns_shown() - len(line) - 4
     if room >= NARROW and "\n" not in line:
         return f'{line}  "{_short(text, room)}"'
-    return f'{line}\n{indent}  "{_short(text, max(_columns() - len(indent) - 4, NARROW))}"'
+    return f'{line}\n{indent}  "{_short(text, max(columns_shown() - len(indent) - 4, NARROW))}"'
 
 
 def _short(text: str, room: int) -> str:

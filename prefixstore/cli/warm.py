@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from prefixstore.backends.location import is_url, without_password
 from prefixstore.cli.command import Result
+from prefixstore.cli.files import STANDARD
 from prefixstore.cli.output import DONE, FAILED, has_terminal, say
-from prefixstore.cli.warm_model import Ready, prepare, prepare_check
+from prefixstore.cli.warm_model import Ready, prepare
 from prefixstore.cli.warm_report import (
     print_budget_note,
     print_problems,
@@ -181,7 +182,9 @@ def _dry_run(settings: Config, sources: list[str], *, generation_prompt: bool) -
 
 
 def _check(settings: Config, sources: list[str], *, generation_prompt: bool) -> Result:
-    ready = prepare_check(settings, sources, generation_prompt=generation_prompt)
+    # what is at standard input is not for this
+    sources = [source for source in sources if source != STANDARD]
+    ready = prepare(settings, sources, generation_prompt=generation_prompt)
     with _open_read_only(ready.settings, ready.llm) as (store, location):
         for note in ready.notes:
             say(f"note: {note}")
@@ -212,39 +215,29 @@ def _print_notes(ready: Ready, store: PrefixStore) -> None:
 
 @contextmanager
 def _open_read_only(settings: Config, llm: Llama) -> Iterator[tuple[PrefixStore, str]]:
-    """The store and its location, to read from; an empty store if the location has none yet."""
-    try:
-        store = settings.open_store(llm, read_only=True)
-        location = store.location
-    except LocationError as error:
-        location = ", ".join(map(_in_words, settings.locations))
-        store = _open_what_is_there(settings, llm, location, error)
-    with store:
-        yield store, location
+    """The store and its location, to read from.
 
-
-def _in_words(text: str) -> str:
-    return without_password(text) if is_url(text) else f"lmdb://{Path(text).absolute()}"
-
-
-def _open_what_is_there(settings: Config, llm: Llama, location: str, error: LocationError) -> PrefixStore:
-    """One of two locations without the other, such as the shared one on a new machine; else an empty store."""
+    Of two locations, one may be missing, such as the near one on a new machine. Without any it is an empty store.
+    """
     texts = settings.locations
-    if len(texts) > 1:
-        near, far = texts
-        size = settings.store.get("far_max_bytes") or settings.store.get("max_bytes")
-        of_far = {} if size is None else {"max_bytes": size}
-        for without, there, more in ((near, far, of_far), (far, near, {})):
-            try:
-                store = settings.open_store(llm, location=there, read_only=True, far_max_bytes=None, **more)
-            except LocationError:
-                continue
-            say(f"note: {_in_words(without)} is treated as empty, since it cannot be opened: {error}")
-            return store
-    is_new = not any(is_url(text) or Path(text).exists() for text in texts)
-    reason = "" if is_new else f", since it cannot be opened: {error}"
-    say(f"note: {location} {'does not exist yet' if is_new else 'is treated as empty'}{reason}")
-    return settings.open_store(llm, location="memory:", ram_bytes=None)
+    location = ", ".join(
+        without_password(text) if is_url(text) else f"lmdb://{Path(text).absolute()}" for text in texts
+    )
+    why: LocationError | None = None
+    for some in dict.fromkeys([tuple(texts), *((text,) for text in reversed(texts))]):
+        try:
+            store = settings.open_store(llm, location=list(some), read_only=True, far_max_bytes=None)
+        except LocationError as error:
+            why = why or error
+            continue
+        if why is not None:
+            say(f"note: {why}: it is treated as empty")
+        with store:
+            yield store, location
+        return
+    say(f"note: {why}: it is treated as empty")
+    with settings.open_store(llm, location="memory:", ram_bytes=None) as store:
+        yield store, location
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from prefixstore.cli.files import STANDARD
 from prefixstore.cli.model import open_model
 from prefixstore.config import Config
 from prefixstore.warming.context_size import as_tokens, fit, original_context
@@ -14,7 +13,7 @@ from prefixstore.warming.prompts import PromptLike, read
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-__all__ = ["Ready", "prepare", "prepare_check"]
+__all__ = ["Ready", "prepare"]
 
 
 class Ready(NamedTuple):
@@ -44,35 +43,21 @@ class Ready(NamedTuple):
 def prepare(
     settings: Config, sources: list[str], *, generation_prompt: bool, stop: Callable[[], bool] = lambda: False
 ) -> Ready:
-    """Open the model with the given context, or else with one that holds the longest prompt."""
+    """Open the model with the given context, or else with one that holds the longest prompt; 512 tokens without any."""
     if "n_ctx" in settings.model:
         llm = open_model(settings)
         found, _ = as_tokens(llm, read(sources), generation_prompt=generation_prompt, stop=stop)
         return Ready(settings, llm, found, "as given")
     tokenizer = open_model(settings, tokenizer_only=True)
-    fitted = fit(tokenizer, read(sources), generation_prompt=generation_prompt, stop=stop)
+    prompts, longest, n_ctx = fit(tokenizer, read(sources), generation_prompt=generation_prompt, stop=stop)
     original = original_context(tokenizer)
     tokenizer.close()
     reason = "no prompt can be used"
-    if fitted.longest:
-        reason = f"for the longest prompt, {fitted.longest:,} tokens; servers need as much"
-    notes = () if original is None else (_long_context_note(fitted.n_ctx, original),)
-    settings = settings.override(model={"n_ctx": fitted.n_ctx})
-    return Ready(settings, open_model(settings), fitted.prompts, reason, notes)
-
-
-def prepare_check(settings: Config, sources: list[str], *, generation_prompt: bool) -> Ready:
-    """Open the model for ``--check``: prompts are read only if the namespace depends on the length of the context."""
-    if "n_ctx" in settings.model:
-        return Ready(settings, open_model(settings), (), "as given")
-    tokenizer = open_model(settings, tokenizer_only=True)
-    original = original_context(tokenizer)
-    tokenizer.close()
-    if original is not None and sources and STANDARD not in sources:
-        return prepare(settings, sources, generation_prompt=generation_prompt)
-    llm = open_model(settings)
-    notes = () if original is None else (_long_context_note(llm.n_ctx(), original),)
-    return Ready(settings, llm, (), "by default", notes)
+    if longest:
+        reason = f"for the longest prompt, {longest:,} tokens; servers need as much"
+    notes = () if original is None else (_long_context_note(n_ctx, original),)
+    settings = settings.override(model={"n_ctx": n_ctx})
+    return Ready(settings, open_model(settings), prompts, reason, notes)
 
 
 def _long_context_note(n_ctx: int, original: int) -> str:

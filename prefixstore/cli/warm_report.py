@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 from rich.progress import Progress as Bar
+from rich.table import Column
 
 from prefixstore.cli.output import say
 from prefixstore.store import PrefixStore
@@ -112,18 +113,16 @@ def progress_shown() -> Iterator[Callable[[Progress], None]]:
     if not console.is_terminal:
         yield _Lines()
         return
-    room = console.width
-    width = max(8, min(40, room // 4))
-    columns = [TextColumn("{task.description}"), BarColumn(width), TaskProgressColumn()]
-    # what the other columns leave
-    left = room - len("evaluating") - width - len("100%") - len(columns)
-    with Bar(*columns, TextColumn("{task.fields[text]}"), console=console, transient=True) as bar:
+    # what does not fit into the line is left out
+    text = TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True, overflow="crop", ratio=1))
+    columns = [TextColumn("{task.description}"), BarColumn(max(8, min(40, console.width // 4))), TaskProgressColumn()]
+    with Bar(*columns, text, console=console, transient=True, expand=True) as bar:
         task = bar.add_task("reading", total=None, text="")
 
         def show(progress: Progress) -> None:
             total = progress.missing_tokens if progress.phase != "reading" else None
-            text = _text(progress, left) if progress.phase != "reading" else ""
-            bar.update(task, description=progress.phase, total=total, completed=progress.done_tokens, text=text)
+            told = _text(progress) if progress.phase != "reading" else ""
+            bar.update(task, description=progress.phase, total=total, completed=progress.done_tokens, text=told)
 
         yield show
 
@@ -143,20 +142,14 @@ class _Lines:
             typer.echo(text, err=True)
 
 
-def _text(progress: Progress, room: int | None = None) -> str:
-    """The progress as text, as much of it as there is room for: what is left first."""
+def _text(progress: Progress) -> str:
+    """The progress as text."""
     left = progress.seconds_left
     parts = [
+        f"{format_seconds(left)} left" if left is not None else "",
         f"{progress.done_tokens:,} of {progress.missing_tokens:,} tokens",
         f"{progress.rate:,.0f} tokens/s",
-        f"{format_seconds(left)} left" if left is not None else "",
         f"{format_bytes(progress.stored_bytes)} stored",
         f"{format_share(progress.hit_share)} hits",
     ]
-    if room is not None:
-        shown: list[str] = []
-        for i in (2, 0, 1, 3, 4):
-            if parts[i] and len(", ".join([*shown, parts[i]])) <= room:
-                shown.append(parts[i])
-        parts = [part for part in parts if part in shown]
     return ", ".join(part for part in parts if part)

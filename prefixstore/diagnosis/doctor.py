@@ -10,6 +10,7 @@ import shutil
 import sqlite3
 import stat
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from importlib import metadata
@@ -29,21 +30,17 @@ from prefixstore.opening import locations_of
 from prefixstore.parameters import Parameters
 from prefixstore.units import counted, format_bytes, format_share, parse_bytes
 
-__all__ = ["NEEDED", "Finding", "Level", "examine"]
+__all__ = ["Finding", "Level", "examine"]
 
-# the oldest versions that are tested
-NEEDED = {
-    "lmdb": (3, 0),
-    "numpy": (1, 26),
-    "xxhash": (3, 4),
-    "zstandard": (0, 22),
-}
-WITH_MODELS = {"llama-cpp-python": (0, 3, 36)}
+# a requirement of this package, with the oldest version that is tested
+REQUIREMENT = re.compile(r"([\w-]+)(?:\[[\w,]+\])?\s*>=([\d.]+)")
+NEEDED = ("lmdb", "numpy", "xxhash", "zstandard")
+WITH_MODELS = "llama-cpp-python"
 # what locations on servers are reached with, by scheme
 CLIENTS = {
-    **dict.fromkeys(("valkey", "valkeys", "redis", "rediss", "unix"), ("valkey", (6, 1))),
-    **dict.fromkeys(("s3", "gs", "az"), ("obstore", (0, 12))),
-    **dict.fromkeys(("postgresql", "postgres"), ("psycopg", (3, 2))),
+    **dict.fromkeys(("valkey", "valkeys", "redis", "rediss", "unix"), "valkey"),
+    **dict.fromkeys(("s3", "gs", "az"), "obstore"),
+    **dict.fromkeys(("postgresql", "postgres"), "psycopg"),
 }
 OLDEST_SQLITE = (3, 35)
 # contexts of full length that a budget should hold
@@ -136,9 +133,9 @@ def _location(
 ) -> tuple[list[Finding], Sequence[Holding] | None]:
     """What is found in a location, and what it holds; None if it cannot be opened."""
     found = [Finding("location", without_password(text) if is_url(text) else str(Path(text).absolute()))]
-    name, oldest = CLIENTS.get(scheme_of(text), (None, ()))
-    if name is not None and (version := _installed(name)) is not None:
-        found.append(_version(name, version, oldest))
+    name = CLIENTS.get(scheme_of(text), "")
+    if (version := _installed(name)) is not None:
+        found.append(_version(name, version))
     path = _path(text)
     if path is not None:
         found += _place(path, is_written=is_written)
@@ -201,12 +198,12 @@ def _versions(*, needs_model: bool) -> Iterator[Finding]:
 
     yield Finding("prefixstore", __version__)
     yield Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
-    for name, oldest in {**NEEDED, **WITH_MODELS}.items():
+    for name in (*NEEDED, WITH_MODELS):
         version = _installed(name)
         if version is not None:
-            yield _version(name, version, oldest)
+            yield _version(name, version)
             continue
-        advice = 'pip install "prefixstore[llama]"' if name in WITH_MODELS else f"pip install {name}"
+        advice = 'pip install "prefixstore[llama]"' if name == WITH_MODELS else f"pip install {name}"
         if name in NEEDED or needs_model:
             yield _found(name, "not installed", advice)
         else:
@@ -220,14 +217,23 @@ def _versions(*, needs_model: bool) -> Iterator[Finding]:
 def _installed(name: str) -> str | None:
     """The version of a package."""
     try:
-        return metadata.version(name)
+        return metadata.version(name) if name else None
     except metadata.PackageNotFoundError:
         return None
 
 
-def _version(name: str, version: str, oldest: tuple[int, ...]) -> Finding:
-    is_old = tuple(map(int, re.findall(r"\d+", version))) < oldest
-    return _found(name, version, f'pip install -U "{name}>={".".join(map(str, oldest))}"' if is_old else "")
+def _version(name: str, version: str) -> Finding:
+    oldest = "0"
+    # not installed, where it is run from its sources
+    with suppress(metadata.PackageNotFoundError):
+        named = (REQUIREMENT.match(one) for one in metadata.requires("prefixstore") or ())
+        oldest = next((one[2] for one in named if one is not None and one[1] == name), oldest)
+    is_old = _numbers(version) < _numbers(oldest)
+    return _found(name, version, f'pip install -U "{name}>={oldest}"' if is_old else "")
+
+
+def _numbers(version: str) -> list[int]:
+    return list(map(int, re.findall(r"\d+", version)))
 
 
 # -- the place --------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 import time
 from dataclasses import dataclass
 
@@ -10,9 +9,6 @@ from prefixstore.diagnosis.culprits import Culprit
 from prefixstore.units import counted, format_bytes, format_seconds
 
 __all__ = ["Cost", "EvictedPage", "Explanation", "Fork", "OtherSettings"]
-
-# of a line, where the terminal is not known
-COLUMNS = 80
 
 CAUSES = {
     "space": "for space: raise max_bytes",
@@ -161,17 +157,7 @@ class Explanation:
     note: str = ""
 
     def __str__(self) -> str:
-        return "\n".join(
-            textwrap.fill(
-                text,
-                COLUMNS,
-                initial_indent=label,
-                subsequent_indent=" " * len(label) or "  ",
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-            for label, text in self.lines()
-        )
+        return "\n".join(f"{label}{text}" for label, text in self.lines())
 
     def lines(self) -> list[tuple[str, str]]:
         """How it reads: lines, however long, each as what stands in front of it (often nothing) and its text."""

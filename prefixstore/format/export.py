@@ -154,11 +154,6 @@ class ExportReader:
             self.namespaces[key] = settings
             self._next = self._entry()
 
-    @property
-    def is_mapped(self) -> bool:
-        """Whether it reads from memory into which a file is mapped."""
-        return self._mapped is not None
-
     def entries(self, wants: Callable[[Record], bool]) -> Iterator[StoredPage | None]:
         """The pages whose records are wanted; None for each of the others.
 

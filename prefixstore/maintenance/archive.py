@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Collection
-from contextlib import AbstractContextManager
-from functools import partial
+from contextlib import AbstractContextManager, closing
 
 from prefixstore.backends import agreed_bytes, is_persistent
 from prefixstore.backends.keys import Key, Keys
 from prefixstore.engine.budget import Budget, Evicted
-from prefixstore.engine.delete import Choice, Removed, beginning_with, of_namespaces, subtree, unused_since
+from prefixstore.engine.delete import Removed
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.index import Page
@@ -21,15 +19,16 @@ from prefixstore.engine.page_view import Used, View
 from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.policy_memory import noted_policy
 from prefixstore.engine.relatives import with_descendants
-from prefixstore.errors import InvalidParameterError, StorageError
+from prefixstore.errors import IncompatibleError, InvalidParameterError, LocationError, StorageError
 from prefixstore.format.autocodec import FixedCodec
 from prefixstore.format.codec import decode
 from prefixstore.format.figures import History
-from prefixstore.format.keys import TokenSequence, as_tokens
+from prefixstore.format.keys import TokenSequence
 from prefixstore.maintenance.holdings import Holding, holdings_of, only_one
+from prefixstore.maintenance.purge import choices_of, purge, string_of, unmatched
 from prefixstore.parameters import Parameters
 from prefixstore.stats import Counters, Purpose
-from prefixstore.units import counted, parse_bytes, parse_seconds, parse_target, shown
+from prefixstore.units import parse_bytes, parse_target, shown
 
 __all__ = ["DEFAULT_BYTES", "Archive"]
 
@@ -101,30 +100,36 @@ class Archive(AbstractContextManager["Archive"]):
             raise InvalidParameterError(
                 f"policy={shown(policy)} is unknown; choose one of {', '.join(map(repr, POLICIES))}"
             )
-        if not create and not read_only and is_persistent(location):
-            # opening for writing would create a store at a mistyped path
-            open_pages(location, max_bytes=DEFAULT_BYTES, read_only=True, key=key).close()
         if max_bytes is not None:
             max_bytes = parse_bytes(max_bytes, "max_bytes")
         size = max_bytes or agreed_bytes(location) or DEFAULT_BYTES
-        backend = open_pages(location, max_bytes=size, read_only=read_only, key=key)
+        if not read_only and is_persistent(location):
+            # opening for writing would create a store at a mistyped path
+            try:
+                with (
+                    closing(open_pages(location, max_bytes=size, read_only=True, key=key)) as found,
+                    found.view() as view,
+                ):
+                    used = view.used.bytes
+            except (LocationError, IncompatibleError):
+                if not create:
+                    raise
+                used = 0
+            if max_bytes is None:
+                # even deleting needs some free space
+                size = max(size, used + (used >> 3))
+        self.backend: Pages = open_pages(location, max_bytes=size, read_only=read_only, key=key)
         try:
-            with backend.view() as view:
-                used, noted = view.used.bytes, noted_policy(view)
+            with self.backend.view() as view:
+                noted = noted_policy(view)
         except BaseException:
-            backend.close()
+            self.backend.close()
             raise
-        if max_bytes is None and used > 0.9 * DEFAULT_BYTES and is_persistent(location):
-            # even deleting needs some free space
-            backend.close()
-            size = used + (used >> 3)
-            backend = open_pages(location, max_bytes=size, read_only=read_only, key=key)
-        self.backend: Pages = backend
         self.policy = policy or (noted if noted in POLICIES else "lru")
         self.max_bytes = size
         self._max_bytes = max_bytes
         self.engine = Engine(
-            backend,
+            self.backend,
             Budget(size),
             POLICIES[self.policy](),
             FixedCodec("raw"),
@@ -219,7 +224,7 @@ class Archive(AbstractContextManager["Archive"]):
         InvalidParameterError
             If none or several do.
         """
-        name = _string(name, "namespace")
+        name = string_of(name, "namespace")
         found = [
             holding
             for holding in self.holdings()
@@ -240,7 +245,7 @@ class Archive(AbstractContextManager["Archive"]):
         InvalidParameterError
             If none or several do.
         """
-        digits = _string(digits, "page")
+        digits = string_of(digits, "page")
         found = [page for page in self.pages() if page.key.hex().startswith(digits.lower())]
         return only_one(found, "page", digits, self.location)
 
@@ -278,15 +283,15 @@ class Archive(AbstractContextManager["Archive"]):
         page
             The page with this key, and its descendants; see `find`.
         """
-        return set(self.engine.select(self._choices(namespaces, None, tokens, page)))
+        return set(self.engine.select(choices_of(self, namespaces, None, tokens, page)))
 
     def with_ancestors(self, keys: Collection[bytes]) -> set[bytes]:
         """These keys, and those of their ancestors, without which the pages could not be restored."""
         wanted: set[bytes] = set()
         # children before their parents: one pass is enough
-        for page in reversed(self.pages()):
-            if page.key in keys or page.key in wanted:
-                wanted |= {page.key, page.parent} - {page.namespace}
+        for one in reversed(self.pages()):
+            if one.key in keys or one.key in wanted:
+                wanted |= {one.key, one.parent} - {one.namespace}
         return wanted
 
     def check(self, max_bytes: int | None = None) -> list[Violation]:
@@ -371,74 +376,25 @@ class Archive(AbstractContextManager["Archive"]):
         Whose pages they are is in the settings of their namespace. If those are missing or damaged, `salt` does not
         choose them, and a warning is logged with the key of the namespace.
         """
-        if not everything and all(choice is None for choice in (namespace, salt, older_than, tokens, page)):
-            raise InvalidParameterError(
-                "purge() needs at least one of namespace=, salt=, older_than=, tokens=, page=, or everything=True"
-            )
-        if salt is not None:
-            salt = _string(salt, "salt")
-        if older_than is not None:
-            older_than = parse_seconds(older_than, "older_than")
-        namespaces: set[bytes] | None = None
-        if namespace is not None or salt is not None:
-            namespaces = {one.key for one in self.holdings(namespace, salt)}
-        before = time.time_ns() - round(older_than * 1e9) if older_than is not None else None
-        choices = self._choices(namespaces, before, tokens, page)
-        if dry_run:
-            keys = set(self.engine.select(choices))
-            return Removed(len(keys), sum(one.stored_bytes for one in self.pages() if one.key in keys))
-        # first: a page that such a one follows could not be deleted
-        removed = self.engine.delete_strays(newer=not choices)
-        removed += self.engine.delete(choices)
-        self.engine.drop_empty_namespaces()
-        if older_than is None and tokens is None and page is None:
-            self.engine.forget_figures(namespaces, salt)
-        for left in self.unmatched(salt):
-            log.warning("%s: %s", self.location, left)
-        return removed
+        return purge(
+            self,
+            namespace=namespace,
+            salt=salt,
+            older_than=older_than,
+            tokens=tokens,
+            page=page,
+            everything=everything,
+            dry_run=dry_run,
+        )
 
     def unmatched(self, salt: str | None = None) -> list[str]:
         """What a purge, of this tenant or of all, leaves since it is not known whether it matches: sentences."""
-        found = [
-            f"{counted(one.pages, 'page')} may be of this tenant or of another, since the settings of namespace "
-            f"{one.key.hex()} are missing or damaged; to delete them, purge that namespace"
-            for one in (self.holdings() if salt is not None else [])
-            if one.namespace is None and one.pages
-        ]
-        if n := self.n_newer:
-            found.append(
-                f"not deleted: {counted(n, 'page')} of a newer prefixstore, or after such a page, which may match; "
-                "purge with that version, or everything"
-            )
-        return found
+        return unmatched(self, salt)
 
     @property
     def n_newer(self) -> int:
         """How many pages a newer version wrote, or follow such a page: it is unknown what they match."""
         return self.engine.n_newer()
-
-    def _choices(
-        self,
-        namespaces: Collection[bytes] | None,
-        before: int | None,
-        tokens: TokenSequence | None,
-        page: str | None,
-    ) -> list[Choice]:
-        choices: list[Choice] = []
-        if namespaces is not None:
-            choices.append(partial(of_namespaces, namespaces=namespaces))
-        if before is not None:
-            choices.append(partial(unused_since, before=before))
-        if tokens is not None:
-            wanted = as_tokens(tokens)
-            if not len(wanted):
-                raise InvalidParameterError(
-                    "tokens is empty, and every sequence begins with it; leave it out for all pages"
-                )
-            choices.append(partial(beginning_with, tokens=wanted.tobytes(), namespaces=namespaces))
-        if page is not None:
-            choices.append(partial(subtree, key=self.find(page).key))
-        return choices
 
     def scrub(self) -> None:
         """Overwrite what deletions have freed, so that nothing of it can be read from the files.
@@ -479,9 +435,3 @@ class Archive(AbstractContextManager["Archive"]):
             If it cannot be done at present.
         """
         return self.engine.compact()
-
-
-def _string(value: object, parameter: str) -> str:
-    if not isinstance(value, str):
-        raise InvalidParameterError(f"{parameter}={shown(value)} must be a string")
-    return value

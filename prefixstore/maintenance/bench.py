@@ -103,7 +103,7 @@ class BreakEven:
     lengths, computed, restored
         Length in tokens, and seconds to compute and to restore it, for each prompt.
     n_tokens
-        The length from which on restoring is faster; None if the longest prompt is faster to compute.
+        The shortest of them from which on restoring is faster; None if the longest prompt is faster to compute.
     """
 
     lengths: tuple[int, ...]
@@ -115,13 +115,8 @@ class BreakEven:
         faster = [warm < cold for warm, cold in zip(self.restored, self.computed, strict=True)]
         if not faster or not faster[-1]:
             return None
-        # between the last length at which computing is faster, and the next one
-        i = max((i for i, is_faster in enumerate(faster) if not is_faster), default=-1) + 1
-        if i == 0:
-            return self.lengths[0]
-        before = self.restored[i - 1] - self.computed[i - 1]
-        after = self.computed[i] - self.restored[i]
-        return round(self.lengths[i - 1] + (self.lengths[i] - self.lengths[i - 1]) * before / (before + after))
+        slower = [i for i, is_faster in enumerate(faster) if not is_faster]
+        return self.lengths[slower[-1] + 1 if slower else 0]
 
 
 def measure_break_even(llm: Llama, store: PrefixStore, archive: Archive, longest: int) -> BreakEven:

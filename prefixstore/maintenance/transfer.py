@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import BinaryIO
 
 from prefixstore.engine.engine import Imported
-from prefixstore.engine.index import is_same
+from prefixstore.engine.index import Page, is_same
 from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.export import ExportReader, ExportWriter
-from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.record import Record, StoredPage, checksum
 from prefixstore.maintenance.archive import Archive
 
-__all__ = ["Moved", "copy_store", "export_store", "import_store"]
+__all__ = ["Moved", "chosen", "copy_store", "export_store", "import_store"]
 
 # A view is closed after this many bytes: as long as it is open, pages that others delete keep their space.
 VIEW_BYTES = 64 << 20
 # Size of a commit. Each one costs one flush of the disk, for which nothing else can be done in LMDB.
 BATCH_BYTES = 64 << 20
-# Pages that are asked for in one view.
-KEYS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
@@ -32,14 +28,14 @@ class Moved:
     Attributes
     ----------
     namespaces, pages, bytes
-        How many namespaces and pages, and the size of the payloads. Pages that were evicted again for later ones are
-        not counted.
+        How many namespaces and pages, and the size of the payloads.
     present
         Pages that were already there.
     damaged
         Pages that could not be read. Their descendants are left out as well, but not counted.
     refused
-        Pages for which there was no space in the end, whose key another page has, or whose parent was refused.
+        Pages for which there was no space, which were evicted again, whose key another page has, or whose parent was
+        refused.
     evicted
         Pages that were there before, and were evicted to make space.
     """
@@ -53,19 +49,24 @@ class Moved:
     evicted: int = 0
 
 
+def chosen(archive: Archive, namespaces: Collection[bytes] | None, keys: Collection[bytes] | None = None) -> list[Page]:
+    """The pages of these namespaces, and with these keys; None for all."""
+    return [
+        page
+        for page in archive.pages()
+        if (namespaces is None or page.namespace in namespaces) and (keys is None or page.key in keys)
+    ]
+
+
 class _Source:
     """The chosen pages of an archive, read in views of bounded length."""
 
     def __init__(self, archive: Archive, namespaces: Collection[bytes] | None, keys: Collection[bytes] | None) -> None:
         self._archive = archive
-        self._pages = [
-            page
-            for page in archive.pages()
-            if (namespaces is None or page.namespace in namespaces) and (keys is None or page.key in keys)
-        ]
-        chosen = {page.namespace for page in self._pages}
+        self._pages = chosen(archive, namespaces, keys)
+        those = {page.namespace for page in self._pages}
         with archive.backend.view() as view:
-            self.settings = {key: settings for key, settings in view.namespaces().items() if key in chosen}
+            self.settings = {key: settings for key, settings in view.namespaces().items() if key in those}
         self.damaged = 0
 
     def __iter__(self) -> Iterator[StoredPage]:
@@ -107,13 +108,10 @@ class _Target:
         self._settings = settings
         self._evicted_before = archive.engine.counters["evictions"]
         self._entries_before = archive.used().entries
-        self._written = bytearray()
         self._done = Imported()
         self._skipped = 0
         # pages whose keys other pages have here, and their descendants
         self._displaced: set[bytes] = set()
-        with archive.view():
-            pass
 
     def wants(self, record: Record) -> bool:
         """Whether the page is missing, and may be added; counts those that are not."""
@@ -130,36 +128,24 @@ class _Target:
         known = [page for page in batch if page.record.namespace in self._settings]
         if known:
             self._done = self._done.plus(self._archive.engine.import_pages(known, self._settings))
-            self._written += b"".join(page.key for page in known)
 
     def finish(self, damaged: int = 0) -> Moved:
         """Make everything durable; what was done."""
         self._archive.engine.sync()
-        done, evicted = self._done, 0
+        done, pages = self._done, self._done.pages
+        evicted = min(self._archive.engine.counters["evictions"] - self._evicted_before, self._entries_before)
         if self._archive.engine.counters["evictions"] > self._evicted_before:
-            pages, size = self._left()
-            done = done._replace(pages=pages, bytes=size, refused=done.refused + done.pages - pages)
-            evicted = max(0, self._entries_before + pages - self._archive.used().entries)
+            # the first to go are those that were here before: exact where the least recently used ones go first
+            pages = max(0, self._archive.used().entries - self._entries_before + evicted)
         return Moved(
             namespaces=len(self._settings),
-            pages=done.pages,
+            pages=pages,
             bytes=done.bytes,
             present=done.present + self._skipped,
             damaged=damaged,
-            refused=done.refused + len(self._displaced),
+            refused=done.refused + done.pages - pages + len(self._displaced),
             evicted=evicted,
         )
-
-    def _left(self) -> tuple[int, int]:
-        """How many of the written pages are still there, and the size of their payloads."""
-        pages = size = 0
-        for at in range(0, len(self._written), KEYS_AT_ONCE * KEY_BYTES):
-            part = bytes(self._written[at : at + KEYS_AT_ONCE * KEY_BYTES])
-            with self._archive.backend.view() as view:
-                found = view.records([part[i : i + KEY_BYTES] for i in range(0, len(part), KEY_BYTES)])
-            records = [record for record, _ in found.values() if isinstance(record, Record)]
-            pages, size = pages + len(records), size + sum(record.stored_bytes for record in records)
-        return pages, size
 
 
 def _batches(pages: Iterable[StoredPage | None]) -> Iterator[list[StoredPage]]:
@@ -178,15 +164,6 @@ def _batches(pages: Iterable[StoredPage | None]) -> Iterator[list[StoredPage]]:
         yield batch
         raise
     yield batch
-
-
-def _ahead(batches: Iterator[list[StoredPage]]) -> Iterator[list[StoredPage]]:
-    """The same batches: a thread reads the next one while the caller writes."""
-    with ThreadPoolExecutor(1, "prefixstore-import") as thread:
-        waiting = thread.submit(next, batches, None)
-        while (batch := waiting.result()) is not None:
-            waiting = thread.submit(next, batches, None)
-            yield batch
 
 
 def copy_store(
@@ -272,10 +249,8 @@ def import_store(reader: ExportReader, target: Archive, *, namespaces: Collectio
     """
     settings = {key: text for key, text in reader.namespaces.items() if namespaces is None or key in namespaces}
     into = _Target(target, settings)
-    batches = _batches(reader.entries(into.wants))
     try:
-        # not from a pipe: a thread that waits for one cannot be interrupted
-        for batch in _ahead(batches) if reader.is_mapped else batches:
+        for batch in _batches(reader.entries(into.wants)):
             into.write(batch)
     except CorruptError as error:
         done = into.finish()

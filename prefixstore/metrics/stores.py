@@ -64,16 +64,6 @@ def _gauge(text: str, read: Callable[[Engine], Found], label: str = "") -> Metri
     return Metric("Gauge", text, label, read)
 
 
-def _of_sessions(metric: Metric) -> Metric:
-    """One that a store has if it ever had sessions. Names of sessions are not exposed."""
-
-    def read(engine: Engine) -> Found:
-        has_sessions = engine.session_counts() is not None or engine.counters.group("session")
-        return metric.read(engine) if has_sessions else None
-
-    return metric._replace(read=read)
-
-
 def _lookups(engine: Engine) -> Found:
     counters = engine.counters
     misses = sum(counters.group("miss").values())
@@ -137,24 +127,18 @@ METRICS: dict[str, Metric] = {
         "",
         lambda engine: engine.late,
     ),
-    "session_admissions": _of_sessions(
-        _group("Admissions, by the source of the session's tokens.", "session", "cold", "live", "store")._replace(
-            label="source"
-        )
+    "session_admissions": _group(
+        "Admissions, by the source of the session's tokens.", "session", "cold", "live", "store"
+    )._replace(label="source"),
+    "session_forks": _count("Sessions that were forked.", "session_forks"),
+    "session_evictions": _count(
+        "Sessions that were forgotten: by name, or as the least recently used.", "session_evicted"
     ),
-    "session_forks": _of_sessions(_count("Sessions that were forked.", "session_forks")),
-    "session_evictions": _of_sessions(
-        _count("Sessions that were forgotten: by name, or as the least recently used.", "session_evicted")
+    "session_discards": _count("Sessions that ended with an exception, or with unknown contents.", "session_discarded"),
+    "session_stale_leases": _count(
+        "Calls refused because the lease of their session had ended.", "session_stale_leases"
     ),
-    "session_discards": _of_sessions(
-        _count("Sessions that ended with an exception, or with unknown contents.", "session_discarded")
-    ),
-    "session_stale_leases": _of_sessions(
-        _count("Calls refused because the lease of their session had ended.", "session_stale_leases")
-    ),
-    "session_timeouts": _of_sessions(
-        _count("Admissions given up because the Llama was busy for too long.", "session_timeouts")
-    ),
+    "session_timeouts": _count("Admissions given up because the Llama was busy for too long.", "session_timeouts"),
     "sessions": _gauge("Sessions in this process.", partial(_session_gauge, "sessions")),
     "sessions_waiting": _gauge("Admissions that wait for the Llama, or hold it.", partial(_session_gauge, "waiting")),
     "lookup_seconds": _histogram("Time to find the longest stored prefix of a prompt.", "lookup"),

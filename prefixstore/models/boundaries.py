@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from prefixstore.format.keys import Tokens, common_prefix
-from prefixstore.models.file import read_gguf
+from prefixstore.models.vocabulary import Vocabulary
 
 __all__ = [
     "TokenKind",
@@ -43,15 +43,6 @@ ENDS = frozenset(
     _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> [e~[
     """.split()  # noqa: SIM905 - to be read at a glance
 )
-TOKENS, TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
-CONTROL = 3
-# how vocabularies write white space: byte-level ones (gpt2), those of RWKV, and others
-SPACES = {
-    "gpt2": (("Ġ", " "), ("Ċ", "\n"), ("ĉ", "\t"), ("č", "\r")),
-    "rwkv": (("\\n", "\n"), ("\\t", "\t"), ("\\r", "\r")),
-}
-OTHER_SPACES = (("▁", " "), ("<0x0A>", "\n"), ("<0x09>", "\t"), ("<0x0D>", "\r"))
-
 
 # the prefixes after which the running code asks for snapshots; each thread and each asyncio task has its own
 _asked: ContextVar[tuple[int | Tokens, ...]] = ContextVar("prefixstore_boundaries", default=())
@@ -193,24 +184,17 @@ def kinds_of_vocabulary(path: str | os.PathLike[str]) -> Callable[[int], TokenKi
     Raises
     ------
     ContextError
-        If the file cannot be read, or is not a GGUF file.
+        If the file cannot be read, or has no vocabulary.
     """
-    metadata, _ = read_gguf(path, (TOKENS, TYPES))
-    texts: list[str] = metadata.get(TOKENS, [])
-    types: list[int] = metadata.get(TYPES, [])
-    spaces = SPACES.get(metadata.get("tokenizer.ggml.model", ""), OTHER_SPACES)
-    ids = {metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
+    vocabulary = Vocabulary(path)
 
     @cache
     def kind(token: int) -> TokenKind:
-        text = texts[token] if 0 <= token < len(texts) else ""
-        if text and (token in ids or text in ENDS):
+        if token in vocabulary.ends or vocabulary.written(token) in ENDS:
             return TokenKind(ends=True, control=True)
-        if types[token : token + 1] == [CONTROL] and token >= 0:
+        if vocabulary.is_control(token):
             return TokenKind(control=True)
-        for written, meant in spaces:
-            text = text.replace(written, meant)
-        return TokenKind.of_text(text)
+        return TokenKind.of_text(vocabulary.text([token]))
 
     return kind
 

@@ -12,7 +12,7 @@ from prefixstore.models.file import read_gguf
 __all__ = ["Vocabulary"]
 
 MODEL, TOKENS, TYPES = (f"tokenizer.ggml.{name}" for name in ("model", "tokens", "token_type"))
-NORMAL, BYTE = 1, 6
+NORMAL, CONTROL, BYTE = 1, 3, 6
 # how a byte is written in the vocabularies of SentencePiece, and in those of RWKV
 HEXADECIMAL = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 ESCAPED = re.compile(r"\\x([0-9a-f]{2})|\\([tnr\\'\"])")
@@ -31,6 +31,11 @@ class Vocabulary:
     path
         A GGUF file.
 
+    Attributes
+    ----------
+    ends
+        The tokens that end a text, a turn or a message.
+
     Raises
     ------
     ContextError
@@ -42,6 +47,7 @@ class Vocabulary:
         self._tokens: list[str] = metadata.get(TOKENS, [])
         self._types: list[int] = metadata.get(TYPES, [])
         self._bytes_of = WRITTEN.get(metadata.get(MODEL, ""), _of_sentencepiece)
+        self.ends = {metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
         if not self._tokens:
             raise ContextError(f"{path} has no vocabulary")
 
@@ -49,11 +55,22 @@ class Vocabulary:
         """Tokens as text, special ones by name; bytes that are not valid UTF-8, and unknown tokens, are replaced."""
         return b"".join(map(self._piece, tokens)).decode("utf-8", "replace")
 
+    def written(self, token: int) -> str:
+        """A token as the file has it; empty for one that it does not have."""
+        return self._tokens[token] if 0 <= token < len(self._tokens) else ""
+
+    def is_control(self, token: int) -> bool:
+        """Whether a token is not text."""
+        return self._kind(token) == CONTROL
+
+    def _kind(self, token: int) -> int:
+        return self._types[token] if 0 <= token < len(self._types) else NORMAL
+
     def _piece(self, token: int) -> bytes:
         if not 0 <= token < len(self._tokens):
             return "�".encode()
-        written, kind = self._tokens[token], self._types[token] if token < len(self._types) else NORMAL
-        return self._bytes_of(written) if kind in (NORMAL, BYTE) else written.encode()
+        written = self.written(token)
+        return self._bytes_of(written) if self._kind(token) in (NORMAL, BYTE) else written.encode()
 
 
 def _of_sentencepiece(written: str) -> bytes:

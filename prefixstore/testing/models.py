@@ -140,12 +140,9 @@ def write_model(path: str | os.PathLike[str], shape: Shape, *, seed: int = 0, **
     ------
     MissingExtraError
         If ``gguf`` or ``tokenizers`` is not installed.
-    ValueError
-        If llama.cpp cannot load a model of this shape.
     """
     gguf = _extra("gguf")
     shape = replace(shape, **overrides)
-    _check(shape)
     path = Path(path)
     vocabulary = _vocabulary(min(shape.n_trained, shape.n_vocab))
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
@@ -174,19 +171,6 @@ def _extra(name: str) -> Any:
         message = f'a model with random weights is written with {name}; pip install "prefixstore[demo]"'
         # the first traceback would tell no more
         raise MissingExtraError(message) from None
-
-
-def _check(shape: Shape) -> None:
-    if shape.arch not in TINY:
-        raise ValueError(f"arch={shape.arch!r} is not supported; known are {', '.join(TINY)}")
-    if shape.n_vocab < 512 or shape.n_trained < 512:
-        raise ValueError("n_vocab and n_trained must be at least 512: 256 tokens for the bytes, and some words")
-    if shape.sliding_window and shape.arch not in WINDOWED:
-        raise ValueError(f"{shape.arch} has no sliding window")
-    if shape.arch != "mamba" and (shape.n_head_kv < 1 or shape.n_head % shape.n_head_kv):
-        raise ValueError(f"n_head={shape.n_head} is not a multiple of n_head_kv={shape.n_head_kv}")
-    if shape.arch in ("lfm2", "olmo2") and shape.n_head * shape.head_dim != shape.n_embd:
-        raise ValueError(f"{shape.arch} needs n_head * head_dim == n_embd")
 
 
 class _Vocabulary(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prefixstore.traces.read import Trace
@@ -72,7 +72,6 @@ def simulate(
     trace: Trace,
     policies: Sequence[str],
     budget: int | None = None,
-    progress: Callable[[str, int], None] | None = None,
 ) -> Curve:
     """Replay a trace at several sizes, with Belady's algorithm beside the policies.
 
@@ -85,8 +84,6 @@ def simulate(
     budget
         In pages: sizes are multiples of it, as far as they are not above all pages of the trace; without one, or if it
         holds all of them, shares of all pages.
-    progress
-        Called before each replay.
     """
     total = max(trace.pages, 1)
     holds_all = budget is not None and budget >= total
@@ -98,12 +95,5 @@ def simulate(
         # beyond twice the budget, only as far as there is something to gain
         sizes = {size for size in sizes if size <= max(total, 2 * budget)} | {budget, 2 * budget}
     ordered = tuple(sorted(sizes))
-    found = {}
-    for policy in [*policies, BELADY]:
-        results = []
-        for size in ordered:
-            if progress is not None:
-                progress(policy, size)
-            results.append(replay(trace, policy, size))
-        found[policy] = tuple(results)
+    found = {policy: tuple(replay(trace, policy, size) for size in ordered) for policy in [*policies, BELADY]}
     return Curve(ordered, found, budget, total, trace.page_bytes, holds_all)

@@ -10,7 +10,8 @@ import math
 import os
 import tarfile
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from prefixstore.errors import InvalidParameterError
 from prefixstore.units import shown
 
-__all__ = ["Chain", "Event", "Trace", "read_trace"]
+__all__ = ["Event", "Trace", "read_trace"]
 
 # bytes of a block, where a trace has texts and no hashes: some 64 tokens
 TEXT_BLOCK = 256
@@ -28,40 +29,6 @@ LARGEST = 1 << 62
 LIMITS = ("min_tokens", "max_bytes", "max_entries")
 
 
-class Chain(Collection[int]):
-    """The blocks of a sequence, from its start. They are not held: each access follows the chain back from its end.
-
-    Many sequences of a trace begin alike, so the lists of all of them would take memory quadratic in their length.
-
-    Parameters
-    ----------
-    before
-        For each block the one before it; -1 for none.
-    last
-        The last block.
-    length
-        How many blocks there are.
-    """
-
-    __slots__ = ("_before", "_last", "_length")
-
-    def __init__(self, before: Mapping[int, int], last: int, length: int) -> None:
-        self._before, self._last, self._length = before, last, length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __contains__(self, block: object) -> bool:
-        return block in list(self)
-
-    def __iter__(self) -> Iterator[int]:
-        blocks, at = [], self._last
-        for _ in range(self._length):
-            blocks.append(at)
-            at = self._before[at]
-        return reversed(blocks)
-
-
 @dataclass(frozen=True)
 class Event:
     """A request, or a page that was stored.
@@ -69,8 +36,7 @@ class Event:
     Attributes
     ----------
     blocks
-        Numbers of the blocks of the sequence, from its start; equal numbers are equal prefixes. Make a list of them
-        once, where they are used more than once: they may be a `Chain`.
+        Numbers of the blocks of the sequence, from its start; equal numbers are equal prefixes.
     is_request
         Whether it is a request; else the sequence up to the end of a page that was stored.
     n_tokens
@@ -84,7 +50,7 @@ class Event:
         Whose it is.
     """
 
-    blocks: Collection[int]
+    blocks: Sequence[int]
     is_request: bool = True
     n_tokens: int = 0
     hit_tokens: int | None = None
@@ -131,7 +97,7 @@ class Trace:
         """How many different pages there are."""
         ends: set[int] = set()
         for event in self.events:
-            blocks, step = list(event.blocks), event.page_blocks
+            blocks, step = event.blocks, event.page_blocks
             ends.update(blocks[step - 1 :: step], blocks[-1:])
         return len(ends)
 
@@ -230,8 +196,6 @@ class _Reader:
         self._numbers: dict[object, int] = {}
         # of traces of prefixstore: the block before each one, by number; -1 for none
         self._before: dict[int, int] = {}
-        # and how many blocks a sequence has that ends with it
-        self._lengths: dict[int, int] = {}
         # of pages, by their names
         self._sizes: dict[str, int] = {}
         # by namespace: blocks in a page, and tokens
@@ -309,17 +273,16 @@ class _Reader:
         of_page, page_tokens = self._page_sizes.get(namespace, (1, 0))
         self._trace.events.append(Event(blocks, False, length, None, of_page, namespace, page_tokens))
 
-    def _sequence(self, names: Sequence[str], before: int) -> Collection[int]:
+    def _sequence(self, names: Sequence[str], before: int) -> Sequence[int]:
         """The blocks of a sequence from its start, and notes which one follows which."""
-        length, last, is_chain = self._lengths[before] if before >= 0 else 0, before, True
-        start, numbers = Chain(self._before, last, length), []
+        blocks = array("i")
+        while before >= 0:
+            blocks.append(before)
+            before = self._before[before]
+        blocks.reverse()
         for name in names:
             number = self._number(name)
-            numbers.append(number)
-            length += 1
-            is_chain &= self._before.setdefault(number, last) == last
-            # of the chain that `_before` leads along, which may be another one than this line's
-            self._lengths.setdefault(number, self._lengths.get(self._before[number], 0) + 1)
-            last = number
-        # in a trace that is not consistent, a block may follow several others
-        return Chain(self._before, last, length) if is_chain else [*start, *numbers]
+            # in a trace that is not consistent, a block may follow several others: the first one counts
+            self._before.setdefault(number, blocks[-1] if blocks else -1)
+            blocks.append(number)
+        return blocks

@@ -162,7 +162,7 @@ class Belady(Blockwise):
     """
 
     def __init__(
-        self, capacity: int, prompts: Sequence[Collection[int]], are_needed: Sequence[bool] | None = None
+        self, capacity: int, prompts: Sequence[Sequence[int]], are_needed: Sequence[bool] | None = None
     ) -> None:
         super().__init__(capacity)
         at = never = sum(map(len, prompts))
@@ -170,7 +170,7 @@ class Belady(Blockwise):
         self._next = array("q", [never]) * never
         for i in range(len(prompts) - 1, -1, -1):
             is_needed = are_needed is None or are_needed[i]
-            for block in reversed(list(prompts[i])):
+            for block in reversed(prompts[i]):
                 at -= 1
                 self._next[at] = after.get(block, never)
                 if is_needed:
@@ -237,7 +237,7 @@ def replay(trace: Trace, policy: str, pages: int) -> Replayed:
     hits = hit_tokens = 0
     with InEngine(policy, max(pages, 1)) as cache:
         for event in trace.events:
-            blocks = list(event.blocks)
+            blocks = event.blocks
             if not trace.is_ours:
                 n = cache.request(blocks)
             elif not event.is_request:
@@ -260,7 +260,7 @@ def _key(event: Event) -> bytes:
 
 def _in_belady(trace: Trace, pages: int) -> Replayed:
     # of a page that is stored, its own blocks
-    wanted = [event.blocks if event.is_request else list(event.blocks)[-event.page_blocks :] for event in trace.events]
+    wanted = [event.blocks if event.is_request else event.blocks[-event.page_blocks :] for event in trace.events]
     of_page = max((event.page_blocks for event in trace.events), default=1)
     cache = Belady(pages * of_page, wanted, [event.is_request for event in trace.events])
     hits = hit_tokens = 0

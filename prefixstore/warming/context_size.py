@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prefixstore.warming.prompts import Problem, Prompt, PromptLike, tokenized
@@ -21,36 +20,17 @@ UNLIMITED = 1 << 31
 STEP = 256
 
 
-@dataclass(frozen=True)
-class Fitted:
-    """Prompts as tokens, and a context that holds the longest of them.
-
-    Attributes
-    ----------
-    n_ctx
-        Length of the context.
-    longest
-        Tokens of the longest prompt; 0 if no prompt can be used.
-    trained
-        Length of the context that the model was trained with; None if its file does not say.
-    prompts
-        The problems, and the prompts as tokens.
-    """
-
-    n_ctx: int
-    longest: int
-    trained: int | None
-    prompts: list[PromptLike]
-
-
 def fit(
     tokenizer: Llama,
     prompts: Iterable[PromptLike],
     *,
     generation_prompt: bool = False,
     stop: Callable[[], bool] = lambda: False,
-) -> Fitted:
+) -> tuple[list[PromptLike], int, int]:
     """Make tokens of prompts, and choose a context that holds the longest one.
+
+    Returns the problems and the prompts as tokens, the tokens of the longest prompt (0 if none can be used), and the
+    length of the context.
 
     The context is never longer than the one that the model was trained with: a prompt that needs more is a problem.
 
@@ -68,7 +48,7 @@ def fit(
         tokenizer, prompts, generation_prompt=generation_prompt, trained=trained or UNLIMITED, stop=stop
     )
     n_ctx = max(SMALLEST, -(-(longest + 1) // STEP) * STEP)
-    return Fitted(min(n_ctx, trained or n_ctx), longest, trained, found)
+    return found, longest, min(n_ctx, trained or n_ctx)
 
 
 def as_tokens(

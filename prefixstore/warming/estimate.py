@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from prefixstore.format.keys import PAGE, SNAPSHOT
 from prefixstore.store import PrefixStore
+from prefixstore.warming.job import Survey
 from prefixstore.warming.prompt_trie import PromptTrie
 from prefixstore.warming.prompts import Problem, PromptLike, tokenized
-from prefixstore.warming.survey import Survey
 
 if TYPE_CHECKING:
     from llama_cpp import Llama

@@ -10,11 +10,11 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+from prefixstore.engine.index import Page
 from prefixstore.errors import MisuseError
 from prefixstore.format.keys import Tokens
 from prefixstore.stats import Purpose
@@ -23,12 +23,11 @@ from prefixstore.warming.leases import SECONDS, Leases
 from prefixstore.warming.prompt_trie import Part, PromptTrie
 from prefixstore.warming.prompts import Problem, PromptLike, tokenized
 from prefixstore.warming.report import Progress, WarmReport
-from prefixstore.warming.survey import Survey
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-__all__ = ["Job", "warm"]
+__all__ = ["Job", "Survey", "warm"]
 
 # How often a job checks whether another one has finished the part it waits for.
 POLL_SECONDS = 0.2
@@ -125,6 +124,31 @@ def warm(
             store.detach(llm)
 
 
+class Survey:
+    """What a store has of the prompts in a trie.
+
+    Attributes
+    ----------
+    pages
+        The stored pages of the prompts, by key.
+    missing
+        For each prompt, how many of its tokens are neither stored nor shared with the prompt before it.
+    """
+
+    def __init__(self, store: PrefixStore, trie: PromptTrie, llm: Llama | None = None) -> None:
+        self.pages: dict[bytes, Page] = {}
+        self.missing: list[int] = []
+        for i in range(len(trie)):
+            path = store.path(trie.tokens(i), llm)
+            self.pages |= {page.key: page for page in path.pages}
+            self.missing.append(max(0, trie.length(i) - max(trie.shared[i], path.n_tokens)))
+
+    @property
+    def missing_tokens(self) -> int:
+        """How many tokens a job has to evaluate."""
+        return sum(self.missing)
+
+
 @dataclass
 class Job:
     """One job: the parts of a trie that it claims, and the prompts in them.
@@ -193,13 +217,7 @@ class Job:
         self._show()
         engine = self.store.engine
         counting = engine.counters.counting(Purpose.WARMING)
-        with (
-            counting,
-            engine.storing_all(),
-            Leases(engine, seconds=lease_seconds) as leases,
-            ThreadPoolExecutor(1) as thread,
-        ):
-            keeping: Future[None] | None = None
+        with counting, engine.storing_all(), Leases(engine, seconds=lease_seconds) as leases:
             try:
                 while left and not self._is_stopped():
                     found = len(left)
@@ -207,10 +225,7 @@ class Job:
                     if claimed is not None:
                         last = claimed
                         self._do(left.pop(claimed))
-                        # other jobs wait for the part, so at most one part may wait to be written
-                        if keeping is not None:
-                            keeping.result()
-                        keeping = thread.submit(self._keep, parts[claimed], leases)
+                        self._keep(parts[claimed], leases)
                     elif len(left) == found:
                         self._show("waiting")
                         time.sleep(POLL_SECONDS)
@@ -218,8 +233,6 @@ class Job:
                 # whatever ends the job: what was computed is stored before other jobs may claim the part
                 self.store.capture(self.llm)
                 self.store.flush()
-                if keeping is not None:
-                    keeping.result()
         self._show()
 
     def _is_stopped(self) -> bool:

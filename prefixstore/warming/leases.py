@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import platform
 import threading
 import time
 import uuid
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prefixstore.errors import StorageError
@@ -20,52 +16,12 @@ if TYPE_CHECKING:
 
     from prefixstore.engine.engine import Engine
 
-__all__ = ["Leases", "Owner"]
+__all__ = ["Leases"]
 
 PREFIX = b"lease:"
 # How long a lease is valid without being renewed. The clocks of machines that share a store must differ by less.
 SECONDS = 30.0
 RENEWALS = 3  # in that time
-
-
-def _machine() -> str:
-    """A name for the scope of process ids: containers on one host may share its name, but not its process ids."""
-    spaces = ["/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"]
-    known = [platform.node()]
-    with contextlib.suppress(OSError):
-        known += [Path(spaces[0]).read_text().strip(), os.readlink(spaces[1])]  # noqa: PTH115 - it names no path
-    return ":".join(known)
-
-
-@dataclass(frozen=True)
-class Owner:
-    """The holder of a lease.
-
-    Attributes
-    ----------
-    id
-        A random id: one process may run several jobs.
-    machine
-        The host and the process namespace that `pid` belongs to.
-    pid
-        Id of the process.
-    """
-
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    machine: str = field(default_factory=_machine)
-    pid: int = field(default_factory=os.getpid)
-
-    def is_dead(self) -> bool:
-        """Whether the process is known to have ended; always False on another machine, where that cannot be known."""
-        if os.name != "posix" or self.machine != _machine():
-            return False
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except OSError:
-            pass
-        return False
 
 
 class Leases:
@@ -77,19 +33,22 @@ class Leases:
         Its notes are the leases of all jobs.
     seconds
         How long a lease is valid if its owner does not renew it.
+
+    Attributes
+    ----------
     owner
-        This job.
+        A random name for this job: one process may run several.
 
     Notes
     -----
-    A lease is advisory. If a job pauses for longer than `seconds`, another may take its lease over: then both do the
-    same work, and the store keeps it once.
+    A lease is advisory. If a job pauses for longer than `seconds`, or was killed, another may take its lease over: then
+    both do the same work, and the store keeps it once.
     """
 
-    def __init__(self, notes: Engine, *, seconds: float = SECONDS, owner: Owner | None = None) -> None:
+    def __init__(self, notes: Engine, *, seconds: float = SECONDS) -> None:
         self._notes = notes
         self._seconds = seconds
-        self.owner = owner or Owner()
+        self.owner = uuid.uuid4().hex
         self._held: set[bytes] = set()
         self._lock = threading.Lock()
         self._ending = threading.Event()
@@ -144,29 +103,21 @@ class Leases:
                             )
 
     def _value(self) -> bytes:
-        owner = self.owner
-        value = {"owner": owner.id, "machine": owner.machine, "pid": owner.pid, "until": time.time() + self._seconds}
-        return json.dumps(value).encode()
+        return json.dumps({"owner": self.owner, "until": time.time() + self._seconds}).encode()
 
     def _is_mine(self, value: bytes | None) -> bool:
-        known = _parse(value)
-        return known is not None and known[0].id == self.owner.id
+        return _parse(value)[0] == self.owner
 
     def _is_held_by_another(self, value: bytes | None) -> bool:
-        known = _parse(value)
-        if known is None or known[0].id == self.owner.id:
-            return False
-        owner, until = known
+        owner, until = _parse(value)
         # an expiry further ahead than any lease lasts was written by a wrong clock
-        return 0 < until - time.time() <= 2 * max(self._seconds, SECONDS) and not owner.is_dead()
+        return owner != self.owner and 0 < until - time.time() <= 2 * max(self._seconds, SECONDS)
 
 
-def _parse(value: bytes | None) -> tuple[Owner, float] | None:
-    """The owner and the expiry of a lease; None for no lease, or for one that cannot be read."""
+def _parse(value: bytes | None) -> tuple[str, float]:
+    """The owner and the expiry of a lease; one that has expired for no lease, or for one that cannot be read."""
     try:
         known = json.loads(value or b"null")
-        owner = Owner(str(known["owner"]), str(known["machine"]), int(known["pid"]))
-        until = float(known["until"])
+        return str(known["owner"]), float(known["until"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return None
-    return (owner, until) if 0 <= owner.pid < 2**31 else None
+        return "", 0.0

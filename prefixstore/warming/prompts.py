@@ -62,20 +62,18 @@ PromptLike: TypeAlias = str | TokenSequence | Mapping[str, Any] | Path | Prompt 
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def read(sources: Iterable[str | Path], stdin: BinaryIO | None = None) -> Iterator[Prompt | Problem]:
+def read(sources: Iterable[str | Path]) -> Iterator[Prompt | Problem]:
     """Read the prompts in files, lazily, one line or file at a time.
 
     Parameters
     ----------
     sources
         Files: JSONL if they are named ``.jsonl`` or ``.ndjson``; any other file is one prompt of text. Folders: all
-        files in them that are not hidden. Patterns such as ``"docs/**/*.md"``. ``"-"``: JSONL from `stdin`.
-    stdin
-        Where ``"-"`` reads; standard input by default.
+        files in them that are not hidden. Patterns such as ``"docs/**/*.md"``. ``"-"``: JSONL from standard input.
     """
     for source in sources:
         if source == "-":
-            yield from _lines(stdin or sys.stdin.buffer, "<stdin>")
+            yield from _lines(sys.stdin.buffer, "<stdin>")
             continue
         files = list(_files(str(source)))
         if not files:

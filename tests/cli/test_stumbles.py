@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import logging
 import os
-import pty
 import re
 import signal
-import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,58 +18,21 @@ import pytest
 from rich.console import Console
 
 from prefixstore import InvalidParameterError, PrefixStore, load, warm
-from prefixstore.cli import main, output
 from prefixstore.cli import warm_report as progress_module
-from prefixstore.cli.app import COMMANDS
 from prefixstore.cli.files import chat_in, text_in
-from prefixstore.cli.output import WIDE
 from prefixstore.cli.warm import _signals
 from prefixstore.cli.warm_report import progress_shown as shown
-from prefixstore.config import Config, load_config, model_file
+from prefixstore.config import Config, load_config
 from prefixstore.maintenance.archive import Archive
 from prefixstore.warming.estimate import estimate
 from prefixstore.warming.report import Progress
-from tests.support import ROOT
+from tests.cli.conftest import SEQUENCES, filled, n_pages
 from tests.support.models import load as load_model
 from tests.support.models import prompt
 from tests.support.places import fill, space
 from tests.support.warming import shared_prompts, write_jsonl
 
-SEQUENCES = ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 10], [20, 21, 22, 23, 24])
-
-
-@pytest.fixture(autouse=True)
-def _new_user(tmp_path, monkeypatch):
-    """In an empty folder, with nothing set and nothing cached."""
-    monkeypatch.delenv("PREFIXSTORE_LOCATION", raising=False)
-    monkeypatch.delenv("PREFIXSTORE_CONFIG", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-
-
-@pytest.fixture
-def run(capfd):
-    """Runs a command: exit code, stdout, stderr."""
-
-    def call(*arguments):
-        capfd.readouterr()
-        code = main([str(argument) for argument in arguments])
-        return code, *capfd.readouterr()
-
-    return call
-
-
-@pytest.fixture
-def as_json(run):
-    """Runs a command with --json: exit code, and its output."""
-
-    def call(*arguments):
-        code, out, _ = run(*arguments, "--json")
-        return code, json.loads(out)
-
-    return call
+pytestmark = pytest.mark.usefixtures("new_user")
 
 
 @pytest.fixture
@@ -81,50 +40,7 @@ def store(tmp_path):
     return filled(tmp_path / "kv")
 
 
-def filled(path, sequences=SEQUENCES, **options):
-    with Archive(path, create=True) as archive:
-        fill(archive.backend, space("mine"), sequences, **options)
-        return archive.location
-
-
-def n_pages(location):
-    with Archive(location, read_only=True) as archive:
-        return archive.used().entries
-
-
-@pytest.fixture
-def answers(monkeypatch):
-    """A terminal whose user gives these answers; it notes the questions."""
-    asked = []
-
-    def terminal(*given):
-        left = list(given)
-        monkeypatch.setattr(output, "has_terminal", lambda: True)
-        monkeypatch.setattr(output.typer, "confirm", lambda question, **_: asked.append(question) or left.pop(0))
-        return asked
-
-    return terminal
-
-
 # -- deleting ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["purge", "--older-than", "30"],
-        ["purge", "--older-than", "0.5"],
-        ["evict", "--to", "1000"],
-        ["check", "--repair", "--max-bytes", "1000"],
-    ],
-)
-def test_a_number_without_a_unit_deletes_nothing(store, run, arguments):
-    before = n_pages(store)
-    code, out, err = run(arguments[0], store, *arguments[1:])
-    assert (code, out) == (2, "")
-    assert re.fullmatch(r"prefixstore: --[a-z-]+='[\d.]+' has no unit; pass one, as in .*\n", err)
-    assert n_pages(store) == before
-    assert run("evict", store, "--to", "0", "--dry-run")[0] == 1  # nothing fits into it, whatever its unit
 
 
 def test_a_repair_asks(store, run, answers):
@@ -157,33 +73,7 @@ def test_a_tenant_can_be_exported_and_copied_and_a_copy_be_tried(tmp_path, run, 
     assert "there is no tenant 'nobody'" in run("copy", both, "third", "--salt", "nobody")[2]
 
 
-def test_a_file_is_no_directory_and_may_be_of_sqlite(tmp_path, run):
-    (tmp_path / "kv.db").touch()
-    code, out, err = run("stats", tmp_path / "kv.db")
-    assert (code, out) == (3, "")
-    assert f"sqlite:///{tmp_path}/kv.db" in err
-
-
 # -- help -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("columns", [60, 80, 200])
-@pytest.mark.parametrize("group", [[], ["slots"], ["trace"]])
-def test_lists_of_commands_are_whole_sentences(run, monkeypatch, columns, group):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    _, out, _ = run(*group, "--help")
-    words = " ".join(out[out.index("\nOptions:") :].split())
-    assert "..." not in words
-    assert words.endswith(".")
-    assert max(map(len, out.splitlines())) <= columns
-
-
-@pytest.mark.slow
-def test_every_option_says_what_it_takes_in_a_word(run):
-    for name in [name for section in COMMANDS.values() for name in section]:
-        code, out, _ = run(name, "--help")
-        options = out.partition("\nOptions:")[2]
-        assert (code, re.findall(r"--[a-z-]+ <(?!text\|)[^>]*>", options)) == (0, []), name
 
 
 @pytest.mark.parametrize(
@@ -199,35 +89,6 @@ def test_a_file_is_replaced_after_asking_or_with_yes(store, run, answers, comman
     asked = answers(False, True)
     assert [run(name, *arguments)[0] for _ in range(2)] == [1, 0]
     assert len(asked) == 2
-
-
-def test_one_argument_of_a_copy_is_not_taken_for_the_target_of_the_default(store, run, tmp_path, monkeypatch):
-    monkeypatch.delenv("PREFIXSTORE_LOCATION", raising=False)
-    code, _, err = run("copy", store)
-    assert (code, "pass LOCATION TARGET" in err) == (2, True)
-    monkeypatch.setenv("PREFIXSTORE_LOCATION", store)
-    assert run("copy", tmp_path / "other")[0] == 0
-
-
-def test_one_page_is_no_plural(tmp_path, run):
-    one = filled(tmp_path / "one", [[1, 2, 3, 4]])
-    assert run("check", one)[1] == f"{one}: 1 page, no problems found\n"
-    assert run("tree", one)[1].endswith(f"{one}: 1 page\n")
-    assert run("clear", one, "--dry-run")[1].startswith(f"{one}: 1 page (")
-    assert run("export", one, "--out", "f.pstore")[1].startswith("1 page exported")
-    assert run("evict", one, "--to", "1KiB", "--dry-run")[1].startswith(f"{one}: 1 page would be evicted")
-    with Archive(one, read_only=True) as archive:
-        page = archive.pages()[0].key.hex()
-    assert run("pin", one, page)[1] == f"{one}: 1 page pinned\n"
-
-
-def test_errors_and_results_are_broken_between_words_in_a_terminal(tmp_path, run, monkeypatch):
-    monkeypatch.setattr(output, "terminal_width", lambda _: 60)
-    _, _, err = run("ls", "--sort", "colour", filled(tmp_path / "kv"))
-    assert err == "prefixstore: --sort colour is unknown; choose used, pages,\n  tokens, stored or uses\n"
-    _, _, err = run("stats", "nowhere")
-    assert max(map(len, [line for line in err.splitlines() if "/" not in line])) <= 60
-    assert "the first writer creates a store" in " ".join(err.split())
 
 
 # -- one default location ---------------------------------------------------------------------------------------------
@@ -336,13 +197,6 @@ def test_init_writes_a_config_that_everything_accepts(tmp_path, run, models, as_
     assert run("init", "no/folder.toml")[0] == 3
 
 
-@pytest.mark.parametrize(("options", "model"), [([], "model.gguf"), (["--model", "no.gguf"], "no.gguf")])
-def test_init_says_if_the_model_is_missing(run, options, model):
-    code, out, err = run("init", "new.toml", *options)
-    assert (code, "new.toml written" in out) == (0, True)
-    assert err.startswith(f"note: model file not found: {model}; put it there, or change path in [model] of new.toml")
-
-
 def test_a_file_of_settings_may_begin_with_a_bom(tmp_path):
     file = tmp_path / "windows.toml"
     file.write_bytes(b'\xef\xbb\xbf[model]\r\nn_ctx = 512\r\n[store]\r\nlocation = "kv"\r\n')
@@ -366,22 +220,6 @@ def test_a_tilde_in_a_file_of_settings_is_the_home_directory(tmp_path, run):
     ]
 
 
-def test_a_file_of_settings_that_is_missing_says_how_to_get_one(run):
-    assert "nowhere.toml: No such file or directory; prefixstore init writes one" in " ".join(
-        run("stats", "--config", "nowhere.toml")[2].split()
-    )
-
-
-def test_a_model_that_is_no_model_file_is_said_to_be_none(tmp_path, models, run):
-    (tmp_path / "p.jsonl").write_text("{}")
-    for path, reason in ((tmp_path, "is a folder"), (tmp_path / "p.jsonl", "it is not a model file (GGUF)")):
-        with pytest.raises(InvalidParameterError, match=re.escape(reason)):
-            Config(str(path)).open_llama()
-        assert reason in " ".join(run("tree", filled(tmp_path / "kv"), "--model", path)[2].split())
-    (tmp_path / "home").symlink_to(models("llama").parent)
-    assert model_file(f"~/{models('llama').name}") == str(tmp_path / "home" / models("llama").name)
-
-
 def test_a_quantized_v_without_flash_attention_says_what_it_needs(models):
     with pytest.raises(InvalidParameterError, match="a quantized type_v needs flash_attn = true"):
         Config(str(models("llama")), {"n_ctx": 64, "type_v": "q8_0"}).open_llama()
@@ -396,15 +234,6 @@ def test_a_prompt_in_a_file_has_no_bom(tmp_path):
     chat.write_bytes(b'\xef\xbb\xbf[{"role": "user", "content": "Hello"}]')
     assert text_in(text) == "Hello\r\n"
     assert chat_in(chat)["messages"][0]["content"] == "Hello"
-
-
-def test_a_prompt_file_of_json_is_said_to_be_one_prompt(tmp_path, run, models):
-    file = tmp_path / "prompts.json"
-    file.write_text('[{"prompt": "one"}]')
-    err = run("warm", "--model", models("llama"), "--store", "kv", "--dry-run", file)[2]
-    assert "prompts.json is read as the text of one prompt; name it .jsonl if each line is a prompt" in err
-    err = run("warm", "--model", models("llama"), "--store", "kv", "--dry-run", file.rename(tmp_path / "p.jsonl"))[2]
-    assert "text of one prompt" not in err
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -439,29 +268,6 @@ def test_a_file_of_settings_with_a_password_is_its_owners(run, tmp_path):
     assert location in written.read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("old", ["# mine\n", None])
-def test_settings_that_cannot_be_written_leave_the_old_ones(tmp_path, old):
-    file = tmp_path / "settings" / "mine.toml"
-    file.parent.mkdir()
-    if old is not None:
-        file.write_text(old)
-        file.chmod(0o664)
-    command = [sys.executable, "-m", "prefixstore", "init", str(file), "--yes"]
-    full = subprocess.run(
-        ["sh", "-c", 'ulimit -f 0; exec "$@"', "sh", *command],
-        check=False,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert (full.returncode, "cannot be written" in full.stderr) == (3, True)
-    assert [path.read_text() for path in file.parent.iterdir()] == [old] * (old is not None)
-    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
-    assert load_config(file).model["n_ctx"] == 4096
-    assert old is None or file.stat().st_mode & 0o777 == 0o664
-
-
 def test_init_writes_two_locations(tmp_path, run):
     far = "valkey://:secret@cache/0"
     code, out, _ = run("init", "fleet.toml", "--store", "kv", "--store", far)
@@ -492,51 +298,6 @@ def test_an_export_is_not_written_to_a_terminal(store, run, monkeypatch):
     code, out, err = run("export", store, "--out", "-")
     assert (code, out, "stdout, which is a terminal; redirect it" in " ".join(err.split())) == (2, "", True)
     assert run("export", store, "--out", "-", "--dry-run")[0] == 0
-
-
-def test_a_report_that_cannot_be_written_names_no_temporary_file(store, run):
-    code, _, err = run("report", store, "--out", "no/folder.html")
-    assert (code, err) == (
-        3,
-        "prefixstore: no/folder.html cannot be written: No such file or directory; choose another name\n",
-    )
-
-
-def test_statements_of_a_schema_that_is_up_to_date_are_none_and_it_says_so(run):
-    assert run("migrate", "sqlite:///kv.db", "--sql")[1]
-    assert run("migrate", "sqlite:///kv.db")[0] == 0
-    code, out, err = run("migrate", "sqlite:///kv.db", "--sql")
-    assert (code, out, "up to date, so there are no statements" in err) == (0, "", True)
-
-
-def test_a_tenant_that_is_not_there_is_not_shown_as_an_empty_one(store, run):
-    for command in ("ls", "tree"):
-        assert "there is no tenant 'mien'" in run(command, store, "--salt", "mien")[2]
-        assert "no tenant" not in run(command, store, "--salt", "mine")[2]
-
-
-def test_errors_of_options_do_not_speak_of_python(store, run):
-    for arguments, words in (
-        (("tree", store, "--older-than", "yesterday"), "pass seconds, or 30d, 12h"),
-        (("evict", store, "--to", "much"), "pass bytes, or a size such as 20GiB"),
-    ):
-        code, _, err = run(*arguments)
-        assert (code, words in " ".join(err.split())) == (2, True), err
-        assert not any(word in err for word in ("timedelta", "an int")), err
-
-
-def test_one_page_is_counted_as_one(tmp_path, run):
-    location = filled(tmp_path / "one", [[1, 2]])
-    assert n_pages(location) == 1
-    assert " 1 page, 2 tokens" in run("stats", location)[1]
-
-
-def test_a_sqlite_file_that_cannot_be_read_says_what_to_do(tmp_path, run, monkeypatch):
-    location = f"sqlite:///{tmp_path}/kv.db"
-    assert run("migrate", location)[0] == 0
-    monkeypatch.setattr("prefixstore.backends.sql.sqlite.os.access", lambda path, mode: False)
-    code, _, err = run("stats", location)
-    assert (code, "kv.db is not readable for this user; run as its owner" in " ".join(err.split())) == (3, True)
 
 
 def test_init_writes_no_file_through_a_link_that_leads_nowhere(run, monkeypatch):
@@ -596,104 +357,7 @@ def test_a_script_does_not_delete_from_the_default_location_by_mistake(store, ru
     assert n_pages(store) == 0
 
 
-def test_an_export_can_be_tried(store, run, as_json, tmp_path):
-    file = tmp_path / "f.pstore"
-    code, found = as_json("export", store, "--out", file, "--dry-run")
-    assert (code, found["pages"], file.exists()) == (0, n_pages(store), False)
-    assert run("export", store, "--out", file)[0] == 0
-    assert "which would be replaced" in run("export", store, "--out", file, "--dry-run")[1]
-
-
-def test_an_unknown_tenant_is_a_failure_and_not_a_success_with_no_pages(store, run):
-    code, out, err = run("purge", store, "--salt", "mien")
-    assert (code, out) == (1, "")
-    assert "there is no tenant 'mien'; prefixstore tenants lists them" in err
-
-
 # -- locations that cannot be used ------------------------------------------------------------------------------------
-
-
-def test_a_missing_store_a_directory_that_is_none_and_one_without_permission_are_told_apart(tmp_path, run):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "mine.txt").write_text("mine")
-    says = {
-        tmp_path / "none": "none does not exist, so there is no store (an LMDB directory) yet; check the path",
-        f"sqlite:///{tmp_path}/none.db": "none.db does not exist, so there is no store (a SQLite file) yet",
-        tmp_path / "folder": "folder exists but has no store yet; choose another location",
-    }
-    for command in ("ls", "stats", "check", "clear"):
-        for location, text in says.items():
-            code, _, err = run(command, location)
-            assert (code, text in err) == (3, True), (command, err)
-    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["mine.txt"]
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("tree", "--model"),
-        ("tree", "--tokenizer"),
-        ("report", "--out"),
-        ("export", "--out"),
-        ("serve", "--model"),
-        ("doctor",),
-    ],
-)
-def test_a_name_that_no_file_can_have_is_told_as_what_it_is(store, run, arguments):
-    command, *options = arguments
-    name = "x" * 300
-    code, out, err = run(command, *([store] if options else []), *options, name)
-    assert code == (1 if command == "doctor" else 2 if command != "report" else 3)
-    assert ("File name too long" in out + err, "Traceback" in err) == (True, False)
-
-
-def as_nobody(path, *commands):
-    """Output of commands of a user who owns nothing."""
-    code = (
-        "import os, sys\n"
-        "from prefixstore.cli import main\n"
-        "import prefixstore.cli.app, prefixstore.backends.lmdb.backend, rich.table, rich.console, rich.box\n"
-        "main(['ls', sys.argv[1]])\n"
-        # this user may not start the interpreter of the tests, which walks the file
-        "from prefixstore.backends.lmdb import checked; checked.require_sound = lambda path, databases: None\n"
-        "if os.geteuid() == 0: os.setgroups([]), os.setgid(65534), os.setuid(65534)\n"
-        "for line in sys.argv[2:]: print(line, '->', main(line.split()), flush=True)\n"
-    )
-    command = [sys.executable, "-c", code, str(path), *commands]
-    done = subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    return done.stdout
-
-
-@pytest.fixture
-def open_folder():
-    """One that other users can reach: pytest keeps its own to the user, and does so again whenever it is started."""
-    with tempfile.TemporaryDirectory(prefix="pfxs-open-") as folder:
-        path = Path(folder)
-        path.chmod(0o711)
-        yield path
-
-
-@pytest.mark.slow
-def test_inspecting_needs_no_permission_to_write_to_the_directory(open_folder):
-    place = open_folder / "kv"
-    filled(place)
-    (place / "data.mdb").chmod(0o644)
-    (place / "lock.mdb").chmod(0o666 if os.geteuid() == 0 else 0o600)
-    place.chmod(0o555)
-    try:
-        out = as_nobody(place, f"ls {place}", f"tree {place}", f"check {place}", f"clear {place}")
-        if os.geteuid() == 0:
-            # everyone may write to the lock: that is refused, with what to do
-            assert "chmod o-w" in out or f"ls {place} -> 0" in out
-        assert f"clear {place} -> 3" in out or os.geteuid() != 0
-        (place / "lock.mdb").chmod(0o600)
-        out = as_nobody(place, f"ls {place}")
-        if os.geteuid() == 0:
-            assert "run as its owner, have the owner run: chmod g+rw" in out
-        place.chmod(0o700)
-        assert f"{place} is not readable for this user" in as_nobody(place, f"ls {place}") or os.geteuid() != 0
-    finally:
-        place.chmod(0o700)
 
 
 # -- looking ----------------------------------------------------------------------------------------------------------
@@ -812,21 +476,19 @@ def test_a_page_is_shown_in_words(store, run, as_json):
     assert (code, err) == (2, f"prefixstore: {store}: no page begins with 'ffff'; prefixstore tree lists them\n")
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 200])
+@pytest.mark.parametrize("width", [40, 140])
 def test_progress_is_one_line_in_every_terminal(monkeypatch, width):
     written = io.StringIO()
     terminal = Console(file=written, force_terminal=True, width=width, legacy_windows=False)
     monkeypatch.setattr(progress_module, "Console", lambda **_: terminal)
     with shown() as show:
         show(Progress())
-        show(Progress("evaluating", 5, 2_000_000, 1_000_000, 500_000, 500, 4000, 1 << 34, 2000.0))
-        written.truncate(0)
         show(Progress("evaluating", 5, 2_000_000, 1_000_000, 600_000, 500, 4000, 1 << 34, 2400.0))
-        terminal.file.flush()
-        lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]", written.getvalue())]
-    shown_lines = [line for line in lines if "%" in line]
-    assert all(len(line.rstrip()) <= width for line in shown_lines)
-    assert "…" not in written.getvalue()
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]", written.getvalue())]
+    line = next(line for line in lines if "%" in line)
+    assert len(line.rstrip()) <= width
+    assert "27 min left" in line
+    assert ("600,000 of 1,000,000 tokens" in line) == (width == 140)
 
 
 # -- warming ----------------------------------------------------------------------------------------------------------
@@ -854,6 +516,7 @@ def test_a_budget_that_is_too_small_is_told_before_anything_is_computed(tmp_path
     code, _, err = run(*given, "--max-bytes", "2MiB")
     assert code == 1
     assert re.search(note, err).start() < err.index("evaluating: ")
+    assert "not completely stored" in err
     assert "note: the prompts need" not in run(*given)[2]
     with Archive(tmp_path / "kv") as archive:
         held = archive.used().bytes
@@ -863,8 +526,7 @@ def test_a_budget_that_is_too_small_is_told_before_anything_is_computed(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "mamba", "lfm2"])
-@pytest.mark.parametrize("n", [24, 3])
+@pytest.mark.parametrize(("kind", "n"), [("llama", 24), ("gemma3", 3), ("mamba", 24), ("lfm2", 3)])
 def test_a_dry_run_is_near_the_truth_on_prompts_that_share_much(tmp_path, models, kind, n):
     prompts = shared_prompts(n) if n > 3 else [prompt(400)[:end] for end in (100, 250, 400)]
     llm = load_model(models(kind))
@@ -914,7 +576,7 @@ def test_arguments_in_the_wrong_order_and_wrapped_models_are_recognized(tmp_path
 
 
 def test_no_message_is_said_twice(tmp_path, run, caplog):
-    """The command says what the log of the archive says."""
+    """What the log of the archive says, which is printed, the command does not say again."""
     with Archive(tmp_path / "kv", create=True) as archive:
         namespace = space("mine")
         fill(archive.backend, namespace, SEQUENCES)
@@ -922,65 +584,8 @@ def test_no_message_is_said_twice(tmp_path, run, caplog):
             transaction.put_namespace(namespace.key, b"damaged")
     with caplog.at_level(logging.WARNING, "prefixstore"):
         code, _, err = run("purge", tmp_path / "kv", "--salt", "mine")
-    assert code == 1
-    assert err.count(namespace.key.hex()) == 1
-    assert [one for one in caplog.records if one.module == "archive"] == []
+    assert (code, namespace.key.hex() in err) == (1, False)
+    assert sum(namespace.key.hex() in one.getMessage() for one in caplog.records) == 1
     (tmp_path / "c.toml").write_text("[model]\nn_ctxx = 1\n")
     err = run("ls", "--config", tmp_path / "c.toml")[2]
     assert (err.count("c.toml"), err.count("config")) == (1, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [40, 60, 80, 200])
-def test_no_word_of_a_table_is_split_in_a_narrow_terminal(store, width):
-    code = (
-        "import os, sys, fcntl, struct, termios\n"
-        f"fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack('HHHH', 40, {width}, 0, 0))\n"
-        "from prefixstore.cli import main\n"
-        "main(['ls', sys.argv[1]])\n"
-    )
-    ours, theirs = pty.openpty()
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    environment |= {"TERM": "xterm", "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", code, store], check=True, stdout=theirs, env=environment, timeout=180)
-    os.close(theirs)
-    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", os.read(ours, 1 << 16).decode()).splitlines()
-    os.close(ours)
-    # a location may be longer than the terminal is wide
-    text, location, rest = "\n".join(line.rstrip() for line in lines if line.strip()).partition(store)
-    table = text.splitlines()
-    assert all(word in text for word in ("namespace", "tenant", "pages", "tokens", "stored"))
-    assert "label" not in text
-    assert max(map(len, table)) <= width
-    assert f"{location}{rest}".split() == f"{store}: 1 namespace".split()
-
-
-def test_lines_have_no_spaces_at_their_ends(store, run, as_json):
-    page = as_json("tree", store)[1][0]["page"]
-    for arguments in (["ls", store], ["show", store, page], ["bench", store]):
-        out = run(*arguments)[1]
-        assert [line for line in out.splitlines() if line != line.rstrip()] == [], arguments
-
-
-def test_text_outside_a_terminal_is_not_wrapped(store, run):
-    assert WIDE >= 200
-    assert max(map(len, run("ls", store)[1].splitlines())) <= WIDE
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["import", "lmdb:kv", "{}"],
-        ["show", "{}"],
-        ["explain", "kv", "--prompt-file", "{}"],
-        ["stats", "--config", "{}"],
-        ["verify", "kv", "--model", "{}"],
-        ["init", "{}"],
-    ],
-)
-@pytest.mark.parametrize("url", ["valkey://me:S3CRET@host/0", "unix://:S3CR@ET@/run/x"])
-def test_a_url_where_something_else_is_expected_is_repeated_without_its_password(run, store, arguments, url):
-    code, out, err = run(*(argument.format(url) for argument in arguments))
-    assert code in (2, 3)
-    assert "S3CR" not in out + err
-    assert "ET@" not in out + err

@@ -22,6 +22,16 @@ def test_a_table_that_is_too_wide_is_cut_at_its_texts_and_then_at_its_last_colum
     assert grid([], 80, ["name"]) == ["name"]
 
 
+def test_a_table_that_is_too_wide_is_a_list_of_names_and_values(monkeypatch, capsys):
+    monkeypatch.setattr(output, "terminal_width", lambda _: 20)
+    output.table(["name", "label", "pages>"], [["a name of some length", "", "12,345"]])
+    assert [line.split() for line in capsys.readouterr().out.splitlines() if line] == [
+        ["name", "a", "name", "of"],
+        ["some", "length"],
+        ["pages", "12,345"],
+    ]
+
+
 @pytest.mark.parametrize("columns", [20, 60])
 def test_lines_are_broken_between_words(monkeypatch, columns):
     monkeypatch.setattr(output, "terminal_width", lambda _: columns)

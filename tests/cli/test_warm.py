@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
+import re
 import shutil
 import signal
 import subprocess
 import sys
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from prefixstore import PrefixStore
@@ -42,22 +41,6 @@ def warm(models, tmp_path):
 @pytest.fixture
 def file(tmp_path):
     return write_jsonl(tmp_path / "prompts.jsonl", [{"tokens": tokens} for tokens in PROMPTS])
-
-
-@pytest.mark.slow
-def test_it_warms_and_prints_one_json_object(warm, file, tmp_path, models):
-    result = warm(file, "--json")
-    assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)
-    assert told["prompts"] == len(PROMPTS)
-    assert told["prompt_tokens"] == sum(map(len, PROMPTS))
-    assert told["unique_tokens"] == told["evaluated_tokens"] == UNIQUE
-    assert told["stored_bytes"] > 0 < told["seconds"]
-    llm = load(models("llama"))
-    with PrefixStore(tmp_path / "kv", llm) as store:
-        assert all(store.match(tokens).n_tokens == len(tokens) for tokens in PROMPTS)
-    again = json.loads(warm(file, "--json").stdout)
-    assert (again["unique_tokens"], again["evaluated_tokens"], again["stored_bytes"]) == (UNIQUE, 0, 0)
 
 
 @pytest.mark.slow
@@ -96,19 +79,9 @@ def test_a_dry_run_on_a_new_machine_sees_what_the_others_have_stored(warm, file,
     shutil.rmtree(tmp_path / "kv")
     result = warm(*given, "--dry-run", "--json")
     assert (result.exit_code, json.loads(result.stdout)["missing_tokens"]) == (0, 0)
-    assert f"note: lmdb://{tmp_path / 'kv'} is treated as empty" in result.stderr
+    assert re.search(rf"note: .*{tmp_path / 'kv'} does not exist.*: it is treated as empty", result.stderr)
     assert warm(*given, "--check").exit_code == 0
     assert not (tmp_path / "kv").exists()
-
-
-@pytest.mark.slow
-def test_it_prints_progress_to_stderr_and_ends_with_a_table(warm, file):
-    result = warm(file)
-    assert result.exit_code == 0
-    lines = {" ".join(line.split()) for line in result.stdout.splitlines()}
-    assert lines >= {f"prompts {len(PROMPTS)}", f"unique tokens {UNIQUE:,}", f"evaluated tokens {UNIQUE:,}"}
-    assert "reading prompts" in result.stderr
-    assert f"of {UNIQUE:,} tokens" in result.stderr
 
 
 def test_problems_are_reported_with_file_and_line_and_the_rest_is_warmed(warm, tmp_path):
@@ -171,49 +144,15 @@ def test_a_model_whose_states_depend_on_the_length_of_the_context_gets_a_note(wa
 def test_the_log_of_llama_cpp_does_not_reach_the_terminal(models, tmp_path):
     file = write_jsonl(tmp_path / "prompts.jsonl", [{"tokens": prompt(300)}])
     # llama.cpp warns about a context longer than the training context, and about one without weights
+    given = ["--model", models("llama", n_ctx_train=400), "--store", tmp_path / "kv", "--json", file]
     for more in (["--n-ctx", 512], []):
-        command = [
-            "warm",
-            "--model",
-            models("llama", n_ctx_train=400),
-            "--store",
-            tmp_path / "kv",
-            "--json",
-            *more,
-            file,
-        ]
-        done = subprocess.run(
-            [sys.executable, "-m", "prefixstore", *map(str, command)],
-            cwd=ROOT,
-            check=True,
-            capture_output=True,
-            text=True,
-        )
+        command = [sys.executable, "-m", "prefixstore", "warm", *given, *more]
+        done = subprocess.run(list(map(str, command)), cwd=ROOT, check=True, capture_output=True, text=True)
         # on a slow machine, more than one line of a phase
         assert list(dict.fromkeys(line.split(":")[0] for line in done.stderr.splitlines())) == [
             "reading prompts",
             "evaluating",
         ]
-
-
-@pytest.mark.slow
-def test_every_summary_names_the_location(warm, file, tmp_path):
-    location = f"lmdb://{tmp_path / 'kv'}"
-    for more in (["--dry-run"], [], ["--check"]):
-        assert json.loads(warm(file, "--json", *more).stdout)["location"] == location
-        assert location in warm(file, *more).stdout
-
-
-def test_lines_may_come_from_standard_input(warm):
-    result = warm("-", "--json", input=json.dumps({"tokens": prompt(300)}) + "\n")
-    assert json.loads(result.stdout)["evaluated_tokens"] == 300
-
-
-@pytest.mark.slow
-def test_prompts_that_do_not_fit_are_reported(warm, file):
-    result = warm(file, "--max-bytes", "4MB")
-    assert result.exit_code == 1
-    assert "not completely stored" in result.stderr
 
 
 @pytest.mark.slow
@@ -277,14 +216,8 @@ def test_misuse_is_reported_and_ends_with_2(warm, arguments, message):
     assert message in result.stderr
 
 
-def test_a_location_that_cannot_be_used_ends_with_3(warm, file, tmp_path):
-    (tmp_path / "kv").write_text("not a directory")
-    assert warm(file).exit_code == 3
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_keeps_what_is_computed(models, tmp_path, sent):
+def test_a_signal_keeps_what_is_computed(models, tmp_path):
     file = write_jsonl(tmp_path / "prompts.jsonl", [{"tokens": prompt(3000, seed)} for seed in range(120)])
     arguments = ["--model", models("llama"), "--store", tmp_path / "kv", "--n-ctx", 4096, "--threads", 1, "--batch", 64]
     process = subprocess.Popen(
@@ -297,10 +230,10 @@ def test_a_signal_keeps_what_is_computed(models, tmp_path, sent):
     )
     for line in process.stderr:
         if "evaluating" in line:
-            process.send_signal(sent)
+            process.terminate()
             break
     stdout, _ = process.communicate(timeout=180)
-    assert process.returncode == 128 + sent
+    assert process.returncode == 128 + signal.SIGTERM
     told = json.loads(stdout)
     assert told["interrupted"]
     assert 0 <= told["evaluated_tokens"] < 120 * 3000
@@ -311,20 +244,6 @@ def test_a_signal_keeps_what_is_computed(models, tmp_path, sent):
         assert store.check() == []
 
 
-def test_on_a_terminal_progress_is_a_bar(monkeypatch):
-    written = io.StringIO()
-    terminal = Console(file=written, force_terminal=True, width=140)
-    monkeypatch.setattr(shown_module, "Console", lambda **_: terminal)
-    with shown() as show:
-        show(Progress())
-        show(Progress("evaluating", 5, 2000, 1000, 500, 500, 4000, 1 << 20, 2.0))
-        show(Progress("evaluating", 5, 2000, 1000, 1000, 1000, 4000, 1 << 20, 4.0))
-    text = written.getvalue()
-    assert "1,000 of 1,000 tokens" in text
-    assert "250 tokens/s" in text
-    assert "1.0 MiB stored" in text
-
-
 def test_without_a_terminal_progress_is_a_line_from_time_to_time(monkeypatch, capsys):
     times = iter([100.0, 101.0, 102.0, 112.0, 113.0])
     monkeypatch.setattr(shown_module.time, "monotonic", lambda: next(times))
@@ -333,4 +252,4 @@ def test_without_a_terminal_progress_is_a_line_from_time_to_time(monkeypatch, ca
             show(Progress(phase, missing_tokens=4000, done_tokens=400, seconds=1.0))
     told = capsys.readouterr().err.splitlines()
     assert [line.split(":")[0] for line in told] == ["reading prompts", "evaluating", "evaluating", "waiting"]
-    assert "400 of 4,000 tokens, 400 tokens/s, 9 s left" in told[1]
+    assert "9 s left, 400 of 4,000 tokens, 400 tokens/s" in told[1]

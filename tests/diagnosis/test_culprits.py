@@ -18,50 +18,97 @@ def texts(here, there):
 
 
 def name(here, there):
-    found = find_culprit(texts(here, there))
-    return found.name if found is not None else None
+    """The cause, whichever of two was stored."""
+    found = {one.name if (one := find_culprit(texts(*pair))) else None for pair in ((here, there), (there, here))}
+    assert len(found) == 1
+    return found.pop()
+
+
+def chat(*turns, tools=()):
+    """A conversation, with the tools in JSON before it."""
+    defined = "\n".join(f'{{"name": "{one}", "description": "The {one}.", "parameters": {{}}}}' for one in tools)
+    return f"{defined}\n<|im_start|>system\n{REST}<|im_end|>\n" + "".join(
+        f"<|im_start|>{('user', 'assistant')[i % 2]}\n{turn}<|im_end|>\n" for i, turn in enumerate(turns)
+    )
+
+
+def harmony(*names):
+    return (
+        "namespace functions {\n" + "".join(f"// Of {n}.\ntype {n} = (_: {{}}) => any;\n" for n in names) + "}" + REST
+    )
+
+
+def anthropic(*names):
+    return "[" + ", ".join(f'{{"name": "{n}", "input_schema": {{}}}}' for n in names) + "]" + REST
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("cause", "one", "other"),
     [
-        ("2026-11-22T09:48:01Z", "2026-11-22T09:48:02Z"),
-        ("22.11.2026", "23.11.2026"),
-        ("11/22/2026, 9:48 AM", "11/22/2026, 10:02 AM"),
-        ("22 Nov 2026", "1 Dec 2026"),
-        ("November 2026", "December 2026"),
-        ("Sun Nov 22 09:48:01 UTC 2026", "Sun Nov 22 09:51:37 UTC 2026"),
-        ("Sunday", "Monday"),
-        ("09:48", "17:20"),
-        ("1763804881123", "1763804999456"),
+        ("timestamp", "2026-11-22T09:48:01Z", "2026-11-22T09:48:02Z"),
+        ("timestamp", "22.11.2026", "23.11.2026"),
+        ("timestamp", "11/22/2026, 9:48 AM", "11/22/2026, 10:02 AM"),
+        ("timestamp", "22 Nov 2026", "1 Dec 2026"),
+        ("timestamp", "November 2026", "December 2026"),
+        ("timestamp", "Sunday, November 22, 2026", "Monday, November 23, 2026"),
+        ("timestamp", "Sun Nov 22 09:48:01 UTC 2026", "Sun Nov 22 09:51:37 UTC 2026"),
+        ("timestamp", "Sunday", "Monday"),
+        ("timestamp", "09:48", "17:20"),
+        ("timestamp", "1763804881", "1763809942"),
+        ("timestamp", "1763804881123", "1763804999456"),
+        ("timestamp", "2026-11-22T09:48:01Z trace=8fa3b2c1d0", "2026-11-22T10:02:44Z trace=77ab01c9ef"),
+        ("id", "4f9c1b7e02ad", "9ab03c55e1f0"),
+        ("id", "req_8fK3a9x1", "req_77ab01Qz"),
+        ("id", "user-10482", "user-99120"),
+        ("id", "7712048", "5510397"),
+        ("id", "chatcmpl-9xYz12AbCdEf", "chatcmpl-1qWe45RtYuIo"),
+        ("id", "0b7c2f5e-51a4-4c6e-9a2b-6d1f0c3e7a90", "9f81d3aa-0c17-4b5d-8e6f-2a4b6c8d0e1f"),
+        (None, "Berlin", "Madrid"),
+        (None, "formal", "friendly"),
+        (None, "3 sentences", "5 sentences"),
     ],
 )
-def test_dates_and_times(one, other):
-    assert name(f"It is {one}. {REST}", f"It is {other}. {REST}") == "timestamp"
-    assert name(f"It is {other}. {REST}", f"It is {one}. {REST}") == "timestamp"
+def test_a_value_that_differs_before_much_that_is_the_same(cause, one, other):
+    assert name(f"It is {one}. {REST}", f"It is {other}. {REST}") == cause
     # at the end, or in front of another text, it costs nothing
     assert name(f"{REST} It is {one}.", f"{REST} It is {other}.") is None
     assert name(f"It is {one}. {REST}", f"It is {other}. Something else is said.") is None
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("cause", "here", "there"),
     [
-        ("4f9c1b7e02ad", "9ab03c55e1f0"),
-        ("req_8fK3a9x1", "req_77ab01Qz"),
-        ("user-10482", "user-99120"),
-        ("7712048", "5510397"),
-        ("chatcmpl-9xYz12AbCdEf", "chatcmpl-1qWe45RtYuIo"),
+        ("tools", chat("Hi", tools=["weather", "time", "people"]), chat("Hi", tools=["people", "weather", "time"])),
+        ("tools", chat("Hi", tools=["weather", "time", "people"]), chat("Hi", tools=["weather", "people", "time"])),
+        ("tools", harmony("get_time", "get_weather"), harmony("get_weather", "get_time")),
+        ("tools", anthropic("a", "b", "c"), anthropic("a", "c", "b")),
+        ("white space", f"{REST}\n\nA: A page.\n\nQ: {REST}", f"{REST}\n\nA: A page. \n\n\nQ: {REST}"),
+        # innocent differences
+        (None, anthropic("a", "b"), anthropic("a", "x")),
+        (None, chat("Hi", tools=["weather", "time", "people"]), chat("Hi", tools=["weather", "time", "height"])),
+        (None, chat("Hi", tools=["weather", "time"]), chat("Hi", tools=["weather", "time", "people"])),
+        (
+            None,
+            chat('{"name": "time", "arguments": {}} {"name": "weather", "arguments": {}}', tools=["time", "weather"]),
+            chat('{"name": "weather", "arguments": {}} {"name": "time", "arguments": {}}', tools=["time", "weather"]),
+        ),
+        (None, chat("Who are you?"), chat("What can you do for me?")),
+        (None, chat("Is 10:30 fine for you?"), chat("Is 11:45 fine for you?")),
+        (None, chat("Where is order 482913?"), chat("Where is order 771204?")),
+        (
+            None,
+            f"On 2026-11-22 the harbour was closed for two hours. {REST}",
+            f"On 2026-12-24 all shops close at noon, and so do most offices in town. {REST}",
+        ),
+        (
+            None,
+            chat("Hi", "<think>\nA first idea that is long enough.\n</think>\n\nOne answer of some length."),
+            chat("Hi", "<think>\nA second idea, quite different.\n</think>\n\nAnother answer, a longer one."),
+        ),
     ],
 )
-def test_ids(one, other):
-    assert name(f"Session: {one}\n{REST}", f"Session: {other}\n{REST}") == "id"
-
-
-def test_words_are_no_ids():
-    assert name(f"You are an assistant of Berlin. {REST}", f"You are an assistant of Madrid. {REST}") is None
-    assert name(f"Speak in a formal way. {REST}", f"Speak in a friendly way. {REST}") is None
-    assert name(f"Write 3 sentences. {REST}", f"Write 5 sentences. {REST}") is None
+def test_other_differences(cause, here, there):
+    assert name(here, there) == cause
 
 
 @pytest.mark.parametrize(
@@ -89,23 +136,6 @@ def test_thinking_of_the_harmony_format():
     answer = "<|channel|>final<|message|>The answer is that all is well.<|return|>"
     stored = f"{start}<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant{answer}"
     assert name(f"{start}{answer}", stored) == "thinking"
-
-
-def test_tools_of_the_harmony_format_and_of_anthropic():
-    def harmony(*names):
-        return (
-            "namespace functions {\n"
-            + "".join(f"// Looks up {n}.\ntype {n} = (_: {{}}) => any;\n" for n in names)
-            + "}"
-        )
-
-    assert name(harmony("get_time", "get_weather") + REST, harmony("get_weather", "get_time") + REST) == "tools"
-
-    def anthropic(*names):
-        return "[" + ", ".join(f'{{"name": "{n}", "input_schema": {{}}}}' for n in names) + "]"
-
-    assert name(anthropic("a", "b", "c") + REST, anthropic("a", "c", "b") + REST) == "tools"
-    assert name(anthropic("a", "b") + REST, anthropic("a", "x") + REST) is None
 
 
 def test_other_tokens_for_the_same_text():

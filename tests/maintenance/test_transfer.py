@@ -7,7 +7,6 @@ import itertools
 import re
 import struct
 import tempfile
-import threading
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,6 @@ from prefixstore.format.record import FORMAT_VERSION
 from prefixstore.maintenance import transfer
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import copy_store, export_store, import_store
-from tests.support import PATIENCE
 from tests.support.faults import FaultyBackend
 from tests.support.places import SCHEMES, contents, fill, place, space
 
@@ -148,31 +146,6 @@ def test_a_truncated_file_yields_its_complete_pages_and_a_second_import_the_rest
             assert contents(target.backend) == contents(source.backend)
 
 
-def test_the_next_batch_is_read_while_one_is_written(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(transfer, "BATCH_BYTES", 2000)
-    (tmp_path / "f").write_bytes(packed(source))
-    n_read, third = [], threading.Event()
-    payload, write = ExportReader._payload, Engine.import_pages
-
-    def reading(self, n_bytes):
-        n_read.append(n_bytes)
-        if len(n_read) == 3:
-            third.set()
-        return payload(self, n_bytes)
-
-    def writing(self, batch, settings):
-        # the first batch has two pages
-        assert third.wait(PATIENCE)
-        return write(self, batch, settings)
-
-    monkeypatch.setattr(ExportReader, "_payload", reading)
-    monkeypatch.setattr(Engine, "import_pages", writing)
-    with Archive(tmp_path / "target", create=True) as target, (tmp_path / "f").open("rb") as file:
-        assert import_store(ExportReader(file, "f"), target).pages == 9
-        assert contents(target.backend) == contents(source.backend)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefixstore-import")]
-
-
 def test_an_import_that_cannot_be_written_ends_with_the_error(source, tmp_path, monkeypatch):
     monkeypatch.setattr(transfer, "BATCH_BYTES", 2000)
     (tmp_path / "f").write_bytes(packed(source))
@@ -190,15 +163,6 @@ def test_an_import_that_cannot_be_written_ends_with_the_error(source, tmp_path, 
         with pytest.raises(FullError, match="the disk is full"):
             import_store(ExportReader(file, "f"), target)
         assert set(contents(target.backend)) == set(written)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefixstore-import")]
-
-
-def test_a_batch_is_one_transaction(source, tmp_path):
-    (tmp_path / "f").write_bytes(packed(source))
-    with Archive(tmp_path / "target", create=True) as target, (tmp_path / "f").open("rb") as file:
-        assert import_store(ExportReader(file, "f"), target).pages == 9
-        with target.backend.view() as view:
-            assert view.generation == 1
 
 
 @pytest.mark.slow
@@ -232,20 +196,6 @@ def test_other_files_and_other_versions_are_refused(source):
         data = struct.pack("<8sII", export.MAGIC, *versions)
         with pytest.raises(IncompatibleError, match=says):
             ExportReader(io.BytesIO(data), "f")
-
-
-def test_an_import_respects_the_budget_and_never_evicts_the_parents_of_its_pages(tmp_path):
-    sequences = [list(range(1000 * i, 1000 * i + 40)) for i in range(20)]
-    with (
-        Archive(tmp_path / "source", create=True) as source,
-        Archive(tmp_path / "target", create=True, max_bytes=4 << 20) as target,
-    ):
-        fill(source.backend, MINE, sequences, size=50_000)
-        moved = import_store(ExportReader(io.BytesIO(packed(source)), "f"), target)
-        assert moved.evicted + moved.refused > 50
-        assert moved.pages + moved.refused == 200
-        assert target.check(4 << 20) == []
-        assert len(contents(target.backend)) > 50
 
 
 @pytest.mark.slow

@@ -210,33 +210,15 @@ def test_a_path_that_is_none_is_named():
 
 
 def test_a_child_process_goes_on_recording(tmp_path):
+    line = {"timestamp": 1, "namespace": "n", "hash_ids": ["a"], "input_length": 5, "hit_length": 0, "page_tokens": 4}
     with PrefixStore(tmp_path / "kv", namespace="n") as store:
         recorder = store.trace(tmp_path / "t")
         child = os.fork()
         if child == 0:
-            recorder._write(
-                {
-                    "timestamp": 1,
-                    "namespace": "n",
-                    "hash_ids": ["a"],
-                    "input_length": 5,
-                    "hit_length": 0,
-                    "page_tokens": 4,
-                }
-            )
+            recorder._write(line)
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
-        recorder._write(
-            {
-                "timestamp": 1,
-                "namespace": "n",
-                "after": "a",
-                "hash_ids": [],
-                "input_length": 5,
-                "hit_length": 0,
-                "page_tokens": 4,
-            }
-        )
+        recorder._write(line | {"after": "a", "hash_ids": []})
     assert len(read_trace(tmp_path / "t").requests) == 2
 
 

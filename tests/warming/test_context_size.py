@@ -20,14 +20,12 @@ def tokenizer(models):
     [(1, 512), (511, 512), (512, 768), (767, 768), (768, 1024), (2047, 2048)],
 )
 def test_the_context_holds_the_longest_prompt_and_one_token_more(tokenizer, longest, n_ctx):
-    fitted = fit(tokenizer, [prompt(longest), prompt(1)])
-    assert (fitted.n_ctx, fitted.longest, fitted.trained) == (n_ctx, longest, 2048)
+    assert fit(tokenizer, [prompt(longest), prompt(1)])[1:] == (longest, n_ctx)
 
 
 def test_only_prompts_longer_than_the_model_was_trained_for_are_refused(tokenizer):
-    fitted = fit(tokenizer, [prompt(100), prompt(2048), prompt(700), ""])
-    assert (fitted.n_ctx, fitted.longest) == (768, 700)
-    found = fitted.prompts
+    found, longest, n_ctx = fit(tokenizer, [prompt(100), prompt(2048), prompt(700), ""])
+    assert (n_ctx, longest) == (768, 700)
     problems = [str(one) for one in found if isinstance(one, Problem)]
     assert problems == [
         (
@@ -44,8 +42,7 @@ def test_only_prompts_longer_than_the_model_was_trained_for_are_refused(tokenize
 
 def test_a_model_that_does_not_say_how_long_its_training_context_was_has_no_limit(tokenizer, monkeypatch):
     monkeypatch.delitem(tokenizer.metadata, "llama.context_length")
-    fitted = fit(tokenizer, [prompt(5000)])
-    assert (fitted.n_ctx, fitted.trained) == (5120, None)
+    assert fit(tokenizer, [prompt(5000)])[1:] == (5000, 5120)
 
 
 def test_text_and_messages_get_the_tokens_that_the_whole_model_gives_them(tokenizer, models):
@@ -54,15 +51,15 @@ def test_text_and_messages_get_the_tokens_that_the_whole_model_gives_them(tokeni
     llm = Config(str(models("llama")), {"n_ctx": 512}).open_llama()
     for generation_prompt in (False, True):
         ours, theirs = (
-            [list(one.content) for one in fit(one, given, generation_prompt=generation_prompt).prompts]
+            [list(one.content) for one in fit(one, given, generation_prompt=generation_prompt)[0]]
             for one in (tokenizer, llm)
         )
         assert ours == theirs
 
 
 def test_reading_stops_when_the_job_is_stopped(tokenizer):
-    fitted = fit(tokenizer, [prompt(600), prompt(900)], stop=lambda: True)
-    assert (fitted.longest, len(fitted.prompts)) == (600, 1)
+    found, longest, _ = fit(tokenizer, [prompt(600), prompt(900)], stop=lambda: True)
+    assert (longest, len(found)) == (600, 1)
 
 
 def test_the_original_context_of_a_model_with_two_sets_of_rope_factors_is_known(tokenizer, monkeypatch):

@@ -18,10 +18,9 @@ from prefixstore.llama.hook import Hook
 from prefixstore.stats import Kind
 from prefixstore.warming import prompt_trie as trie
 from prefixstore.warming.estimate import estimate
-from prefixstore.warming.job import Job, warm
-from prefixstore.warming.leases import PREFIX, Leases, Owner
+from prefixstore.warming.job import Job, Survey, warm
+from prefixstore.warming.leases import PREFIX, Leases
 from prefixstore.warming.report import Progress
-from prefixstore.warming.survey import Survey
 from tests.support.models import answer, logits, prompt
 from tests.support.warming import job_command, shared_prompts, unique_tokens, write_jsonl
 from tests.support.worker import ROOT
@@ -136,15 +135,6 @@ def test_pages_of_an_earlier_run_are_used_to_the_token_even_in_the_middle_of_a_p
         report = warm(llm, store, [start + prompt(50, 1), start[:650] + prompt(60, 2)])
         assert (report.unique_tokens, report.evaluated_tokens) == (810, 110)
         assert holds_all(store, [start, start + prompt(50, 1), start[:650] + prompt(60, 2)])
-
-
-def test_it_restores_even_if_computing_is_faster(llama, tmp_path):
-    llm = llama()
-    with PrefixStore(tmp_path, llm) as store:
-        warm(llm, store, [prompt(700)])
-        llm.reset()
-        store._hooks.current.context.rate.token_seconds, store._hooks.current.context.rate.page_seconds = 1e-9, 1e12
-        assert warm(llm, store, [prompt(700) + prompt(40, seed=i) for i in range(4)]).evaluated_tokens == 160
 
 
 @pytest.mark.slow
@@ -409,8 +399,7 @@ def test_two_jobs_on_one_list_divide_the_work(models, llama, tmp_path, prompts, 
 
 @pytest.mark.attack
 def test_another_job_takes_over_from_a_killed_one(models, llama, tmp_path):
-    # it does not wait for the lease to expire: the process is known to be dead
-    one, other = start_two(models, tmp_path, pause=0.02, lease_seconds=3600)
+    one, other = start_two(models, tmp_path, pause=0.02, lease_seconds=3)
     lost = 0
     for line in one.stdout:
         lost = json.loads(line)["evaluated"]
@@ -427,7 +416,7 @@ def test_another_job_takes_over_from_a_killed_one(models, llama, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_job_waits_until_the_lease_of_another_machine_expires(llama, tmp_path, monkeypatch):
+def test_a_job_waits_until_the_lease_of_another_one_expires(llama, tmp_path, monkeypatch):
     llm = llama()
     phases, now = [], [time.time()]
     monkeypatch.setattr("prefixstore.warming.leases.time", SimpleNamespace(time=lambda: now[0]))
@@ -440,7 +429,7 @@ def test_a_job_waits_until_the_lease_of_another_machine_expires(llama, tmp_path,
     with PrefixStore(tmp_path, llm) as store:
         prompts = trie.PromptTrie([(np.array(prompt(600), "<i4"), "here")], 16)
         job = Job(llm, store, prompts, lambda _: None, lambda: False, pin=False)
-        gone = Leases(store.engine, owner=Owner(machine="another"))
+        gone = Leases(store.engine)
         assert gone.acquire(job.name(prompts.parts()[0]))
         report = warm(llm, store, [prompt(600)], progress=tell)
         assert report.evaluated_tokens == 600

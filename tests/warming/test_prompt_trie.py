@@ -75,16 +75,6 @@ def test_stops_are_where_other_prompts_branch_off_or_end(prompts, start, end):
         assert made.stops(i, start, end) == tuple(sorted(n for n in shared if start < n < min(end, len(row))))
 
 
-def test_prompts_are_sorted_by_token_number():
-    made = plan_of([[256], [1], [70_000], [255]])
-    assert [made.tokens(i).tolist() for i in range(4)] == [[1], [255], [256], [70_000]]
-
-
-def test_short_prompts_are_counted_and_left_out():
-    made = plan_of([[1] * 15, [2] * 16], min_tokens=16)
-    assert (made.short, len(made), made.prompts, made.unique_tokens) == (1, 1, 2, 16)
-
-
 def test_it_keeps_the_origin_of_a_prompt():
     made = plan_of([[3], [1], [1]])
     assert [made.where(i) for i in range(2)] == ["prompt 1", "prompt 0"]
@@ -108,8 +98,3 @@ def test_a_conversation_that_branches_at_every_turn_has_few_parts():
     prompts = [[token for turn in turns[:n] for token in turn] + [1, 2, 3, n + 100] for n in range(1, 600)]
     made = plan_of(prompts)
     assert len(made.parts()) <= module.SHARE + 1
-
-
-def test_an_empty_list_has_no_parts():
-    made = plan_of([])
-    assert (made.parts(), made.unique_tokens) == ([], 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
@@ -81,11 +80,6 @@ def test_a_model_that_needs_a_first_token_gets_it_once(llm, evaluated, monkeypat
     tokens = encode(llm, "some text").tolist()
     assert tokens[0] == llm.token_bos()
     assert tokens == evaluated(lambda: llm.create_completion("some text", max_tokens=1))
-
-
-def test_tokens_are_used_unchanged(llm):
-    assert encode(llm, {"tokens": [5, 4, 3]}).tolist() == [5, 4, 3]
-    assert encode(llm, [5, 4, 3]).tolist() == [5, 4, 3]
 
 
 @pytest.mark.parametrize(
@@ -244,24 +238,6 @@ def test_a_missing_file_is_a_problem_and_the_rest_is_read(tmp_path):
     found = list(read([str(tmp_path / "nowhere.txt"), str(tmp_path / "*.md"), str(tmp_path / "a[1].txt")]))
     assert [type(entry) for entry in found] == [Problem, Problem, Prompt]
     assert "file not found" in str(found[0])
-
-
-def test_standard_input_is_read_as_lines():
-    found = list(read(["-"], stdin=io.BytesIO(b'{"prompt": "a"}\n{')))
-    assert [entry.where for entry in found] == ["<stdin>:1", "<stdin>:2"]
-
-
-def test_lines_are_read_lazily():
-    class Counting(io.BytesIO):
-        read_lines = 0
-
-        def __next__(self):
-            self.read_lines += 1
-            return super().__next__()
-
-    file = Counting(b'{"prompt": "a"}\n' * 10)
-    next(iter(read(["-"], stdin=file)))
-    assert file.read_lines == 1
 
 
 # -- together ---------------------------------------------------------------------------------------------------------

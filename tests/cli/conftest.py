@@ -1,0 +1,76 @@
+"""Commands, run in this process."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+
+from prefixstore.cli import main, output
+from prefixstore.maintenance.archive import Archive
+from tests.support.places import fill, space
+
+SEQUENCES = ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 10], [20, 21, 22, 23, 24])
+
+
+@pytest.fixture
+def run(capfd):
+    """Runs a command: exit code, stdout, stderr."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def call(*arguments):
+        capfd.readouterr()
+        code = main([str(argument) for argument in arguments])
+        return code, *capfd.readouterr()
+
+    yield call
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def as_json(run):
+    """Runs a command with --json: exit code, and its output."""
+
+    def call(*arguments):
+        code, out, _ = run(*arguments, "--json")
+        return code, json.loads(out)
+
+    return call
+
+
+@pytest.fixture
+def new_user(tmp_path, monkeypatch):
+    """In an empty folder, with nothing set and nothing cached."""
+    monkeypatch.delenv("PREFIXSTORE_LOCATION", raising=False)
+    monkeypatch.delenv("PREFIXSTORE_CONFIG", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """A terminal whose user gives these answers; it notes the questions."""
+    asked = []
+
+    def terminal(*given):
+        left = list(given)
+        monkeypatch.setattr(output, "has_terminal", lambda: True)
+        monkeypatch.setattr(output.typer, "confirm", lambda question, **_: asked.append(question) or left.pop(0))
+        return asked
+
+    return terminal
+
+
+def filled(path, sequences=SEQUENCES, **options):
+    """A location with pages of one tenant."""
+    with Archive(path, create=True) as archive:
+        fill(archive.backend, space("mine"), sequences, **options)
+        return archive.location
+
+
+def n_pages(location):
+    with Archive(location, read_only=True) as archive:
+        return archive.used().entries

@@ -1,0 +1,101 @@
+"""What commands say when they cannot do what they were told: a code and a message, and nothing is changed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cli.conftest import filled, n_pages
+
+LONG = "x" * 300
+SECRET = "valkey://me:S3CRET@host/0"
+SOCKET = "unix://:S3CR@ET@/run/x"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return filled(tmp_path_factory.mktemp("store") / "kv")
+
+
+@pytest.mark.usefixtures("new_user")
+@pytest.mark.parametrize(
+    ("code", "command", "says"),
+    [
+        # wrong usage
+        (2, "no-such-command", "No such command"),
+        (2, "stats x --no-such-option", "No such option"),
+        (2, "stats nonsense://x", "nonsense"),
+        (2, "show {store}", "is not the key of a page; pass [LOCATION] HASH"),
+        (2, "show {store} ffff", "{store}: no page begins with 'ffff'; prefixstore tree lists them"),
+        (2, "purge {store}", "no pages are selected"),
+        (2, "tree {store} --containing x", "--containing needs --model or --tokenizer"),
+        (2, "verify {store}", "pass --model FILE or --config FILE"),
+        (2, "copy {store} {store}", "source and target are the same location"),
+        (2, "copy {store}", "pass LOCATION TARGET"),
+        (2, "migrate sqlite:///x.db --sql --check", "cannot be combined"),
+        (2, "ls {store} --sort colour", "--sort colour is unknown; choose used, pages, tokens, stored or uses"),
+        (2, "tree {store} --sort colour", "--sort colour is unknown"),
+        (2, "evict {store} --to 80%", "80%"),
+        (2, "evict {store} --to 1B --policy x", "policy='x' is unknown"),
+        (2, "ls --config three.toml", "location"),
+        (2, "stats --config none.toml", "none.toml: No such file or directory; prefixstore init writes one"),
+        (2, "tree {store} --model none.gguf", "model file not found"),
+        (2, "tree {store} --model three.toml", "it is not a model file (GGUF)"),
+        (2, "tree {store} --model .", "is a folder"),
+        (2, f"tree {{store}} --model {LONG}", "File name too long"),
+        (2, f"tree {{store}} --tokenizer {LONG}", "File name too long"),
+        (2, f"serve --model {LONG}", "File name too long"),
+        (2, "explain {store} --model {gguf}", "pass one prompt"),
+        (2, "explain {store} --model {gguf} hello --messages x", "pass one prompt"),
+        (2, "explain {store} --model {gguf} --messages none.json", "none.json cannot be read"),
+        (2, "explain {store} --model {gguf} --messages three.toml", "is not valid JSON"),
+        # a size or an age without a unit, or none at all
+        (2, "purge {store} --older-than 30", "--older-than='30' has no unit; pass one, as in"),
+        (2, "evict {store} --to 1000", "--to='1000' has no unit"),
+        (2, "check {store} --repair --max-bytes 1000", "--max-bytes='1000' has no unit"),
+        (2, "tree {store} --older-than yesterday", "pass seconds, or 30d, 12h"),
+        (2, "evict {store} --to much", "pass bytes, or a size such as 20GiB"),
+        # places that cannot be used
+        (3, "stats none", "none does not exist, so there is no store (an LMDB directory) yet; check the path"),
+        (3, "clear sqlite:///none.db", "none.db does not exist, so there is no store (a SQLite file) yet"),
+        (3, "purge none --everything", "does not exist"),
+        (3, "export none --out f", "does not exist"),
+        (3, "report none --out f", "does not exist"),
+        (3, "check .", "exists but has no store yet; choose another location"),
+        (3, "stats three.toml", "is a file, and an LMDB store is a directory; for SQLite pass sqlite:///"),
+        (3, "export {store} --out no/f", "cannot be written"),
+        (3, "export {store} --out three.toml", "is not an export of prefixstore; choose another name"),
+        (3, "report {store} --out no/f.html", "no/f.html cannot be written: No such file or directory; choose another"),
+        (3, f"report {{store}} --out {LONG}", "File name too long"),
+        (2, f"export {{store}} --out {LONG}", "File name too long"),
+        (3, "init no/folder.toml", "cannot be written"),
+        (3, "import {store} none", "cannot be read"),
+        (3, "warm --model {gguf} --store three.toml three.toml", "three.toml"),
+        (3, "import {store} three.toml", "not written by prefixstore"),
+        (1, "purge {store} --salt mien", "there is no tenant 'mien'; prefixstore tenants lists them"),
+        # a URL where something else is expected is repeated without its password
+        (3, f"import lmdb:kv {SECRET}", "host"),
+        (3, f"init {SOCKET}", "cannot be written"),
+        (2, f"show {SECRET}", "is not the key of a page"),
+        (2, f"stats --config {SOCKET}", "No such file"),
+        (2, f"verify kv --model {SECRET}", "host"),
+        (2, f"explain kv --model x --prompt-file {SOCKET}", ""),
+    ],
+)
+def test_a_command_that_fails_says_why_and_changes_nothing(tmp_path, models, store, run, code, command, says):
+    folder = tmp_path / "work"
+    (folder / "three.toml").write_text('[store]\nlocation = ["a", "b", "c"]\n')
+    names = {"store": store, "gguf": models("llama")}
+    found, out, err = run(*(word.format(**names) for word in command.split()))
+    assert (found, out) == (code, "")
+    assert says.format(**names) in " ".join(err.split())
+    for word in ("Traceback", "timedelta", "an int", "S3CR", "ET@"):
+        assert word not in err
+    assert n_pages(store) == 6
+    assert [path.name for path in folder.iterdir()] == ["three.toml"]
+
+
+def test_a_tenant_that_is_not_there_is_not_shown_as_an_empty_one(store, run):
+    for command in ("ls", "tree", "export --out f.pstore --dry-run"):
+        name, *options = command.split()
+        assert "there is no tenant 'mien'" in run(name, store, *options, "--salt", "mien")[2]
+        assert "no tenant" not in run(name, store, *options, "--salt", "mine")[2]
