@@ -43,9 +43,9 @@ def test_states_are_in_order_for_any_mix_of_codecs(workers, codecs, streamed):
 
 
 def test_states_stay_valid_until_the_block_is_left(workers):
-    with store_of(MIXED) as store, store.fetcher.fetching(store.pages) as states:
+    with store_of(MIXED) as store, store.engine.fetching(store.pages) as states:
         all_of_them = list(states)
-        with store.fetcher.fetching(store.pages, streamed=True) as others:
+        with store.engine.fetching(store.pages, streamed=True) as others:
             assert len(list(others)) == len(MIXED)
         assert [bytes(state) for state in all_of_them] == [state_of(i) for i in range(len(MIXED))]
 
@@ -53,7 +53,7 @@ def test_states_stay_valid_until_the_block_is_left(workers):
 def test_streaming_needs_only_a_few_buffers(workers):
     with store_of(["planes"] * 30) as store:
         most = 0
-        with store.fetcher.fetching(store.pages, streamed=True) as states:
+        with store.engine.fetching(store.pages, streamed=True) as states:
             for _ in states:
                 most = max(most, store.bytes_in_use)
         # a page for each worker, one that is in use, and what each worker needs to unpack
@@ -64,7 +64,7 @@ def test_a_raw_page_is_not_copied(tmp_path):
     with store_of(["raw", "planes"], Pages(LMDBBackend(tmp_path / "kv", 1 << 24))) as store:
         with store.backend.view() as view:
             stored = np.frombuffer(view.payload(store.pages[0].key), np.uint8)
-            with store.fetcher.fetching(store.pages) as states:
+            with store.engine.fetching(store.pages) as states:
                 assert np.frombuffer(next(states), np.uint8).ctypes.data == stored.ctypes.data
         del stored
 
@@ -87,7 +87,7 @@ def test_reading_ahead_is_bounded(workers):
     with store_of(["zstd"] * 20) as store:
         read = []
         store.backend.before = read.append
-        with store.fetcher.fetching(store.pages, streamed=True) as states:
+        with store.engine.fetching(store.pages, streamed=True) as states:
             for i, _ in enumerate(states):
                 time.sleep(0.01)
                 assert len(read) <= i + 1 + workers
@@ -189,7 +189,7 @@ def test_a_page_that_is_gone_ends_the_restore(workers):
 def test_a_lack_of_memory_is_not_counted_as_damage(monkeypatch):
     with store_of(["planes"] * 3) as store:
         monkeypatch.setattr(np, "empty", lambda *args: (_ for _ in ()).throw(MemoryError))
-        with store.fetcher.fetching(store.pages) as states:
+        with store.engine.fetching(store.pages) as states:
             assert list(states) == []
         assert store.counters.group("unreadable") == {"unavailable": 1}
         assert not store.catalog.deferred().damaged
@@ -202,7 +202,7 @@ def test_a_bug_reaches_the_caller(workers):
 
     with store_of(MIXED) as store:
         store.backend.before = fail
-        with pytest.raises(ZeroDivisionError), store.fetcher.fetching(store.pages) as states:
+        with pytest.raises(ZeroDivisionError), store.engine.fetching(store.pages) as states:
             list(states)
         assert store.bytes_in_use == 0
         store.backend.before = lambda i: None
@@ -224,7 +224,7 @@ def test_leaving_early_leaves_no_thread_and_no_buffer(workers, taken, streamed, 
     with store_of(MIXED) as store:
         store.backend.before = lambda i: time.sleep(slow)
         expected = pytest.raises(end) if end else nullcontext()
-        with expected, store.fetcher.fetching(store.pages, streamed=streamed) as states:
+        with expected, store.engine.fetching(store.pages, streamed=streamed) as states:
             for i in range(taken):
                 assert bytes(next(states)) == state_of(i)
             if end:
@@ -246,7 +246,7 @@ def test_many_threads_can_restore_at_the_same_time(workers):
                 for turn in range(10):
                     n = (seed + turn) % (len(MIXED) + 1)
                     pages = store.pages[:n] if n else store.pages
-                    with store.fetcher.fetching(pages, streamed=bool(turn % 2)) as states:
+                    with store.engine.fetching(pages, streamed=bool(turn % 2)) as states:
                         for i, state in enumerate(states):
                             assert bytes(state) == state_of(i)
                             if i == seed % 7:

@@ -27,7 +27,7 @@ RAW = ["raw"] * 8
 
 def take_all(store):
     """The states that were given out, and how many of them were verified."""
-    with store.fetcher.fetching(store.pages, streamed=True) as states:
+    with store.engine.fetching(store.pages, streamed=True) as states:
         return [bytes(state) for state in states], states.verified()
 
 
@@ -93,7 +93,7 @@ def test_a_bug_reaches_the_caller():
 
     with store_of(RAW) as store:
         store.backend.before = fail
-        with pytest.raises(ZeroDivisionError), store.fetcher.fetching(store.pages, streamed=True) as states:
+        with pytest.raises(ZeroDivisionError), store.engine.fetching(store.pages, streamed=True) as states:
             list(states)
         assert store.backend.open == 0
 
@@ -134,7 +134,7 @@ def test_leaving_while_a_page_is_verified_waits_for_the_thread(monkeypatch, tmp_
 
     monkeypatch.setattr(readers, "verify_checksum", slow)
     with store_of(RAW, Pages(LMDBBackend(tmp_path / "kv", 1 << 24))) as store:
-        with store.fetcher.fetching(store.pages, streamed=True) as states:
+        with store.engine.fetching(store.pages, streamed=True) as states:
             next(states)
             assert begun.wait(PATIENCE)
             assert not over
@@ -160,7 +160,7 @@ def test_a_page_whose_verification_fails_by_any_error_stays_unverified(monkeypat
         raise ZeroDivisionError
 
     monkeypatch.setattr(readers, "verify_checksum", fail)
-    with store_of(RAW) as store, store.fetcher.fetching(store.pages, streamed=True) as states:
+    with store_of(RAW) as store, store.engine.fetching(store.pages, streamed=True) as states:
         next(states)
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):
@@ -175,7 +175,7 @@ def test_the_end_of_a_thread_is_not_the_end_of_the_caller(monkeypatch, along):
 
     monkeypatch.setattr(readers, "verify_checksum" if along else "verify", end)
     with store_of(RAW) as store:
-        with store.fetcher.fetching(store.pages, streamed=True, along=along) as states:
+        with store.engine.fetching(store.pages, streamed=True, along=along) as states:
             given = list(states)
             assert states.verified() == 0
         assert len(given) == along
@@ -189,7 +189,7 @@ def test_a_record_that_claims_another_size_than_the_index_knows_is_not_unpacked(
     monkeypatch.setattr(readers, "decode", lambda *args: pytest.fail("unpacked"))
     with store_of([codec] * 3) as store:
         store.backend.change = lambda i, record, payload: (replace(record, raw_bytes=1 << 40), payload)
-        with store.fetcher.fetching(store.pages, streamed=streamed) as states:
+        with store.engine.fetching(store.pages, streamed=streamed) as states:
             assert list(states) == []
         assert store.counters.group("unreadable") == {"shape": 1}
 
@@ -199,7 +199,7 @@ def test_a_page_that_is_not_admitted_ends_the_restore_and_is_not_read(streamed):
     read = []
     with store_of(RAW) as store:
         store.backend.before = read.append
-        with store.fetcher.fetching(store.pages, streamed=streamed, admit=lambda page: page.start < 5 * P) as states:
+        with store.engine.fetching(store.pages, streamed=streamed, admit=lambda page: page.start < 5 * P) as states:
             assert len(list(states)) == states.verified() == 5
         assert read == list(range(5))
         assert store.counters.group("unreadable") == {"shape": 1}
@@ -218,7 +218,7 @@ def test_restores_that_have_begun_end_when_the_store_is_closed(codec, n_threads)
 
         def read(number):
             try:
-                with store.fetcher.fetching(store.pages, streamed=bool(number % 2)) as states:
+                with store.engine.fetching(store.pages, streamed=bool(number % 2)) as states:
                     given = [bytes(state) for state in islice(states, number % 8)]
                     begun.wait()
                     assert closed.wait(PATIENCE)
@@ -236,12 +236,12 @@ def test_restores_that_have_begun_end_when_the_store_is_closed(codec, n_threads)
             thread.join()
         assert len(outcomes) == n_threads
         assert set(outcomes) == {8}
-        with pytest.raises(ClosedError, match="open a new PrefixStore"), store.fetcher.fetching(store.pages):
+        with pytest.raises(ClosedError, match="open a new PrefixStore"), store.engine.fetching(store.pages):
             pass
 
 
 def test_closing_in_the_midst_of_the_own_restore_does_not_wait_for_it():
-    with store_of(["zstd"] * 8) as store, store.fetcher.fetching(store.pages) as states:
+    with store_of(["zstd"] * 8) as store, store.engine.fetching(store.pages) as states:
         next(states)
         store.fetcher.close()
         assert len(list(states)) == 7
@@ -255,10 +255,10 @@ def test_a_thread_that_cannot_be_started_is_not_waited_for(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr("_thread.start_new_thread", start)
             store.engine.threads._idle = SimpleQueue()
-            with store.fetcher.fetching(store.pages, streamed=True) as states:
+            with store.engine.fetching(store.pages, streamed=True) as states:
                 assert list(states) == []
             assert store.counters.group("unreadable") == {"unavailable": 1}
-            with store.fetcher.fetching(store.pages) as states:
+            with store.engine.fetching(store.pages) as states:
                 assert list(states) == []
             assert store.counters.group("unreadable") == {"unavailable": 2}
         read = []
