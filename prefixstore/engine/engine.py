@@ -30,7 +30,7 @@ from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.commit import Committer
 from prefixstore.engine.delete import Choice, Deleter, Removed, in_common, of_namespaces
 from prefixstore.engine.evictions import Cause, Eviction, EvictionNote
-from prefixstore.engine.fetch import Deadline, Fetcher, Source, States, fetch
+from prefixstore.engine.fetch import Deadline, States, fetch
 from prefixstore.engine.figures import FigureKeeper
 from prefixstore.engine.index import Page, Path, is_same
 from prefixstore.engine.invariants import Violation, violations
@@ -45,6 +45,7 @@ from prefixstore.engine.queue import Drained, WriteQueue
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.readers import Admit, Look
 from prefixstore.engine.relatives import pinned_with, siblings_of
+from prefixstore.engine.source import Fetcher, Source
 from prefixstore.engine.space import Evictor
 from prefixstore.engine.tap import Tap
 from prefixstore.engine.waiting import Lock, LockT, Placement

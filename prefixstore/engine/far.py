@@ -16,10 +16,11 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.fetch import Keep, Source, States
+from prefixstore.engine.fetch import States
 from prefixstore.engine.index import Page
 from prefixstore.engine.pending import PendingPage
 from prefixstore.engine.queue import BATCH_BYTES
+from prefixstore.engine.source import Keep, Source
 from prefixstore.engine.waiting import DropReason, Placement
 from prefixstore.errors import StorageError
 

@@ -29,11 +29,12 @@ from typing import Any
 from prefixstore.backends.threads import Answer, handed_over
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.far import FarEngine, node_of
-from prefixstore.engine.fetch import Keep, Source, States, fetch
+from prefixstore.engine.fetch import States, fetch
 from prefixstore.engine.index import Page, Path
 from prefixstore.engine.invariants import Violation
 from prefixstore.engine.pending import Fits, PendingPage
 from prefixstore.engine.queue import Drained
+from prefixstore.engine.source import Keep, Source
 from prefixstore.errors import ClosedError, StorageError
 from prefixstore.format.keys import Tokens
 from prefixstore.format.namespace import Namespace

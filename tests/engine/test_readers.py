@@ -14,12 +14,12 @@ from prefixstore import PrefixStore
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine import readers
 from prefixstore.engine.pages import Pages
-from prefixstore.errors import ClosedError, CorruptError, IncompatibleError, UnavailableError
+from prefixstore.errors import ClosedError, CorruptError
 from prefixstore.format.autocodec import encode
 from prefixstore.format.record import checksum
 from prefixstore.llama.paged_memory import PagedMemory
 from tests.support import PATIENCE, in_thread
-from tests.support.fetching import P, forging, state_of, store_of
+from tests.support.fetching import P, state_of, store_of
 from tests.support.models import answer, load, prompt, state_digest
 
 RAW = ["raw"] * 8
@@ -40,64 +40,6 @@ def test_all_states_are_given_out_in_order_and_verified(n):
         assert store.fetcher._read_rate.seconds_per_byte is None  # these are too small to be measured
 
 
-@pytest.mark.parametrize("at", [0, 1, 7])
-def test_a_damaged_page_is_reported_before_the_next_one_is_given_out(at):
-    with store_of(RAW) as store:
-        store.backend.change = forging(at, payload=lambda payload: bytes(payload[:-1]) + b"?")
-        given, verified = take_all(store)
-        assert len(given) == at + 1
-        assert verified == at
-        assert given[:at] == [state_of(i) for i in range(at)]
-        assert store.counters.group("unreadable") == {"corrupt": 1}
-        assert store.catalog.deferred().damaged.keys() == {store.pages[at].key}
-
-
-def test_a_page_with_a_wrong_length_or_other_tokens_is_not_given_out():
-    for changes in ({"payload": lambda payload: bytes(payload[:-1])}, {"tokens": b"1234"}, {"codec": 77}):
-        with store_of(RAW) as store:
-            store.backend.change = forging(3, **changes)
-            given, verified = take_all(store)
-            assert len(given) == verified == 3
-
-
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [(CorruptError, "corrupt"), (IncompatibleError, "incompatible"), (UnavailableError, "unavailable")],
-)
-def test_an_error_of_the_backend_does_not_affect_the_page_given_out_before(error, reason):
-    def fail(i):
-        if i == 5:
-            raise error("no")
-
-    with store_of(RAW) as store:
-        store.backend.before = fail
-        given, verified = take_all(store)
-        assert len(given) == verified == 5
-        assert store.counters.group("unreadable") == {reason: 1}
-
-
-def test_a_page_that_is_gone_ends_the_restore():
-    with store_of(RAW) as store:
-        with store.backend.update() as transaction:
-            for page in store.pages[6:]:
-                transaction.delete(page.key)
-        given, verified = take_all(store)
-        assert len(given) == verified == 6
-        assert store.counters.group("unreadable") == {"vanished": 1}
-
-
-def test_a_bug_reaches_the_caller():
-    def fail(i):
-        if i == 2:
-            raise ZeroDivisionError
-
-    with store_of(RAW) as store:
-        store.backend.before = fail
-        with pytest.raises(ZeroDivisionError), store.engine.fetching(store.pages, streamed=True) as states:
-            list(states)
-        assert store.backend.open == 0
-
-
 def test_a_page_that_was_written_again_as_packed_is_unpacked():
     def packed(i, record, payload):
         if i != 3:
@@ -112,13 +54,6 @@ def test_a_page_that_was_written_again_as_packed_is_unpacked():
         given, verified = take_all(store)
         assert given == [state_of(i) for i in range(8)]
         assert verified == 8
-
-
-def test_packed_pages_are_verified_before_they_are_given_out():
-    with store_of(["raw", "planes", "raw"]) as store:
-        store.backend.change = forging(2, payload=lambda payload: bytes(payload[:-1]) + b"?")
-        given, verified = take_all(store)
-        assert len(given) == verified == 2
 
 
 def test_leaving_while_a_page_is_verified_waits_for_the_thread(monkeypatch, tmp_path):
@@ -141,18 +76,6 @@ def test_leaving_while_a_page_is_verified_waits_for_the_thread(monkeypatch, tmp_
             go_on.set()
         assert over == [1]
         assert next(states, None) is None
-
-
-def test_an_error_while_the_next_page_is_read_does_not_affect_the_one_given_out_before():
-    def fail(i):
-        if i == 2:
-            raise MemoryError
-
-    with store_of(RAW) as store:
-        store.backend.before = fail
-        given, verified = take_all(store)
-        assert len(given) == verified == 2
-        assert store.counters.group("unreadable") == {"unavailable": 1}
 
 
 def test_a_page_whose_verification_fails_by_any_error_stays_unverified(monkeypatch):
@@ -240,13 +163,6 @@ def test_restores_that_have_begun_end_when_the_store_is_closed(codec, n_threads)
             pass
 
 
-def test_closing_in_the_midst_of_the_own_restore_does_not_wait_for_it():
-    with store_of(["zstd"] * 8) as store, store.engine.fetching(store.pages) as states:
-        next(states)
-        store.fetcher.close()
-        assert len(list(states)) == 7
-
-
 def test_a_thread_that_cannot_be_started_is_not_waited_for(monkeypatch):
     def start(*_):
         raise RuntimeError("can't start new thread")
@@ -295,7 +211,6 @@ def test_a_damaged_page_is_removed_from_the_context_again(models, tmp_path, monk
                 raise CorruptError("flipped on purpose")
             real(record, view)
 
-        monkeypatch.setattr(readers, "verify_checksum", verify)
         monkeypatch.setattr(readers, "verify_checksum", verify)
         monkeypatch.setattr(PagedMemory, "load", lambda self, *args: loaded.append(args) or load_page(self, *args))
         llm.reset()
