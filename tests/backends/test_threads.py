@@ -10,9 +10,8 @@ from queue import Empty
 
 import pytest
 
-from prefixstore.backends.threads import Answer, Threads, caller, handed_over, is_own
-from tests.support import PATIENCE, in_thread, outcome
-from tests.support.ctrl_c import interrupted, places_in
+from prefixstore.backends.threads import Threads, caller, is_own
+from tests.support import PATIENCE, outcome
 from tests.support.timeouts import wait_for
 
 NAME = "of-this-test"
@@ -166,44 +165,3 @@ def test_if_no_thread_can_be_started_the_caller_does_the_work(pool, monkeypatch)
     assert pool.start_or_run(lambda: 1).get() == 1
     with pytest.raises(RuntimeError):
         pool.start(int)
-
-
-class Calls:
-    def __init__(self, threads):
-        self.threads = threads
-
-    @handed_over
-    def add(self, a, *, b):
-        return a + b
-
-
-# one that comes while the garbage collector gives up what was left in an orderly way
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_after_a_ctrl_c_at_any_place_others_go_on():
-    n, at = 1, 0
-    while at < n:
-        at += 1
-        threads = Threads(NAME)
-        calls = Calls(threads)
-
-        def work(calls=calls, threads=threads):
-            assert calls.add(1, b=2) == 3
-
-        if n == 1:
-            n = places_in(work)
-            threads.close()
-            threads = Threads(NAME)
-            calls = Calls(threads)
-
-        where = interrupted(lambda calls=calls, threads=threads: work(calls, threads), at)
-        assert outcome(lambda: work(calls, threads), where) is None, where  # noqa: B023 - called at once
-        threads.close()
-    assert n > 20
-    wait_for(lambda: not alive(), "the end of the threads")
-
-
-def test_an_answer_is_taken_by_the_thread_that_waits():
-    answer: Answer[int] = Answer()
-    assert not answer.is_there
-    in_thread(answer.put, 3)
-    assert answer.get() == 3

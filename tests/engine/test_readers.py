@@ -10,17 +10,14 @@ from queue import SimpleQueue
 
 import pytest
 
-from prefixstore import PrefixStore
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine import readers
 from prefixstore.engine.pages import Pages
-from prefixstore.errors import ClosedError, CorruptError
+from prefixstore.errors import ClosedError
 from prefixstore.format.autocodec import encode
 from prefixstore.format.record import checksum
-from prefixstore.llama.paged_memory import PagedMemory
 from tests.support import PATIENCE, in_thread
 from tests.support.fetching import P, state_of, store_of
-from tests.support.models import answer, load, prompt, state_digest
 
 RAW = ["raw"] * 8
 
@@ -181,47 +178,3 @@ def test_a_thread_that_cannot_be_started_is_not_waited_for(monkeypatch):
         store.backend.before = read.append
         assert store.fetch() == 8
         assert read == list(range(8))
-
-
-# -- in a context ------------------------------------------------------------------------------------------------------
-
-TOKENS = prompt(1024)
-
-
-@pytest.mark.parametrize("number", [0, 2, 3])
-def test_a_damaged_page_is_removed_from_the_context_again(models, tmp_path, monkeypatch, number):
-    llm = load(models("llama"))
-    cold = answer(llm, TOKENS, 6)
-    with PrefixStore(tmp_path, llm, codec="raw") as store:
-        llm.set_cache(store)
-        llm.reset()
-        answer(llm, TOKENS, 1)
-        store.flush()
-        expected = {}
-        for n in (256, 512, 768):
-            llm.reset()
-            llm.eval(TOKENS[:n])
-            expected[n] = state_digest(llm, n)
-        checks, loaded = [], []
-        real, load_page = readers.verify_checksum, PagedMemory.load
-
-        def verify(record, view):
-            checks.append(record)
-            if len(checks) == number + 1:
-                raise CorruptError("flipped on purpose")
-            real(record, view)
-
-        monkeypatch.setattr(readers, "verify_checksum", verify)
-        monkeypatch.setattr(PagedMemory, "load", lambda self, *args: loaded.append(args) or load_page(self, *args))
-        llm.reset()
-        n = store.restore([*TOKENS, 7])
-        # nothing of a rejected page stays: the context is emptied, and the good pages are loaded again
-        assert len(loaded) == number + 1 + number
-        assert n == number * 256
-        if n:
-            assert state_digest(llm, n) == expected[n]
-        assert store.stats().unreadable == {"corrupt": 1}
-        monkeypatch.undo()
-        llm.reset()
-        assert answer(llm, TOKENS, 6) == cold
-        assert store.check() == []

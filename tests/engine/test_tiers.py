@@ -22,7 +22,7 @@ from prefixstore.format.autocodec import pick
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.namespace import Namespace
 from prefixstore.stats import Counters
-from tests.support import PATIENCE
+from tests.support import PATIENCE, in_thread
 from tests.support.engines import (
     MIB,
     A,
@@ -497,35 +497,6 @@ def test_a_far_location_with_a_fault_of_its_own_costs_nothing_that_is_near(max_d
         assert "a fault of a plug-in" in caplog.text
 
 
-def test_a_lookup_does_not_wait_for_a_far_location_that_hangs(near):
-    released = threading.Event()
-
-    class Hanging(MemoryPages):
-        hangs = False
-
-        @contextmanager
-        def view(self):
-            if self.hangs:
-                released.wait(PATIENCE)
-            with super().view() as view:
-                yield view
-
-    far = Hanging()
-    with tiers(near, far, max_delay=0.05) as store:
-        store.engine.token_seconds = 1e-9
-        store.capture(LONG)
-        store.engine.drain()
-        before = store.engine.tiers()[1].late
-        far.hangs = True
-        assert store.match([*LONG, *A]) == len(LONG)
-        assert store.match([*LONG, *A]) == len(LONG)
-        assert store.engine.tiers()[1].late == before + 2
-        far.hangs = False
-        released.set()
-        wait_for(lambda: store.engine._overdue.is_there, "the question is answered")
-        assert store.match([*LONG, *A]) == len(LONG)
-
-
 def test_near_pages_are_used_if_the_far_location_fails_after_the_lookup(near):
     far = Failing()
     with tiers(MemoryPages(), far) as one, tiers(near, far) as other:
@@ -551,16 +522,41 @@ class Stuck(Failing):
         self.asked, self.answers = threading.Event(), threading.Event()
         self.answers.set()
         self.timed_out = False
-        self.askers = set()
 
     @contextmanager
     def view(self):
-        self.askers.add(threading.current_thread())
         if not self.answers.is_set():
             self.asked.set()
             self.timed_out |= not self.answers.wait(PATIENCE)
         with super().view() as view:
             yield view
+
+
+def test_a_lookup_does_not_wait_for_a_far_location_that_hangs(near):
+    far = Stuck()
+    with tiers(near, far, max_delay=0.05) as store:
+        store.engine.token_seconds = 1e-9
+        store.capture(LONG)
+        store.engine.drain()
+        before = store.engine.tiers()[1].late
+        far.answers.clear()
+        assert store.match([*LONG, *A]) == len(LONG)
+        assert store.match([*LONG, *A]) == len(LONG)
+        assert store.engine.tiers()[1].late == before + 2
+        far.answers.set()
+        wait_for(lambda: store.engine._overdue.is_there, "the question is answered")
+        assert store.match([*LONG, *A]) == len(LONG)
+
+
+def test_a_lookup_waits_longer_where_computing_would_take_long(near):
+    far = Stuck()
+    with tiers(MemoryPages(), far) as one, tiers(near, far, max_delay=0.001) as store:
+        one.capture(LONG)
+        one.engine.flush()
+        store.engine.token_seconds = 1000.0
+        far.answers.clear()
+        in_thread(lambda: (far.asked.wait(PATIENCE), far.answers.set()))
+        assert store.match(LONG) == len(LONG)
 
 
 def test_a_ctrl_c_in_a_restore_does_not_wait_for_the_far_location(near):
@@ -575,17 +571,6 @@ def test_a_ctrl_c_in_a_restore_does_not_wait_for_the_far_location(near):
             raise KeyboardInterrupt
         assert not far.timed_out
         far.answers.set()
-
-
-def test_a_restore_asks_the_far_location_for_everything_in_other_threads(near):
-    far = Stuck()
-    with tiers(MemoryPages(), far) as one, tiers(near, far, max_delay=60.0) as other:
-        one.capture(LONG)
-        one.engine.flush()
-        far.askers.clear()
-        assert other.restore(LONG) == 10
-        assert threading.current_thread() not in far.askers
-        assert other.engine.tiers()[0].kept == 10
 
 
 def test_a_far_location_that_cannot_be_reached_at_first_is_opened_later(near):
@@ -726,29 +711,3 @@ class _SlowView:
         for one in self.view.fetch(keys):
             self.gate.acquire(timeout=PATIENCE)
             yield one
-
-
-def test_a_lookup_waits_longer_where_computing_would_take_long(near):
-    entered, released = threading.Event(), threading.Event()
-
-    class Late(MemoryPages):
-        is_late = False
-
-        @contextmanager
-        def view(self):
-            if self.is_late:
-                entered.set()
-                released.wait(PATIENCE)
-            with super().view() as view:
-                yield view
-
-    far = Late()
-    with tiers(MemoryPages(), far) as one:
-        one.capture(LONG)
-        one.engine.flush()
-        with tiers(near, far, max_delay=0.001) as store:
-            store.engine.token_seconds = 1000.0
-            far.is_late = True
-            threading.Thread(target=lambda: (entered.wait(PATIENCE), released.set())).start()
-            assert store.match(LONG) == len(LONG)
-            far.is_late = False
