@@ -134,9 +134,9 @@ class ReadAhead(Iterator[Found]):
         self._in_use: deque[PooledBuffer | None] = deque()
         self._n_taken = 0
         n_workers = UNPACKERS if any(page.stored_bytes != page.raw_bytes for page in pages) else 1
-        # one for each page that may be read: one for each worker, and one that the caller uses
+        # one for each page that may be read: one for each worker, one that the caller uses, and the next one
         self._free: SimpleQueue[None] = SimpleQueue()
-        for _ in range(n_workers + 1):
+        for _ in range(n_workers + 2):
             self._free.put(None)
         self._workers: list[Answer[None]] = []
         try:
