@@ -19,7 +19,7 @@ from threading import TIMEOUT_MAX
 from typing import NamedTuple, TypeAlias
 
 from prefixstore.backends.threads import Answer, Threads
-from prefixstore.buffers import BufferPool, PooledBuffer
+from prefixstore.buffers import BufferPool
 from prefixstore.engine.breaker import CircuitBreaker
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.index import Page
@@ -193,9 +193,8 @@ class Reading:
     def _run(self) -> None:
         """Read until the caller has left."""
         try:
-            with self.fetcher.held(self.pages) as held, self.fetcher.view() as view:
+            with self.fetcher.in_memory(self.pages) as self._in_memory, self.fetcher.view() as view:
                 self._view = view
-                self._in_memory = self.fetcher.in_memory(self.pages, held)
                 stored = [page for page in self.pages if page.key not in self._in_memory]
                 with closing(self.fetcher.reader(view, stored, streamed=self._streamed, along=self._along)) as states:
                     self._serve(states)
@@ -327,11 +326,15 @@ class Fetcher:
         return Source(self, pages, self._ram.keep if self._ram.lacks(pages) else None)
 
     @contextmanager
-    def held(self, pages: Sequence[Page]) -> Iterator[Mapping[bytes, PooledBuffer]]:
-        """The buffers of those that are pending. Entered before a view, so what is committed meanwhile is in either."""
+    def in_memory(self, pages: Sequence[Page]) -> Iterator[Mapping[bytes, memoryview]]:
+        """States that need not be read. Entered before a view, so what is committed meanwhile is in either."""
         held = self._catalog.hold(pages)
         try:
-            yield held
+            found = {key: buffer.view for key, buffer in held.items()}
+            for page in pages:
+                if page.key not in found and (state := self._ram.state(page)) is not None:
+                    found[page.key] = state
+            yield found
         finally:
             for buffer in held.values():
                 buffer.release()
@@ -343,14 +346,6 @@ class Fetcher:
             with self.breaker.asking():
                 view = stack.enter_context(self._backend.view())
             yield view
-
-    def in_memory(self, pages: Sequence[Page], held: Mapping[bytes, PooledBuffer]) -> dict[bytes, memoryview]:
-        """States that need not be read."""
-        in_memory = {key: buffer.view for key, buffer in held.items()}
-        for page in pages:
-            if page.key not in in_memory and (state := self._ram.state(page)) is not None:
-                in_memory[page.key] = state
-        return in_memory
 
     def reader(
         self, view: View, pages: Sequence[Page], *, streamed: bool, along: bool
