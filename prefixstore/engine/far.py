@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -121,35 +121,39 @@ class FarEngine(Engine):
 
     def commit(self, batch: Sequence[PendingPage]) -> int:
         """Write offered pages, with their missing ancestors. What cannot be written is dropped and counted."""
-        captured = [new for new in batch if new.buffer is not None]
-        named = [new.page for new in batch if new.buffer is None]
         announced: list[PendingPage] = []
+        copied: list[PendingPage] = []
         n_written, n_left = 0, len(batch)
         try:
             stored = self._stored(key for new in batch for key in (new.page.key, new.page.parent))
-            for new in captured:
-                if self._announce(new, stored):
+            for new in batch:
+                page = new.page
+                follows = page.parent in (page.namespace, *stored) or self._catalog.get(page.parent) is not None
+                if page.key not in stored and (new.buffer is None or not follows):
+                    copied.append(new)
+                    continue
+                if page.key not in stored and self.place(new) is Placement.ADDED:
                     announced.append(new)
                 n_left -= 1
             n_written += super().commit(announced)
             # the last ones first: they bring along those before them
-            for page in reversed(named):
-                if page.key not in stored:
-                    path = self._nearer.path(page)
-                    n_written += self._copy(path, None)
-                    stored.update(one.key for one in path)
+            for new in reversed(copied):
+                if new.page.key not in stored:
+                    path = self._nearer.path(new.page)
+                    n_written += self._copy(path, new.settings)
+                    stored.update(page.key for page in path)
                 n_left -= 1
         except StorageError as error:
             log.info("%d pages were not written to %s: %s", n_left, self.location, error)
             self._catalog.drop(announced, DropReason.UNAVAILABLE)
             self.counters.count(f"dropped:{DropReason.UNAVAILABLE.value}", n_left)
-            self.forget_offers(page.key for page in named)
+            self.forget_offers(new.page.key for new in copied)
         except Exception:
             self._catalog.abandon(announced)
             raise
         finally:
             with self._lock:
-                self._held -= sum(new.n_bytes for new in captured)
+                self._held -= sum(new.n_bytes for new in batch)
         return n_written
 
     def _stored(self, keys: Iterable[bytes]) -> set[bytes]:
@@ -158,66 +162,45 @@ class FarEngine(Engine):
         with self._breaker.asking(), self._backend.view() as view:
             return view.records(keys).keys() | {key for key in keys if self._catalog.get(key) is not None}
 
-    def _announce(self, new: PendingPage, stored: set[bytes]) -> bool:
-        """Announce a page, and write what is missing before it first."""
-        page = new.page
-        if page.key in stored:
-            return False
-        if page.parent not in (page.namespace, *stored) and self._catalog.get(page.parent) is None:
-            self._copy(self._nearer.path(page)[:-1], new.settings)
-            if not self._stored([page.parent]):
-                self.counters.count(f"dropped:{DropReason.ORPHAN.value}")
-                return False
-        return self.place(new) is Placement.ADDED
-
-    def _copy(self, path: Sequence[Page], settings: bytes | None) -> int:
+    def _copy(self, path: Sequence[Page], settings: bytes) -> int:
         """Write those pages of a path that are missing here, out of the nearer location; how many.
 
         `settings` are those of their namespace; if there are none, the nearer location is asked.
         """
         stored = self._stored(page.key for page in path)
         missing = [page for page in path if page.key not in stored]
-        settings = settings or (self._nearer.settings_of(missing[0].namespace) if missing else None)
-        if settings is None:
-            return 0
+        known = settings or (self._nearer.settings_of(missing[0].namespace) if missing else None)
         n_written = 0
-        for piece in pieces(missing, min(BATCH_BYTES, self.queue_bytes // 2)):
-            n_piece = self._copy_piece(piece, settings)
-            n_written += n_piece
-            if n_piece < len(piece):
-                # those after it may have no parent
-                break
+        while missing and known is not None:
+            n_read, n_new = self._copy_some(missing, known)
+            n_written += n_new
+            if n_read == 0:
+                # gone from there, too
+                self.counters.count(f"dropped:{DropReason.ORPHAN.value}")
+            # those after one that was not written may have no parent
+            missing = missing[n_read:] if n_new == n_read > 0 else []
         return n_written
 
-    def _copy_piece(self, pages: Sequence[Page], settings: bytes) -> int:
-        """Read some of the pages, then write them: a view of the nearer location is not kept open for a commit here."""
+    def _copy_some(self, pages: Sequence[Page], settings: bytes) -> tuple[int, int]:
+        """Read some of the pages, then write them; how many were read and written.
+
+        A view of the nearer location is not kept open for a commit here.
+        """
         news: list[PendingPage] = []
+        most, size = min(BATCH_BYTES, self.queue_bytes // 2), 0
         try:
             with self._nearer.states_of(pages) as states:
                 for page, state in zip(pages, states, strict=False):
-                    buffer = self.acquire(len(state), wait=True)
+                    size += len(state)
+                    buffer = self.acquire(len(state), wait=True) if size <= most or not news else None
                     if buffer is None:
                         break
                     news.append(PendingPage(node_of(page), settings, buffer))
                     buffer.view[:] = state
-            return super().commit([new for new in news if self.place(new) is Placement.ADDED])
+            return len(news), super().commit([new for new in news if self.place(new) is Placement.ADDED])
         except Exception:
             self._catalog.abandon(news)
             raise
         finally:
             for new in news:
                 new.release()
-
-
-def pieces(pages: Iterable[Page], n_bytes: int) -> Iterator[list[Page]]:
-    """Pages in groups whose states have at most so many bytes together, or of one page."""
-    piece: list[Page] = []
-    size = 0
-    for page in pages:
-        if piece and size + page.raw_bytes > n_bytes:
-            yield piece
-            piece, size = [], 0
-        piece.append(page)
-        size += page.raw_bytes
-    if piece:
-        yield piece

@@ -326,7 +326,7 @@ def use_at_once(store, *sequences):
 def test_pages_that_are_made_up_for_are_written_together(monkeypatch):
     copied = []
     copy = FarEngine._copy
-    monkeypatch.setattr(FarEngine, "_copy", lambda far, pages, _: copied.append(len(pages)) or copy(far, pages, None))
+    monkeypatch.setattr(FarEngine, "_copy", lambda far, path, _: copied.append(len(path)) or copy(far, path, b""))
     near, far = MemoryPages(), Failing()
     with filled_later(near, far, LONG, A) as store:
         use_at_once(store, LONG, A)
