@@ -125,8 +125,7 @@ class TieredEngine(Engine):
     @handed_over
     def match(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> Path:
         """As `Engine.match`, of both locations: the longer one, each page from the nearer location if it has it."""
-        near = partial(super().match, namespace, tokens, page_tokens)
-        path = self._longer(near, lambda far: far.match(namespace, tokens, page_tokens), len(tokens))
+        path = self._longer(lambda engine: Engine.match(engine, namespace, tokens, page_tokens), len(tokens))
         return self._told(namespace, tokens, page_tokens, path)
 
     @handed_over
@@ -134,19 +133,18 @@ class TieredEngine(Engine):
         self, namespace: bytes, tokens: Tokens, page_tokens: int, limit: int, multiple_of: int = 1
     ) -> Path:
         """As `Engine.match_snapshot`, of both locations."""
-        near = partial(super().match_snapshot, namespace, tokens, page_tokens, limit, multiple_of)
         most = min(limit, len(tokens))
         path = self._longer(
-            near,
-            lambda far: far.match_snapshot(namespace, tokens, page_tokens, limit, multiple_of),
+            lambda engine: Engine.match_snapshot(engine, namespace, tokens, page_tokens, limit, multiple_of),
             most - most % multiple_of,
         )
         return self._told(namespace, tokens, page_tokens, path)
 
-    def _longer(self, ask_near: Callable[[], Path], ask: Ask, most: int) -> Path:
+    def _longer(self, ask: Ask, most: int) -> Path:
+        """What the nearer location has of a prompt, or if that is more, the far one; `most` is all of it."""
         failed: StorageError | None = None
         try:
-            near = ask_near()
+            near = ask(self)
         except StorageError as error:
             near, failed = Path((), 0), error
         far = self._ask_far(ask, most - near.n_tokens) if near.n_tokens < most else None
