@@ -9,16 +9,19 @@ the next one gives.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from threading import TIMEOUT_MAX
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from prefixstore.backends.threads import Lent
 from prefixstore.engine.index import Page
 from prefixstore.engine.readers import Admit, Look, ShapeError
 from prefixstore.engine.source import Given, LateError, Reading, Source, misshapen
 from prefixstore.errors import StorageError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["Deadline", "States", "fetch"]
 
@@ -36,24 +39,6 @@ class Deadline(Protocol):
         """
 
 
-class States(Iterator[memoryview]):
-    """The states of some pages, in order, up to the first page that is gone or damaged."""
-
-    @property
-    def n_given(self) -> int:
-        """How many states were returned."""
-        raise NotImplementedError
-
-    @property
-    def n_verified(self) -> int:
-        """How many of them are verified so far; `verified` waits until all are."""
-        raise NotImplementedError
-
-    def verified(self) -> int:
-        """How many returned states are verified; if fewer than all, the last one is bad."""
-        raise NotImplementedError
-
-
 def fetch(
     sources: Sequence[Source],
     *,
@@ -62,7 +47,7 @@ def fetch(
     look: Look | None = None,
     admit: Admit | None = None,
     deadline: Deadline | None = None,
-) -> AbstractContextManager[States]:
+) -> States:
     """The verified states of the pages of these sources, in order; they end early at one that is gone, damaged or late.
 
     Parameters
@@ -102,11 +87,11 @@ def fetch(
         readings.append(Reading(source._replace(pages=pages), streamed=streamed, along=is_along, look=look))
         if refused is not None:
             break
-    return _Fetched(readings, look=look, refused=refused, deadline=deadline)
+    return States(readings, look=look, refused=refused, deadline=deadline)
 
 
-class _Fetched(Lent, States, AbstractContextManager[States]):
-    """States that threads read while the block is open.
+class States(Lent, Iterator[memoryview]):
+    """The states of some pages, in order, up to the first page that is gone or damaged, while the block is open.
 
     Whoever is interrupted on the way into the block, or out of it, loses this, and the threads end then.
 
@@ -135,13 +120,15 @@ class _Fetched(Lent, States, AbstractContextManager[States]):
 
     @property
     def n_given(self) -> int:
+        """How many states were returned."""
         return sum(one.n_given for one in self._readings)
 
     @property
     def n_verified(self) -> int:
+        """How many of them are verified so far; `verified` waits until all are."""
         return sum(one.n_verified for one in self._readings)
 
-    def __enter__(self) -> States:
+    def __enter__(self) -> Self:
         for reading in self._readings:
             if reading.pages:
                 reading.fetcher.threads.lend(self)
@@ -206,6 +193,7 @@ class _Fetched(Lent, States, AbstractContextManager[States]):
         return given.state
 
     def verified(self) -> int:
+        """How many returned states are verified; if fewer than all, the last one is bad."""
         if self._error is not None:
             raise self._error
         if not self._ended and self.n_verified < self.n_given:
