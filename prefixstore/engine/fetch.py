@@ -12,16 +12,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from threading import TIMEOUT_MAX
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from prefixstore.backends.threads import Lent
 from prefixstore.engine.index import Page
 from prefixstore.engine.readers import Admit, Look, ShapeError
 from prefixstore.engine.source import Given, LateError, Reading, Source, misshapen
 from prefixstore.errors import StorageError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["Deadline", "States", "fetch"]
 
@@ -128,7 +125,7 @@ class States(Lent, Iterator[memoryview]):
         """How many of them are verified so far; `verified` waits until all are."""
         return sum(one.n_verified for one in self._readings)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> States:  # noqa: PYI034 - nothing derives from it
         for reading in self._readings:
             if reading.pages:
                 reading.fetcher.threads.lend(self)
