@@ -192,7 +192,7 @@ class Restores:
         memory = PagedMemory(self.llm)
         memory.cut(0)
         started = time.perf_counter()
-        with engine._fetcher.fetching(path.pages, streamed=True) as states:
+        with engine.fetching(path.pages, streamed=True) as states:
             taken = [memory.load(state) for state in states]
         memory.cut(N_TOKENS)
         assert taken == [True] * N_PAGES

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial, wraps
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
 from weakref import WeakSet
 
@@ -178,7 +177,7 @@ class Threads:
         self._lent: WeakSet[Lent] = WeakSet()
 
     def lend(self, lent: Lent) -> None:
-        """Note that a caller has something that a thread holds open, until it leaves the block or loses it."""
+        """Note that a caller has something open, until it leaves the block or loses it."""
         self._lent.add(lent)
 
     def has_lent(self) -> bool:
@@ -206,14 +205,15 @@ class Threads:
         return self.start_or_run(work, *args).get(seconds)
 
     @contextmanager
-    def holding(self, opened: AbstractContextManager[T]) -> Iterator[T]:
-        """A block in which a thread has something open: it opens and closes it, even if the caller is interrupted."""
-        if is_own():
+    def lending(self, opened: AbstractContextManager[T]) -> Iterator[T]:
+        """A block in which the calling thread has something open, and is known to have it."""
+        lent = Lent()
+        self.lend(lent)
+        try:
             with opened as found:
                 yield found
-            return
-        with _Held(self, opened) as found:
-            yield found
+        finally:
+            lent.is_open = False
 
     def start(self, work: Callable[..., T], *args: Any) -> Answer[T]:
         """Have a thread do this.
@@ -259,7 +259,7 @@ class Threads:
 
 
 class Lent:
-    """What a thread holds open for a caller.
+    """What a caller has open.
 
     Attributes
     ----------
@@ -272,68 +272,6 @@ class Lent:
     def __init__(self) -> None:
         self.caller = caller()
         self.is_open = True
-
-
-class _Held(Lent, AbstractContextManager[T]):
-    """What a thread has open. Whoever is interrupted on the way into the block, or out of it, loses this."""
-
-    def __init__(self, threads: Threads, opened: AbstractContextManager[T]) -> None:
-        super().__init__()
-        # the error with which the caller has left the block, if it is one for whoever closes this
-        self._over: SimpleQueue[Exception | None] = SimpleQueue()
-        self._found: Answer[T] = Answer()
-        self._threads = threads
-        self._opened = opened
-        self._closed: Answer[None] | None = None
-
-    def __enter__(self) -> T:
-        self._threads.lend(self)
-        try:
-            self._closed = self._threads.start(_hold, self._opened, self._found, self._over)
-        except RuntimeError:
-            return self._opened.__enter__()
-        try:
-            return self._found.get()
-        except BaseException:
-            self._closed.leave()
-            raise
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.is_open = False
-        self._over.put(error if isinstance(error, Exception) else None)
-        if self._closed is None:
-            self._opened.__exit__(kind, error, trace)
-        elif kind is None or issubclass(kind, Exception):
-            self._closed.get()
-            self._raise_other_than(error)
-        else:
-            self._closed.leave()
-
-    def _raise_other_than(self, error: BaseException | None) -> None:
-        """Raise what closing has raised, unless that is the error with which the block was left."""
-        try:
-            if self._found.is_there:
-                self._found.get()
-        except Exception as raised:
-            if raised is not error:
-                raise
-
-    def __del__(self) -> None:
-        with suppress(AttributeError):
-            self._over.put(None)
-
-
-def _hold(opened: AbstractContextManager[T], found: Answer[T], over: SimpleQueue[Exception | None]) -> None:
-    try:
-        with opened as it:
-            found.put(it)
-            del it
-            if (error := over.get()) is not None:
-                raise error
-    except BaseException as error:  # noqa: BLE001 - raised where the caller waits
-        found.fail(error)
 
 
 class HasThreads(Protocol):

@@ -85,8 +85,7 @@ class CircuitBreaker:
         self._lock = threading.RLock()
         self._closing = threading.Event()
         self._open_until = 0.0
-        # stands for the thread that probes
-        self._prober: object | None = None
+        self._is_probing = False
 
     def close(self) -> None:
         """End the probing thread; a running probe ends with the location's answer."""
@@ -149,23 +148,17 @@ class CircuitBreaker:
         open_seconds = seconds * OPEN_FACTOR if seconds > FAST_SECONDS else 0.0
         with self._lock:
             self._open_until = max(self._open_until, self._clock() + open_seconds)
-            starts = open_seconds > SHORT_OPEN and self._prober is None and not self._closing.is_set()
+            starts = open_seconds > SHORT_OPEN and not self._is_probing and not self._closing.is_set()
+            self._is_probing = self._is_probing or starts
             if starts:
-                prober = object()
                 with suppress(RuntimeError):  # the interpreter is shutting down; there will be no more requests
-                    start_thread(self._probe_until_healthy, page, prober, name="prefixstore-probe")
-                # if an interrupt comes before, the thread does it
-                self._prober = prober
+                    start_thread(self._probe_until_healthy, page, name="prefixstore-probe")
         if starts:
             log.warning("the location is not used until a probe succeeds: %s", why)
             self._counters.count("outages")
 
-    def _probe_until_healthy(self, page: Page | None, prober: object) -> None:
-        """Close the circuit when the location answers in time, unless another thread probes already."""
-        with self._lock:
-            self._prober = self._prober or prober
-            if self._prober is not prober:
-                return
+    def _probe_until_healthy(self, page: Page | None) -> None:
+        """Close the circuit when the location answers in time."""
         pause = FIRST_PROBE
         while not self._closing.wait(pause):
             started = self._clock()
@@ -178,7 +171,7 @@ class CircuitBreaker:
                 log.exception("the location cannot be probed")
                 healthy = False
             with self._lock:
-                self._prober = None if healthy else prober
+                self._is_probing = not healthy
                 # while it probes, no other thread sends requests
                 self._open_until = 0.0 if healthy else float("inf")
             if healthy:

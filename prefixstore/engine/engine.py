@@ -30,7 +30,7 @@ from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.commit import Committer
 from prefixstore.engine.delete import Choice, Deleter, Removed, in_common, of_namespaces
 from prefixstore.engine.evictions import Cause, Eviction, EvictionNote
-from prefixstore.engine.fetch import Deadline, Fetcher, Keep, States
+from prefixstore.engine.fetch import Deadline, States, fetch
 from prefixstore.engine.figures import FigureKeeper
 from prefixstore.engine.index import Page, Path, is_same
 from prefixstore.engine.invariants import Violation, violations
@@ -45,6 +45,7 @@ from prefixstore.engine.queue import Drained, WriteQueue
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.readers import Admit, Look
 from prefixstore.engine.relatives import pinned_with, siblings_of
+from prefixstore.engine.source import Fetcher, Source
 from prefixstore.engine.space import Evictor
 from prefixstore.engine.tap import Tap
 from prefixstore.engine.waiting import Lock, LockT, Placement
@@ -453,12 +454,13 @@ class Engine:
         look: Look | None = None,
         admit: Admit | None = None,
         deadline: Deadline | None = None,
-        keep: Keep | None = None,
     ) -> AbstractContextManager[States]:
-        """The verified states of `pages`, in order: see `Fetcher.fetching`."""
-        return self._fetcher.fetching(
-            pages, streamed=streamed, along=along, look=look, admit=admit, deadline=deadline, keep=keep
-        )
+        """The verified states of `pages`, in order: see `fetch`."""
+        sources = self._sources(pages)
+        return fetch(sources, streamed=streamed, along=along, look=look, admit=admit, deadline=deadline)
+
+    def _sources(self, pages: Sequence[Page]) -> list[Source]:
+        return [self._fetcher.source(pages)]
 
     @handed_over
     def touch(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None = None) -> None:
@@ -477,8 +479,8 @@ class Engine:
             self.tap.used(namespace, pages, n_tokens)
 
     def view(self) -> AbstractContextManager[View]:
-        """A view, for callers that read the location directly; a thread opens and closes it."""
-        return self.threads.holding(self._backend.view())
+        """A view, for callers that read the location directly."""
+        return self.threads.lending(self._backend.view())
 
     @handed_over
     def evictions(self, keys: Sequence[bytes]) -> dict[bytes, Eviction]:

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixstore.engine.index import Page
-from prefixstore.engine.page_view import View
 from prefixstore.format.record import Buffer
 
 __all__ = ["RamTier"]
@@ -61,9 +60,6 @@ class RamTier:
         size = sum(_cost(len(page.tokens), page.raw_bytes) for page in pages)
         return size <= self._limit and any(page.key not in self._states for page in pages)
 
-    def opened(self, view: View) -> None:
-        """As `Keep.opened`: a copy needs nothing else of the location."""
-
     def state(self, page: Page) -> memoryview | None:
         """The state of a page, if it is here. It stays valid as long as it is referenced."""
         if not self._states:
@@ -109,11 +105,6 @@ class RamTier:
                 for key in keys:
                     if key in self._states:
                         self._drop(key)
-
-    def keys(self) -> list[bytes]:
-        """The pages whose states are here."""
-        with self._lock:
-            return list(self._states)
 
     def _drop(self, key: bytes) -> None:
         self._used -= self._states.pop(key).bytes

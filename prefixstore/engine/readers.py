@@ -1,15 +1,16 @@
 """Reads the states of stored pages in order, for the thread that has the view, and verifies them.
 
-`ReadAhead` verifies each state before it gives it out, and unpacks packed pages in several threads. `ReadAlong` gives
-out raw pages first and verifies them while the caller copies them, so that they come out of memory once.
+`ReadAhead` verifies each state before it gives it out, and unpacks packed pages in several threads. `read_along` gives
+out raw pages first, to be verified while the caller copies them, so that they come out of memory once.
 """
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from threading import Lock
 from typing import NamedTuple, TypeAlias
@@ -23,7 +24,7 @@ from prefixstore.format.autocodec import UNPACKERS, ReadRate
 from prefixstore.format.codec import CODECS, decode, decode_into, inspect, verify, verify_checksum
 from prefixstore.format.record import Buffer, Record
 
-__all__ = ["Admit", "Look", "ReadAhead", "ReadAlong", "Reader", "ShapeError", "for_caller"]
+__all__ = ["Admit", "Found", "Look", "ReadAhead", "ShapeError", "for_caller", "read_along"]
 
 Look: TypeAlias = Callable[[Page, memoryview], bool]
 """Whether a state can be used for a page."""
@@ -34,6 +35,21 @@ Admit: TypeAlias = Callable[[Page], bool]
 
 class ShapeError(IncompatibleError):
     """A state is what was written, but the caller cannot use it."""
+
+
+class Found(NamedTuple):
+    """A state that was read.
+
+    Attributes
+    ----------
+    state
+        Its bytes.
+    check
+        Raises `CorruptError` if they are not what was written; None if that was found out before.
+    """
+
+    state: memoryview
+    check: Callable[[], None] | None = None
 
 
 def _check_record(page: Page, record: Record) -> None:
@@ -64,47 +80,6 @@ def for_caller(error: BaseException) -> Exception:
     return translated
 
 
-def _fetch(view: View, keys: Sequence[bytes]) -> Generator[tuple[Record, Buffer], None, None]:
-    """As `View.fetch`, but nothing happens before the first `next`, and it can be closed."""
-    yield from view.fetch(keys)
-
-
-class Reader(ABC):
-    """The states of some pages of a view, one after the other, for one thread.
-
-    Attributes
-    ----------
-    verifies_first
-        Whether states are verified when they are returned; otherwise `verify` does that.
-    """
-
-    verifies_first: bool
-
-    @abstractmethod
-    def next(self) -> memoryview | None:
-        """The state of the next page; None if the page is gone.
-
-        Raises
-        ------
-        StorageError
-            If the page cannot be read. There is no next page after this, nor after None.
-        """
-
-    @abstractmethod
-    def verify(self) -> None:
-        """Verify the state that `next` returned last, if that is still to be done.
-
-        Raises
-        ------
-        CorruptError
-            If it is not what was written. There is no next page after this.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Return when no thread uses the view any longer, and all buffers have been released."""
-
-
 # -- verified before they are given out -------------------------------------------------------------------------------
 
 
@@ -115,8 +90,10 @@ class _State(NamedTuple):
     buffer: PooledBuffer | None
 
 
-class ReadAhead(Reader):
+class ReadAhead(Iterator[Found]):
     """Reads, verifies and unpacks pages ahead of the caller.
+
+    It ends at a page that is gone, or that cannot be read, and is not to be asked for more than the pages.
 
     Parameters
     ----------
@@ -129,10 +106,9 @@ class ReadAhead(Reader):
     read_rate
         Learns how fast stored bytes were read.
     streamed
-        Whether a state is valid only until the next call of `next`, and its buffer used again; otherwise until `close`.
+        Whether a state is valid only until the one after the next is requested, and its buffer used again; otherwise
+        until `close`.
     """
-
-    verifies_first = True
 
     def __init__(
         self,
@@ -150,17 +126,17 @@ class ReadAhead(Reader):
         # used by the worker whose turn it is
         self._turn = Lock()
         self._pages = iter(pages)
-        self._fetched = _fetch(view, [page.key for page in pages])
+        self._fetched = view.fetch([page.key for page in pages])
         self._ended = False
         # In the order of the pages: the worker that takes a page promises its state, or the error.
         self._promised: SimpleQueue[Answer[_State | None]] = SimpleQueue()
-        # used by the caller
-        self._in_use: list[PooledBuffer] = []
-        self._has_taken = False
+        # used by the thread that takes the states: their buffers, the oldest first
+        self._in_use: deque[PooledBuffer | None] = deque()
+        self._n_taken = 0
         n_workers = UNPACKERS if any(page.stored_bytes != page.raw_bytes for page in pages) else 1
-        # one for each page that may be read: one for each worker, and one that the caller uses
+        # one for each page that may be read: one for each worker, one that the caller uses, and the next one
         self._free: SimpleQueue[None] = SimpleQueue()
-        for _ in range(n_workers + 1):
+        for _ in range(n_workers + 2):
             self._free.put(None)
         self._workers: list[Answer[None]] = []
         try:
@@ -171,41 +147,39 @@ class ReadAhead(Reader):
             if not self._workers:
                 raise UnavailableError(f"no thread can be started to read pages: {error}") from error
 
-    def next(self) -> memoryview | None:
-        if self._streamed:
-            self._release_buffers()
-        if self._has_taken:
-            # the caller has finished with the previous state
+    def __next__(self) -> Found:
+        if self._n_taken > 1:
+            # the caller has finished with the state before the last one
             self._free.put(None)
-        self._has_taken = True
-        return self._take(self._promised.get().get())
+            if self._streamed:
+                self._release_first()
+        self._n_taken += 1
+        found = self._promised.get().get()
+        if found is None:
+            raise StopIteration
+        self._in_use.append(found.buffer)
+        return Found(found.view)
 
-    def verify(self) -> None:
-        """Nothing to do: every state was verified before it was given out."""
+    def _release_first(self) -> None:
+        buffer = self._in_use.popleft()
+        if buffer is not None:
+            buffer.release()
 
     def close(self) -> None:
+        """Return when no thread uses the view any longer, and all buffers have been released."""
         self._ended = True
         for _ in self._workers:
             self._free.put(None)
         for worker in self._workers:
             worker.get()
-        self._fetched.close()
+        del self._fetched
         while not self._promised.empty():
             # what was read and not taken
             with suppress(Exception):
-                self._take(self._promised.get().get())
-        self._release_buffers()
-
-    def _take(self, state: _State | None) -> memoryview | None:
-        if state is None:
-            return None
-        if state.buffer is not None:
-            self._in_use.append(state.buffer)
-        return state.view
-
-    def _release_buffers(self) -> None:
+                if (found := self._promised.get().get()) is not None:
+                    self._in_use.append(found.buffer)
         while self._in_use:
-            self._in_use.pop().release()
+            self._release_first()
 
     def _work(self) -> None:
         """Read pages in turns with the other workers; verify and unpack them at the same time as the others."""
@@ -226,7 +200,7 @@ class ReadAhead(Reader):
                         # never reset to False: `close` may have set it meanwhile
                         self._ended = True
                 promise.put(self._decode(page, *found, seconds) if found is not None else None)
-            except BaseException as error:  # noqa: BLE001 - raised by `next`
+            except BaseException as error:  # noqa: BLE001 - raised by `__next__`
                 self._ended = True
                 promise.fail(for_caller(error))
 
@@ -251,57 +225,26 @@ class ReadAhead(Reader):
 # -- verified while they are used -------------------------------------------------------------------------------------
 
 
-class _Found(NamedTuple):
-    """A stored page, the bytes of its state, and the seconds that it took to read them."""
+def read_along(view: View, pages: Sequence[Page], read_rate: ReadRate) -> Generator[Found, None, None]:
+    """The states of raw pages, in order, up to the first page that is gone: most are still to be verified.
 
-    record: Record
-    view: memoryview
-    seconds: float
-
-
-class ReadAlong(Reader):
-    """Gives out raw pages that are not verified yet; each is verified while the caller uses it.
-
-    Parameters
-    ----------
-    view
-        Is used by this reader only, until `close` returns.
-    pages
-        The wanted pages, in this order.
-    read_rate
-        Learns how fast stored bytes were read.
+    `view` is used by this only, until it is closed. `read_rate` learns how fast stored bytes were read.
     """
-
-    verifies_first = False
-
-    def __init__(self, view: View, pages: Sequence[Page], read_rate: ReadRate) -> None:
-        self._read_rate = read_rate
-        self._pages = iter(pages)
-        self._fetched = _fetch(view, [page.key for page in pages])
-        self._found: _Found | None = None
-
-    def next(self) -> memoryview | None:
-        """The state of the next page, not verified yet; None if the page is gone."""
-        self._found = None
-        started = time.perf_counter()
-        found, page = next(self._fetched, None), next(self._pages, None)
-        if found is None or page is None:
-            return None
-        record, payload = found
+    started = time.perf_counter()
+    for page, (record, payload) in zip(pages, view.fetch([page.key for page in pages]), strict=False):
         _check_record(page, record)
-        # it may be packed after all, if it was written again since it was looked up
-        is_raw = record.codec == CODECS["raw"]
-        view = inspect(record, payload) if is_raw else decode(record, payload)
-        self._found = _Found(record, view, time.perf_counter() - started) if is_raw else None
-        return view
+        if record.codec == CODECS["raw"]:
+            state = inspect(record, payload)
+            yield Found(state, partial(_verify, record, state, time.perf_counter() - started, read_rate))
+        else:
+            # packed after all: it was written again since it was looked up
+            yield Found(decode(record, payload))
+        started = time.perf_counter()
 
-    def verify(self) -> None:
-        found, self._found = self._found, None
-        if found is not None:
-            started = time.perf_counter()
-            verify_checksum(found.record, found.view)
-            # in a location that is mapped into memory, it is the checksum that reads the bytes
-            self._read_rate.observe(len(found.view), found.seconds + time.perf_counter() - started)
 
-    def close(self) -> None:
-        self._fetched.close()
+def _verify(record: Record, state: memoryview, seconds: float, read_rate: ReadRate) -> None:
+    """Verify a state that took so many seconds to read."""
+    started = time.perf_counter()
+    verify_checksum(record, state)
+    # in a location that is mapped into memory, it is the checksum that reads the bytes
+    read_rate.observe(len(state), seconds + time.perf_counter() - started)

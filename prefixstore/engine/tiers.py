@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from queue import Empty
 from threading import TIMEOUT_MAX
@@ -28,16 +28,14 @@ from typing import Any
 
 from prefixstore.backends.threads import Answer, handed_over
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.far import FarEngine
-from prefixstore.engine.far_pages import Thinning, node_of
-from prefixstore.engine.fetch import Deadline, Keep, Shifted, States
+from prefixstore.engine.far import FarEngine, node_of
+from prefixstore.engine.fetch import States, fetch
 from prefixstore.engine.index import Page, Path
 from prefixstore.engine.invariants import Violation
-from prefixstore.engine.page_view import View
 from prefixstore.engine.pending import Fits, PendingPage
 from prefixstore.engine.queue import Drained
-from prefixstore.engine.readers import Admit, Look
-from prefixstore.errors import ClosedError, CorruptError, IncompatibleError, StorageError
+from prefixstore.engine.source import Keep, Source
+from prefixstore.errors import ClosedError, StorageError
 from prefixstore.format.keys import Tokens
 from prefixstore.format.namespace import Namespace
 from prefixstore.stats import TierStats
@@ -49,8 +47,8 @@ log = logging.getLogger("prefixstore")
 # share of the computing time that a lookup may take; and extra seconds while that time is unknown
 SHARE = 0.04
 UNKNOWN_SECONDS = 0.5
-# namespaces whose settings are remembered
-KEPT_SETTINGS = 1024
+# namespaces whose settings are remembered; those of the others are known while pages of theirs are here
+KEPT_SETTINGS = 4096
 
 Ask = Callable[[Engine], Path]
 
@@ -75,7 +73,8 @@ class TieredEngine(Engine):
         **options: Any,
     ) -> None:
         self._max_delay = max_delay
-        self._kept_settings: dict[bytes, bytes] = {}
+        # canonical settings of the namespaces that this process uses, to keep their pages
+        self._settings: dict[bytes, bytes] = {}
         super().__init__(*arguments, **options)
         try:
             self.far = make_far(self)
@@ -119,15 +118,14 @@ class TieredEngine(Engine):
     def states_of(self, pages: Sequence[Page]) -> AbstractContextManager[States]:
         """The verified states of pages in the nearer location, each valid until the next one is requested."""
         # passing a page on is not a use of it: it is not copied to RAM
-        return super().fetching(pages, streamed=True, along=False, keep=_Nothing())
+        return fetch([Source(self._fetcher, pages)], streamed=True, along=False)
 
     # -- looking up ---------------------------------------------------------------------------------------------------
 
     @handed_over
     def match(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> Path:
         """As `Engine.match`, of both locations: the longer one, each page from the nearer location if it has it."""
-        near = partial(super().match, namespace, tokens, page_tokens)
-        path = self._longer(near, lambda far: far.match(namespace, tokens, page_tokens), len(tokens))
+        path = self._longer(lambda engine: Engine.match(engine, namespace, tokens, page_tokens), len(tokens))
         return self._told(namespace, tokens, page_tokens, path)
 
     @handed_over
@@ -135,19 +133,18 @@ class TieredEngine(Engine):
         self, namespace: bytes, tokens: Tokens, page_tokens: int, limit: int, multiple_of: int = 1
     ) -> Path:
         """As `Engine.match_snapshot`, of both locations."""
-        near = partial(super().match_snapshot, namespace, tokens, page_tokens, limit, multiple_of)
         most = min(limit, len(tokens))
         path = self._longer(
-            near,
-            lambda far: far.match_snapshot(namespace, tokens, page_tokens, limit, multiple_of),
+            lambda engine: Engine.match_snapshot(engine, namespace, tokens, page_tokens, limit, multiple_of),
             most - most % multiple_of,
         )
         return self._told(namespace, tokens, page_tokens, path)
 
-    def _longer(self, ask_near: Callable[[], Path], ask: Ask, most: int) -> Path:
+    def _longer(self, ask: Ask, most: int) -> Path:
+        """What the nearer location has of a prompt, or if that is more, the far one; `most` is all of it."""
         failed: StorageError | None = None
         try:
-            near = ask_near()
+            near = ask(self)
         except StorageError as error:
             near, failed = Path((), 0), error
         far = self._ask_far(ask, most - near.n_tokens) if near.n_tokens < most else None
@@ -198,75 +195,30 @@ class TieredEngine(Engine):
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def fetching(
-        self,
-        pages: Sequence[Page],
-        *,
-        streamed: bool = False,
-        along: bool = True,
-        look: Look | None = None,
-        admit: Admit | None = None,
-        deadline: Deadline | None = None,
-        keep: Keep | None = None,
-    ) -> Iterator[States]:
-        """As `Engine.fetching`, each page from the nearest location that has it; what the far one gives is kept."""
+    def _sources(self, pages: Sequence[Page]) -> list[Source]:
+        """Each page from the nearest location that has it; what the far one gives is kept."""
         # a page is known to be here only if those before it are
         n_near = 0 if self._breaker.is_open else self.n_near(pages)
-        near = pages[:n_near]
-        first = super().fetching(near, streamed=streamed, along=along, look=look, admit=admit, deadline=deadline)
+        near = [self._fetcher.source(pages[:n_near])] if n_near else []
         if n_near == len(pages):
-            with first as states, self._counting(near, [], states):
-                yield states
-            return
-        rest = self.far.fetching(
-            pages[n_near:],
-            streamed=streamed,
-            look=look,
-            admit=admit,
-            deadline=Shifted(deadline, n_near) if deadline is not None else None,
-            keep=_Chain(partial(self._settings_in, pages[n_near].namespace), self._keep),
-        )
-        if not near:
-            with rest as states, self._counting([], pages, states):
-                yield states
-            return
-        # start both together: far pages arrive while near ones are used
-        with rest as far_states, first as near_states:
-            joined = _JoinedStates((len(near), near_states), far_states)
-            with self._counting(near, pages[n_near:], joined):
-                yield joined
+            return near
+        # both begin together: far pages arrive while near ones are used
+        return [*near, self.far.source(pages[n_near:], self._keeping())]
 
-    @contextmanager
-    def _counting(self, near: Sequence[Page], far: Sequence[Page], states: States) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            given = [*near, *far][: states.n_given]
-            for counters, pages in ((self.counters, given[: len(near)]), (self.far.counters, given[len(near) :])):
-                counters.count("given_pages", len(pages))
-                counters.count("given_bytes", sum(page.raw_bytes for page in pages))
+    def _keeping(self) -> Keep:
+        """Keeps pages that the far location gives, until one is not kept: those that follow it would have no parent."""
+        goes_on = not self._read_only
 
-    def _settings_in(self, namespace: bytes, view: View) -> bytes | None:
-        """The settings of a namespace, to keep its pages; asked for once, in the thread that reads the far location."""
-        settings = self._kept_settings.get(namespace)
-        if settings is not None or self._read_only:
-            return settings
-        try:
-            settings = view.namespace(namespace)
-            if settings is None or Namespace.parse(settings).key != namespace:
-                return None
-        except (CorruptError, IncompatibleError) as error:
-            log.info("fetched pages cannot be kept: %s", error)
-            return None
-        if len(self._kept_settings) >= KEPT_SETTINGS:
-            self._kept_settings.clear()
-        self._kept_settings[namespace] = settings
-        return settings
+        def keep(page: Page, state: memoryview) -> None:
+            nonlocal goes_on
+            goes_on = goes_on and not self._closed and self._keep(page, state)
 
-    def _keep(self, page: Page, state: memoryview, settings: bytes) -> bool:
-        """Keep a page that the far location has given; whether pages after it can be kept."""
-        if self._read_only or self._closed:
+        return keep
+
+    def _keep(self, page: Page, state: memoryview) -> bool:
+        """Keep a page, unless it is here; whether pages after it can be kept."""
+        settings = self._settings.get(page.namespace) or self.settings_of(page.namespace)
+        if settings is None:
             return False
         if self._has(page.key):
             return True
@@ -304,7 +256,8 @@ class TieredEngine(Engine):
         self._tell_use(namespace, pages, n_tokens)
         if not self.far.read_only and not self.far.is_failing:
             if pages and len(near) == len(pages):
-                self.far.offer_stored(pages)
+                # it brings along those before it
+                self.far.offer_stored(pages[-1])
             self.far.touch(namespace, [node_of(page) if not page.is_far else page for page in pages], n_tokens)
             self.far.nudge()
 
@@ -387,6 +340,8 @@ class TieredEngine(Engine):
     @handed_over
     def describe(self, namespace: Namespace, names: Mapping[str, str | None] | None = None) -> None:
         """As `Engine.describe`, in both locations."""
+        if len(self._settings) < KEPT_SETTINGS:
+            self._settings[namespace.key] = namespace.canonical
         super().describe(namespace, names)
         self.far.describe(namespace, names)
 
@@ -431,8 +386,10 @@ class TieredEngine(Engine):
         interval: int,
         valued: Collection[int] = (),
     ) -> int:
-        """As `Engine.thin`; the far location follows with its next commit."""
-        self.far.thin_later(Thinning(namespace, tokens.copy(), page_tokens, keep, interval, frozenset(valued)))
+        """As `Engine.thin`. The far location follows later, and is not waited for."""
+        if not (self.far.read_only or self.far.is_failing):
+            with suppress(RuntimeError):  # it was closed
+                self.far.threads.start(self.far.thin, namespace, tokens.copy(), page_tokens, keep, interval, valued)
         return super().thin(namespace, tokens, page_tokens, keep, interval, valued)
 
     @property
@@ -463,62 +420,3 @@ class TieredEngine(Engine):
             unreadable=counters.group("unreadable"),
             outages=counters["outages"],
         )
-
-
-class _Nothing(Keep):
-    """Keeps no copies."""
-
-    def opened(self, view: View) -> None:
-        pass
-
-    def keep(self, page: Page, state: memoryview) -> None:
-        pass
-
-
-class _Chain(Keep):
-    """Keeps pages until one of them is not kept: those that follow it would have no parent."""
-
-    def __init__(
-        self, settings_in: Callable[[View], bytes | None], keep: Callable[[Page, memoryview, bytes], bool]
-    ) -> None:
-        self._settings_in = settings_in
-        self._keep = keep
-        # of their namespace; None if nothing can be kept, or not any more
-        self._settings: bytes | None = None
-
-    def opened(self, view: View) -> None:
-        self._settings = self._settings_in(view)
-
-    def keep(self, page: Page, state: memoryview) -> None:
-        if self._settings is not None and not self._keep(page, state, self._settings):
-            self._settings = None
-
-
-class _JoinedStates(States):
-    """The states of two fetches: those of the first, and if that has given all of its own, those of the second."""
-
-    def __init__(self, first: tuple[int, States], second: States) -> None:
-        self._n_first, self._first = first
-        self._second = second
-        self.n_given = 0
-        self.n_verified = 0
-
-    def __next__(self) -> memoryview:
-        part = self._first
-        if part.n_given == self._n_first:
-            # what was given is good before anything follows it
-            part = self._second if part.verified() == self._n_first else part
-        try:
-            return next(part)
-        finally:
-            self._add_up()
-
-    def verified(self) -> int:
-        if self._first.verified() == self._n_first:
-            self._second.verified()
-        self._add_up()
-        return self.n_verified
-
-    def _add_up(self) -> None:
-        self.n_given = self._first.n_given + self._second.n_given
-        self.n_verified = self._first.n_verified + self._second.n_verified

@@ -5,14 +5,13 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from contextlib import contextmanager
+from contextlib import nullcontext, suppress
 from queue import Empty
 
 import pytest
 
-from prefixstore.backends.threads import Answer, Threads, caller, handed_over, is_own
-from tests.support import PATIENCE, in_thread, outcome
-from tests.support.ctrl_c import interrupted, places_in
+from prefixstore.backends.threads import Threads, caller, is_own
+from tests.support import PATIENCE, outcome
 from tests.support.timeouts import wait_for
 
 NAME = "of-this-test"
@@ -147,6 +146,16 @@ def test_threads_end_when_nobody_can_hand_them_anything_any_more():
     wait_for(lambda: not alive(), "the end of the threads")
 
 
+def test_what_a_caller_has_open_is_known_until_it_leaves_the_block(pool):
+    with suppress(ValueError), pool.lending(nullcontext("it")) as it:
+        assert it == "it"
+        assert pool.has_lent()
+        assert pool.call(pool.has_lent)
+        assert not outcome(pool.has_lent)
+        raise ValueError
+    assert not pool.has_lent()
+
+
 def test_if_no_thread_can_be_started_the_caller_does_the_work(pool, monkeypatch):
     def start(*_):
         raise RuntimeError("can't start new thread")
@@ -156,104 +165,3 @@ def test_if_no_thread_can_be_started_the_caller_does_the_work(pool, monkeypatch)
     assert pool.start_or_run(lambda: 1).get() == 1
     with pytest.raises(RuntimeError):
         pool.start(int)
-
-
-def test_what_is_open_sees_the_error_of_its_block_and_may_raise_another_one(pool):
-    seen = []
-
-    @contextmanager
-    def opened(translated=None):
-        try:
-            yield 1
-        except ValueError as error:
-            seen.append(error)
-            raise (translated or error) from None
-        if translated is not None:
-            raise translated
-
-    mine, other = ValueError("mine"), KeyError("translated")
-    with pytest.raises(ValueError, match="mine") as raised, pool.holding(opened()):
-        raise mine
-    assert raised.value is mine
-    with pytest.raises(KeyError), pool.holding(opened(other)):
-        raise mine
-    assert seen == [mine, mine]
-    # closing fails
-    with pytest.raises(KeyError), pool.holding(opened(other)):
-        pass
-
-
-def test_a_thread_opens_and_closes_what_a_caller_has(pool):
-    seen = []
-
-    @contextmanager
-    def opened():
-        seen.append(threading.get_ident())
-        try:
-            yield "it"
-        finally:
-            seen.append(threading.get_ident())
-
-    with pool.holding(opened()) as it:
-        assert it == "it"
-        assert pool.has_lent()
-        assert not outcome(pool.has_lent)
-    assert not pool.has_lent()
-    assert len(seen) == 2
-    assert threading.get_ident() not in seen
-    # by the same thread, if it is one of these
-    pool.call(lambda: pool.holding(opened()).__enter__())
-
-
-class Calls:
-    def __init__(self, threads):
-        self.threads = threads
-        self.open = 0
-
-    @handed_over
-    def add(self, a, *, b):
-        return a + b
-
-    @contextmanager
-    def opened(self):
-        self.open += 1
-        try:
-            yield self
-        finally:
-            self.open -= 1
-
-
-# one that comes while the garbage collector gives up what was left in an orderly way
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_after_a_ctrl_c_at_any_place_all_is_closed_and_others_go_on():
-    n, at = 1, 0
-    while at < n:
-        at += 1
-        threads = Threads(NAME)
-        calls = Calls(threads)
-
-        def work(calls=calls, threads=threads):
-            assert calls.add(1, b=2) == 3
-            with threads.holding(calls.opened()):
-                calls.add(1, b=2)
-
-        if n == 1:
-            n = places_in(work)
-            threads.close()
-            threads = Threads(NAME)
-            calls = Calls(threads)
-
-        where = interrupted(lambda calls=calls, threads=threads: work(calls, threads), at)
-        assert outcome(lambda: work(calls, threads), where) is None, where  # noqa: B023 - called at once
-        gc.collect()
-        wait_for(lambda: calls.open == 0, where)  # noqa: B023 - as above
-        threads.close()
-    assert n > 20
-    wait_for(lambda: not alive(), "the end of the threads")
-
-
-def test_an_answer_is_taken_by_the_thread_that_waits():
-    answer: Answer[int] = Answer()
-    assert not answer.is_there
-    in_thread(answer.put, 3)
-    assert answer.get() == 3

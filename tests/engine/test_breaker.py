@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -14,10 +14,8 @@ from prefixstore.engine.breaker import CircuitBreaker
 from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.errors import CorruptError, UnavailableError
 from prefixstore.stats import Counters
-from tests.support.ctrl_c import interrupted, places_in
 from tests.support.engines import MIB, A, MemoryPages, Store
 from tests.support.faults import SlowBackend
-from tests.support.timeouts import wait_for
 
 
 @pytest.fixture
@@ -80,32 +78,6 @@ def test_after_a_fast_failure_the_circuit_is_open_only_briefly(breaker, clock):
         pytest.fail("nothing is asked")
     clock[0] += 0.011 * module.OPEN_FACTOR
     assert not breaker.is_open
-
-
-@pytest.mark.slow
-def test_after_a_ctrl_c_at_any_place_of_a_failure_the_next_one_has_the_location_probed():
-    now, probed = [100.0], []
-
-    def new():
-        now[0] = 100.0
-        probed.clear()
-        return CircuitBreaker(lambda page: probed.append(page) or 0, Counters(), clock=lambda: now[0])
-
-    def failure(made):
-        with suppress(UnavailableError), made.asking():
-            now[0] += 2.0
-            raise UnavailableError("no")
-
-    n = places_in(lambda: failure(new()))
-    for at in range(1, n + 1):
-        made = new()
-        where = interrupted(lambda made=made: failure(made), at)
-        now[0] += 2.0 * module.OPEN_FACTOR + 1.0
-        if not probed:
-            failure(made)
-        wait_for(lambda: probed, where)
-        wait_for(lambda made=made: not made.is_open, where)
-        made.close()
 
 
 def test_a_damaged_page_does_not_open_the_circuit(breaker, clock):

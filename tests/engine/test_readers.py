@@ -10,24 +10,21 @@ from queue import SimpleQueue
 
 import pytest
 
-from prefixstore import PrefixStore
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine import readers
 from prefixstore.engine.pages import Pages
-from prefixstore.errors import ClosedError, CorruptError, IncompatibleError, UnavailableError
+from prefixstore.errors import ClosedError
 from prefixstore.format.autocodec import encode
 from prefixstore.format.record import checksum
-from prefixstore.llama.paged_memory import PagedMemory
 from tests.support import PATIENCE, in_thread
-from tests.support.fetching import P, forging, state_of, store_of
-from tests.support.models import answer, load, prompt, state_digest
+from tests.support.fetching import P, state_of, store_of
 
 RAW = ["raw"] * 8
 
 
 def take_all(store):
     """The states that were given out, and how many of them were verified."""
-    with store.fetcher.fetching(store.pages, streamed=True) as states:
+    with store.engine.fetching(store.pages, streamed=True) as states:
         return [bytes(state) for state in states], states.verified()
 
 
@@ -38,64 +35,6 @@ def test_all_states_are_given_out_in_order_and_verified(n):
         assert given == [state_of(i) for i in range(n)]
         assert verified == n
         assert store.fetcher._read_rate.seconds_per_byte is None  # these are too small to be measured
-
-
-@pytest.mark.parametrize("at", [0, 1, 7])
-def test_a_damaged_page_is_reported_before_the_next_one_is_given_out(at):
-    with store_of(RAW) as store:
-        store.backend.change = forging(at, payload=lambda payload: bytes(payload[:-1]) + b"?")
-        given, verified = take_all(store)
-        assert len(given) == at + 1
-        assert verified == at
-        assert given[:at] == [state_of(i) for i in range(at)]
-        assert store.counters.group("unreadable") == {"corrupt": 1}
-        assert store.catalog.deferred().damaged.keys() == {store.pages[at].key}
-
-
-def test_a_page_with_a_wrong_length_or_other_tokens_is_not_given_out():
-    for changes in ({"payload": lambda payload: bytes(payload[:-1])}, {"tokens": b"1234"}, {"codec": 77}):
-        with store_of(RAW) as store:
-            store.backend.change = forging(3, **changes)
-            given, verified = take_all(store)
-            assert len(given) == verified == 3
-
-
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [(CorruptError, "corrupt"), (IncompatibleError, "incompatible"), (UnavailableError, "unavailable")],
-)
-def test_an_error_of_the_backend_does_not_affect_the_page_given_out_before(error, reason):
-    def fail(i):
-        if i == 5:
-            raise error("no")
-
-    with store_of(RAW) as store:
-        store.backend.before = fail
-        given, verified = take_all(store)
-        assert len(given) == verified == 5
-        assert store.counters.group("unreadable") == {reason: 1}
-
-
-def test_a_page_that_is_gone_ends_the_restore():
-    with store_of(RAW) as store:
-        with store.backend.update() as transaction:
-            for page in store.pages[6:]:
-                transaction.delete(page.key)
-        given, verified = take_all(store)
-        assert len(given) == verified == 6
-        assert store.counters.group("unreadable") == {"vanished": 1}
-
-
-def test_a_bug_reaches_the_caller():
-    def fail(i):
-        if i == 2:
-            raise ZeroDivisionError
-
-    with store_of(RAW) as store:
-        store.backend.before = fail
-        with pytest.raises(ZeroDivisionError), store.fetcher.fetching(store.pages, streamed=True) as states:
-            list(states)
-        assert store.backend.open == 0
 
 
 def test_a_page_that_was_written_again_as_packed_is_unpacked():
@@ -114,13 +53,6 @@ def test_a_page_that_was_written_again_as_packed_is_unpacked():
         assert verified == 8
 
 
-def test_packed_pages_are_verified_before_they_are_given_out():
-    with store_of(["raw", "planes", "raw"]) as store:
-        store.backend.change = forging(2, payload=lambda payload: bytes(payload[:-1]) + b"?")
-        given, verified = take_all(store)
-        assert len(given) == verified == 2
-
-
 def test_leaving_while_a_page_is_verified_waits_for_the_thread(monkeypatch, tmp_path):
     """The page is in memory of the view, which must not close while the thread reads it."""
     begun, go_on, over = threading.Event(), threading.Event(), []
@@ -134,7 +66,7 @@ def test_leaving_while_a_page_is_verified_waits_for_the_thread(monkeypatch, tmp_
 
     monkeypatch.setattr(readers, "verify_checksum", slow)
     with store_of(RAW, Pages(LMDBBackend(tmp_path / "kv", 1 << 24))) as store:
-        with store.fetcher.fetching(store.pages, streamed=True) as states:
+        with store.engine.fetching(store.pages, streamed=True) as states:
             next(states)
             assert begun.wait(PATIENCE)
             assert not over
@@ -143,24 +75,12 @@ def test_leaving_while_a_page_is_verified_waits_for_the_thread(monkeypatch, tmp_
         assert next(states, None) is None
 
 
-def test_an_error_while_the_next_page_is_read_does_not_affect_the_one_given_out_before():
-    def fail(i):
-        if i == 2:
-            raise MemoryError
-
-    with store_of(RAW) as store:
-        store.backend.before = fail
-        given, verified = take_all(store)
-        assert len(given) == verified == 2
-        assert store.counters.group("unreadable") == {"unavailable": 1}
-
-
 def test_a_page_whose_verification_fails_by_any_error_stays_unverified(monkeypatch):
     def fail(record, view):
         raise ZeroDivisionError
 
     monkeypatch.setattr(readers, "verify_checksum", fail)
-    with store_of(RAW) as store, store.fetcher.fetching(store.pages, streamed=True) as states:
+    with store_of(RAW) as store, store.engine.fetching(store.pages, streamed=True) as states:
         next(states)
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):
@@ -175,7 +95,7 @@ def test_the_end_of_a_thread_is_not_the_end_of_the_caller(monkeypatch, along):
 
     monkeypatch.setattr(readers, "verify_checksum" if along else "verify", end)
     with store_of(RAW) as store:
-        with store.fetcher.fetching(store.pages, streamed=True, along=along) as states:
+        with store.engine.fetching(store.pages, streamed=True, along=along) as states:
             given = list(states)
             assert states.verified() == 0
         assert len(given) == along
@@ -189,7 +109,7 @@ def test_a_record_that_claims_another_size_than_the_index_knows_is_not_unpacked(
     monkeypatch.setattr(readers, "decode", lambda *args: pytest.fail("unpacked"))
     with store_of([codec] * 3) as store:
         store.backend.change = lambda i, record, payload: (replace(record, raw_bytes=1 << 40), payload)
-        with store.fetcher.fetching(store.pages, streamed=streamed) as states:
+        with store.engine.fetching(store.pages, streamed=streamed) as states:
             assert list(states) == []
         assert store.counters.group("unreadable") == {"shape": 1}
 
@@ -199,7 +119,7 @@ def test_a_page_that_is_not_admitted_ends_the_restore_and_is_not_read(streamed):
     read = []
     with store_of(RAW) as store:
         store.backend.before = read.append
-        with store.fetcher.fetching(store.pages, streamed=streamed, admit=lambda page: page.start < 5 * P) as states:
+        with store.engine.fetching(store.pages, streamed=streamed, admit=lambda page: page.start < 5 * P) as states:
             assert len(list(states)) == states.verified() == 5
         assert read == list(range(5))
         assert store.counters.group("unreadable") == {"shape": 1}
@@ -218,7 +138,7 @@ def test_restores_that_have_begun_end_when_the_store_is_closed(codec, n_threads)
 
         def read(number):
             try:
-                with store.fetcher.fetching(store.pages, streamed=bool(number % 2)) as states:
+                with store.engine.fetching(store.pages, streamed=bool(number % 2)) as states:
                     given = [bytes(state) for state in islice(states, number % 8)]
                     begun.wait()
                     assert closed.wait(PATIENCE)
@@ -236,15 +156,8 @@ def test_restores_that_have_begun_end_when_the_store_is_closed(codec, n_threads)
             thread.join()
         assert len(outcomes) == n_threads
         assert set(outcomes) == {8}
-        with pytest.raises(ClosedError, match="open a new PrefixStore"), store.fetcher.fetching(store.pages):
+        with pytest.raises(ClosedError, match="open a new PrefixStore"), store.engine.fetching(store.pages):
             pass
-
-
-def test_closing_in_the_midst_of_the_own_restore_does_not_wait_for_it():
-    with store_of(["zstd"] * 8) as store, store.fetcher.fetching(store.pages) as states:
-        next(states)
-        store.fetcher.close()
-        assert len(list(states)) == 7
 
 
 def test_a_thread_that_cannot_be_started_is_not_waited_for(monkeypatch):
@@ -255,58 +168,13 @@ def test_a_thread_that_cannot_be_started_is_not_waited_for(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr("_thread.start_new_thread", start)
             store.engine.threads._idle = SimpleQueue()
-            with store.fetcher.fetching(store.pages, streamed=True) as states:
+            with store.engine.fetching(store.pages, streamed=True) as states:
                 assert list(states) == []
             assert store.counters.group("unreadable") == {"unavailable": 1}
-            with store.fetcher.fetching(store.pages) as states:
+            with store.engine.fetching(store.pages) as states:
                 assert list(states) == []
             assert store.counters.group("unreadable") == {"unavailable": 2}
         read = []
         store.backend.before = read.append
         assert store.fetch() == 8
         assert read == list(range(8))
-
-
-# -- in a context ------------------------------------------------------------------------------------------------------
-
-TOKENS = prompt(1024)
-
-
-@pytest.mark.parametrize("number", [0, 2, 3])
-def test_a_damaged_page_is_removed_from_the_context_again(models, tmp_path, monkeypatch, number):
-    llm = load(models("llama"))
-    cold = answer(llm, TOKENS, 6)
-    with PrefixStore(tmp_path, llm, codec="raw") as store:
-        llm.set_cache(store)
-        llm.reset()
-        answer(llm, TOKENS, 1)
-        store.flush()
-        expected = {}
-        for n in (256, 512, 768):
-            llm.reset()
-            llm.eval(TOKENS[:n])
-            expected[n] = state_digest(llm, n)
-        checks, loaded = [], []
-        real, load_page = readers.verify_checksum, PagedMemory.load
-
-        def verify(record, view):
-            checks.append(record)
-            if len(checks) == number + 1:
-                raise CorruptError("flipped on purpose")
-            real(record, view)
-
-        monkeypatch.setattr(readers, "verify_checksum", verify)
-        monkeypatch.setattr(readers, "verify_checksum", verify)
-        monkeypatch.setattr(PagedMemory, "load", lambda self, *args: loaded.append(args) or load_page(self, *args))
-        llm.reset()
-        n = store.restore([*TOKENS, 7])
-        # nothing of a rejected page stays: the context is emptied, and the good pages are loaded again
-        assert len(loaded) == number + 1 + number
-        assert n == number * 256
-        if n:
-            assert state_digest(llm, n) == expected[n]
-        assert store.stats().unreadable == {"corrupt": 1}
-        monkeypatch.undo()
-        llm.reset()
-        assert answer(llm, TOKENS, 6) == cold
-        assert store.check() == []

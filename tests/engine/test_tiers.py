@@ -14,7 +14,6 @@ from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.far import FarEngine
-from prefixstore.engine.far_pages import Thinning
 from prefixstore.engine.figures import read_history
 from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.tiers import TieredEngine
@@ -23,12 +22,10 @@ from prefixstore.format.autocodec import pick
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.namespace import Namespace
 from prefixstore.stats import Counters
-from tests.support import PATIENCE
+from tests.support import PATIENCE, in_thread
 from tests.support.engines import (
     MIB,
-    SNAPSHOT,
     A,
-    B,
     C,
     MemoryPages,
     P,
@@ -80,6 +77,7 @@ class Tiers(Store):
             queue_bytes=2 * queue_bytes,
             **options,
         )
+        self.engine.describe(SPACE)
 
     def pages(self, tokens, size=1000, **options):
         return super().pages(tokens, size, namespace=SPACE.key, **options)
@@ -188,20 +186,14 @@ class Failing(MemoryPages):
 # -- what is new goes to both, what is fetched is kept -----------------------------------------------------------------
 
 
-def test_what_is_captured_is_in_both_locations(near, far):
-    with tiers(near, far) as store:
-        assert store.capture(LONG) == 10
-        store.engine.flush()
-        assert len(keys_of(near)) == 10
-        assert keys_of(near) == keys_of(far)
-        assert store.restore(LONG) == 10
-        assert store.given() == (10, 0)
-
-
-def test_what_another_host_has_stored_is_restored_and_kept(near, far, tmp_path):
+def test_what_is_captured_is_in_both_locations_and_another_host_restores_and_keeps_it(near, far):
     with tiers(MemoryPages(), far) as one:
-        one.capture(LONG)
+        assert one.capture(LONG) == 10
         one.engine.flush()
+        assert len(keys_of(one.backend)) == 10
+        assert keys_of(one.backend) == keys_of(far)
+        assert one.restore(LONG) == 10
+        assert one.given() == (10, 0)
         with tiers(near, far) as other:
             assert other.restore(LONG) == 10
             assert other.given() == (0, 10)
@@ -225,42 +217,7 @@ def test_each_page_comes_from_the_nearest_location_that_has_it(near):
             assert other.given() == (14, 6)
 
 
-def test_the_longer_match_wins_and_the_nearer_one_if_they_are_equal():
-    far = MemoryPages()
-    with tiers(MemoryPages(), far) as one, tiers(MemoryPages(), far) as other:
-        one.capture(A + LONG)
-        one.engine.flush()
-        other.engine.far._queue.close()
-        other.capture(A + LONG)
-        assert other.match(A + LONG) == len(A + LONG)
-        assert other.engine.n_near(other.engine.match(SPACE.key, as_tokens(A + LONG), P).pages) == 13
-        assert other.match(B) == 0
-
-
-def test_a_location_that_is_too_small_keeps_what_fits():
-    far = MemoryPages()
-    with tiers(MemoryPages(), far) as one:
-        one.capture(LONG)
-        one.engine.flush()
-        with tiers(MemoryPages(), far, near_bytes=6000) as other:
-            for _ in range(3):
-                assert other.restore(LONG) == 10
-                other.engine.flush()
-            assert other.engine.used()[0].bytes <= 6000
-
-
-def test_packed_pages_are_kept_as_states():
-    far = MemoryPages()
-    with tiers(MemoryPages(), far, far_encoder="zstd") as one:
-        one.capture(LONG)
-        one.engine.flush()
-        with tiers(MemoryPages(), far) as other:
-            assert other.restore(LONG) == 10
-            other.engine.flush()
-            assert other.restore(LONG) == 10
-
-
-def test_states_stay_valid_until_the_block_is_left():
+def test_states_that_were_packed_stay_valid_until_the_block_is_left_and_are_kept():
     far = MemoryPages()
     with tiers(MemoryPages(), far, far_encoder="zstd") as one:
         one.capture(LONG)
@@ -270,6 +227,8 @@ def test_states_stay_valid_until_the_block_is_left():
             with other.engine.fetching(path.pages) as fetched:
                 states = list(fetched)
                 assert [bytes(state) for state in states] == [state_of(page.key) for page in path.pages]
+            other.engine.flush()
+            assert other.engine.n_near(other.engine.match(SPACE.key, as_tokens(LONG), P).pages) == 10
 
 
 def test_read_only_keeps_and_writes_nothing(tmp_path):
@@ -368,18 +327,18 @@ def use_at_once(store, *sequences):
 def test_pages_that_are_made_up_for_are_written_together(monkeypatch):
     copied = []
     copy = FarEngine._copy
-    monkeypatch.setattr(FarEngine, "_copy", lambda far, pages, _: copied.append(len(pages)) or copy(far, pages, None))
+    monkeypatch.setattr(FarEngine, "_copy", lambda far, path, _: copied.append(len(path)) or copy(far, path, b""))
     near, far = MemoryPages(), Failing()
     with filled_later(near, far, LONG, A) as store:
         use_at_once(store, LONG, A)
         store.engine.flush()
         assert keys_of(far) == keys_of(near)
-        assert copied == [10, 3]
+        assert copied == [3, 10]
         # as after a restart: what is there already is not copied, known or not
         with tiers(near, far) as again:
             use_at_once(again, LONG, A)
             again.engine.flush()
-        assert copied == [10, 3]
+        assert copied == [3, 10]
 
 
 def test_no_view_of_the_near_location_is_open_while_the_far_one_is_written():
@@ -433,33 +392,19 @@ def test_pages_that_are_not_reached_are_counted_and_may_be_offered_again(monkeyp
             patch.setattr(FarEngine, "_copy", fails)
             use_at_once(store, LONG, A)
             store.engine.drain()
-        assert store.far.counters["dropped:unavailable"] - before == 13
+        assert store.far.counters["dropped:unavailable"] - before == 2
         use_at_once(store, LONG, A)
         store.engine.flush()
         assert keys_of(far) == keys_of(near)
 
 
-def test_chats_that_begin_alike_are_all_thinned_and_each_once(monkeypatch):
+def test_the_far_location_is_thinned_as_well_and_not_waited_for(monkeypatch):
     thinned = []
-    monkeypatch.setattr(
-        Engine, "thin", lambda engine, _, tokens, *__: thinned.append((type(engine), tokens.tolist())) or 0
-    )
+    monkeypatch.setattr(Engine, "thin", lambda engine, *arguments: thinned.append((type(engine), arguments)) or 0)
     with tiers() as store:
-        for tokens in ([*A, 1], [*A, 2], [*A, 1, 3]):
-            store.far.thin_later(Thinning(SPACE.key, as_tokens(tokens), P, 1, P, frozenset()))
-        store.engine.flush()
-        assert thinned == [(FarEngine, [*A, 2]), (FarEngine, [*A, 1, 3])]
-
-
-def test_a_far_location_that_takes_nothing_is_told_with_what_waits(monkeypatch):
-    gate = threading.Event()
-    with tiers(MemoryPages(), gated(MemoryPages, gate)()) as store:
-        store.capture(A)
-        with monkeypatch.context() as patch:
-            patch.setattr("prefixstore.engine.queue.NO_PROGRESS_SECONDS", 0.05)
-            with pytest.raises(UnavailableError, match="3,000 bytes are waiting"):
-                store.far.drain()
-        gate.set()
+        store.engine.thin(SPACE.key, as_tokens(A), P, 1, P)
+        wait_for(lambda: len(thinned) == 2, "both are thinned")
+    assert {kind for kind, _ in thinned} == {TieredEngine, FarEngine}
 
 
 def test_a_page_that_was_used_reaches_the_other_location_with_its_renewed_expiry():
@@ -498,32 +443,6 @@ def test_a_listener_hears_of_both_locations_and_not_of_what_is_kept():
         assert other.restore([*LONG, 1]) == 10
         other.capture(A[:P])
         assert heard == [(len(LONG), 10, len(LONG) + 1), 0]
-
-
-def test_snapshots_are_passed_on_and_come_back():
-    far = MemoryPages()
-    with tiers(MemoryPages(), far) as one:
-        one.capture(LONG, 0)
-        path = one.engine.match(SPACE.key, as_tokens(LONG), P)
-        new = PendingPage.of(
-            SPACE.key,
-            one.settings,
-            path.pages[-1].key,
-            len(LONG),
-            as_tokens([7, 8]).tobytes(),
-            one.engine.acquire(500),
-            0,
-            SNAPSHOT,
-        )
-        new.buffer.view[:] = state_of(new.page.key, 500)
-        assert one.engine.submit(new)
-        one.engine.flush()
-        with tiers(MemoryPages(), far) as other:
-            tokens = as_tokens([*LONG, 7, 8, 9])
-            path = other.engine.match_snapshot(SPACE.key, tokens, P, len(tokens))
-            assert path.n_tokens == len(LONG) + 2
-            with other.engine.fetching([path.pages[-1]]) as states:
-                assert bytes(next(states)) == state_of(new.page.key, 500)
 
 
 # -- a far location that fails ----------------------------------------------------------------------------------------
@@ -579,35 +498,6 @@ def test_a_far_location_with_a_fault_of_its_own_costs_nothing_that_is_near(max_d
         assert "a fault of a plug-in" in caplog.text
 
 
-def test_a_lookup_does_not_wait_for_a_far_location_that_hangs(near):
-    released = threading.Event()
-
-    class Hanging(MemoryPages):
-        hangs = False
-
-        @contextmanager
-        def view(self):
-            if self.hangs:
-                released.wait(PATIENCE)
-            with super().view() as view:
-                yield view
-
-    far = Hanging()
-    with tiers(near, far, max_delay=0.05) as store:
-        store.engine.token_seconds = 1e-9
-        store.capture(LONG)
-        store.engine.drain()
-        before = store.engine.tiers()[1].late
-        far.hangs = True
-        assert store.match([*LONG, *A]) == len(LONG)
-        assert store.match([*LONG, *A]) == len(LONG)
-        assert store.engine.tiers()[1].late == before + 2
-        far.hangs = False
-        released.set()
-        wait_for(lambda: store.engine._overdue.is_there, "the question is answered")
-        assert store.match([*LONG, *A]) == len(LONG)
-
-
 def test_near_pages_are_used_if_the_far_location_fails_after_the_lookup(near):
     far = Failing()
     with tiers(MemoryPages(), far) as one, tiers(near, far) as other:
@@ -633,16 +523,41 @@ class Stuck(Failing):
         self.asked, self.answers = threading.Event(), threading.Event()
         self.answers.set()
         self.timed_out = False
-        self.askers = set()
 
     @contextmanager
     def view(self):
-        self.askers.add(threading.current_thread())
         if not self.answers.is_set():
             self.asked.set()
             self.timed_out |= not self.answers.wait(PATIENCE)
         with super().view() as view:
             yield view
+
+
+def test_a_lookup_does_not_wait_for_a_far_location_that_hangs(near):
+    far = Stuck()
+    with tiers(near, far, max_delay=0.05) as store:
+        store.engine.token_seconds = 1e-9
+        store.capture(LONG)
+        store.engine.drain()
+        before = store.engine.tiers()[1].late
+        far.answers.clear()
+        assert store.match([*LONG, *A]) == len(LONG)
+        assert store.match([*LONG, *A]) == len(LONG)
+        assert store.engine.tiers()[1].late == before + 2
+        far.answers.set()
+        wait_for(lambda: store.engine._overdue.is_there, "the question is answered")
+        assert store.match([*LONG, *A]) == len(LONG)
+
+
+def test_a_lookup_waits_longer_where_computing_would_take_long(near):
+    far = Stuck()
+    with tiers(MemoryPages(), far) as one, tiers(near, far, max_delay=0.001) as store:
+        one.capture(LONG)
+        one.engine.flush()
+        store.engine.token_seconds = 1000.0
+        far.answers.clear()
+        in_thread(lambda: (far.asked.wait(PATIENCE), far.answers.set()))
+        assert store.match(LONG) == len(LONG)
 
 
 def test_a_ctrl_c_in_a_restore_does_not_wait_for_the_far_location(near):
@@ -657,20 +572,6 @@ def test_a_ctrl_c_in_a_restore_does_not_wait_for_the_far_location(near):
             raise KeyboardInterrupt
         assert not far.timed_out
         far.answers.set()
-
-
-def test_a_restore_asks_the_far_location_for_everything_in_other_threads(near, monkeypatch):
-    monkeypatch.setattr("prefixstore.engine.tiers.KEPT_SETTINGS", 1)
-    far = Stuck()
-    with tiers(MemoryPages(), far) as one, tiers(near, far, max_delay=60.0) as other:
-        one.capture(LONG)
-        one.engine.flush()
-        far.askers.clear()
-        other.engine._kept_settings[b"another"] = b"{}"
-        assert other.restore(LONG) == 10
-        assert threading.current_thread() not in far.askers
-        assert list(other.engine._kept_settings) == [SPACE.key]
-        assert other.engine.tiers()[0].kept == 10
 
 
 def test_a_far_location_that_cannot_be_reached_at_first_is_opened_later(near):
@@ -811,29 +712,3 @@ class _SlowView:
         for one in self.view.fetch(keys):
             self.gate.acquire(timeout=PATIENCE)
             yield one
-
-
-def test_a_lookup_waits_longer_where_computing_would_take_long(near):
-    entered, released = threading.Event(), threading.Event()
-
-    class Late(MemoryPages):
-        is_late = False
-
-        @contextmanager
-        def view(self):
-            if self.is_late:
-                entered.set()
-                released.wait(PATIENCE)
-            with super().view() as view:
-                yield view
-
-    far = Late()
-    with tiers(MemoryPages(), far) as one:
-        one.capture(LONG)
-        one.engine.flush()
-        with tiers(near, far, max_delay=0.001) as store:
-            store.engine.token_seconds = 1000.0
-            far.is_late = True
-            threading.Thread(target=lambda: (entered.wait(PATIENCE), released.set())).start()
-            assert store.match(LONG) == len(LONG)
-            far.is_late = False

@@ -122,7 +122,7 @@ class Store:
     def fetch(self, pages=None, **options):
         """How many states were given out; each is compared with the original."""
         n = 0
-        with self.fetcher.fetching(self.pages if pages is None else pages, **options) as states:
+        with self.engine.fetching(self.pages if pages is None else pages, **options) as states:
             for i, state in enumerate(states):
                 assert bytes(state) == state_of(i)
                 n += 1

@@ -10,7 +10,7 @@ from typing import Any
 from prefixstore.engine.engine import Engine
 from prefixstore.errors import UnavailableError
 
-__all__ = ["Fragile", "Lent", "assert_true", "known_keys"]
+__all__ = ["Fragile", "assert_true", "known_keys"]
 
 
 class _Counted:
@@ -98,16 +98,3 @@ def known_keys(engine: Engine) -> set[bytes]:
 def assert_true(engine: Engine) -> None:
     """The indexes of the location are those of its pages."""
     assert [one for one in engine.check() if one.rule == "index"] == []
-
-
-class Lent:
-    """A backend that is not closed with its engine."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def close(self) -> None:
-        pass
