@@ -6,7 +6,6 @@ import json
 import logging
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -71,16 +70,13 @@ class CompletionWatch:
         llm = self._llm()
         if llm is None:
             raise ReferenceError("the Llama of this completion is gone")
-        with closing(type(llm).generate(llm, tokens, *args, **kwargs)) as generated:
-            try:
-                token = next(generated)
-                # the prompt is evaluated, and nothing else
-                self._note(llm, len(tokens))
-                while True:
-                    sent = yield token
-                    token = generated.send(sent)
-            except StopIteration:
-                return
+        generated = type(llm).generate(llm, tokens, *args, **kwargs)
+        for token in generated:
+            # the prompt is evaluated, and nothing else
+            self._note(llm, len(tokens))
+            yield token
+            break
+        yield from generated
 
     def _note(self, llm: llama_cpp.Llama, n: int) -> None:
         request = current_request.get()

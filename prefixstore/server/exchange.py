@@ -12,9 +12,8 @@ from typing import Any, Final, TypeVar
 from urllib.parse import unquote
 
 from aiohttp import ClientConnectionResetError, web
-from multidict import CIMultiDict
 
-from prefixstore.server.upstream import Headers, text_of
+from prefixstore.server.upstream import Headers
 
 __all__ = ["BodiesFullError", "BodyBudget", "BodyTooLargeError", "Exchange", "server_of"]
 
@@ -103,8 +102,8 @@ class Exchange:
 
     Attributes
     ----------
-    method, target, path, raw_headers
-        What the request says: the target as it was sent, the path of it decoded, the headers with names in lower case.
+    method, target, path, headers
+        What the request says: the target as it was sent, the path of it decoded.
     has_begun
         Whether the answer has begun.
     told
@@ -121,11 +120,7 @@ class Exchange:
         self.method = request.method
         self.target = target.encode(errors="surrogateescape")
         self.path = unquote(target.partition("?")[0])
-        self.raw_headers: Headers = [(name.lower(), value) for name, value in request.raw_headers]
-        # each byte is one letter
-        self.headers = CIMultiDict(
-            (name.decode("latin-1"), value.decode("latin-1")) for name, value in self.raw_headers
-        )
+        self.headers: Headers = request.headers
         self.has_begun = False
         self.told: str | None = None
         self._response: web.StreamResponse = web.Response(status=500)
@@ -173,7 +168,7 @@ class Exchange:
     async def begin(self, status: int, headers: Headers) -> None:
         """Send the status line and the headers of an answer whose body is written in parts."""
         self.has_begun = True
-        response = web.StreamResponse(status=status, headers=text_of(headers))
+        response = web.StreamResponse(status=status, headers=headers)
         if self.told is not None:
             response.headers["x-prefixstore"] = self.told
         self._use(response)

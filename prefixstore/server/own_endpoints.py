@@ -102,7 +102,7 @@ class OwnEndpoints:
     async def _refusal(self, exchange: Exchange) -> tuple[int, str, str] | None:
         """Why a client may not read one: status, kind, message."""
         if self._admin_key is not None:
-            given = api_key_of(exchange.headers).encode()
+            given = api_key_of(exchange.headers).encode(errors="surrogateescape")
             if not hmac.compare_digest(given, self._admin_key.encode()):
                 return 401, "authentication_error", "this endpoint needs the key of --admin-key"
         elif self._separated:
@@ -148,7 +148,7 @@ class OwnEndpoints:
 
     async def _get(self, path: str, exchange: Exchange) -> Reply:
         upstream = self._session.upstream
-        return await upstream.ask(path, upstream.credentials(exchange.raw_headers))
+        return await upstream.ask(path, upstream.credentials(exchange.headers))
 
     async def _metrics(self, exchange: Exchange) -> None:
         # in a thread, as the location is asked: other requests go on while it does not answer

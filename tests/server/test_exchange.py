@@ -38,7 +38,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 async def _tell(exchange: Exchange) -> None:
     """Answer with what has come of a request."""
     body = await exchange.body()
-    names = sorted({name.decode() for name, _ in exchange.raw_headers})
+    names = sorted({name.lower() for name in exchange.headers})
     content = json.dumps([exchange.method, exchange.path, body.decode(), names]).encode()
     exchange.answer(200, content, "application/json")
 
