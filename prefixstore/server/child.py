@@ -160,7 +160,7 @@ class Child:
         async def answers(seconds: float) -> bool:
             return await self._health(seconds) is not None
 
-        while not await self._health(ASK_SECONDS):
+        while not await self._health(ASK_SECONDS):  # noqa: ASYNC110 - it is another process
             await asyncio.sleep(HEALTH_INTERVAL)
         await self._when_ready()
         self._was_ready = True

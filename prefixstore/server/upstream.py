@@ -197,9 +197,7 @@ class Upstream:
         # as a file: what is large is written in parts
         data = None if content is None else io.BytesIO(content)
         with _translated():
-            return Answer(
-                await self._session.request(method, url, headers=kept, data=data, allow_redirects=False)
-            )
+            return Answer(await self._session.request(method, url, headers=kept, data=data, allow_redirects=False))
 
     async def ask(
         self,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 
 from prefixstore import PrefixStore
@@ -87,27 +86,6 @@ def test_streams_are_those_of_the_server_and_what_they_compute_is_stored(models,
     with start(models, location) as server:
         answer = server.chat(given)
         assert cached(answer) == answer.usage.prompt_tokens - 1
-
-
-@pytest.mark.slow
-def test_completions_with_text_and_the_raw_answer(models, location):
-    prompt = "The list of files is sorted. " * 20
-    with start(models, location) as server:
-        one, two = (server.complete(prompt) for _ in range(2))
-        assert one.choices[0].text == two.choices[0].text
-        assert (cached(one), cached(two)) == (0, two.usage.prompt_tokens - 1)
-        # what is not a completion is untouched
-        assert [model.id for model in server.client.models.list()] == [str(models("llama"))]
-        raw = httpx.post(f"{server.url}/extras/tokenize/count", json={"input": prompt}, timeout=60)
-        assert raw.json() == {"count": two.usage.prompt_tokens}
-        # errors keep their form
-        answer = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": 1}, timeout=60)
-        assert answer.status_code == 500
-        assert answer.json()["error"]["type"] == "internal_server_error"
-        long = httpx.post(f"{server.url}/v1/completions", json={"prompt": prompt * 100}, timeout=60)
-        assert long.status_code == 400
-        assert long.json()["error"]["code"] == "context_length_exceeded"
-        assert server.complete(prompt).choices[0].text == one.choices[0].text
 
 
 @pytest.mark.slow
@@ -220,14 +198,6 @@ def test_clients_at_the_same_time(models, location, cold):
             answers = list(pool.map(server.chat, given))
         assert [text_of(answer) for answer in answers] == [text_of(cold(one)) for one in given]
         assert sorted(cached(answer) > 0 for answer in answers) == [False] + [True] * 7
-
-
-@pytest.mark.slow
-def test_an_api_key_is_asked_for(models, location):
-    with start(models, location, "--api-key", "secret") as server:
-        assert server.complete("ls " * 30).usage.prompt_tokens > 0
-        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "ls"}, timeout=60)
-        assert refused.status_code == 401
 
 
 @pytest.mark.slow
