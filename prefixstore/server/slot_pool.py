@@ -226,7 +226,7 @@ class SlotPool:
         ]
         if self._waiting or not found:
             return None
-        slot, last = max(found, key=lambda one: len(one[1].turns.messages))
+        slot, last = max(found, key=lambda one: one[1].n_tokens)
         slot.request = None
         return self.hold(slot), last
 
