@@ -328,7 +328,7 @@ def test_errors_of_the_server_are_passed_on_and_harm_nothing(shared_proxy: Serve
             ours = shared_proxy.post(path, content=body, headers={"content-type": "application/json"})
             theirs = httpx.post(alone.url + path, content=body, timeout=60, trust_env=False)
             assert ours.status_code == theirs.status_code, body
-    assert shared_proxy.counts(1, "prefixstore_requests_passed_total", reason="no_tokens")
+    assert shared_proxy.metric("prefixstore_requests_passed_total", reason="no_tokens") > 0
     assert shared_proxy.complete(prompt(13))["content"] in own_answers(alone, prompt(13))
 
 
@@ -694,28 +694,6 @@ def test_many_signals_end_it_as_cleanly(number: int, serve: Serve):
     assert "Traceback" not in served.text()
     assert not _is_running(child)
     assert (at_once in served.text()) == (number == signal.SIGINT)
-
-
-@pytest.mark.slow
-def test_ctrl_c_before_signals_are_handled_is_a_quiet_end(tmp_path: Path, docs_model: Path):
-    site = tmp_path / "site"
-    site.mkdir()
-    (site / "sitecustomize.py").write_text(
-        "import os, signal\n"
-        "from prefixstore.server import serving\n"
-        "serve = serving._serve\n"
-        "async def late(*given, **named):\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    return await serve(*given, **named)\n"
-        "serving._serve = late\n"
-    )
-    arguments = [str(tmp_path / "store"), "--port", "0", "--", str(binary()), "-m", str(docs_model)]
-    served = launch(tmp_path, "served", arguments, {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}"})
-    try:
-        assert served.ended() == 130
-        assert "Traceback" not in served.text()
-    finally:
-        served.end()
 
 
 @pytest.mark.slow

@@ -101,16 +101,12 @@ def test_the_fields_of_llama_server_and_of_official_clients_are_known():
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"a": 1}'.decode().encode("utf-16"), b"[" * 100_000])
 def test_a_body_that_is_not_an_object_is_left_to_the_server(body: bytes):
     assert parse(CHAT, body).reason == "invalid"
-
-
-def test_a_body_that_is_nested_so_deeply_that_it_can_just_be_read_is_left_to_the_server():
-    heads = {b'{"input":"a","tools":[{"type":"function","parameters":': b"}]}", b'{"prompt":': b"}"}
-    reasons = set()
-    for (head, end), path in zip(heads.items(), ("/v1/responses", "/completion"), strict=True):
-        # where the limit is depends on the caller
-        for n in range(900, 1000):
-            reasons.add(parse(path, head + b"[" * n + b'"a"' + b"]" * n + end).reason)
-    assert reasons == {None, "invalid"}
+    # what can just be read may be nested too deeply to be written: where the limit is depends on the caller
+    nested = (
+        b'{"input":"a","tools":[{"type":"function","parameters":' + b"[" * n + b"]" * n + b"}]}"
+        for n in range(900, 1000)
+    )
+    assert {parse("/v1/responses", one).reason for one in nested} == {None, "invalid"}
 
 
 def test_a_body_of_too_many_parts_is_not_read_and_one_with_brackets_in_its_text_is():

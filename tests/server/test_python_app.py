@@ -124,9 +124,9 @@ def test_metrics_are_told_where_each_prompt_came_from(client, settings):
     told = Told()
     made = client([settings(0), settings(1)], metrics=told)
     n = ask(made)["usage"]["prompt_tokens"]
-    ask(made)
-    ask(made, model="model-1")
-    ask(made)
+    first = ask(made)
+    other = ask(made, model="model-1")
+    assert text_of(ask(made)) == text_of(first) != text_of(other)
     chat = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 2}
     with warnings.catch_warnings():
         # the server leaves the end of a stream to the garbage collector

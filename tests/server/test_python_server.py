@@ -10,7 +10,6 @@ import pytest
 from prefixstore import PrefixStore
 from prefixstore.config import load_config
 from prefixstore.maintenance.archive import Archive
-from tests.support.ports import free_port
 from tests.support.python_server import MODEL_OPTIONS, STOCK, serving
 
 SYSTEM = "You are an assistant who knows manual pages. " * 20
@@ -96,60 +95,6 @@ def test_logprobs_are_those_of_the_server(models, location, cold):
         server.chat(given)
         server.chat(messages("Something else.", system="Short. " * 30))
         assert server.chat(given, **asked).choices == cold(given, **asked).choices
-
-
-def config_file(tmp_path, models, **more):
-    settings = {
-        "models": [
-            {"model": str(models("llama", seed=seed)), "model_alias": alias, "n_ctx": 2048, "verbose": False}
-            | {"n_threads": 1, "n_threads_batch": 1}
-            for seed, alias in enumerate(("one", "two"))
-        ],
-        **more,
-    }
-    path = tmp_path / "models.json"
-    path.write_text(json.dumps(settings))
-    return str(path)
-
-
-@pytest.mark.slow
-def test_the_store_follows_when_the_server_switches_models(models, location, tmp_path):
-    given = [messages("What is ls?"), messages("What is cat?")]
-    # without a store, in two servers
-    expected = {}
-    for seed, alias in enumerate(("one", "two")):
-        with serving("--model", str(models("llama", seed=seed)), *MODEL_OPTIONS, module=STOCK) as server:
-            for i, one in enumerate(given):
-                server.complete("x", max_tokens=1)
-                expected[alias, i] = text_of(server.chat(one))
-    assert expected["one", 0] != expected["two", 0]
-    # a port from a configuration file would be used
-    log = tmp_path / "log"
-    with ours(tmp_path, models, location, log) as server:
-        for _ in range(2):
-            for i, one in enumerate(given):
-                for alias in ("one", "two"):
-                    answer = server.chat(one, model=alias)
-                    assert text_of(answer) == expected[alias, i]
-        n = answer.usage.prompt_tokens
-        # the context is new after each switch, so this comes from the store
-        assert cached(answer) == n - 1
-        assert cached(server.chat(given[0], model="one")) == n_of(server, given[0], "one") - 1
-        server.stop()
-    assert "Traceback" not in log.read_text()
-    with Archive(location, read_only=True) as archive:
-        assert archive.check() == []
-        assert len(archive.holdings()) == 2
-
-
-def n_of(server, given, alias):
-    return server.chat(given, model=alias).usage.prompt_tokens
-
-
-def ours(tmp_path, models, location, log=None):
-    port = free_port()
-    file = config_file(tmp_path, models, host="127.0.0.1", port=port)
-    return serving(location, "--config_file", file, log=log, listening=port)
 
 
 @pytest.mark.slow
