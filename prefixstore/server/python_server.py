@@ -43,7 +43,6 @@ from prefixstore.report.page import live_html
 from prefixstore.server.completions import CachedTokens, StoreProxy
 from prefixstore.server.listener import address_of, bound, stopped_by_signals
 from prefixstore.server.own_endpoints import CONTENT, HEADERS, HTML, JSON, PAGE, LiveReport
-from prefixstore.server.store_check import check_store
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -283,9 +282,8 @@ def run(location: str | None, options: Sequence[str]) -> int:
     arguments = _parser().parse_args([*([location] if location is not None else []), *map(_underscored, options)])
     try:
         where, store_options, rest, served = _plan(arguments)
-        # a model may take minutes to load: what can be said before is said before
+        # a port that is in use is told before the model is loaded
         with bound(served.host, served.port) as sockets:
-            check_store(where, store_options)
             return _listen(create_app(where, **rest, **store_options), sockets)
     except ValidationError as error:
         wrong = [
