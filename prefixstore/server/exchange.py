@@ -225,7 +225,7 @@ class Exchange:
             # What follows the chunks of a body, or an offer of another protocol, is read by aiohttp as the head of the
             # next request, or is lost. It could name another tenant.
             response.force_close()
-        if self._transport is None:
+        if self._transport is None or self._transport.is_closing():
             return
         self._transport.set_write_buffer_limits(ROOM, ROOM - READ)
         connection = self._transport.get_extra_info("socket")

@@ -577,25 +577,6 @@ def test_the_child_listens_to_us_only(shared_proxy: Served):
 
 
 @pytest.mark.slow
-def test_tenants_find_nothing_of_each_other(serve: Serve, alone: Running):
-    served = serve("-np", "2", options=("--salt-from", "header:X-Tenant", "--admin-key", "admin"))
-    served.headers = {"Authorization": "Bearer admin"}
-    right = own_answers(alone, prompt(20))
-    for tenant in ("ann", "bob", "carl", "dora"):
-        first = served.complete(prompt(20), headers={"X-Tenant": tenant})
-        assert first["content"] in right
-        assert cached(first) == 0
-        served.saved()
-    for tenant in ("ann", "bob", "carl", "dora"):
-        again = served.complete(prompt(20), headers={"X-Tenant": tenant})
-        assert again["content"] in right
-        assert cached(again) > 200
-    assert served.post("/completion", json={"prompt": "Hello"}, headers={}).status_code == 401
-    assert served.get("/slots", headers={"X-Tenant": "ann"}).status_code == 403
-    assert served.get("/prefixstore/status", headers={"X-Tenant": "ann"}).status_code == 401
-
-
-@pytest.mark.slow
 def test_the_store_keeps_what_each_tenant_has_asked_for(serve: Serve, tmp_path: Path):
     served = serve("-np", "1", options=("--salt-from", "header:X-Tenant", "--admin-key", "admin"))
     served.headers = {"Authorization": "Bearer admin"}
@@ -783,26 +764,6 @@ def test_a_request_has_saved_what_its_restore_has_saved(serve: Serve, tmp_path: 
 def _in_front_of(running: Running, tmp_path: Path, *options: str) -> Served:
     arguments = [str(tmp_path / "store"), "--port", "0", "--server", running.url]
     return launch(tmp_path, "in_front", [*arguments, "--slots-dir", str(running.slots_dir), *options])
-
-
-@pytest.mark.slow
-def test_in_front_of_a_server_that_runs_already(
-    llama_server: Callable[..., Running], tmp_path: Path, docs_model: Path, alone: Running
-):
-    options = ("-c", "4096", "--no-cache-idle-slots")
-    for i in range(2):
-        running = llama_server(docs_model, *options, name=f"slots{i}")
-        served = _in_front_of(running, tmp_path)
-        try:
-            served.wait_ready()
-            answer = served.complete(prompt(24))
-            assert answer["content"] in own_answers(alone, prompt(24))
-            assert served.stop() == 0
-            assert running.is_alive()
-        finally:
-            served.end()
-        running.stop()
-    assert cached(answer) > 200
 
 
 @pytest.mark.slow
