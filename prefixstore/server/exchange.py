@@ -76,7 +76,7 @@ class BodyBudget:
     def check(self, n: int) -> None:
         """Raise `BodiesFullError` if so many bytes would exceed the limit now."""
         if self.used + n > self.limit:
-            raise BodiesFullError
+            raise BodiesFullError(f"the requests at present have more than {self.limit} bytes (--max-bodies)")
 
     def take(self, n: int) -> None:
         """Take so many bytes. Raises `BodiesFullError`."""
@@ -148,8 +148,7 @@ class Exchange:
         """
         length, content = self._request.content_length, self._request.content
         if length is not None:
-            if length > self._max_body:
-                raise BodyTooLargeError
+            self._check_size(length)
             self._budget.check(length)
         if self.headers.get("expect", "").lower() == "100-continue" and not content.is_eof():
             await self._request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -158,10 +157,13 @@ class Exchange:
             chunk = content.read_nowait() or await self._in_time(content.readany(), CLIENT_SECONDS)
             self._budget.take(len(chunk))
             self._n_taken += len(chunk)
-            if self._n_taken > self._max_body:
-                raise BodyTooLargeError
+            self._check_size(self._n_taken)
             chunks.append(chunk)
         return b"".join(chunks)
+
+    def _check_size(self, n: int) -> None:
+        if n > self._max_body:
+            raise BodyTooLargeError(f"the body has more than {self._max_body} bytes (--max-body)")
 
     # -- the answer ----------------------------------------------------------------------------------------------------
 

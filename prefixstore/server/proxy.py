@@ -101,34 +101,16 @@ class Proxy:
         """Answer a request. If the client goes away, the task is cancelled, and the server is told to stop."""
         exchange = Exchange(request, self._settings.max_body, self._bodies)
         try:
-            await self._try_to_answer(exchange)
+            await self._route(exchange)
         except ClientConnectionResetError:
             # its task is just being cancelled
             exchange.cut()
-        except Exception:
-            log.exception("a request is not answered")
-            self._broken(exchange, 500, "the proxy has failed; its log says why")
-        finally:
-            exchange.close()
-        return await exchange.finish()
-
-    # -- one request ---------------------------------------------------------------------------------------------------
-
-    async def _try_to_answer(self, exchange: Exchange) -> None:
-        try:
-            await self._route(exchange)
-        except BodyTooLargeError:
-            limit = self._settings.max_body
-            exchange.refuse(413, "invalid_request_error", f"the body has more than {limit} bytes (--max-body)")
-        except BodiesFullError:
-            limit = self._bodies.limit
-            self._unavailable(exchange, f"the requests at present have more than {limit} bytes (--max-bodies)")
+        except BodyTooLargeError as error:
+            exchange.refuse(413, "invalid_request_error", str(error))
         except NoTenantError as error:
             exchange.refuse(401, "authentication_error", str(error))
-        except PoolClosedError:
-            self._unavailable(exchange, "the server was replaced by another one")
-        except PoolFullError:
-            self._unavailable(exchange, "too many requests wait for a slot")
+        except (BodiesFullError, PoolClosedError, PoolFullError) as error:
+            self._unavailable(exchange, str(error))
         except (TargetError, web.RequestPayloadError):
             exchange.refuse(400, "invalid_request_error", "the request is not valid in HTTP")
         except UpstreamTimeoutError:
@@ -137,6 +119,14 @@ class Proxy:
             if isinstance(error, UpstreamLostError):
                 self._session.lost()
             self._broken(exchange, 503, "the server does not answer; it may be restarting")
+        except Exception:
+            log.exception("a request is not answered")
+            self._broken(exchange, 500, "the proxy has failed; its log says why")
+        finally:
+            exchange.close()
+        return await exchange.finish()
+
+    # -- one request ---------------------------------------------------------------------------------------------------
 
     def _broken(self, exchange: Exchange, status: int, message: str) -> None:
         if exchange.has_begun:

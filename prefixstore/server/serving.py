@@ -28,7 +28,6 @@ from prefixstore.server.own_endpoints import OwnEndpoints
 from prefixstore.server.process import process_at, running_process
 from prefixstore.server.proxy import Proxy
 from prefixstore.server.session import ServerSession
-from prefixstore.server.slot_pool import Timing
 from prefixstore.server.slots import SlotStore
 from prefixstore.server.store_check import ADVICE, OnDamage, check_store, differences, opened
 from prefixstore.server.tenants import Admission, TenantSource
@@ -73,8 +72,6 @@ class ServeSettings:
         How many requests may wait for a slot.
     timeout
         Seconds to wait for the next byte of the server.
-    timing
-        When slots are saved.
     announce
         Told the address once somebody can connect to it, what the store has once the server is ready, and when it
         stops.
@@ -92,7 +89,6 @@ class ServeSettings:
     allowed_fields: frozenset[str] = frozenset()
     max_waiting: int = 256
     timeout: float = 3600.0
-    timing: Timing = field(default_factory=Timing)
     announce: Callable[[str], None] = log.info
 
     @property

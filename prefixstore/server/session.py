@@ -164,9 +164,7 @@ class ServerSession:
             log.warning("the server has %d slots of %d tokens now", len(slots), slots[0][1])
             await self._retire(self.manager)
         settings = self._settings
-        pool = SlotPool(
-            slots, self.rates, settings.timing, max_waiting=settings.max_waiting, separated=settings.separated
-        )
+        pool = SlotPool(slots, self.rates, max_waiting=settings.max_waiting, separated=settings.separated)
         # what is in the slots of a server that runs already may have been moved there from other positions
         pool.restarted(are_empty=self.is_child)
         self.manager = SlotManager(pool, None, self.server.erase)

@@ -55,11 +55,20 @@ def start(models, location, *more, **options):
 @pytest.mark.slow
 def test_a_restarted_server_is_warm_and_answers_as_cold(models, location, cold):
     ask = [messages("What is ls?"), messages("What is cat?"), messages("What is ls?")]
+    streamed = messages("Stream this.")
     with start(models, location) as server:
         first = [server.chat(one) for one in ask]
+        for _ in range(2):
+            chunks = list(server.chat(streamed, stream=True))
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text_of(cold(streamed))
+            assert chunks[-1].choices[0].finish_reason == "length"
         server.stop()
     with start(models, location, "--read-only") as server:
         second = [server.chat(one) for one in ask]
+        answer = server.chat(streamed)
+        assert cached(answer) == answer.usage.prompt_tokens - 1
+        asked = {"logprobs": True, "top_logprobs": 2}
+        assert server.chat(ask[0], **asked).choices == cold(ask[0], **asked).choices
     for given, before, after in zip(ask, first, second, strict=True):
         expected = cold(given)
         assert text_of(before) == text_of(after) == text_of(expected)
@@ -70,31 +79,6 @@ def test_a_restarted_server_is_warm_and_answers_as_cold(models, location, cold):
     assert n - 16 < cached(first[1]) < n
     assert cached(first[2]) == n - 1
     assert [cached(one) for one in second] == [n - 1, first[1].usage.prompt_tokens - 1, n - 1]
-
-
-@pytest.mark.slow
-def test_streams_are_those_of_the_server_and_what_they_compute_is_stored(models, location, cold):
-    given = messages("Stream this.")
-    with start(models, location) as server:
-        for _ in range(2):
-            chunks = list(server.chat(given, stream=True))
-            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-            assert text == text_of(cold(given))
-            assert chunks[-1].choices[0].finish_reason == "length"
-        server.stop()
-    with start(models, location) as server:
-        answer = server.chat(given)
-        assert cached(answer) == answer.usage.prompt_tokens - 1
-
-
-@pytest.mark.slow
-def test_logprobs_are_those_of_the_server(models, location, cold):
-    given = messages("Tell me the probabilities.")
-    asked = {"logprobs": True, "top_logprobs": 2}
-    with start(models, location) as server:
-        server.chat(given)
-        server.chat(messages("Something else.", system="Short. " * 30))
-        assert server.chat(given, **asked).choices == cold(given, **asked).choices
 
 
 @pytest.mark.slow
