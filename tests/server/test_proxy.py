@@ -85,20 +85,6 @@ def _is_running(pid: int) -> bool:
 
 
 @pytest.mark.slow
-def test_more_conversations_than_slots_come_from_the_store(serve: Serve, alone: Running):
-    served = serve("-np", "1")
-    for i in (5, 6, 7):
-        served.complete(prompt(i))
-        # what is computed as soon as this is saved in idle time only
-        served.saved()
-    for i in (5, 6, 7):
-        again = served.complete(prompt(i))
-        assert again["content"] in own_answers(alone, prompt(i))
-        assert cached(again) > 200
-    assert served.counts(3, "prefixstore_requests_total", source="store")
-
-
-@pytest.mark.slow
 def test_users_who_share_a_system_prompt_compute_it_once_and_their_own_text_once(serve: Serve):
     served = serve("-np", "4", "-c", "16384")
     users = ["Ann", "Bob", "Cem", "Dee"]
