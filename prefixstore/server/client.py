@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["LlamaServer", "Props", "Slot", "SlotAction", "props_of"]
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")  # noqa: S104 - compared, not bound
-# more than any answer of the endpoints that are asked here
-MAX_ANSWER = 16 << 20
 MAX_MESSAGE = 300
 
 
@@ -334,9 +332,7 @@ class LlamaServer:
             headers = self._headers if data is None else {**self._headers, "Content-Type": "application/json"}
             connection.request(method, self._parts.path.rstrip("/") + path, data, headers)
             response = connection.getresponse()
-            content = response.read(MAX_ANSWER + 1)
-            if len(content) <= MAX_ANSWER and response.length:
-                raise http.client.IncompleteRead(content, response.length)
+            content = response.read()
         except TimeoutError as error:
             raise ServerBusyError(f"{url} has not answered in time") from error
         except (http.client.HTTPException, OSError, UnicodeError) as error:
@@ -345,8 +341,6 @@ class LlamaServer:
             raise ServerUnreachableError(f"{what}: {error}") from error
         finally:
             connection.close()
-        if len(content) > MAX_ANSWER:
-            raise ServerTooOldError(f"{url} has answered with more than {MAX_ANSWER} bytes")
         if response.status >= HTTPStatus.BAD_REQUEST:
             raise _refused(url, response.status, _parsed(content))
         answer = _parsed(content)
