@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import typer
 from typer.core import TyperCommand
 
 from prefixstore.cli import options
 from prefixstore.cli.output import DONE, say
 from prefixstore.config import Config, load_config, model_file
-from prefixstore.errors import InvalidParameterError, MissingExtraError, PrefixStoreError
+from prefixstore.errors import InvalidParameterError, MissingExtraError
 from prefixstore.units import parse_bytes, require_unit
 
 __all__ = ["COMMAND_CLASS", "serve"]
@@ -31,39 +29,23 @@ class ServeCommand(TyperCommand):
     """Says where options of llama-server belong."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        separated = "--" in args
-        if separated:
-            args = _with_location(self, ctx, args)
+        at = args.index("--") if "--" in args else len(args)
         try:
-            return super().parse_args(ctx, args)
+            rest = super().parse_args(ctx, args[:at])
         except Exception as error:
             # the classes of the parser's errors are not public
-            if not separated and hasattr(error, "option_name") and hasattr(error, "message"):
+            if at == len(args) and hasattr(error, "option_name") and hasattr(error, "message"):
                 error.message += (
                     "\nOptions of llama-server follow --: prefixstore serve STORE -- llama-server -m FILE"
                     "\nSo do those of llama_cpp.server: prefixstore serve STORE --model FILE -- --n_ctx 8192"
                 )
             raise
+        # also where no location comes before them
+        ctx.params["command"] = [*(ctx.params.get("command") or ()), *args[at + 1 :]]
+        return rest
 
 
 COMMAND_CLASS = ServeCommand
-
-
-def _with_location(command: Any, ctx: Any, args: list[str]) -> list[str]:
-    """The arguments with the default location in place, or with two, if none comes before the ``--``."""
-    at = args.index("--")
-    parser = command.make_parser(ctx)
-    given = parser.parse_args(args[:at])[0]
-    if isinstance(given.get("location"), str):
-        return args
-    config = given.get("config") or os.environ.get(options.CONFIG_VARIABLE)
-    try:
-        settings = load_config(config) if isinstance(config, str) else Config()
-        nearest, *further = settings.locations
-    except PrefixStoreError as error:
-        raise typer.BadParameter(str(error)) from None
-    behind = ["--far", *further] if further and given.get("far") is None else []
-    return [*args[:at], nearest, *behind, *args[at:]]
 
 
 def serve(

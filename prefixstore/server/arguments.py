@@ -20,14 +20,14 @@ VALUED = """
 --cpu-range-batch --cpu-strict-batch --prio-batch --poll-batch -n --predict --n-predict -b --batch-size -ub
 --ubatch-size --keep -dt --defrag-thold --rpc -lm --load-mode -lzm --lazy-mode --numa -dev --device -ot
 --override-tensor -ncmoe --n-cpu-moe -ncffn --n-cpu-ffn -ngl --gpu-layers --n-gpu-layers -sm --split-mode -ts
---tensor-split -mg --main-gpu -fit --fit -fitt --fit-target -fitc --fit-ctx -m --model -mu --model-url -dr
+--tensor-split -mg --main-gpu -fit --fit -fitt --fit-target -fitc --fit-ctx -mu --model-url -dr
 --docker-repo -hf -hfr --hf-repo -hff --hf-file -hft --hf-token --log-file --log-colors -lv --verbosity
 --log-verbosity --samplers -s --seed --sampler-seq --sampling-seq --temp --temperature --top-k --top-p --min-p
 --top-nsigma --top-n-sigma --xtc-probability --xtc-threshold --typical --typical-p --repeat-last-n --repeat-penalty
 --presence-penalty --frequency-penalty --dry-multiplier --dry-base --dry-allowed-length --dry-penalty-last-n
 --dry-sequence-breaker --adaptive-target --adaptive-decay --dynatemp-range --dynatemp-exp --mirostat --mirostat-lr
 --mirostat-ent -l --logit-bias --grammar --grammar-file -j --json-schema -jf --json-schema-file -ctxcp
---ctx-checkpoints --swa-checkpoints -cms --checkpoint-min-step -cram --cache-ram -r --reverse-prompt -mm --mmproj -mmu
+--ctx-checkpoints --swa-checkpoints -cms --checkpoint-min-step -r --reverse-prompt -mm --mmproj -mmu
 --mmproj-url -mmdev --mmproj-device --image-min-tokens --image-max-tokens --mtmd-batch-max-tokens --video-fps
 --video-timestamp-interval --video-ffmpeg-dir -a --alias --tags --embd-normalize --host --port --path --cors-origins
 --cors-methods --cors-headers --api-prefix --ui-config --webui-config --ui-config-file --webui-config-file --tools
@@ -89,6 +89,8 @@ UNDERSTOOD: tuple[tuple[str, str, str | None, bool], ...] = (
     ("context_shift", "--context-shift", "CONTEXT_SHIFT", True),
     ("cache_reuse", "--cache-reuse", "CACHE_REUSE", False),
     ("slots_dir", "--slot-save-path", None, False),
+    ("model", "-m --model", "MODEL", False),
+    ("cache_ram", "-cram --cache-ram", "CACHE_RAM", False),
 )
 # by option: the setting, and how many values it has
 KNOWN = {name: (setting, 0 if is_flag else 1) for setting, names, _, is_flag in UNDERSTOOD for name in names.split()}

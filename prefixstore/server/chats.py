@@ -11,16 +11,14 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-__all__ = ["Turn", "Turns", "chat_of_messages", "chat_of_responses"]
+__all__ = ["Turns", "chat_of_messages", "chat_of_responses"]
 
 # a stamp that a client changes with each request: the server overwrites it, too
 BILLING = re.compile(r"^(x-anthropic-billing-header:.*?cch=).{5}(?=;)", re.DOTALL)
 # What a request may add to the one before it, in bytes: of no more than that there is hardly anything in the store.
 MOST_NEW = 2048
-# of one that has more messages, nothing is kept
-MOST_MESSAGES = 4096
 
 
 def chat_of_messages(request: dict[str, Any]) -> dict[str, Any] | None:
@@ -153,62 +151,45 @@ def _texts(content: object) -> list[dict[str, Any]]:
     return [{"type": "text", "text": str(block.get("text", ""))} for block in blocks if isinstance(block, dict)]
 
 
-class Turn(NamedTuple):
-    """One message: its digest, its bytes, and whether it is an answer."""
-
-    digest: bytes
-    size: int
-    is_answer: bool
-
-
 @dataclass(frozen=True)
 class Turns:
-    """The messages of a chat, without their contents.
+    """The messages of a chat, as digests: of all of it, and of what its next request may continue.
 
     Attributes
     ----------
-    others
-        The digest of all other fields.
-    messages
-        The messages.
+    whole
+        The digest of all messages, and of all other fields.
+    before
+        The digests of its beginnings that end before an answer, with little after them.
     """
 
-    others: bytes
-    messages: tuple[Turn, ...]
+    whole: bytes
+    before: tuple[bytes, ...]
 
     @classmethod
     def of(cls, chat: Mapping[str, Any]) -> Turns | None:
         """Those of a chat as ``/apply-template`` takes it; None if it is of another form."""
         messages = chat.get("messages")
-        if not isinstance(messages, list) or len(messages) > MOST_MESSAGES:
+        if not isinstance(messages, list):
             return None
         try:
-            others = _digest({name: value for name, value in chat.items() if name != "messages"})
-            return cls(others[0], tuple(Turn(*_digest(one), _is_answer(one)) for one in messages))
+            others = json.dumps({name: value for name, value in chat.items() if name != "messages"})
+            texts = [json.dumps(one).encode() for one in messages]
         except RecursionError:
             # what is nested deeply may be read, and not be written
             return None
+        hashed, n_new, before = hashlib.blake2b(others.encode(), digest_size=16), sum(map(len, texts)), []
+        for message, text in zip(messages, texts, strict=True):
+            if n_new <= MOST_NEW and isinstance(message, dict) and message.get("role") == "assistant":
+                before.append(hashed.digest())
+            # a line for each: JSON has none inside
+            hashed.update(b"\n" + text)
+            n_new -= len(text)
+        return cls(hashed.digest(), tuple(before))
 
     def follow(self, last: Turns) -> bool:
         """Whether this is the next request of a conversation: all messages of the last one, its answer, little more.
 
         Bytes do not tell that: two users with one system prompt differ in few of them.
         """
-        n = len(last.messages)
-        new = self.messages[n:]
-        return (
-            self.others == last.others
-            and self.messages[:n] == last.messages
-            and bool(new)
-            and new[0].is_answer
-            and sum(one.size for one in new) <= MOST_NEW
-        )
-
-
-def _digest(value: object) -> tuple[bytes, int]:
-    text = json.dumps(value).encode()
-    return hashlib.blake2b(text, digest_size=16).digest(), len(text)
-
-
-def _is_answer(message: object) -> bool:
-    return isinstance(message, dict) and message.get("role") == "assistant"
+        return last.whole in self.before

@@ -73,6 +73,7 @@ class Child:
         self._is_busy = is_busy
         self.process: asyncio.subprocess.Process | None = None
         self._stopping = asyncio.Event()
+        self._was_ready = False
 
     async def run(self) -> None:
         """Keep it running until `stop`.
@@ -82,22 +83,21 @@ class Child:
         ServerError
             If it ends before it was healthy for the first time, or cannot be started at all.
         """
-        pause, was_ready = FIRST_PAUSE, False
+        pause = FIRST_PAUSE
         while not self._stopping.is_set():
             began = asyncio.get_running_loop().time()
             process = await self._start()
             if self._stopping.is_set():
                 # `stop` has not seen this one
                 await self.stop()
-            became_ready = await self._watch(process)
+            await self._watch(process)
             # of a script that has ended alone
             _end_group(process.pid)
             self._when_down()
             if self._stopping.is_set():
                 return
-            was_ready |= became_ready
             how = _how_it_ended(process.returncode)
-            if not was_ready:
+            if not self._was_ready:
                 raise ServerError(f"llama-server {how} before it was ready; its own messages say why")
             if asyncio.get_running_loop().time() - began > STABLE_SECONDS:
                 pause = FIRST_PAUSE
@@ -136,46 +136,34 @@ class Child:
             raise ServerError(f"{argv[0]} cannot be started: {error}") from error
         return self.process
 
-    async def _watch(self, process: asyncio.subprocess.Process) -> bool:
-        """Wait until the process ends; whether it was ready before."""
-        ended = asyncio.ensure_future(process.wait())
-        ready = asyncio.ensure_future(self._ready())
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        """Wait until the process ends. Raises what `when_ready` has raised, if the process lives."""
+        ended, looking = asyncio.ensure_future(process.wait()), asyncio.ensure_future(self._look_after(process))
         try:
-            await asyncio.wait((ended, ready), return_when=asyncio.FIRST_COMPLETED)
-            if ended.done() and not ready.done():
-                return False
-            try:
-                await ready
-            except (UpstreamError, ServerError, ValueError) as error:
+            await asyncio.wait((ended, looking), return_when=asyncio.FIRST_COMPLETED)
+            error = looking.exception() if looking.done() else None
+            if error is not None:
                 # it may have died while it was asked
                 is_lost = isinstance(error, (UpstreamLostError, ServerUnreachableError))
                 await asyncio.wait((ended,), timeout=LOST_SECONDS if is_lost else DYING_SECONDS)
                 if not ended.done():
-                    raise
-                return False
-            watching = asyncio.ensure_future(self._end_if_it_hangs(process))
-            try:
-                await ended
-            finally:
-                watching.cancel()
-                await asyncio.gather(watching, return_exceptions=True)
-            return True
+                    raise error
+            await ended
         finally:
-            for task in (ready, ended):
+            for task in (looking, ended):
                 task.cancel()
-            await asyncio.gather(ready, ended, return_exceptions=True)
+            await asyncio.gather(looking, ended, return_exceptions=True)
 
-    async def _ready(self) -> None:
-        while True:
-            if await self._health(ASK_SECONDS):
-                break
-            await asyncio.sleep(HEALTH_INTERVAL)
-        await self._when_ready()
+    async def _look_after(self, process: asyncio.subprocess.Process) -> None:
+        """Tell when it is healthy, and kill it if it hangs after that."""
 
-    async def _end_if_it_hangs(self, process: asyncio.subprocess.Process) -> None:
         async def answers(seconds: float) -> bool:
             return await self._health(seconds) is not None
 
+        while not await self._health(ASK_SECONDS):  # noqa: ASYNC110 - it is another process
+            await asyncio.sleep(HEALTH_INTERVAL)
+        await self._when_ready()
+        self._was_ready = True
         await hangs(answers, lambda: work_of_session(process.pid))
         log.warning("llama-server neither answers nor does anything: it is killed")
         _end_group(process.pid)
@@ -189,7 +177,7 @@ class Child:
         try:
             answer = await server.ask("/health", timeout=seconds)
             if self._is_busy():
-                await server.ask("/slots", server.credentials(()), timeout=seconds)
+                await server.ask("/slots", server.credentials({}), timeout=seconds)
         except UpstreamError:
             return None
         finally:

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["LlamaServer", "Props", "Slot", "SlotAction", "props_of"]
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")  # noqa: S104 - compared, not bound
-# more than any answer of the endpoints that are asked here
-MAX_ANSWER = 16 << 20
 MAX_MESSAGE = 300
 
 
@@ -319,18 +317,22 @@ class LlamaServer:
     def _ask(self, method: str, path: str, body: Any = None) -> Any:
         """The answer to a request, as JSON. Raises `ServerError`."""
         url = self.url + path
-        connection = self._connection()
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(self._host, self._port, timeout=self._timeout)
         is_connected = False
         try:
-            connection.connect()
+            if self._socket is None:
+                connection.connect()
+            else:
+                connection.sock = socket.socket(socket.AF_UNIX)
+                connection.sock.settimeout(self._timeout)
+                connection.sock.connect(self._socket)
             is_connected = True
             data = None if body is None else json.dumps(body, separators=(",", ":")).encode()
             headers = self._headers if data is None else {**self._headers, "Content-Type": "application/json"}
             connection.request(method, self._parts.path.rstrip("/") + path, data, headers)
             response = connection.getresponse()
-            content = response.read(MAX_ANSWER + 1)
-            if len(content) <= MAX_ANSWER and response.length:
-                raise http.client.IncompleteRead(content, response.length)
+            content = response.read()
         except TimeoutError as error:
             raise ServerBusyError(f"{url} has not answered in time") from error
         except (http.client.HTTPException, OSError, UnicodeError) as error:
@@ -339,33 +341,12 @@ class LlamaServer:
             raise ServerUnreachableError(f"{what}: {error}") from error
         finally:
             connection.close()
-        if len(content) > MAX_ANSWER:
-            raise ServerTooOldError(f"{url} has answered with more than {MAX_ANSWER} bytes")
         if response.status >= HTTPStatus.BAD_REQUEST:
             raise _refused(url, response.status, _parsed(content))
         answer = _parsed(content)
         if answer is None:
             raise ServerTooOldError(f"{url} has not answered with JSON: is it a llama-server?")
         return answer
-
-    def _connection(self) -> http.client.HTTPConnection:
-        if self._socket is not None:
-            return _UnixConnection(self._socket, self._timeout)
-        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-        return kind(self._host, self._port, timeout=self._timeout)
-
-
-class _UnixConnection(http.client.HTTPConnection):
-    """A connection to a Unix socket."""
-
-    def __init__(self, path: str, timeout: float) -> None:
-        super().__init__("localhost", timeout=timeout)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
 
 
 def _parts_of(url: object) -> SplitResult | None:

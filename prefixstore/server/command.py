@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from prefixstore.errors import InvalidParameterError, ServerError
-from prefixstore.server.arguments import config_files, option_name, parse_arguments
+from prefixstore.server.arguments import Arguments, config_files, option_name, parse_arguments
 from prefixstore.server.model_settings import gains_from_full_window
 
-__all__ = ["ServerCommand", "api_keys_of", "check_options", "check_program", "number_of", "private_directory"]
+__all__ = ["ServerCommand", "api_keys_of", "check_options", "check_program", "private_directory"]
 
 # Options that would work against the proxy, and what to do instead.
 REFUSED = {
@@ -41,7 +41,6 @@ REFUSED = {
 # what is added to the command overrides these, if they are in the environment
 OVERRIDDEN = {"--host", "--port", "--slot-save-path", "--no-slots", "--cache-idle-slots"}
 OFF = {"", "0", "false", "off", "disabled"}
-CACHE_OPTIONS, CACHE_VARIABLE = ("-cram", "--cache-ram"), "LLAMA_ARG_CACHE_RAM"
 KEY_OPTIONS = ("--api-key", "--api-key-file")
 KEY_VARIABLES = ("LLAMA_API_KEY", "LLAMA_ARG_API_KEY_FILE")
 # in a line of a file of settings that is no comment
@@ -91,14 +90,14 @@ class ServerCommand:
         self.key = secrets.token_urlsafe(32)
         self._private, self._key_file = private, private / "api-key"
         self.prepare()
-        cache_ram = number_of(argv, CACHE_OPTIONS, environ.get(CACHE_VARIABLE))
+        arguments = parse_arguments(argv[1:], environ)
+        cache_ram = _cache_ram_of(arguments)
         if separated and cache_ram not in (None, 0):
             raise InvalidParameterError(
                 f"--cache-ram {cache_ram:g}: tenants would see each other's prompts in the server's cache; leave it out"
             )
         self._cache_ram, self._separated = cache_ram, separated
-        model = next(reversed(values_of(argv, ("-m", "--model"))), environ.get("LLAMA_ARG_MODEL"))
-        self._full_window = gains_from_full_window(parse_arguments(argv[1:], environ), model)
+        self._full_window = gains_from_full_window(arguments, arguments.settings.get("model"))
 
     def prepare(self) -> None:
         """Create what the server needs in the directory, and the directory if it was removed.
@@ -145,7 +144,7 @@ class ServerCommand:
                 f"{self.given[0]} starts llama-server with API keys of its own, and clients would not need them here: "
                 "pass --api-key or --api-key-file after the --"
             )
-        if self._separated and number_of(argv, CACHE_OPTIONS, environ.get(CACHE_VARIABLE)) != 0:
+        if self._separated and _cache_ram_of(parse_arguments(argv[1:], environ)) != 0:
             raise ServerError(
                 f"{self.given[0]} starts llama-server with a --cache-ram of its own: tenants would see each other's "
                 "prompts in it; leave it out"
@@ -191,13 +190,11 @@ def values_of(argv: Sequence[str], names: Sequence[str]) -> list[str]:
     return [argv[i + 1] for i, argument in enumerate(argv[:-1]) if option_name(argument) in names]
 
 
-def number_of(argv: Sequence[str], names: Sequence[str], variable: str | None) -> float | None:
-    """The last number given to an option, or else that of its environment variable; None if there is none."""
-    given = values_of(argv, names)
-    text = given[-1] if given else variable
+def _cache_ram_of(arguments: Arguments) -> float | None:
+    """What is given with ``--cache-ram``; None if that is nothing."""
     try:
-        return float(text) if text else None
-    except ValueError:
+        return float(arguments.settings["cache_ram"])
+    except (KeyError, ValueError):
         return None  # the server says so
 
 

@@ -6,7 +6,6 @@ import json
 import logging
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -71,16 +70,13 @@ class CompletionWatch:
         llm = self._llm()
         if llm is None:
             raise ReferenceError("the Llama of this completion is gone")
-        with closing(type(llm).generate(llm, tokens, *args, **kwargs)) as generated:
-            try:
-                token = next(generated)
-                # the prompt is evaluated, and nothing else
-                self._note(llm, len(tokens))
-                while True:
-                    sent = yield token
-                    token = generated.send(sent)
-            except StopIteration:
-                return
+        generated = type(llm).generate(llm, tokens, *args, **kwargs)
+        for token in generated:
+            # the prompt is evaluated, and nothing else
+            self._note(llm, len(tokens))
+            yield token
+            break
+        yield from generated
 
     def _note(self, llm: llama_cpp.Llama, n: int) -> None:
         request = current_request.get()
@@ -179,7 +175,7 @@ def _is_json(start: Message) -> bool:
 class StoreProxy(LlamaProxy):
     """Loads models on request of the server, and keeps one store attached to the loaded one.
 
-    The store stays open from the first model on. It leaves a model before the server closes that.
+    The store is opened before the first of them. It leaves a model before the server closes that.
 
     Parameters
     ----------
@@ -193,6 +189,11 @@ class StoreProxy(LlamaProxy):
         Loads a model; by default as the server does.
     metrics
         Told of each completion.
+
+    Attributes
+    ----------
+    store
+        The store.
 
     Raises
     ------
@@ -209,23 +210,15 @@ class StoreProxy(LlamaProxy):
         load: Callable[[ModelSettings], llama_cpp.Llama] | None = None,
         metrics: RequestMetrics | None = None,
     ) -> None:
-        self._location = location
-        self._store_options = store_options
         self._load = load or LlamaProxy.load_llama_from_model_settings
-        self._metrics = metrics
-        self._store: PrefixStore | None = None
+        self._metrics, self._is_first = metrics, True
+        # a model may take minutes to load: what can be said before is said before
+        self.store = PrefixStore(location, **store_options)
         try:
             super().__init__(list(models))
         except BaseException:
-            if self._store is not None:
-                self._store.close()
+            self.store.close()
             raise
-
-    @property
-    def store(self) -> PrefixStore:
-        """The store."""
-        assert self._store is not None  # it is opened for the first model
-        return self._store
 
     def __call__(self, model: str | None = None) -> llama_cpp.Llama:
         """The model of this name, or the default one. The server calls it, one request at a time."""
@@ -245,8 +238,7 @@ class StoreProxy(LlamaProxy):
     def close(self) -> None:
         """Close the model and the store. Raises `StorageError` if something cannot be written."""
         self.free()
-        if self._store is not None:
-            self._store.close()
+        self.store.close()
 
     def load_llama_from_model_settings(self, settings: ModelSettings) -> llama_cpp.Llama:  # type: ignore[override]
         """Load a model, with the store attached and as its cache.
@@ -257,31 +249,29 @@ class StoreProxy(LlamaProxy):
         if settings.clip_model_path and llm.chat_handler is not None:
             # one with settings of its own is wrapped by the server, and no longer shows that it brings images
             llm.chat_handler.clip_model_path = settings.clip_model_path  # type: ignore[attr-defined]
+        is_first, self._is_first = self._is_first, False
         try:
-            if self._store is None:
-                self._store = PrefixStore(self._location, llm, **self._store_options)
-            else:
-                self._store.attach(llm)
+            self.store.attach(llm)
         except PrefixStoreError as error:
-            if self._store is None:
+            if is_first:
                 llm.close()
                 raise
             log.warning("model %s is served without the store: %s", settings.model_alias, error)
             return llm
         if settings.cache:
             log.warning("model %s has cache=true; the store is its cache instead", settings.model_alias)
-        llm.set_cache(self._store)  # type: ignore[arg-type]  # registered as a BaseLlamaCache
-        CompletionWatch(llm, self._store, self._metrics)
+        llm.set_cache(self.store)  # type: ignore[arg-type]  # registered as a BaseLlamaCache
+        CompletionWatch(llm, self.store, self._metrics)
         return llm
 
     def _leave(self) -> None:
         """Capture what the current model still has, and detach the store."""
-        store, llm = self._store, self._current_model
-        if store is None or llm is None or not store.is_attached(llm):
+        llm = self._current_model
+        if llm is None or not self.store.is_attached(llm):
             return
         try:
             # captures what an aborted completion has left
             llm.reset()
         except (PrefixStoreError, RuntimeError) as error:
             log.warning("what the last completion has left is not stored: %s", error)
-        store.detach(llm)
+        self.store.detach(llm)

@@ -5,23 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Final
+import socket
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Final, TypeVar
 from urllib.parse import unquote
 
-from aiohttp import web
-from multidict import CIMultiDict
+from aiohttp import ClientConnectionResetError, web
 
-from prefixstore.server.upstream import Headers, text_of
+from prefixstore.server.upstream import Headers
 
 __all__ = ["BodiesFullError", "BodyBudget", "BodyTooLargeError", "Exchange", "server_of"]
 
 log = logging.getLogger("prefixstore.server")
 
+T = TypeVar("T")
+
 # How long a client may neither read nor send: a request that waits for it may hold a slot.
 CLIENT_SECONDS: Final = 60.0
-# How often in that time a client is looked at.
-LOOKS: Final = 4
 # Bytes of an answer that wait for its client: a slot is given back while the end of its answer is still being read.
 ROOM: Final = 1 << 20
 # The server goes on when so many of them were read.
@@ -75,7 +76,7 @@ class BodyBudget:
     def check(self, n: int) -> None:
         """Raise `BodiesFullError` if so many bytes would exceed the limit now."""
         if self.used + n > self.limit:
-            raise BodiesFullError
+            raise BodiesFullError(f"the requests at present have more than {self.limit} bytes (--max-bodies)")
 
     def take(self, n: int) -> None:
         """Take so many bytes. Raises `BodiesFullError`."""
@@ -101,8 +102,8 @@ class Exchange:
 
     Attributes
     ----------
-    method, target, path, raw_headers
-        What the request says: the target as it was sent, the path of it decoded, the headers with names in lower case.
+    method, target, path, headers
+        What the request says: the target as it was sent, the path of it decoded.
     has_begun
         Whether the answer has begun.
     told
@@ -119,22 +120,12 @@ class Exchange:
         self.method = request.method
         self.target = target.encode(errors="surrogateescape")
         self.path = unquote(target.partition("?")[0])
-        self.raw_headers: Headers = [(name.lower(), value) for name, value in request.raw_headers]
-        # each byte is one letter
-        self.headers = CIMultiDict(
-            (name.decode("latin-1"), value.decode("latin-1")) for name, value in self.raw_headers
-        )
+        self.headers: Headers = request.headers
         self.has_begun = False
         self.told: str | None = None
         self._response: web.StreamResponse = web.Response(status=500)
-        self._loop = asyncio.get_running_loop()
-        # what the client had sent and read when it was looked at, and when it last did
-        self._passed, self._passed_at = (0, 0), self._loop.time()
-        self._is_sending = self._is_finished = False
-        # since when the server waits for it to read, and how long it did before
-        self._waits_since: float | None = None
+        # how long the server has waited for the client to read
         self._waited = 0.0
-        self._timer: asyncio.TimerHandle | None = None
 
     # -- the request ---------------------------------------------------------------------------------------------------
 
@@ -157,41 +148,46 @@ class Exchange:
         """
         length, content = self._request.content_length, self._request.content
         if length is not None:
-            if length > self._max_body:
-                raise BodyTooLargeError
+            self._check_size(length)
             self._budget.check(length)
         if self.headers.get("expect", "").lower() == "100-continue" and not content.is_eof():
             await self._request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         chunks: list[bytes] = []
-        self._watch()
-        self._is_sending = True
         while not content.at_eof():
-            chunk = await content.readany()
+            chunk = content.read_nowait() or await self._in_time(content.readany(), CLIENT_SECONDS)
             self._budget.take(len(chunk))
             self._n_taken += len(chunk)
-            if self._n_taken > self._max_body:
-                raise BodyTooLargeError
+            self._check_size(self._n_taken)
             chunks.append(chunk)
-        self._is_sending = False
         return b"".join(chunks)
+
+    def _check_size(self, n: int) -> None:
+        if n > self._max_body:
+            raise BodyTooLargeError(f"the body has more than {self._max_body} bytes (--max-body)")
 
     # -- the answer ----------------------------------------------------------------------------------------------------
 
     async def begin(self, status: int, headers: Headers) -> None:
         """Send the status line and the headers of an answer whose body is written in parts."""
         self.has_begun = True
-        response = web.StreamResponse(status=status, headers=text_of(headers))
+        response = web.StreamResponse(status=status, headers=headers)
         if self.told is not None:
             response.headers["x-prefixstore"] = self.told
         self._use(response)
         await self._response.prepare(self._request)
 
     async def write(self, chunk: bytes) -> None:
-        """Send a part of the answer; wait only if the client leaves too much of it unread."""
-        self._waits_since = self._loop.time()
-        await self._response.write(chunk)
-        self._waited += self._loop.time() - self._waits_since
-        self._waits_since = None
+        """Send a part of the answer; wait only if the client leaves too much of it unread, and for a minute in all.
+
+        It must not keep a slot by reading a little now and then. After the end of its answer it may.
+        """
+        n_left = 0 if self._transport is None else self._transport.get_write_buffer_size()
+        if n_left + len(chunk) < ROOM - READ:
+            await self._response.write(chunk)
+            return
+        began = time.monotonic()
+        await self._in_time(self._response.write(chunk), CLIENT_SECONDS - self._waited)
+        self._waited += time.monotonic() - began
 
     def answer(self, status: int, content: bytes, content_type: str, **headers: str) -> None:
         """Set the whole answer, which `finish` sends."""
@@ -213,8 +209,7 @@ class Exchange:
             self._transport.close()
 
     def close(self) -> None:
-        """Release the memory of the body. Nothing waits for the client any longer, and nothing may be held for it."""
-        self._is_sending, self._is_finished = False, True
+        """Release the memory of the body."""
         self._budget.give_back(self._n_taken)
         self._n_taken = 0
 
@@ -223,8 +218,6 @@ class Exchange:
         if self._transport is not None and not self._transport.is_closing():
             await self._response.prepare(self._request)
             await self._response.write_eof()
-        if self._timer is not None and self._n_left == 0:
-            self._timer.cancel()
         return self._response
 
     def _use(self, response: web.StreamResponse) -> None:
@@ -234,36 +227,20 @@ class Exchange:
             # What follows the chunks of a body, or an offer of another protocol, is read by aiohttp as the head of the
             # next request, or is lost. It could name another tenant.
             response.force_close()
-        if self._transport is not None:
-            self._transport.set_write_buffer_limits(ROOM, ROOM - READ)
-        self._watch()
-
-    @property
-    def _n_left(self) -> int:
-        """How many bytes wait for the client."""
-        return 0 if self._transport is None else self._transport.get_write_buffer_size()
-
-    def _watch(self) -> None:
-        if self._timer is None:
-            self._timer = self._loop.call_later(CLIENT_SECONDS / LOOKS, self._look)
-
-    def _look(self) -> None:
-        """Disconnect a client that neither reads nor sends for a minute, or has the server wait for a minute in all.
-
-        It must not keep a slot by reading a little now and then. After the end of its answer it may.
-        """
-        now, n_left = self._loop.time(), self._n_left
-        if self._transport is None or (self._is_finished and n_left == 0):
+        if self._transport is None or self._transport.is_closing():
             return
-        passed = self._n_taken, self._request.writer.output_size - n_left
-        if passed != self._passed or not (n_left or self._is_sending):
-            self._passed, self._passed_at = passed, now
-        waited = self._waited + (0.0 if self._waits_since is None else now - self._waits_since)
-        if now - self._passed_at >= CLIENT_SECONDS:
-            log.warning("a client has neither read nor sent anything for %.0f s: disconnecting it", CLIENT_SECONDS)
-        elif waited >= CLIENT_SECONDS and not self._is_finished:
-            log.warning("a client reads its answer too slowly: disconnecting it")
-        else:
-            self._timer = self._loop.call_later(CLIENT_SECONDS / LOOKS, self._look)
-            return
-        self._transport.abort()
+        self._transport.set_write_buffer_limits(ROOM, ROOM - READ)
+        connection = self._transport.get_extra_info("socket")
+        if connection is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+            # Linux itself disconnects a client that takes nothing of what is left for it
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * CLIENT_SECONDS))
+
+    async def _in_time(self, step: Coroutine[Any, Any, T], seconds: float) -> T:
+        """What a step returns that waits for the client, which is disconnected if it takes too long."""
+        try:
+            return await asyncio.wait_for(step, seconds)
+        except asyncio.TimeoutError:
+            log.warning("a client keeps its request from going on: disconnecting it")
+            if self._transport is not None:
+                self._transport.abort()
+            raise ClientConnectionResetError from None

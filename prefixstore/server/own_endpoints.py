@@ -102,7 +102,7 @@ class OwnEndpoints:
     async def _refusal(self, exchange: Exchange) -> tuple[int, str, str] | None:
         """Why a client may not read one: status, kind, message."""
         if self._admin_key is not None:
-            given = api_key_of(exchange.headers).encode()
+            given = api_key_of(exchange.headers).encode(errors="surrogateescape")
             if not hmac.compare_digest(given, self._admin_key.encode()):
                 return 401, "authentication_error", "this endpoint needs the key of --admin-key"
         elif self._separated:
@@ -148,7 +148,7 @@ class OwnEndpoints:
 
     async def _get(self, path: str, exchange: Exchange) -> Reply:
         upstream = self._session.upstream
-        return await upstream.ask(path, upstream.credentials(exchange.raw_headers))
+        return await upstream.ask(path, upstream.credentials(exchange.headers))
 
     async def _metrics(self, exchange: Exchange) -> None:
         # in a thread, as the location is asked: other requests go on while it does not answer
@@ -207,12 +207,11 @@ class _Made(NamedTuple):
     """A report: its JSON, packed by gzip, and until when it is new."""
 
     packed: bytes
-    with_tokens: bool
     until: float
 
 
 class LiveReport:
-    """Generates the content, one at a time and not too often.
+    """Generates the content, once for all who ask at the same time, and not too often.
 
     Parameters
     ----------
@@ -222,8 +221,8 @@ class LiveReport:
 
     def __init__(self, source: Callable[[], tuple[Engine, str]]) -> None:
         self._source = source
-        self._made: _Made | None = None
-        self._lock = asyncio.Lock()
+        # the last one, with token ids and without; who asks while it is made waits for it
+        self._made: dict[bool, asyncio.Future[_Made]] = {}
 
     async def content(self, *, accepted: str, with_tokens: bool) -> tuple[bytes, dict[str, str]]:
         """The content of the page, and its headers.
@@ -240,16 +239,12 @@ class LiveReport:
         PrefixStoreError
             If the store cannot be read.
         """
-        async with self._lock:
-            made = self._made
-            if made is None or made.with_tokens != with_tokens or time.monotonic() >= made.until:
-                work = asyncio.ensure_future(asyncio.to_thread(self._read, with_tokens=with_tokens))
-                try:
-                    made = self._made = await asyncio.shield(work)
-                except asyncio.CancelledError:
-                    # the client has gone; the next one waits for the end of this
-                    await asyncio.wait({work})
-                    raise
+        making = self._made.get(with_tokens)
+        if making is None or (making.done() and (making.exception() or time.monotonic() >= making.result().until)):
+            making = asyncio.ensure_future(asyncio.to_thread(self._read, with_tokens=with_tokens))
+            self._made[with_tokens] = making
+        # it goes on if this client goes away
+        made = await asyncio.shield(making)
         if "gzip" in accepted:
             return made.packed, HEADERS | {"content-encoding": "gzip"}
         return gzip.decompress(made.packed), HEADERS
@@ -267,4 +262,4 @@ class LiveReport:
             )
         packed = gzip.compress(json.dumps(content, separators=(",", ":")).encode(), 5)
         ended = time.monotonic()
-        return _Made(packed, with_tokens, ended + max(SECONDS, TIMES * (ended - began)))
+        return _Made(packed, ended + max(SECONDS, TIMES * (ended - began)))

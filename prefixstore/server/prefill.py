@@ -24,7 +24,7 @@ from prefixstore.server.upstream import Headers
 
 __all__ = ["compute_ahead", "most_stops"]
 
-Ping = Callable[[Sequence[tuple[bytes, bytes]]], Awaitable[None]]
+Ping = Callable[[Headers], Awaitable[None]]
 
 # fewer tokens are computed again as fast as a slot is restored
 MIN_MISSING: Final = 256
@@ -115,7 +115,7 @@ async def _boundaries(session: ServerSession, manager: SlotManager, claim: Claim
 async def _compute(session: ServerSession, claim: Claim, end: int, headers: Headers, ping: Ping) -> Usage | None:
     """Have the server compute the first `end` tokens; None if it refuses."""
     body = await aside(end * TOKEN_CHARACTERS, lambda: _request(claim.tokens[:end], claim.slot.id))
-    headers = [(b"content-type", b"application/json"), *headers]
+    headers = {"content-type": "application/json", **headers}
     tail = AnswerTail()
     answer = await session.upstream.send("POST", b"/completion", headers, body)
     try:

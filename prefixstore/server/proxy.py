@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -34,6 +33,7 @@ from prefixstore.server.slot_pool import PoolClosedError, PoolFullError
 from prefixstore.server.slot_record import Claim
 from prefixstore.server.tenants import Admission, NoTenantError, within
 from prefixstore.server.upstream import (
+    Headers,
     TargetError,
     UpstreamError,
     UpstreamLostError,
@@ -60,7 +60,7 @@ FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 CLOSED_TO_TENANTS = ("/v1/stream", "/props", "/cors-proxy", "/tools")
 # These only ask. What is done for all others needs a key, if the server has any.
 READS = ("GET", "HEAD", "OPTIONS")
-RANGES = (b"range", b"if-range")
+RANGES: tuple[str, ...] = ("range", "if-range")
 # What uses slots without reusing anything of them.
 STATELESS = frozenset({"/embedding", "/embeddings", "/v1/embeddings"})
 STATELESS |= {"/rerank", "/reranking", "/v1/rerank", "/v1/reranking"}
@@ -101,34 +101,16 @@ class Proxy:
         """Answer a request. If the client goes away, the task is cancelled, and the server is told to stop."""
         exchange = Exchange(request, self._settings.max_body, self._bodies)
         try:
-            await self._try_to_answer(exchange)
+            await self._route(exchange)
         except ClientConnectionResetError:
             # its task is just being cancelled
             exchange.cut()
-        except Exception:
-            log.exception("a request is not answered")
-            self._broken(exchange, 500, "the proxy has failed; its log says why")
-        finally:
-            exchange.close()
-        return await exchange.finish()
-
-    # -- one request ---------------------------------------------------------------------------------------------------
-
-    async def _try_to_answer(self, exchange: Exchange) -> None:
-        try:
-            await self._route(exchange)
-        except BodyTooLargeError:
-            limit = self._settings.max_body
-            exchange.refuse(413, "invalid_request_error", f"the body has more than {limit} bytes (--max-body)")
-        except BodiesFullError:
-            limit = self._bodies.limit
-            self._unavailable(exchange, f"the requests at present have more than {limit} bytes (--max-bodies)")
+        except BodyTooLargeError as error:
+            exchange.refuse(413, "invalid_request_error", str(error))
         except NoTenantError as error:
             exchange.refuse(401, "authentication_error", str(error))
-        except PoolClosedError:
-            self._unavailable(exchange, "the server was replaced by another one")
-        except PoolFullError:
-            self._unavailable(exchange, "too many requests wait for a slot")
+        except (BodiesFullError, PoolClosedError, PoolFullError) as error:
+            self._unavailable(exchange, str(error))
         except (TargetError, web.RequestPayloadError):
             exchange.refuse(400, "invalid_request_error", "the request is not valid in HTTP")
         except UpstreamTimeoutError:
@@ -137,6 +119,14 @@ class Proxy:
             if isinstance(error, UpstreamLostError):
                 self._session.lost()
             self._broken(exchange, 503, "the server does not answer; it may be restarting")
+        except Exception:
+            log.exception("a request is not answered")
+            self._broken(exchange, 500, "the proxy has failed; its log says why")
+        finally:
+            exchange.close()
+        return await exchange.finish()
+
+    # -- one request ---------------------------------------------------------------------------------------------------
 
     def _broken(self, exchange: Exchange, status: int, message: str) -> None:
         if exchange.has_begun:
@@ -160,7 +150,7 @@ class Proxy:
             await self._own.answer(exchange)
         elif not self._session.is_ready:
             self._unavailable(exchange, "the server is starting")
-        elif self._needs_key(exchange) and (refusal := await self._admission.refusal(exchange.raw_headers)):
+        elif self._needs_key(exchange) and (refusal := await self._admission.refusal(exchange.headers)):
             exchange.answer(refusal.status, refusal.content, refusal.content_type)
         elif exchange.method == "POST" and path in ENDPOINTS:
             await self._complete(exchange, await exchange.body())
@@ -213,13 +203,13 @@ class Proxy:
         tail: AnswerTail | None = None,
     ) -> int:
         """Pass a request on, and its answer back; the status of the answer."""
-        tail, headers = tail or AnswerTail(), exchange.raw_headers
-        if exchange.method not in READS:
-            # a part of an answer that is made has no use, and llama-server refuses a wrong one after it has made all
-            headers = [(name, value) for name, value in headers if name not in RANGES]
+        tail = tail or AnswerTail()
+        # a part of an answer that is made has no use, and llama-server refuses a wrong one after it has made all
+        without = () if exchange.method in READS else RANGES
         if self._settings.separated:
             # who names the conversation of another would end it
-            headers = [(name, value) for name, value in headers if name != b"x-conversation-id"]
+            without = (*without, "x-conversation-id")
+        headers = end_to_end(exchange.headers, without)
         answer = await self._upstream.send(exchange.method, exchange.target, headers, content)
         try:
             tail.status = answer.status
@@ -333,7 +323,7 @@ class Proxy:
             )
 
     async def _tokens(self, exchange: Exchange, ask: Ask, owner: str | None) -> Tokens | None:
-        credentials = self._upstream.credentials(exchange.raw_headers)
+        credentials = self._upstream.credentials(exchange.headers)
         with contextlib.suppress(UpstreamTimeoutError):
             return await self._session.tokenizer.tokens(ask, credentials, owner)
         return None
@@ -401,15 +391,16 @@ class Proxy:
             self._observe(exchange.path, claim, usage)
 
     async def _compute_ahead(self, exchange: Exchange, ask: Ask, claim: Claim) -> None:
-        async def ping(head: Sequence[tuple[bytes, bytes]]) -> None:
+        async def ping(head: Headers) -> None:
             """Tell the client of a stream that it is alive, as the server alone would do."""
             if ask.streams:
                 if not exchange.has_begun:
                     await exchange.begin(HTTPStatus.OK, end_to_end(head))
                 await exchange.write(PING)
 
-        origin = [(name, value) for name, value in exchange.raw_headers if name == b"origin"]
-        headers = [*self._upstream.credentials(exchange.raw_headers), *origin]
+        headers = self._upstream.credentials(exchange.headers)
+        if "origin" in exchange.headers:
+            headers["origin"] = exchange.headers["origin"]
         await compute_ahead(self._session, claim, ask.boundaries or (), headers, ping)
 
     def _observe(self, path: str, claim: Claim, usage: Usage | None) -> None:

@@ -41,9 +41,8 @@ from prefixstore.metrics import RequestMetrics, StoreMetrics, new_registry, rend
 from prefixstore.opening import Locations
 from prefixstore.report.page import live_html
 from prefixstore.server.completions import CachedTokens, StoreProxy
-from prefixstore.server.listener import address_of, bound, stopped_by_signals
+from prefixstore.server.listener import bound, stopped_by_signals
 from prefixstore.server.own_endpoints import CONTENT, HEADERS, HTML, JSON, PAGE, LiveReport
-from prefixstore.server.store_check import check_store
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -283,9 +282,8 @@ def run(location: str | None, options: Sequence[str]) -> int:
     arguments = _parser().parse_args([*([location] if location is not None else []), *map(_underscored, options)])
     try:
         where, store_options, rest, served = _plan(arguments)
-        # a model may take minutes to load: what can be said before is said before
+        # a port that is in use is told before the model is loaded
         with bound(served.host, served.port) as sockets:
-            check_store(where, store_options)
             return _listen(create_app(where, **rest, **store_options), sockets)
     except ValidationError as error:
         wrong = [
@@ -352,23 +350,12 @@ def _listen(app: FastAPI, sockets: list[socket.socket]) -> int:
 
 
 class _Server(uvicorn.Server):
-    """A server that a signal ends cleanly, with status 0; it tells the port that it was given."""
+    """A server that a signal ends cleanly, with status 0."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         with stopped_by_signals(lambda number: self.handle_exit(number, None)):
             yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        for listener in sockets or ():
-            logging.getLogger("uvicorn.error").info("listening on %s", address_of(listener))
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().shutdown(sockets)
-        if self.force_exit:
-            # left out by uvicorn after a second SIGINT
-            await self.lifespan.shutdown()
 
 
 def _status_of(error: Exception) -> int:

@@ -91,7 +91,7 @@ class ServerSession:
     ) -> None:
         self.upstream, self._settings = upstream, settings
         self._slots_dir, self._identify = slots_dir, identify
-        self._headers: Headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
+        self._headers: Headers = {"authorization": f"Bearer {key}"} if key else {}
         self.is_child = upstream.socket is not None
         self.server = LlamaServer(upstream.url, SERVER_SECONDS, key, socket=upstream.socket)
         self.tokenizer = Tokenizer(upstream)

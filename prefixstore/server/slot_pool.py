@@ -30,6 +30,7 @@ SOON = 0.25
 # While requests wait for a slot, one is copied before it goes only if computing that again would take so many times
 # as long.
 WORTH_WAITING = 8.0
+REPLACED = "the server was replaced by another one"
 
 
 class PoolFullError(Exception):
@@ -149,12 +150,12 @@ class SlotPool:
             If the slots are no longer there.
         """
         if self._is_closed:
-            raise PoolClosedError
+            raise PoolClosedError(REPLACED)
         # a slot that is idle is one that nobody waits for
         if (slot := self.take_now(claim)) is not None:
             return slot
         if len(self._waiting) >= self._max_waiting:
-            raise PoolFullError
+            raise PoolFullError("too many requests wait for a slot")
         claim.forget_lookup()
         granted: asyncio.Future[PoolSlot] = asyncio.get_running_loop().create_future()
         waiting = claim, granted
@@ -209,7 +210,7 @@ class SlotPool:
         ]
         if self._waiting or not found:
             return None
-        slot, last = max(found, key=lambda one: len(one[1].turns.messages))
+        slot, last = max(found, key=lambda one: one[1].n_tokens)
         slot.request = None
         return self.hold(slot), last
 
@@ -254,7 +255,7 @@ class SlotPool:
             slot.is_lost = True
         for _, granted in self._waiting:
             if not granted.done():
-                granted.set_exception(PoolClosedError())
+                granted.set_exception(PoolClosedError(REPLACED))
 
     # -- what a slot costs a request -----------------------------------------------------------------------------------
 

@@ -69,20 +69,19 @@ class TenantSource:
             key = api_key_of(headers)
             if not key:
                 raise NoTenantError("an API key is needed: it determines whose prompts may be reused")
-            return tenant_of_key(key.encode("latin-1"))
-        # white space of HTTP only: headers are read as Latin-1, in which a letter of UTF-8 may end in other white space
+            return tenant_of_key(key.encode(errors="surrogateescape"))
         values = [value.strip(" \t") for name, value in headers.items() if name.lower() == self.header]
         # one that a client has added to that of the gateway must not count
         if len(values) != 1 or not values[0] or len(values[0]) > MAX_HEADER:
             raise NoTenantError(
                 f"the header {self.header} is needed, exactly once: it determines whose prompts may be reused"
             )
-        name = values[0].encode("latin-1")
+        name = values[0].encode(errors="surrogateescape")
         try:
             # as an operator writes it
             return f"{self.header}:{name.decode()}"
         except UnicodeDecodeError:
-            return f"{self.header}/latin-1:{values[0]}"
+            return f"{self.header}/latin-1:{name.decode('latin-1')}"
 
 
 def tenant_of_key(key: bytes) -> str:

@@ -14,8 +14,7 @@ from prefixstore.server.upstream import Headers, Upstream
 
 __all__ = ["Tokenizer"]
 
-CACHED_PROMPTS = 256
-CACHED_TOKENS = 4 << 20
+CACHED_PROMPTS = 32
 TIMEOUT = 30.0
 # of the text of a token's number, about
 TOKEN_CHARACTERS = 6
@@ -38,7 +37,6 @@ class Tokenizer:
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
         self._known: OrderedDict[bytes, Tokens] = OrderedDict()
-        self._n_tokens = 0
         self.marker: str | None = None
 
     async def tokens(self, ask: Ask, headers: Headers, owner: str | None) -> Tokens | None:
@@ -83,7 +81,9 @@ class Tokenizer:
             return None
         if ask.media is not None:
             tokens = np.append(tokens, np.int32(ask.media))
-        self._remember(key, tokens)
+        self._known[key] = tokens
+        if len(self._known) > CACHED_PROMPTS:
+            self._known.popitem(last=False)
         return tokens
 
     def _before_media(self, prompt: object, ask: Ask) -> object:
@@ -94,7 +94,6 @@ class Tokenizer:
     def forget(self) -> None:
         """Forget all answers: another model may answer next."""
         self._known.clear()
-        self._n_tokens = 0
 
     async def _post(self, path: str, body: bytes, headers: Headers) -> dict[str, object] | None:
         reply = await self._upstream.ask(path, headers, body, timeout=TIMEOUT)
@@ -105,12 +104,6 @@ class Tokenizer:
         except ValueError:
             return None
         return answer if isinstance(answer, dict) else None
-
-    def _remember(self, key: bytes, tokens: Tokens) -> None:
-        self._known[key] = tokens
-        self._n_tokens += len(tokens)
-        while len(self._known) > CACHED_PROMPTS or self._n_tokens > CACHED_TOKENS:
-            self._n_tokens -= len(self._known.popitem(last=False)[1])
 
 
 def _array(listed: list[object]) -> Tokens | None:

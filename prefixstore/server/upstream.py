@@ -7,10 +7,10 @@ import contextlib
 import io
 import json
 import os
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import aiohttp
 from multidict import CIMultiDict
@@ -27,23 +27,25 @@ __all__ = [
     "UpstreamLostError",
     "UpstreamTimeoutError",
     "end_to_end",
-    "text_of",
 ]
 
-Headers = list[tuple[bytes, bytes]]
+# as aiohttp reads them: what is not UTF-8 has surrogates
+Headers: TypeAlias = Mapping[str, str]
 
 # Between two neighbours only (RFC 9110, 7.6.1); and what the next connection says itself.
-HOP_BY_HOP: Final = {
-    b"connection",
-    b"keep-alive",
-    b"proxy-authenticate",
-    b"proxy-authorization",
-    b"proxy-connection",
-    b"te",
-    b"trailer",
-    b"transfer-encoding",
-    b"upgrade",
-}
+HOP_BY_HOP: Final = (
+    "connection",
+    "keep-alive",
+    "proxy-authenticate",
+    "proxy-authorization",
+    "proxy-connection",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+)
+# by which the server authenticates a client
+CREDENTIALS: Final = ("authorization", "x-api-key")
 # What aiohttp would add to what a client has sent.
 ADDED: Final = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 CONNECT_SECONDS: Final = 5.0
@@ -102,7 +104,7 @@ class Answer:
     def __init__(self, response: aiohttp.ClientResponse) -> None:
         self._response = response
         self.status = response.status
-        self.headers: Sequence[tuple[bytes, bytes]] = response.raw_headers
+        self.headers: Headers = response.headers
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body as it comes. Raises `UpstreamError` if it breaks off."""
@@ -134,7 +136,7 @@ class Upstream:
         self, url: str, *, timeout: float, key: str | None = None, socket: str | os.PathLike[str] | None = None
     ) -> None:
         self.url = url.rstrip("/")
-        self._host = URL(self.url).raw_authority.rpartition("@")[2].encode()
+        self._host = URL(self.url).raw_authority.rpartition("@")[2]
         self._key, self._timeout = key, timeout
         self.socket = None if socket is None else os.fspath(socket)
         self._opened: aiohttp.ClientSession | None = None
@@ -168,13 +170,11 @@ class Upstream:
         if self._opened is not None:
             await self._opened.close()
 
-    def credentials(self, headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    def credentials(self, headers: Headers) -> dict[str, str]:
         """The headers by which the server authenticates a client."""
         if self._key is not None:
-            return [(b"authorization", f"Bearer {self._key}".encode())]
-        names = (b"authorization", b"x-api-key")
-        first = {name: value for name, value in reversed(list(headers)) if name in names}
-        return sorted(first.items())
+            return {"authorization": f"Bearer {self._key}"}
+        return {name: headers[name] for name in CREDENTIALS if name in headers}
 
     async def send(self, method: str, target: bytes, headers: Headers, content: bytes | None) -> Answer:
         """Send a request; the response is not read yet, and must be closed.
@@ -190,18 +190,19 @@ class Upstream:
             url = URL(self.url + target.decode("ascii"), encoded=True)
         except ValueError:
             raise TargetError from None
-        kept = [(name, value) for name, value in self._passed_on(headers) if name != b"content-length"]
+        kept = end_to_end(headers, ("expect", "content-length", *(() if self._key is None else CREDENTIALS)))
+        kept["host"] = self._host
+        if self._key is not None:
+            kept["authorization"] = f"Bearer {self._key}"
         # as a file: what is large is written in parts
         data = None if content is None else io.BytesIO(content)
         with _translated():
-            return Answer(
-                await self._session.request(method, url, headers=text_of(kept), data=data, allow_redirects=False)
-            )
+            return Answer(await self._session.request(method, url, headers=kept, data=data, allow_redirects=False))
 
     async def ask(
         self,
         path: str,
-        headers: Iterable[tuple[bytes, bytes]] = (),
+        headers: Headers | None = None,
         content: bytes | None = None,
         *,
         timeout: float = ASK_SECONDS,
@@ -213,44 +214,35 @@ class Upstream:
         UpstreamError
             If the server does not answer, or not to the end in time.
         """
-        listed = [(b"host", self._host), *headers]
+        kept = end_to_end(headers or {})
+        kept["host"] = self._host
         if content is not None:
-            listed.append((b"content-type", b"application/json"))
+            kept["content-type"] = "application/json"
         method, url = "GET" if content is None else "POST", URL(self.url + path, encoded=True)
         limit = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_SECONDS)
         with _translated():
             async with self._session.request(
-                method, url, headers=text_of(listed), data=content, allow_redirects=False, timeout=limit
+                method, url, headers=kept, data=content, allow_redirects=False, timeout=limit
             ) as response:
                 return Reply(response.status, response.headers.get("content-type", ""), await response.read())
 
-    def _passed_on(self, headers: Headers) -> Headers:
-        kept = [(name, value) for name, value in end_to_end(headers) if name not in (b"host", b"expect")]
-        if self._key is not None:
-            kept = [(name, value) for name, value in kept if name not in (b"authorization", b"x-api-key")]
-            kept.append((b"authorization", f"Bearer {self._key}".encode()))
-        return [(b"host", self._host), *kept]
+
+def end_to_end(headers: Headers, without: Sequence[str] = ()) -> CIMultiDict[str]:
+    """The headers without those for one connection, and without others, as they can be sent."""
+    kept = CIMultiDict((name, _sendable(value)) for name, value in headers.items())
+    named = [token.strip() for value in kept.getall("connection", ()) for token in value.split(",")]
+    for name in (*HOP_BY_HOP, *named, *without):
+        kept.popall(name, None)
+    return kept
 
 
-def end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """The headers without those for one connection, names in lower case."""
-    lowered = [(name.lower(), value) for name, value in headers]
-    named = {
-        token.strip().lower() for name, value in lowered if name == b"connection" for token in value.split(b",")
-    } | HOP_BY_HOP
-    return [(name, value) for name, value in lowered if name not in named]
-
-
-def text_of(headers: Iterable[tuple[bytes, bytes]]) -> CIMultiDict[str]:
-    """As aiohttp takes them, which sends them in UTF-8 again."""
-    listed: CIMultiDict[str] = CIMultiDict()
-    for name, value in headers:
-        try:
-            text = value.decode()
-        except UnicodeDecodeError:
-            text = value.decode("latin-1")
-        listed.add(name.decode("latin-1"), text)
-    return listed
+def _sendable(value: str) -> str:
+    """A value that aiohttp sends, which leaves out surrogates: then one key could become another."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return value.encode(errors="surrogateescape").decode("latin-1")
+    return value
 
 
 @contextlib.contextmanager

@@ -88,9 +88,7 @@ def test_hooks_before_unload_and_after_load(
     assert list(running.slots_dir.iterdir()) == []
 
 
-@pytest.mark.parametrize("variable", ["PREFIXSTORE_SERVER_KEY", "LLAMA_API_KEY"])
 def test_the_key_of_the_server_may_come_from_the_environment(
-    variable: str,
     run: Callable[..., tuple[int, str, str]],
     docs_model: Path,
     llama_server: Callable[..., Running],
@@ -100,7 +98,7 @@ def test_the_key_of_the_server_may_come_from_the_environment(
     code, _, err = run("status", "--server", running.url)
     assert code == 1
     assert "API key" in err
-    monkeypatch.setenv(variable, "sk-slots")
+    monkeypatch.setenv("LLAMA_API_KEY", "sk-slots")
     assert run("status", "--server", running.url)[0] == 0
     monkeypatch.setenv("PREFIXSTORE_SERVER_KEY", "sk-slots")
     monkeypatch.setenv("LLAMA_API_KEY", "of another one")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from multidict import CIMultiDict
 
 from prefixstore.server import exchange as exchange_module
 from prefixstore.server.exchange import (
@@ -38,7 +39,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 async def _tell(exchange: Exchange) -> None:
     """Answer with what has come of a request."""
     body = await exchange.body()
-    names = sorted({name.decode() for name, _ in exchange.raw_headers})
+    names = sorted({name.lower() for name in exchange.headers})
     content = json.dumps([exchange.method, exchange.path, body.decode(), names]).encode()
     exchange.answer(200, content, "application/json")
 
@@ -133,15 +134,6 @@ def test_what_follows_a_body_in_chunks_is_part_of_no_other_request():
     _with_server(use)
 
 
-def test_requests_that_follow_each_other_on_a_connection_are_answered_in_order():
-    async def use(connect: Callable[[], Awaitable[Streams]]) -> None:
-        reader, writer = await connect()
-        writer.write(b"".join(b"POST /%d HTTP/1.1\r\nHost: x\r\n" % i + LENGTH + BODY for i in range(100)))
-        assert [(await _answer(reader))[1] for _ in range(100)] == [f"/{i}" for i in range(100)]
-
-    _with_server(use)
-
-
 @pytest.mark.parametrize(
     ("head", "part"),
     [
@@ -182,16 +174,6 @@ def test_a_client_that_sends_nothing_more_is_disconnected(sent: bytes, monkeypat
         writer.write(sent)
         with suppress(ConnectionError):
             assert await reader.read() == b""
-
-    _with_server(use)
-
-
-def test_a_large_body_is_no_large_head():
-    async def use(connect: Callable[[], Awaitable[Streams]]) -> None:
-        reader, writer = await connect()
-        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (1 << 20))
-        writer.write(b"a" * (1 << 20))
-        assert len((await _answer(reader))[2]) == 1 << 20
 
     _with_server(use)
 
@@ -314,7 +296,7 @@ def test_the_answer_of_a_client_that_does_not_read_is_kept_for_it():
     written = asyncio.Event()
 
     async def stream(exchange: Exchange) -> None:
-        await exchange.begin(200, [(b"x", b"1"), (b"x", b"2")])
+        await exchange.begin(200, CIMultiDict([("x", "1"), ("x", "2")]))
         for i in range(10):
             await exchange.write(b"%d" % i * (ROOM // 10))
         written.set()
@@ -339,93 +321,38 @@ async def _chunks(reader: asyncio.StreamReader) -> Any:
 
 
 async def _endless(exchange: Exchange) -> None:
-    await exchange.begin(200, [])
+    await exchange.begin(200, {})
     while True:
         await exchange.write(b"x" * 10_000)
 
 
-def test_a_client_that_reads_a_little_now_and_then_does_not_hold_the_answer_for_ever(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_client_that_takes_too_little_does_not_hold_the_answer_for_ever(monkeypatch: pytest.MonkeyPatch, reads: bool):
+    """One that takes nothing is disconnected by Linux, also while the answer waits for the server."""
     monkeypatch.setattr(exchange_module, "CLIENT_SECONDS", 0.5)
+    if not reads:
+        # more than the sockets take, and less than would be waited for
+        monkeypatch.setattr(exchange_module, "ROOM", 16 << 20)
+    ended = asyncio.Event()
+
+    async def stream(exchange: Exchange) -> None:
+        try:
+            await exchange.begin(200, {})
+            if not reads:
+                await exchange.write(b"x" * (8 << 20))
+                await asyncio.Event().wait()
+            while True:
+                await exchange.write(b"x" * 10_000)
+        finally:
+            ended.set()
 
     async def use(connect: Callable[[], Awaitable[Streams]]) -> None:
         reader, writer = await connect()
         writer.write(PLAIN)
         with suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
+            while reads:
                 await reader.readexactly(1 << 16)
                 await asyncio.sleep(0.02)
-
-    _with_server(use, _endless)
-    assert [record.message for record in caplog.records] == ["a client reads its answer too slowly: disconnecting it"]
-
-
-@pytest.mark.parametrize("is_whole", [False, True])
-def test_a_client_that_takes_nothing_ends_the_task_that_answers_even_while_that_waits_for_the_server(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_whole: bool
-):
-    monkeypatch.setattr(exchange_module, "CLIENT_SECONDS", 0.4)
-    # more than the sockets take, and less than would be waited for
-    monkeypatch.setattr(exchange_module, "ROOM", 16 << 20)
-    ended = asyncio.Event()
-
-    async def stream(exchange: Exchange) -> None:
-        if is_whole:
-            exchange.answer(200, b"x" * (8 << 20), "text/plain")
-            return
-        await exchange.begin(200, [])
-        await exchange.write(b"x" * (8 << 20))
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-
-    async def use(connect: Callable[[], Awaitable[Streams]]) -> None:
-        _, writer = await connect()
-        writer.write(PLAIN)
-        while not caplog.records:  # noqa: ASYNC110 - as above
-            await asyncio.sleep(0.01)
-        if not is_whole:
-            await ended.wait()
-
-    _with_server(use, stream)
-    (record,) = caplog.records
-    assert "neither read nor sent" in record.message
-
-
-def test_all_requests_of_a_client_that_goes_away_end():
-    ended = asyncio.Event()
-
-    async def stream(exchange: Exchange) -> None:
-        assert exchange.path == "/first"
-        try:
-            await _endless(exchange)
-        finally:
-            ended.set()
-
-    async def use(connect: Callable[[], Awaitable[Streams]]) -> None:
-        reader, writer = await connect()
-        writer.write(b"GET /first HTTP/1.1\r\nHost: x\r\n\r\nGET /second HTTP/1.1\r\nHost: x\r\n\r\n")
-        await reader.readexactly(1000)
-        writer.transport.abort()
         await ended.wait()
-
-    _with_server(use, stream)
-
-
-def test_an_answer_that_is_cut_has_no_end():
-    async def stream(exchange: Exchange) -> None:
-        await exchange.begin(200, [])
-        await exchange.write(b"x" * (ROOM // 2))
-        exchange.cut()
-
-    async def use(connect: Callable[[], Awaitable[Streams]]) -> None:
-        reader, writer = await connect()
-        writer.write(PLAIN)
-        content = await reader.read(-1)
-        # what has come of it is there
-        assert content.count(b"x") >= ROOM // 2
-        assert not content.endswith(b"0\r\n\r\n")
 
     _with_server(use, stream)

@@ -108,16 +108,12 @@ def test_the_fields_of_llama_server_and_of_official_clients_are_known():
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"a": 1}'.decode().encode("utf-16"), b"[" * 100_000])
 def test_a_body_that_is_not_an_object_is_left_to_the_server(body: bytes):
     assert parse(CHAT, body).reason == "invalid"
-
-
-def test_a_body_that_is_nested_so_deeply_that_it_can_just_be_read_is_left_to_the_server():
-    heads = {b'{"input":"a","tools":[{"type":"function","parameters":': b"}]}", b'{"prompt":': b"}"}
-    reasons = set()
-    for (head, end), path in zip(heads.items(), ("/v1/responses", "/completion"), strict=True):
-        # where the limit is depends on the caller
-        for n in range(900, 1000):
-            reasons.add(parse(path, head + b"[" * n + b'"a"' + b"]" * n + end).reason)
-    assert reasons == {None, "invalid"}
+    # what can just be read may be nested too deeply to be written: where the limit is depends on the caller
+    nested = (
+        b'{"input":"a","tools":[{"type":"function","parameters":' + b"[" * n + b"]" * n + b"}]}"
+        for n in range(900, 1000)
+    )
+    assert {parse("/v1/responses", one).reason for one in nested} == {None, "invalid"}
 
 
 def test_a_body_of_too_many_parts_is_not_read_and_one_with_brackets_in_its_text_is():
@@ -798,8 +794,7 @@ def test_what_was_not_saved_is_lost_to_a_request_only_if_nothing_else_is_as_fast
         pool.release(slot)
 
 
-def test_a_chat_of_very_many_messages_or_of_another_form_is_always_looked_up():
-    assert parse(CHAT, json.dumps({"messages": [SYSTEM] * 5000}).encode()).turns is None
+def test_a_chat_of_another_form_is_always_looked_up():
     assert parse(CHAT, b'{"messages": "Hello"}').turns is None
     assert parse("/completion", b'{"prompt": "Hello"}').turns is None
     nested = b"[" * 900 + b"]" * 900
@@ -809,15 +804,19 @@ def test_a_chat_of_very_many_messages_or_of_another_form_is_always_looked_up():
 
 
 def test_headers_of_one_connection_stay_there():
-    given = [(b"Connection", b"close, X-Hop"), (b"X-Hop", b"1"), (b"Transfer-Encoding", b"chunked"), (b"X-Kept", b"2")]
-    assert end_to_end(given) == [(b"x-kept", b"2")]
+    given = {"Connection": "close, X-Hop", "X-Hop": "1", "Transfer-Encoding": "chunked", "X-Kept": "2", "X-Own": "3"}
+    assert end_to_end(given, ["x-own"]) == {"X-Kept": "2"}
+    # without its last letter it could be another key
+    assert end_to_end({"Authorization": "Bearer key\udce9"}) == {"Authorization": "Bearer key\xe9"}
 
 
 def test_tenants_come_from_keys_or_headers_and_keys_are_not_kept():
     source = TenantSource.parse("api-key")
     assert source.salt({"authorization": "Bearer secret"}) == source.salt({"x-api-key": "secret"})
     assert "secret" not in source.salt({"x-api-key": "secret"})
-    assert TenantSource.parse("header:X-Tenant").salt({"x-tenant": "ann"}) == "x-tenant:ann"
+    # the last one is not UTF-8
+    for name, tenant in (("ann", ":ann"), ("societ\u5185\t", ":societ\u5185"), ("societ\udce0", "/latin-1:societ\xe0")):
+        assert TenantSource.parse("header:X-Tenant").salt({"x-tenant": name}) == f"x-tenant{tenant}"
     for one in (source, TenantSource.parse("header:X-Tenant")):
         with pytest.raises(NoTenantError):
             one.salt({})
@@ -826,17 +825,6 @@ def test_tenants_come_from_keys_or_headers_and_keys_are_not_kept():
     for text in ("", "header", "header:", "header:a b", "ip", "header:Authorization", "header:X-Api-Key"):
         with pytest.raises(InvalidParameterError):
             TenantSource.parse(text)
-
-
-def test_names_of_tenants_that_end_in_any_letter_are_different():
-    source = TenantSource.parse("header:X-Tenant")
-    names = ["societ", "societ\u00e0", "societ\u00c5", "societ\u0420", "societ\u5185", "societ\u51a0"]
-
-    async def salt_of(name: str) -> str:
-        return source.salt(exchange("/", [("X-Tenant", f" {name}\t")]).headers)
-
-    salts = {asyncio.run(salt_of(name)) for name in names}
-    assert len(salts) == len(names)
 
 
 def test_the_private_directory_is_private_and_what_a_killed_process_left_is_removed(tmp_path: Path):
@@ -893,7 +881,7 @@ def test_no_connection_to_the_server_is_used_twice():
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
             upstream = Upstream(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout=60)
             for _ in range(3):
-                response = await upstream.send("GET", b"/v1/models", [], None)
+                response = await upstream.send("GET", b"/v1/models", {}, None)
                 assert [chunk async for chunk in response.chunks()] == [b"ok"]
                 response.close()
             await upstream.close()

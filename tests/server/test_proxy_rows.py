@@ -121,7 +121,7 @@ def test_no_request_moves_rows(serve: Serve, alone: Running):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["range", "mark", "zero"])
+@pytest.mark.parametrize("way", ["range", "mark"])
 def test_rows_that_a_request_with_an_error_as_its_answer_has_moved_are_neither_used_nor_stored(
     way: str, serve: Serve, alone: Running
 ):
@@ -134,7 +134,6 @@ def test_rows_that_a_request_with_an_error_as_its_answer_has_moved_are_neither_u
     content = {
         "range": json.dumps(body | {"unused": [[]] * (MAX_PARTS + 1)}).encode(),
         "mark": b"\xef\xbb\xbf" + several,
-        "zero": several + b"\0",
     }[way]
     headers = {"Content-Type": "application/json", "Range": "bytes=99999999-"}
     assert served.post("/completion", content=content, headers=headers).status_code == (200 if way == "range" else 400)
@@ -201,19 +200,15 @@ def _stuck(tmp_path: Path, *slots: int) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stuck", [(0,), (1,), (0, 1)])
-def test_a_slot_that_cannot_be_emptied_breaks_no_completion(
-    stuck: tuple[int, ...], serve: Serve, alone: Running, tmp_path: Path
-):
-    served = serve(environment=_stuck(tmp_path, *stuck))
+def test_a_slot_that_cannot_be_emptied_breaks_no_completion(serve: Serve, alone: Running, tmp_path: Path):
+    served = serve(environment=_stuck(tmp_path, 0, 1))
     for slot in (0, 1):
         _passed(served, prompt(6), id_slot=slot)
-    for options in ({}, {"id_slot": stuck[0]}, {}):
+    for options in ({}, {"id_slot": 0}, {}):
         answer = served.complete(prompt(6), **options)
         assert answer["content"] in own_answers(alone, prompt(6))
-        # of the first no slot has anything that may be used
-        if options or len(stuck) == 2:
-            assert cached(answer) == 0
+        # no slot has anything that may be used
+        assert cached(answer) == 0
     message = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
     assert served.post("/v1/messages", json=message).status_code == 200
 

@@ -124,9 +124,9 @@ def test_metrics_are_told_where_each_prompt_came_from(client, settings):
     told = Told()
     made = client([settings(0), settings(1)], metrics=told)
     n = ask(made)["usage"]["prompt_tokens"]
-    ask(made)
-    ask(made, model="model-1")
-    ask(made)
+    first = ask(made)
+    other = ask(made, model="model-1")
+    assert text_of(ask(made)) == text_of(first) != text_of(other)
     chat = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 2}
     with warnings.catch_warnings():
         # the server leaves the end of a stream to the garbage collector
@@ -144,26 +144,24 @@ def test_metrics_are_told_where_each_prompt_came_from(client, settings):
         assert (one["restore_seconds"] is not None) == (one["restored_tokens"] > 0)
 
 
-def test_metrics_are_served_with_the_key_of_the_server(client):
+def test_metrics_and_the_report_need_the_key_and_without_one_nothing_of_prompts_is_shown(client):
     made = client(server_settings=ServerSettings(api_key="secret"))
     key = {"authorization": "Bearer secret"}
     body = {"prompt": TEXT, "max_tokens": 2, "temperature": 0}
     n = made.post(PATH, json=body, headers=key).json()["usage"]["prompt_tokens"]
     made.post(PATH, json=body, headers=key)
+    # what is no completion, and what fails, is as the server has it
+    assert made.get("/v1/models", headers=key).json()["data"][0]["id"] == "model-0"
+    answer = made.post(PATH, json=body | {"prompt": TEXT * 100}, headers=key)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert made.get("/metrics").status_code == 401
-    page = made.get("/metrics", headers=key)
-    assert page.headers["content-type"].startswith("text/plain")
-    lines = page.text.splitlines()
+    metrics = made.get("/metrics", headers=key)
+    assert metrics.headers["content-type"].startswith("text/plain")
+    lines = metrics.text.splitlines()
     assert f'prefixstore_request_live_tokens_total{{endpoint="{PATH}"}} {n - 1}.0' in lines
     assert f'prefixstore_request_computed_tokens_total{{endpoint="{PATH}"}} {n + 1}.0' in lines
     assert f"prefixstore_prompt_tokens_total {2 * n}.0" in lines
-    assert TEXT[:10] not in page.text
-
-
-def test_the_report_is_empty_without_the_key_and_has_no_labels_where_none_is_needed(client):
-    made = client(server_settings=ServerSettings(api_key="secret"))
-    key = {"authorization": "Bearer secret"}
-    made.post(PATH, json={"prompt": TEXT, "max_tokens": 2}, headers=key)
+    assert TEXT[:10] not in metrics.text
     made.app.state.prefixstore.flush()
     page = made.get("/prefixstore/")
     assert (page.status_code, page.headers["x-frame-options"]) == (200, "DENY")
@@ -201,8 +199,10 @@ def test_what_an_aborted_completion_has_computed_is_stored_before_the_model_is_c
 
 
 def test_a_model_to_which_the_store_cannot_be_attached_is_served_without(client, settings, monkeypatch, caplog):
-    made = client([settings(0), settings(1)])
+    made = client([settings(0, cache=True), settings(1)])
     store = made.app.state.prefixstore
+    assert stock._llama_proxy().cache is store
+    assert "cache=true" in caplog.text
     expected = text_of(ask(made, model="model-1"))
     ask(made, model="model-0")
 
@@ -218,12 +218,6 @@ def test_a_model_to_which_the_store_cannot_be_attached_is_served_without(client,
     assert store.llm is None
     ask(made, model="model-0")
     assert cached(ask(made, model="model-1")) == answer["usage"]["prompt_tokens"] - 1
-
-
-def test_the_cache_of_the_server_gives_way(client, settings, caplog):
-    made = client([settings(cache=True)])
-    assert stock._llama_proxy().cache is made.app.state.prefixstore
-    assert "cache=true" in caplog.text
 
 
 def test_a_handler_with_template_settings_still_shows_that_it_brings_images(client, settings, monkeypatch):
@@ -304,17 +298,7 @@ def test_the_command_serves_what_it_is_told_to(tmp_path, models, monkeypatch):
         return 0
 
     monkeypatch.setattr(module, "_listen", listen)
-    options = [
-        "--model",
-        str(models("llama")),
-        "--n-ctx=1024",
-        "--port",
-        "0",
-        "--max-bytes",
-        "1GiB",
-        "--salt",
-        "a b",
-    ]
+    options = ["--model", str(models("llama")), "--n-ctx=1024", "--port", "0", "--max-bytes", "1GiB", "--salt", "a b"]
     assert module.main([str(tmp_path / "kv"), *options, "--page-tokens", "128", "--verbose", "false"]) == 0
     ((answer, settings, parameters),) = served
     assert cached(answer) == 0
@@ -335,10 +319,6 @@ def test_a_watch_does_not_keep_a_llama_alive(models):
         del llm, generated
         gc.collect()
         assert gone() is None
-
-
-def test_default_server_settings_listen_on_loopback():
-    assert ServerSettings().host == "localhost"
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 
 from prefixstore import PrefixStore
 from prefixstore.config import load_config
 from prefixstore.maintenance.archive import Archive
-from tests.support.ports import free_port
 from tests.support.python_server import MODEL_OPTIONS, STOCK, serving
 
 SYSTEM = "You are an assistant who knows manual pages. " * 20
@@ -57,11 +55,20 @@ def start(models, location, *more, **options):
 @pytest.mark.slow
 def test_a_restarted_server_is_warm_and_answers_as_cold(models, location, cold):
     ask = [messages("What is ls?"), messages("What is cat?"), messages("What is ls?")]
+    streamed = messages("Stream this.")
     with start(models, location) as server:
         first = [server.chat(one) for one in ask]
+        for _ in range(2):
+            chunks = list(server.chat(streamed, stream=True))
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text_of(cold(streamed))
+            assert chunks[-1].choices[0].finish_reason == "length"
         server.stop()
     with start(models, location, "--read-only") as server:
         second = [server.chat(one) for one in ask]
+        answer = server.chat(streamed)
+        assert cached(answer) == answer.usage.prompt_tokens - 1
+        asked = {"logprobs": True, "top_logprobs": 2}
+        assert server.chat(ask[0], **asked).choices == cold(ask[0], **asked).choices
     for given, before, after in zip(ask, first, second, strict=True):
         expected = cold(given)
         assert text_of(before) == text_of(after) == text_of(expected)
@@ -72,106 +79,6 @@ def test_a_restarted_server_is_warm_and_answers_as_cold(models, location, cold):
     assert n - 16 < cached(first[1]) < n
     assert cached(first[2]) == n - 1
     assert [cached(one) for one in second] == [n - 1, first[1].usage.prompt_tokens - 1, n - 1]
-
-
-@pytest.mark.slow
-def test_streams_are_those_of_the_server_and_what_they_compute_is_stored(models, location, cold):
-    given = messages("Stream this.")
-    with start(models, location) as server:
-        for _ in range(2):
-            chunks = list(server.chat(given, stream=True))
-            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-            assert text == text_of(cold(given))
-            assert chunks[-1].choices[0].finish_reason == "length"
-        server.stop()
-    with start(models, location) as server:
-        answer = server.chat(given)
-        assert cached(answer) == answer.usage.prompt_tokens - 1
-
-
-@pytest.mark.slow
-def test_completions_with_text_and_the_raw_answer(models, location):
-    prompt = "The list of files is sorted. " * 20
-    with start(models, location) as server:
-        one, two = (server.complete(prompt) for _ in range(2))
-        assert one.choices[0].text == two.choices[0].text
-        assert (cached(one), cached(two)) == (0, two.usage.prompt_tokens - 1)
-        # what is not a completion is untouched
-        assert [model.id for model in server.client.models.list()] == [str(models("llama"))]
-        raw = httpx.post(f"{server.url}/extras/tokenize/count", json={"input": prompt}, timeout=60)
-        assert raw.json() == {"count": two.usage.prompt_tokens}
-        # errors keep their form
-        answer = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": 1}, timeout=60)
-        assert answer.status_code == 500
-        assert answer.json()["error"]["type"] == "internal_server_error"
-        long = httpx.post(f"{server.url}/v1/completions", json={"prompt": prompt * 100}, timeout=60)
-        assert long.status_code == 400
-        assert long.json()["error"]["code"] == "context_length_exceeded"
-        assert server.complete(prompt).choices[0].text == one.choices[0].text
-
-
-@pytest.mark.slow
-def test_logprobs_are_those_of_the_server(models, location, cold):
-    given = messages("Tell me the probabilities.")
-    asked = {"logprobs": True, "top_logprobs": 2}
-    with start(models, location) as server:
-        server.chat(given)
-        server.chat(messages("Something else.", system="Short. " * 30))
-        assert server.chat(given, **asked).choices == cold(given, **asked).choices
-
-
-def config_file(tmp_path, models, **more):
-    settings = {
-        "models": [
-            {"model": str(models("llama", seed=seed)), "model_alias": alias, "n_ctx": 2048, "verbose": False}
-            | {"n_threads": 1, "n_threads_batch": 1}
-            for seed, alias in enumerate(("one", "two"))
-        ],
-        **more,
-    }
-    path = tmp_path / "models.json"
-    path.write_text(json.dumps(settings))
-    return str(path)
-
-
-@pytest.mark.slow
-def test_the_store_follows_when_the_server_switches_models(models, location, tmp_path):
-    given = [messages("What is ls?"), messages("What is cat?")]
-    # without a store, in two servers
-    expected = {}
-    for seed, alias in enumerate(("one", "two")):
-        with serving("--model", str(models("llama", seed=seed)), *MODEL_OPTIONS, module=STOCK) as server:
-            for i, one in enumerate(given):
-                server.complete("x", max_tokens=1)
-                expected[alias, i] = text_of(server.chat(one))
-    assert expected["one", 0] != expected["two", 0]
-    # a port from a configuration file would be used
-    log = tmp_path / "log"
-    with ours(tmp_path, models, location, log) as server:
-        for _ in range(2):
-            for i, one in enumerate(given):
-                for alias in ("one", "two"):
-                    answer = server.chat(one, model=alias)
-                    assert text_of(answer) == expected[alias, i]
-        n = answer.usage.prompt_tokens
-        # the context is new after each switch, so this comes from the store
-        assert cached(answer) == n - 1
-        assert cached(server.chat(given[0], model="one")) == n_of(server, given[0], "one") - 1
-        server.stop()
-    assert "Traceback" not in log.read_text()
-    with Archive(location, read_only=True) as archive:
-        assert archive.check() == []
-        assert len(archive.holdings()) == 2
-
-
-def n_of(server, given, alias):
-    return server.chat(given, model=alias).usage.prompt_tokens
-
-
-def ours(tmp_path, models, location, log=None):
-    port = free_port()
-    file = config_file(tmp_path, models, host="127.0.0.1", port=port)
-    return serving(location, "--config_file", file, log=log, listening=port)
 
 
 @pytest.mark.slow
@@ -220,14 +127,6 @@ def test_clients_at_the_same_time(models, location, cold):
             answers = list(pool.map(server.chat, given))
         assert [text_of(answer) for answer in answers] == [text_of(cold(one)) for one in given]
         assert sorted(cached(answer) > 0 for answer in answers) == [False] + [True] * 7
-
-
-@pytest.mark.slow
-def test_an_api_key_is_asked_for(models, location):
-    with start(models, location, "--api-key", "secret") as server:
-        assert server.complete("ls " * 30).usage.prompt_tokens > 0
-        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "ls"}, timeout=60)
-        assert refused.status_code == 401
 
 
 @pytest.mark.slow

@@ -76,15 +76,6 @@ def test_create_app(place):
     assert stored(place) == second["usage"]["prompt_tokens"] - 1
 
 
-def test_fastapi_with_an_own_llama(place):
-    answers = []
-    for _ in range(2):
-        with TestClient(run(recipe("FastAPI with your own `Llama`"))["app"]) as client:
-            answers.append(client.post("/chat", json=MESSAGES).json())
-    assert answers[0]["choices"] == answers[1]["choices"]
-    assert stored(place) == answers[0]["usage"]["prompt_tokens"] - 1
-
-
 def gunicorn(place, *options: str) -> list[dict]:
     """Answers of two workers, each of them the first to be asked, and of a second server."""
     found = []

@@ -13,8 +13,6 @@ from tests.support.llama_server import Running
 from tests.support.places import opened
 from tests.support.ports import free_port
 from tests.support.served import Serve, Served, cached, own_answers, prompt
-from tests.support.timeouts import wait_for
-from tests.support.valkey import private_valkey
 
 pytest.importorskip("valkey")
 
@@ -40,9 +38,8 @@ def host(serve: Serve, tmp_path: Path) -> Callable[..., Served]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["lmdb", "valkey"])
-def test_what_one_host_has_computed_another_one_restores(host, tmp_path, scheme, new_valkey, alone: Running):
-    far = f"lmdb://{tmp_path / 'far'}" if scheme == "lmdb" else new_valkey(tcp=True)
+def test_what_one_host_has_computed_another_one_restores(host, tmp_path, new_valkey, alone: Running):
+    far = new_valkey(tcp=True)
     right = own_answers(alone, prompt(1))
     one = host(far)
     cold = one.complete(prompt(1))
@@ -59,34 +56,6 @@ def test_what_one_host_has_computed_another_one_restores(host, tmp_path, scheme,
     # what was fetched is kept
     assert n_pages(str(tmp_path / "store")) == n_pages(far)
     assert "refused" not in two.text()
-
-
-@pytest.mark.slow
-def test_a_shared_server_that_dies_and_comes_back_empty_costs_its_pages(host, tmp_path, alone: Running):
-    right = [own_answers(alone, prompt(i)) for i in (1, 2)]
-    with private_valkey() as server:
-        url = server.tcp_url
-        one = host(url)
-        assert one.complete(prompt(1))["content"] in right[0]
-        one.saved()
-        wait_for(lambda: n_pages(url), "the far location")
-        server.kill()
-        # both are there without it, and what is new is stored nearby
-        assert one.complete(prompt(2))["content"] in right[1]
-        one.saved()
-        again = one.complete(prompt(1))
-        assert again["content"] in right[0]
-        assert cached(again) > 200
-        server.start()
-
-        def both_are_sent() -> bool:
-            # by turns: what the slot holds already is not looked for in the store
-            one.complete(prompt(2))
-            one.complete(prompt(1))
-            return n_pages(url) == n_pages(str(tmp_path / "store"))
-
-        wait_for(both_are_sent, "pages that are used are sent again", 180)
-        assert one.stop() == 0
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -13,6 +12,7 @@ import time
 import httpx
 import pytest
 
+from prefixstore.cli import main
 from tests.support import ROOT
 from tests.support.models import write
 from tests.support.ports import free_port
@@ -57,7 +57,6 @@ def test_a_restarted_server_computes_only_the_last_token(tmp_path):
     assert second["prompt_tokens_details"]["cached_tokens"] == second["prompt_tokens"] - 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -65,48 +64,14 @@ def test_a_restarted_server_computes_only_the_last_token(tmp_path):
         (["--model", "m.gguf", "--salt-from", "api-key"], "--salt-from is for llama-server"),
         (["--model", "m.gguf", "--max-waiting", "3"], "--max-waiting is for llama-server"),
         (["--model", "m.gguf", "--server", "http://127.0.0.1:1"], "--server is for llama-server"),
-        (["--model", "m.gguf", "--", "--no_such_option", "1"], "no_such_option"),
         (["--model", "missing.gguf"], "prefixstore: model file not found: missing.gguf"),
     ],
 )
-def test_wrong_usage_is_told(arguments, says, tmp_path):
+def test_wrong_usage_is_told(arguments, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "m.gguf").touch()
-    environment = {**os.environ, "COLUMNS": "200", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command(tmp_path / "kv", *arguments),
-        check=False,
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=tmp_path,
-        timeout=120,
-    )
-    assert (done.returncode, says in done.stderr) == (2, True), done.stderr
-
-
-@pytest.mark.slow
-def test_without_a_model_the_options_that_name_one_are_told(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "prefixstore.server", str(tmp_path / "kv")],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, "prefixstore: no model is given; pass --model FILE" in done.stderr) == (2, True), (
-        done.stderr
-    )
-
-
-@pytest.mark.slow
-def test_a_port_in_use_is_told(tmp_path):
-    model = write(tmp_path, "llama")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        # the last one counts
-        arguments = command(tmp_path / "kv", "--model", str(model), "--", "--port", port)
-        done = subprocess.run(arguments, check=False, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, f"cannot listen on 127.0.0.1:{port}" in done.stderr) == (2, True), done.stderr
+    assert main(["serve", "kv", *arguments]) == 2
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.slow

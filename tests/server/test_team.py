@@ -16,7 +16,8 @@ from prefixstore.cli import main
 from prefixstore.format.namespace import parted
 from prefixstore.maintenance.archive import Archive
 from prefixstore.server.tenants import within
-from tests.support.served import Serve, Served, cached, prompt
+from tests.support.llama_server import Running
+from tests.support.served import Serve, Served, cached, own_answers, prompt
 
 ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789"
 
@@ -84,19 +85,23 @@ def test_tenants_are_listed_as_their_header_names_them(serve: Serve, tmp_path: P
 
 
 @pytest.mark.slow
-def test_requests_with_a_cache_salt_share_with_those_of_the_same_tenant_and_salt(serve: Serve):
+def test_requests_share_with_those_of_the_same_tenant_and_cache_salt_only(serve: Serve, alone: Running):
     served = serve(options=("--salt-from", "header:X-Tenant", "--admin-key", "sk-admin"), headers=of_key("sk-admin"))
-    seen = {}
+    seen, right = {}, own_answers(alone, prompt(3))
     for tenant in ("ann", "bob"):
         for salt in (None, "one", "two", "one"):
             fields = {} if salt is None else {"cache_salt": salt}
             answer = served.complete(prompt(3), headers={"X-Tenant": tenant}, **fields)
+            assert answer["content"] in right
             seen[tenant, salt] = cached(answer)
             served.saved()
     # the first of each found nothing, and the last of two with one salt did
     assert {key: n > 200 for key, n in seen.items()} == {key: key[1] == "one" for key in seen}
-    body = {"prompt": "a", "cache_salt": 7}
-    assert served.post("/completion", json=body, headers={"X-Tenant": "ann"}).status_code == 400
+    ann, body = {"X-Tenant": "ann"}, {"prompt": "a", "cache_salt": 7}
+    assert served.post("/completion", json=body, headers=ann).status_code == 400
+    assert served.post("/completion", json={"prompt": "Hello"}, headers={}).status_code == 401
+    assert served.get("/slots", headers=ann).status_code == 403
+    assert served.get("/prefixstore/status", headers=ann).status_code == 401
 
 
 @pytest.mark.slow
@@ -204,24 +209,19 @@ def _answers_without_the_store(served: Served) -> None:
 
 
 @pytest.mark.slow
-def test_a_damaged_store_costs_the_cache_and_not_the_service(serve: Serve, tmp_path: Path):
+@pytest.mark.parametrize("options", [(), ("--on-damage", "aside")])
+def test_a_damaged_store_costs_the_cache_and_what_is_no_store_is_never_moved_aside(
+    options: tuple[str, ...], serve: Serve, tmp_path: Path
+):
     store = damage(tmp_path)
     before = (store / "data.mdb").read_bytes()
-    served = serve()
+    served = serve(options=options)
     assert "THE STORE CANNOT BE USED" in served.text()
     assert "nothing is stored or restored: store_failed" in served.text()
     _answers_without_the_store(served)
     assert served.stop() == 0
-    assert (store / "data.mdb").read_bytes() == before
-
-
-@pytest.mark.slow
-def test_what_is_no_store_is_never_moved_aside(serve: Serve, tmp_path: Path):
-    store = damage(tmp_path)
-    served = serve(options=("--on-damage", "aside"))
-    _answers_without_the_store(served)
-    assert served.stop() == 0
     assert [file.name for file in store.iterdir() if file.name != "lock.mdb"] == ["data.mdb"]
+    assert (store / "data.mdb").read_bytes() == before
 
 
 @pytest.mark.slow
@@ -245,4 +245,4 @@ def test_a_damaged_store_keeps_the_server_from_starting_if_that_is_wanted(serve:
     served = serve(options=("--on-damage", "fail"), ready=False)
     assert served.ended() == 3
     assert "is not an LMDB environment" in served.text()
-    assert "THE STORE CANNOT BE USED" not in served.text()
+    assert not any(said in served.text() for said in ("THE STORE CANNOT BE USED", "load_model"))

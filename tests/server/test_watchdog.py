@@ -47,13 +47,8 @@ def asked(answers: list[bool], work: Callable[[int], int | None], questions: int
 def test_a_server_hangs_if_it_neither_answers_nor_works_several_times_in_a_row():
     assert asked([True, False, False, False, False], lambda _: 7, 2) == 4
     assert asked([False, False, True, False, False, False], lambda _: 7, 2) == 6
-
-
-def test_a_server_that_computes_never_hangs():
+    # one that computes, or whose work is not known, never hangs
     assert asked([False] * 50, lambda n: n, 2) == -1
-
-
-def test_where_its_work_is_not_known_it_never_hangs():
     assert asked([False] * 50, lambda _: None, 2) == -1
 
 
