@@ -156,17 +156,11 @@ class Victims:
         if value is not None and row not in self._spared:
             self._push([Row(row, value)])
 
-    def added(self, namespace: bytes, key: bytes) -> bool:
-        """A page may be a leaf now; whether its namespace is one of these."""
-        is_here = self._group is None or namespace in self._group.spaces
-        if is_here:
+    def added(self, namespace: bytes, key: bytes) -> None:
+        """A page may be a leaf now."""
+        if self._group is None or namespace in self._group.spaces:
             row = leaf_row(namespace, key)
             self.offer(row, self._rows.get([row])[0])
-        return is_here
-
-    def read_more(self) -> None:
-        """Read leaves for several at the first time, too: most of them are not looked for in vain."""
-        self._at_once = AT_ONCE
 
     def taken(self, victim: Victim) -> None:
         """A victim was deleted: the page that it followed may be a leaf now."""
