@@ -66,9 +66,9 @@ class Batch:
         for i, one in enumerate(packed):
             page = one.pending.page
             # what follows a page that is refused is refused as well
-            reason = (
-                reasons.get(page.parent) or self._hindrance(one) or self._write(one, partial(self._admits, packed, i))
-            )
+            reason = reasons.get(page.parent) or self._hindrance(one)
+            if reason is None:
+                reason = self._write(one, partial(self._admits, packed, i))
             if reason is not None:
                 reasons[page.key] = reason
                 self.refused.append((one, reason))
