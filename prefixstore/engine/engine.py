@@ -29,7 +29,7 @@ from prefixstore.engine.budget import Budget, Evicted
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.commit import Committer
 from prefixstore.engine.delete import Choice, Deleter, Removed, in_common, of_namespaces
-from prefixstore.engine.evictions import Cause, Eviction, EvictionNote
+from prefixstore.engine.evictions import Cause, Eviction
 from prefixstore.engine.fetch import Deadline, Fetcher, Keep, States
 from prefixstore.engine.figures import FigureKeeper
 from prefixstore.engine.index import Page, Path, is_same
@@ -40,11 +40,11 @@ from prefixstore.engine.page_view import Used, View
 from prefixstore.engine.pages import Pages, retried
 from prefixstore.engine.pending import Fits, ImportedPage, PendingPage, Suspicion
 from prefixstore.engine.policy import Policy
-from prefixstore.engine.policy_memory import PolicyMemory
 from prefixstore.engine.queue import Drained, WriteQueue
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.readers import Admit, Look
 from prefixstore.engine.relatives import pinned_with, siblings_of
+from prefixstore.engine.saved_notes import EvictionNote, PolicyMemory
 from prefixstore.engine.space import Evictor
 from prefixstore.engine.tap import Tap
 from prefixstore.engine.waiting import Lock, LockT, Placement
@@ -226,11 +226,9 @@ class Engine:
             on_used=self._saw,
             housekeeping=self._housekeeping,
         )
-        self._memory = PolicyMemory(backend, catalog, Evictor(catalog, self._budget, counters), self._budget)
-        self._evictions = EvictionNote(backend, catalog.evictions, self._budget.max_bytes)
-        self._bookmarks = Bookmarks(
-            backend, Evictor(catalog, self._budget, counters), self._budget, lambda: catalog.has_pending
-        )
+        evictor = Evictor(catalog, self._budget, counters)
+        self._memory, self._evictions = PolicyMemory(backend, evictor), EvictionNote(backend, evictor)
+        self._bookmarks = Bookmarks(backend, evictor, self._budget, lambda: catalog.has_pending)
         self._queue = WriteQueue(
             self,
             self._queue_bytes,
@@ -582,8 +580,9 @@ class Engine:
         self.keeper.hurry()
         try:
             if self.keeper.has_unwritten and not self._read_only:
-                with self._catalog.update(self._backend, self.keeper.committed) as transaction:
+                with self._catalog.update(self._backend) as transaction:
                     self.keeper.write(transaction)
+                    transaction.after_commit.append(self.keeper.committed)
         except StorageError as error:
             log.warning("figures were not written: %s", error)
 
@@ -707,14 +706,13 @@ class Engine:
         if self._catalog.place_of(page) is not Placement.ADDED:
             return False
         with suppress(StorageError), self._breaker.asking(), self._backend.view() as view:
-            self._catalog.saw(view)
             return self._catalog.wants(view, namespace, parent, tokens)
         # what is stored already is found when it is to be written
         return True
 
     @asked
     def missing(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> list[int]:
-        """Which full pages of a sequence to capture: up to the first that was refused.
+        """Which full pages of a sequence to capture.
 
         If the location cannot be asked, those that do not wait to be written.
 
@@ -735,8 +733,8 @@ class Engine:
 
     @asked
     def needs_no_capture(self, key: bytes) -> bool:
-        """Whether a page or snapshot need not be captured: it is here, or was refused."""
-        if self._catalog.get(key) is not None or self._catalog.is_refused(key):
+        """Whether a page or snapshot need not be captured: it is here."""
+        if self._catalog.get(key) is not None:
             return True
         with suppress(StorageError), self._breaker.asking(), self._backend.view() as view:
             record = view.record(key)
@@ -971,7 +969,7 @@ class Engine:
                 n_covered = sum(siblings_of(view, new.page)[1] for new in added if new not in written)
         except Exception:
             # also those that were announced and not passed on
-            self._catalog.abandon(news)
+            self._catalog.drop(news)
             raise
         present = places.count(Placement.KNOWN) + n_covered
         return Imported(len(written), sum(new.n_bytes for new in written), present, len(batch) - present - len(written))

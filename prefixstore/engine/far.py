@@ -157,7 +157,7 @@ class FarEngine(Engine):
         except StorageError as error:
             self._give_up([new for key, new in waiting.items() if key not in stored], error)
         except Exception:
-            self._catalog.abandon(announced)
+            self._catalog.drop(announced)
             raise
         n_written += super().commit(announced)
         self._thin()
@@ -246,7 +246,7 @@ class FarEngine(Engine):
                     buffer.view[:] = state
             return super().commit([new for new in news if self.place(new) is Placement.ADDED])
         except Exception:
-            self._catalog.abandon(news)
+            self._catalog.drop(news)
             raise
         finally:
             for new in news:

@@ -13,7 +13,7 @@ from prefixstore.format.autocodec import Encoder
 from prefixstore.format.keys import PAGE, page_key
 from prefixstore.format.record import Buffer, Record, StoredPage, Usage, checksum, time_of_use
 
-__all__ = ["Deferred", "Fits", "ImportedPage", "PackedPage", "PendingPage", "Suspicion", "Use"]
+__all__ = ["Damage", "Deferred", "Fits", "ImportedPage", "PackedPage", "PendingPage", "Suspicion", "Use"]
 
 Fits: TypeAlias = Callable[[memoryview, int, int], bool]
 """Whether a state can be that of the page at a start position with so many tokens."""
@@ -76,12 +76,15 @@ class PendingPage:
         The state; None if this process has only the stored form (see `ImportedPage`).
     is_wanted
         Whether it is stored even if the policy finds it worth less than what is evicted for it.
+    is_writing
+        Whether a transaction writes it.
     """
 
     page: Page
     settings: bytes
     buffer: PooledBuffer | None
     is_wanted: bool = field(default=False, kw_only=True)
+    is_writing: bool = field(default=False, init=False)
 
     @classmethod
     def of(
@@ -112,10 +115,6 @@ class PendingPage:
         buffer, self.buffer = self.buffer, None
         if buffer is not None:
             buffer.release()
-
-    def announced(self, now: int) -> None:
-        """Called when the catalog accepts it, with the time."""
-        self.page.last_used = now
 
     def pack(self, encode: Encoder) -> PackedPage:
         """Its stored form."""
@@ -156,11 +155,15 @@ class ImportedPage(PendingPage):
     def n_bytes(self) -> int:
         return len(self.stored.payload)
 
-    def announced(self, now: int) -> None:
-        """Importing a page is not a use of it."""
-
     def pack(self, encode: Encoder) -> PackedPage:
         return PackedPage(self, self.stored.record, self.stored.usage, self.stored.payload)
+
+
+class Damage(NamedTuple):
+    """When a page that is to be deleted was created, 0 if that is not known; and what it is judged by, if anything."""
+
+    created: int
+    suspicion: Suspicion | None = None
 
 
 @dataclass
@@ -172,18 +175,15 @@ class Deferred:
     uses
         Uses of pages, by key.
     damaged
-        Pages to be deleted if they are indeed damaged: their keys, and when they were created; 0 if that is not known.
-    suspicions
-        For some of those keys: what the stored page is judged by.
+        Pages to be deleted if they are indeed damaged, by key.
     thinned
         Keys of snapshots that are no longer wanted.
     expired
-        Whether a lookup has found an expired page.
+        Whether to look for expired pages: a lookup has found one, or a page that will expire was captured.
     """
 
     uses: dict[bytes, Use] = field(default_factory=dict)
-    damaged: dict[bytes, int] = field(default_factory=dict)
-    suspicions: dict[bytes, Suspicion] = field(default_factory=dict)
+    damaged: dict[bytes, Damage] = field(default_factory=dict)
     thinned: set[bytes] = field(default_factory=set)
     expired: bool = False
 
@@ -192,7 +192,7 @@ class Deferred:
 
     def copy(self) -> Deferred:
         """A copy; more may be added to the original meanwhile."""
-        return Deferred(dict(self.uses), dict(self.damaged), dict(self.suspicions), set(self.thinned), self.expired)
+        return Deferred(dict(self.uses), dict(self.damaged), set(self.thinned), self.expired)
 
     def subtract(self, done: Deferred) -> None:
         """Remove what was written; keep what was added since."""
@@ -202,7 +202,5 @@ class Deferred:
                 self.uses[key] = now._replace(n=now.n - use.n)
         for key in done.damaged:
             self.damaged.pop(key, None)
-        for key in done.suspicions:
-            self.suspicions.pop(key, None)
         self.thinned -= done.thinned
         self.expired = self.expired and not done.expired

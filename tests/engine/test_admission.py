@@ -7,11 +7,11 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from prefixstore.engine import policy_memory
 from prefixstore.engine.budget import Budget, Quota
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES, POOL
 from prefixstore.engine.policy import Ordering
+from prefixstore.engine.saved_notes import PolicyMemory
 from prefixstore.engine.waiting import DropReason
 from prefixstore.errors import UnavailableError
 from prefixstore.format.autocodec import FixedCodec
@@ -206,7 +206,7 @@ def test_damage_and_outages_cost_what_was_learned_and_nothing_else(monkeypatch, 
         def fails(*_):
             raise UnavailableError("the location is down")
 
-        monkeypatch.setattr(policy_memory.PolicyMemory, "_write", fails)
+        monkeypatch.setattr(PolicyMemory, "pack", fails)
     assert "was not saved" in caplog.text
 
 

@@ -42,7 +42,7 @@ def test_they_come_last_in_every_order_the_least_recently_used_first(policy, n):
     chance.shuffle(keys)
     with store_of(backend) as store:
         engine = store.engine
-        engine._policy = engine._catalog._policy = POLICIES[policy]()
+        engine._policy = engine._catalog.policy = POLICIES[policy]()
         engine.keep("a", early)
         # ranked, before the others are kept
         found = order(engine, dry_run=True)
