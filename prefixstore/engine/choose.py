@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from prefixstore.engine.eviction import KEPT, Group, Sampler, Victim, Victims
+from prefixstore.engine.eviction import GROUPS, KEPT, Group, Victim, Victims
 from prefixstore.engine.evictions import Cause, EvictionLog
 from prefixstore.engine.keyspace import Leaf
 from prefixstore.engine.page_update import Transaction
@@ -36,7 +36,8 @@ class Chooser(WaitingPages):
     def __init__(self, policy: Policy, counters: Counters, ram: RamTier) -> None:
         super().__init__(counters, ram)
         self.policy = policy
-        self._sampler = Sampler(self._ranks)
+        # low leaves that were found earlier, of all and of groups; the group that was asked for last is the last one
+        self._pools: OrderedDict[bytes, dict[bytes, bytes]] = OrderedDict()
         # how often pages are to be kept, and by whom
         self._kept: Counter[bytes] = Counter()
         self._kept_by: dict[str, Collection[bytes]] = {}
@@ -45,9 +46,14 @@ class Chooser(WaitingPages):
     def victims(self, transaction: Transaction, group: Group | None = None) -> Victims:
         """Stored leaves to evict, of a group or of all, in the order of the policy."""
         pages = transaction.used.entries
+        name = b"" if group is None else group.name
         with self._lock:
             self.policy.prepare(pages)
-        return self._sampler.victims(transaction, group)
+            pool = self._pools.setdefault(name, {})
+            self._pools.move_to_end(name)
+            if len(self._pools) > GROUPS:
+                self._pools.popitem(last=False)
+        return Victims(transaction, self._ranks, pool, group)
 
     def _ranks(self, keys: Sequence[bytes], leaves: Leaves) -> Ranks:
         with self._lock:

@@ -177,7 +177,7 @@ def require_bounds(store: PrefixStore) -> None:
     catalog = store.engine._catalog
     with catalog._lock:
         pending = len(catalog._pending)
-        pools = sum(map(len, catalog._sampler._pools.values()))
+        pools = sum(map(len, catalog._pools.values()))
     if pending > 20_000 or pools > (GROUPS + 1) * POOL:
         raise AssertionError(f"{pending} pages are pending, and {pools} are in the pools of eviction")
 
