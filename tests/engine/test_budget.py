@@ -13,7 +13,7 @@ from prefixstore.buffers import BufferPool
 from prefixstore.engine.budget import Budget, Quota
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
-from prefixstore.engine.pages import Pages, open_pages
+from prefixstore.engine.pages import Pages
 from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.autocodec import pick
@@ -108,16 +108,6 @@ def test_in_a_full_location_a_tenant_evicts_its_own_pages_first(backend):
     assert loud.held() >= 5
 
 
-def test_a_new_tenant_gets_space_in_a_location_that_others_have_filled(backend):
-    max_bytes = 12 * (PAGE + 1000)
-    first = Tenant(backend, tenant("first"), max_bytes=max_bytes)
-    for i in range(50):
-        first.put([i] * P)
-    second = Tenant(backend, tenant("second"), max_bytes=max_bytes, quota=Quota(2 * PAGE))
-    assert second.put([1] * P) == 1
-    assert second.held() == 1
-
-
 def test_all_models_of_a_salt_share_its_quota(backend):
     quota = Quota(salt=4 * PAGE)
     small = Tenant(backend, tenant("one", "small"), quota=quota)
@@ -180,9 +170,8 @@ def test_a_page_that_cannot_fit_into_a_quota_evicts_nothing(backend, quota):
     assert (store.held(), other.held()) == (10, 10)
 
 
-@pytest.mark.parametrize("kind", ["lmdb", "sqlite"])
-def test_a_page_that_cannot_fit_evicts_nothing_on_disk_either(kind, tmp_path):
-    with closing(backends_by_kind(kind, tmp_path, 8 * MIB)) as opened:
+def test_a_page_that_cannot_fit_evicts_nothing_on_disk_either(tmp_path):
+    with closing(Pages(LMDBBackend(tmp_path / "kv", 8 * MIB))) as opened:
         store = Tenant(opened, tenant("one"), max_bytes=8 * MIB)
         for i in range(8):
             assert store.put([i] * P, MIB // 2) == 1
@@ -190,20 +179,6 @@ def test_a_page_that_cannot_fit_evicts_nothing_on_disk_either(kind, tmp_path):
             store.engine.pin(store.namespace.key, as_tokens([i] * P), P, pinned=True)
         assert store.put([100] * P, 7 * MIB) == 0
         assert sum(store.match([i] * P) == P for i in range(8)) == 8
-
-
-def backends_by_kind(kind, tmp_path, max_bytes):
-    where = f"lmdb://{tmp_path}/kv" if kind == "lmdb" else f"sqlite:///{tmp_path}/kv.db"
-    return open_pages(where, max_bytes=max_bytes, read_only=False)
-
-
-@pytest.mark.parametrize("kind", ["lmdb", "sqlite"])
-def test_a_small_location_holds_pages_however_often_it_is_changed(kind, tmp_path):
-    """What it remembers of changes takes a small part of the least space that a location may have."""
-    budget = 600_000
-    with closing(Store(backends_by_kind(kind, tmp_path, budget), max_bytes=budget)) as store:
-        for number in range(700):
-            assert store.put([number] * P, 10_000) == 1, number
 
 
 def test_a_quota_is_one_size_or_sizes_by_name():
