@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -38,9 +38,9 @@ class Chooser(WaitingPages):
         self.policy = policy
         # low leaves that were found earlier, of all and of groups; the group that was asked for last is the last one
         self._pools: OrderedDict[bytes, dict[bytes, bytes]] = OrderedDict()
-        # how often pages are to be kept, and by whom
-        self._kept: Counter[bytes] = Counter()
+        # the pages that are to be kept, by their owners, and all of them
         self._kept_by: dict[str, Collection[bytes]] = {}
+        self._kept: set[bytes] = set()
         self.evictions = EvictionLog()
 
     def victims(self, transaction: Transaction, group: Group | None = None) -> Victims:
@@ -110,11 +110,10 @@ class Chooser(WaitingPages):
         Several owners may name one page. Only this process knows of it, as long as it lives.
         """
         with self._lock:
-            self._kept.subtract(self._kept_by.pop(owner, ()))
-            if keys:
-                self._kept_by[owner] = keys
-            self._kept.update(keys)
-            self._kept = +self._kept
+            self._kept_by[owner] = keys
+            if not keys:
+                del self._kept_by[owner]
+            self._kept = set().union(*self._kept_by.values())
 
     def keep_nothing(self) -> None:
         """Undo every `keep`."""

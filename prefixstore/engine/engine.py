@@ -1065,7 +1065,7 @@ class Engine:
         """
         self._load_policy()
         chosen: list[bytes] = []
-        evictor = Evictor(self._catalog, self._budget, self.counters, chosen.append, Cause.ASKED)
+        evictor = Evictor(self._catalog, self._budget, self.counters, Cause.ASKED)
         before = self.used()[0].bytes
         if dry_run:
             chosen, left = evictor.trial(self._backend, max_bytes)
@@ -1074,7 +1074,7 @@ class Engine:
             # what a location takes is known exactly only after a commit
             while left > max_bytes and len(chosen) > n_before:
                 n_before = len(chosen)
-                evictor.shrink(self._backend, max_bytes)
+                chosen += evictor.shrink(self._backend, max_bytes)[0]
                 self._backend.reclaim()
                 left = self.used()[0].bytes
         keys = tuple(key.hex() for key in chosen)

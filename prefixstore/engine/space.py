@@ -47,8 +47,6 @@ class Evictor:
         What the location may hold.
     counters
         Counts what is deleted.
-    on_evicted
-        Called with the key of each page that was evicted, when its transaction is committed.
     cause
         Why it evicts, apart from quotas and from pages that have expired; for the log of evictions.
 
@@ -63,45 +61,46 @@ class Evictor:
         catalog: Catalog,
         budget: Budget,
         counters: Counters,
-        on_evicted: Callable[[bytes], None] | None = None,
         cause: Cause = Cause.SPACE,
     ) -> None:
         self.catalog = catalog
         self.budget = budget
         self.cause = cause
         self._counters = counters
-        self._on_evicted = on_evicted
         self.used: Used | None = None
 
-    def shrink(self, backend: Pages, max_bytes: int) -> int:
+    def shrink(self, backend: Pages, max_bytes: int) -> tuple[list[bytes], int]:
         """Evict, in transactions of bounded length, until the location holds `max_bytes`, or nothing is left to evict.
 
         Returns
         -------
-        int
-            What the location holds now, in bytes.
+        tuple of list and int
+            The keys of the pages that were evicted; and what the location holds now, in bytes.
 
         Raises
         ------
         FullError
             If the location has no space to delete even one page.
         """
+        evicted: list[bytes] = []
         at_once = PAGES_AT_ONCE
         while True:
             try:
-                used, is_left = self._shrink_some(backend, max_bytes, at_once)
+                some, used, is_done = self._shrink_some(backend, max_bytes, at_once)
             except FullError as error:
                 at_once = fewer(backend, at_once, error)
                 continue
-            if used <= max_bytes or not is_left:
-                return used
+            evicted += some
+            if is_done:
+                return evicted, used
 
     @retried
-    def _shrink_some(self, backend: Pages, max_bytes: int, at_once: int) -> tuple[int, bool]:
+    def _shrink_some(self, backend: Pages, max_bytes: int, at_once: int) -> tuple[list[bytes], int, bool]:
         with self.catalog.update(backend) as transaction:
             enough = max(max_bytes, transaction.used.bytes - BYTES_AT_ONCE)
-            is_left = Space(self, transaction).shrink(enough, at_most=at_once)
-            return transaction.used.bytes, is_left
+            evicted, is_left = Space(self, transaction).shrink(enough, at_most=at_once)
+            used = transaction.used.bytes
+        return evicted, used, used <= max_bytes or not is_left
 
     def trial(self, backend: Pages, max_bytes: int) -> tuple[list[bytes], int]:
         """What `shrink` would evict, and what the location would hold after it. Nothing is changed.
@@ -110,13 +109,11 @@ class Evictor:
         """
         chosen: list[bytes] = []
         used = 0
-        try:
-            with self.catalog.update(backend) as transaction:
-                Space(self, transaction).shrink(max_bytes, chosen=chosen)
-                used = transaction.used.bytes
-                raise _TakenBackError
-        except _TakenBackError:
-            return chosen, used
+        with suppress(_TakenBackError), self.catalog.update(backend) as transaction:
+            chosen, _ = Space(self, transaction).shrink(max_bytes)
+            used = transaction.used.bytes
+            raise _TakenBackError
+        return chosen, used
 
     def respect_budget(self, backend: Pages) -> None:
         """If more is stored than the budget allows, since it was larger before, evict the excess in short transactions.
@@ -130,7 +127,7 @@ class Evictor:
         with suppress(StorageError), backend.view() as view:
             self.used, least = view.used, least_of(view).bytes
         if self.used is not None and least <= most < self.used.bytes:
-            self.used = replace(self.used, bytes=self.shrink(backend, most))
+            self.used = replace(self.used, bytes=self.shrink(backend, most)[1])
 
     def deleted(self, victim: Victim, now: int, cause: Cause) -> None:
         """Count and report a page that is deleted, and how long after its last use it is evicted, if that is known."""
@@ -139,8 +136,6 @@ class Evictor:
         self._counters.count("evictions" if evicting else "expired", namespace=victim.namespace)
         if evicting and time_of_use(victim.leaf.last_used, now):
             self._counters.observe("eviction_age", ((now - victim.last_used) / 1e9,))
-        if evicting and self._on_evicted is not None:
-            self._on_evicted(victim.key)
 
 
 class Space:
@@ -215,20 +210,21 @@ class Space:
         for victims in self._victims.values():
             victims.added(page.namespace, page.key)
 
-    def shrink(self, n_bytes: int, *, at_most: int | None = None, chosen: list[bytes] | None = None) -> bool:
-        """Evict until the location holds so many bytes, or `at_most` so many pages; false if none are left.
+    def shrink(self, n_bytes: int, *, at_most: int | None = None) -> tuple[list[bytes], bool]:
+        """Evict until the location holds so many bytes, or `at_most` so many pages.
 
-        Their keys are added to `chosen`.
+        Returns their keys, and whether more may be left.
         """
+        evicted: list[bytes] = []
         n_taken = 0
         while self._transaction.used.bytes > n_bytes and (at_most is None or n_taken < at_most):
             victim = self._next(None)
             if victim is None:
-                return False
+                return evicted, False
             n_taken += 1
-            if self._take(victim, None) and chosen is not None:
-                chosen.append(victim.key)
-        return True
+            if self._take(victim, None):
+                evicted.append(victim.key)
+        return evicted, True
 
     def delete_expired(self, at_most: int) -> bool:
         """Delete expired leaves, and parents that become such leaves, as far as they are found.
