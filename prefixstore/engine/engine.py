@@ -38,7 +38,7 @@ from prefixstore.engine.lookup import Located, Prompt
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import Used, View
 from prefixstore.engine.pages import Pages, retried
-from prefixstore.engine.pending import Fits, ImportedPage, PendingPage, Suspicion
+from prefixstore.engine.pending import Fits, PendingPage, Suspicion
 from prefixstore.engine.policy import Policy
 from prefixstore.engine.queue import Drained, WriteQueue
 from prefixstore.engine.ram import RamTier
@@ -946,7 +946,7 @@ class Engine:
         StorageError
             If they cannot be written: `FullError` if the disk is full.
         """
-        news = [ImportedPage.from_stored(one, settings[one.record.namespace]) for one in batch]
+        news = [PendingPage.from_stored(one, settings[one.record.namespace]) for one in batch]
         self._load_policy()
         try:
             with self._backend.view() as view:

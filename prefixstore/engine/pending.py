@@ -13,7 +13,7 @@ from prefixstore.format.autocodec import Encoder
 from prefixstore.format.keys import PAGE, page_key
 from prefixstore.format.record import Buffer, Record, StoredPage, Usage, checksum, time_of_use
 
-__all__ = ["Damage", "Deferred", "Fits", "ImportedPage", "PackedPage", "PendingPage", "Suspicion", "Use"]
+__all__ = ["Damage", "Deferred", "Fits", "PackedPage", "PendingPage", "Suspicion", "Use"]
 
 Fits: TypeAlias = Callable[[memoryview, int, int], bool]
 """Whether a state can be that of the page at a start position with so many tokens."""
@@ -64,7 +64,7 @@ class PackedPage(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PendingPage:
-    """A page that was captured, and the buffer with its state.
+    """A page that was captured, and the buffer with its state; or one that was stored elsewhere, and is imported.
 
     Attributes
     ----------
@@ -73,7 +73,9 @@ class PendingPage:
     settings
         Canonical settings of its namespace.
     buffer
-        The state; None if this process has only the stored form (see `ImportedPage`).
+        The state; None if this process has only the stored form.
+    stored
+        What another location has stored, usage included, and is written as it is; None of a captured page.
     is_wanted
         Whether it is stored even if the policy finds it worth less than what is evicted for it.
     is_writing
@@ -83,6 +85,7 @@ class PendingPage:
     page: Page
     settings: bytes
     buffer: PooledBuffer | None
+    stored: StoredPage | None = field(default=None, kw_only=True)
     is_wanted: bool = field(default=False, kw_only=True)
     is_writing: bool = field(default=False, init=False)
 
@@ -104,9 +107,19 @@ class PendingPage:
         page = Page(key, parent, namespace, start, tokens, len(buffer.view), 0, compute_us, now, now, form=form)
         return cls(page, settings, buffer)
 
+    @classmethod
+    def from_stored(cls, stored: StoredPage, settings: bytes) -> PendingPage:
+        """The page of a file or of another location, whose clock may have been wrong."""
+        now = time.time_ns()
+        usage = replace(stored.usage, last_used=time_of_use(stored.usage.last_used, now) or now)
+        stored = stored._replace(usage=usage)
+        return cls(Page.stored(stored.key, stored.record, usage), settings, None, stored=stored, is_wanted=True)
+
     @property
     def n_bytes(self) -> int:
         """Bytes in memory that it holds."""
+        if self.stored is not None:
+            return len(self.stored.payload)
         return len(self.buffer.view) if self.buffer is not None else 0
 
     def release(self) -> None:
@@ -118,6 +131,8 @@ class PendingPage:
 
     def pack(self, encode: Encoder) -> PackedPage:
         """Its stored form."""
+        if self.stored is not None:
+            return PackedPage(self, self.stored.record, self.stored.usage, self.stored.payload)
         page, state = self.page, self.buffer.view if self.buffer is not None else memoryview(b"")
         # a page that holds tokens only says nothing about how well states compress
         codec, payload = encode(page.namespace, state) if page.raw_bytes else (0, b"")
@@ -135,28 +150,6 @@ class PendingPage:
             page.form,
         )
         return PackedPage(self, record, None, payload)
-
-
-@dataclass(slots=True, eq=False)
-class ImportedPage(PendingPage):
-    """A page that was stored elsewhere. It keeps its usage, and is written as it is."""
-
-    stored: StoredPage
-
-    @classmethod
-    def from_stored(cls, stored: StoredPage, settings: bytes) -> ImportedPage:
-        """The page of a file or of another location, whose clock may have been wrong."""
-        now = time.time_ns()
-        usage = replace(stored.usage, last_used=time_of_use(stored.usage.last_used, now) or now)
-        stored = stored._replace(usage=usage)
-        return cls(Page.stored(stored.key, stored.record, stored.usage), settings, None, stored, is_wanted=True)
-
-    @property
-    def n_bytes(self) -> int:
-        return len(self.stored.payload)
-
-    def pack(self, encode: Encoder) -> PackedPage:
-        return PackedPage(self, self.stored.record, self.stored.usage, self.stored.payload)
 
 
 class Damage(NamedTuple):
