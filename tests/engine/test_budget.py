@@ -5,21 +5,14 @@ from __future__ import annotations
 import time
 from contextlib import closing
 
-import numpy as np
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.buffers import BufferPool
-from prefixstore.engine.budget import Budget, Quota
-from prefixstore.engine.engine import Engine
-from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.budget import Quota
 from prefixstore.engine.pages import Pages
-from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import InvalidParameterError
-from prefixstore.format.autocodec import pick
-from prefixstore.format.keys import as_tokens, page_key
+from prefixstore.format.keys import as_tokens
 from prefixstore.format.namespace import Namespace
-from prefixstore.stats import Counters
 from prefixstore.units import parse_seconds
 from tests.support.engines import MIB, NS, MemoryPages, Store, store_of
 from tests.support.newer import make_newer
@@ -33,35 +26,20 @@ def tenant(salt, model="m"):
     return Namespace({"salt": salt, "model": model})
 
 
-class Tenant:
+class Tenant(Store):
     """One process of a tenant: its namespace, and an engine of its own on a shared backend."""
 
-    def __init__(self, backend, namespace, *, max_bytes=64 * MIB, quota=None, policy="lru", **terms):
+    def __init__(self, backend, namespace, *, max_bytes=64 * MIB, quota=None, **terms):
         self.namespace = namespace
-        self.counters = Counters()
-        budget = Budget(max_bytes, None, quota or Quota())
-        self.engine = Engine(backend, budget, POLICIES[policy](), pick("raw"), self.counters, **terms)
-        self.buffers = BufferPool(1 << 30)
+        super().__init__(backend, max_bytes, quota=quota or Quota(), settings=namespace.canonical, options=terms)
 
     def put(self, tokens, size=SIZE):
         """Store the pages of a sequence that are missing; how many are stored now."""
         self.match(tokens)
-        raw, parent, batch = as_tokens(tokens).tobytes(), self.namespace.key, []
-        for start in range(0, len(raw), 4 * P):
-            piece = raw[start : start + 4 * P]
-            buffer = self.buffers.acquire(size)
-            buffer.view[:] = np.random.default_rng(start).bytes(size)
-            new = PendingPage.of(self.namespace.key, self.namespace.canonical, parent, start // 4, piece, buffer)
-            if self.engine.announce(new):
-                batch.append(new)
-            parent = page_key(parent, piece)
-        stored = self.engine.commit(batch)
-        for new in batch:
-            new.buffer.release()
-        return stored
+        return super().put(tokens, size, namespace=self.namespace.key)
 
     def match(self, tokens):
-        return self.engine.match(self.namespace.key, as_tokens(tokens), P).n_tokens
+        return super().match(tokens, namespace=self.namespace.key)
 
     def use(self, tokens):
         path = self.engine.match(self.namespace.key, as_tokens(tokens), P)
