@@ -226,10 +226,6 @@ class Catalog(Chooser):
 
     # -- for the next commit ------------------------------------------------------------------------------------------
 
-    def may_delete_snapshot(self, key: bytes, usage: Usage | None) -> bool:
-        """Whether a snapshot that was thinned out is deleted: not one that is pinned, gone, or was captured again."""
-        return usage is not None and not usage.pinned and key not in self._pending
-
     def forget(self, page: Page) -> None:
         """Give up a page that is to be deleted, if it waits; not one that was captured again since."""
         with self._lock:

@@ -22,7 +22,6 @@ from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import Used
 from prefixstore.engine.pages import CONFLICTS, Pages
 from prefixstore.engine.pending import Deferred, PackedPage, PendingPage, Use
-from prefixstore.engine.ram import RamTier
 from prefixstore.engine.saved_notes import note_policy
 from prefixstore.engine.space import Evictor, Space
 from prefixstore.engine.waiting import DropReason
@@ -53,7 +52,7 @@ class Committer:
     ----------
     backend
         The location.
-    catalog, deleter, ram
+    catalog, deleter
         Of the engine.
     budget
         What the location may hold.
@@ -79,7 +78,6 @@ class Committer:
         backend: Pages,
         catalog: Catalog,
         deleter: Deleter,
-        ram: RamTier,
         budget: Budget,
         encode: Encoder,
         counters: Counters,
@@ -92,7 +90,6 @@ class Committer:
         self._backend = backend
         self._catalog = catalog
         self._deleter = deleter
-        self._ram = ram
         self._evictor = Evictor(catalog, budget, counters)
         self._encode = encode
         self._counters = counters
@@ -123,7 +120,7 @@ class Committer:
         held = [new.buffer for new in batch if new.buffer is not None and new.buffer.hold()]
         try:
             # Pack before the transaction: other processes wait while it is open.
-            packed = [new.pack(self._encode) for new in catalog.still_pending(batch)]
+            packed = [new.pack(self._encode) for new in batch if catalog.is_pending(new)]
             if packed:
                 with suppress(FullError):
                     self._evictor.respect_budget(self._backend)
@@ -201,10 +198,6 @@ class Committer:
         shortage: Shortage | None = None
 
         def committed() -> None:
-            # Keep states in RAM while their buffers are still here, then tell the catalog.
-            for new in batch.written:
-                if new.buffer is not None:
-                    self._ram.keep(new.page, new.buffer.view)
             catalog.committed(batch.written, deferred)
             self._keeper.committed()
             if shortage is not None:
@@ -258,9 +251,10 @@ class Committer:
 
     def _clean_up(self, transaction: Transaction, space: Space, deferred: Deferred) -> int:
         """Delete pages that cannot or should not be restored; return how many of them were damaged."""
-        # Snapshots that were thinned out.
+        # Snapshots that were thinned out: not one that is pinned, gone, or was captured again.
         for key in deferred.thinned:
-            if self._catalog.may_delete_snapshot(key, transaction.usage(key)):
+            usage = transaction.usage(key)
+            if usage is not None and not usage.pinned and self._catalog.get(key) is None:
                 transaction.delete(key)
         # Damaged pages, and what depends on them. Those that are too many for one transaction stay deferred.
         n_damaged = 0

@@ -218,7 +218,6 @@ class Engine:
             backend,
             catalog,
             self._deleter,
-            self._ram,
             self._budget,
             self._encode,
             counters,

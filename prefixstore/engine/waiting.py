@@ -238,11 +238,6 @@ class WaitingPages:
         """Whether a page still waits: not superseded, dropped, or cleared and captured again."""
         return self._pending.get(new.page.key) is new
 
-    def still_pending(self, batch: Iterable[PendingPage]) -> list[PendingPage]:
-        """Those that still wait."""
-        with self._lock:
-            return [new for new in batch if self.is_pending(new)]
-
     def claim(self, new: PendingPage, *, is_covered: bool) -> bool:
         """Mark a page as being written; whether it is to be: it still waits, and no longer page is stored."""
         with self._lock:
@@ -254,8 +249,12 @@ class WaitingPages:
             new.is_writing = True
             return True
 
-    def committed(self, written: Iterable[PendingPage], deferred: Deferred) -> None:
-        """Record that these pages are stored now, and the deferred changes made."""
+    def committed(self, written: Sequence[PendingPage], deferred: Deferred) -> None:
+        """Keep the states of these pages in RAM; record that they are stored now, and the deferred changes made."""
+        for new in written:
+            # while their buffers are still here
+            if new.buffer is not None:
+                self._ram.keep(new.page, new.buffer.view)
         with self._lock:
             for new in written:
                 if self.is_pending(new):
