@@ -44,7 +44,7 @@ from prefixstore.engine.queue import Drained, WriteQueue
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.readers import Admit, Look
 from prefixstore.engine.relatives import pinned_with, siblings_of
-from prefixstore.engine.saved_notes import EvictionNote, PolicyMemory
+from prefixstore.engine.saved_notes import SavedNotes
 from prefixstore.engine.space import Evictor
 from prefixstore.engine.tap import Tap
 from prefixstore.engine.waiting import Lock, LockT, Placement
@@ -226,7 +226,7 @@ class Engine:
             housekeeping=self._housekeeping,
         )
         evictor = Evictor(catalog, self._budget, counters)
-        self._memory, self._evictions = PolicyMemory(backend, evictor), EvictionNote(backend, evictor)
+        self._notes = SavedNotes(backend, evictor)
         self._bookmarks = Bookmarks(backend, evictor, self._budget, lambda: catalog.has_pending)
         self._queue = WriteQueue(
             self,
@@ -285,8 +285,7 @@ class Engine:
                 self.keeper.hurry()
                 self._queue.close()
                 if not self._read_only and not self._queue.is_on_its_own:
-                    self._memory.save(closing=True)
-                    self._evictions.save(closing=True)
+                    self._notes.save(closing=True)
                     self.sync()
             finally:
                 if not self._queue.is_on_its_own:
@@ -481,7 +480,7 @@ class Engine:
     def evictions(self, keys: Sequence[bytes]) -> dict[bytes, Eviction]:
         """When and why these pages were evicted, as far as it is remembered. Raises `StorageError`."""
         with self._backend.view() as view:
-            return self._evictions.find(view, keys)
+            return self._notes.find(view, keys)
 
     def was_evicted(self, key: bytes) -> bool:
         """Whether this process has evicted a page lately. The location is not asked."""
@@ -800,8 +799,7 @@ class Engine:
             log.warning("%d pages were dropped: %s", len(batch), error)
             return 0
         self._write_bookmarks()
-        self._memory.save()
-        self._evictions.save()
+        self._notes.save()
         return n_written
 
     @property
@@ -1082,7 +1080,7 @@ class Engine:
     def _load_policy(self) -> None:
         """Have the policy know what was learned before; what cannot be read now is asked for again."""
         with suppress(StorageError):
-            self._memory.load()
+            self._notes.load()
 
     @handed_over
     def scrub(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from prefixstore.engine.evictions import EVICTIONS_NOTE, KEY_PART, Eviction, parsed
@@ -19,14 +18,15 @@ from prefixstore.engine.space import Evictor, Space
 from prefixstore.errors import StorageError
 from prefixstore.format.saved_state import pack_state
 
-__all__ = ["POLICY_NOTE", "EvictionNote", "PolicyMemory", "SavedNote", "note_policy", "noted_policy"]
+__all__ = ["POLICY_NOTE", "SavedNotes", "note_policy", "noted_policy"]
 
 log = logging.getLogger("prefixstore")
 
 # a note takes at most this part of the budget
 PART_OF_BUDGET = 1 / 256
-
-
+# what the policy has learned is saved so often at most, and only after so many lookups; evictions so often at most
+POLICY_SECONDS, POLICY_LOOKUPS = 600.0, 50
+EVICTION_SECONDS = 60.0
 # the name of the policy by which pages are evicted
 POLICY_NOTE = b"policy"
 
@@ -43,87 +43,31 @@ def noted_policy(view: View) -> str | None:
     return note.decode("ascii", "replace") if note is not None else None
 
 
-class SavedNote(ABC):
-    """A note that is saved at intervals, if enough has happened, and at the end.
+class SavedNotes:
+    """Saves both at intervals, if enough has happened, and at the end. Each takes a small part of the budget at most.
 
     Parameters
     ----------
     backend
         Of the engine.
     evictor
-        Makes space for the note.
+        Makes space for the notes.
     clock
         Seconds.
     """
-
-    seconds: float
-    """It is saved so often at most."""
-    least = 1
-    """And only if so much has happened since."""
 
     def __init__(self, backend: Pages, evictor: Evictor, clock: Callable[[], float] = time.monotonic) -> None:
         self._backend = backend
         self._catalog = evictor.catalog
         self._evictor = evictor
         self._clock = clock
-        self._saved_at = clock()
-        self._n_saved = 0
-
-    @property
-    @abstractmethod
-    def name(self) -> bytes | None:
-        """Of the note; None if there is nothing to be saved."""
-
-    @property
-    @abstractmethod
-    def n_happened(self) -> int:
-        """How much has happened since the start."""
-
-    @abstractmethod
-    def pack(self, old: bytes | None, at_most: int) -> bytes:
-        """The note, given that of another process, in at most so many bytes; nothing if that is too little."""
-
-    def save(self, *, closing: bool = False) -> None:
-        """Save the note if enough has happened since the last time; not too often, unless the engine is closing."""
-        n, now, name = self.n_happened, self._clock(), self.name
-        if name is None or n < self._n_saved + self.least or (not closing and now < self._saved_at + self.seconds):
-            return
-        self._saved_at, self._n_saved = now, n
-        max_bytes = self._evictor.budget.max_bytes
-        try:
-            with self._catalog.update(self._backend) as transaction:
-                old = transaction.note(name)
-                new = self.pack(old, int(max_bytes * PART_OF_BUDGET))
-                if new and new != old:
-                    growth = len(new) - len(old or b"")
-                    Space(self._evictor, transaction).shrink(max_bytes - growth)
-                    transaction.put_note(name, new)
-        except StorageError as error:
-            log.warning("a note of the engine was not saved: %s", error)
-
-
-class PolicyMemory(SavedNote):
-    """Keeps what the policy has learned: the last process that saves it wins."""
-
-    seconds = 600.0
-    # prompts
-    least = 50
-    _is_loaded = False
-
-    @property
-    def name(self) -> bytes | None:
-        return self._catalog.policy.note if self._is_loaded else None
-
-    @property
-    def n_happened(self) -> int:
-        return self._catalog.n_lookups
-
-    def pack(self, old: bytes | None, at_most: int) -> bytes:
-        packed = pack_state(self._catalog.learned())
-        return packed if len(packed) <= at_most else b""
+        self._is_loaded = False
+        self._started = clock()
+        # when each was saved, and how much had happened until then
+        self._saved: dict[bytes, tuple[float, int]] = {}
 
     def load(self) -> None:
-        """Read the note, once, before the first commit. Raises `StorageError`."""
+        """Have the policy go on with what was learned, before the first commit. Raises `StorageError`."""
         name = self._catalog.policy.note
         if self._is_loaded or name is None:
             return
@@ -133,25 +77,42 @@ class PolicyMemory(SavedNote):
         if note is not None and not self._catalog.load_policy(note):
             log.warning("the saved state of the eviction policy cannot be read; it starts afresh")
 
-
-class EvictionNote(SavedNote):
-    """Keeps the log of evictions, and adds those of other processes."""
-
-    seconds = 60.0
-
-    @property
-    def name(self) -> bytes:
-        return EVICTIONS_NOTE
-
-    @property
-    def n_happened(self) -> int:
-        return self._catalog.evictions.n_added
-
-    def pack(self, old: bytes | None, at_most: int) -> bytes:
-        return self._catalog.evictions.pack(old, at_most)
-
     def find(self, view: View, keys: Sequence[bytes]) -> dict[bytes, Eviction]:
-        """What is known of these pages, by this process or by others. Raises `StorageError`."""
+        """What is known of the evictions of these pages, by this process or by others. Raises `StorageError`."""
         noted = parsed(view.note(EVICTIONS_NOTE))
         known = ((key, self._catalog.evictions.find(key) or noted.get(key[:KEY_PART])) for key in keys)
         return {key: one for key, one in known if one is not None}
+
+    def save(self, *, closing: bool = False) -> None:
+        """Save what is due: when the engine is closing, all that has changed."""
+        catalog = self._catalog
+        name, evictions = catalog.policy.note if self._is_loaded else None, catalog.evictions
+        if name is not None and self._is_due(name, catalog.n_lookups, POLICY_LOOKUPS, POLICY_SECONDS, closing):
+            self._write(name, lambda _, at_most: _fitting(pack_state(catalog.learned()), at_most))
+        if self._is_due(EVICTIONS_NOTE, evictions.n_added, 1, EVICTION_SECONDS, closing):
+            self._write(EVICTIONS_NOTE, evictions.pack)
+
+    def _is_due(self, name: bytes, n: int, least: int, seconds: float, closing: bool) -> bool:
+        """Whether so much has happened since a note was saved, and long enough ago; if so, it is saved now."""
+        now = self._clock()
+        at, n_before = self._saved.get(name, (self._started, 0))
+        if n < n_before + least or (not closing and now < at + seconds):
+            return False
+        self._saved[name] = now, n
+        return True
+
+    def _write(self, name: bytes, pack: Callable[[bytes | None, int], bytes]) -> None:
+        max_bytes = self._evictor.budget.max_bytes
+        try:
+            with self._catalog.update(self._backend) as transaction:
+                old = transaction.note(name)
+                new = pack(old, int(max_bytes * PART_OF_BUDGET))
+                if new and new != old:
+                    Space(self._evictor, transaction).shrink(max_bytes - len(new) + len(old or b""))
+                    transaction.put_note(name, new)
+        except StorageError as error:
+            log.warning("a note of the engine was not saved: %s", error)
+
+
+def _fitting(note: bytes, at_most: int) -> bytes:
+    return note if len(note) <= at_most else b""

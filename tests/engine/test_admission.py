@@ -11,7 +11,6 @@ from prefixstore.engine.budget import Budget, Quota
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.policy import Ordering
-from prefixstore.engine.saved_notes import PolicyMemory
 from prefixstore.engine.waiting import DropReason
 from prefixstore.errors import UnavailableError
 from prefixstore.format.autocodec import FixedCodec
@@ -174,7 +173,7 @@ def test_damage_and_outages_cost_what_was_learned_and_nothing_else(monkeypatch, 
         def fails(*_):
             raise UnavailableError("the location is down")
 
-        monkeypatch.setattr(PolicyMemory, "pack", fails)
+        monkeypatch.setattr(engine._catalog, "learned", fails)
     assert "was not saved" in caplog.text
 
 

@@ -10,7 +10,7 @@ from prefixstore.engine import evictions
 from prefixstore.engine.budget import Budget, Quota
 from prefixstore.engine.evictions import EVICTIONS_NOTE, REMEMBERED, Cause, EvictionLog
 from prefixstore.engine.miss import miss_reason
-from prefixstore.engine.saved_notes import EvictionNote
+from prefixstore.engine.saved_notes import SavedNotes
 from prefixstore.engine.space import Evictor
 from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_keys
@@ -59,7 +59,7 @@ def test_a_note_that_cannot_be_read_says_nothing(note):
 
 
 def note_of(store, max_bytes=64 << 20, **options):
-    return EvictionNote(store.backend, Evictor(store.engine._catalog, Budget(max_bytes), store.counters), **options)
+    return SavedNotes(store.backend, Evictor(store.engine._catalog, Budget(max_bytes), store.counters), **options)
 
 
 def test_it_is_written_at_the_end_and_not_too_often():
