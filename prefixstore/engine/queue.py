@@ -169,7 +169,7 @@ class WriteQueue:
             until = time.monotonic() + seconds if seconds is not None else None
             if not self._wait_until_idle(is_enough, until):
                 raise UnavailableError(
-                    f"nothing was written for {NO_PROGRESS_SECONDS:.0f} s, and {self.n_bytes:,} bytes are "
+                    f"nothing was written for {NO_PROGRESS_SECONDS:.0f} s, and {self._engine.queued_bytes:,} bytes are "
                     "waiting: the location does not answer, or another process holds its lock"
                 )
         if self._thread is None and self._has_deferred:

@@ -34,7 +34,7 @@ def page(number, *, last_used=0, compute_us=0, stored_bytes=1, **facts):
 
 def ranks(policy, pages):
     leaves = [
-        Leaf(one.parent, one.last_used, 0, one.stored_bytes, one.end, 1, one.compute_us, one.uses, 0, one.page_class)
+        Leaf(NS, one.last_used, 0, one.stored_bytes, one.end, 1, one.compute_us, one.uses, one.priority, one.page_class)
         for one in pages
     ]
     return policy.ranks(np.frombuffer(b"".join(leaf.pack() for leaf in leaves), LEAVES)).tolist()
@@ -55,6 +55,25 @@ def test_policies_have_names_and_each_engine_gets_its_own_instance():
     assert list(POLICIES) == ["adaptive", "lru", "lfu", "longest_first", "priority"]
     assert all(POLICIES[policy]().name == policy for policy in POLICIES)
     assert all(make() is not make() for make in POLICIES.values())
+
+
+@pytest.mark.parametrize(
+    ("policy", "order"),
+    [
+        ("lru", lambda page: (page.last_used, -page.end)),
+        ("lfu", lambda page: (page.uses, page.last_used, -page.end)),
+        ("longest_first", lambda page: (-page.end, page.last_used)),
+        ("priority", lambda page: (page.priority, page.last_used, -page.end)),
+    ],
+)
+def test_a_simple_policy_ranks_by_what_its_name_says(policy, order):
+    chance, pages = random.Random(1), []
+    for i in range(300):
+        pages.append(page(i, last_used=i % 100, uses=chance.randint(1, 9), priority=chance.randint(-9, 9)))
+        pages[-1].start = i % 50
+    found = [(rank, one.last_used, -one.end) for rank, one in zip(ranks(POLICIES[policy](), pages), pages, strict=True)]
+    by_rank = [one for _, one in sorted(zip(found, pages, strict=True), key=lambda each: each[0])]
+    assert list(map(order, by_rank)) == sorted(map(order, pages))
 
 
 @pytest.mark.parametrize("policy", ["lfu", "adaptive"])
