@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import random
-from contextlib import closing
 
 import pytest
 
-from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine import keyspace
 from prefixstore.engine.eviction import KEPT, POLICIES, POOL, Group, Victims
 from prefixstore.engine.keyspace import Count, Leaf, leaf_row
-from prefixstore.engine.pages import Pages
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import Usage
-from tests.support.engines import MIB, NS, OTHER, A, B, C, MemoryPages, P, store_of
+from tests.support.engines import NS, OTHER, A, B, C, MemoryPages, P, store_of
 from tests.support.newer import make_corrupt
 from tests.support.pages import make_page
 
@@ -27,12 +24,9 @@ def seeded():
     random.seed(1)
 
 
-@pytest.fixture(params=["memory", pytest.param("lmdb", marks=pytest.mark.slow)])
-def backend(request, tmp_path):
-    with closing(
-        MemoryPages() if request.param == "memory" else Pages(LMDBBackend(tmp_path / "kv", 64 * MIB))
-    ) as found:
-        yield found
+@pytest.fixture
+def backend():
+    return MemoryPages()
 
 
 def put(transaction, number, usage, *, parent=None, space=NS):
