@@ -35,8 +35,9 @@ from prefixstore.engine.hazards import (
     level,
     use_level,
 )
+from prefixstore.engine.index import Page
 from prefixstore.engine.keyspace import LEAVES, Leaf
-from prefixstore.engine.policy import Leaves, PageFacts, Policy, Ranks
+from prefixstore.engine.policy import Leaves, Policy, Ranks
 
 __all__ = ["Adaptive"]
 
@@ -52,8 +53,9 @@ ENOUGH = 0.97
 PROMPT_NS = 10**10
 # the clock starts here: pages from before the start are older than it
 EPOCH = 1 << 24
-# Prompts that pages may still be added to.
-PROMPTS_KEPT = 64
+# pages of which it is known to which prompt they belong, and namespaces of which the latest prompt is known: pages may
+# still be added to these
+PAGES_KEPT, PROMPTS_KEPT = 4096, 64
 # at least so many prompts are told apart by their times
 TIMES_KEPT = 1 << 16
 CLOCK_MASK = (1 << 32) - 1
@@ -87,7 +89,7 @@ class Adaptive(Policy):
         # when each of the last prompts began, from the one with the clock `_first` on; the start counts as one
         self._times = array("q", [self._ns])
         self._first = EPOCH
-        self._prompts: OrderedDict[int, _Prompt] = OrderedDict()
+        self._prompts: OrderedDict[bytes, _Prompt] = OrderedDict()
         self._latest: OrderedDict[bytes, _Prompt] = OrderedDict()
         self._ghosts = GhostTable()
         self._hazards = Hazards()
@@ -111,7 +113,7 @@ class Adaptive(Policy):
 
     # -- observing ----------------------------------------------------------------------------------------------------
 
-    def looked_up(self, namespace: bytes, pages: Sequence[PageFacts], n_tokens: int | None, now: int) -> None:
+    def looked_up(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None, now: int) -> None:
         self._ns_per_prompt += (min(max(now - self._ns, 0), 100 * PROMPT_NS) - self._ns_per_prompt) / 64
         self._ns = now
         clocks = [self._clock_at(page.last_used) for page in pages]
@@ -121,32 +123,20 @@ class Adaptive(Policy):
             del self._times[:TIMES_KEPT]
             self._first += TIMES_KEPT
         prompt = _Prompt(self._clock, n_tokens)
-        self._prompts[self._clock] = prompt
-        self._latest[namespace] = prompt
-        self._latest.move_to_end(namespace)
-        for prompts in (self._prompts, self._latest):
-            if len(prompts) > PROMPTS_KEPT:
-                prompts.popitem(last=False)
+        _note(self._latest, namespace, prompt, PROMPTS_KEPT)
         for page, clock in zip(pages, clocks, strict=True):
             self._use(page, prompt, page.uses + 1, self._clock - clock)
 
-    def added(self, namespace: bytes, page: PageFacts, parent_used: int | None) -> None:
+    def added(self, namespace: bytes, page: Page) -> None:
         if page.compute_us and page.n_tokens:
             us_per_token = page.compute_us / page.n_tokens
             self._us_per_token += (us_per_token - self._us_per_token) / (64 if self._us_per_token else 1)
         self._page_tokens = max(self._page_tokens * 0.999, page.n_tokens)
         ghost = self._ghosts.recall(page.key, self._clock)
         uses, clock = ghost if ghost is not None else (0, self._clock)
-        prompt = self._prompt_of(namespace, parent_used)
+        # the prompt of its parent: several may be computed at the same time
+        prompt = self._prompts.get(page.parent) or self._latest.get(namespace, _Prompt(self._clock, None))
         self._use(page, prompt, max(uses + 1, page.uses), max(prompt.clock - clock, 0))
-
-    def _prompt_of(self, namespace: bytes, parent_used: int | None) -> _Prompt:
-        """The prompt that a new page belongs to: that of its parent, as several may be computed at the same time."""
-        if parent_used is not None:
-            found = self._prompts.get(self._clock_at(parent_used))
-            if found is not None:
-                return found
-        return self._latest.get(namespace, _Prompt(self._clock, None))
 
     def _clock_at(self, time: int) -> int:
         """The clock at a time: of the prompt that began last; before those that are known, by their average."""
@@ -163,10 +153,11 @@ class Adaptive(Policy):
         """How many prompts there were between these times and the first one that is known."""
         return np.maximum(self._times[0] - times, 0) / max(self._ns_per_prompt, 1.0)
 
-    def _use(self, page: PageFacts, prompt: _Prompt, uses: int, gap: int) -> None:
+    def _use(self, page: Page, prompt: _Prompt, uses: int, gap: int) -> None:
         page_class = self._class_of(page, prompt, uses, gap)
         page.uses = uses = min(uses, MOST_USES)
         page.page_class = page_class + 1
+        _note(self._prompts, page.key, prompt, PAGES_KEPT)
         number = int.from_bytes(page.key[:8], "little")
         if _share_of(number) < self._share:
             last = self._samples.pop(number, None)
@@ -180,7 +171,7 @@ class Adaptive(Policy):
             gain = self._gain(page)
             self._duel.access(Access(number, page_class, uses, prompt.clock, page.end, gain), self._worth)
 
-    def _class_of(self, page: PageFacts, prompt: _Prompt, uses: int, gap: int) -> int:
+    def _class_of(self, page: Page, prompt: _Prompt, uses: int, gap: int) -> int:
         if uses == 1:
             where = level((page.end - 1) // self._page_tokens, 2, 8, 32)
         else:
@@ -248,7 +239,7 @@ class Adaptive(Policy):
         worths = self._worths(np.array([tuple(new), tuple(victim)], LEAVES))
         return bool(worths[0] >= worths[1])
 
-    def _gain(self, page: PageFacts) -> float:
+    def _gain(self, page: Page) -> float:
         """The time that a hit saves, for each byte; a measured time far from the average is clipped."""
         usual = page.n_tokens * (self._us_per_token or 1.0)
         saved = min(max(page.compute_us, usual / 2), usual * 2) if page.compute_us else usual
@@ -307,6 +298,14 @@ class Adaptive(Policy):
         numbers = samples[:, 0].tolist()
         self._samples = OrderedDict(zip(numbers, (classes << 32 | clocks).tolist(), strict=True))
         self._learn(len(numbers) * (1 << 32) // (share * REACH))
+
+
+def _note(prompts: OrderedDict[bytes, _Prompt], key: bytes, prompt: _Prompt, at_most: int) -> None:
+    """Keep the latest prompt of a page, or namespace, and forget the oldest one beyond so many."""
+    prompts[key] = prompt
+    prompts.move_to_end(key)
+    if len(prompts) > at_most:
+        prompts.popitem(last=False)
 
 
 def _share_of(number: int) -> int:

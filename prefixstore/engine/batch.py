@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -62,14 +62,13 @@ class Batch:
         """Write pages, parents before their children."""
         keys = dict.fromkeys(key for one in packed for key in (one.pending.page.parent, one.pending.page.key))
         self._stored = {key: record for key, (record, _) in self._transaction.records(list(keys)).items()}
-        # nothing is evicted for a page that cannot be written
-        reasons = self._hindrances(packed)
+        reasons: dict[bytes, DropReason] = {}
         for i, one in enumerate(packed):
             page = one.pending.page
             # what follows a page that is refused is refused as well
-            reason = reasons.get(page.key) or reasons.get(page.parent)
+            reason = reasons.get(page.parent) or self._hindrance(one)
             if reason is None:
-                reason = self._write(one, partial(self._admits, packed, i, reasons))
+                reason = self._write(one, partial(self._admits, packed, i))
             if reason is not None:
                 reasons[page.key] = reason
                 self.refused.append((one, reason))
@@ -81,23 +80,16 @@ class Batch:
                 return self._space.shortage(one, reason, sum(other is reason for _, other in self.refused))
         return None
 
-    def _hindrances(self, packed: Sequence[PackedPage]) -> dict[bytes, DropReason]:
-        """Which of these pages cannot be written, whatever space there is, and why."""
-        reasons: dict[bytes, DropReason] = {}
-        here: set[bytes] = set()
-        for one in packed:
-            page = one.pending.page
-            # The parent has to be stored; the page itself may be: another process may have computed it too.
-            found = [self._stored.get(key) for key in (page.parent, page.key)]
-            error = next((each for each in found if isinstance(each, IncompatibleError)), None)
-            if error is not None:
+    def _hindrance(self, one: PackedPage) -> DropReason | None:
+        """Why a page cannot be written, whatever space there is: nothing is evicted for it then."""
+        page = one.pending.page
+        # The parent has to be stored; the page itself may be: another process may have computed it too.
+        for key in (page.parent, page.key):
+            error = self._stored.get(key)
+            if isinstance(error, IncompatibleError):
                 log.warning("a page was not written: %s", error)
-                reasons[page.key] = DropReason.UNAVAILABLE
-            elif page.parent not in here and not self._follows(one.record):
-                reasons[page.key] = reasons.get(page.parent, DropReason.ORPHAN)
-            else:
-                here.add(page.key)
-        return reasons
+                return DropReason.UNAVAILABLE
+        return None if page.parent in self.put or self._follows(one.record) else DropReason.ORPHAN
 
     def _follows(self, record: Record) -> bool:
         """Whether a page may be written: what it follows is stored."""
@@ -106,18 +98,13 @@ class Batch:
         parent = self._stored.get(record.parent)
         return isinstance(parent, Record) and parent.key == record.parent and record.follows(parent)
 
-    def _admits(self, packed: Sequence[PackedPage], i: int, reasons: Container[bytes], victim: Victim) -> bool:
-        """Whether a page, or one that follows it and is not refused, is to be stored in any case, or beats a victim."""
-        if _is_wanted(packed[i]):
-            return True
-        able = [one for one in _followers(packed, i) if one.pending.page.key not in reasons]
-        return any(_is_wanted(one) or self._catalog.admits(one, victim) for one in able)
+    def _admits(self, packed: Sequence[PackedPage], i: int, victim: Victim) -> bool:
+        """Whether a page, or one that follows it, is to be stored in any case, or is worth more than a victim."""
+        return any(_is_wanted(one) or self._catalog.admits(one, victim) for one in _followers(packed, i))
 
     def _write(self, one: PackedPage, admits: Callable[[Victim], bool]) -> DropReason | None:
         """Write one page; returns the reason if it is refused."""
         transaction, new, record, page = self._transaction, one.pending, one.record, one.pending.page
-        if page.parent not in self.put and not self._follows(record):
-            return DropReason.ORPHAN
         tail, is_covered = siblings_of(transaction, page)
         if not self._catalog.claim(new, is_covered=is_covered):
             return None
@@ -165,15 +152,15 @@ class Batch:
 
     def _make_space(self, one: PackedPage, admits: Callable[[Victim], bool], tail: Page | None) -> DropReason | None:
         """Make space for a page, and delete the tail that it replaces; if the page is refused, the tail stays."""
-        reason = self._space.make(one, admits, tail)
-        if reason is not None or tail is None:
-            return reason
-        # What it frees is exactly known only when it is gone.
-        copy = _copy_of(self._transaction, tail.key)
-        self._transaction.delete(tail.key)
+        copy = None
+        if tail is not None:
+            # what it frees is exactly known only when it is gone
+            copy = _copy_of(self._transaction, tail.key)
+            self._transaction.delete(tail.key)
         reason = self._space.make(one, admits)
-        if reason is not None and copy is not None:
+        if reason is not None and tail is not None and copy is not None:
             self._transaction.put(tail.key, *copy)
+            self._space.put(tail)
         return reason
 
     def _keep_ancestors(self, page: Page) -> None:

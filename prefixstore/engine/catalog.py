@@ -7,7 +7,6 @@ next lookup.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ from prefixstore.engine.index import Index, Page, Path, branches, depth_first
 from prefixstore.engine.lookup import Located, Prompt, Waiting, locate
 from prefixstore.engine.page_view import View
 from prefixstore.engine.pages import Pages
-from prefixstore.engine.pending import Suspicion, Use
+from prefixstore.engine.pending import Damage, Suspicion, Use
 from prefixstore.engine.snapshot_policy import thin
 from prefixstore.engine.waiting import Outdated
 from prefixstore.errors import CorruptError
@@ -45,7 +44,6 @@ class Catalog(Chooser):
 
     def locate(self, view: View, waiting: Waiting, prompt: Prompt, *, snapshots: bool = False) -> Located:
         """What there is of a prompt; `waiting` was taken before the view was opened."""
-        self.saw(view)
         found = locate(view, waiting, prompt, self.nodes, snapshots=snapshots)
         self.unreadable(found.unreadable)
         # states of pages that others have deleted
@@ -75,11 +73,10 @@ class Catalog(Chooser):
     def _n_kept(self, pages: Sequence[Page]) -> int:
         """How many of the first of these pages have not expired."""
         now = time.time_ns()
-        expired = (i for i, page in enumerate(pages) if page.has_expired(now)) if self.expects_expiry else iter(())
-        return next(expired, len(pages))
+        return next((i for i, page in enumerate(pages) if page.has_expired(now)), len(pages))
 
     def missing(self, found: Located) -> list[int]:
-        """Which full pages of a prompt to capture: up to the first that was refused.
+        """Which full pages of a prompt to capture.
 
         Raises
         ------
@@ -88,9 +85,7 @@ class Catalog(Chooser):
         """
         if found.other is not None:
             raise CorruptError(f"page {found.other.hex()} has tokens that do not match its key")
-        keys = found.prompt.keys
-        missing = range(len(found.pages), len(keys))
-        return list(itertools.takewhile(lambda i: not self.is_refused(keys[i]), missing))
+        return list(range(len(found.pages), len(found.prompt.keys)))
 
     def wants(self, view: View, namespace: bytes, parent: bytes, tokens: bytes) -> bool:
         """Whether the page with these tokens after `parent` is worth capturing: no page has them all, or its key."""
@@ -163,7 +158,7 @@ class Catalog(Chooser):
         with self._lock:
             now = self.time_of_use()
             expires = time.time_ns() + ttl_ns if ttl_ns is not None else 0
-            self._policy.looked_up(namespace, pages, n_tokens, now)
+            self.policy.looked_up(namespace, pages, n_tokens, now)
             self.n_lookups += 1
             uses = self._deferred.uses
             for page in reversed(pages):
@@ -173,7 +168,6 @@ class Catalog(Chooser):
                 if not page.hits:
                     fresh.append(page.created)
                 page.hits += 1
-                self._note_time(page)
                 if is_written:
                     n = uses[page.key].n if page.key in uses else 0
                     uses[page.key] = Use(n + 1, page.last_used, page.expires, page.uses, page.page_class)
@@ -207,7 +201,8 @@ class Catalog(Chooser):
     def discard_snapshot(self, page: Page) -> None:
         """Give up a snapshot that is no longer wanted; if it is stored, the next commit deletes it."""
         with self._lock:
-            if page.key in self._pending and page.key not in self._writing:
+            new = self._pending.get(page.key)
+            if new is not None and not new.is_writing:
                 self.give_up(page.key, Outdated.THINNED)
             self._deferred.thinned.add(page.key)
 
@@ -218,20 +213,18 @@ class Catalog(Chooser):
         then is.
         """
         with self._lock:
-            if suspicion is not None:
-                self._deferred.suspicions[page.key] = suspicion
-            self._deferred.damaged[page.key] = page.created
+            known = self._deferred.damaged.get(page.key)
+            if suspicion is None and known is not None:
+                suspicion = known.suspicion
+            self._deferred.damaged[page.key] = Damage(page.created, suspicion)
         self._ram.drop([page.key])
 
     def is_damaged(self, key: bytes, page: Page | Record) -> bool:
         """Whether a stored page is not to be used. Another one may have been written under the key since."""
-        return self._deferred.damaged.get(key) == page.created
+        found = self._deferred.damaged.get(key)
+        return found is not None and found.created == page.created
 
     # -- for the next commit ------------------------------------------------------------------------------------------
-
-    def may_delete_snapshot(self, key: bytes, usage: Usage | None) -> bool:
-        """Whether a snapshot that was thinned out is deleted: not one that is pinned, gone, or was captured again."""
-        return usage is not None and not usage.pinned and key not in self._pending
 
     def forget(self, page: Page) -> None:
         """Give up a page that is to be deleted, if it waits; not one that was captured again since."""

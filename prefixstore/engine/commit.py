@@ -22,8 +22,7 @@ from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import Used
 from prefixstore.engine.pages import CONFLICTS, Pages
 from prefixstore.engine.pending import Deferred, PackedPage, PendingPage, Use
-from prefixstore.engine.policy_memory import note_policy
-from prefixstore.engine.ram import RamTier
+from prefixstore.engine.saved_notes import note_policy
 from prefixstore.engine.space import Evictor, Space
 from prefixstore.engine.waiting import DropReason
 from prefixstore.errors import FullError, StorageError
@@ -53,7 +52,7 @@ class Committer:
     ----------
     backend
         The location.
-    catalog, deleter, ram
+    catalog, deleter
         Of the engine.
     budget
         What the location may hold.
@@ -79,7 +78,6 @@ class Committer:
         backend: Pages,
         catalog: Catalog,
         deleter: Deleter,
-        ram: RamTier,
         budget: Budget,
         encode: Encoder,
         counters: Counters,
@@ -92,7 +90,6 @@ class Committer:
         self._backend = backend
         self._catalog = catalog
         self._deleter = deleter
-        self._ram = ram
         self._evictor = Evictor(catalog, budget, counters)
         self._encode = encode
         self._counters = counters
@@ -123,7 +120,7 @@ class Committer:
         held = [new.buffer for new in batch if new.buffer is not None and new.buffer.hold()]
         try:
             # Pack before the transaction: other processes wait while it is open.
-            packed = [new.pack(self._encode) for new in catalog.still_pending(batch)]
+            packed = [new.pack(self._encode) for new in batch if catalog.is_pending(new)]
             if packed:
                 with suppress(FullError):
                     self._evictor.respect_budget(self._backend)
@@ -136,10 +133,9 @@ class Committer:
             catalog.drop(batch, DropReason.UNAVAILABLE)
             raise
         except BaseException:
-            catalog.abandon(batch)
+            catalog.drop(batch)
             raise
         finally:
-            catalog.end_writing(batch)
             for buffer in held:
                 buffer.release()
 
@@ -200,13 +196,8 @@ class Committer:
         catalog = self._catalog
         deferred, n_damaged = Deferred(), 0
         shortage: Shortage | None = None
-        refused_at: int | None = None
 
         def committed() -> None:
-            # Keep states in RAM while their buffers are still here, then tell the catalog.
-            for new in batch.written:
-                if new.buffer is not None:
-                    self._ram.keep(new.page, new.buffer.view)
             catalog.committed(batch.written, deferred)
             self._keeper.committed()
             if shortage is not None:
@@ -214,9 +205,9 @@ class Committer:
                 log.info("%s", shortage)
             # children first: with a page, those that depend on it are given up
             for one, reason in reversed(batch.refused):
-                catalog.refuse(one.pending, reason, refused_at)
+                catalog.refuse(one.pending, reason)
 
-        with catalog.update(self._backend, committed) as transaction:
+        with catalog.update(self._backend) as transaction:
             space = Space(self._evictor, transaction)
             # Delete what is damaged, expired, or no longer wanted.
             fresh = {one.record.key for one in packed}
@@ -229,20 +220,20 @@ class Committer:
             batch = Batch(transaction, space, catalog, self._deleter)
             batch.write(packed)
             shortage = batch.shortage()
-            refused_at = transaction.generation if batch.refused and not batch.put else None
             # And their uses.
             self._write_uses(transaction, {key: n for key, n in deferred.uses.items() if key in fresh})
             # Take out pages that were given up meanwhile: their parents may have been evicted for the next one.
-            for new in catalog.given_up(batch.written):
+            for new in [new for new in batch.written if not catalog.is_pending(new)]:
                 batch.written.remove(new)
                 if new.page.key in batch.put:
                     transaction.delete(new.page.key)
             if batch.written and self._housekeeping:
-                note_policy(transaction, self._catalog.policy_name)
+                note_policy(transaction, catalog.policy.name)
             n_bytes = sum(one.pending.n_bytes for one in packed)
             spaces = {new.page.namespace for new in batch.written}
             self._keeper.write(transaction, len(packed), n_bytes, spaces, is_wanted=with_figures and self._housekeeping)
             self._evictor.used = used = transaction.used
+            transaction.after_commit.append(committed)
         self._on_used(used)
         self._choose_packing(used.bytes, sum(len(one.payload) for one in packed))
         self._counters.count("corrupt", n_damaged)
@@ -260,19 +251,20 @@ class Committer:
 
     def _clean_up(self, transaction: Transaction, space: Space, deferred: Deferred) -> int:
         """Delete pages that cannot or should not be restored; return how many of them were damaged."""
-        # Snapshots that were thinned out.
+        # Snapshots that were thinned out: not one that is pinned, gone, or was captured again.
         for key in deferred.thinned:
-            if self._catalog.may_delete_snapshot(key, transaction.usage(key)):
+            usage = transaction.usage(key)
+            if usage is not None and not usage.pinned and self._catalog.get(key) is None:
                 transaction.delete(key)
         # Damaged pages, and what depends on them. Those that are too many for one transaction stay deferred.
         n_damaged = 0
         if deferred.damaged:
-            n_damaged, left = self._deleter.delete_damaged(transaction, deferred.damaged, deferred.suspicions)
+            suspicions = {key: one.suspicion for key, one in deferred.damaged.items() if one.suspicion is not None}
+            n_damaged, left = self._deleter.delete_damaged(transaction, deferred.damaged, suspicions)
             for key in left:
                 del deferred.damaged[key]
-            deferred.suspicions = {key: one for key, one in deferred.suspicions.items() if key not in left}
         # Expired leaves.
-        if self._catalog.expects_expiry and space.delete_expired(EXPIRED_AT_ONCE):
+        if deferred.expired and space.delete_expired(EXPIRED_AT_ONCE):
             deferred.expired = False
         return n_damaged
 

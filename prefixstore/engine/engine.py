@@ -29,7 +29,7 @@ from prefixstore.engine.budget import Budget, Evicted
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.commit import Committer
 from prefixstore.engine.delete import Choice, Deleter, Removed, in_common, of_namespaces
-from prefixstore.engine.evictions import Cause, Eviction, EvictionNote
+from prefixstore.engine.evictions import Cause, Eviction
 from prefixstore.engine.fetch import Deadline, States, fetch
 from prefixstore.engine.figures import FigureKeeper
 from prefixstore.engine.index import Page, Path, is_same
@@ -38,13 +38,13 @@ from prefixstore.engine.lookup import Located, Prompt
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import Used, View
 from prefixstore.engine.pages import Pages, retried
-from prefixstore.engine.pending import Fits, ImportedPage, PendingPage, Suspicion
+from prefixstore.engine.pending import Fits, PendingPage, Suspicion
 from prefixstore.engine.policy import Policy
-from prefixstore.engine.policy_memory import PolicyMemory
 from prefixstore.engine.queue import Drained, WriteQueue
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.readers import Admit, Look
 from prefixstore.engine.relatives import pinned_with, siblings_of
+from prefixstore.engine.saved_notes import SavedNotes
 from prefixstore.engine.source import Fetcher, Source
 from prefixstore.engine.space import Evictor
 from prefixstore.engine.tap import Tap
@@ -219,7 +219,6 @@ class Engine:
             backend,
             catalog,
             self._deleter,
-            self._ram,
             self._budget,
             self._encode,
             counters,
@@ -227,11 +226,9 @@ class Engine:
             on_used=self._saw,
             housekeeping=self._housekeeping,
         )
-        self._memory = PolicyMemory(backend, catalog, Evictor(catalog, self._budget, counters), self._budget)
-        self._evictions = EvictionNote(backend, catalog.evictions, self._budget.max_bytes)
-        self._bookmarks = Bookmarks(
-            backend, Evictor(catalog, self._budget, counters), self._budget, lambda: catalog.has_pending
-        )
+        evictor = Evictor(catalog, self._budget, counters)
+        self._notes = SavedNotes(backend, evictor)
+        self._bookmarks = Bookmarks(backend, evictor, self._budget, lambda: catalog.has_pending)
         self._queue = WriteQueue(
             self,
             self._queue_bytes,
@@ -289,8 +286,7 @@ class Engine:
                 self.keeper.hurry()
                 self._queue.close()
                 if not self._read_only and not self._queue.is_on_its_own:
-                    self._memory.save(closing=True)
-                    self._evictions.save(closing=True)
+                    self._notes.save(closing=True)
                     self.sync()
             finally:
                 if not self._queue.is_on_its_own:
@@ -486,7 +482,7 @@ class Engine:
     def evictions(self, keys: Sequence[bytes]) -> dict[bytes, Eviction]:
         """When and why these pages were evicted, as far as it is remembered. Raises `StorageError`."""
         with self._backend.view() as view:
-            return self._evictions.find(view, keys)
+            return self._notes.find(view, keys)
 
     def was_evicted(self, key: bytes) -> bool:
         """Whether this process has evicted a page lately. The location is not asked."""
@@ -584,8 +580,9 @@ class Engine:
         self.keeper.hurry()
         try:
             if self.keeper.has_unwritten and not self._read_only:
-                with self._catalog.update(self._backend, self.keeper.committed) as transaction:
+                with self._catalog.update(self._backend) as transaction:
                     self.keeper.write(transaction)
+                    transaction.after_commit.append(self.keeper.committed)
         except StorageError as error:
             log.warning("figures were not written: %s", error)
 
@@ -711,14 +708,13 @@ class Engine:
         if self._catalog.place_of(page) is not Placement.ADDED:
             return False
         with suppress(StorageError), self._breaker.asking(), self._backend.view() as view:
-            self._catalog.saw(view)
             return self._catalog.wants(view, namespace, parent, tokens)
         # what is stored already is found when it is to be written
         return True
 
     @asked
     def missing(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> list[int]:
-        """Which full pages of a sequence to capture: up to the first that was refused.
+        """Which full pages of a sequence to capture.
 
         If the location cannot be asked, those that do not wait to be written.
 
@@ -739,8 +735,8 @@ class Engine:
 
     @asked
     def needs_no_capture(self, key: bytes) -> bool:
-        """Whether a page or snapshot need not be captured: it is here, or was refused."""
-        if self._catalog.get(key) is not None or self._catalog.is_refused(key):
+        """Whether a page or snapshot need not be captured: it is here."""
+        if self._catalog.get(key) is not None:
             return True
         with suppress(StorageError), self._breaker.asking(), self._backend.view() as view:
             record = view.record(key)
@@ -812,8 +808,7 @@ class Engine:
             log.warning("%d pages were dropped: %s", len(batch), error)
             return 0
         self._write_bookmarks()
-        self._memory.save()
-        self._evictions.save()
+        self._notes.save()
         return n_written
 
     @property
@@ -957,7 +952,7 @@ class Engine:
         StorageError
             If they cannot be written: `FullError` if the disk is full.
         """
-        news = [ImportedPage.from_stored(one, settings[one.record.namespace]) for one in batch]
+        news = [PendingPage.from_stored(one, settings[one.record.namespace]) for one in batch]
         self._load_policy()
         try:
             with self._backend.view() as view:
@@ -980,7 +975,7 @@ class Engine:
                 n_covered = sum(siblings_of(view, new.page)[1] for new in added if new not in written)
         except Exception:
             # also those that were announced and not passed on
-            self._catalog.abandon(news)
+            self._catalog.drop(news)
             raise
         present = places.count(Placement.KNOWN) + n_covered
         return Imported(len(written), sum(new.n_bytes for new in written), present, len(batch) - present - len(written))
@@ -1076,7 +1071,7 @@ class Engine:
         """
         self._load_policy()
         chosen: list[bytes] = []
-        evictor = Evictor(self._catalog, self._budget, self.counters, chosen.append, Cause.ASKED)
+        evictor = Evictor(self._catalog, self._budget, self.counters, Cause.ASKED)
         before = self.used()[0].bytes
         if dry_run:
             chosen, left = evictor.trial(self._backend, max_bytes)
@@ -1085,7 +1080,7 @@ class Engine:
             # what a location takes is known exactly only after a commit
             while left > max_bytes and len(chosen) > n_before:
                 n_before = len(chosen)
-                evictor.shrink(self._backend, max_bytes)
+                chosen += evictor.shrink(self._backend, max_bytes)[0]
                 self._backend.reclaim()
                 left = self.used()[0].bytes
         keys = tuple(key.hex() for key in chosen)
@@ -1094,7 +1089,7 @@ class Engine:
     def _load_policy(self) -> None:
         """Have the policy know what was learned before; what cannot be read now is asked for again."""
         with suppress(StorageError):
-            self._memory.load()
+            self._notes.load()
 
     @handed_over
     def scrub(self) -> None:

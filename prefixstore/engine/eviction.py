@@ -12,7 +12,6 @@ import heapq
 import random
 import sys
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -26,7 +25,7 @@ from prefixstore.engine.page_view import View
 from prefixstore.engine.policy import Leaves, Policy, Ranks, lfu, longest_first, lru, priority
 from prefixstore.format.keys import KEY_BYTES
 
-__all__ = ["KEPT", "POLICIES", "Group", "Rank", "Sampler", "Victim", "Victims"]
+__all__ = ["GROUPS", "KEPT", "POLICIES", "Group", "Rank", "Victim", "Victims"]
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "adaptive": Adaptive,
@@ -73,29 +72,6 @@ class Victim(NamedTuple):
     def row(self) -> bytes:
         """Its leaf row."""
         return leaf_row(self.namespace, self.key)
-
-
-class Sampler:
-    """Chooses leaves to evict. One transaction at a time uses it.
-
-    Parameters
-    ----------
-    rank
-        Ranks leaves.
-    """
-
-    def __init__(self, rank: Rank) -> None:
-        self._rank = rank
-        self._pools: OrderedDict[bytes, dict[bytes, bytes]] = OrderedDict()
-
-    def victims(self, view: View, group: Group | None = None) -> Victims:
-        """The leaves of a group, or all, in the order in which to evict them."""
-        name = b"" if group is None else group.name
-        pool = self._pools.setdefault(name, {})
-        self._pools.move_to_end(name)
-        if len(self._pools) > GROUPS:
-            self._pools.popitem(last=False)
-        return Victims(view, self._rank, pool, group)
 
 
 class Victims:
@@ -156,17 +132,11 @@ class Victims:
         if value is not None and row not in self._spared:
             self._push([Row(row, value)])
 
-    def added(self, namespace: bytes, key: bytes) -> bool:
-        """A page may be a leaf now; whether its namespace is one of these."""
-        is_here = self._group is None or namespace in self._group.spaces
-        if is_here:
+    def added(self, namespace: bytes, key: bytes) -> None:
+        """A page may be a leaf now."""
+        if self._group is None or namespace in self._group.spaces:
             row = leaf_row(namespace, key)
             self.offer(row, self._rows.get([row])[0])
-        return is_here
-
-    def read_more(self) -> None:
-        """Read leaves for several at the first time, too: most of them are not looked for in vain."""
-        self._at_once = AT_ONCE
 
     def taken(self, victim: Victim) -> None:
         """A victim was deleted: the page that it followed may be a leaf now."""

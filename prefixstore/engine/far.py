@@ -149,7 +149,7 @@ class FarEngine(Engine):
             self.counters.count(f"dropped:{DropReason.UNAVAILABLE.value}", n_left)
             self.forget_offers(new.page.key for new in copied)
         except Exception:
-            self._catalog.abandon(announced)
+            self._catalog.drop(announced)
             raise
         finally:
             with self._lock:
@@ -199,7 +199,7 @@ class FarEngine(Engine):
                     buffer.view[:] = state
             return len(news), super().commit([new for new in news if self.place(new) is Placement.ADDED])
         except Exception:
-            self._catalog.abandon(news)
+            self._catalog.drop(news)
             raise
         finally:
             for new in news:

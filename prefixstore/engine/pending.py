@@ -13,7 +13,7 @@ from prefixstore.format.autocodec import Encoder
 from prefixstore.format.keys import PAGE, page_key
 from prefixstore.format.record import Buffer, Record, StoredPage, Usage, checksum, time_of_use
 
-__all__ = ["Deferred", "Fits", "ImportedPage", "PackedPage", "PendingPage", "Suspicion", "Use"]
+__all__ = ["Damage", "Deferred", "Fits", "PackedPage", "PendingPage", "Suspicion", "Use"]
 
 Fits: TypeAlias = Callable[[memoryview, int, int], bool]
 """Whether a state can be that of the page at a start position with so many tokens."""
@@ -64,7 +64,7 @@ class PackedPage(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PendingPage:
-    """A page that was captured, and the buffer with its state.
+    """A page that was captured, and the buffer with its state; or one that was stored elsewhere, and is imported.
 
     Attributes
     ----------
@@ -73,15 +73,21 @@ class PendingPage:
     settings
         Canonical settings of its namespace.
     buffer
-        The state; None if this process has only the stored form (see `ImportedPage`).
+        The state; None if this process has only the stored form.
+    stored
+        What another location has stored, usage included, and is written as it is; None of a captured page.
     is_wanted
         Whether it is stored even if the policy finds it worth less than what is evicted for it.
+    is_writing
+        Whether a transaction writes it.
     """
 
     page: Page
     settings: bytes
     buffer: PooledBuffer | None
+    stored: StoredPage | None = field(default=None, kw_only=True)
     is_wanted: bool = field(default=False, kw_only=True)
+    is_writing: bool = field(default=False, init=False)
 
     @classmethod
     def of(
@@ -101,9 +107,19 @@ class PendingPage:
         page = Page(key, parent, namespace, start, tokens, len(buffer.view), 0, compute_us, now, now, form=form)
         return cls(page, settings, buffer)
 
+    @classmethod
+    def from_stored(cls, stored: StoredPage, settings: bytes) -> PendingPage:
+        """The page of a file or of another location, whose clock may have been wrong."""
+        now = time.time_ns()
+        usage = replace(stored.usage, last_used=time_of_use(stored.usage.last_used, now) or now)
+        stored = stored._replace(usage=usage)
+        return cls(Page.stored(stored.key, stored.record, usage), settings, None, stored=stored, is_wanted=True)
+
     @property
     def n_bytes(self) -> int:
         """Bytes in memory that it holds."""
+        if self.stored is not None:
+            return len(self.stored.payload)
         return len(self.buffer.view) if self.buffer is not None else 0
 
     def release(self) -> None:
@@ -113,12 +129,10 @@ class PendingPage:
         if buffer is not None:
             buffer.release()
 
-    def announced(self, now: int) -> None:
-        """Called when the catalog accepts it, with the time."""
-        self.page.last_used = now
-
     def pack(self, encode: Encoder) -> PackedPage:
         """Its stored form."""
+        if self.stored is not None:
+            return PackedPage(self, self.stored.record, self.stored.usage, self.stored.payload)
         page, state = self.page, self.buffer.view if self.buffer is not None else memoryview(b"")
         # a page that holds tokens only says nothing about how well states compress
         codec, payload = encode(page.namespace, state) if page.raw_bytes else (0, b"")
@@ -138,29 +152,11 @@ class PendingPage:
         return PackedPage(self, record, None, payload)
 
 
-@dataclass(slots=True, eq=False)
-class ImportedPage(PendingPage):
-    """A page that was stored elsewhere. It keeps its usage, and is written as it is."""
+class Damage(NamedTuple):
+    """When a page that is to be deleted was created, 0 if that is not known; and what it is judged by, if anything."""
 
-    stored: StoredPage
-
-    @classmethod
-    def from_stored(cls, stored: StoredPage, settings: bytes) -> ImportedPage:
-        """The page of a file or of another location, whose clock may have been wrong."""
-        now = time.time_ns()
-        usage = replace(stored.usage, last_used=time_of_use(stored.usage.last_used, now) or now)
-        stored = stored._replace(usage=usage)
-        return cls(Page.stored(stored.key, stored.record, stored.usage), settings, None, stored, is_wanted=True)
-
-    @property
-    def n_bytes(self) -> int:
-        return len(self.stored.payload)
-
-    def announced(self, now: int) -> None:
-        """Importing a page is not a use of it."""
-
-    def pack(self, encode: Encoder) -> PackedPage:
-        return PackedPage(self, self.stored.record, self.stored.usage, self.stored.payload)
+    created: int
+    suspicion: Suspicion | None = None
 
 
 @dataclass
@@ -172,18 +168,15 @@ class Deferred:
     uses
         Uses of pages, by key.
     damaged
-        Pages to be deleted if they are indeed damaged: their keys, and when they were created; 0 if that is not known.
-    suspicions
-        For some of those keys: what the stored page is judged by.
+        Pages to be deleted if they are indeed damaged, by key.
     thinned
         Keys of snapshots that are no longer wanted.
     expired
-        Whether a lookup has found an expired page.
+        Whether to look for expired pages: a lookup has found one, or a page that will expire was captured.
     """
 
     uses: dict[bytes, Use] = field(default_factory=dict)
-    damaged: dict[bytes, int] = field(default_factory=dict)
-    suspicions: dict[bytes, Suspicion] = field(default_factory=dict)
+    damaged: dict[bytes, Damage] = field(default_factory=dict)
     thinned: set[bytes] = field(default_factory=set)
     expired: bool = False
 
@@ -192,7 +185,7 @@ class Deferred:
 
     def copy(self) -> Deferred:
         """A copy; more may be added to the original meanwhile."""
-        return Deferred(dict(self.uses), dict(self.damaged), dict(self.suspicions), set(self.thinned), self.expired)
+        return Deferred(dict(self.uses), dict(self.damaged), set(self.thinned), self.expired)
 
     def subtract(self, done: Deferred) -> None:
         """Remove what was written; keep what was added since."""
@@ -202,7 +195,5 @@ class Deferred:
                 self.uses[key] = now._replace(n=now.n - use.n)
         for key in done.damaged:
             self.damaged.pop(key, None)
-        for key in done.suspicions:
-            self.suspicions.pop(key, None)
         self.thinned -= done.thinned
         self.expired = self.expired and not done.expired

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from prefixstore.engine.ghosts import GhostTable
+from prefixstore.engine.index import Page
 from prefixstore.engine.keyspace import Leaf
 from prefixstore.errors import CorruptError
 from prefixstore.format.record import MOST_USES
-from prefixstore.format.saved_state import pack_state, unpack_state
+from prefixstore.format.saved_state import unpack_state
 
 __all__ = [
     "Counting",
     "Leaves",
     "Ordering",
-    "PageFacts",
     "Policy",
     "Ranks",
     "lfu",
@@ -35,30 +35,6 @@ __all__ = [
 Leaves: TypeAlias = npt.NDArray[np.void]
 """Leaves, of type `prefixstore.engine.keyspace.LEAVES`."""
 Ranks: TypeAlias = npt.NDArray[np.float64]
-
-
-class PageFacts(Protocol):
-    """What a policy is told of a page that is used, or captured; it sets `uses` and `page_class`."""
-
-    uses: int
-    page_class: int
-
-    @property
-    def key(self) -> bytes: ...
-    @property
-    def parent(self) -> bytes: ...
-    @property
-    def end(self) -> int: ...
-    @property
-    def n_tokens(self) -> int: ...
-    @property
-    def last_used(self) -> int: ...
-    @property
-    def compute_us(self) -> int: ...
-    @property
-    def raw_bytes(self) -> int: ...
-    @property
-    def stored_bytes(self) -> int: ...
 
 
 class Policy:
@@ -75,8 +51,10 @@ class Policy:
         """Whether a new page is worth more than a victim: otherwise it is not stored."""
         return True
 
-    def looked_up(self, namespace: bytes, pages: Sequence[PageFacts], n_tokens: int | None, now: int) -> None:
+    def looked_up(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None, now: int) -> None:
         """A prompt began with these stored pages, restored or already live; there are none after a miss.
+
+        It sets the `uses` and the `page_class` of these, as `added` does.
 
         Parameters
         ----------
@@ -92,8 +70,8 @@ class Policy:
         for page in pages:
             page.uses = min(page.uses + 1, MOST_USES)
 
-    def added(self, namespace: bytes, page: PageFacts, parent_used: int | None) -> None:
-        """A page was captured by this engine; and when the page before it was used last, if that is known."""
+    def added(self, namespace: bytes, page: Page) -> None:
+        """A page was captured by this engine."""
         return
 
     def evicted(self, key: bytes, uses: int, last_used: int) -> None:
@@ -104,7 +82,7 @@ class Policy:
         key
             Of the page.
         uses
-            How often it was used, as `PageFacts` says.
+            How often it was used, as `Page` says.
         last_used
             When, in nanoseconds since the epoch.
         """
@@ -125,14 +103,10 @@ class Policy:
         """Take over what was learned before. Raises `ValueError`, and changes nothing, if it is invalid."""
         raise ValueError("nothing is learned")
 
-    def dump(self) -> bytes:
-        """What was learned, as bytes to be kept for the next start."""
-        return pack_state(self.parts())
-
-    def load(self, dumped: bytes) -> bool:
-        """Take over what was dumped; whether it could be read. If not, nothing changes."""
+    def load(self, packed: bytes) -> bool:
+        """Take over parts that were packed into a note; whether they could be read. If not, nothing changes."""
         try:
-            self.take_over(unpack_state(dumped))
+            self.take_over(unpack_state(packed))
         except (CorruptError, KeyError, ValueError, IndexError, OverflowError, struct.error):
             return False
         return True
@@ -158,7 +132,7 @@ class Counting(Ordering):
         super().__init__(lambda leaves: leaves["uses"], name="lfu")
         self._ghosts = GhostTable()
 
-    def added(self, namespace: bytes, page: PageFacts, parent_used: int | None) -> None:
+    def added(self, namespace: bytes, page: Page) -> None:
         ghost = self._ghosts.recall(page.key, 0)
         if ghost is not None:
             page.uses = ghost.uses + 1

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from prefixstore.backends.threads import OwnThread
 from prefixstore.buffers import BufferPool, PooledBuffer
@@ -17,7 +17,10 @@ from prefixstore.engine.waiting import DropReason
 from prefixstore.errors import PrefixStoreError, UnavailableError
 from prefixstore.stats import Counters
 
-__all__ = ["BATCH_BYTES", "Drained", "Work", "WriteQueue"]
+if TYPE_CHECKING:
+    from prefixstore.engine.engine import Engine
+
+__all__ = ["BATCH_BYTES", "Drained", "WriteQueue"]
 
 log = logging.getLogger("prefixstore")
 
@@ -46,28 +49,13 @@ class Drained(NamedTuple):
     left: int = 0
 
 
-class Work(Protocol):
-    """What the queue needs from the engine."""
-
-    @property
-    def queued_bytes(self) -> int:
-        """Bytes captured and not yet written."""
-
-    @property
-    def has_deferred(self) -> bool:
-        """Whether there is something to commit beside pages."""
-
-    def commit(self, batch: Sequence[PendingPage]) -> object:
-        """Write announced pages, and what is deferred. What cannot be written is dropped and counted."""
-
-
 class WriteQueue:
     """Announced pages that wait for a commit, and the thread that commits them.
 
     Parameters
     ----------
-    work
-        Commits them.
+    engine
+        Commits them, and what is deferred.
     limit
         How many bytes may wait; one page of any size always may.
     counters
@@ -82,7 +70,7 @@ class WriteQueue:
 
     def __init__(
         self,
-        work: Work,
+        engine: Engine,
         limit: int,
         counters: Counters,
         *,
@@ -90,7 +78,7 @@ class WriteQueue:
         read_only: bool,
         on_released: Callable[[], None],
     ) -> None:
-        self._work = work
+        self._engine = engine
         self._counters = counters
         self._in_background = in_background
         self._read_only = read_only
@@ -181,7 +169,7 @@ class WriteQueue:
             until = time.monotonic() + seconds if seconds is not None else None
             if not self._wait_until_idle(is_enough, until):
                 raise UnavailableError(
-                    f"nothing was written for {NO_PROGRESS_SECONDS:.0f} s, and {self._work.queued_bytes:,} bytes are "
+                    f"nothing was written for {NO_PROGRESS_SECONDS:.0f} s, and {self._engine.queued_bytes:,} bytes are "
                     "waiting: the location does not answer, or another process holds its lock"
                 )
         if self._thread is None and self._has_deferred:
@@ -191,7 +179,7 @@ class WriteQueue:
 
     @property
     def _has_deferred(self) -> bool:
-        return self._work.has_deferred and not self._read_only
+        return self._engine.has_deferred and not self._read_only
 
     def _wait_until_idle(self, is_enough: Callable[[], bool] = lambda: False, until: float | None = None) -> bool:
         """Wait, holding the lock, until the thread has nothing to write; false if it makes no progress for too long.
@@ -288,7 +276,7 @@ class WriteQueue:
     def _commit(self, batch: Sequence[PendingPage]) -> None:
         size = sum(new.n_bytes for new in batch)
         try:
-            self._work.commit(batch)
+            self._engine.commit(batch)
         except PrefixStoreError as error:
             log.warning("a batch of %d pages was dropped: %s", len(batch), error)
         except Exception:  # a fault of the store must not end the thread that serves it

@@ -11,7 +11,7 @@ from prefixstore.errors import CorruptError
 from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES
 from prefixstore.format.record import Record, Usage
 
-__all__ = ["ancestors_of", "pinned_with", "siblings_of", "with_ancestors", "with_descendants"]
+__all__ = ["pinned_with", "siblings_of", "with_ancestors", "with_descendants"]
 
 
 def with_ancestors(view: View, keys: Collection[bytes]) -> dict[bytes, Entry]:
@@ -89,11 +89,3 @@ def siblings_of(view: View, page: Page) -> tuple[Page | None, bool]:
         return None, is_covered
     assert isinstance(tail.record, Record)
     return Page.stored(tail.key, tail.record, tail.usage), is_covered
-
-
-def ancestors_of(view: View, record: Record) -> list[Page]:
-    """The stored pages that a page follows."""
-    if record.parent == record.namespace:
-        return []
-    found = with_ancestors(view, [record.parent]).values()
-    return [Page.stored(one.key, one.record, one.usage) for one in found if isinstance(one.record, Record)]

@@ -14,9 +14,8 @@ from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.index import Page, is_same, later
 from prefixstore.engine.lookup import Prompt, Waiting
 from prefixstore.engine.page_update import Transaction
-from prefixstore.engine.page_view import View
 from prefixstore.engine.pages import Pages
-from prefixstore.engine.pending import Deferred, PendingPage
+from prefixstore.engine.pending import Damage, Deferred, PendingPage
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.trie import Entry
 from prefixstore.errors import CorruptError
@@ -59,7 +58,7 @@ class Placement(Enum):
     KNOWN = "known"
     """It is here already, or a longer page that covers it does."""
     REFUSED = "refused"
-    """There was no space for it earlier, or another page has its key."""
+    """Another page has its key."""
 
 
 class WaitingPages:
@@ -71,11 +70,6 @@ class WaitingPages:
         Counts what is dropped.
     ram
         Drops pages that were deleted from the location.
-
-    Attributes
-    ----------
-    expects_expiry
-        Whether there may be pages that have expired: one that expires was seen.
     """
 
     def __init__(self, counters: Counters, ram: RamTier) -> None:
@@ -85,16 +79,10 @@ class WaitingPages:
         self._pending: dict[bytes, PendingPage] = {}
         # by what they follow, and key
         self._after: dict[bytes, dict[bytes, PendingPage]] = {}
-        # that are in a transaction
-        self._writing: set[bytes] = set()
         self._deferred = Deferred()
-        # pages for which there was no space, and the generation of the location then, if that was seen
-        self._refused: set[bytes] = set()
-        self._refused_at: int | None = None
         # Time of the last use of any page: what is used later is newer, even if the clock was set back meanwhile.
         self._latest = 0
         self._started = time.time_ns()
-        self.expects_expiry = False
         # whether pages that are found are those of the far one of two locations
         self.is_far = False
 
@@ -113,12 +101,13 @@ class WaitingPages:
     def along(self, prompt: Prompt) -> Waiting:
         """What waits along a prompt."""
         with self._lock:
+            damaged = {key: one.created for key, one in self._deferred.damaged.items()}
             if not self._pending:
-                return Waiting({}, {}, dict(self._deferred.damaged))
+                return Waiting({}, {}, damaged)
             pages = {key: self._pending[key].page for key in prompt.keys if key in self._pending}
             parents = [key for key in (prompt.namespace, *prompt.keys) if key in self._after]
             after = {key: [new.page for new in self._after[key].values()] for key in parents}
-            return Waiting(pages, after, dict(self._deferred.damaged))
+            return Waiting(pages, after, damaged)
 
     def nodes(self, entries: Sequence[Entry]) -> list[Page]:
         """Stored pages, with the uses that are still to be written."""
@@ -133,11 +122,9 @@ class WaitingPages:
                     page.last_used = self._started
                 elif page.last_used > latest:
                     latest = page.last_used
-                if page.expires:
-                    self.expects_expiry = True
-                    if key in self._pending:
-                        # it was captured again, and lasts as long as that
-                        page.expires = later(page.expires, self._pending[key].page.expires)
+                if page.expires and key in self._pending:
+                    # it was captured again, and lasts as long as that
+                    page.expires = later(page.expires, self._pending[key].page.expires)
                 if key in uses:
                     uses[key].apply(page)
                 found.append(page)
@@ -152,7 +139,7 @@ class WaitingPages:
         for key, record, _ in entries:
             if isinstance(record, (Record, CorruptError)):
                 with self._lock:
-                    self._deferred.damaged[key] = record.created if isinstance(record, Record) else 0
+                    self._deferred.damaged[key] = Damage(record.created if isinstance(record, Record) else 0)
             why = "it does not start where its parent ends" if isinstance(record, Record) else record
             log.warning("a page cannot be read: %s", why)
 
@@ -169,18 +156,6 @@ class WaitingPages:
         with self._lock:
             return [new.page for new in self._after.get(parent, {}).values()]
 
-    def is_refused(self, key: bytes) -> bool:
-        """Whether there was no space for a page, and nothing has changed since."""
-        return key in self._refused
-
-    def saw(self, view: View) -> None:
-        """What was refused may find space once the location has changed."""
-        if self._refused:
-            generation = view.generation
-            if self._refused_at not in (None, generation):
-                self._refused.clear()
-            self._refused_at = generation
-
     def place_of(self, page: Page) -> Placement:
         """What would become of a page that is announced."""
         with self._lock:
@@ -192,7 +167,7 @@ class WaitingPages:
                 for new in self._after.get(page.parent, {}).values()
             ):
                 return Placement.KNOWN
-            return Placement.REFUSED if page.key in self._refused else Placement.ADDED
+            return Placement.ADDED
 
     def announce(self, new: PendingPage) -> Placement:
         """Have a captured page matched from now on. Nothing changes unless it is `ADDED`."""
@@ -200,22 +175,20 @@ class WaitingPages:
             place = self.place_of(new.page)
             if place is not Placement.ADDED:
                 return place
-            new.announced(self.time_of_use())
-            self.expects_expiry = self.expects_expiry or new.page.expires > 0
+            if new.buffer is not None:
+                # importing a page is not a use of it
+                new.page.last_used = self.time_of_use()
+            self._deferred.expired = self._deferred.expired or new.page.expires > 0
             self._pending[new.page.key] = new
             self._after.setdefault(new.page.parent, {})[new.page.key] = new
-            self._announced(new.page)
             if new.page.form == PAGE:
                 for older in list(self._after[new.page.parent].values()):
                     # not written yet, and not needed any more; a stored one is deleted when the new page is written
                     page = older.page
                     is_tail = page.form == PAGE and page is not new.page and new.page.tokens.startswith(page.tokens)
-                    if is_tail and page.key not in self._writing and page.key not in self._after:
+                    if is_tail and not older.is_writing and page.key not in self._after:
                         self._count_outdated(self._forget(page.key), Outdated.SUPERSEDED)
             return place
-
-    def _announced(self, page: Page) -> None:
-        """A page was captured."""
 
     def hold(self, pages: Sequence[Page]) -> dict[bytes, PooledBuffer]:
         """Hold the buffers of those of these pages that are pending; the caller releases them."""
@@ -231,14 +204,17 @@ class WaitingPages:
         while waiting:
             here = waiting.pop()
             waiting += self._after.get(here, ())
-            new = self._pending.pop(here, None)
-            if new is not None:
-                taken.append(new)
-                beside = self._after[new.page.parent]
-                beside.pop(here, None)
-                if not beside:
-                    del self._after[new.page.parent]
+            if here in self._pending:
+                taken.append(self._take_out(here))
         return taken
+
+    def _take_out(self, key: bytes) -> PendingPage:
+        new = self._pending.pop(key)
+        beside = self._after[new.page.parent]
+        del beside[key]
+        if not beside:
+            del self._after[new.page.parent]
+        return new
 
     def _count_outdated(self, taken: Iterable[PendingPage], reason: Outdated) -> None:
         # imported pages were not captured
@@ -250,49 +226,17 @@ class WaitingPages:
         with self._lock:
             self._count_outdated(self._forget(key), reason)
 
-    def drop(self, batch: Iterable[PendingPage], reason: DropReason) -> None:
-        """Give these pages up, those that are still pending, with what depends on them, and count them."""
+    def drop(self, batch: Iterable[PendingPage], reason: DropReason | None = None) -> None:
+        """Give these pages up, those that are still pending, with what depends on them; without a reason uncounted."""
         with self._lock:
             for new in batch:
-                if self.is_pending(new) and (lost := len(self._forget(new.page.key))):
+                lost = len(self._forget(new.page.key)) if self.is_pending(new) else 0
+                if lost and reason is not None:
                     self._counters.count(f"dropped:{reason.value}", lost)
-
-    def refuse(self, new: PendingPage, reason: DropReason, generation: int | None = None) -> None:
-        """Give up a page for which there is no space, or no parent, in this generation of the location, if known."""
-        with self._lock:
-            if self.is_pending(new):
-                if reason is DropReason.ADMISSION:
-                    self._not_admitted(new.page)
-                self.drop([new], reason)
-                if reason is DropReason.BUDGET:
-                    self._refused.add(new.page.key)
-                    self._refused_at = generation
-
-    def _not_admitted(self, page: Page) -> None:
-        """A captured page is not worth what would be evicted for it."""
-
-    def abandon(self, batch: Iterable[PendingPage]) -> None:
-        """Give these pages up, uncounted; pending pages that depend on them are counted."""
-        with self._lock:
-            for new in batch:
-                if self.is_pending(new):
-                    lost = len(self._forget(new.page.key)) - 1
-                    if lost:
-                        self._counters.count(f"dropped:{DropReason.ORPHAN.value}", lost)
 
     def is_pending(self, new: PendingPage) -> bool:
         """Whether a page still waits: not superseded, dropped, or cleared and captured again."""
         return self._pending.get(new.page.key) is new
-
-    def still_pending(self, batch: Iterable[PendingPage]) -> list[PendingPage]:
-        """Those that still wait."""
-        with self._lock:
-            return [new for new in batch if self.is_pending(new)]
-
-    def given_up(self, batch: Iterable[PendingPage]) -> list[PendingPage]:
-        """Those that no longer wait."""
-        with self._lock:
-            return [new for new in batch if not self.is_pending(new)]
 
     def claim(self, new: PendingPage, *, is_covered: bool) -> bool:
         """Mark a page as being written; whether it is to be: it still waits, and no longer page is stored."""
@@ -302,23 +246,19 @@ class WaitingPages:
             if is_covered and new.page.key not in self._after:
                 self.give_up(new.page.key, Outdated.SUPERSEDED)
                 return False
-            self._writing.add(new.page.key)
+            new.is_writing = True
             return True
 
-    def end_writing(self, batch: Iterable[PendingPage]) -> None:
-        """Record that the transaction of these pages has ended, committed or not."""
-        with self._lock:
-            self._writing -= {new.page.key for new in batch}
-
-    def committed(self, written: Iterable[PendingPage], deferred: Deferred) -> None:
-        """Record that these pages are stored now, and the deferred changes made."""
+    def committed(self, written: Sequence[PendingPage], deferred: Deferred) -> None:
+        """Keep the states of these pages in RAM; record that they are stored now, and the deferred changes made."""
+        for new in written:
+            # while their buffers are still here
+            if new.buffer is not None:
+                self._ram.keep(new.page, new.buffer.view)
         with self._lock:
             for new in written:
                 if self.is_pending(new):
-                    key, parent = new.page.key, new.page.parent
-                    del self._pending[key], self._after[parent][key]
-                    if not self._after[parent]:
-                        del self._after[parent]
+                    self._take_out(new.page.key)
             self._deferred.subtract(deferred)
 
     @property
@@ -356,21 +296,11 @@ class WaitingPages:
     # -- transactions -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def update(self, backend: Pages, on_commit: Callable[[], None] | None = None) -> Iterator[Transaction]:
-        """A transaction. When it is committed, what it has deleted is dropped from RAM and counted.
-
-        Parameters
-        ----------
-        backend
-            The location.
-        on_commit
-            Called when the transaction is committed.
-        """
+    def update(self, backend: Pages) -> Iterator[Transaction]:
+        """A transaction. When it is committed, what it has deleted is dropped from RAM and counted."""
         with backend.update() as transaction:
             yield transaction
         self._ram.drop(transaction.deleted)
         self._counters.count("frees", len(transaction.deleted))
         for step in transaction.after_commit:
             step()
-        if on_commit is not None:
-            on_commit()

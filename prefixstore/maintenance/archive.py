@@ -17,8 +17,8 @@ from prefixstore.engine.index import Page
 from prefixstore.engine.invariants import Violation
 from prefixstore.engine.page_view import Used, View
 from prefixstore.engine.pages import Pages, open_pages
-from prefixstore.engine.policy_memory import noted_policy
 from prefixstore.engine.relatives import with_descendants
+from prefixstore.engine.saved_notes import noted_policy
 from prefixstore.errors import IncompatibleError, InvalidParameterError, LocationError, StorageError
 from prefixstore.format.autocodec import FixedCodec
 from prefixstore.format.codec import decode

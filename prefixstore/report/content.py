@@ -13,7 +13,7 @@ import numpy as np
 from prefixstore.engine.facts import Facts
 from prefixstore.engine.figures import read_history
 from prefixstore.engine.page_view import View
-from prefixstore.engine.policy_memory import noted_policy
+from prefixstore.engine.saved_notes import noted_policy
 from prefixstore.errors import CorruptError
 from prefixstore.format.figures import DAY, HOUR, PASSED, Figures, Period
 from prefixstore.format.namespace import Namespace

@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 
 from prefixstore import PrefixStore, StorageError
-from prefixstore.engine.choose import TIMES_KEPT
 from prefixstore.engine.eviction import GROUPS, POOL
 from prefixstore.engine.pending import PendingPage
 from prefixstore.format.export import ExportReader
@@ -177,10 +176,8 @@ def require_bounds(store: PrefixStore) -> None:
     """What is kept for pages is bounded: by what waits."""
     catalog = store.engine._catalog
     with catalog._lock:
-        pending, times = len(catalog._pending), len(catalog._last_used)
-        pools = sum(map(len, catalog._sampler._pools.values()))
-    if times > TIMES_KEPT:
-        raise AssertionError(f"{times} times of use are remembered")
+        pending = len(catalog._pending)
+        pools = sum(map(len, catalog._pools.values()))
     if pending > 20_000 or pools > (GROUPS + 1) * POOL:
         raise AssertionError(f"{pending} pages are pending, and {pools} are in the pools of eviction")
 
@@ -263,7 +260,6 @@ def crowd(location: str, seed: int, threads: int, acts: int, max_bytes: int, for
         catalog = store.engine._catalog
         left = {
             "pending": len(catalog._pending),
-            "writing": len(catalog._writing),
             "deferred": catalog.deferred(),
         }
         if any(left.values()):

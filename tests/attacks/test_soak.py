@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from prefixstore import PrefixStore
-from prefixstore.engine import adaptive_policy, choose
+from prefixstore.engine import adaptive_policy
 from prefixstore.engine.adaptive_policy import SAMPLES
 from prefixstore.engine.evictions import REMEMBERED
 from prefixstore.engine.trie import MOST_KEPT
@@ -27,7 +27,7 @@ COLLECTIONS = (dict, list, set, deque, bytearray)
 BOUNDS = {
     "Adaptive._samples": SAMPLES,
     "Adaptive._times": 2 * adaptive_policy.TIMES_KEPT,
-    "Catalog._last_used": choose.TIMES_KEPT,
+    "Adaptive._prompts": adaptive_policy.PAGES_KEPT,
     "EvictionLog._found": REMEMBERED,
     "Trie._read": MOST_KEPT,
 }

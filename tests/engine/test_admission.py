@@ -7,15 +7,13 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from prefixstore.engine import policy_memory
 from prefixstore.engine.budget import Budget, Quota
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.eviction import POLICIES, POOL
+from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.policy import Ordering
 from prefixstore.engine.waiting import DropReason
 from prefixstore.errors import UnavailableError
 from prefixstore.format.autocodec import FixedCodec
-from prefixstore.format.record import StoredPage
 from prefixstore.stats import Counters
 from tests.support.engines import NS, MemoryPages, P, Store
 
@@ -100,24 +98,6 @@ def test_a_tail_stays_if_the_page_that_continues_it_is_not_admitted():
         assert store.counters.group("dropped") == {"admission": 2}
 
 
-def test_a_contest_ends_if_all_leaves_but_the_tail_are_in_use():
-    policy = Picky(admitted=range(99))
-    with closing(store_with(policy, max_entries=POOL + 2)) as store:
-        others = [[n] * P for n in range(1000, 1000 + POOL + 1)]
-        # the first of all leaves, which is read whichever others are
-        tail = min(([n] * (P - 1) for n in range(2000, 6000)), key=lambda tokens: store.pages(tokens)[0].page.key)
-        store.put(tail)
-        for tokens in others:
-            store.put(tokens)
-        for tokens in others:
-            # waiting to be written: what it follows cannot go
-            assert store.announce([*tokens, *[1] * P])
-        chain = store.announce([tail[0]] * 2 * P)
-        assert len(chain) == 2
-        assert store.engine.commit(chain) == 1
-        assert store.match([tail[0]] * 2 * P) == P
-
-
 def test_pinned_and_wanted_pages_are_admitted_always():
     policy = Picky()
     with closing(store_with(policy, max_entries=2)) as store:
@@ -128,19 +108,6 @@ def test_pinned_and_wanted_pages_are_admitted_always():
         assert store.match(prompt(3, 2)) == 2 * P
         assert store.put(prompt(4, 1)) == 0
         assert store.counters.group("dropped") == {"admission": 1}
-
-
-def test_imported_pages_are_admitted_always():
-    with closing(store_with(Picky(), max_entries=2)) as source, closing(store_with(Picky(), max_entries=2)) as store:
-        source.put(prompt(5, 2))
-        store.put(prompt(1, 1))
-        store.put(prompt(2, 1))
-        with source.backend.view() as view:
-            pages = [
-                StoredPage(key, record, usage, bytes(view.payload(key)))
-                for key, record, usage in sorted(view.scan(), key=lambda each: each[1].start)
-            ]
-        assert store.engine.import_pages(pages, {NS: store.settings}).pages == 2
 
 
 def test_a_quota_is_contested_among_the_pages_of_the_tenant():
@@ -206,7 +173,7 @@ def test_damage_and_outages_cost_what_was_learned_and_nothing_else(monkeypatch, 
         def fails(*_):
             raise UnavailableError("the location is down")
 
-        monkeypatch.setattr(policy_memory.PolicyMemory, "_write", fails)
+        monkeypatch.setattr(engine._catalog, "learned", fails)
     assert "was not saved" in caplog.text
 
 

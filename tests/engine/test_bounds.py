@@ -18,9 +18,8 @@ from prefixstore.engine.budget import Quota
 from prefixstore.engine.index import Page
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.namespace import Namespace
-from tests.support.engines import NS, A, B, C, MemoryPages, P, Store, entry
+from tests.support.engines import NS, A, MemoryPages, P, Store, entry
 from tests.support.fragile import Fragile, assert_true
-from tests.support.newer import make_newer
 
 
 @pytest.fixture
@@ -69,17 +68,6 @@ def test_an_eviction_does_not_look_at_pinned_pages(steps):
     assert costs(200) <= costs(3)
 
 
-def test_unpinned_pages_are_evicted_again():
-    with closing(Store(Fragile(MemoryPages()), max_entries=3)) as store:
-        store.put(A)
-        store.engine.pin(NS, as_tokens(A), P, pinned=True)
-        assert store.put([5] * P) == 0
-        assert_true(store.engine)
-        store.engine.pin(NS, as_tokens(A), P, pinned=False)
-        assert_true(store.engine)
-        assert store.put([5] * P) == 1
-
-
 @pytest.mark.parametrize("quota", [Quota(2 * entry()), Quota(None, 2 * entry()), Quota(2 * entry(), 2 * entry())])
 def test_a_quota_costs_the_same_however_many_tenants_there_are(steps, quota):
     def costs(n_tenants):
@@ -101,35 +89,6 @@ def test_a_quota_costs_the_same_however_many_tenants_there_are(steps, quota):
             return found
 
     assert costs(120) == costs(2)
-
-
-def test_the_quota_of_a_salt_costs_the_same_however_many_namespaces_it_has(steps):
-    def costs(n_namespaces):
-        with closing(Store(Fragile(MemoryPages()), quota=Quota(None, 10**6))) as store:
-
-            def put(model):
-                namespace = Namespace({"salt": "one", "model": str(model)})
-                store.settings = namespace.canonical
-                assert store.put([1] * P, namespace=namespace.key) == 1
-
-            for model in range(n_namespaces):
-                put(model)
-            return during(steps, store, lambda: put("another"))
-
-    assert costs(120) == costs(2)
-
-
-def test_pages_that_others_store_count_for_the_quota_of_a_salt():
-    one, other = (Namespace({"salt": "one", "model": model}) for model in "ab")
-    backend = MemoryPages()
-    ours, theirs = (Store(backend, quota=Quota(None, 2500), settings=each.canonical) for each in (one, other))
-    for number in range(3):
-        assert theirs.put([number] * P, namespace=other.key) == 1
-    assert ours.put([1] * P, namespace=one.key) == 1
-    with backend.view() as view:
-        assert sum(view.count(namespace).quota_bytes for namespace in view.namespaces_of("one")) <= 2500
-    assert len(ours.stored_keys()) == 2
-    assert ours.counters["evictions"] == 1
 
 
 # -- expired pages -----------------------------------------------------------------------------------------------------
@@ -190,45 +149,6 @@ def test_an_eviction_costs_the_same_however_many_siblings_the_page_has(ttl):
 
     # of fewer pages, more are in several samples of the same eviction
     assert costs(1200) < 1.25 * costs(400)
-
-
-@pytest.mark.slow
-def test_a_lookup_costs_the_same_however_many_pages_have_no_place(monkeypatch):
-    """Their parent is of a newer version: they may stay for long."""
-
-    def costs(n_strays):
-        backend = MemoryPages()
-        with closing(Store(backend)) as store:
-            store.put(A[:P], 1)
-            for number in range(n_strays):
-                store.put(A[:P] + [10 + number] * P, 1)
-            root = store.engine.match(NS, as_tokens(A), P).pages[0]
-            make_newer(backend, root.key)
-            store.match(A)
-            with closing(Store(Fragile(backend))) as other:
-                other.put(B[:P], 1)
-                lookup = calls_in(partial(store.match, C))
-                put = calls_in(partial(store.put, C[:P], 1))
-                assert store.match(B) == P
-                return lookup + put
-
-    assert costs(1000) < costs(50) + 100
-
-
-def test_a_page_is_kept_as_long_as_a_descendant_that_was_pinned_or_lives_longer(clock):
-    with closing(Store(Fragile(MemoryPages()), options={"ttl": 60.0})) as store:
-        store.put(A)
-        clock[0] += 50 * 10**9
-        store.put([*A, 7])
-        clock[0] += 20 * 10**9
-        assert store.match([*A, 7]) == 13
-        store.engine.pin(NS, as_tokens(A), P, pinned=True)
-        clock[0] += 60 * 10**9
-        assert store.match([*A, 7]) == 12
-        store.engine.pin(NS, as_tokens(A), P, pinned=False)
-        assert store.match(A) == 0
-        store.engine.commit([])
-        assert store.stored_keys() == set()
 
 
 @pytest.mark.slow

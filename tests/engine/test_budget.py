@@ -5,21 +5,14 @@ from __future__ import annotations
 import time
 from contextlib import closing
 
-import numpy as np
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.buffers import BufferPool
-from prefixstore.engine.budget import Budget, Quota
-from prefixstore.engine.engine import Engine
-from prefixstore.engine.eviction import POLICIES
-from prefixstore.engine.pages import Pages, open_pages
-from prefixstore.engine.pending import PendingPage
+from prefixstore.engine.budget import Quota
+from prefixstore.engine.pages import Pages
 from prefixstore.errors import InvalidParameterError
-from prefixstore.format.autocodec import pick
-from prefixstore.format.keys import as_tokens, page_key
+from prefixstore.format.keys import as_tokens
 from prefixstore.format.namespace import Namespace
-from prefixstore.stats import Counters
 from prefixstore.units import parse_seconds
 from tests.support.engines import MIB, NS, MemoryPages, Store, store_of
 from tests.support.newer import make_newer
@@ -33,35 +26,20 @@ def tenant(salt, model="m"):
     return Namespace({"salt": salt, "model": model})
 
 
-class Tenant:
+class Tenant(Store):
     """One process of a tenant: its namespace, and an engine of its own on a shared backend."""
 
-    def __init__(self, backend, namespace, *, max_bytes=64 * MIB, quota=None, policy="lru", **terms):
+    def __init__(self, backend, namespace, *, max_bytes=64 * MIB, quota=None, **terms):
         self.namespace = namespace
-        self.counters = Counters()
-        budget = Budget(max_bytes, None, quota or Quota())
-        self.engine = Engine(backend, budget, POLICIES[policy](), pick("raw"), self.counters, **terms)
-        self.buffers = BufferPool(1 << 30)
+        super().__init__(backend, max_bytes, quota=quota or Quota(), settings=namespace.canonical, options=terms)
 
     def put(self, tokens, size=SIZE):
         """Store the pages of a sequence that are missing; how many are stored now."""
         self.match(tokens)
-        raw, parent, batch = as_tokens(tokens).tobytes(), self.namespace.key, []
-        for start in range(0, len(raw), 4 * P):
-            piece = raw[start : start + 4 * P]
-            buffer = self.buffers.acquire(size)
-            buffer.view[:] = np.random.default_rng(start).bytes(size)
-            new = PendingPage.of(self.namespace.key, self.namespace.canonical, parent, start // 4, piece, buffer)
-            if self.engine.announce(new):
-                batch.append(new)
-            parent = page_key(parent, piece)
-        stored = self.engine.commit(batch)
-        for new in batch:
-            new.buffer.release()
-        return stored
+        return super().put(tokens, size, namespace=self.namespace.key)
 
     def match(self, tokens):
-        return self.engine.match(self.namespace.key, as_tokens(tokens), P).n_tokens
+        return super().match(tokens, namespace=self.namespace.key)
 
     def use(self, tokens):
         path = self.engine.match(self.namespace.key, as_tokens(tokens), P)
@@ -106,16 +84,6 @@ def test_in_a_full_location_a_tenant_evicts_its_own_pages_first(backend):
         loud.put([i] * P)
     assert quiet.held() == 6
     assert loud.held() >= 5
-
-
-def test_a_new_tenant_gets_space_in_a_location_that_others_have_filled(backend):
-    max_bytes = 12 * (PAGE + 1000)
-    first = Tenant(backend, tenant("first"), max_bytes=max_bytes)
-    for i in range(50):
-        first.put([i] * P)
-    second = Tenant(backend, tenant("second"), max_bytes=max_bytes, quota=Quota(2 * PAGE))
-    assert second.put([1] * P) == 1
-    assert second.held() == 1
 
 
 def test_all_models_of_a_salt_share_its_quota(backend):
@@ -180,9 +148,8 @@ def test_a_page_that_cannot_fit_into_a_quota_evicts_nothing(backend, quota):
     assert (store.held(), other.held()) == (10, 10)
 
 
-@pytest.mark.parametrize("kind", ["lmdb", "sqlite"])
-def test_a_page_that_cannot_fit_evicts_nothing_on_disk_either(kind, tmp_path):
-    with closing(backends_by_kind(kind, tmp_path, 8 * MIB)) as opened:
+def test_a_page_that_cannot_fit_evicts_nothing_on_disk_either(tmp_path):
+    with closing(Pages(LMDBBackend(tmp_path / "kv", 8 * MIB))) as opened:
         store = Tenant(opened, tenant("one"), max_bytes=8 * MIB)
         for i in range(8):
             assert store.put([i] * P, MIB // 2) == 1
@@ -190,20 +157,6 @@ def test_a_page_that_cannot_fit_evicts_nothing_on_disk_either(kind, tmp_path):
             store.engine.pin(store.namespace.key, as_tokens([i] * P), P, pinned=True)
         assert store.put([100] * P, 7 * MIB) == 0
         assert sum(store.match([i] * P) == P for i in range(8)) == 8
-
-
-def backends_by_kind(kind, tmp_path, max_bytes):
-    where = f"lmdb://{tmp_path}/kv" if kind == "lmdb" else f"sqlite:///{tmp_path}/kv.db"
-    return open_pages(where, max_bytes=max_bytes, read_only=False)
-
-
-@pytest.mark.parametrize("kind", ["lmdb", "sqlite"])
-def test_a_small_location_holds_pages_however_often_it_is_changed(kind, tmp_path):
-    """What it remembers of changes takes a small part of the least space that a location may have."""
-    budget = 600_000
-    with closing(Store(backends_by_kind(kind, tmp_path, budget), max_bytes=budget)) as store:
-        for number in range(700):
-            assert store.put([number] * P, 10_000) == 1, number
 
 
 def test_a_quota_is_one_size_or_sizes_by_name():

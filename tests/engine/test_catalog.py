@@ -9,16 +9,11 @@ from functools import partial
 
 import pytest
 
-from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine.budget import Quota
-from prefixstore.engine.delete import of_namespaces, subtree
-from prefixstore.engine.pages import Pages
-from prefixstore.errors import FullError
+from prefixstore.engine.delete import subtree
 from prefixstore.format.keys import as_tokens, page_keys
 from prefixstore.format.namespace import Namespace
-from prefixstore.format.record import StoredPage
 from tests.support.engines import MIB, NS, A, B, C, MemoryPages, P, Store, entry, put_snapshots, snapshot_of
-from tests.support.faults import FaultyBackend
 
 SETTINGS = Namespace({"salt": "tenant"}).canonical
 
@@ -105,34 +100,8 @@ def clock(monkeypatch):
     return now
 
 
-def spoil(store, key):
-    """Replace the payload of a page by other bytes, past the engine."""
-    with store.backend._inner.update() as transaction:
-        record, usage = transaction.record(key), transaction.usage(key)
-        transaction.delete(key)
-        transaction.put(key, record, usage, bytes(record.stored_bytes))
-
-
-def delete(store, key):
-    """Delete a page, past the engine."""
-    with store.backend._inner.update() as transaction:
-        transaction.delete(key)
-
-
-def stored_pages(store):
-    """What another location would export."""
-    with store.backend.view() as view:
-        pages = sorted(view.scan(), key=lambda one: one[1].start)
-        return [StoredPage(key, record, usage, bytes(view.payload(key))) for key, record, usage in pages]
-
-
-@pytest.fixture(params=["memory", "lmdb"])
-def new_backend(request, tmp_path):
-    return MemoryPages if request.param == "memory" else lambda: Pages(LMDBBackend(tmp_path / "kv", MIB))
-
-
-def test_lookups_and_restores_ask_the_backend_without_the_lock(watch, new_backend):
-    store = watch.open(new_backend(), codec="zstd", options={"ram_bytes": MIB})
+def test_lookups_and_restores_ask_the_backend_without_the_lock(watch):
+    store = watch.open(MemoryPages(), codec="zstd", options={"ram_bytes": MIB})
     engine = store.engine
     batch = store.announce(A)
     assert store.fetch(A) == 3  # from the buffers
@@ -154,8 +123,8 @@ def test_lookups_and_restores_ask_the_backend_without_the_lock(watch, new_backen
 
 
 @pytest.mark.parametrize("write_behind", [True, False])
-def test_submitted_pages_are_written_without_the_lock(watch, new_backend, write_behind):
-    store = watch.open(new_backend(), options={"write_behind": write_behind})
+def test_submitted_pages_are_written_without_the_lock(watch, write_behind):
+    store = watch.open(MemoryPages(), options={"write_behind": write_behind})
     for new in store.pages(A):
         assert store.engine.submit(new)
     store.engine.flush()
@@ -164,8 +133,8 @@ def test_submitted_pages_are_written_without_the_lock(watch, new_backend, write_
     assert {"update", "commit", "put", "put_namespace", "cost", "records", "sync"} <= watch.asked
 
 
-def test_space_is_made_without_the_lock(watch, new_backend, clock):
-    store = watch.open(new_backend(), max_entries=5, quota=Quota(4 * entry(), 4 * entry()), options={"ttl": 60.0})
+def test_space_is_made_without_the_lock(watch, clock):
+    store = watch.open(MemoryPages(), max_entries=5, quota=Quota(4 * entry(), 4 * entry()), options={"ttl": 60.0})
     engine = store.engine
     # eviction, for the budget and for quotas
     assert [store.put(tokens) for tokens in (A, B, C)] == [3, 3, 3]
@@ -189,76 +158,6 @@ def test_space_is_made_without_the_lock(watch, new_backend, clock):
     engine.commit([pending])
     assert store.match_snapshot(A) == 7
     assert {"usage", "touch", "delete", "cost"} <= watch.asked
-
-
-def test_more_space_is_made_without_the_lock_when_the_location_is_full(watch):
-    store = watch.open(FaultyBackend(MemoryPages(), "put", FullError("full"), at=4, times=2))
-    assert [store.put(tokens) for tokens in (A, B)] == [3, 3]
-    assert "reclaim" in watch.asked
-
-
-def test_damage_is_dealt_with_without_the_lock(watch, new_backend):
-    store = watch.open(new_backend())
-    engine = store.engine
-    keys = page_keys(NS, as_tokens(A), P)
-    # a damaged payload
-    store.put(A)
-    spoil(store, keys[1])
-    assert store.fetch(A) == 1
-    engine.commit([])
-    assert store.counters["corrupt"] == 2
-    # a state that does not fit its page
-    store.put(A)
-    engine.condemn(engine.match(NS, as_tokens(A), P).pages[2], lambda state, start, n: False)
-    engine.commit([])
-    assert store.stored_keys() == set(keys[:2])
-    # a page that vanished, and an orphan
-    store.put(A)
-    delete(store, keys[1])
-    assert store.fetch(A) == 1
-    found = engine.check()
-    assert [violation.rule for violation in found] == ["parent"]
-    assert engine.repair(found).pages == 1
-    assert store.match(A) == 4
-    assert store.counters.group("unreadable") == {"corrupt": 1}
-
-
-def test_pages_are_deleted_and_imported_without_the_lock(watch, new_backend):
-    store = watch.open(new_backend())
-    engine = store.engine
-    for tokens in (A, B, C):
-        store.put(tokens)
-    pages = stored_pages(store)
-    assert engine.delete([partial(subtree, key=page_keys(NS, as_tokens(A), P)[1])]).pages == 2
-    assert len(engine.evict(1).pages) == 7
-    assert engine.import_pages(pages, {NS: SETTINGS}).pages == 9
-    assert engine.import_pages(pages, {NS: SETTINGS}).present == 9
-    delete(store, page_keys(NS, as_tokens(B), P)[0])
-    assert engine.delete([partial(of_namespaces, namespaces={NS})]).pages == 6
-    assert engine.delete_strays().pages == 2
-    assert engine.delete_strays().pages == 0
-    engine.drop_empty_namespaces()
-    store.put(A)
-    assert engine.clear(NS) == 3
-    engine.scrub()
-    engine.compact()
-    assert {"scan", "drop_empty_namespaces", "reclaim", "scrub", "compact"} <= watch.asked
-
-
-def test_two_engines_on_one_location_see_what_the_other_does_without_the_lock(watch, tmp_path):
-    one, two = (watch.open(Pages(LMDBBackend(tmp_path, MIB)), max_entries=8) for _ in range(2))
-    one.put(A)
-    assert two.fetch(A) == 3
-    ours, theirs = one.announce(B), two.announce([*B, 9])
-    assert (one.engine.commit(ours), two.engine.commit(theirs)) == (3, 4)
-    assert two.engine.pin(NS, as_tokens(A), P, pinned=True) == 12
-    for number in range(10, 30):
-        two.put([number] * 4)
-    assert one.match([29] * 4) == 4
-    assert one.put(C) == 3
-    assert two.engine.clear(NS) == 8
-    assert one.match(A) == 0
-    assert {"records", "scan"} <= watch.asked
 
 
 def test_the_guard_detects_a_backend_call_under_the_lock():

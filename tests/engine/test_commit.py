@@ -9,8 +9,6 @@ import pytest
 
 from prefixstore.engine.budget import Quota
 from prefixstore.engine.pending import PendingPage
-from prefixstore.engine.space import Space
-from prefixstore.engine.waiting import DropReason
 from prefixstore.errors import FullError, UnavailableError
 from prefixstore.format.keys import SNAPSHOT, as_tokens, page_keys
 from prefixstore.format.record import Record, StoredPage, Usage, checksum
@@ -41,25 +39,6 @@ def test_a_pending_tail_that_is_continued_is_never_written():
         assert len(store.stored_keys()) == 2
 
 
-def test_the_page_that_continues_a_pinned_tail_is_pinned_if_another_process_has_stored_it():
-    backend = MemoryPages()
-    with store_of(backend) as one, store_of(backend) as two, store_of(backend) as three:
-        batches = [store.announce([1, 2, 3, 4][:n]) for store, n in ((one, 2), (two, 4), (three, 4))]
-        # each has announced its page before it knew of the others
-        one.engine.commit(batches[0])
-        with backend.view() as view:
-            tail = next((key, record, usage, bytes(view.payload(key))) for key, record, usage in view.scan())
-        two.engine.commit(batches[1])
-        with backend.update() as transaction:
-            transaction.put(*tail)
-        page = next(page for page in one.engine.pages() if page.n_tokens == 2)
-        one.engine.pin_page(page, pinned=True)
-        three.engine.commit(batches[2])
-        assert [(page.n_tokens, page.pinned) for page in three.engine.pages()] == [(4, True)]
-        assert one.match([1, 2, 3, 4]) == 4
-        assert [(page.n_tokens, page.pinned) for page in one.engine.pages()] == [(4, True)]
-
-
 def test_the_page_that_continues_a_pinned_tail_is_pinned():
     with store_of(max_entries=2) as store:
         store.put([1, 2])
@@ -81,23 +60,6 @@ def test_a_tail_that_is_continued_just_after_it_was_written_is_deleted_with_the_
         assert store.engine.commit(longer) == 1
         assert store.stored_keys() == {longer[0].page.key}
         assert known_keys(store.engine) == store.stored_keys()
-        assert store.engine._catalog._writing == set()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("limit", [{"max_entries": 2}, {"quota": Quota(2 * entry())}])
-def test_a_tail_stays_if_there_is_no_space_for_the_page_that_continues_it(limit):
-    with store_of(**limit) as store:
-        store.put([1, 2], 900)
-        store.put(B[:4], 900)
-        store.engine.pin(NS, as_tokens(B[:4]), P, pinned=True)
-        assert store.put([1, 2, 3], 10_000 if "quota" in limit else 64 << 20) == 0
-        assert store.match([1, 2, 3]) == 2
-        assert_same_as_stored(store)
-        assert store.put([1, 2, 4], 900) == 1
-        assert store.match([1, 2, 4]) == 3
-        assert len(store.stored_keys()) == 2
-        assert_same_as_stored(store)
 
 
 def assert_same_as_stored(store):
@@ -123,17 +85,6 @@ def test_the_quota_counts_a_tail_for_the_page_that_continues_it_and_evicts_nothi
         assert store.counters["evictions"] == 0
 
 
-def test_a_tail_that_was_spared_for_a_page_is_evicted_for_another_of_its_batch():
-    with store_of(max_entries=2, max_bytes=10 * entry()) as store:
-        store.put([1, 2])
-        store.put(B[:P])
-        store.engine.pin(NS, as_tokens(B[:P]), P, pinned=True)
-        # the page that continues the tail never fits; the other one needs its place
-        batch = [*store.announce([1, 2, 3], 64 << 20), *store.announce([9] * P)]
-        assert store.engine.commit(batch) == 1
-        assert store.match([9] * P) == P
-
-
 # -- uses --------------------------------------------------------------------------------------------------------------
 
 
@@ -146,16 +97,6 @@ def test_uses_of_a_pending_page_are_counted_once():
         store.engine.commit([])
         with store.backend.view() as view:
             assert view.usage(batch[0].page.key).hits == 3
-
-
-def test_uses_of_a_pending_page_wait_for_the_commit_that_writes_it():
-    with store_of() as store:
-        batch = store.announce(A[:8])
-        assert store.fetch(A) == 2
-        for new in batch:
-            store.engine.commit([new])
-        with store.backend.view() as view:
-            assert [view.usage(new.page.key).hits for new in batch] == [1, 1]
 
 
 # -- a backend that fails ----------------------------------------------------------------------------------------------
@@ -218,10 +159,9 @@ def test_a_bug_in_the_codec_leaves_no_unreadable_page():
 # -- snapshots that are deleted at the same time -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("interfere", ["thin", "damage"])
-def test_a_snapshot_that_is_given_up_while_it_is_written_leaves_no_orphan(interfere):
+def test_a_snapshot_that_is_given_up_while_it_is_written_leaves_no_orphan():
     class InterferingBackend(MemoryPages):
-        """Thins a snapshot, or reports it as damaged, at the moment when space is made for it."""
+        """Thins a snapshot at the moment when space is made for it."""
 
         interfere = None
 
@@ -245,12 +185,7 @@ def test_a_snapshot_that_is_given_up_while_it_is_written_leaves_no_orphan(interf
         buffer = store.buffers.acquire(1000)
         new = PendingPage.of(NS, b"{}", parent, 4, as_tokens(A[4:6]).tobytes(), buffer, form=SNAPSHOT)
         assert store.engine.announce(new)
-        catalog = store.engine._catalog
-        backend.interfere = (
-            (lambda: catalog.discard_snapshot(new.page))
-            if interfere == "thin"
-            else (lambda: catalog.mark_damaged(new.page))
-        )
+        backend.interfere = lambda: store.engine._catalog.discard_snapshot(new.page)
         assert store.engine.commit([new]) == 0
         buffer.release()
         assert store.engine.check() == []
@@ -268,23 +203,6 @@ def test_nothing_is_evicted_for_a_page_that_cannot_be_written():
         buffer.release()
         assert store.stored_keys() == before
         assert store.counters.group("dropped") == {"orphan": 1}
-
-
-def test_the_parent_of_a_thinned_snapshot_stays_until_the_snapshot_is_deleted():
-    with store_of(max_entries=2) as store:
-        store.put(A[:4])
-        parent = page_keys(NS, as_tokens(A), P)[0]
-        buffer = store.buffers.acquire(1000)
-        new = PendingPage.of(NS, b"{}", parent, 4, as_tokens(A[4:6]).tobytes(), buffer, form=SNAPSHOT)
-        assert store.engine.announce(new)
-        assert store.engine.commit([new]) == 1
-        buffer.release()
-        # inside a transaction, which deletes only what was thinned before it began
-        with store.engine._catalog.update(store.backend) as transaction:
-            store.engine._catalog.discard_snapshot(new.page)
-            assert Space(store.engine._committer._evictor, transaction).shrink(0, at_most=1)
-        assert store.engine.check() == []
-        assert store.stored_keys() == {parent}
 
 
 def test_a_use_during_a_commit_is_neither_lost_nor_counted_twice():
@@ -315,16 +233,6 @@ def test_a_state_that_finds_no_memory_in_ram_does_not_undo_the_commit(monkeypatc
         assert store.counters.group("dropped") == {}
         assert store.engine.ram_bytes == 0
         assert store.fetch(A) == 3
-
-
-def test_a_page_that_was_cleared_and_captured_again_is_not_refused_with_its_predecessor():
-    with store_of() as store:
-        (first,) = store.announce(A[:4])
-        store.engine._catalog.drop([first], DropReason.ERROR)
-        (second,) = store.announce(A[:4])
-        store.engine._catalog.refuse(first, DropReason.BUDGET)
-        assert store.engine.commit([second]) == 1
-        assert store.match(A[:4]) == 4
 
 
 def test_a_deletion_that_others_outrun_says_so():

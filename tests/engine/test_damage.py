@@ -156,7 +156,7 @@ def test_a_page_that_was_suspected_wrongly_and_captured_again_keeps_its_pin_and_
     batch = store.announce(tokens)
     if how == "abandoned":
         store.engine.commit([])  # it is not damaged
-        store.engine._catalog.abandon(batch)
+        store.engine._catalog.drop(batch)
     else:
         store.engine.commit(batch)
     assert_true(store.engine)

@@ -106,17 +106,6 @@ def test_the_pages_of_a_sequence_that_are_not_stored_are_missing():
         assert store.engine.missing(NS, as_tokens([1] * 20), P) == []
 
 
-def test_a_refused_page_is_not_captured_again_until_something_changes():
-    with store_of(max_bytes=3 * entry()) as store:
-        assert store.put([1] * 4, 10_000) == 0
-        tokens = as_tokens([1] * 8)
-        assert store.engine.missing(NS, tokens, P) == []
-        assert not store.engine.wants(NS, NS, as_tokens([1] * 4).tobytes())
-        store.put(B[:4])
-        store.match(B)
-        assert store.engine.missing(NS, tokens, P) == [0, 1]
-
-
 # -- eviction ----------------------------------------------------------------------------------------------------------
 
 

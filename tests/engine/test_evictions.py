@@ -7,12 +7,14 @@ import time
 import pytest
 
 from prefixstore.engine import evictions
-from prefixstore.engine.budget import Quota
-from prefixstore.engine.evictions import EVICTIONS_NOTE, REMEMBERED, Cause, EvictionLog, EvictionNote
+from prefixstore.engine.budget import Budget, Quota
+from prefixstore.engine.evictions import EVICTIONS_NOTE, REMEMBERED, Cause, EvictionLog
 from prefixstore.engine.miss import miss_reason
+from prefixstore.engine.saved_notes import SavedNotes
+from prefixstore.engine.space import Evictor
 from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_keys
-from tests.support.engines import NS, A, B, C, MemoryPages, P, entry, store_of
+from tests.support.engines import NS, A, B, C, P, entry, store_of
 
 
 def key(number):
@@ -34,9 +36,9 @@ def test_the_latest_are_remembered_and_each_page_once():
     assert log.find(key(20)) == (9000.0, Cause.ASKED)
     packed = log.pack(None, 1 << 30)
     assert len(packed) == 13 * REMEMBERED
-    assert evictions._parsed(packed)[key(20)[:8]] == (9000.0, Cause.ASKED)
+    assert evictions.parsed(packed)[key(20)[:8]] == (9000.0, Cause.ASKED)
     # what does not fit is what is oldest
-    assert list(evictions._parsed(log.pack(None, 30))) == [key(20)[:8], key(REMEMBERED + 9)[:8]]
+    assert list(evictions.parsed(log.pack(None, 30))) == [key(20)[:8], key(REMEMBERED + 9)[:8]]
     assert log.pack(None, -5) == b""
 
 
@@ -44,46 +46,52 @@ def test_two_processes_add_to_one_note():
     one, other = EvictionLog(), EvictionLog()
     one.add(key(1), Cause.SPACE, 100.0)
     other.add(key(2), Cause.QUOTA, 200.0)
-    found = evictions._parsed(other.pack(one.pack(None, 999), 999))
+    found = evictions.parsed(other.pack(one.pack(None, 999), 999))
     assert found == {key(1)[:8]: (100.0, Cause.SPACE), key(2)[:8]: (200.0, Cause.QUOTA)}
 
 
 @pytest.mark.parametrize("note", [None, b"", b"x", bytes(13), b"y" * 26])
 def test_a_note_that_cannot_be_read_says_nothing(note):
-    assert evictions._parsed(note) == {}
+    assert evictions.parsed(note) == {}
     log = EvictionLog()
     log.add(key(1), Cause.SPACE, 5.0)
     assert len(log.pack(note, 999)) == 13
 
 
+def note_of(store, max_bytes=64 << 20, **options):
+    return SavedNotes(store.backend, Evictor(store.engine._catalog, Budget(max_bytes), store.counters), **options)
+
+
 def test_it_is_written_at_the_end_and_not_too_often():
-    backend, log, now = MemoryPages(), EvictionLog(), [0.0]
-    note = EvictionNote(backend, log, 64 << 20, clock=lambda: now[0])
-    note.save(closing=True)
-    log.add(key(1), Cause.SPACE, 5.0)
-    note.save()
-    assert noted(backend) is None
-    now[0] = 61.0
-    note.save()
-    assert len(noted(backend)) == 13
-    log.add(key(2), Cause.SPACE, 6.0)
-    note.save()
-    assert len(noted(backend)) == 13
-    note.save(closing=True)
-    assert len(noted(backend)) == 26
+    now = [0.0]
+    with store_of() as store:
+        note, log = note_of(store, clock=lambda: now[0]), store.engine._catalog.evictions
+        note.save(closing=True)
+        log.add(key(1), Cause.SPACE, 5.0)
+        note.save()
+        assert noted(store.backend) is None
+        now[0] = 61.0
+        note.save()
+        assert len(noted(store.backend)) == 13
+        log.add(key(2), Cause.SPACE, 6.0)
+        note.save()
+        assert len(noted(store.backend)) == 13
+        note.save(closing=True)
+        assert len(noted(store.backend)) == 26
 
 
-def test_a_location_that_fails_or_is_full_has_no_note(monkeypatch):
-    backend, log = MemoryPages(), EvictionLog()
-    log.add(key(1), Cause.SPACE, 5.0)
-    EvictionNote(backend, log, 100).save(closing=True)
-    assert noted(backend) is None
+def test_a_location_that_fails_or_is_small_has_no_note(monkeypatch):
+    with store_of() as store:
+        store.engine._catalog.evictions.add(key(1), Cause.SPACE, 5.0)
+        note_of(store, 100).save(closing=True)
+        assert noted(store.backend) is None
 
-    def fails():
-        raise UnavailableError("fails on purpose")
+        def fails():
+            raise UnavailableError("fails on purpose")
 
-    monkeypatch.setattr(backend, "update", fails)
-    EvictionNote(backend, log, 1 << 30).save(closing=True)
+        monkeypatch.setattr(store.backend, "update", fails)
+        note_of(store).save(closing=True)
+        monkeypatch.undo()
 
 
 def found(store, tokens):

@@ -197,7 +197,6 @@ class Interleaving(RuleBasedStateMachine):
         with self.interrupted(which, steps) as member:
             batch, member.waiting = member.waiting, []
             member.engine.commit(batch)
-            assert not member.catalog._writing
 
     @rule(which=engines, tokens=prompts, form=st.sampled_from([PAGE, SNAPSHOT]), steps=interruptions)
     def put(self, which, tokens, form, steps):
@@ -293,7 +292,7 @@ class Interleaving(RuleBasedStateMachine):
 
     def abandon(self, member, choice, tokens) -> None:
         """A page is given up, as when the thread that submits it is interrupted."""
-        member.catalog.abandon(self.pending(member)[choice : choice + 1])
+        member.catalog.drop(self.pending(member)[choice : choice + 1])
 
     def drop(self, member, choice, tokens) -> None:
         """A page is given up, as when another batch fails."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 import threading
 from contextlib import contextmanager
 
@@ -11,13 +9,10 @@ import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine.pages import Pages
-from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import UnavailableError
-from prefixstore.format.keys import as_tokens, page_key
 from tests.support import PATIENCE, in_thread
-from tests.support.engines import MIB, NS, A, B, MemoryPages, P, Store, gated, state_of, store_of, wait_for, writer_of
+from tests.support.engines import MIB, A, B, MemoryPages, Store, gated, store_of, wait_for, writer_of
 from tests.support.faults import FaultyBackend, SlowBackend
-from tests.support.fragile import known_keys
 
 # -- what is written, and when -----------------------------------------------------------------------------------------
 
@@ -211,63 +206,3 @@ def test_a_bug_does_not_end_the_thread_of_the_queue():
 
 
 # -- many threads ------------------------------------------------------------------------------------------------------
-
-
-def captured(store, writer, tokens, size):
-    """Capture as a store does: without waiting for a buffer."""
-    raw = as_tokens(tokens).tobytes()
-    parent = NS
-    for start in range(0, len(raw), 4 * P):
-        piece = raw[start : start + 4 * P]
-        key = page_key(parent, piece)
-        if store.engine.wants(NS, parent, piece):
-            buffer = writer.acquire(size)
-            if buffer is None:
-                return
-            buffer.view[:] = state_of(key, size)
-            yield PendingPage.of(NS, b'{"n":1}', parent, start // 4, piece, buffer)
-        parent = key
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["memory", "lmdb"])
-def test_many_threads_capture_restore_pin_and_clear_at_once(tmp_path, kind):
-    backend = MemoryPages() if kind == "memory" else Pages(LMDBBackend(tmp_path, MIB))
-    failures, restored = [], itertools.count()
-    with store_of(backend, max_bytes=MIB, max_entries=60) as store, writer_of(store, 100_000) as writer:
-
-        def work(seed):
-            chance = random.Random(seed)
-            try:
-                for _ in range(60):
-                    tokens = [chance.randrange(2) for _ in range(chance.randrange(1, 30))]
-                    for _ in range(store.fetch(tokens)):
-                        next(restored)
-                    for new in captured(store, writer, tokens, chance.choice([100, 3000])):
-                        writer.submit(new)
-                    if chance.random() < 0.05:
-                        store.engine.pin(NS, as_tokens(tokens), P, pinned=chance.random() < 0.3)
-                    if chance.random() < 0.02:
-                        store.engine.clear(NS)
-            except BaseException as error:
-                failures.append(error)
-                raise
-
-        threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE)
-        assert not any(thread.is_alive() for thread in threads)
-        assert failures == []
-        writer.flush()
-        assert writer.queued_bytes == 0
-        # the thread may be about to evict, to make room
-        writer.close()
-        assert store.engine.check() == []
-        store.match([0])
-        assert known_keys(store.engine) == store.stored_keys()
-        assert store.engine._catalog._pending == {}
-        assert next(restored) > 0
-        assert "error" not in store.counters.group("dropped")
-        assert "corrupt" not in store.counters.group("unreadable")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +11,7 @@ from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine.pages import Pages
 from prefixstore.engine.snapshot_policy import thin
 from prefixstore.format.keys import SNAPSHOT, as_tokens
-from tests.support.engines import MIB, NS, MemoryPages, P, put_snapshots, snapshot_of, state_of, store_of
+from tests.support.engines import MIB, NS, P, put_snapshots, snapshot_of, state_of, store_of
 
 
 @given(
@@ -50,12 +48,9 @@ def test_thinning_one_by_one_spaces_older_positions_further_apart():
 # -- in an engine ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["memory", "lmdb"])
-def test_snapshots_are_stored_found_and_fetched(tmp_path, kind):
-    location = tmp_path if kind == "lmdb" else None
-    backend = Pages(LMDBBackend(tmp_path, max_bytes=64 * MIB)) if location else MemoryPages()
+def test_snapshots_are_stored_found_and_fetched(tmp_path):
     tokens = list(range(30))
-    with store_of(backend) as store:
+    with store_of(Pages(LMDBBackend(tmp_path, max_bytes=64 * MIB))) as store:
         assert put_snapshots(store, tokens, [3, 8, 17, 29]) == 4
         for n, limit, multiple, found in [
             (30, 30, 1, 29),
@@ -70,20 +65,8 @@ def test_snapshots_are_stored_found_and_fetched(tmp_path, kind):
         with store.engine.fetching(path.pages) as states:
             got = [bytes(state) for state in states]
         assert got == [b""] * 7 + [state_of(path.pages[-1].key, 100)]
-        if location:
-            with store_of(Pages(LMDBBackend(tmp_path, max_bytes=64 * MIB))) as other:
-                assert other.match_snapshot(tokens) == 29
-
-
-def test_snapshots_are_evicted_before_the_pages_that_they_need():
-    tokens = list(range(30))
-    with store_of(max_entries=10) as store:
-        put_snapshots(store, tokens, [8, 17, 29])
-        assert put_snapshots(store, tokens, [28, 27]) == 2
-        assert store.counters["evictions"] == 2
-        assert store.match_snapshot(tokens) == 29
-        assert store.match_snapshot(tokens[:20]) == 0
-        assert store.match(tokens) == 28
+        with store_of(Pages(LMDBBackend(tmp_path, max_bytes=64 * MIB))) as other:
+            assert other.match_snapshot(tokens) == 29
 
 
 def test_snapshots_are_thinned_with_the_next_batch_except_pinned_ones():
@@ -121,32 +104,12 @@ def test_pending_snapshots_that_are_thinned_are_never_written():
         assert store.match_snapshot(tokens) == 29
 
 
-def test_the_snapshot_before_a_branch_is_thinned_last():
+def test_the_snapshot_before_a_branch_and_a_valued_one_are_thinned_last():
     tokens = list(range(60))
     with store_of() as store:
         put_snapshots(store, tokens, [8, 17, 29, 40, 50, 58])
         store.put([*tokens[:19], *range(100, 130)], 0)
-        store.engine.thin(NS, as_tokens(tokens), P, 2, 8)
-        store.engine.commit([])
-        assert store.match_snapshot(tokens[:40]) == 17
-
-
-def test_a_valued_snapshot_is_thinned_last():
-    tokens = list(range(60))
-    with store_of() as store:
-        put_snapshots(store, tokens, [8, 17, 29, 40, 50, 58])
-        for valued in ((29,), ()):
-            store.engine.thin(NS, as_tokens(tokens), P, 3 if valued else 2, 8, valued)
+        for keep, valued, found in ((3, [29], 29), (2, [], 17)):
+            store.engine.thin(NS, as_tokens(tokens), P, keep, 8, valued)
             store.engine.commit([])
-            assert (store.match_snapshot(tokens[:40]) == 29) == bool(valued)
-
-
-def test_expired_snapshots_are_not_found():
-    tokens = list(range(30))
-    with store_of() as store:
-        put_snapshots(store, tokens, [8, 17])
-        path = store.engine.match_snapshot(NS, as_tokens(tokens), P, 30)
-        with store.backend.update() as transaction:
-            key = path.pages[-1].key
-            transaction.touch(key, replace(transaction.usage(key), expires=1))
-        assert store.match_snapshot(tokens) == 8
+            assert store.match_snapshot(tokens[:40]) == found

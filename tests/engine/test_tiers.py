@@ -416,7 +416,7 @@ def test_a_page_that_was_used_reaches_the_other_location_with_its_renewed_expiry
         assert old.page.expires == renewed
         assert store.engine.announce(young)
         assert young.page.expires == young.page.created + 100 * 10**9
-        store.engine._catalog.abandon([old, young])
+        store.engine._catalog.drop([old, young])
 
 
 def test_a_listener_hears_of_both_locations_and_not_of_what_is_kept():

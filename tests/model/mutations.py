@@ -141,7 +141,7 @@ def the_budget_is_ignored(patch: Patch) -> None:
 
 @leads_to("quotas are kept", ("capture", 0, [(ONE, (LARGE,) * 16)]), limits="quotas")
 def quotas_are_ignored(patch: Patch) -> None:
-    patch.setattr(Space, "_quotas", lambda *_: [])
+    patch.setattr(Space, "_tenants", lambda *_: [])
 
 
 @leads_to(
