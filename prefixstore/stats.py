@@ -10,12 +10,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeAlias
 
 from prefixstore.units import counted, format_bytes, format_seconds
 
 __all__ = [
     "AGE_BUCKETS",
+    "DAY",
     "HISTOGRAMS",
+    "HOUR",
+    "MINUTE",
     "SECONDS_BUCKETS",
     "Counters",
     "Histogram",
@@ -23,6 +27,7 @@ __all__ = [
     "Ledger",
     "Purpose",
     "Request",
+    "Rows",
     "SessionCounts",
     "Shortage",
     "Stats",
@@ -482,11 +487,19 @@ class _Tally:
 KEPT = frozenset(
     {"hits", "live_hits", "prompt_tokens", "tokens_restored", "tokens_computed", "evictions", "saved_microseconds"}
 )
-# rows that may wait to be written; those beyond are counted together, under no namespace
-MOST_ROWS = 4096
-REQUESTS_KEPT = 16
+# seconds
+MINUTE, HOUR, DAY = 60, 3600, 86_400
+# how many periods of each length are kept
 MINUTES_KEPT = 60
-HOUR = 3600
+PERIODS_KEPT = {MINUTE: MINUTES_KEPT, HOUR: 169, DAY: 385}
+# namespaces in one period; those beyond are counted together, under no namespace
+MOST_ROWS = 1024
+# rows that may wait to be written
+MOST_WAITING = 4096
+REQUESTS_KEPT = 16
+
+Rows: TypeAlias = dict[tuple[str, str], "Counter[str]"]
+"""Counts by namespace (see `short`; empty for several together) and purpose."""
 
 
 def short(key: bytes) -> str:
@@ -495,21 +508,19 @@ def short(key: bytes) -> str:
 
 
 class Ledger:
-    """Counts by namespace that wait to be written into the location. The caller holds a lock.
+    """Counts by period. The caller holds a lock.
 
     Attributes
     ----------
-    rows
-        Counts by hour (since the epoch), short name of the namespace, and purpose.
-    minutes
-        Counts of all namespaces by minute (since the epoch); of serving only.
+    periods
+        What was counted, by the length of a period in seconds, and its number since the epoch: in days, in hours, and
+        in minutes, which have serving only, of all namespaces together.
     requests
         The last prompts.
     """
 
     def __init__(self) -> None:
-        self.rows: dict[tuple[int, str, str], Counter[str]] = {}
-        self.minutes: dict[int, Counter[str]] = {}
+        self.periods: dict[tuple[int, int], Rows] = {}
         self.requests: list[Request] = []
 
     def count(self, name: str, by: int, namespace: bytes, purpose: Purpose) -> None:
@@ -517,30 +528,38 @@ class Ledger:
         if not by or (name not in KEPT and not name.startswith("miss:")):
             return
         now, counts = time.time(), Counter({name: by})
-        self._add((int(now // HOUR), short(namespace), purpose.value), counts)
+        row = short(namespace), purpose.value
+        if row not in self.periods.get((HOUR, int(now // HOUR)), {}):
+            self.forget_old(now)
+            if sum(map(len, self.periods.values())) >= MOST_WAITING:
+                row = "", purpose.value
+        for seconds in (DAY, HOUR):
+            self._add((seconds, int(now // seconds)), row, counts)
         if purpose is Purpose.SERVING:
-            self._add_minute(int(now // 60), counts)
+            self._add((MINUTE, int(now // MINUTE)), ("", purpose.value), counts)
 
     def add(self, other: Ledger) -> None:
         """Add what another ledger has."""
-        for row, counts in other.rows.items():
-            self._add(row, counts)
-        for minute, counts in other.minutes.items():
-            self._add_minute(minute, counts)
+        for period, rows in other.periods.items():
+            for row, counts in rows.items():
+                self._add(period, row, counts)
         self.requests = sorted([*self.requests, *other.requests], key=lambda one: one.at)[-REQUESTS_KEPT:]
 
-    def _add(self, row: tuple[int, str, str], counts: Counter[str]) -> None:
-        if row not in self.rows and len(self.rows) >= MOST_ROWS:
-            row = row[0], "", row[2]
-        self.rows.setdefault(row, Counter()).update(counts)
+    def _add(self, period: tuple[int, int], row: tuple[str, str], counts: Counter[str]) -> None:
+        rows = self.periods.setdefault(period, {})
+        kept = row if row in rows or len(rows) < MOST_ROWS else ("", row[1])
+        rows.setdefault(kept, Counter()).update(counts)
 
-    def _add_minute(self, minute: int, counts: Counter[str]) -> None:
-        self.minutes.setdefault(minute, Counter()).update(counts)
-        if len(self.minutes) > MINUTES_KEPT:
-            del self.minutes[min(self.minutes)]
+    def forget_old(self, now: float) -> None:
+        """Leave out what is too old; what a clock that jumped has counted is as far away."""
+        self.periods = {
+            (seconds, number): rows
+            for (seconds, number), rows in self.periods.items()
+            if abs(now // seconds - number) < PERIODS_KEPT.get(seconds, 0)
+        }
 
     def __bool__(self) -> bool:
-        return bool(self.rows)
+        return bool(self.periods)
 
 
 class Counters:
