@@ -11,6 +11,7 @@ from prefixstore.backends.contract import ConflictError
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.index import Index, Page, depth_first
 from prefixstore.engine.invariants import Violation
+from prefixstore.engine.page_checks import astray, strays
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.pages import CONFLICTS, Pages, fewer, retried
 from prefixstore.engine.pending import Suspicion
@@ -181,29 +182,14 @@ class Deleter:
 
         With `newer` also those that a newer version wrote, and what follows them.
         """
-        lost, of_newer = self._strays()
+        with self._backend.view() as view:
+            lost, of_newer = strays(view)
         return self._delete_all(lost | of_newer if newer else lost, strays_only=True)
 
     def n_newer(self) -> int:
         """How many stored pages cannot be read, or found, because a newer version wrote them or what they follow."""
-        return len(self._strays()[1])
-
-    def _strays(self) -> tuple[set[bytes], set[bytes]]:
-        """What is stored and cannot be found here: what can never be found, and what a newer version can."""
-        lost: set[bytes] = set()
-        newer: set[bytes] = set()
-        pages: list[Page] = []
         with self._backend.view() as view:
-            for key, record, usage in view.scan():
-                if isinstance(record, Record):
-                    pages.append(Page.stored(key, record, usage))
-                else:
-                    (newer if isinstance(record, IncompatibleError) else lost).add(key)
-        index = Index()
-        for page in sorted(pages, key=lambda page: page.start):
-            if not index.add(page):
-                (newer if page.parent in newer else lost).add(page.key)
-        return lost, newer
+            return sum(1 for _ in with_descendants(view, strays(view)[1]))
 
     def repair(self, found: Iterable[Violation]) -> Removed:
         """Delete the pages that a check has named, and their descendants; a wrong index is rebuilt instead."""
@@ -323,11 +309,4 @@ def _is_damaged(transaction: Transaction, key: bytes, suspicion: Suspicion | Non
 def _is_stray(transaction: Transaction, key: bytes) -> bool:
     """Whether a page can never be found: it cannot be read, or does not follow what is stored."""
     record, _ = transaction.records([key]).get(key, (None, None))
-    while isinstance(record, Record):
-        if record.parent == record.namespace:
-            return not record.follows(None)
-        above, _ = transaction.records([record.parent]).get(record.parent, (None, None))
-        if not isinstance(above, Record) or not record.follows(above):
-            return True
-        record = above
-    return True
+    return not isinstance(record, Record) or any(astray(transaction, [key]))

@@ -9,30 +9,77 @@ from prefixstore.backends import contract
 from prefixstore.engine import keyspace, siblings
 from prefixstore.engine.keyspace import Count, Leaf, record_row, usage_row
 from prefixstore.engine.page_view import View, leaf_of, path_in
-from prefixstore.format.keys import KEY_BYTES
-from prefixstore.format.record import head_of
+from prefixstore.errors import IncompatibleError, StorageError
+from prefixstore.format.keys import KEY_BYTES, SNAPSHOT
+from prefixstore.format.record import Record, head_of
 
-__all__ = ["SUMS", "flaws", "misplaced", "stray_leaves", "wrong_leaves"]
+__all__ = ["astray", "flaws", "misplaced", "stray_leaves", "strays", "wrong_leaves"]
 
 # how often all pages are counted while others write
 SUMS = 5
 
 
 def flaws(view: View) -> Iterator[tuple[str, bytes, str]]:
-    """Faults of what is kept beside the pages, such as the index of children.
+    """Faults of the places of pages, and of what is kept beside them, such as the index of children.
 
     Each is a rule of `prefixstore.engine.invariants.Violation` (``"index"`` if `Pages.reindex` mends it,
-    ``"orphan"`` if `Transaction.delete` does), the key of the page or ``b""``, and a message. Raises `CorruptError`
-    if the location cannot be used at all.
+    if not, `Transaction.delete` does), the key of the page or ``b""``, and a message. Raises `CorruptError` if the
+    location cannot be used at all.
     """
     view.check()
     for rows in keyspace.walk(view.rows, keyspace.RECORD):
+        yield from astray(view, [row.key[1:] for row in rows])
         for key in _lost(view, rows):
             yield "index", key, "it is not found among the children of its parent"
     yield from _wrong_children(view)
     yield from _orphans(view)
     yield from _flaws_of_leaves(view)
     yield from _miscounted(view)
+
+
+def astray(view: View, keys: Sequence[bytes]) -> Iterator[tuple[str, bytes, str]]:
+    """What is wrong with the places of those of these pages that can be read, in their sequences: as `flaws`."""
+    for key, record, above in _with_parents(view, keys):
+        if any(_out_of_place(record, above)):
+            # this view may see later commits: both as they are now
+            for _, page, parent in _with_parents(view, [key]):
+                yield from ((rule, key, what) for rule, what in _out_of_place(page, parent))
+
+
+def strays(view: View) -> tuple[set[bytes], set[bytes]]:
+    """Pages that can never be found, and those that a newer version wrote; without what follows them."""
+    lost: set[bytes] = set()
+    newer: set[bytes] = set()
+    for rows in keyspace.walk(view.rows, keyspace.RECORD):
+        keys = [row.key[1:] for row in rows]
+        for key, (record, _) in view.records(keys).items():
+            if not isinstance(record, Record):
+                (newer if isinstance(record, IncompatibleError) else lost).add(key)
+        lost |= {key for _, key, _ in astray(view, keys)}
+    return lost, newer
+
+
+def _with_parents(view: View, keys: Sequence[bytes]) -> Iterator[tuple[bytes, Record, Record | StorageError | None]]:
+    """Those of these pages that can be read, and what is stored of their parents."""
+    records = {key: one for key, (one, _) in view.records(keys).items() if isinstance(one, Record)}
+    above = view.records([one.parent for one in records.values()])
+    for key, record in records.items():
+        yield key, record, above[record.parent][0] if record.parent in above else None
+
+
+def _out_of_place(page: Record, parent: Record | StorageError | None) -> Iterator[tuple[str, str]]:
+    if page.parent == page.namespace:
+        if page.start:
+            yield "position", f"a first page starts at {page.start}, not at 0"
+    elif isinstance(parent, Record):
+        if parent.end != page.start:
+            yield "position", f"starts at {page.start}, but its parent ends at {parent.end}"
+        if parent.form == SNAPSHOT:
+            yield "parent", "its parent is a snapshot, which cannot have children"
+        if parent.namespace != page.namespace:
+            yield "namespace", "its parent is in another namespace"
+    elif not isinstance(parent, IncompatibleError):
+        yield "parent", f"its parent {page.parent.hex()} is missing"
 
 
 def _lost(view: View, rows: Sequence[contract.Row]) -> Iterator[bytes]:
@@ -129,12 +176,12 @@ def _miscounted(view: View) -> Iterator[tuple[str, bytes, str]]:
     for _ in range(SUMS):
         generation = view.last_generation()
         counted, right = view.counts(), view.recount()
-        all_counted, every = counted.get(keyspace.COUNT, Count()), right.rows[keyspace.COUNT]
-        if right.unreadable or not all_counted.has_sizes:
-            # what those hold was counted when they were written
+        all_counted, every = counted.get(keyspace.COUNT, Count()), right[keyspace.COUNT]
+        if every.pages > sum(count.pages for row, count in right.items() if row != keyspace.COUNT):
+            # what those hold that cannot be read was counted when they were written
             is_right = all_counted.pages == every.pages
         else:
-            is_right = {keyspace.COUNT: all_counted} | counted == right.rows
+            is_right = {keyspace.COUNT: all_counted} | counted == right
         if is_right:
             return
         if view.last_generation() == generation:

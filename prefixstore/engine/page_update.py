@@ -15,7 +15,6 @@ from prefixstore.backends.contract import Range, Update
 from prefixstore.engine import keyspace, siblings
 from prefixstore.engine.bookmark import note_name
 from prefixstore.engine.keyspace import (
-    UNKNOWN,
     Count,
     Leaf,
     leaf_row,
@@ -32,9 +31,8 @@ from prefixstore.format.record import USAGE, Buffer, Record, Usage, head_of, nam
 
 __all__ = ["PASSES", "Transaction"]
 
-# Of so many pages an update adds up the sizes, if they are not known: it takes a fraction of a second. Of more they are
-# unknown until the index is rebuilt, which does not keep other writers waiting.
-SUMMED_AT_ONCE = 100_000
+# Of so many pages an update looks for the one that a damaged record followed; of more, the next repair does.
+SEARCHED_AT_ONCE = 100_000
 # Each takes off the last rows of chains of child rows that lead to nothing. A longer chain was forged, and takes more
 # than one repair.
 PASSES = 256
@@ -50,9 +48,8 @@ class Transaction(View):
         self._has_changed = False
         # rows of counts that were changed
         self._counted: dict[bytes, Count] = {}
-        # of tenants: what their namespaces held at first, and what they hold together now
+        # of tenants: what their namespaces held at first
         self._spaces: dict[str, dict[bytes, Count]] = {}
-        self._held: dict[bytes, Count] = {}
         # whether a page was deleted whose namespace nobody knows
         self._has_lost_count = False
         # the pages that it has deleted and not put again, and what is called when it is committed
@@ -77,10 +74,7 @@ class Transaction(View):
 
     def count_of(self, salt: str) -> Count:
         """What the namespaces with this salt hold together. Their rows are read once."""
-        tenant = keyspace.tenant_of(salt, b"")
-        if tenant not in self._held:
-            self._held[tenant] = reduce(Count.plus, self.namespaces_of(salt).values(), Count())
-        return self._held[tenant]
+        return reduce(Count.plus, self.namespaces_of(salt).values(), Count())
 
     def _owner(self, namespace: bytes) -> bytes:
         """Under whose key an encrypted location has a namespace: the tenant's, whichever part of it that is."""
@@ -92,8 +86,6 @@ class Transaction(View):
         for group in (None, namespace):
             row = keyspace.COUNT if group is None else self._count_row(namespace)
             self._counted[row] = self.count(group).plus(change)
-        if (tenant := self._tenant(namespace)) in self._held:
-            self._held[tenant] = self._held[tenant].plus(change)
 
     def counts(self) -> dict[bytes, Count]:
         both = super().counts() | self._counted
@@ -103,8 +95,6 @@ class Transaction(View):
         """Write other counts than those that are there."""
         # also the rows of namespaces that this update has emptied
         self._counted = dict.fromkeys([*super().counts(), *self._counted], Count()) | counts
-        self._held.clear()
-        self._has_lost_count = False
         # what found no space may find it now
         self._has_changed = True
 
@@ -198,7 +188,7 @@ class Transaction(View):
         head = head_of(record)
         if head is None:
             self._has_lost_count = True
-            self._counted[keyspace.COUNT] = self.count().plus(Count(-1, UNKNOWN, UNKNOWN))
+            self._counted[keyspace.COUNT] = self.count().plus(Count(-1))
             return None
         self._add(head.namespace, Count(*(-n for n in counted_as(head, usage))))
         return head.stored_bytes
@@ -235,8 +225,7 @@ class Transaction(View):
             # each time the rows above those that are gone
             if not sum(self._mend_hollow(rows) for rows in keyspace.walk(self._rows, keyspace.CHILD)):
                 break
-        if self.count().pages <= SUMMED_AT_ONCE:
-            # which page it followed is not known; of very many, the next repair finds it
+        if self.count().pages <= SEARCHED_AT_ONCE:
             for rows in keyspace.walk(self._rows, keyspace.RECORD):
                 self.mend_leaves([row.key for row in rows])
 
@@ -278,7 +267,6 @@ class Transaction(View):
         row, count = self._count_row(key), self.count(key)
         self._salts[key] = salt_in(settings)
         self._rows.put(namespace_row(key), settings, owner=self._owner(key))
-        self._held.clear()
         if any(count) and row != self._count_row(key):
             # pages were put, or deleted, while it was not known whose they are
             self._counted |= {row: Count(), self._count_row(key): count.plus(self.count(key))}
@@ -354,8 +342,8 @@ class Transaction(View):
     def finish(self) -> None:
         """Write what was counted. Raises `LocationError` if the location was encrypted meanwhile."""
         self.require_plain()
-        if self._has_lost_count and self.count().pages <= SUMMED_AT_ONCE:
-            self.replace_counts(self.recount().rows)
+        if self._has_lost_count:
+            self.replace_counts(self.recount())
         self._write_counts()
         if self._has_changed:
             generation = (self.generation + 1) % (1 << 8 * keyspace.GENERATION_BYTES)

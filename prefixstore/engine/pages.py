@@ -17,8 +17,6 @@ from prefixstore.backends import contract, is_persistent, open_backend
 from prefixstore.backends.contract import ConflictError
 from prefixstore.backends.keys import Key, KeyProvider, Keys, provider_of
 from prefixstore.engine import keyspace
-from prefixstore.engine.keyspace import Count
-from prefixstore.engine.page_checks import SUMS
 from prefixstore.engine.page_update import PASSES, Transaction
 from prefixstore.engine.page_view import View
 from prefixstore.engine.trie import Trie
@@ -154,12 +152,6 @@ class Pages:
                 break
         self._work_on_all(keyspace.RECORD, Transaction.mend_leaves)
         self._work_on_all(keyspace.LEAF, Transaction.drop_leaves)
-        for _ in range(SUMS):
-            # while others write, if possible
-            with self.view() as view:
-                counted = view.generation, view.recount().rows
-            if self._correct_counts(*counted):
-                return
         self._correct_counts()
 
     def _work_on_all(self, kind: bytes, work: Callable[[Transaction, Sequence[bytes]], bool]) -> bool:
@@ -186,13 +178,9 @@ class Pages:
             return (rows[-1] + b"\0", work(transaction, rows)) if rows else None
 
     @retried
-    def _correct_counts(self, generation: int | None = None, counts: dict[bytes, Count] | None = None) -> bool:
-        """Write down what was counted at a generation, or count now; whether nobody has written since."""
+    def _correct_counts(self) -> None:
         with self.update() as transaction:
-            is_now = generation in (None, transaction.generation)
-            if is_now:
-                transaction.replace_counts(counts if counts is not None else transaction.recount().rows)
-            return is_now
+            transaction.replace_counts(transaction.recount())
 
     def undecryptable(self, *, delete: bool = False) -> int:
         """How many rows cannot be decrypted, of a location that is encrypted; with `delete` they are deleted."""

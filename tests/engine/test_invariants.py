@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from prefixstore.engine import invariants, keyspace
+from prefixstore.engine import keyspace
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.invariants import violations
 from prefixstore.format.keys import SNAPSHOT
@@ -28,7 +28,7 @@ def backend(request, tmp_path):
 @pytest.fixture(autouse=True)
 def few_at_once(monkeypatch):
     """So that a few pages are several batches."""
-    monkeypatch.setattr(invariants, "AT_ONCE", 3)
+    monkeypatch.setattr(keyspace, "AT_ONCE", 3)
 
 
 def put(backend, *pages, settings=(ONE, TWO)):
@@ -111,7 +111,6 @@ def test_a_location_beyond_its_budget_is_found(backend):
 
 @pytest.mark.slow
 def test_a_check_keeps_little_of_each_page_in_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(invariants, "AT_ONCE", 256)
     monkeypatch.setattr(keyspace, "AT_ONCE", 64)
     n = 3000
     with opened(f"lmdb://{tmp_path}/kv") as backend:

@@ -12,7 +12,7 @@ import pytest
 from prefixstore.backends.contract import LONGEST_KEY, Row
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import keyspace, siblings
-from prefixstore.engine.keyspace import CHILD, UNKNOWN, Count, record_row
+from prefixstore.engine.keyspace import CHILD, Count, record_row
 from prefixstore.engine.siblings import DEEPEST, Child, child_path, first_node
 from prefixstore.format.keys import PAGE, SNAPSHOT, as_tokens
 from prefixstore.format.record import place_of
@@ -302,9 +302,3 @@ def test_counts_are_read_as_they_were_written_and_damaged_ones_are_none():
     assert Count.unpack(stored) == count
     for damaged in (None, b"", stored[:-1], stored + b"x", bytes(len(stored)), bytes([stored[0] ^ 1]) + stored[1:]):
         assert Count.unpack(damaged) is None
-
-
-def test_sizes_that_are_not_known_stay_so_while_pages_are_counted():
-    count = Count(5, 10, 20).plus(Count(-1, UNKNOWN, UNKNOWN)).plus(Count(2, 1, 1))
-    assert (count.pages, count.has_sizes) == (6, False)
-    assert Count.unpack(count.pack()) == count

@@ -80,7 +80,7 @@ class Model:
                 assert view.count(space.key) == self.count([space.key])
             # a namespace without pages has no row
             assert len(counts) == len({page.record.namespace for page in self.pages.values()})
-            assert {row: one for row, one in view.recount().rows.items() if row != keyspace.COUNT} == counts
+            assert {row: one for row, one in view.recount().items() if row != keyspace.COUNT} == counts
             assert list(flaws(view)) == []
             for salt in "ab":
                 spaces = {page.record.namespace for page in self.pages.values()}
@@ -351,7 +351,7 @@ def test_pages_that_cannot_be_read_are_counted_with_all_pages_and_the_others_exa
     backend.reindex()
     spaces = [one.key for one in SPACES]
     spoiled = {key: model.pages.pop(key) for key in (keys[3], keys[5])}
-    assert flaws_of(backend) == []
+    assert [rule for rule, *_ in flaws_of(backend) if rule == "index"] == []
     with backend.view() as view:
         assert view.count().pages == len(model.pages) + 2
         assert view.sizes == (model.count(spaces).stored_bytes, model.count(spaces).raw_bytes)
