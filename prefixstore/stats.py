@@ -16,10 +16,7 @@ from prefixstore.units import counted, format_bytes, format_seconds
 
 __all__ = [
     "AGE_BUCKETS",
-    "DAY",
     "HISTOGRAMS",
-    "HOUR",
-    "MINUTE",
     "SECONDS_BUCKETS",
     "Counters",
     "Histogram",

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TypeAlias
 
 from prefixstore.backends.contract import ConflictError
+from prefixstore.backends.threads import Threads, handed_over
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.index import Index, Page, depth_first
 from prefixstore.engine.invariants import Violation
@@ -108,6 +109,8 @@ class Deleter:
 
     Parameters
     ----------
+    threads
+        Do what a caller asks for.
     backend
         The location.
     catalog
@@ -121,7 +124,8 @@ class Deleter:
 
     n_begun = 0
 
-    def __init__(self, backend: Pages, catalog: Catalog) -> None:
+    def __init__(self, threads: Threads, backend: Pages, catalog: Catalog) -> None:
+        self.threads = threads
         self._backend = backend
         self._catalog = catalog
 
@@ -157,6 +161,11 @@ class Deleter:
             "pages; stop them, and delete again"
         )
 
+    @handed_over
+    def select(self, choices: Iterable[Choice]) -> list[bytes]:
+        """The keys that several choices have in common, parents before their children."""
+        return [page.key for page in self._select(partial(in_common, choices=list(choices)))]
+
     def _select(self, choose: Choice) -> list[Page]:
         return self._catalog.select(self._backend, choose)
 
@@ -177,6 +186,7 @@ class Deleter:
                 waiting = [page for page in waiting if page.key in followed]
         return removed
 
+    @handed_over
     def delete_strays(self, *, newer: bool = False) -> Removed:
         """Delete what can never be found: damaged records, and pages without the one that they follow.
 
@@ -186,11 +196,13 @@ class Deleter:
             lost, of_newer = strays(view)
         return self._delete_all(lost | of_newer if newer else lost, strays_only=True)
 
+    @handed_over
     def n_newer(self) -> int:
         """How many stored pages cannot be read, or found, because a newer version wrote them or what they follow."""
         with self._backend.view() as view:
             return sum(1 for _ in with_descendants(view, strays(view)[1]))
 
+    @handed_over
     def repair(self, found: Iterable[Violation]) -> Removed:
         """Delete the pages that a check has named, and their descendants; a wrong index is rebuilt instead."""
         found = list(found)
@@ -275,6 +287,7 @@ class Deleter:
                 break
         return gone
 
+    @handed_over
     @retried
     def drop_empty_namespaces(self) -> None:
         """Forget the settings of namespaces that have no pages any more."""

@@ -11,40 +11,41 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial, wraps
 from queue import Empty
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from prefixstore.backends.forks import ForkLevel, register_at_fork
 from prefixstore.backends.handle_lock import release_interrupted_frames
 from prefixstore.backends.threads import Threads, handed_over
 from prefixstore.buffers import PooledBuffer
-from prefixstore.engine.bookmark import Bookmark, BookmarkChange
+from prefixstore.engine.bookmark import BookmarkChange
 from prefixstore.engine.bookmarks import Bookmarks
 from prefixstore.engine.breaker import LOCAL_PATIENCE, CircuitBreaker
 from prefixstore.engine.budget import Budget, Evicted
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.commit import Committer
-from prefixstore.engine.delete import Choice, Deleter, Removed, in_common, of_namespaces
+from prefixstore.engine.delete import Choice, Deleter, Removed, of_namespaces
 from prefixstore.engine.evictions import Cause, Eviction, EvictionNote
 from prefixstore.engine.fetch import Deadline, Fetcher, Keep, States
 from prefixstore.engine.figures import FigureKeeper
-from prefixstore.engine.index import Page, Path, is_same
+from prefixstore.engine.importing import Importer
+from prefixstore.engine.index import Page, Path
 from prefixstore.engine.invariants import Violation, violations
 from prefixstore.engine.lookup import Located, Prompt
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import Used, View
 from prefixstore.engine.pages import Pages, retried
-from prefixstore.engine.pending import Fits, ImportedPage, PendingPage, Suspicion
+from prefixstore.engine.pending import Fits, PendingPage, Suspicion
 from prefixstore.engine.policy import Policy
 from prefixstore.engine.policy_memory import PolicyMemory
 from prefixstore.engine.queue import Drained, WriteQueue
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.readers import Admit, Look
-from prefixstore.engine.relatives import pinned_with, siblings_of
+from prefixstore.engine.relatives import pinned_with
 from prefixstore.engine.space import Evictor
 from prefixstore.engine.tap import Tap
 from prefixstore.engine.waiting import Lock, LockT, Placement
@@ -53,11 +54,11 @@ from prefixstore.format.autocodec import Encoder
 from prefixstore.format.figures import History
 from prefixstore.format.keys import KEY_BYTES, PAGE, Tokens, page_key
 from prefixstore.format.namespace import Namespace
-from prefixstore.format.record import Record, StoredPage, checksum
+from prefixstore.format.record import Record, checksum
 from prefixstore.stats import Counters, SessionCounts, Shortage, TierStats
 from prefixstore.units import counted
 
-__all__ = ["Engine", "Imported"]
+__all__ = ["Engine"]
 
 log = logging.getLogger("prefixstore")
 
@@ -66,34 +67,6 @@ T = TypeVar("T")
 E = TypeVar("E", bound="Engine")
 
 QUEUE_BYTES = 256 << 20
-
-
-class Imported(NamedTuple):
-    """The outcome of an import of pages.
-
-    Attributes
-    ----------
-    pages, bytes
-        How many were stored, and the size of their payloads.
-    present
-        How many were here already.
-    refused
-        How many found no space, or not their parent.
-    """
-
-    pages: int = 0
-    bytes: int = 0
-    present: int = 0
-    refused: int = 0
-
-    def plus(self, other: Imported) -> Imported:
-        """The sums of both."""
-        return Imported(
-            self.pages + other.pages,
-            self.bytes + other.bytes,
-            self.present + other.present,
-            self.refused + other.refused,
-        )
 
 
 def asked(method: Callable[Concatenate[E, P], T]) -> Callable[Concatenate[E, P], T]:
@@ -144,8 +117,12 @@ class Engine:
     ----------
     wants_all
         Whether what is captured now is stored even if the policy finds it worth less than what is evicted for it.
-    keeper
-        Keeps in the location what was counted.
+    budget, read_only, ram_budget
+        As given; the last as `ram_bytes`.
+    peak_bytes
+        The largest size of the location that this process has seen, in bytes.
+    keeper, deleter, importer, bookmarks
+        Keep in the location what was counted; delete pages and mend the index; import pages; name sequences.
     tap
         Receives lookups, uses and captures; None for no listener.
     token_seconds
@@ -172,15 +149,15 @@ class Engine:
         self.counters = counters
         self._backend = backend
         self._trie = backend.trie
-        self._budget = budget
+        self.budget = budget
         self._policy = policy
         self._encode = encode
         self._ttl_ns = round(ttl * 1e9) if ttl is not None else None
         self._priority = priority
-        self._ram_bytes = ram_bytes
+        self.ram_budget = ram_bytes
         self._queue_bytes = queue_bytes
         self._write_behind = write_behind
-        self._read_only = read_only
+        self.read_only = read_only
         self._housekeeping = housekeeping
         self._clock = clock
         self._sizes = (0, 0)
@@ -200,43 +177,44 @@ class Engine:
         self.threads = Threads("prefixstore-work")
         # held by the thread that closes the engine
         self._ending = threading.RLock()
-        self._ram = RamTier(self._ram_bytes)
+        self._ram = RamTier(self.ram_budget)
         self._catalog = catalog = Catalog(self._policy, counters, self._ram)
         patience = LOCAL_PATIENCE if backend.is_local else 1
         self._breaker = CircuitBreaker(self._probe, counters, patience=patience, clock=self._clock)
         self._fetcher = Fetcher(
             backend, catalog, self._ram, self.threads, counters, self._encode.read_rate, self._breaker
         )
-        self._deleter = Deleter(backend, catalog)
+        self.deleter = Deleter(self.threads, backend, catalog)
         # what the location was seen to hold: last, and at most
         self._last_used = Used(0, 0)
-        self._peak_bytes = 0
+        self.peak_bytes = 0
         self.keeper = FigureKeeper(
-            backend, counters, self._budget, self._waiting, notes_budget=self._housekeeping and not self._read_only
+            backend, counters, self.budget, self._waiting, notes_budget=self._housekeeping and not self.read_only
         )
         self._committer = Committer(
             backend,
             catalog,
-            self._deleter,
+            self.deleter,
             self._ram,
-            self._budget,
+            self.budget,
             self._encode,
             counters,
             self.keeper,
             on_used=self._saw,
             housekeeping=self._housekeeping,
         )
-        self._memory = PolicyMemory(backend, catalog, Evictor(catalog, self._budget, counters), self._budget)
-        self._evictions = EvictionNote(backend, catalog.evictions, self._budget.max_bytes)
-        self._bookmarks = Bookmarks(
-            backend, Evictor(catalog, self._budget, counters), self._budget, lambda: catalog.has_pending
+        self._memory = PolicyMemory(backend, catalog, Evictor(catalog, self.budget, counters), self.budget)
+        self._evictions = EvictionNote(backend, catalog.evictions, self.budget.max_bytes)
+        self.bookmarks = Bookmarks(
+            self.threads, backend, Evictor(catalog, self.budget, counters), self.budget, lambda: catalog.has_pending
         )
+        self.importer = Importer(self.threads, backend, catalog, self._committer, self._load_policy)
         self._queue = WriteQueue(
             self,
             self._queue_bytes,
             counters,
             in_background=self._write_behind,
-            read_only=self._read_only,
+            read_only=self.read_only,
             on_released=self._end,
         )
 
@@ -287,7 +265,7 @@ class Engine:
             try:
                 self.keeper.hurry()
                 self._queue.close()
-                if not self._read_only and not self._queue.is_on_its_own:
+                if not self.read_only and not self._queue.is_on_its_own:
                     self._memory.save(closing=True)
                     self._evictions.save(closing=True)
                     self.sync()
@@ -324,7 +302,7 @@ class Engine:
     def _end(self) -> None:
         """The rest of `close`, by the write thread, if no caller waits for it."""
         try:
-            if not self._read_only:
+            if not self.read_only:
                 self.sync()
         except StorageError as error:
             log.warning("written pages could not be made durable: %s", error)
@@ -348,11 +326,6 @@ class Engine:
     def location(self) -> str:
         """The location as a URL."""
         return self._backend.location
-
-    @property
-    def read_only(self) -> bool:
-        """Whether nothing is ever written."""
-        return self._read_only
 
     @property
     def is_closed(self) -> bool:
@@ -470,7 +443,7 @@ class Engine:
         self._tell_use(namespace, pages, n_tokens)
 
     def _note_use(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None) -> None:
-        self._catalog.touch(namespace, pages, self._ttl_ns, n_tokens, is_written=not self._read_only)
+        self._catalog.touch(namespace, pages, self._ttl_ns, n_tokens, is_written=not self.read_only)
 
     def _tell_use(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None) -> None:
         if self.tap is not None and n_tokens is not None:
@@ -493,7 +466,7 @@ class Engine:
     @property
     def losses(self) -> int:
         """How often this process has evicted, deleted or dropped pages, but for tails that others continue."""
-        return self._catalog.evictions.n_added + self._deleter.n_begun + self.counters.n_dropped
+        return self._catalog.evictions.n_added + self.deleter.n_begun + self.counters.n_dropped
 
     @handed_over
     def children(self, parent: bytes, at_most: int) -> list[Page]:
@@ -517,12 +490,6 @@ class Engine:
             return self._catalog.path(view, page)
 
     @handed_over
-    def select(self, choices: Iterable[Choice]) -> list[bytes]:
-        """The keys that several choices have in common, parents before their children."""
-        choose = partial(in_common, choices=list(choices))
-        return [page.key for page in self._catalog.select(self._backend, choose)]
-
-    @handed_over
     def used(self) -> tuple[Used, int, int]:
         """The size of the location, and the bytes of all payloads as stored and as states."""
         with self.view() as view:
@@ -533,7 +500,7 @@ class Engine:
     def _saw(self, used: Used) -> None:
         """Note how much the location holds."""
         self._last_used = used
-        self._peak_bytes = max(self._peak_bytes, used.bytes)
+        self.peak_bytes = max(self.peak_bytes, used.bytes)
 
     def last_used(self) -> tuple[Used, int, int]:
         """The last known `used`; does not query the location."""
@@ -557,19 +524,9 @@ class Engine:
         return True
 
     @property
-    def budget(self) -> Budget:
-        """What the location may hold."""
-        return self._budget
-
-    @property
     def ram_bytes(self) -> int:
         """Bytes of states in RAM."""
         return self._ram.used
-
-    @property
-    def ram_budget(self) -> int:
-        """Bytes of states that may be in RAM."""
-        return self._ram_bytes
 
     @handed_over
     def history(self) -> History:
@@ -581,7 +538,7 @@ class Engine:
         """Write what was counted, for an engine without housekeeping. What cannot be written is lost."""
         self.keeper.hurry()
         try:
-            if self.keeper.has_unwritten and not self._read_only:
+            if self.keeper.has_unwritten and not self.read_only:
                 with self._catalog.update(self._backend, self.keeper.committed) as transaction:
                     self.keeper.write(transaction)
         except StorageError as error:
@@ -609,7 +566,7 @@ class Engine:
     def check(self, budget: Budget | None = None) -> list[Violation]:
         """Check every invariant of the location, every checksum, and a budget (by default the engine's)."""
         with self._backend.view() as view:
-            found = violations(view, self._budget if budget is None else budget)
+            found = violations(view, self.budget if budget is None else budget)
         if n_rows := self._backend.undecryptable():
             what = f"{counted(n_rows, 'row')} cannot be decrypted: changed, or of a forgotten tenant"
             found.append(Violation("undecryptable", "", what))
@@ -649,34 +606,11 @@ class Engine:
     # -- names of sequences -------------------------------------------------------------------------------------------
 
     @handed_over
-    def bookmarks(self, namespace: bytes) -> Mapping[str, Bookmark]:
-        """The bookmarks of a namespace, by name, the latest at the end. Raises `StorageError`."""
-        return self._bookmarks.read(namespace)
-
-    @handed_over
-    def whole_bookmarks(self, namespace: bytes) -> list[str]:
-        """The names of those whose sequences are stored as a whole. Raises `StorageError`."""
-        return self._bookmarks.whole(namespace, self._bookmarks.read(namespace))
-
-    @handed_over
-    def take_deleted_bookmarks(self, namespace: bytes, known: Collection[str]) -> Mapping[str, Bookmark]:
-        """Bookmarks that somebody has deleted with their sequences, by name, each once. Raises `StorageError`.
-
-        `known` are the names that `bookmarks` has found now.
-        """
-        return self._bookmarks.take_deleted(namespace, known)
-
-    @handed_over
-    def bookmarked(self, namespace: bytes, bookmark: Bookmark) -> Tokens | None:
-        """The sequence of a bookmark; None if not all of it is stored. Raises `StorageError`."""
-        return self._bookmarks.tokens(namespace, bookmark)
-
-    @handed_over
     def set_bookmark(self, namespace: bytes, name: str, bookmark: BookmarkChange) -> None:
         """Name a sequence, with the commit after those of its pages; None or `Unset` removes the name."""
-        if self._read_only:
+        if self.read_only:
             return
-        self._bookmarks.set(namespace, name, bookmark)
+        self.bookmarks.set(namespace, name, bookmark)
         if self._write_behind:
             self._queue.nudge()
         else:
@@ -684,7 +618,7 @@ class Engine:
 
     def _write_bookmarks(self) -> None:
         try:
-            self._bookmarks.write()
+            self.bookmarks.write()
         except StorageError as error:
             log.warning("names of stored sequences were not written yet: %s", error)
 
@@ -811,7 +745,7 @@ class Engine:
     def has_deferred(self) -> bool:
         """Whether uses, bookmarks, figures, or pages to be deleted wait for the next commit."""
         is_kept = self._housekeeping and (self._catalog.has_deferred or self.keeper.is_due)
-        return is_kept or self._bookmarks.has_pending
+        return is_kept or self.bookmarks.has_pending
 
     @handed_over
     def thin(
@@ -876,11 +810,6 @@ class Engine:
         """How many pages and how many snapshots are captured and not written yet."""
         return self._catalog.pending_counts
 
-    @property
-    def peak_bytes(self) -> int:
-        """The largest size of the location that this process has seen, in bytes."""
-        return self._peak_bytes
-
     def session_counts(self) -> SessionCounts | None:
         """What the sessions of its store have done; None if there are none."""
         counts = self.sessions()
@@ -896,7 +825,7 @@ class Engine:
         """Return when everything submitted so far is durable. Raises `StorageError`."""
         self.keeper.hurry()
         self.drain()
-        if not self._read_only:
+        if not self.read_only:
             self.sync()
 
     @handed_over
@@ -908,73 +837,6 @@ class Engine:
     def is_failing(self) -> bool:
         """Whether the location failed or was too slow, and has not recovered yet."""
         return self._breaker.is_open
-
-    # -- importing ----------------------------------------------------------------------------------------------------
-
-    @handed_over
-    def has(self, record: Record) -> bool:
-        """Whether the page of a record is here."""
-        known = self._known(record.key)
-        return known is not None and is_same(known, record)
-
-    @handed_over
-    def has_other(self, record: Record) -> bool:
-        """Whether another page is here under the key of a record: neither it nor its descendants can be here."""
-        known = self._known(record.key)
-        return known is not None and not is_same(known, record)
-
-    def _known(self, key: bytes) -> Page | Record | None:
-        """The page with this key, pending or stored."""
-        page = self._catalog.get(key)
-        if page is not None:
-            return page
-        with self._backend.view() as view:
-            record, _ = view.records([key]).get(key, (None, None))
-        return record if isinstance(record, Record) else None
-
-    @handed_over
-    def import_pages(self, batch: Sequence[StoredPage], settings: Mapping[bytes, bytes]) -> Imported:
-        """Write pages that were stored elsewhere, parents before their children. Until then they cannot be restored.
-
-        Parameters
-        ----------
-        batch
-            The pages. Those that are here already stay as they are.
-        settings
-            Canonical settings of their namespaces, by key.
-
-        Raises
-        ------
-        StorageError
-            If they cannot be written: `FullError` if the disk is full.
-        """
-        news = [ImportedPage.from_stored(one, settings[one.record.namespace]) for one in batch]
-        self._load_policy()
-        try:
-            with self._backend.view() as view:
-                here = view.records([key for one in batch for key in (one.key, one.record.parent)])
-            known = {key: record for key, (record, _) in here.items() if isinstance(record, Record)}
-            places: list[Placement] = []
-            for one, new in zip(batch, news, strict=True):
-                record = one.record
-                if not record.follows(known.get(record.parent)):
-                    places.append(Placement.REFUSED)
-                elif one.key in known and is_same(known[one.key], record):
-                    places.append(Placement.KNOWN)
-                else:
-                    places.append(self._catalog.announce(new))
-                    known.setdefault(one.key, record)
-            added = [new for new, place in zip(news, places, strict=True) if place is Placement.ADDED]
-            written = self._committer.commit(added)
-            with self._backend.view() as view:
-                # tails that a stored page continues
-                n_covered = sum(siblings_of(view, new.page)[1] for new in added if new not in written)
-        except Exception:
-            # also those that were announced and not passed on
-            self._catalog.abandon(news)
-            raise
-        present = places.count(Placement.KNOWN) + n_covered
-        return Imported(len(written), sum(new.n_bytes for new in written), present, len(batch) - present - len(written))
 
     # -- pinning, deleting --------------------------------------------------------------------------------------------
 
@@ -1021,29 +883,9 @@ class Engine:
     @handed_over
     def delete(self, choices: Sequence[Choice]) -> Removed:
         """Delete the pages that all choices have in common, pinned ones too; see `engine.delete`."""
-        removed = self._deleter.delete(choices)
-        self._bookmarks.prune()
+        removed = self.deleter.delete(choices)
+        self.bookmarks.prune()
         return removed
-
-    @handed_over
-    def delete_strays(self, *, newer: bool = False) -> Removed:
-        """Delete what can never be found, or with `newer` only by a newer version; see `Deleter.delete_strays`."""
-        return self._deleter.delete_strays(newer=newer)
-
-    @handed_over
-    def n_newer(self) -> int:
-        """How many stored pages only a newer version can read or find."""
-        return self._deleter.n_newer()
-
-    @handed_over
-    def forget_figures(self, namespaces: Collection[bytes] | None, tenant: str | None) -> None:
-        """Remove the names of what was deleted from the figures; see `FigureKeeper.forget`."""
-        self.keeper.forget(namespaces, tenant)
-
-    @handed_over
-    def drop_empty_namespaces(self) -> None:
-        """Forget the settings of namespaces that have no pages any more."""
-        self._deleter.drop_empty_namespaces()
 
     def clear(self, namespace: bytes | None) -> int:
         """Delete all pages of a namespace, pinned ones too (None: of the location); how many.
@@ -1055,11 +897,6 @@ class Engine:
         return self.delete(choices).pages
 
     @handed_over
-    def repair(self, found: Iterable[Violation]) -> Removed:
-        """Delete the pages that a check has named, and their descendants; a wrong index of children is rebuilt."""
-        return self._deleter.repair(found)
-
-    @handed_over
     def evict(self, max_bytes: int, *, dry_run: bool = False) -> Evicted:
         """Evict in the order of the policy until the location holds `max_bytes`, or only what is pinned.
 
@@ -1067,7 +904,7 @@ class Engine:
         """
         self._load_policy()
         chosen: list[bytes] = []
-        evictor = Evictor(self._catalog, self._budget, self.counters, chosen.append, Cause.ASKED)
+        evictor = Evictor(self._catalog, self.budget, self.counters, chosen.append, Cause.ASKED)
         before = self.used()[0].bytes
         if dry_run:
             chosen, left = evictor.trial(self._backend, max_bytes)

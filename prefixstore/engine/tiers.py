@@ -250,7 +250,7 @@ class TieredEngine(Engine):
     def _settings_in(self, namespace: bytes, view: View) -> bytes | None:
         """The settings of a namespace, to keep its pages; asked for once, in the thread that reads the far location."""
         settings = self._kept_settings.get(namespace)
-        if settings is not None or self._read_only:
+        if settings is not None or self.read_only:
             return settings
         try:
             settings = view.namespace(namespace)
@@ -266,7 +266,7 @@ class TieredEngine(Engine):
 
     def _keep(self, page: Page, state: memoryview, settings: bytes) -> bool:
         """Keep a page that the far location has given; whether pages after it can be kept."""
-        if self._read_only or self._closed:
+        if self.read_only or self._closed:
             return False
         if self._has(page.key):
             return True

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from prefixstore.format.namespace import Namespace
-from prefixstore.stats import DAY, HOUR, MINUTE, Purpose, Request, short
+from prefixstore.stats import Purpose, Request, short
 
 __all__ = [
     "DAY",
@@ -25,6 +25,9 @@ __all__ = [
 ]
 
 # seconds
+MINUTE = 60
+HOUR = 3600
+DAY = 86_400
 WEEK = 604_800
 # the last one that is a date: at the end of the year 9999
 LATEST = 253_402_300_799

@@ -277,7 +277,7 @@ class Archive(AbstractContextManager["Archive"]):
         page
             The page with this key, and its descendants; see `find`.
         """
-        return set(self.engine.select(self._choices(namespaces, None, tokens, page)))
+        return set(self.engine.deleter.select(self._choices(namespaces, None, tokens, page)))
 
     def with_ancestors(self, keys: Collection[bytes]) -> set[bytes]:
         """These keys, and those of their ancestors, without which the pages could not be restored."""
@@ -384,14 +384,14 @@ class Archive(AbstractContextManager["Archive"]):
         before = time.time_ns() - round(older_than * 1e9) if older_than is not None else None
         choices = self._choices(namespaces, before, tokens, page)
         if dry_run:
-            keys = set(self.engine.select(choices))
+            keys = set(self.engine.deleter.select(choices))
             return Removed(len(keys), sum(one.stored_bytes for one in self.pages() if one.key in keys))
         # first: a page that such a one follows could not be deleted
-        removed = self.engine.delete_strays(newer=not choices)
+        removed = self.engine.deleter.delete_strays(newer=not choices)
         removed += self.engine.delete(choices)
-        self.engine.drop_empty_namespaces()
+        self.engine.deleter.drop_empty_namespaces()
         if older_than is None and tokens is None and page is None:
-            self.engine.forget_figures(namespaces, salt)
+            self.engine.threads.call(self.engine.keeper.forget, namespaces, salt)
         for left in self.unmatched(salt):
             log.warning("%s: %s", self.location, left)
         return removed
@@ -414,7 +414,7 @@ class Archive(AbstractContextManager["Archive"]):
     @property
     def n_newer(self) -> int:
         """How many pages a newer version wrote, or follow such a page: it is unknown what they match."""
-        return self.engine.n_newer()
+        return self.engine.deleter.n_newer()
 
     def _choices(
         self,
@@ -464,7 +464,7 @@ class Archive(AbstractContextManager["Archive"]):
         if self.backend.undecryptable(delete=True):
             # what they leave behind is seen once they are gone
             found += [one for one in self.check() if one not in found]
-        removed = self.engine.repair(found)
+        removed = self.engine.deleter.repair(found)
         if max_bytes is not None:
             removed += self.evict_to(max_bytes)
         return found, removed

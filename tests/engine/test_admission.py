@@ -140,7 +140,7 @@ def test_imported_pages_are_admitted_always():
                 StoredPage(key, record, usage, bytes(view.payload(key)))
                 for key, record, usage in sorted(view.scan(), key=lambda each: each[1].start)
             ]
-        assert store.engine.import_pages(pages, {NS: store.settings}).pages == 2
+        assert store.engine.importer.import_pages(pages, {NS: store.settings}).pages == 2
 
 
 def test_a_quota_is_contested_among_the_pages_of_the_tenant():

@@ -147,7 +147,7 @@ def test_lookups_and_restores_ask_the_backend_without_the_lock(watch, new_backen
     assert engine.check() == []
     with engine.view() as view:
         assert len(list(view.scan())) == len(engine.pages()) == 8
-    assert len(engine.select([partial(subtree, key=page_keys(NS, as_tokens(A), P)[1])])) == 2
+    assert len(engine.deleter.select([partial(subtree, key=page_keys(NS, as_tokens(A), P)[1])])) == 2
     engine.change_note(b"name", lambda old: b"value")
     assert engine.note(b"name") == b"value"
     assert {"view", "end of view", "namespaces", "note", "scan", "used"} <= watch.asked
@@ -218,7 +218,7 @@ def test_damage_is_dealt_with_without_the_lock(watch, new_backend):
     assert store.fetch(A) == 1
     found = engine.check()
     assert [violation.rule for violation in found] == ["parent"]
-    assert engine.repair(found).pages == 1
+    assert engine.deleter.repair(found).pages == 1
     assert store.match(A) == 4
     assert store.counters.group("unreadable") == {"corrupt": 1}
 
@@ -231,13 +231,13 @@ def test_pages_are_deleted_and_imported_without_the_lock(watch, new_backend):
     pages = stored_pages(store)
     assert engine.delete([partial(subtree, key=page_keys(NS, as_tokens(A), P)[1])]).pages == 2
     assert len(engine.evict(1).pages) == 7
-    assert engine.import_pages(pages, {NS: SETTINGS}).pages == 9
-    assert engine.import_pages(pages, {NS: SETTINGS}).present == 9
+    assert engine.importer.import_pages(pages, {NS: SETTINGS}).pages == 9
+    assert engine.importer.import_pages(pages, {NS: SETTINGS}).present == 9
     delete(store, page_keys(NS, as_tokens(B), P)[0])
     assert engine.delete([partial(of_namespaces, namespaces={NS})]).pages == 6
-    assert engine.delete_strays().pages == 2
-    assert engine.delete_strays().pages == 0
-    engine.drop_empty_namespaces()
+    assert engine.deleter.delete_strays().pages == 2
+    assert engine.deleter.delete_strays().pages == 0
+    engine.deleter.drop_empty_namespaces()
     store.put(A)
     assert engine.clear(NS) == 3
     engine.scrub()

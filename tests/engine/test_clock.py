@@ -83,7 +83,7 @@ def test_an_imported_page_cannot_carry_a_time_in_the_future_in(clock):
     (page,) = stored_pages(1)
     page = page._replace(usage=replace(page.usage, last_used=clock[0] + YEAR))
     with store_of() as store:
-        assert store.engine.import_pages([page], {NS: b"{}"}).pages == 1
+        assert store.engine.importer.import_pages([page], {NS: b"{}"}).pages == 1
         with store.backend.view() as view:
             assert view.usage(page.key).last_used == clock[0]
         store.put(first_page(3))

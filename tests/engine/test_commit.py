@@ -330,7 +330,7 @@ def test_a_page_that_was_cleared_and_captured_again_is_not_refused_with_its_pred
 def test_a_deletion_that_others_outrun_says_so():
     with store_of() as store:
         store.put(A)
-        deleter = store.engine._deleter
+        deleter = store.engine.deleter
         delete, turns = deleter._delete_leaves, itertools.count(10)
 
         def outrun(keys):
@@ -349,7 +349,7 @@ def test_a_deletion_that_others_outrun_says_so():
 def test_a_page_that_is_captured_again_while_its_namespace_is_cleared_stays():
     with store_of() as store:
         store.put(A)
-        deleter = store.engine._deleter
+        deleter = store.engine.deleter
         delete = deleter._delete_leaves
 
         def captured_again(keys):
@@ -383,9 +383,9 @@ def test_an_import_that_failed_can_be_repeated(monkeypatch):
 
         monkeypatch.setattr(store.engine._catalog, "announce", failing)
         with pytest.raises(MemoryError):
-            store.engine.import_pages(batch, settings)
+            store.engine.importer.import_pages(batch, settings)
         monkeypatch.undo()
-        assert store.engine.import_pages(batch, settings).pages == 6
+        assert store.engine.importer.import_pages(batch, settings).pages == 6
         assert store.stored_keys() == {page.key for page in batch}
 
 
@@ -395,7 +395,7 @@ def test_imported_pages_compete_for_the_space_with_each_other_and_with_others():
             store.put([number] * P)
         # older than what is there, and one of them pinned
         batch = [*list(stored_pages(8)), *list(stored_pages(9, pinned=True))[8:]]
-        done = store.engine.import_pages(batch, {NS: b'{"n":1}'})
+        done = store.engine.importer.import_pages(batch, {NS: b'{"n":1}'})
         assert done.pages == 4
         assert done.refused == 5
         keys = store.stored_keys()

@@ -240,7 +240,7 @@ class Interleaving(RuleBasedStateMachine):
     @rule(which=engines, steps=interruptions)
     def import_again(self, which, steps):
         with self.interrupted(which, steps) as member:
-            member.engine.import_pages(self.exported, {NS: b"{}"})
+            member.engine.importer.import_pages(self.exported, {NS: b"{}"})
 
     @rule(seconds=st.sampled_from([1, int(TTL)]))
     def wait(self, seconds):

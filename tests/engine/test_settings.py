@@ -70,7 +70,7 @@ def test_whatever_deletes_the_last_page_deletes_the_settings(how, monkeypatch):
         elif how == "repaired":
             with store.backend.update() as transaction:
                 transaction.delete(page_keys(NS, as_tokens(A), P)[0])
-            store.engine.repair(store.engine.check())
+            store.engine.deleter.repair(store.engine.check())
         else:
             make_corrupt(store.backend, page_keys(NS, as_tokens(A), P)[0])
             store.open(ttl=60.0)

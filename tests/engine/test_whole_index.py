@@ -32,7 +32,7 @@ def filled():
 
 def test_pages_and_choices_are_complete(filled):
     assert known_keys(filled.engine) == filled.stored_keys()
-    assert len(filled.engine.select([partial(of_namespaces, namespaces={NS})])) == 3 * N_SEQUENCES
+    assert len(filled.engine.deleter.select([partial(of_namespaces, namespaces={NS})])) == 3 * N_SEQUENCES
 
 
 def test_all_pages_are_deleted(filled):
@@ -44,7 +44,7 @@ def test_all_pages_are_deleted(filled):
 
 def test_what_was_forgotten_is_no_stray(filled):
     kept = filled.stored_keys()
-    assert filled.engine.delete_strays().pages == 0
+    assert filled.engine.deleter.delete_strays().pages == 0
     assert filled.stored_keys() == kept
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from prefixstore.engine.engine import Engine
+from prefixstore.engine.importing import Importer
 from prefixstore.errors import CorruptError, FullError, IncompatibleError, UnavailableError
 from prefixstore.format import export
 from prefixstore.format.export import ExportReader
@@ -152,7 +152,7 @@ def test_the_next_batch_is_read_while_one_is_written(source, tmp_path, monkeypat
     monkeypatch.setattr(transfer, "BATCH_BYTES", 2000)
     (tmp_path / "f").write_bytes(packed(source))
     n_read, third = [], threading.Event()
-    payload, write = ExportReader._payload, Engine.import_pages
+    payload, write = ExportReader._payload, Importer.import_pages
 
     def reading(self, n_bytes):
         n_read.append(n_bytes)
@@ -166,7 +166,7 @@ def test_the_next_batch_is_read_while_one_is_written(source, tmp_path, monkeypat
         return write(self, batch, settings)
 
     monkeypatch.setattr(ExportReader, "_payload", reading)
-    monkeypatch.setattr(Engine, "import_pages", writing)
+    monkeypatch.setattr(Importer, "import_pages", writing)
     with Archive(tmp_path / "target", create=True) as target, (tmp_path / "f").open("rb") as file:
         assert import_store(ExportReader(file, "f"), target).pages == 9
         assert contents(target.backend) == contents(source.backend)
@@ -177,7 +177,7 @@ def test_an_import_that_cannot_be_written_ends_with_the_error(source, tmp_path, 
     monkeypatch.setattr(transfer, "BATCH_BYTES", 2000)
     (tmp_path / "f").write_bytes(packed(source))
     written = []
-    write = Engine.import_pages
+    write = Importer.import_pages
 
     def writing(self, batch, settings):
         if written:
@@ -185,7 +185,7 @@ def test_an_import_that_cannot_be_written_ends_with_the_error(source, tmp_path, 
         written.extend(page.key for page in batch)
         return write(self, batch, settings)
 
-    monkeypatch.setattr(Engine, "import_pages", writing)
+    monkeypatch.setattr(Importer, "import_pages", writing)
     with Archive(tmp_path / "target", create=True) as target, (tmp_path / "f").open("rb") as file:
         with pytest.raises(FullError, match="the disk is full"):
             import_store(ExportReader(file, "f"), target)
