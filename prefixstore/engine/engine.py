@@ -6,80 +6,53 @@ write:  submit -> catalog (pending), queue -> (thread) commit (codec, budget, ba
 
 from __future__ import annotations
 
-import _thread
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import replace
-from functools import partial, wraps
-from queue import Empty
-from typing import Concatenate, ParamSpec, TypeVar
+from contextlib import contextmanager
 
 from prefixstore.backends.forks import ForkLevel, register_at_fork
-from prefixstore.backends.handle_lock import release_interrupted_frames
 from prefixstore.backends.threads import Threads, handed_over
 from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.bookmark import BookmarkChange
 from prefixstore.engine.bookmarks import Bookmarks
 from prefixstore.engine.breaker import LOCAL_PATIENCE, CircuitBreaker
-from prefixstore.engine.budget import Budget, Evicted
+from prefixstore.engine.budget import Budget
 from prefixstore.engine.catalog import Catalog
+from prefixstore.engine.closing import Closing
 from prefixstore.engine.commit import Committer
-from prefixstore.engine.delete import Choice, Deleter, Removed, of_namespaces
-from prefixstore.engine.evictions import Cause, Eviction, EvictionNote
-from prefixstore.engine.fetch import Deadline, Fetcher, Keep, States
+from prefixstore.engine.delete import Deleter
+from prefixstore.engine.evictions import EvictionNote
+from prefixstore.engine.fetch import Fetcher
 from prefixstore.engine.figures import FigureKeeper
 from prefixstore.engine.importing import Importer
-from prefixstore.engine.index import Page, Path
-from prefixstore.engine.invariants import Violation, violations
-from prefixstore.engine.lookup import Located, Prompt
-from prefixstore.engine.page_update import Transaction
-from prefixstore.engine.page_view import Used, View
-from prefixstore.engine.pages import Pages, retried
-from prefixstore.engine.pending import Fits, PendingPage, Suspicion
+from prefixstore.engine.index import Page
+from prefixstore.engine.page_view import Used
+from prefixstore.engine.pages import Pages
+from prefixstore.engine.pending import PendingPage
 from prefixstore.engine.policy import Policy
 from prefixstore.engine.policy_memory import PolicyMemory
 from prefixstore.engine.queue import Drained, WriteQueue
 from prefixstore.engine.ram import RamTier
-from prefixstore.engine.readers import Admit, Look
-from prefixstore.engine.relatives import pinned_with
 from prefixstore.engine.space import Evictor
 from prefixstore.engine.tap import Tap
-from prefixstore.engine.waiting import Lock, LockT, Placement
-from prefixstore.errors import ClosedError, CorruptError, MisuseError, StorageError, UnavailableError
+from prefixstore.engine.upkeep import Upkeep
+from prefixstore.engine.waiting import Placement
+from prefixstore.errors import StorageError
 from prefixstore.format.autocodec import Encoder
 from prefixstore.format.figures import History
-from prefixstore.format.keys import KEY_BYTES, PAGE, Tokens, page_key
 from prefixstore.format.namespace import Namespace
-from prefixstore.format.record import Record, checksum
 from prefixstore.stats import Counters, SessionCounts, Shortage, TierStats
-from prefixstore.units import counted
 
 __all__ = ["Engine"]
 
 log = logging.getLogger("prefixstore")
 
-P = ParamSpec("P")
-T = TypeVar("T")
-E = TypeVar("E", bound="Engine")
-
 QUEUE_BYTES = 256 << 20
 
 
-def asked(method: Callable[Concatenate[E, P], T]) -> Callable[Concatenate[E, P], T]:
-    """A method that reads the location for a completion: if it hangs, the caller gives up. See `Engine.in_time`."""
-
-    @wraps(method)
-    def asking(self: E, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self.in_time(partial(method, self, *args, **kwargs))
-
-    return asking  # type: ignore[return-value]  # of `wraps`: the same
-
-
-class Engine:
+class Engine(Upkeep, Closing):
     """Stores and finds pages by tokens, in one location. May be used from many threads.
 
     Parameters
@@ -233,100 +206,6 @@ class Engine:
             self._start()
             self.keeper.succeed(before)
 
-    def close(self) -> None:
-        """Write what is queued and deferred, make it durable, and release the backend.
-
-        The write thread has another one do that, and waits for nothing. While another thread closes the engine, a
-        second call waits for it.
-
-        Raises
-        ------
-        StorageError
-            If something cannot be written, or made durable. The engine is closed all the same.
-        MisuseError
-            If the calling thread is in the block of a view or of `fetching`.
-        """
-        if self.threads.has_lent():
-            # `with store:` was interrupted: what it has is referred to by the exception that it handles
-            release_interrupted_frames()
-            if self.threads.has_lent():
-                raise MisuseError("this thread is in the block of a view, or of a restore; leave it first")
-        self._close()
-
-    @handed_over
-    def _close(self) -> None:
-        if self._queue.is_here:
-            self.close_soon()
-            return
-        with self._ending:
-            # a write thread that no caller waits for releases the backend when it ends
-            if self._closed or self._queue.is_on_its_own:
-                return
-            try:
-                self.keeper.hurry()
-                self._queue.close()
-                if not self.read_only and not self._queue.is_on_its_own:
-                    self._memory.save(closing=True)
-                    self._evictions.save(closing=True)
-                    self.sync()
-            finally:
-                if not self._queue.is_on_its_own:
-                    self._release()
-
-    def close_soon(self) -> None:
-        """As `close`, in a thread of its own, at the latest at the end of the process; for the garbage collector.
-
-        That may run in any thread at any moment: inside a view, in the write thread, while a lock is held. So this
-        takes no lock and waits for nothing. `Thread.start` does both.
-        """
-        # keeps the engine until it is closed
-        at_exit = weakref.finalize(self, self.close)
-        with suppress(RuntimeError):  # no more threads, or the interpreter is shutting down
-            _thread.start_new_thread(self._start_closing, (at_exit,))
-
-    def _start_closing(self, at_exit: weakref.finalize[[], Engine]) -> None:
-        # not a daemon: the end of the process waits for it
-        thread = threading.Thread(target=self._close_collected, args=(at_exit,), name="prefixstore-close", daemon=False)
-        with suppress(RuntimeError):
-            thread.start()
-
-    def _close_collected(self, at_exit: weakref.finalize[[], Engine]) -> None:
-        try:
-            self.close()
-        except StorageError as error:
-            log.warning("a garbage-collected store could not be closed: %s", error)
-        finally:
-            # not before: the end of the process waits for this thread in `close`
-            at_exit.detach()
-
-    def _end(self) -> None:
-        """The rest of `close`, by the write thread, if no caller waits for it."""
-        try:
-            if not self.read_only:
-                self.sync()
-        except StorageError as error:
-            log.warning("written pages could not be made durable: %s", error)
-        finally:
-            self._release()
-
-    def _release(self) -> None:
-        self._closed = True
-        self._breaker.close()
-        try:
-            # waits for the views that are open: a restore that has begun ends first
-            self._backend.close()
-        finally:
-            self._fetcher.close()
-            self._ram.clear()
-            self.threads.close()
-            if self.tap is not None:
-                self.tap.close()
-
-    @property
-    def location(self) -> str:
-        """The location as a URL."""
-        return self._backend.location
-
     @property
     def is_closed(self) -> bool:
         """Whether the engine has released the location."""
@@ -344,184 +223,6 @@ class Engine:
     def tiers(self) -> tuple[TierStats, ...]:
         """Statistics of each location, if there are several."""
         return ()
-
-    def in_time(self, work: Callable[[], T]) -> T:
-        """What a thread finds in the location.
-
-        Raises
-        ------
-        UnavailableError
-            If a location on this machine does not answer for ten seconds. Others have timeouts of their own.
-        """
-        try:
-            return self.threads.answer(work, seconds=self._breaker.patience() if self._backend.is_local else None)
-        except Empty:
-            self._breaker.hangs()
-            raise UnavailableError(f"{self.location} does not answer") from None
-
-    # -- reading ------------------------------------------------------------------------------------------------------
-
-    @asked
-    def match(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> Path:
-        """The longest stored prefix of `tokens`, among pages that any process has committed or that are pending here.
-
-        Raises
-        ------
-        StorageError
-            If the location cannot be read; immediately while the circuit breaker is open.
-        """
-        started = time.perf_counter()
-        path = self._catalog.longest(self._locate(Prompt(namespace, tokens, page_tokens, self._trie)))
-        self.counters.time("lookup", time.perf_counter() - started)
-        return self._told(namespace, tokens, page_tokens, path)
-
-    def _told(self, namespace: bytes, tokens: Tokens, page_tokens: int, path: Path) -> Path:
-        if self.tap is not None:
-            self.tap.asked(namespace, tokens, page_tokens, path.n_tokens)
-        return path
-
-    @asked
-    def match_snapshot(
-        self, namespace: bytes, tokens: Tokens, page_tokens: int, limit: int, multiple_of: int = 1
-    ) -> Path:
-        """The pages of `tokens` up to the deepest snapshot among the first `limit`, and that snapshot.
-
-        Parameters
-        ----------
-        namespace, tokens, page_tokens
-            As for `match`.
-        limit
-            Tokens that may be restored.
-        multiple_of
-            The snapshot has to be at a multiple of this.
-        """
-        started = time.perf_counter()
-        found = self._locate(Prompt(namespace, tokens[:limit], page_tokens, self._trie), snapshots=True)
-        path = self._catalog.deepest_snapshot(found, multiple_of)
-        self.counters.time("lookup", time.perf_counter() - started)
-        return self._told(namespace, tokens, page_tokens, path)
-
-    def _locate(self, prompt: Prompt, *, snapshots: bool = False) -> Located:
-        """What there is of a prompt."""
-        waiting = self._catalog.along(prompt)
-        with self._breaker.asking() as request, self._backend.view() as view:
-            found = self._catalog.locate(view, waiting, prompt, snapshots=snapshots)
-            request.n_records = found.n_read
-        return found
-
-    def _probe(self, page: Page | None) -> int:
-        """Repeat the request that failed or was slow; called by a thread of the breaker."""
-        with self._backend.view() as view:
-            view.record(page.key if page is not None else bytes(KEY_BYTES))
-            for _, payload in view.fetch([page.key] if page is not None else []):
-                checksum(payload)
-        return 1
-
-    def fetching(
-        self,
-        pages: Sequence[Page],
-        *,
-        streamed: bool = False,
-        along: bool = True,
-        look: Look | None = None,
-        admit: Admit | None = None,
-        deadline: Deadline | None = None,
-        keep: Keep | None = None,
-    ) -> AbstractContextManager[States]:
-        """The verified states of `pages`, in order: see `Fetcher.fetching`."""
-        return self._fetcher.fetching(
-            pages, streamed=streamed, along=along, look=look, admit=admit, deadline=deadline, keep=keep
-        )
-
-    @handed_over
-    def touch(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None = None) -> None:
-        """Note that a prompt began with these pages, none for a miss; written with the next commit.
-
-        With the length of the prompt, a policy can tell how far from its end a page is.
-        """
-        self._note_use(namespace, pages, n_tokens)
-        self._tell_use(namespace, pages, n_tokens)
-
-    def _note_use(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None) -> None:
-        self._catalog.touch(namespace, pages, self._ttl_ns, n_tokens, is_written=not self.read_only)
-
-    def _tell_use(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None) -> None:
-        if self.tap is not None and n_tokens is not None:
-            self.tap.used(namespace, pages, n_tokens)
-
-    def view(self) -> AbstractContextManager[View]:
-        """A view, for callers that read the location directly; a thread opens and closes it."""
-        return self.threads.holding(self._backend.view())
-
-    @handed_over
-    def evictions(self, keys: Sequence[bytes]) -> dict[bytes, Eviction]:
-        """When and why these pages were evicted, as far as it is remembered. Raises `StorageError`."""
-        with self._backend.view() as view:
-            return self._evictions.find(view, keys)
-
-    def was_evicted(self, key: bytes) -> bool:
-        """Whether this process has evicted a page lately. The location is not asked."""
-        return self._catalog.evictions.find(key) is not None
-
-    @property
-    def losses(self) -> int:
-        """How often this process has evicted, deleted or dropped pages, but for tails that others continue."""
-        return self._catalog.evictions.n_added + self.deleter.n_begun + self.counters.n_dropped
-
-    @handed_over
-    def children(self, parent: bytes, at_most: int) -> list[Page]:
-        """Children of this page, or of this namespace: some of the stored ones, and those that wait."""
-        # before the view: what is committed meanwhile is stored
-        waiting = [page for page in self._catalog.pending_after(parent) if page.form == PAGE]
-        with self._backend.view() as view:
-            found = view.children([parent], PAGE, at_most)
-        stored = [Page.stored(key, record, usage) for key, record, usage in found if isinstance(record, Record)]
-        return stored + waiting
-
-    @handed_over
-    def pages(self) -> list[Page]:
-        """All pages, stored and pending, parents before their children."""
-        return self._catalog.pages(self._backend)
-
-    @handed_over
-    def path(self, page: Page) -> list[Page]:
-        """The pages from the start of the sequence up to this one."""
-        with self._backend.view() as view:
-            return self._catalog.path(view, page)
-
-    @handed_over
-    def used(self) -> tuple[Used, int, int]:
-        """The size of the location, and the bytes of all payloads as stored and as states."""
-        with self.view() as view:
-            self._saw(view.used)
-            self._sizes = view.sizes
-        return self.last_used()
-
-    def _saw(self, used: Used) -> None:
-        """Note how much the location holds."""
-        self._last_used = used
-        self.peak_bytes = max(self.peak_bytes, used.bytes)
-
-    def last_used(self) -> tuple[Used, int, int]:
-        """The last known `used`; does not query the location."""
-        return self._last_used, *self._sizes
-
-    @handed_over
-    def measure(self) -> bool:
-        """Bring `last_used` up to date, for monitoring; whether the location answered.
-
-        While the circuit is open, the location is not asked, so the call does not block. Never raises because of the
-        location.
-        """
-        if self._closed:
-            return False
-        try:
-            with self._breaker.asking(), self._backend.view() as view:
-                self._saw(view.used)
-                self._sizes = view.sizes
-        except (ClosedError, StorageError):
-            return False
-        return True
 
     @property
     def ram_bytes(self) -> int:
@@ -551,57 +252,6 @@ class Engine:
 
     def _waiting(self) -> tuple[int, int]:
         return sum(self.pending), self.queued_bytes
-
-    @handed_over
-    def namespaces(self) -> list[Namespace]:
-        """The namespaces that have pages in the location, except those whose settings are damaged."""
-        found: list[Namespace] = []
-        with self._backend.view() as view:
-            for settings in view.namespaces().values():
-                with suppress(CorruptError):
-                    found.append(Namespace.parse(settings))
-        return found
-
-    @handed_over
-    def check(self, budget: Budget | None = None) -> list[Violation]:
-        """Check every invariant of the location, every checksum, and a budget (by default the engine's)."""
-        with self._backend.view() as view:
-            found = violations(view, self.budget if budget is None else budget)
-        if n_rows := self._backend.undecryptable():
-            what = f"{counted(n_rows, 'row')} cannot be decrypted: changed, or of a forgotten tenant"
-            found.append(Violation("undecryptable", "", what))
-        return found
-
-    def wrap_lock(self, wrap: Callable[[Lock], LockT]) -> LockT:
-        """Have the catalog use what `wrap` makes of its lock; for measurements, before another thread uses the engine.
-
-        Returns
-        -------
-        object
-            What `wrap` has returned: a context manager that takes the lock.
-        """
-        return self._catalog.wrap_lock(wrap)
-
-    # -- notes of jobs ------------------------------------------------------------------------------------------------
-
-    @handed_over
-    def note(self, name: bytes) -> bytes | None:
-        """A note that a job has left in the location. Raises `StorageError`."""
-        with self._backend.view() as view:
-            return view.note(name)
-
-    @handed_over
-    @retried
-    def change_note(self, name: bytes, change: Callable[[bytes | None], bytes | None]) -> None:
-        """Replace a note by what `change` makes of it (None for no note), atomically. Raises `StorageError`.
-
-        `change` is called again if another process has changed the note meanwhile.
-        """
-        with self._backend.update() as transaction:
-            old = transaction.note(name)
-            new = change(old)
-            if new != old:
-                transaction.put_note(name, new)
 
     # -- names of sequences -------------------------------------------------------------------------------------------
 
@@ -633,49 +283,6 @@ class Engine:
         self._catalog.keep_nothing()
 
     # -- capturing ----------------------------------------------------------------------------------------------------
-
-    @asked
-    def wants(self, namespace: bytes, parent: bytes, tokens: bytes) -> bool:
-        """Whether the page with these token bytes after `parent` is worth capturing."""
-        page = Page(page_key(parent, tokens), parent, namespace, 0, tokens, 0, 0, 0, 0, 0)
-        if self._catalog.place_of(page) is not Placement.ADDED:
-            return False
-        with suppress(StorageError), self._breaker.asking(), self._backend.view() as view:
-            self._catalog.saw(view)
-            return self._catalog.wants(view, namespace, parent, tokens)
-        # what is stored already is found when it is to be written
-        return True
-
-    @asked
-    def missing(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> list[int]:
-        """Which full pages of a sequence to capture: up to the first that was refused.
-
-        If the location cannot be asked, those that do not wait to be written.
-
-        Raises
-        ------
-        CorruptError
-            If another page has one of the keys: nothing may be stored after it.
-        """
-        prompt = Prompt(namespace, tokens[: len(tokens) // page_tokens * page_tokens], page_tokens, self._trie)
-        waiting = self._catalog.along(prompt)
-        try:
-            with self._breaker.asking(), self._backend.view() as view:
-                found = self._catalog.locate(view, waiting, prompt)
-        except StorageError:
-            n_here = next((i for i, key in enumerate(prompt.keys) if key not in waiting.pages), len(prompt.keys))
-            found = Located(prompt, pages=[waiting.pages[key] for key in prompt.keys[:n_here]])
-        return self._catalog.missing(found)
-
-    @asked
-    def needs_no_capture(self, key: bytes) -> bool:
-        """Whether a page or snapshot need not be captured: it is here, or was refused."""
-        if self._catalog.get(key) is not None or self._catalog.is_refused(key):
-            return True
-        with suppress(StorageError), self._breaker.asking(), self._backend.view() as view:
-            record = view.record(key)
-            return record is not None and not self._catalog.is_damaged(key, record)
-        return False
 
     @handed_over
     def acquire(self, size: int, *, wait: bool = False) -> PooledBuffer | None:
@@ -747,35 +354,6 @@ class Engine:
         is_kept = self._housekeeping and (self._catalog.has_deferred or self.keeper.is_due)
         return is_kept or self.bookmarks.has_pending
 
-    @handed_over
-    def thin(
-        self,
-        namespace: bytes,
-        tokens: Tokens,
-        page_tokens: int,
-        keep: int,
-        interval: int,
-        valued: Collection[int] = (),
-    ) -> int:
-        """Give up all but `keep` of the snapshots along `tokens`; how many. See `snapshot_policy.thin`.
-
-        Pinned ones stay, and those from which other prompts branch off, or which are `valued`, stay before others.
-        """
-        prompt = Prompt(namespace, tokens, page_tokens, self._trie)
-        waiting = self._catalog.along(prompt)
-        with self._breaker.asking(), self._backend.view() as view:
-            found = self._catalog.locate(view, waiting, prompt, snapshots=True)
-            return self._catalog.thin(view, found, keep, interval, valued)
-
-    @handed_over
-    def condemn(self, page: Page, fits: Fits, size: int | None = None) -> None:
-        """Have a page and its descendants deleted with the next commit, if its state still does not fit then.
-
-        `fits` must hold for every context of the namespace. Another thread may call it. With `size`, the most bytes
-        that the state can have, one that claims more is not unpacked for it.
-        """
-        self._catalog.mark_damaged(page, Suspicion(fits, size))
-
     # -- the queue ----------------------------------------------------------------------------------------------------
 
     @property
@@ -837,99 +415,3 @@ class Engine:
     def is_failing(self) -> bool:
         """Whether the location failed or was too slow, and has not recovered yet."""
         return self._breaker.is_open
-
-    # -- pinning, deleting --------------------------------------------------------------------------------------------
-
-    @handed_over
-    def pin(self, namespace: bytes, tokens: Tokens, page_tokens: int, *, pinned: bool) -> int:
-        """Pin or unpin the committed pages of the longest stored prefix; the number of tokens they cover."""
-        path = Path((), 0)
-
-        def chosen(transaction: Transaction) -> Sequence[bytes]:
-            nonlocal path
-            prompt = Prompt(namespace, tokens, page_tokens, self._trie)
-            found = self._catalog.locate(transaction, self._catalog.along(prompt), prompt, snapshots=True)
-            # where there are snapshots, pages alone cannot be restored
-            path = next((found.path_to(*one) for one in found.fitting_snapshots()), found.path())
-            return [page.key for page in path.pages]
-
-        self._set_pinned(chosen, pinned=pinned)
-        return path.n_tokens
-
-    @handed_over
-    def pin_page(self, page: Page, *, pinned: bool) -> int:
-        """Pin or unpin a page with its descendants and its ancestors; how many pages changed.
-
-        An ancestor of an unpinned page stays pinned if it leads to another pinned page.
-        """
-
-        def chosen(transaction: Transaction) -> Sequence[bytes]:
-            return pinned_with(transaction, page.key, pinned=pinned)
-
-        return self._set_pinned(chosen, pinned=pinned)
-
-    @retried
-    def _set_pinned(self, choose: Callable[[Transaction], Sequence[bytes]], *, pinned: bool) -> int:
-        changed = 0
-        with self._catalog.update(self._backend) as transaction:
-            keys = choose(transaction)
-            for key in keys:
-                usage = transaction.usage(key)
-                if usage is not None and usage.pinned != pinned:
-                    transaction.touch(key, replace(usage, pinned=pinned))
-                    changed += 1
-        return changed
-
-    @handed_over
-    def delete(self, choices: Sequence[Choice]) -> Removed:
-        """Delete the pages that all choices have in common, pinned ones too; see `engine.delete`."""
-        removed = self.deleter.delete(choices)
-        self.bookmarks.prune()
-        return removed
-
-    def clear(self, namespace: bytes | None) -> int:
-        """Delete all pages of a namespace, pinned ones too (None: of the location); how many.
-
-        In several transactions, so that others need not wait for all of it. Pages captured meanwhile stay, unless they
-        continue a deleted one. Raises `StorageError`; what was deleted until then stays deleted.
-        """
-        choices = [] if namespace is None else [partial(of_namespaces, namespaces={namespace})]
-        return self.delete(choices).pages
-
-    @handed_over
-    def evict(self, max_bytes: int, *, dry_run: bool = False) -> Evicted:
-        """Evict in the order of the policy until the location holds `max_bytes`, or only what is pinned.
-
-        A `dry_run` finds out what that would be, and changes nothing. Raises `StorageError`.
-        """
-        self._load_policy()
-        chosen: list[bytes] = []
-        evictor = Evictor(self._catalog, self.budget, self.counters, chosen.append, Cause.ASKED)
-        before = self.used()[0].bytes
-        if dry_run:
-            chosen, left = evictor.trial(self._backend, max_bytes)
-        else:
-            n_before, left = -1, max_bytes + 1
-            # what a location takes is known exactly only after a commit
-            while left > max_bytes and len(chosen) > n_before:
-                n_before = len(chosen)
-                evictor.shrink(self._backend, max_bytes)
-                self._backend.reclaim()
-                left = self.used()[0].bytes
-        keys = tuple(key.hex() for key in chosen)
-        return Evicted(keys, max(before - left, 0), self._policy.name, max_bytes, left, dry_run)
-
-    def _load_policy(self) -> None:
-        """Have the policy know what was learned before; what cannot be read now is asked for again."""
-        with suppress(StorageError):
-            self._memory.load()
-
-    @handed_over
-    def scrub(self) -> None:
-        """Overwrite what deletions have freed. Raises `UnavailableError` if another process still reads it."""
-        self._backend.scrub()
-
-    @handed_over
-    def compact(self) -> int:
-        """Return free space to the disk; how many bytes. Raises `UnavailableError`."""
-        return self._backend.compact()
