@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from contextlib import closing
 
-import numpy as np
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
@@ -18,23 +17,20 @@ from prefixstore.engine.keyspace import (
     COUNT,
     GENERATION,
     RECORD,
-    Count,
     record_row,
     usage_row,
 )
 from prefixstore.engine.keyspace import everything as everything_of
 from prefixstore.engine.page_checks import flaws
-from prefixstore.engine.page_view import View
 from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.siblings import Child
 from prefixstore.errors import CorruptError, FullError
 from prefixstore.format.keys import PAGE
 from prefixstore.format.record import Usage
 from prefixstore.maintenance.archive import Archive
-from tests.support.page_contract import PagesContract, PersistentPagesContract
-from tests.support.pages import NAMESPACE, make_page
-from tests.support.places import KEY, MIB, SCHEMES, fill, opened, place, space
-from tests.support.s3 import prefix_on
+from tests.support.page_contract import PagesContract
+from tests.support.pages import make_page
+from tests.support.places import KEY, MIB, fill, opened, space
 
 
 class TestMemory(PagesContract):
@@ -42,113 +38,14 @@ class TestMemory(PagesContract):
         return Pages(MemoryBackend())
 
 
-class TestLMDB(PersistentPagesContract):
+class TestLMDB(PagesContract):
     def open_backend(self, tmp_path):
         return Pages(LMDBBackend(tmp_path / "kv", 64 * MIB))
 
 
-class TestEncrypted(PersistentPagesContract):
+class TestEncrypted(PagesContract):
     def open_backend(self, tmp_path):
         return open_pages(f"lmdb://{tmp_path}/kv", max_bytes=64 * MIB, key=KEY)
-
-
-class TestSQLite(PersistentPagesContract):
-    def open_backend(self, tmp_path):
-        return open_pages(f"sqlite:///{tmp_path}/kv.db", max_bytes=64 * MIB)
-
-
-class TestValkey(PersistentPagesContract):
-    @pytest.fixture(autouse=True)
-    def locations(self, new_valkey):
-        self.new, self.urls = new_valkey, {}
-
-    def open_backend(self, tmp_path):
-        if tmp_path not in self.urls:
-            self.urls[tmp_path] = self.new()
-        return open_pages(self.urls[tmp_path], max_bytes=64 * MIB)
-
-
-@pytest.mark.slow
-class TestPostgreSQL(PersistentPagesContract):
-    @pytest.fixture(autouse=True)
-    def databases(self, new_database):
-        self.new, self.urls = new_database, {}
-
-    def open_backend(self, tmp_path):
-        if tmp_path not in self.urls:
-            self.urls[tmp_path] = self.new()
-        return open_pages(self.urls[tmp_path], max_bytes=64 * MIB)
-
-
-# each row is a request: thousands of pages take a while
-@pytest.mark.slow
-class TestObjects(PersistentPagesContract):
-    @pytest.fixture(autouse=True)
-    def server(self, seaweedfs, credentials):
-        self.server, self.urls = seaweedfs, {}
-
-    def open_backend(self, tmp_path):
-        if tmp_path not in self.urls:
-            self.urls[tmp_path] = prefix_on(self.server)
-        return open_pages(self.urls[tmp_path], max_bytes=64 * MIB)
-
-    @pytest.mark.attack
-    @pytest.mark.timeout(900)
-    def test_pages_that_are_followed_are_found_among_thousands(self, tmp_path):
-        super().test_pages_that_are_followed_are_found_among_thousands(tmp_path)
-
-
-# -- from one location to another -------------------------------------------------------------------------------------
-
-
-def page(number, size, parent=NAMESPACE, start=0):
-    payload = np.random.default_rng(number).bytes(size)
-    return *make_page(payload, [number, number], parent=parent, start=start), payload
-
-
-def everything(backend):
-    with backend.view() as view:
-        return {key: (record, usage, bytes(view.payload(key))) for key, record, usage in view.scan()}, dict(
-            view.namespaces()
-        )
-
-
-def test_a_page_exported_from_one_backend_into_another_is_equal(tmp_path, new_database):
-    """Out of each into the next one, and at last into the first kind again."""
-    locations = [
-        "memory:",
-        str(tmp_path / "lmdb"),
-        f"sqlite:///{tmp_path}/a.db",
-        new_database(),
-        f"sqlite:///{tmp_path}/b.db",
-        str(tmp_path / "again"),
-    ]
-    put = [page(number, 1_300_000) for number in range(3)]
-    put += [page(3, 1_300_000, put[-1][0], 2), page(9, 0), page(10, 17)]
-    with closing(open_pages(locations[0], max_bytes=64 * MIB)) as backend:
-        with backend.update() as transaction:
-            transaction.put_namespace(NAMESPACE, b'{"label":"x"}')
-            for i, (key, record, payload) in enumerate(put):
-                usage = Usage(2**62 + i, 2**32 - 1 - i, pinned=i % 2 == 0, priority=(-1) ** i * 2**14, expires=i)
-                transaction.put(key, record, usage, payload)
-        expected = everything(backend)
-        source = backend
-        for location in locations[1:]:
-            copy = open_pages(location, max_bytes=64 * MIB)
-            with source.view() as view, copy.update() as transaction:
-                for key, settings in view.namespaces().items():
-                    transaction.put_namespace(key, settings)
-                for key, record, usage in view.scan():
-                    transaction.put(key, record, usage, view.payload(key))
-            source.close()
-            source = copy
-            assert everything(copy) == expected, location
-            with copy.view() as view:
-                keys = [key for key, _, _ in put]
-                assert [(record, bytes(payload)) for record, payload in view.fetch(keys)] == [
-                    (record, payload) for _, record, payload in put
-                ]
-        source.close()
 
 
 # -- what is counted ---------------------------------------------------------------------------------------------------
@@ -177,35 +74,6 @@ def write(backend, key, value):
             draft.put(key, value)
 
 
-@pytest.mark.parametrize("scheme", ["memory", *SCHEMES])
-def test_sizes_are_counted(scheme, tmp_path, request, monkeypatch):
-    url = "memory:" if scheme == "memory" else place(scheme, tmp_path, request)
-    with closing(open_pages(url, max_bytes=64 * MIB)) as backend:
-        assert sizes_of(backend) == (0, 0)
-        keys = fill(backend, space(), SEQUENCES)
-        monkeypatch.setattr(View, "recount", lambda view: pytest.fail("the sizes were added up"))
-        assert sizes_of(backend) == SIZES
-        with backend.update() as transaction:
-            transaction.delete(keys[0][1])
-        assert sizes_of(backend) == (19_000, 19_000)
-
-
-@pytest.mark.parametrize("damage", ["missing", "short", "another", "flipped"])
-def test_without_a_sound_count_sizes_are_added_up_until_the_next_change_counts_them(tmp_path, damage):
-    with opened(f"lmdb://{tmp_path}/kv") as backend:
-        fill(backend, space(), SEQUENCES)
-        right = counted(backend)
-        flipped = bytes([right[0], right[1] ^ 1, *right[2:]])
-        wrong = {"missing": None, "short": b"x", "another": bytes(len(right)), "flipped": flipped}
-        write(backend, COUNT, wrong[damage])
-        assert sizes_of(backend) == SIZES
-        # sizes do not change with this, but they are written down
-        key = fill(backend, space("other"), [[1]])[0][0]
-        with backend.update() as transaction:
-            transaction.delete(key)
-        assert counted(backend) == right
-
-
 def test_deleting_or_replacing_a_damaged_record_leaves_the_right_sizes(tmp_path):
     with opened(f"lmdb://{tmp_path}/kv") as backend:
         paths = fill(backend, space(), SEQUENCES)
@@ -221,20 +89,6 @@ def test_deleting_or_replacing_a_damaged_record_leaves_the_right_sizes(tmp_path)
             assert archive.repair()[1].pages == 1
             assert archive.check() == []
         assert sizes_of(backend) == (17_000, 17_000)
-
-
-@pytest.mark.parametrize("wrong", [Count(20, 1, 2), Count(19, 20_000, 20_000), Count()])
-def test_a_wrong_count_is_found_and_mended(tmp_path, wrong):
-    with opened(f"lmdb://{tmp_path}/kv") as backend:
-        fill(backend, space(), SEQUENCES)
-        write(backend, COUNT, wrong.pack())
-        with Archive(backend.location) as archive:
-            found = archive.check()
-            assert [violation.rule for violation in found] == ["index"]
-            assert "20000" in found[0].message
-            archive.repair()
-            assert archive.check() == []
-        assert sizes_of(backend) == SIZES
 
 
 # -- damage -----------------------------------------------------------------------------------------------------------
