@@ -12,7 +12,6 @@ from prefixstore.engine.bookmark import Bookmark, BookmarkChange, Unset, is_whol
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.pages import Pages, retried
-from prefixstore.engine.space import Evictor
 from prefixstore.format.keys import Tokens
 from prefixstore.format.record import Record
 from prefixstore.format.saved_state import pack_state
@@ -32,8 +31,6 @@ class Bookmarks:
     ----------
     threads, backend
         Of the engine.
-    evictor
-        Makes space for the notes.
     budget
         What the location may hold.
     has_pending_pages
@@ -44,14 +41,12 @@ class Bookmarks:
         self,
         threads: Threads,
         backend: Pages,
-        evictor: Evictor,
         budget: Budget,
         has_pending_pages: Callable[[], bool],
     ) -> None:
         self.threads = threads
         self._has_pending_pages = has_pending_pages
         self._backend = backend
-        self._evictor = evictor
         self._budget = budget
         # held for steps in memory only
         self._lock = threading.Lock()
@@ -116,7 +111,6 @@ class Bookmarks:
             return
         # asked after these were set: the pages of a bookmark are captured before
         may_be_whole_later = self._has_pending_pages()
-        self._make_space(waiting)
         with self._backend.update() as transaction:
             for namespace, changes in waiting.items():
                 for name, bookmark in list(changes.items()):
@@ -162,19 +156,6 @@ class Bookmarks:
                 return note
             kept = kept[-(len(kept) // 2) :] if len(kept) > 1 else []
         return None
-
-    def _make_space(self, waiting: Mapping[bytes, Mapping[str, BookmarkChange]]) -> None:
-        """Evict until the notes can grow as much as they may."""
-        growth = sum(
-            len(name.encode()) + len(bookmark.pack())
-            for changes in waiting.values()
-            for name, bookmark in changes.items()
-            if isinstance(bookmark, Bookmark)
-        )
-        with self._backend.view() as view:
-            used = view.used.bytes
-        if growth and used + growth > self._budget.max_bytes:
-            self._evictor.shrink(self._backend, max(self._budget.max_bytes - growth, 0))
 
     # -- what they stand for ------------------------------------------------------------------------------------------
 

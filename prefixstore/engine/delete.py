@@ -7,18 +7,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-from prefixstore.backends.contract import ConflictError
 from prefixstore.backends.threads import Threads, handed_over
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.index import Index, Page, depth_first
 from prefixstore.engine.invariants import Violation
 from prefixstore.engine.page_checks import astray, strays
 from prefixstore.engine.page_update import Transaction
-from prefixstore.engine.pages import CONFLICTS, Pages, fewer, retried
+from prefixstore.engine.pages import Pages, fewer, retried
 from prefixstore.engine.pending import Suspicion
 from prefixstore.engine.relatives import with_descendants
 from prefixstore.engine.space import PAGES_AT_ONCE
-from prefixstore.errors import CorruptError, FullError, IncompatibleError, UnavailableError
+from prefixstore.errors import CorruptError, FullError, IncompatibleError
 from prefixstore.format.codec import decode
 from prefixstore.format.keys import TOKEN_BYTES
 from prefixstore.format.record import Record
@@ -33,9 +32,6 @@ __all__ = [
     "subtree",
     "unused_since",
 ]
-
-# how often pages that others add after the deleted ones are deleted as well
-ROUNDS = 16
 
 Choice: TypeAlias = Callable[[Index], Collection[bytes]]
 """Chooses keys of pages from a tree of all pages; with a page it chooses all of its descendants."""
@@ -130,36 +126,12 @@ class Deleter:
         self._catalog = catalog
 
     def delete(self, choices: Sequence[Choice]) -> Removed:
-        """Delete the pages that all choices have in common, leaves first, and descendants that others add meanwhile.
-
-        Raises
-        ------
-        UnavailableError
-            If others add pages faster than they are deleted. What was deleted until then stays deleted.
-        """
+        """Delete the pages that all choices have in common, and what others add after them until then."""
         self.n_begun += 1
-        doomed = self._select(partial(in_common, choices=choices))
-        # a page that is captured again is another one, and stays
-        chosen = {page.key: page.created for page in doomed}
-        removed, at_once = Removed(), PAGES_AT_ONCE
-        for _ in range(ROUNDS):
-            waiting = doomed[::-1]
-            for page in waiting:
-                self._catalog.forget(page)
-            while waiting:
-                try:
-                    removed += self._delete_leaves(waiting[:at_once])
-                except FullError as error:
-                    at_once = fewer(self._backend, at_once, error)
-                    continue
-                waiting = waiting[at_once:]
-            doomed = self._select(partial(_left, chosen=chosen))
-            if not doomed:
-                return removed
-        raise UnavailableError(
-            f"{removed.pages:,} pages were deleted, but {len(doomed):,} are left, since other processes keep adding "
-            "pages; stop them, and delete again"
-        )
+        doomed = self._select(partial(in_common, choices=choices))[::-1]
+        for page in doomed:
+            self._catalog.forget(page)
+        return self._delete_all([page.key for page in doomed])
 
     @handed_over
     def select(self, choices: Iterable[Choice]) -> list[bytes]:
@@ -168,23 +140,6 @@ class Deleter:
 
     def _select(self, choose: Choice) -> list[Page]:
         return self._catalog.select(self._backend, choose)
-
-    @retried
-    def _delete_leaves(self, pages: Sequence[Page]) -> Removed:
-        removed = Removed()
-        with self._catalog.update(self._backend) as transaction:
-            waiting = list(pages)
-            while waiting:
-                # not those that another process has continued since
-                followed = transaction.followed([page.key for page in waiting])
-                leaves = [page for page in waiting if page.key not in followed]
-                if not leaves:
-                    break
-                for page in leaves:
-                    if transaction.delete(page.key):
-                        removed += Removed(1, page.stored_bytes)
-                waiting = [page for page in waiting if page.key in followed]
-        return removed
 
     @handed_over
     def delete_strays(self, *, newer: bool = False) -> Removed:
@@ -212,30 +167,30 @@ class Deleter:
         named = [one for one in found if one.rule == "orphan" or (one.key and one.rule != "index")]
         return self._delete_all({bytes.fromhex(one.key) for one in named})
 
-    def _delete_all(self, keys: Collection[bytes], *, strays_only: bool = False) -> Removed:
+    def _delete_all(self, keys: Iterable[bytes], *, strays_only: bool = False) -> Removed:
         """Delete pages, and what is stored after them: children first, some at a time.
 
         With `strays_only`, not those that can be found, as what they follow was stored since.
         """
-        removed, at_once, conflicts = Removed(), PAGES_AT_ONCE, 0
-        doomed = sorted(keys)
+        removed, at_once, doomed = Removed(), PAGES_AT_ONCE, list(keys)
         while doomed:
+            now, later = doomed[:at_once], doomed[at_once:]
             try:
-                with self._catalog.update(self._backend) as transaction:
-                    if strays_only:
-                        doomed = [key for key in doomed if _is_stray(transaction, key)]
-                    deleted, left = self._delete_some(transaction, doomed, at_once)
-            except ConflictError:
-                conflicts += 1
-                if conflicts == CONFLICTS:
-                    raise
-                continue
+                deleted, left = self._delete_next(now, at_once, strays_only=strays_only)
             except FullError as error:
                 at_once = fewer(self._backend, at_once, error)
                 continue
             removed += Removed(len(deleted), sum(deleted.values()))
-            doomed = [key for key in doomed if key in left]
+            doomed = [key for key in now if key in left] + later
         return removed
+
+    @retried
+    def _delete_next(
+        self, keys: Sequence[bytes], at_once: int, *, strays_only: bool
+    ) -> tuple[dict[bytes, int], set[bytes]]:
+        with self._catalog.update(self._backend) as transaction:
+            some = [key for key in keys if not strays_only or _is_stray(transaction, key)]
+            return self._delete_some(transaction, some, at_once)
 
     def _delete_some(
         self, transaction: Transaction, keys: Iterable[bytes], at_once: int = PAGES_AT_ONCE
@@ -293,12 +248,6 @@ class Deleter:
         """Forget the settings of namespaces that have no pages any more."""
         with self._catalog.update(self._backend) as transaction:
             transaction.drop_empty_namespaces()
-
-
-def _left(index: Index, chosen: Mapping[bytes, int]) -> set[bytes]:
-    """Those of the chosen pages, by key and time of creation, that are still there, and their descendants."""
-    pages = (page for key in chosen if (page := index.get(key)) is not None and page.created == chosen[key])
-    return {page.key for page in depth_first(pages)}
 
 
 def _is_damaged(transaction: Transaction, key: bytes, suspicion: Suspicion | None) -> bool:

@@ -178,9 +178,7 @@ class Engine(Upkeep, Closing):
         )
         self._memory = PolicyMemory(backend, catalog, Evictor(catalog, self.budget, counters), self.budget)
         self._evictions = EvictionNote(backend, catalog.evictions, self.budget.max_bytes)
-        self.bookmarks = Bookmarks(
-            self.threads, backend, Evictor(catalog, self.budget, counters), self.budget, lambda: catalog.has_pending
-        )
+        self.bookmarks = Bookmarks(self.threads, backend, self.budget, lambda: catalog.has_pending)
         self.importer = Importer(self.threads, backend, catalog, self._committer, self._load_policy)
         self._queue = WriteQueue(
             self,

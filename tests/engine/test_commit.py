@@ -11,7 +11,7 @@ from prefixstore.engine.budget import Quota
 from prefixstore.engine.pending import PendingPage
 from prefixstore.engine.space import Space
 from prefixstore.engine.waiting import DropReason
-from prefixstore.errors import FullError, UnavailableError
+from prefixstore.errors import FullError
 from prefixstore.format.keys import SNAPSHOT, as_tokens, page_keys
 from prefixstore.format.record import Record, StoredPage, Usage, checksum
 from tests.support.engines import MIB, NS, A, B, C, MemoryPages, P, entry, state_of, store_of
@@ -327,39 +327,21 @@ def test_a_page_that_was_cleared_and_captured_again_is_not_refused_with_its_pred
         assert store.match(A[:4]) == 4
 
 
-def test_a_deletion_that_others_outrun_says_so():
+def test_what_is_captured_while_a_namespace_is_cleared_goes_with_what_it_continues_or_stays(monkeypatch):
     with store_of() as store:
         store.put(A)
-        deleter = store.engine.deleter
-        delete, turns = deleter._delete_leaves, itertools.count(10)
+        delete = store.engine.deleter._delete_next
 
-        def outrun(keys):
-            # another prompt continues the last page before it is deleted
-            store.put([*A, next(turns)])
-            return delete(keys)
-
-        deleter._delete_leaves = outrun
-        with pytest.raises(UnavailableError, match=r"pages were deleted, but \d+ are left"):
-            store.engine.clear(NS)
-        deleter._delete_leaves = delete
-        assert store.engine.clear(NS) >= 3
-        assert store.match(A) == 0
-
-
-def test_a_page_that_is_captured_again_while_its_namespace_is_cleared_stays():
-    with store_of() as store:
-        store.put(A)
-        deleter = store.engine.deleter
-        delete = deleter._delete_leaves
-
-        def captured_again(keys):
-            removed = delete(keys)
+        def meanwhile(*arguments, **options):
+            # another prompt continues the last page before it is deleted, and the first one is captured again after
+            store.put([*A, 5])
+            deleted = delete(*arguments, **options)
             store.put(A)
-            return removed
+            return deleted
 
-        deleter._delete_leaves = captured_again
-        assert store.engine.clear(NS) == 3
-        assert store.match(A) == 12
+        monkeypatch.setattr(store.engine.deleter, "_delete_next", meanwhile)
+        assert store.engine.clear(NS) == 4
+        assert store.match([*A, 5]) == 12
 
 
 def stored_pages(n, *, namespace=NS, **usage):

@@ -128,7 +128,7 @@ def backend():
 # -- children ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_children_are_those_of_plain_lists_after_any_changes(backend, seed):
     family = Family(seed)
     for _ in range(40):
@@ -148,10 +148,10 @@ def test_children_are_those_of_plain_lists_after_any_changes(backend, seed):
         assert rows_of_index(draft) == []
 
 
-@pytest.mark.parametrize("n_shared", [0, 100, 250])
+@pytest.mark.parametrize("n_shared", [0, 250])
 def test_among_thousands_of_siblings_a_few_rows_lead_to_the_nearest(backend, n_shared):
     chance = random.Random(n_shared)
-    records = [record_of([9] * n_shared + [number, number]) for number in chance.sample(range(100_000), 4000)]
+    records = [record_of([9] * n_shared + [number, number]) for number in chance.sample(range(100_000), 1500)]
     with backend.update() as draft:
         add(draft, *records)
     stored = sorted(record.tokens for record in records)
