@@ -29,13 +29,7 @@ from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.namespace import parted, salt_in
 from prefixstore.format.record import USAGE, Buffer, Record, Usage, head_of, namespace_in, place_of, record_bytes
 
-__all__ = ["PASSES", "Transaction"]
-
-# Of so many pages an update looks for the one that a damaged record followed; of more, the next repair does.
-SEARCHED_AT_ONCE = 100_000
-# Each takes off the last rows of chains of child rows that lead to nothing. A longer chain was forged, and takes more
-# than one repair.
-PASSES = 256
+__all__ = ["Transaction"]
 
 
 class Transaction(View):
@@ -50,8 +44,8 @@ class Transaction(View):
         self._counted: dict[bytes, Count] = {}
         # of tenants: what their namespaces held at first
         self._spaces: dict[str, dict[bytes, Count]] = {}
-        # whether a page was deleted whose namespace nobody knows
-        self._has_lost_count = False
+        # whether a page was deleted or replaced whose record does not say where it is in the index: see `Pages.reindex`
+        self.is_torn = False
         # the pages that it has deleted and not put again, and what is called when it is committed
         self.deleted: set[bytes] = set()
         self.after_commit: list[Callable[[], None]] = []
@@ -162,20 +156,14 @@ class Transaction(View):
         record, usage = self._rows.get([record_row(key), usage_row(key)])
         replaced = self._uncount(record, usage)
         place = place_of(record) if record is not None else None
-        if record is not None and (
-            place is None or not siblings.remove_child(self._rows, key, siblings.child_path(*place))
-        ):
-            self._remove_everywhere(key)
         if record is None and usage is None:
             return False
+        if record is not None and place is not None:
+            self.is_torn |= not siblings.remove_child(self._rows, key, siblings.child_path(*place))
         self._rows.delete(record_row(key), replaced=replaced)
         self._rows.delete(usage_row(key))
         if record is not None and place is not None:
-            # what a damaged record says of its namespace may be wrong
-            spaces = [namespace_in(record), *(self.namespaces() if head_of(record) is None else ())]
-            self._rows.get([leaf_row(space, key) for space in spaces])  # in one round trip; the draft keeps them
-            for space in spaces:
-                self._set_leaf(space, leaf_row(space, key), None)
+            self.drop_leaf(namespace_in(record), key)
             self._mend_leaf(place[0])
         self._has_changed = True
         self.deleted.add(key)
@@ -187,7 +175,7 @@ class Transaction(View):
             return None
         head = head_of(record)
         if head is None:
-            self._has_lost_count = True
+            self.is_torn = True
             self._counted[keyspace.COUNT] = self.count().plus(Count(-1))
             return None
         self._add(head.namespace, Count(*(-n for n in counted_as(head, usage))))
@@ -213,28 +201,6 @@ class Transaction(View):
         row, leaf = leaf_of(key, record, usage)
         if row is not None:
             self._set_leaf(row[1 : 1 + KEY_BYTES], row, None if leaf is None or self.followed([key]) else leaf)
-
-    def _remove_everywhere(self, key: bytes) -> None:
-        """Take a page out of the index whose record does not say where it is there."""
-        for rows in keyspace.walk(self._rows, keyspace.CHILD):
-            for row in rows:
-                child = siblings.Child.unpack(row.value)
-                if child is not None and child.page == key:
-                    siblings.take_out(self._rows, row.key, child)
-        for _ in range(PASSES):
-            # each time the rows above those that are gone
-            if not sum(self._mend_hollow(rows) for rows in keyspace.walk(self._rows, keyspace.CHILD)):
-                break
-        if self.count().pages <= SEARCHED_AT_ONCE:
-            for rows in keyspace.walk(self._rows, keyspace.RECORD):
-                self.mend_leaves([row.key for row in rows])
-
-    def _mend_hollow(self, rows: Sequence[contract.Row]) -> int:
-        """Mend those of these child rows that say that there are more pages, and have none below; how many."""
-        found = siblings.hollow(self._rows, rows)
-        for row in found:
-            siblings.mend_child(self._rows, row.key)
-        return len(found)
 
     def read_ahead(self, keys: Sequence[bytes]) -> None:
         """Read what touching these pages needs, at once."""
@@ -316,7 +282,10 @@ class Transaction(View):
             elif wrong is not None:
                 siblings.take_out(self._rows, row.key, child)
             is_changed = is_changed or wrong is not None
-        return bool(self._mend_hollow(self._stored(rows))) or is_changed
+        hollow = siblings.hollow(self._rows, self._stored(rows))
+        for row in hollow:
+            siblings.mend_child(self._rows, row.key)
+        return bool(hollow) or is_changed
 
     def _stored(self, rows: Sequence[bytes]) -> list[contract.Row]:
         found = zip(rows, self._rows.get(rows), strict=True)
@@ -342,8 +311,6 @@ class Transaction(View):
     def finish(self) -> None:
         """Write what was counted. Raises `LocationError` if the location was encrypted meanwhile."""
         self.require_plain()
-        if self._has_lost_count:
-            self.replace_counts(self.recount())
         self._write_counts()
         if self._has_changed:
             generation = (self.generation + 1) % (1 << 8 * keyspace.GENERATION_BYTES)

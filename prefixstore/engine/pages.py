@@ -17,10 +17,10 @@ from prefixstore.backends import contract, is_persistent, open_backend
 from prefixstore.backends.contract import ConflictError
 from prefixstore.backends.keys import Key, KeyProvider, Keys, provider_of
 from prefixstore.engine import keyspace
-from prefixstore.engine.page_update import PASSES, Transaction
+from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import View
 from prefixstore.engine.trie import Trie
-from prefixstore.errors import FullError, LocationError, MissingExtraError
+from prefixstore.errors import FullError, LocationError, MissingExtraError, StorageError
 
 if TYPE_CHECKING:
     from prefixstore.backends.encrypted import EncryptedBackend
@@ -32,6 +32,9 @@ _T = TypeVar("_T")
 
 # rows that a rebuild of the index changes in one update, if there is space for it
 REINDEXED_AT_ONCE = 512
+# Each takes off the last rows of chains of child rows that lead to nothing. A longer chain was forged, and takes more
+# than one repair.
+PASSES = 256
 # how often work is done that contradicts what another process has committed meanwhile
 CONFLICTS = 8
 
@@ -118,11 +121,18 @@ class Pages:
 
     @contextmanager
     def update(self) -> Iterator[Transaction]:
-        """Read and write. Waits for other transactions; leaving the block commits."""
+        """Read and write. Waits for other transactions; leaving the block commits.
+
+        Then the index is mended, if the block has deleted a page whose record does not say where it was.
+        """
         with self._backend.update() as rows:
             transaction = Transaction(rows, is_local=self._backend.is_local, check=self._backend.check)
             yield transaction
             transaction.finish()
+        if transaction.is_torn:
+            # if that fails, a check finds it
+            with suppress(StorageError):
+                self.reindex()
 
     def sync(self) -> None:
         """Return when everything committed so far survives a loss of power, as far as the location can promise it."""
