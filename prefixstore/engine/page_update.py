@@ -230,12 +230,8 @@ class Transaction(View):
         """Store the canonical settings of a namespace."""
         if self.namespace(key) == settings:
             return
-        row, count = self._count_row(key), self.count(key)
         self._salts[key] = salt_in(settings)
         self._rows.put(namespace_row(key), settings, owner=self._owner(key))
-        if any(count) and row != self._count_row(key):
-            # pages were put, or deleted, while it was not known whose they are
-            self._counted |= {row: Count(), self._count_row(key): count.plus(self.count(key))}
 
     def drop_empty_namespaces(self) -> None:
         """Forget the settings of all namespaces that have no pages."""

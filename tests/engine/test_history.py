@@ -215,25 +215,6 @@ def test_minutes_hours_and_days_are_kept_for_so_long(clock):
 # -- bounded ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_thousand_tenants_fit_into_a_bounded_space(clock):
-    with store_of(max_bytes=10 << 30) as store:
-        clock.told(store)
-        tenants = [Namespace({"salt": f"tenant {n}", "model": "m" * 64}) for n in range(1000)]
-        for one in tenants:
-            store.engine.keeper.describe(one, {"name": "a model", "type_k": "f16"})
-        for _ in range(3):
-            for one in tenants:
-                ask(store, 1, hits=1, namespace=one.key)
-            keep(store)
-            clock.now += HOUR
-        history = store.engine.history()
-        assert len({one.namespace for one in history.days}) == 1000
-        assert history.total(namespaces=[short(tenants[7].key)]).hits == 3
-        assert history.describe(short(tenants[7].key)).tenant == "tenant 7"
-        assert len(note(store, NOTE)) < MIB
-
-
 def test_of_more_namespaces_than_there_may_be_the_others_are_one(monkeypatch, clock):
     monkeypatch.setattr(stats_module, "MOST_ROWS", 10)
     with store_of() as store:

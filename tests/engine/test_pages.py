@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import random
 from contextlib import closing
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import keyspace
 from prefixstore.engine.budget import Budget
+from prefixstore.engine.index import shared_tokens
 from prefixstore.engine.invariants import violations
 from prefixstore.engine.keyspace import (
     CHILD,
@@ -22,30 +26,191 @@ from prefixstore.engine.keyspace import (
 )
 from prefixstore.engine.keyspace import everything as everything_of
 from prefixstore.engine.page_checks import flaws
+from prefixstore.engine.page_view import tokens_of
 from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.siblings import Child
 from prefixstore.errors import CorruptError, FullError
-from prefixstore.format.keys import PAGE
+from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT, as_tokens
 from prefixstore.format.record import Usage
 from prefixstore.maintenance.archive import Archive
-from tests.support.page_contract import PagesContract
-from tests.support.pages import make_page
+from tests.support.pages import NAMESPACE, make_page
 from tests.support.places import KEY, MIB, fill, opened, space
 
-
-class TestMemory(PagesContract):
-    def open_backend(self, tmp_path):
-        return Pages(MemoryBackend())
-
-
-class TestLMDB(PagesContract):
-    def open_backend(self, tmp_path):
-        return Pages(LMDBBackend(tmp_path / "kv", 64 * MIB))
+OTHER = bytes(reversed(NAMESPACE))
+MISSING = bytes(KEY_BYTES)
+SETTINGS = b'{"label":"pages"}'
 
 
-class TestEncrypted(PagesContract):
-    def open_backend(self, tmp_path):
-        return open_pages(f"lmdb://{tmp_path}/kv", max_bytes=64 * MIB, key=KEY)
+@pytest.fixture(params=["memory", "lmdb", "encrypted"])
+def backend(request, tmp_path):
+    location = "memory:" if request.param == "memory" else f"lmdb://{tmp_path}/kv"
+    key = KEY if request.param == "encrypted" else None
+    with closing(open_pages(location, max_bytes=64 * MIB, key=key)) as found:
+        yield found
+
+
+def put(transaction, number, size=100):
+    """Put the first page number `number`, and return its key."""
+    key, record = make_page(bytes(size), [number, number + 1])
+    transaction.put_namespace(NAMESPACE, SETTINGS)
+    transaction.put(key, record, Usage(1), bytes(size))
+    return key
+
+
+# -- reading and writing -----------------------------------------------------------------------------------------------
+
+
+def test_an_empty_location_has_no_pages(backend):
+    for opened_as in (backend.view, backend.update):
+        with opened_as() as view:
+            assert list(view.scan()) == list(view.stored()) == list(flaws(view)) == []
+            assert (dict(view.namespaces()), view.used.entries, view.sizes) == ({}, 0, (0, 0))
+            assert (view.record(MISSING), view.usage(MISSING), view.payload(MISSING)) == (None, None, None)
+            assert view.neighbors(NAMESPACE, b"") == view.children([NAMESPACE], PAGE) == []
+            assert view.children([], PAGE) == view.leading([MISSING]) == view.leading([]) == []
+            assert view.followed([]) == view.followed([NAMESPACE, MISSING]) == set()
+            assert len(view.facts(b"", 10)) == 0
+
+
+def test_a_page_that_was_put_is_read_back_unchanged(backend):
+    payload = np.random.default_rng(0).bytes(5000)
+    key, record = make_page(payload, [7, 8, 2**31 - 1, -(2**31)])
+    usage = Usage(2**63 - 1, 2**32 - 1, pinned=True, priority=-(2**15), expires=2**63 - 1)
+    with backend.update() as transaction:
+        transaction.put(key, record, usage, payload)
+    with backend.view() as view:
+        assert (view.record(key), view.usage(key), bytes(view.payload(key))) == (record, usage, payload)
+        assert list(view.scan()) == [(key, record, usage)]
+        (facts,) = view.facts(b"", 9)
+        expected = {"raw_bytes": 5000, "n_tokens": 4, "hits": 2**32 - 1, "pinned": True, "priority": -(2**15)}
+        assert {name: facts[name] for name in expected} == expected
+
+
+def test_facts_are_read_some_at_a_time(backend):
+    with backend.update() as transaction:
+        keys = {put(transaction, number) for number in range(20)}
+    found, after = [], b""
+    with backend.view() as view:
+        while len(facts := view.facts(after, 7)):
+            found += [bytes(key) for key in facts["key"]]
+            after = found[-1]
+    assert (len(found), set(found)) == (20, keys)
+
+
+def test_the_generation_counts_updates_that_put_delete_or_pin(backend):
+    def step(work):
+        with backend.view() as view:
+            before = view.generation
+        with backend.update() as transaction:
+            work(transaction)
+        with backend.view() as view:
+            return view.generation - before
+
+    key, _ = make_page(bytes(100), [1, 2])
+    assert step(lambda transaction: [put(transaction, number) for number in range(1, 4)]) == 1
+    for work in (
+        lambda transaction: transaction.record(key),
+        lambda transaction: transaction.touch(key, Usage(3)),
+        lambda transaction: transaction.put_namespace(MISSING, b"{}"),
+        lambda transaction: transaction.put_note(b"name", b"value"),
+        lambda transaction: transaction.delete(MISSING),
+    ):
+        assert step(work) == 0
+    assert step(lambda transaction: transaction.touch(key, Usage(3, pinned=True))) == 1
+    assert step(lambda transaction: transaction.delete(key)) == 1
+
+
+def test_namespaces_are_remembered_with_their_settings_as_long_as_they_have_pages(backend):
+    with backend.update() as transaction:
+        put(transaction, 1)
+        key, record = make_page(b"x", [1], parent=OTHER, namespace=OTHER)
+        transaction.put_namespace(OTHER, b"{}")
+        transaction.put(key, record, Usage(1), b"x")
+    with backend.view() as view:
+        assert dict(view.namespaces()) == {NAMESPACE: SETTINGS, OTHER: b"{}"}
+        assert [view.namespace(key) for key in (NAMESPACE, OTHER, MISSING)] == [SETTINGS, b"{}", None]
+    with backend.update() as transaction:
+        transaction.delete(key)
+        # no page comes
+        transaction.put_namespace(MISSING, b"{}")
+    with backend.view() as view:
+        assert dict(view.namespaces()) == {NAMESPACE: SETTINGS, MISSING: b"{}"}
+    with backend.update() as transaction:
+        transaction.drop_empty_namespaces()
+    with backend.view() as view:
+        assert dict(view.namespaces()) == {NAMESPACE: SETTINGS}
+
+
+# -- what follows a page -----------------------------------------------------------------------------------------------
+
+
+def test_pages_that_are_followed_are_found_among_many(backend):
+    """By pages, by snapshots, or by both; namespaces count as what first pages follow."""
+    pages = [make_page(b"", [number])[1] for number in range(300)]
+    after = [make_page(b"", [1], parent=record.key, start=1)[1] for record in pages]
+    taken = [replace(record, tokens=b"", form=SNAPSHOT) for record in after]
+    with backend.update() as transaction:
+        for record in (*pages[:200], *after[:200:3], *taken[:200:5]):
+            transaction.put(record.key, record, Usage(1), b"")
+    keys = [record.key for record in pages]
+    expected = {record.parent for record in (*after[:200:3], *taken[:200:5])}
+    for opened_as in (backend.view, backend.update):
+        with opened_as() as view:
+            assert view.followed([*keys, *keys, NAMESPACE, OTHER]) == {*expected, NAMESPACE}
+            # snapshots and pages at the end of their sequences
+            assert view.followed([record.key for record in (*after, *taken)]) == set()
+    with backend.update() as transaction:
+        # of the last one its page goes, and the snapshot stays
+        for record in after[:200:3]:
+            assert transaction.delete(record.key)
+        assert transaction.followed(keys) == {record.parent for record in taken[:200:5]}
+
+
+def test_neighbors_among_many_siblings_share_the_longest_prefix(backend):
+    """Siblings that differ from the start, or only after 200 tokens, of which some begin with all of another's."""
+    chance = random.Random(3)
+    for beginning in ([], [5] * 200, [6] * 255):
+        parent, _ = make_page(b"", beginning or [1])
+        there = [[*beginning, number] for number in chance.sample(range(10_000), 60)]
+        there += [[*each, 7] for each in there[:20]]
+        with backend.update() as transaction:
+            for tokens in there:
+                key, record = make_page(b"", tokens, parent=parent, start=1)
+                transaction.put(key, record, Usage(1), b"")
+        with backend.view() as view:
+            children = [tokens_of(entry) for entry in view.children([parent], PAGE)]
+            assert sorted(children) == sorted(as_tokens(tokens).tobytes() for tokens in there)
+            for _ in range(12):
+                wanted = [*chance.choice(there)[: chance.choice([1, 100, 250, 300])], chance.randrange(99)]
+                raw = as_tokens(wanted).tobytes()
+                found = [tokens_of(entry) for entry in view.neighbors(parent, raw)]
+                assert len(found) <= 3
+                # in the order of the location, and one of them shares most
+                assert [each for each in children if each in found] == found
+                assert max(shared_tokens(each, raw) for each in found) == max(
+                    shared_tokens(each, raw) for each in children
+                )
+
+
+def test_used_grows_by_no_more_than_the_cost(backend):
+    chance, keys = random.Random(5), []
+    for i in range(60):
+        with backend.view() as view:
+            before = view.used
+        cost = 0
+        with backend.update() as transaction:
+            for _ in range(chance.choice([1, 1, 2, 5])):
+                payload = bytes(chance.choice([0, 1, 100, 1500, 2000, 2100, 4081, 20_000]))
+                parent = chance.randbytes(KEY_BYTES)
+                key, record = make_page(payload, [i] * chance.choice([1, 16, 256, 1024]), parent=parent)
+                cost += transaction.cost(record, len(payload))
+                transaction.put(key, record, Usage(1), payload)
+                keys.append(key)
+            if i % 3 == 0:
+                transaction.delete(keys.pop(chance.randrange(len(keys))))
+        with backend.view() as view:
+            assert view.used.bytes - before.bytes <= cost
+            assert view.used.entries == len(keys)
 
 
 # -- what is counted ---------------------------------------------------------------------------------------------------
