@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import reduce
 
-from prefixstore.backends import contract
-from prefixstore.backends.contract import Range, Update
+from prefixstore.backends.contract import Row, Update
 from prefixstore.engine import keyspace, siblings
 from prefixstore.engine.bookmark import note_name
 from prefixstore.engine.keyspace import (
@@ -23,7 +22,6 @@ from prefixstore.engine.keyspace import (
     record_row,
     usage_row,
 )
-from prefixstore.engine.page_checks import misplaced, stray_leaves, wrong_leaves
 from prefixstore.engine.page_view import Used, View, counted_as, leaf_of, path_in, path_of, usage_in
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.namespace import parted, salt_in
@@ -256,53 +254,34 @@ class Transaction(View):
 
     # -- the index ----------------------------------------------------------------------------------------------------
 
-    def enter(self, rows: Sequence[bytes]) -> bool:
-        """Enter the pages of these records among their siblings, where they are not; once is enough.
+    def enter(self, row: Row) -> None:
+        """Enter the page of a record among its siblings.
 
-        Not those that cannot be read: where a damaged one says that it belongs, another page may be.
+        Not one that cannot be read: where a damaged one says that it belongs, another page may be.
         """
-        for row, stored in zip(rows, self._rows.get(rows), strict=True):
-            path = path_in(row[1:], stored)
-            if path is not None and stored is not None:
-                siblings.add_child(self._rows, row[1:], path, self._owner(namespace_in(stored)))
-        return False
+        path = path_in(row.key[1:], row.value)
+        if path is not None:
+            siblings.add_child(self._rows, row.key[1:], path, self._owner(namespace_in(row.value)))
 
-    def correct(self, rows: Sequence[bytes]) -> bool:
-        """Take out of some child rows what they name wrongly; whether the rows above may be wrong since."""
-        is_changed = False
-        there = self._stored(rows)
-        for row, wrong in zip(there, misplaced(self, there), strict=True):
-            child = siblings.Child.unpack(row.value)
-            if child is None:
-                self._rows.delete(row.key)
-            elif wrong is not None:
-                siblings.take_out(self._rows, row.key, child)
-            is_changed = is_changed or wrong is not None
-        hollow = siblings.hollow(self._rows, self._stored(rows))
-        for row in hollow:
-            siblings.mend_child(self._rows, row.key)
-        return bool(hollow) or is_changed
+    def take_out(self, row: Row) -> None:
+        """Have a child row no longer name its page."""
+        child = siblings.Child.unpack(row.value)
+        if child is None:
+            self._rows.delete(row.key)
+        else:
+            siblings.take_out(self._rows, row.key, child)
 
-    def _stored(self, rows: Sequence[bytes]) -> list[contract.Row]:
-        found = zip(rows, self._rows.get(rows), strict=True)
-        return [contract.Row(row, value) for row, value in found if value is not None]
+    def mend_child(self, row: Row) -> None:
+        """Have a child row no longer say that there are more pages, if there are none."""
+        siblings.mend_child(self._rows, row.key)
 
-    def rows_from(self, kind: bytes, start: bytes, at_most: int) -> list[bytes]:
-        """The keys of the next rows of a kind."""
-        wanted = Range(start, keyspace.everything(kind).stop, at_most)
-        return [row.key for row in self._rows.ranges([wanted])[0]]
+    def mend_leaf(self, row: Row) -> None:
+        """Write or delete the leaf row of the page of a record."""
+        self._mend_leaf(row.key[1:])
 
-    def mend_leaves(self, rows: Sequence[bytes]) -> bool:
-        """Write or delete the leaf rows of the pages of these records; once is enough."""
-        for key in wrong_leaves(self, [row[1:] for row in rows]):
-            self._mend_leaf(key)
-        return False
-
-    def drop_leaves(self, rows: Sequence[bytes]) -> bool:
-        """Delete those of these leaf rows whose pages are not there; once is enough."""
-        for row in stray_leaves(self, self._stored(rows)):
-            self._rows.delete(row)
-        return False
+    def drop_row(self, row: Row) -> None:
+        """Delete a row."""
+        self._rows.delete(row.key)
 
     def finish(self) -> None:
         """Write what was counted. Raises `LocationError` if the location was encrypted meanwhile."""

@@ -14,9 +14,10 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from prefixstore.backends import contract, is_persistent, open_backend
-from prefixstore.backends.contract import ConflictError
+from prefixstore.backends.contract import ConflictError, Range, Row
 from prefixstore.backends.keys import Key, KeyProvider, Keys, provider_of
 from prefixstore.engine import keyspace
+from prefixstore.engine.page_checks import HOLLOW, LEAVES, LOST, MISPLACED, STRAY_LEAVES, Check
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import View
 from prefixstore.engine.trie import Trie
@@ -30,6 +31,14 @@ __all__ = ["CONFLICTS", "Pages", "fewer", "open_pages", "retried"]
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
+# what `Pages.reindex` mends, in this order, and how
+MENDED: Sequence[tuple[Check, Callable[[Transaction, Row], None]]] = (
+    (LOST, Transaction.enter),
+    (MISPLACED, Transaction.take_out),
+    (HOLLOW, Transaction.mend_child),
+    (LEAVES, Transaction.mend_leaf),
+    (STRAY_LEAVES, Transaction.drop_row),
+)
 # rows that a rebuild of the index changes in one update, if there is space for it
 REINDEXED_AT_ONCE = 512
 # Each takes off the last rows of chains of child rows that lead to nothing. A longer chain was forged, and takes more
@@ -156,36 +165,35 @@ class Pages:
 
     def reindex(self) -> None:
         """Mend the index of children, some pages at a time, and count everything again."""
-        self._work_on_all(keyspace.RECORD, Transaction.enter)
-        for _ in range(PASSES):
-            if not self._work_on_all(keyspace.CHILD, Transaction.correct):
-                break
-        self._work_on_all(keyspace.RECORD, Transaction.mend_leaves)
-        self._work_on_all(keyspace.LEAF, Transaction.drop_leaves)
+        for check, mend in MENDED:
+            for _ in range(PASSES if check.kind == keyspace.CHILD else 1):
+                if not self._mend_all(check, mend):
+                    break
         self._correct_counts()
 
-    def _work_on_all(self, kind: bytes, work: Callable[[Transaction, Sequence[bytes]], bool]) -> bool:
-        """Do some work on all rows of a kind, some at a time; whether it says that there is more."""
-        has_more, start, at_once = False, kind, REINDEXED_AT_ONCE
-        while True:
+    def _mend_all(self, check: Check, mend: Callable[[Transaction, Row], None]) -> bool:
+        """Mend all rows that a check finds wrong, some at a time; whether there were any."""
+        was_wrong, start, at_once = False, check.kind, REINDEXED_AT_ONCE
+        while start:
             try:
-                done = self._work_on(kind, start, at_once, work)
+                start, is_wrong = self._mend_some(check, mend, start, at_once)
             except FullError as error:
                 at_once = fewer(self, at_once, error)
                 continue
-            if done is None:
-                return has_more
-            start, again = done
-            has_more = has_more or again
+            was_wrong = was_wrong or is_wrong
+        return was_wrong
 
     @retried
-    def _work_on(
-        self, kind: bytes, start: bytes, at_once: int, work: Callable[[Transaction, Sequence[bytes]], bool]
-    ) -> tuple[bytes, bool] | None:
-        """Do some work on the next rows of a kind, in one update; where those after them begin, and what it says."""
+    def _mend_some(
+        self, check: Check, mend: Callable[[Transaction, Row], None], start: bytes, at_once: int
+    ) -> tuple[bytes, bool]:
+        """Mend the next rows, in one update; where those after them begin, if there are any, and whether one was."""
         with self.update() as transaction:
-            rows = transaction.rows_from(kind, start, at_once)
-            return (rows[-1] + b"\0", work(transaction, rows)) if rows else None
+            rows = transaction.rows.ranges([Range(start, keyspace.everything(check.kind).stop, at_once)])[0]
+            wrong = check.wrong(transaction, rows)
+            for row in wrong:
+                mend(transaction, row)
+        return rows[-1].key + b"\0" if rows else b"", bool(wrong)
 
     @retried
     def _correct_counts(self) -> None:
