@@ -145,19 +145,6 @@ def test_snapshots_that_are_thinned_before_they_are_written_are_counted():
         writer.drain()
 
 
-def test_pages_that_wait_while_the_page_before_them_is_deleted_are_counted():
-    gate = threading.Event()
-    gate.set()
-    with store_of(gated(MemoryPages, gate)()) as store:
-        store.put(A[:P])
-        waiting = store.announce(A)
-        assert store.engine.clear(NS) == 1
-        assert store.counters.group("outdated") == {"deleted": 2}
-        assert store.engine.commit(waiting) == 0
-        for new in waiting:
-            new.release()
-
-
 # -- the pool ----------------------------------------------------------------------------------------------------------
 
 
