@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from prefixstore.backends.contract import Row
+from prefixstore.engine import keyspace
 from prefixstore.engine.budget import Budget
+from prefixstore.engine.keyspace import usage_row
 from prefixstore.engine.page_checks import flaws
 from prefixstore.engine.page_view import View
-from prefixstore.errors import IncompatibleError, StorageError
+from prefixstore.engine.trie import Entry
+from prefixstore.errors import CorruptError, IncompatibleError, StorageError
 from prefixstore.format.codec import decode
-from prefixstore.format.record import Buffer, Record
+from prefixstore.format.record import Record
 
 __all__ = ["Violation", "violations"]
 
@@ -44,56 +49,47 @@ class Violation:
 def violations(view: View, budget: Budget) -> list[Violation]:
     """Read the whole location and verify every checksum. An empty list means that no problems were found."""
     found = [Violation(rule, key.hex(), message) for rule, key, message in flaws(view)]
-    namespaces = view.namespaces()
-    for key, record, payload in view.stored():
-        if isinstance(record, IncompatibleError):
-            continue
-        if not isinstance(record, Record):
-            found.append(Violation("record", key.hex(), str(record)))
-            continue
-        if record.namespace not in namespaces and _lacks_settings(view, key, record):
-            found.append(Violation("namespace", key.hex(), f"namespace {record.namespace.hex()} has no settings"))
-        problem = _damage(record, payload)
-        if problem is not None and (now := _record_now(view, key, record)) != record:
-            # this view sees later commits: since the record was read, the page was replaced or deleted
-            problem = _damage_now(view, now) if now is not None else None
-        if problem is not None:
-            found.append(Violation("payload", key.hex(), problem))
-    used = view.used
-    if budget.exceeded(used):
-        found.append(Violation("budget", "", f"{used.bytes:,} bytes in {used.entries:,} pages exceed {budget}"))
+    namespaces = set(view.namespaces())
+    for rows in keyspace.walk(view.rows, keyspace.RECORD):
+        usages = view.rows.get([usage_row(row.key[1:]) for row in rows])
+        for row, usage in zip(rows, usages, strict=True):
+            faults = list(_faults(view, row, usage, namespaces))
+            if faults:
+                # this view may see later commits: as the page is now
+                value, used = view.rows.get([row.key, usage_row(row.key[1:])])
+                now = Row(row.key, value or b"")
+                faults = list(_faults(view, now, used, set(view.namespaces()))) if value is not None else []
+            found += [Violation(rule, row.key[1:].hex(), message) for rule, message in faults]
+    size = view.used
+    if budget.exceeded(size):
+        found.append(Violation("budget", "", f"{size.bytes:,} bytes in {size.entries:,} pages exceed {budget}"))
     return found
 
 
-def _lacks_settings(view: View, key: bytes, record: Record) -> bool:
-    """Whether the settings of a page's namespace are missing, also now: a view may see later commits."""
-    return view.namespace(record.namespace) is None and _record_now(view, key, record) == record
-
-
-def _record_now(view: View, key: bytes, record: Record) -> Record | None:
+def _faults(view: View, row: Row, usage: bytes | None, namespaces: Collection[bytes]) -> Iterator[tuple[str, str]]:
+    """What is wrong with a page itself: rules, and messages. One at a time: what a server sends is in memory."""
+    key = row.key[1:]
+    record = Entry.of(key, row.value, usage).record
     try:
-        return view.record(key)
-    except StorageError:
-        return record
-
-
-def _damage_now(view: View, record: Record) -> str | None:
-    try:
-        return _damage(record, view.payload(record.key))
-    except StorageError as error:
-        return str(error)
-
-
-def _damage(record: Record, payload: Buffer | StorageError | None) -> str | None:
-    """What is wrong with the stored bytes of a page; None if they are what was written."""
-    if payload is None:
-        return "the payload is missing"
-    if isinstance(payload, StorageError):
-        return str(payload)
-    try:
-        decode(record, payload)
+        if isinstance(record, Record):
+            stored, payload = next(iter(view.rows.payloads([row.key]))) or (row.value, None)
+            # the row itself may be damaged where its value is kept twice
+            record = Entry.of(key, stored, usage).record
+        if not isinstance(record, Record):
+            raise record
     except IncompatibleError:
-        return None
+        return
+    except CorruptError as error:
+        yield "payload" if isinstance(record, Record) else "record", str(error)
+        return
+    if record.namespace not in namespaces:
+        yield "namespace", f"namespace {record.namespace.hex()} has no settings"
+    try:
+        if payload is None:
+            yield "payload", "the payload is missing"
+        else:
+            decode(record, payload)
+    except IncompatibleError:
+        pass
     except StorageError as error:
-        return str(error)
-    return None
+        yield "payload", str(error)

@@ -189,29 +189,6 @@ class View:
         """Bytes that have arrived of the payload that `fetch` receives, if that is known. Any thread may read it."""
         return self._rows.arrived
 
-    def stored(self) -> Iterator[tuple[bytes, Record | StorageError, Buffer | StorageError | None]]:
-        """All pages with their payloads, for `check`, in no particular order and in bounded memory.
-
-        Yields the key, the record and the payload of each page, or why one of them cannot be read. Payloads are not
-        verified, and are valid until the next page is requested. A page without a payload has None, and so does one
-        whose record cannot be read.
-        """
-        for rows in keyspace.walk(self._rows, keyspace.RECORD):
-            usages = self._rows.get([usage_row(row.key[1:]) for row in rows])
-            for row, usage in zip(rows, usages, strict=True):
-                # one at a time: what a server sends is in memory
-                try:
-                    found = next(iter(self._rows.payloads([row.key])))
-                except CorruptError as error:
-                    yield row.key[1:], Entry.of(row.key[1:], row.value, usage).record, error
-                    continue
-                if found is not None:
-                    record = Entry.of(row.key[1:], found[0], usage).record
-                    # the row itself may be damaged where its value is kept twice
-                    seen = Entry.of(row.key[1:], row.value, usage).record
-                    record = record if isinstance(seen, Record) else seen
-                    yield row.key[1:], record, found[1] if isinstance(record, Record) else None
-
     # -- children -----------------------------------------------------------------------------------------------------
 
     def neighbors(self, parent: bytes, tokens: bytes) -> list[Entry]:
