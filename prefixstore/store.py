@@ -29,11 +29,11 @@ from prefixstore.errors import (
 from prefixstore.format.figures import History
 from prefixstore.format.keys import Tokens, TokenSequence, as_tokens
 from prefixstore.format.namespace import Namespace
-from prefixstore.last_prompt import LastPrompt, PromptMeter
 from prefixstore.llama.hooks import Hooks
 from prefixstore.opening import Locations, open_engine
 from prefixstore.parameters import Parameters
-from prefixstore.stats import Kind, Stats
+from prefixstore.results import LastPrompt, PromptMeter, Stats
+from prefixstore.stats import Kind
 from prefixstore.units import parse_bytes, parse_seconds, parse_target, shown
 
 if TYPE_CHECKING:

@@ -43,7 +43,8 @@ from prefixstore.errors import StorageError
 from prefixstore.format.autocodec import Encoder
 from prefixstore.format.figures import History
 from prefixstore.format.namespace import Namespace
-from prefixstore.stats import Counters, SessionCounts, Shortage, TierStats
+from prefixstore.results import SessionCounts, Shortage, TierStats
+from prefixstore.stats import Counters
 
 __all__ = ["Engine"]
 

@@ -27,7 +27,8 @@ from prefixstore.errors import CorruptError, FullError, StorageError
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import CHECKSUM_BYTES, Record, time_of_use
-from prefixstore.stats import Counters, Shortage
+from prefixstore.results import Shortage
+from prefixstore.stats import Counters
 
 __all__ = ["PAGES_AT_ONCE", "Evictor", "Space"]
 

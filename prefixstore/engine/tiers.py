@@ -40,7 +40,7 @@ from prefixstore.engine.readers import Admit, Look
 from prefixstore.errors import ClosedError, CorruptError, IncompatibleError, StorageError
 from prefixstore.format.keys import Tokens
 from prefixstore.format.namespace import Namespace
-from prefixstore.stats import TierStats
+from prefixstore.results import TierStats
 
 __all__ = ["TieredEngine"]
 

@@ -12,7 +12,7 @@ import pytest
 from prefixstore import FullError, InvalidParameterError, PrefixStore
 from prefixstore.engine.queue import Drained
 from prefixstore.format.keys import as_tokens
-from prefixstore.stats import Shortage
+from prefixstore.results import Shortage
 from tests.support import PATIENCE
 from tests.support.engines import (
     NS,
