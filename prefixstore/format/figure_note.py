@@ -101,8 +101,7 @@ class FigureNote(Ledger):
             for seconds, number, rows in found["periods"]:
                 _moment(number * seconds)
                 note.periods[_whole(seconds), _whole(number)] = {
-                    (_text(namespace), _text(purpose)): Counter({_text(name): _whole(n) for name, n in counts.items()})
-                    for namespace, purpose, counts in rows
+                    (_text(namespace), _text(purpose)): _counts(counts) for namespace, purpose, counts in rows
                 }
             note.requests = [
                 Request(_moment(at), _text(one), _text(purpose), _text(source), _whole(n), _whole(restored))
@@ -180,6 +179,15 @@ def _whole(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 2**63:
         raise ValueError(value)
     return value
+
+
+def _counts(counts: Any) -> Counter[str]:
+    """Names with numbers of 64 bits; all at once, as a note has thousands."""
+    numbers = counts.values()
+    is_sound = all(type(n) is int for n in numbers) and max(map(abs, numbers), default=0) < 2**63
+    if not is_sound or max(map(len, counts), default=0) > LONGEST:
+        raise ValueError(counts)
+    return Counter(counts)
 
 
 def _moment(value: Any) -> float:
