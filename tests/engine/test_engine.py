@@ -146,27 +146,6 @@ def test_pages_of_one_batch_do_not_evict_each_other():
 # -- a backend that fails ----------------------------------------------------------------------------------------------
 
 
-def test_a_clear_that_fails_removes_nothing_from_the_index():
-    backend = FaultyBackend(MemoryPages(), "commit", at=2)
-    with store_of(backend) as store:
-        store.put(A)
-        with pytest.raises(UnavailableError):
-            store.engine.clear(NS)
-        assert store.match(A) == 12
-        assert store.engine.clear(NS) == 3
-        assert store.match(A) == 0
-        assert store.stored_keys() == set()
-
-
-def test_a_pin_that_fails_pins_nothing():
-    backend = FaultyBackend(MemoryPages(), "commit", at=2)
-    with store_of(backend, max_entries=3) as store:
-        store.put(A)
-        with pytest.raises(UnavailableError):
-            store.engine.pin(NS, as_tokens(A), P, pinned=True)
-        assert store.put(B) == 3
-
-
 def test_a_backend_that_cannot_be_read_raises_and_loses_nothing():
     backend = FaultyBackend(MemoryPages(), "view", at=10**9)
     with store_of(backend) as store:

@@ -197,97 +197,59 @@ def inner_page(model):
     return next(page.record.parent for page in model.pages.values() if page.record.parent in model.pages)
 
 
-def missing_leaf(model):
-    row, _ = first_leaf(model)
-    write(model.backend, (row, None))
-    return row[-KEY_BYTES:]
-
-
-def leaf_of_a_page_that_another_follows(model):
-    key, (_, leaf) = inner_page(model), first_leaf(model)
-    write(model.backend, (leaf_row(model.pages[key].record.namespace, key), leaf.pack()))
-    return key
-
-
-def leaf_of_a_pinned_page(model):
+def pinned_page(model):
     with model.backend.update() as transaction:
-        key = model.put(transaction, 900, None, SPACES[1].key, Usage(NOW, pinned=True))
-    write(model.backend, (leaf_row(SPACES[1].key, key), first_leaf(model)[1].pack()))
-    return key
+        return model.put(transaction, 900, None, SPACES[1].key, Usage(NOW, pinned=True))
 
 
-def leaf_of_no_page(model):
-    key = b"x" * KEY_BYTES
-    write(model.backend, (leaf_row(SPACES[0].key, key), first_leaf(model)[1].pack()))
-    return key
+def leaf_row_of(model, key):
+    return leaf_row(model.pages[key].record.namespace, key)
 
 
-def leaf_in_another_namespace(model):
-    row, leaf = first_leaf(model)
-    other = next(space.key for space in SPACES if space.key != row[1 : 1 + KEY_BYTES])
-    write(model.backend, (leaf_row(other, row[-KEY_BYTES:]), leaf.pack()))
-    return row[-KEY_BYTES:]
-
-
-def leaf_that_cannot_be_read(model):
-    row, leaf = first_leaf(model)
-    write(model.backend, (row, leaf.pack()[:-1]))
-    return row[-KEY_BYTES:]
-
-
-def wrong_count_of_all(model):
+def count_rows(model):
+    """The rows of counts, that of all pages first."""
     with model.backend.view() as view:
-        count = view.count()
-    write(model.backend, (keyspace.COUNT, count.plus(Count(leaves=1)).pack()))
-    return b""
+        return sorted(view.counts().items())
 
 
-def wrong_count_of_a_namespace(model):
-    with model.backend.view() as view:
-        row, count = view._count_row(SPACES[0].key), view.count(SPACES[0].key)
-    write(model.backend, (row, count.plus(Count(quota_bytes=-1)).pack()))
-    return b""
+ABSENT = b"x" * KEY_BYTES
+STRANGE = keyspace.count_row(b"t" * keyspace.TENANT_BYTES, b"n" * KEY_BYTES)
+# what is written past the pages: of a model and its first leaf row, the rows, and the key that is named
+HARMS = {
+    "a missing leaf": lambda model, row, leaf: (row[-KEY_BYTES:], (row, None)),
+    "a leaf that cannot be read": lambda model, row, leaf: (row[-KEY_BYTES:], (row, leaf.pack()[:-1])),
+    "a leaf of a page that another follows": lambda model, row, leaf: (
+        key := inner_page(model),
+        (leaf_row_of(model, key), leaf.pack()),
+    ),
+    "a leaf of a pinned page": lambda model, row, leaf: (
+        key := pinned_page(model),
+        (leaf_row_of(model, key), leaf.pack()),
+    ),
+    "a leaf of no page": lambda model, row, leaf: (ABSENT, (leaf_row(SPACES[0].key, ABSENT), leaf.pack())),
+    "a leaf in another namespace": lambda model, row, leaf: (
+        row[-KEY_BYTES:],
+        *((leaf_row(one.key, row[-KEY_BYTES:]), leaf.pack()) for one in SPACES if one.key != row[1 : 1 + KEY_BYTES]),
+    ),
+    "a wrong count of all": lambda model, *_: (
+        b"",
+        *((row, count.plus(Count(leaves=1)).pack()) for row, count in count_rows(model)[:1]),
+    ),
+    "a wrong count of a namespace": lambda model, *_: (
+        b"",
+        *((row, count.plus(Count(quota_bytes=-1)).pack()) for row, count in count_rows(model)[1:2]),
+    ),
+    "a missing count of a namespace": lambda model, *_: (b"", (count_rows(model)[1][0], None)),
+    "a count of a namespace that has none": lambda *_: (b"", (STRANGE, Count(3, leaves=3).pack())),
+    "damaged counts": lambda model, *_: (b"", *((row, b"garbage") for row, _ in count_rows(model))),
+}
 
 
-def missing_count_of_a_namespace(model):
-    with model.backend.view() as view:
-        write(model.backend, (view._count_row(SPACES[0].key), None))
-    return b""
-
-
-def count_of_a_namespace_that_has_none(model):
-    write(
-        model.backend, (keyspace.count_row(b"t" * keyspace.TENANT_BYTES, b"n" * KEY_BYTES), Count(3, leaves=3).pack())
-    )
-    return b""
-
-
-def damaged_counts(model):
-    with model.backend.view() as view:
-        rows = list(view.counts())
-    write(model.backend, *((row, b"garbage") for row in rows))
-    return b""
-
-
-@pytest.mark.parametrize(
-    "harm",
-    [
-        missing_leaf,
-        leaf_of_a_page_that_another_follows,
-        leaf_of_a_pinned_page,
-        leaf_of_no_page,
-        leaf_in_another_namespace,
-        leaf_that_cannot_be_read,
-        wrong_count_of_all,
-        wrong_count_of_a_namespace,
-        missing_count_of_a_namespace,
-        count_of_a_namespace_that_has_none,
-        damaged_counts,
-    ],
-)
+@pytest.mark.parametrize("harm", HARMS)
 def test_a_wrong_row_is_found_and_mended(backend, harm):
     model = tree(backend)
-    key = harm(model)
+    key, *rows = HARMS[harm](model, *first_leaf(model))
+    write(backend, *rows)
     found = flaws_of(backend)
     assert {rule for rule, *_ in found} == {"index"}
     assert key in {each for _, each, _ in found}

@@ -42,14 +42,6 @@ def filled(n, *, full=True, **options):
     return store
 
 
-def test_a_full_location_gives_up_no_more_than_a_new_page_needs():
-    with store_of(max_bytes=20.5 * ENTRY) as store:
-        for number in range(25):
-            store.put(single(number), SIZE)
-        assert used(store).entries == 20
-        assert store.counters["evictions"] == 5
-
-
 def test_beyond_the_high_mark_new_pages_are_packed_until_no_more_than_the_low_mark_is_in_use():
     store = filled(20)
     assert set(codecs(store)) == {"raw"}
@@ -83,14 +75,6 @@ def test_pages_that_are_many_are_not_packed():
         for number in range(25):
             store.put(single(number), SIZE)
         assert set(codecs(store)) == {"raw"}
-
-
-@pytest.mark.parametrize("max_entries", [1, 2, 3, 10])
-def test_a_budget_of_a_few_entries_can_be_used_up(max_entries):
-    with store_of(max_entries=max_entries) as store:
-        for number in range(max_entries + 2):
-            store.put(single(number))
-        assert used(store).entries == max_entries
 
 
 def test_a_page_that_is_stored_keeps_its_form():

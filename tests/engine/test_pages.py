@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import keyspace
 from prefixstore.engine.budget import Budget
@@ -29,7 +28,6 @@ from prefixstore.engine.page_checks import flaws
 from prefixstore.engine.page_view import tokens_of
 from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.siblings import Child
-from prefixstore.errors import CorruptError, FullError
 from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT, as_tokens
 from prefixstore.format.record import Usage
 from prefixstore.maintenance.archive import Archive
@@ -259,28 +257,6 @@ def test_deleting_or_replacing_a_damaged_record_leaves_the_right_sizes(tmp_path)
 # -- damage -----------------------------------------------------------------------------------------------------------
 
 
-def test_records_that_are_damaged_are_found_and_can_be_deleted():
-    with closing(Pages(MemoryBackend())) as backend:
-        damaged, *others = (path[0] for path in fill(backend, space(), SEQUENCES[:3]))
-        with backend.rows.view() as view:
-            stored = view.get([record_row(damaged)])[0]
-        for value in (b"", b"abc", stored[:60], stored[:-1], stored[:80] + b"x" + stored[81:]):
-            write(backend, record_row(damaged), value)
-            with backend.view() as view:
-                with pytest.raises(CorruptError):
-                    view.record(damaged)
-                with pytest.raises(CorruptError):
-                    list(view.fetch([damaged]))
-                assert len(view.facts(b"", 9)) == 6
-                assert damaged not in [one.key for one in view.neighbors(space().key, b"")]
-        with backend.update() as transaction:
-            assert transaction.delete(damaged)
-        backend.reindex()
-        with backend.view() as view:
-            assert {key for key, _, _ in view.scan()} >= set(others)
-            assert {rule for rule, *_ in flaws(view)} == {"parent"}
-
-
 def test_a_repair_leaves_a_page_in_its_place_where_a_damaged_record_says_that_it_belongs():
     with closing(Pages(MemoryBackend())) as backend:
         (good, *_), (damaged, *_) = fill(backend, space(), SEQUENCES[:2])
@@ -359,32 +335,6 @@ def test_rows_that_lead_to_pages_which_are_not_there_are_found_and_mended_at_all
         backend.reindex()
         with backend.view() as view:
             assert not view.followed([space().key])
-            assert list(flaws(view)) == []
-
-
-def test_a_full_file_has_space_to_mend_the_whole_index(tmp_path):
-    backend, n_pages, step = Pages(LMDBBackend(tmp_path / "kv", MIB)), 0, 64
-    with closing(backend):
-        while step:
-            try:
-                with backend.update() as transaction:
-                    for number in range(n_pages, n_pages + step):
-                        key, record = make_page(b"", [number])
-                        transaction.put(key, record, Usage(1), b"")
-                n_pages += step
-            except FullError:
-                backend.reclaim()
-                step //= 2
-        with backend.rows.view() as view:
-            rows = [row.key for row in view.ranges([everything_of(CHILD)])[0]]
-        assert len(rows) == n_pages
-        for i in range(0, n_pages, 10):
-            with backend.rows.update() as draft:
-                for row in rows[i : i + 10]:
-                    draft.put(row, b"\2" + bytes(32))
-            backend.reclaim()
-        backend.reindex()
-        with backend.view() as view:
             assert list(flaws(view)) == []
 
 
