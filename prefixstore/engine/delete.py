@@ -16,10 +16,11 @@ from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.pages import Pages, fewer, retried
 from prefixstore.engine.pending import Suspicion
 from prefixstore.engine.relatives import with_descendants
+from prefixstore.engine.siblings import children_of, first_node
 from prefixstore.engine.space import PAGES_AT_ONCE
 from prefixstore.errors import CorruptError, FullError, IncompatibleError
 from prefixstore.format.codec import decode
-from prefixstore.format.keys import TOKEN_BYTES
+from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES
 from prefixstore.format.record import Record
 
 __all__ = [
@@ -181,7 +182,8 @@ class Deleter:
                 at_once = fewer(self._backend, at_once, error)
                 continue
             removed += Removed(len(deleted), sum(deleted.values()))
-            doomed = [key for key in now if key in left] + later
+            # what stays after them may keep them
+            doomed = [key for key in now if deleted and key in left] + later
         return removed
 
     @retried
@@ -208,10 +210,12 @@ class Deleter:
         for entry in with_descendants(transaction, list(left)[::-1], at_once):
             if len(deleted) == at_once:
                 break
+            left.pop(entry.key, None)
+            if transaction.followed([entry.key]) and _is_needed(transaction, entry.key):
+                continue
             record = entry.record if isinstance(entry.record, Record) else None
             if transaction.delete(entry.key):
                 deleted[entry.key] = record.stored_bytes if record is not None else 0
-            left.pop(entry.key, None)
         return deleted, set(left)
 
     def delete_damaged(
@@ -235,12 +239,11 @@ class Deleter:
     def delete_other(self, transaction: Transaction, key: bytes) -> list[bytes]:
         """Delete the other page stored under a key, and its descendants; returns their keys."""
         gone: list[bytes] = []
-        while len(gone) % PAGES_AT_ONCE == 0:
+        while True:
             deleted, left = self._delete_some(transaction, [key])
             gone += deleted
-            if not left:
-                break
-        return gone
+            if not left or not deleted:
+                return gone
 
     @handed_over
     @retried
@@ -248,6 +251,13 @@ class Deleter:
         """Forget the settings of namespaces that have no pages any more."""
         with self._catalog.update(self._backend) as transaction:
             transaction.drop_empty_namespaces()
+
+
+def _is_needed(transaction: Transaction, key: bytes) -> bool:
+    """Whether something follows a page that stays: what a newer version wrote, or what leads to that."""
+    nodes = [first_node(key, form) for form in (PAGE, SNAPSHOT)]
+    children = [child for some in children_of(transaction.rows, nodes) for child in some]
+    return any(not isinstance(record, CorruptError) for record, _ in transaction.records(children).values())
 
 
 def _is_damaged(transaction: Transaction, key: bytes, suspicion: Suspicion | None) -> bool:
