@@ -178,7 +178,7 @@ class Ours:
         for namespace in self._settings:
             engine.clear(namespace)
         started = time.perf_counter()
-        done = engine.import_pages(self._pages, self._settings)
+        done = engine.importer.import_pages(self._pages, self._settings)
         engine.sync()
         seconds = time.perf_counter() - started
         assert done.pages == len(self._pages)

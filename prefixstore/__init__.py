@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from prefixstore.engine.invariants import Violation
     from prefixstore.engine.queue import Drained
     from prefixstore.format.namespace import Namespace
-    from prefixstore.last_prompt import LastPrompt
-    from prefixstore.stats import Shortage, Stats
+    from prefixstore.results import LastPrompt, Shortage, Stats
     from prefixstore.store import Match, PrefixStore
     from prefixstore.warming.job import warm
     from prefixstore.warming.prompts import Problem
@@ -79,14 +78,14 @@ _HOMES = {
     "Evicted": "engine.budget",
     "Explanation": "diagnosis.explanation",
     "KeyProvider": "backends.keys",
-    "LastPrompt": "last_prompt",
+    "LastPrompt": "results",
     "Match": "store",
     "Namespace": "format.namespace",
     "PrefixStore": "store",
     "Problem": "warming.prompts",
     "Progress": "warming.report",
-    "Shortage": "stats",
-    "Stats": "stats",
+    "Shortage": "results",
+    "Stats": "results",
     "Violation": "engine.invariants",
     "WarmReport": "warming.report",
     "load": "config",

@@ -29,11 +29,11 @@ from prefixstore.errors import (
 from prefixstore.format.figures import History
 from prefixstore.format.keys import Tokens, TokenSequence, as_tokens
 from prefixstore.format.namespace import Namespace
-from prefixstore.last_prompt import LastPrompt, PromptMeter
 from prefixstore.llama.hooks import Hooks
 from prefixstore.opening import Locations, open_engine
 from prefixstore.parameters import Parameters
-from prefixstore.stats import Kind, Stats
+from prefixstore.results import LastPrompt, PromptMeter, Stats
+from prefixstore.stats import Kind
 from prefixstore.units import parse_bytes, parse_seconds, parse_target, shown
 
 if TYPE_CHECKING:
@@ -195,35 +195,13 @@ class PrefixStore:
         far_max_bytes: int | str | None = None,
         key: Key | Sequence[Key | None] | None = None,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "location", "llm")}
         if hasattr(location, "_ctx"):
             raise InvalidParameterError(
                 f"location is a {type(location).__name__}; the location comes first: "
                 'PrefixStore("kv", llm), or PrefixStore(None, llm) for the default one'
             )
-        self._parameters = parameters = Parameters.parse(
-            namespace=namespace,
-            salt=salt,
-            page_tokens=page_tokens,
-            min_tokens=min_tokens,
-            snapshot_interval=snapshot_interval,
-            max_snapshots=max_snapshots,
-            max_bytes=max_bytes,
-            max_entries=max_entries,
-            high_water=high_water,
-            low_water=low_water,
-            quota=quota,
-            ttl=ttl,
-            ram_bytes=ram_bytes,
-            codec=codec,
-            policy=policy,
-            priority=priority,
-            read_only=read_only,
-            write_behind=write_behind,
-            queue_bytes=queue_bytes,
-            max_delay=max_delay,
-            far_max_bytes=far_max_bytes,
-            key=key,
-        )
+        self._parameters = parameters = Parameters.parse(**given)
         # what becomes of the last prompt, and of the last one of each Llama
         self._last = PromptMeter()
         self._last_of: weakref.WeakKeyDictionary[Llama, PromptMeter] = weakref.WeakKeyDictionary()

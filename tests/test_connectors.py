@@ -37,7 +37,7 @@ def stored(tmp_path):
         pages.append(StoredPage(parent, record, Usage(record.created), payload))
     url = f"lmdb://{tmp_path}/kv"
     with Archive(url, create=True) as archive:
-        assert archive.engine.import_pages(pages, {settings.key: settings.canonical}).pages == N
+        assert archive.engine.importer.import_pages(pages, {settings.key: settings.canonical}).pages == N
     return chunks, url, pages, {settings.key: settings.canonical}
 
 

@@ -17,7 +17,7 @@ import pytest
 
 import prefixstore
 from benchmarks import readme, report
-from prefixstore import stats
+from prefixstore import results
 from prefixstore.backends.lmdb import environment as lmdb_environment
 from prefixstore.cli import main
 from prefixstore.engine import policy
@@ -227,7 +227,7 @@ def test_the_reasons_that_are_counted_are_documented():
     groups = "miss|dropped|unreadable"
     counted = set(re.findall(rf'"(?:{groups}):(\w+)"', source))
     assert {"not_found", "corrupt", "error"} <= counted
-    missing = {reason for reason in counted if f'"{reason}"' not in stats.Stats.__doc__}
+    missing = {reason for reason in counted if f'"{reason}"' not in results.Stats.__doc__}
     assert not missing
 
 

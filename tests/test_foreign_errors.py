@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prefixstore import InvalidParameterError, LocationError, PrefixStore, PrefixStoreError
+from prefixstore import LocationError, PrefixStore, PrefixStoreError
 from prefixstore.config import load_config
 from prefixstore.maintenance.archive import Archive
 from prefixstore.units import parse_bytes, parse_seconds
@@ -151,26 +151,6 @@ def test_of_a_note_that_is_not_a_lease(value):
     with PrefixStore("memory:") as store, Leases(store.engine) as leases:
         store.engine.change_note(PREFIX + b"a", lambda _: value.encode())
         assert leases.acquire(b"a")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"namespace": "\ud800"}, "not valid text"),
-        ({"salt": "x\udcff"}, "not valid text"),
-        ({"max_bytes": 2**62}, "at most 1024 PiB"),
-        ({"max_bytes": "9" * 400}, "at most 1024 PiB"),
-        ({"max_bytes": 10**5000}, "cannot be shown"),
-        ({"page_tokens": 2**40}, "at most"),
-        ({"location": "lmdb:///x\ud800"}, "characters that no file name can have"),
-        ({"location": "/x\0y"}, "characters that no file name can have"),
-        ({"location": "postgresql://\udcff@h/x"}, "not valid text"),
-    ],
-    ids=["half", "half2", "2^62", "digits", "many", "page_tokens", "url", "nul", "postgresql"],
-)
-def test_the_message_says_what_is_wrong(arguments, says):
-    with pytest.raises(InvalidParameterError, match=says):
-        PrefixStore(**({"location": "memory:", "namespace": "n"} | arguments))
 
 
 def test_an_lmdb_store_that_cannot_be_mapped_is_refused(tmp_path):

@@ -26,7 +26,7 @@ from prefixstore.maintenance.holdings import Holding
 from prefixstore.metrics import ENDPOINTS, RequestMetrics, StoreMetrics, location_text, new_registry, render
 from prefixstore.metrics.location import MOST_MODELS
 from prefixstore.metrics.stores import METRICS
-from prefixstore.stats import SessionCounts, Stats
+from prefixstore.results import SessionCounts, Stats
 from tests.support import ROOT
 from tests.support.engines import MIB, A, B, C, MemoryPages, gated, snapshot_of, store_of, writer_of
 from tests.support.exposition import names, problems, samples, value

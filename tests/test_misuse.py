@@ -60,9 +60,18 @@ from tests.support.models import load
         ({"read_only": True}, "read_only=True"),
         ({"read_only": "false"}, "read_only='false' must be True or False"),
         ({"write_behind": 0}, "write_behind=0 must be True or False"),
+        ({"namespace": "\ud800"}, "not valid text"),
+        ({"salt": "x\udcff"}, "not valid text"),
+        ({"max_bytes": 2**62}, "at most 1024 PiB"),
+        ({"max_bytes": "9" * 400}, "at most 1024 PiB"),
+        ({"max_bytes": 10**5000}, "cannot be shown"),
+        ({"page_tokens": 2**40}, "at most"),
+        ({"location": "lmdb:///x\ud800"}, "characters that no file name can have"),
+        ({"location": "/x\0y"}, "characters that no file name can have"),
+        ({"location": "postgresql://\udcff@h/x"}, "not valid text"),
         ({"llm": "model.gguf"}, "llm must be a llama_cpp.Llama, not str"),
     ],
-    ids=str,
+    ids=lambda value: ascii(value)[:60] if isinstance(value, str) else "",
 )
 def test_a_parameter_that_cannot_be_used_is_named(arguments, says):
     with pytest.raises(InvalidParameterError) as raised:

@@ -13,7 +13,8 @@ import prefixstore
 from prefixstore.engine.waiting import DropReason, Outdated
 from prefixstore.llama.lineage import Unknown
 from prefixstore.llama.paged_memory import Missing
-from prefixstore.stats import HISTOGRAMS, Counters, Kind, Stats
+from prefixstore.results import Stats
+from prefixstore.stats import HISTOGRAMS, Counters, Kind
 
 
 @pytest.mark.parametrize("kind", Kind)

@@ -18,7 +18,7 @@ from prefixstore.engine.space import Space
 from prefixstore.engine.waiting import DropReason
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
 from prefixstore.format.record import Record, Usage
-from prefixstore.stats import Shortage
+from prefixstore.results import Shortage
 
 __all__ = ["Batch"]
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
+from prefixstore.backends.threads import Threads, handed_over
 from prefixstore.engine.bookmark import Bookmark, BookmarkChange, Unset, is_whole, merged, note_name, parse
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.pages import Pages, retried
-from prefixstore.engine.space import Evictor
 from prefixstore.format.keys import Tokens
 from prefixstore.format.record import Record
 from prefixstore.format.saved_state import pack_state
@@ -29,20 +29,24 @@ class Bookmarks:
 
     Parameters
     ----------
-    backend
+    threads, backend
         Of the engine.
-    evictor
-        Makes space for the notes.
     budget
         What the location may hold.
     has_pending_pages
         Whether pages wait for a commit, which may be those of a bookmark.
     """
 
-    def __init__(self, backend: Pages, evictor: Evictor, budget: Budget, has_pending_pages: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        threads: Threads,
+        backend: Pages,
+        budget: Budget,
+        has_pending_pages: Callable[[], bool],
+    ) -> None:
+        self.threads = threads
         self._has_pending_pages = has_pending_pages
         self._backend = backend
-        self._evictor = evictor
         self._budget = budget
         # held for steps in memory only
         self._lock = threading.Lock()
@@ -63,6 +67,7 @@ class Bookmarks:
         with self._lock:
             self._pending.setdefault(namespace, {})[name] = bookmark
 
+    @handed_over
     def read(self, namespace: bytes) -> Mapping[str, Bookmark]:
         """All bookmarks of a namespace, including waiting ones, the latest at the end. Raises `StorageError`.
 
@@ -78,6 +83,7 @@ class Bookmarks:
             changes = self._pending.get(namespace)
             return merged(parsed[1], changes) if changes else parsed[1]
 
+    @handed_over
     def take_deleted(self, namespace: bytes, known: Collection[str]) -> dict[str, Bookmark]:
         """Bookmarks that were there, and were deleted with their sequences, as by a purge; each once.
 
@@ -85,7 +91,7 @@ class Bookmarks:
         """
         with self._lock:
             missing = {name: each for name, each in self._seen[namespace].items() if name not in known}
-        kept = set(self.whole(namespace, missing)) if missing else set()
+        kept = set(self._whole(namespace, missing)) if missing else set()
         deleted = {name: each for name, each in missing.items() if name not in kept}
         with self._lock:
             for name in deleted:
@@ -105,7 +111,6 @@ class Bookmarks:
             return
         # asked after these were set: the pages of a bookmark are captured before
         may_be_whole_later = self._has_pending_pages()
-        self._make_space(waiting)
         with self._backend.update() as transaction:
             for namespace, changes in waiting.items():
                 for name, bookmark in list(changes.items()):
@@ -152,26 +157,19 @@ class Bookmarks:
             kept = kept[-(len(kept) // 2) :] if len(kept) > 1 else []
         return None
 
-    def _make_space(self, waiting: Mapping[bytes, Mapping[str, BookmarkChange]]) -> None:
-        """Evict until the notes can grow as much as they may."""
-        growth = sum(
-            len(name.encode()) + len(bookmark.pack())
-            for changes in waiting.values()
-            for name, bookmark in changes.items()
-            if isinstance(bookmark, Bookmark)
-        )
-        with self._backend.view() as view:
-            used = view.used.bytes
-        if growth and used + growth > self._budget.max_bytes:
-            self._evictor.shrink(self._backend, max(self._budget.max_bytes - growth, 0))
-
     # -- what they stand for ------------------------------------------------------------------------------------------
 
-    def whole(self, namespace: bytes, bookmarks: Mapping[str, Bookmark]) -> list[str]:
+    @handed_over
+    def whole(self, namespace: bytes) -> list[str]:
+        """The names of those whose sequences are stored as a whole. Raises `StorageError`."""
+        return self._whole(namespace, self.read(namespace))
+
+    def _whole(self, namespace: bytes, bookmarks: Mapping[str, Bookmark]) -> list[str]:
         """The names of those whose sequences are stored as a whole. Raises `StorageError`."""
         with self._backend.view() as view:
             return [name for name, bookmark in bookmarks.items() if is_whole(view, namespace, bookmark)]
 
+    @handed_over
     def tokens(self, namespace: bytes, bookmark: Bookmark) -> Tokens | None:
         """The sequence; None if not all of it is stored. Raises `StorageError`."""
         with self._backend.view() as view:

@@ -29,7 +29,8 @@ from prefixstore.errors import FullError, StorageError
 from prefixstore.format.autocodec import Encoder
 from prefixstore.format.codec import CODECS
 from prefixstore.format.record import time_of_use
-from prefixstore.stats import Counters, Shortage
+from prefixstore.results import Shortage
+from prefixstore.stats import Counters
 
 __all__ = ["Committer"]
 

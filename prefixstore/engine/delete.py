@@ -7,18 +7,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-from prefixstore.backends.contract import ConflictError
+from prefixstore.backends.threads import Threads, handed_over
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.index import Index, Page, depth_first
 from prefixstore.engine.invariants import Violation
+from prefixstore.engine.page_checks import astray, strays
 from prefixstore.engine.page_update import Transaction
-from prefixstore.engine.pages import CONFLICTS, Pages, fewer, retried
+from prefixstore.engine.pages import Pages, fewer, retried
 from prefixstore.engine.pending import Suspicion
 from prefixstore.engine.relatives import with_descendants
+from prefixstore.engine.siblings import children_of, first_node
 from prefixstore.engine.space import PAGES_AT_ONCE
-from prefixstore.errors import CorruptError, FullError, IncompatibleError, UnavailableError
+from prefixstore.errors import CorruptError, FullError, IncompatibleError
 from prefixstore.format.codec import decode
-from prefixstore.format.keys import TOKEN_BYTES
+from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES
 from prefixstore.format.record import Record
 
 __all__ = [
@@ -31,9 +33,6 @@ __all__ = [
     "subtree",
     "unused_since",
 ]
-
-# how often pages that others add after the deleted ones are deleted as well
-ROUNDS = 16
 
 Choice: TypeAlias = Callable[[Index], Collection[bytes]]
 """Chooses keys of pages from a tree of all pages; with a page it chooses all of its descendants."""
@@ -107,6 +106,8 @@ class Deleter:
 
     Parameters
     ----------
+    threads
+        Do what a caller asks for.
     backend
         The location.
     catalog
@@ -120,91 +121,44 @@ class Deleter:
 
     n_begun = 0
 
-    def __init__(self, backend: Pages, catalog: Catalog) -> None:
+    def __init__(self, threads: Threads, backend: Pages, catalog: Catalog) -> None:
+        self.threads = threads
         self._backend = backend
         self._catalog = catalog
 
     def delete(self, choices: Sequence[Choice]) -> Removed:
-        """Delete the pages that all choices have in common, leaves first, and descendants that others add meanwhile.
-
-        Raises
-        ------
-        UnavailableError
-            If others add pages faster than they are deleted. What was deleted until then stays deleted.
-        """
+        """Delete the pages that all choices have in common, and what others add after them until then."""
         self.n_begun += 1
-        doomed = self._select(partial(in_common, choices=choices))
-        # a page that is captured again is another one, and stays
-        chosen = {page.key: page.created for page in doomed}
-        removed, at_once = Removed(), PAGES_AT_ONCE
-        for _ in range(ROUNDS):
-            waiting = doomed[::-1]
-            for page in waiting:
-                self._catalog.forget(page)
-            while waiting:
-                try:
-                    removed += self._delete_leaves(waiting[:at_once])
-                except FullError as error:
-                    at_once = fewer(self._backend, at_once, error)
-                    continue
-                waiting = waiting[at_once:]
-            doomed = self._select(partial(_left, chosen=chosen))
-            if not doomed:
-                return removed
-        raise UnavailableError(
-            f"{removed.pages:,} pages were deleted, but {len(doomed):,} are left, since other processes keep adding "
-            "pages; stop them, and delete again"
-        )
+        doomed = self._select(partial(in_common, choices=choices))[::-1]
+        for page in doomed:
+            self._catalog.forget(page)
+        return self._delete_all([page.key for page in doomed])
+
+    @handed_over
+    def select(self, choices: Iterable[Choice]) -> list[bytes]:
+        """The keys that several choices have in common, parents before their children."""
+        return [page.key for page in self._select(partial(in_common, choices=list(choices)))]
 
     def _select(self, choose: Choice) -> list[Page]:
         return self._catalog.select(self._backend, choose)
 
-    @retried
-    def _delete_leaves(self, pages: Sequence[Page]) -> Removed:
-        removed = Removed()
-        with self._catalog.update(self._backend) as transaction:
-            waiting = list(pages)
-            while waiting:
-                # not those that another process has continued since
-                followed = transaction.followed([page.key for page in waiting])
-                leaves = [page for page in waiting if page.key not in followed]
-                if not leaves:
-                    break
-                for page in leaves:
-                    if transaction.delete(page.key):
-                        removed += Removed(1, page.stored_bytes)
-                waiting = [page for page in waiting if page.key in followed]
-        return removed
-
+    @handed_over
     def delete_strays(self, *, newer: bool = False) -> Removed:
         """Delete what can never be found: damaged records, and pages without the one that they follow.
 
         With `newer` also those that a newer version wrote, and what follows them.
         """
-        lost, of_newer = self._strays()
+        with self._backend.view() as view:
+            lost, of_newer = strays(view)
         return self._delete_all(lost | of_newer if newer else lost, strays_only=True)
 
+    @handed_over
     def n_newer(self) -> int:
         """How many stored pages cannot be read, or found, because a newer version wrote them or what they follow."""
-        return len(self._strays()[1])
-
-    def _strays(self) -> tuple[set[bytes], set[bytes]]:
-        """What is stored and cannot be found here: what can never be found, and what a newer version can."""
-        lost: set[bytes] = set()
-        newer: set[bytes] = set()
-        pages: list[Page] = []
         with self._backend.view() as view:
-            for key, record, usage in view.scan():
-                if isinstance(record, Record):
-                    pages.append(Page.stored(key, record, usage))
-                else:
-                    (newer if isinstance(record, IncompatibleError) else lost).add(key)
-        index = Index()
-        for page in sorted(pages, key=lambda page: page.start):
-            if not index.add(page):
-                (newer if page.parent in newer else lost).add(page.key)
-        return lost, newer
+            return sum(1 for _ in with_descendants(view, strays(view)[1]))
 
+    @handed_over
     def repair(self, found: Iterable[Violation]) -> Removed:
         """Delete the pages that a check has named, and their descendants; a wrong index is rebuilt instead."""
         found = list(found)
@@ -214,30 +168,31 @@ class Deleter:
         named = [one for one in found if one.rule == "orphan" or (one.key and one.rule != "index")]
         return self._delete_all({bytes.fromhex(one.key) for one in named})
 
-    def _delete_all(self, keys: Collection[bytes], *, strays_only: bool = False) -> Removed:
+    def _delete_all(self, keys: Iterable[bytes], *, strays_only: bool = False) -> Removed:
         """Delete pages, and what is stored after them: children first, some at a time.
 
         With `strays_only`, not those that can be found, as what they follow was stored since.
         """
-        removed, at_once, conflicts = Removed(), PAGES_AT_ONCE, 0
-        doomed = sorted(keys)
+        removed, at_once, doomed = Removed(), PAGES_AT_ONCE, list(keys)
         while doomed:
+            now, later = doomed[:at_once], doomed[at_once:]
             try:
-                with self._catalog.update(self._backend) as transaction:
-                    if strays_only:
-                        doomed = [key for key in doomed if _is_stray(transaction, key)]
-                    deleted, left = self._delete_some(transaction, doomed, at_once)
-            except ConflictError:
-                conflicts += 1
-                if conflicts == CONFLICTS:
-                    raise
-                continue
+                deleted, left = self._delete_next(now, at_once, strays_only=strays_only)
             except FullError as error:
                 at_once = fewer(self._backend, at_once, error)
                 continue
             removed += Removed(len(deleted), sum(deleted.values()))
-            doomed = [key for key in doomed if key in left]
+            # what stays after them may keep them
+            doomed = [key for key in now if deleted and key in left] + later
         return removed
+
+    @retried
+    def _delete_next(
+        self, keys: Sequence[bytes], at_once: int, *, strays_only: bool
+    ) -> tuple[dict[bytes, int], set[bytes]]:
+        with self._catalog.update(self._backend) as transaction:
+            some = [key for key in keys if not strays_only or _is_stray(transaction, key)]
+            return self._delete_some(transaction, some, at_once)
 
     def _delete_some(
         self, transaction: Transaction, keys: Iterable[bytes], at_once: int = PAGES_AT_ONCE
@@ -255,10 +210,12 @@ class Deleter:
         for entry in with_descendants(transaction, list(left)[::-1], at_once):
             if len(deleted) == at_once:
                 break
+            left.pop(entry.key, None)
+            if transaction.followed([entry.key]) and _is_needed(transaction, entry.key):
+                continue
             record = entry.record if isinstance(entry.record, Record) else None
             if transaction.delete(entry.key):
                 deleted[entry.key] = record.stored_bytes if record is not None else 0
-            left.pop(entry.key, None)
         return deleted, set(left)
 
     def delete_damaged(
@@ -282,13 +239,13 @@ class Deleter:
     def delete_other(self, transaction: Transaction, key: bytes) -> list[bytes]:
         """Delete the other page stored under a key, and its descendants; returns their keys."""
         gone: list[bytes] = []
-        while len(gone) % PAGES_AT_ONCE == 0:
+        while True:
             deleted, left = self._delete_some(transaction, [key])
             gone += deleted
-            if not left:
-                break
-        return gone
+            if not left or not deleted:
+                return gone
 
+    @handed_over
     @retried
     def drop_empty_namespaces(self) -> None:
         """Forget the settings of namespaces that have no pages any more."""
@@ -296,10 +253,11 @@ class Deleter:
             transaction.drop_empty_namespaces()
 
 
-def _left(index: Index, chosen: Mapping[bytes, int]) -> set[bytes]:
-    """Those of the chosen pages, by key and time of creation, that are still there, and their descendants."""
-    pages = (page for key in chosen if (page := index.get(key)) is not None and page.created == chosen[key])
-    return {page.key for page in depth_first(pages)}
+def _is_needed(transaction: Transaction, key: bytes) -> bool:
+    """Whether something follows a page that stays: what a newer version wrote, or what leads to that."""
+    nodes = [first_node(key, form) for form in (PAGE, SNAPSHOT)]
+    children = [child for some in children_of(transaction.rows, nodes) for child in some]
+    return any(not isinstance(record, CorruptError) for record, _ in transaction.records(children).values())
 
 
 def _is_damaged(transaction: Transaction, key: bytes, suspicion: Suspicion | None) -> bool:
@@ -323,11 +281,4 @@ def _is_damaged(transaction: Transaction, key: bytes, suspicion: Suspicion | Non
 def _is_stray(transaction: Transaction, key: bytes) -> bool:
     """Whether a page can never be found: it cannot be read, or does not follow what is stored."""
     record, _ = transaction.records([key]).get(key, (None, None))
-    while isinstance(record, Record):
-        if record.parent == record.namespace:
-            return not record.follows(None)
-        above, _ = transaction.records([record.parent]).get(record.parent, (None, None))
-        if not isinstance(above, Record) or not record.follows(above):
-            return True
-        record = above
-    return True
+    return not isinstance(record, Record) or any(astray(transaction, [key]))

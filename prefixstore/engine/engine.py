@@ -6,108 +6,53 @@ write:  submit -> catalog (pending), queue -> (thread) commit (codec, budget, ba
 
 from __future__ import annotations
 
-import _thread
 import logging
 import threading
 import time
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import replace
-from functools import partial, wraps
-from queue import Empty
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from prefixstore.backends.forks import ForkLevel, register_at_fork
-from prefixstore.backends.handle_lock import release_interrupted_frames
 from prefixstore.backends.threads import Threads, handed_over
 from prefixstore.buffers import PooledBuffer
-from prefixstore.engine.bookmark import Bookmark, BookmarkChange
+from prefixstore.engine.bookmark import BookmarkChange
 from prefixstore.engine.bookmarks import Bookmarks
 from prefixstore.engine.breaker import LOCAL_PATIENCE, CircuitBreaker
-from prefixstore.engine.budget import Budget, Evicted
+from prefixstore.engine.budget import Budget
 from prefixstore.engine.catalog import Catalog
+from prefixstore.engine.closing import Closing
 from prefixstore.engine.commit import Committer
-from prefixstore.engine.delete import Choice, Deleter, Removed, in_common, of_namespaces
-from prefixstore.engine.evictions import Cause, Eviction
-from prefixstore.engine.fetch import Deadline, States, fetch
+from prefixstore.engine.delete import Deleter
 from prefixstore.engine.figures import FigureKeeper
-from prefixstore.engine.index import Page, Path, is_same
-from prefixstore.engine.invariants import Violation, violations
-from prefixstore.engine.lookup import Located, Prompt
-from prefixstore.engine.page_update import Transaction
-from prefixstore.engine.page_view import Used, View
-from prefixstore.engine.pages import Pages, retried
-from prefixstore.engine.pending import Fits, PendingPage, Suspicion
+from prefixstore.engine.importing import Importer
+from prefixstore.engine.index import Page
+from prefixstore.engine.page_view import Used
+from prefixstore.engine.pages import Pages
+from prefixstore.engine.pending import PendingPage
 from prefixstore.engine.policy import Policy
 from prefixstore.engine.queue import Drained, WriteQueue
 from prefixstore.engine.ram import RamTier
-from prefixstore.engine.readers import Admit, Look
-from prefixstore.engine.relatives import pinned_with, siblings_of
 from prefixstore.engine.saved_notes import SavedNotes
-from prefixstore.engine.source import Fetcher, Source
+from prefixstore.engine.source import Fetcher
 from prefixstore.engine.space import Evictor
 from prefixstore.engine.tap import Tap
-from prefixstore.engine.waiting import Lock, LockT, Placement
-from prefixstore.errors import ClosedError, CorruptError, MisuseError, StorageError, UnavailableError
+from prefixstore.engine.upkeep import Upkeep
+from prefixstore.engine.waiting import Placement
+from prefixstore.errors import StorageError
 from prefixstore.format.autocodec import Encoder
 from prefixstore.format.figures import History
-from prefixstore.format.keys import KEY_BYTES, PAGE, Tokens, page_key
 from prefixstore.format.namespace import Namespace
-from prefixstore.format.record import Record, StoredPage, checksum
-from prefixstore.stats import Counters, SessionCounts, Shortage, TierStats
-from prefixstore.units import counted
+from prefixstore.results import SessionCounts, Shortage, TierStats
+from prefixstore.stats import Counters
 
-__all__ = ["Engine", "Imported"]
+__all__ = ["Engine"]
 
 log = logging.getLogger("prefixstore")
-
-P = ParamSpec("P")
-T = TypeVar("T")
-E = TypeVar("E", bound="Engine")
 
 QUEUE_BYTES = 256 << 20
 
 
-class Imported(NamedTuple):
-    """The outcome of an import of pages.
-
-    Attributes
-    ----------
-    pages, bytes
-        How many were stored, and the size of their payloads.
-    present
-        How many were here already.
-    refused
-        How many found no space, or not their parent.
-    """
-
-    pages: int = 0
-    bytes: int = 0
-    present: int = 0
-    refused: int = 0
-
-    def plus(self, other: Imported) -> Imported:
-        """The sums of both."""
-        return Imported(
-            self.pages + other.pages,
-            self.bytes + other.bytes,
-            self.present + other.present,
-            self.refused + other.refused,
-        )
-
-
-def asked(method: Callable[Concatenate[E, P], T]) -> Callable[Concatenate[E, P], T]:
-    """A method that reads the location for a completion: if it hangs, the caller gives up. See `Engine.in_time`."""
-
-    @wraps(method)
-    def asking(self: E, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self.in_time(partial(method, self, *args, **kwargs))
-
-    return asking  # type: ignore[return-value]  # of `wraps`: the same
-
-
-class Engine:
+class Engine(Upkeep, Closing):
     """Stores and finds pages by tokens, in one location. May be used from many threads.
 
     Parameters
@@ -145,8 +90,12 @@ class Engine:
     ----------
     wants_all
         Whether what is captured now is stored even if the policy finds it worth less than what is evicted for it.
-    keeper
-        Keeps in the location what was counted.
+    budget, read_only, ram_budget
+        As given; the last as `ram_bytes`.
+    peak_bytes
+        The largest size of the location that this process has seen, in bytes.
+    keeper, deleter, importer, bookmarks
+        Keep in the location what was counted; delete pages and mend the index; import pages; name sequences.
     tap
         Receives lookups, uses and captures; None for no listener.
     token_seconds
@@ -173,15 +122,15 @@ class Engine:
         self.counters = counters
         self._backend = backend
         self._trie = backend.trie
-        self._budget = budget
+        self.budget = budget
         self._policy = policy
         self._encode = encode
         self._ttl_ns = round(ttl * 1e9) if ttl is not None else None
         self._priority = priority
-        self._ram_bytes = ram_bytes
+        self.ram_budget = ram_bytes
         self._queue_bytes = queue_bytes
         self._write_behind = write_behind
-        self._read_only = read_only
+        self.read_only = read_only
         self._housekeeping = housekeeping
         self._clock = clock
         self._sizes = (0, 0)
@@ -201,40 +150,40 @@ class Engine:
         self.threads = Threads("prefixstore-work")
         # held by the thread that closes the engine
         self._ending = threading.RLock()
-        self._ram = RamTier(self._ram_bytes)
+        self._ram = RamTier(self.ram_budget)
         self._catalog = catalog = Catalog(self._policy, counters, self._ram)
         patience = LOCAL_PATIENCE if backend.is_local else 1
         self._breaker = CircuitBreaker(self._probe, counters, patience=patience, clock=self._clock)
         self._fetcher = Fetcher(
             backend, catalog, self._ram, self.threads, counters, self._encode.read_rate, self._breaker
         )
-        self._deleter = Deleter(backend, catalog)
+        self.deleter = Deleter(self.threads, backend, catalog)
         # what the location was seen to hold: last, and at most
         self._last_used = Used(0, 0)
-        self._peak_bytes = 0
+        self.peak_bytes = 0
         self.keeper = FigureKeeper(
-            backend, counters, self._budget, self._waiting, notes_budget=self._housekeeping and not self._read_only
+            backend, counters, self.budget, self._waiting, notes_budget=self._housekeeping and not self.read_only
         )
         self._committer = Committer(
             backend,
             catalog,
-            self._deleter,
-            self._budget,
+            self.deleter,
+            self.budget,
             self._encode,
             counters,
             self.keeper,
             on_used=self._saw,
             housekeeping=self._housekeeping,
         )
-        evictor = Evictor(catalog, self._budget, counters)
-        self._notes = SavedNotes(backend, evictor)
-        self._bookmarks = Bookmarks(backend, evictor, self._budget, lambda: catalog.has_pending)
+        self._notes = SavedNotes(backend, Evictor(catalog, self.budget, counters))
+        self.bookmarks = Bookmarks(self.threads, backend, self.budget, lambda: catalog.has_pending)
+        self.importer = Importer(self.threads, backend, catalog, self._committer, self._load_policy)
         self._queue = WriteQueue(
             self,
             self._queue_bytes,
             counters,
             in_background=self._write_behind,
-            read_only=self._read_only,
+            read_only=self.read_only,
             on_released=self._end,
         )
 
@@ -252,104 +201,6 @@ class Engine:
             before = self.keeper
             self._start()
             self.keeper.succeed(before)
-
-    def close(self) -> None:
-        """Write what is queued and deferred, make it durable, and release the backend.
-
-        The write thread has another one do that, and waits for nothing. While another thread closes the engine, a
-        second call waits for it.
-
-        Raises
-        ------
-        StorageError
-            If something cannot be written, or made durable. The engine is closed all the same.
-        MisuseError
-            If the calling thread is in the block of a view or of `fetching`.
-        """
-        if self.threads.has_lent():
-            # `with store:` was interrupted: what it has is referred to by the exception that it handles
-            release_interrupted_frames()
-            if self.threads.has_lent():
-                raise MisuseError("this thread is in the block of a view, or of a restore; leave it first")
-        self._close()
-
-    @handed_over
-    def _close(self) -> None:
-        if self._queue.is_here:
-            self.close_soon()
-            return
-        with self._ending:
-            # a write thread that no caller waits for releases the backend when it ends
-            if self._closed or self._queue.is_on_its_own:
-                return
-            try:
-                self.keeper.hurry()
-                self._queue.close()
-                if not self._read_only and not self._queue.is_on_its_own:
-                    self._notes.save(closing=True)
-                    self.sync()
-            finally:
-                if not self._queue.is_on_its_own:
-                    self._release()
-
-    def close_soon(self) -> None:
-        """As `close`, in a thread of its own, at the latest at the end of the process; for the garbage collector.
-
-        That may run in any thread at any moment: inside a view, in the write thread, while a lock is held. So this
-        takes no lock and waits for nothing. `Thread.start` does both.
-        """
-        # keeps the engine until it is closed
-        at_exit = weakref.finalize(self, self.close)
-        with suppress(RuntimeError):  # no more threads, or the interpreter is shutting down
-            _thread.start_new_thread(self._start_closing, (at_exit,))
-
-    def _start_closing(self, at_exit: weakref.finalize[[], Engine]) -> None:
-        # not a daemon: the end of the process waits for it
-        thread = threading.Thread(target=self._close_collected, args=(at_exit,), name="prefixstore-close", daemon=False)
-        with suppress(RuntimeError):
-            thread.start()
-
-    def _close_collected(self, at_exit: weakref.finalize[[], Engine]) -> None:
-        try:
-            self.close()
-        except StorageError as error:
-            log.warning("a garbage-collected store could not be closed: %s", error)
-        finally:
-            # not before: the end of the process waits for this thread in `close`
-            at_exit.detach()
-
-    def _end(self) -> None:
-        """The rest of `close`, by the write thread, if no caller waits for it."""
-        try:
-            if not self._read_only:
-                self.sync()
-        except StorageError as error:
-            log.warning("written pages could not be made durable: %s", error)
-        finally:
-            self._release()
-
-    def _release(self) -> None:
-        self._closed = True
-        self._breaker.close()
-        try:
-            # waits for the views that are open: a restore that has begun ends first
-            self._backend.close()
-        finally:
-            self._fetcher.close()
-            self._ram.clear()
-            self.threads.close()
-            if self.tap is not None:
-                self.tap.close()
-
-    @property
-    def location(self) -> str:
-        """The location as a URL."""
-        return self._backend.location
-
-    @property
-    def read_only(self) -> bool:
-        """Whether nothing is ever written."""
-        return self._read_only
 
     @property
     def is_closed(self) -> bool:
@@ -369,205 +220,10 @@ class Engine:
         """Statistics of each location, if there are several."""
         return ()
 
-    def in_time(self, work: Callable[[], T]) -> T:
-        """What a thread finds in the location.
-
-        Raises
-        ------
-        UnavailableError
-            If a location on this machine does not answer for ten seconds. Others have timeouts of their own.
-        """
-        try:
-            return self.threads.answer(work, seconds=self._breaker.patience() if self._backend.is_local else None)
-        except Empty:
-            self._breaker.hangs()
-            raise UnavailableError(f"{self.location} does not answer") from None
-
-    # -- reading ------------------------------------------------------------------------------------------------------
-
-    @asked
-    def match(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> Path:
-        """The longest stored prefix of `tokens`, among pages that any process has committed or that are pending here.
-
-        Raises
-        ------
-        StorageError
-            If the location cannot be read; immediately while the circuit breaker is open.
-        """
-        started = time.perf_counter()
-        path = self._catalog.longest(self._locate(Prompt(namespace, tokens, page_tokens, self._trie)))
-        self.counters.time("lookup", time.perf_counter() - started)
-        return self._told(namespace, tokens, page_tokens, path)
-
-    def _told(self, namespace: bytes, tokens: Tokens, page_tokens: int, path: Path) -> Path:
-        if self.tap is not None:
-            self.tap.asked(namespace, tokens, page_tokens, path.n_tokens)
-        return path
-
-    @asked
-    def match_snapshot(
-        self, namespace: bytes, tokens: Tokens, page_tokens: int, limit: int, multiple_of: int = 1
-    ) -> Path:
-        """The pages of `tokens` up to the deepest snapshot among the first `limit`, and that snapshot.
-
-        Parameters
-        ----------
-        namespace, tokens, page_tokens
-            As for `match`.
-        limit
-            Tokens that may be restored.
-        multiple_of
-            The snapshot has to be at a multiple of this.
-        """
-        started = time.perf_counter()
-        found = self._locate(Prompt(namespace, tokens[:limit], page_tokens, self._trie), snapshots=True)
-        path = self._catalog.deepest_snapshot(found, multiple_of)
-        self.counters.time("lookup", time.perf_counter() - started)
-        return self._told(namespace, tokens, page_tokens, path)
-
-    def _locate(self, prompt: Prompt, *, snapshots: bool = False) -> Located:
-        """What there is of a prompt."""
-        waiting = self._catalog.along(prompt)
-        with self._breaker.asking() as request, self._backend.view() as view:
-            found = self._catalog.locate(view, waiting, prompt, snapshots=snapshots)
-            request.n_records = found.n_read
-        return found
-
-    def _probe(self, page: Page | None) -> int:
-        """Repeat the request that failed or was slow; called by a thread of the breaker."""
-        with self._backend.view() as view:
-            view.record(page.key if page is not None else bytes(KEY_BYTES))
-            for _, payload in view.fetch([page.key] if page is not None else []):
-                checksum(payload)
-        return 1
-
-    def fetching(
-        self,
-        pages: Sequence[Page],
-        *,
-        streamed: bool = False,
-        along: bool = True,
-        look: Look | None = None,
-        admit: Admit | None = None,
-        deadline: Deadline | None = None,
-    ) -> AbstractContextManager[States]:
-        """The verified states of `pages`, in order: see `fetch`."""
-        sources = self._sources(pages)
-        return fetch(sources, streamed=streamed, along=along, look=look, admit=admit, deadline=deadline)
-
-    def _sources(self, pages: Sequence[Page]) -> list[Source]:
-        return [self._fetcher.source(pages)]
-
-    @handed_over
-    def touch(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None = None) -> None:
-        """Note that a prompt began with these pages, none for a miss; written with the next commit.
-
-        With the length of the prompt, a policy can tell how far from its end a page is.
-        """
-        self._note_use(namespace, pages, n_tokens)
-        self._tell_use(namespace, pages, n_tokens)
-
-    def _note_use(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None) -> None:
-        self._catalog.touch(namespace, pages, self._ttl_ns, n_tokens, is_written=not self._read_only)
-
-    def _tell_use(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None) -> None:
-        if self.tap is not None and n_tokens is not None:
-            self.tap.used(namespace, pages, n_tokens)
-
-    def view(self) -> AbstractContextManager[View]:
-        """A view, for callers that read the location directly."""
-        return self.threads.lending(self._backend.view())
-
-    @handed_over
-    def evictions(self, keys: Sequence[bytes]) -> dict[bytes, Eviction]:
-        """When and why these pages were evicted, as far as it is remembered. Raises `StorageError`."""
-        with self._backend.view() as view:
-            return self._notes.find(view, keys)
-
-    def was_evicted(self, key: bytes) -> bool:
-        """Whether this process has evicted a page lately. The location is not asked."""
-        return self._catalog.evictions.find(key) is not None
-
-    @property
-    def losses(self) -> int:
-        """How often this process has evicted, deleted or dropped pages, but for tails that others continue."""
-        return self._catalog.evictions.n_added + self._deleter.n_begun + self.counters.n_dropped
-
-    @handed_over
-    def children(self, parent: bytes, at_most: int) -> list[Page]:
-        """Children of this page, or of this namespace: some of the stored ones, and those that wait."""
-        # before the view: what is committed meanwhile is stored
-        waiting = [page for page in self._catalog.pending_after(parent) if page.form == PAGE]
-        with self._backend.view() as view:
-            found = view.children([parent], PAGE, at_most)
-        stored = [Page.stored(key, record, usage) for key, record, usage in found if isinstance(record, Record)]
-        return stored + waiting
-
-    @handed_over
-    def pages(self) -> list[Page]:
-        """All pages, stored and pending, parents before their children."""
-        return self._catalog.pages(self._backend)
-
-    @handed_over
-    def path(self, page: Page) -> list[Page]:
-        """The pages from the start of the sequence up to this one."""
-        with self._backend.view() as view:
-            return self._catalog.path(view, page)
-
-    @handed_over
-    def select(self, choices: Iterable[Choice]) -> list[bytes]:
-        """The keys that several choices have in common, parents before their children."""
-        choose = partial(in_common, choices=list(choices))
-        return [page.key for page in self._catalog.select(self._backend, choose)]
-
-    @handed_over
-    def used(self) -> tuple[Used, int, int]:
-        """The size of the location, and the bytes of all payloads as stored and as states."""
-        with self.view() as view:
-            self._saw(view.used)
-            self._sizes = view.sizes
-        return self.last_used()
-
-    def _saw(self, used: Used) -> None:
-        """Note how much the location holds."""
-        self._last_used = used
-        self._peak_bytes = max(self._peak_bytes, used.bytes)
-
-    def last_used(self) -> tuple[Used, int, int]:
-        """The last known `used`; does not query the location."""
-        return self._last_used, *self._sizes
-
-    @handed_over
-    def measure(self) -> bool:
-        """Bring `last_used` up to date, for monitoring; whether the location answered.
-
-        While the circuit is open, the location is not asked, so the call does not block. Never raises because of the
-        location.
-        """
-        if self._closed:
-            return False
-        try:
-            with self._breaker.asking(), self._backend.view() as view:
-                self._saw(view.used)
-                self._sizes = view.sizes
-        except (ClosedError, StorageError):
-            return False
-        return True
-
-    @property
-    def budget(self) -> Budget:
-        """What the location may hold."""
-        return self._budget
-
     @property
     def ram_bytes(self) -> int:
         """Bytes of states in RAM."""
         return self._ram.used
-
-    @property
-    def ram_budget(self) -> int:
-        """Bytes of states that may be in RAM."""
-        return self._ram_bytes
 
     @handed_over
     def history(self) -> History:
@@ -579,7 +235,7 @@ class Engine:
         """Write what was counted, for an engine without housekeeping. What cannot be written is lost."""
         self.keeper.hurry()
         try:
-            if self.keeper.has_unwritten and not self._read_only:
+            if self.keeper.has_unwritten and not self.read_only:
                 with self._catalog.update(self._backend) as transaction:
                     self.keeper.write(transaction)
                     transaction.after_commit.append(self.keeper.committed)
@@ -594,90 +250,14 @@ class Engine:
     def _waiting(self) -> tuple[int, int]:
         return sum(self.pending), self.queued_bytes
 
-    @handed_over
-    def namespaces(self) -> list[Namespace]:
-        """The namespaces that have pages in the location, except those whose settings are damaged."""
-        found: list[Namespace] = []
-        with self._backend.view() as view:
-            for settings in view.namespaces().values():
-                with suppress(CorruptError):
-                    found.append(Namespace.parse(settings))
-        return found
-
-    @handed_over
-    def check(self, budget: Budget | None = None) -> list[Violation]:
-        """Check every invariant of the location, every checksum, and a budget (by default the engine's)."""
-        # first, since it finds out which keys others use now
-        n_rows = self._backend.undecryptable()
-        with self._backend.view() as view:
-            found = violations(view, self._budget if budget is None else budget)
-        if n_rows:
-            what = f"{counted(n_rows, 'row')} cannot be decrypted: changed, or of a forgotten tenant"
-            found.append(Violation("undecryptable", "", what))
-        return found
-
-    def wrap_lock(self, wrap: Callable[[Lock], LockT]) -> LockT:
-        """Have the catalog use what `wrap` makes of its lock; for measurements, before another thread uses the engine.
-
-        Returns
-        -------
-        object
-            What `wrap` has returned: a context manager that takes the lock.
-        """
-        return self._catalog.wrap_lock(wrap)
-
-    # -- notes of jobs ------------------------------------------------------------------------------------------------
-
-    @handed_over
-    def note(self, name: bytes) -> bytes | None:
-        """A note that a job has left in the location. Raises `StorageError`."""
-        with self._backend.view() as view:
-            return view.note(name)
-
-    @handed_over
-    @retried
-    def change_note(self, name: bytes, change: Callable[[bytes | None], bytes | None]) -> None:
-        """Replace a note by what `change` makes of it (None for no note), atomically. Raises `StorageError`.
-
-        `change` is called again if another process has changed the note meanwhile.
-        """
-        with self._backend.update() as transaction:
-            old = transaction.note(name)
-            new = change(old)
-            if new != old:
-                transaction.put_note(name, new)
-
     # -- names of sequences -------------------------------------------------------------------------------------------
-
-    @handed_over
-    def bookmarks(self, namespace: bytes) -> Mapping[str, Bookmark]:
-        """The bookmarks of a namespace, by name, the latest at the end. Raises `StorageError`."""
-        return self._bookmarks.read(namespace)
-
-    @handed_over
-    def whole_bookmarks(self, namespace: bytes) -> list[str]:
-        """The names of those whose sequences are stored as a whole. Raises `StorageError`."""
-        return self._bookmarks.whole(namespace, self._bookmarks.read(namespace))
-
-    @handed_over
-    def take_deleted_bookmarks(self, namespace: bytes, known: Collection[str]) -> Mapping[str, Bookmark]:
-        """Bookmarks that somebody has deleted with their sequences, by name, each once. Raises `StorageError`.
-
-        `known` are the names that `bookmarks` has found now.
-        """
-        return self._bookmarks.take_deleted(namespace, known)
-
-    @handed_over
-    def bookmarked(self, namespace: bytes, bookmark: Bookmark) -> Tokens | None:
-        """The sequence of a bookmark; None if not all of it is stored. Raises `StorageError`."""
-        return self._bookmarks.tokens(namespace, bookmark)
 
     @handed_over
     def set_bookmark(self, namespace: bytes, name: str, bookmark: BookmarkChange) -> None:
         """Name a sequence, with the commit after those of its pages; None or `Unset` removes the name."""
-        if self._read_only:
+        if self.read_only:
             return
-        self._bookmarks.set(namespace, name, bookmark)
+        self.bookmarks.set(namespace, name, bookmark)
         if self._write_behind:
             self._queue.nudge()
         else:
@@ -685,7 +265,7 @@ class Engine:
 
     def _write_bookmarks(self) -> None:
         try:
-            self._bookmarks.write()
+            self.bookmarks.write()
         except StorageError as error:
             log.warning("names of stored sequences were not written yet: %s", error)
 
@@ -700,48 +280,6 @@ class Engine:
         self._catalog.keep_nothing()
 
     # -- capturing ----------------------------------------------------------------------------------------------------
-
-    @asked
-    def wants(self, namespace: bytes, parent: bytes, tokens: bytes) -> bool:
-        """Whether the page with these token bytes after `parent` is worth capturing."""
-        page = Page(page_key(parent, tokens), parent, namespace, 0, tokens, 0, 0, 0, 0, 0)
-        if self._catalog.place_of(page) is not Placement.ADDED:
-            return False
-        with suppress(StorageError), self._breaker.asking(), self._backend.view() as view:
-            return self._catalog.wants(view, namespace, parent, tokens)
-        # what is stored already is found when it is to be written
-        return True
-
-    @asked
-    def missing(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> list[int]:
-        """Which full pages of a sequence to capture.
-
-        If the location cannot be asked, those that do not wait to be written.
-
-        Raises
-        ------
-        CorruptError
-            If another page has one of the keys: nothing may be stored after it.
-        """
-        prompt = Prompt(namespace, tokens[: len(tokens) // page_tokens * page_tokens], page_tokens, self._trie)
-        waiting = self._catalog.along(prompt)
-        try:
-            with self._breaker.asking(), self._backend.view() as view:
-                found = self._catalog.locate(view, waiting, prompt)
-        except StorageError:
-            n_here = next((i for i, key in enumerate(prompt.keys) if key not in waiting.pages), len(prompt.keys))
-            found = Located(prompt, pages=[waiting.pages[key] for key in prompt.keys[:n_here]])
-        return self._catalog.missing(found)
-
-    @asked
-    def needs_no_capture(self, key: bytes) -> bool:
-        """Whether a page or snapshot need not be captured: it is here."""
-        if self._catalog.get(key) is not None:
-            return True
-        with suppress(StorageError), self._breaker.asking(), self._backend.view() as view:
-            record = view.record(key)
-            return record is not None and not self._catalog.is_damaged(key, record)
-        return False
 
     def acquire(self, size: int, *, wait: bool = False) -> PooledBuffer | None:
         """A buffer to capture a page into; None if too much is queued already and `wait` is false."""
@@ -815,36 +353,7 @@ class Engine:
     def has_deferred(self) -> bool:
         """Whether uses, bookmarks, figures, or pages to be deleted wait for the next commit."""
         is_kept = self._housekeeping and (self._catalog.has_deferred or self.keeper.is_due)
-        return is_kept or self._bookmarks.has_pending
-
-    @handed_over
-    def thin(
-        self,
-        namespace: bytes,
-        tokens: Tokens,
-        page_tokens: int,
-        keep: int,
-        interval: int,
-        valued: Collection[int] = (),
-    ) -> int:
-        """Give up all but `keep` of the snapshots along `tokens`; how many. See `snapshot_policy.thin`.
-
-        Pinned ones stay, and those from which other prompts branch off, or which are `valued`, stay before others.
-        """
-        prompt = Prompt(namespace, tokens, page_tokens, self._trie)
-        waiting = self._catalog.along(prompt)
-        with self._breaker.asking(), self._backend.view() as view:
-            found = self._catalog.locate(view, waiting, prompt, snapshots=True)
-            return self._catalog.thin(view, found, keep, interval, valued)
-
-    @handed_over
-    def condemn(self, page: Page, fits: Fits, size: int | None = None) -> None:
-        """Have a page and its descendants deleted with the next commit, if its state still does not fit then.
-
-        `fits` must hold for every context of the namespace. Another thread may call it. With `size`, the most bytes
-        that the state can have, one that claims more is not unpacked for it.
-        """
-        self._catalog.mark_damaged(page, Suspicion(fits, size))
+        return is_kept or self.bookmarks.has_pending
 
     # -- the queue ----------------------------------------------------------------------------------------------------
 
@@ -880,11 +389,6 @@ class Engine:
         """How many pages and how many snapshots are captured and not written yet."""
         return self._catalog.pending_counts
 
-    @property
-    def peak_bytes(self) -> int:
-        """The largest size of the location that this process has seen, in bytes."""
-        return self._peak_bytes
-
     def session_counts(self) -> SessionCounts | None:
         """What the sessions of its store have done; None if there are none."""
         counts = self.sessions()
@@ -900,7 +404,7 @@ class Engine:
         """Return when everything submitted so far is durable. Raises `StorageError`."""
         self.keeper.hurry()
         self.drain()
-        if not self._read_only:
+        if not self.read_only:
             self.sync()
 
     @handed_over
@@ -912,191 +416,3 @@ class Engine:
     def is_failing(self) -> bool:
         """Whether the location failed or was too slow, and has not recovered yet."""
         return self._breaker.is_open
-
-    # -- importing ----------------------------------------------------------------------------------------------------
-
-    @handed_over
-    def has(self, record: Record) -> bool:
-        """Whether the page of a record is here."""
-        known = self._known(record.key)
-        return known is not None and is_same(known, record)
-
-    @handed_over
-    def has_other(self, record: Record) -> bool:
-        """Whether another page is here under the key of a record: neither it nor its descendants can be here."""
-        known = self._known(record.key)
-        return known is not None and not is_same(known, record)
-
-    def _known(self, key: bytes) -> Page | Record | None:
-        """The page with this key, pending or stored."""
-        page = self._catalog.get(key)
-        if page is not None:
-            return page
-        with self._backend.view() as view:
-            record, _ = view.records([key]).get(key, (None, None))
-        return record if isinstance(record, Record) else None
-
-    @handed_over
-    def import_pages(self, batch: Sequence[StoredPage], settings: Mapping[bytes, bytes]) -> Imported:
-        """Write pages that were stored elsewhere, parents before their children. Until then they cannot be restored.
-
-        Parameters
-        ----------
-        batch
-            The pages. Those that are here already stay as they are.
-        settings
-            Canonical settings of their namespaces, by key.
-
-        Raises
-        ------
-        StorageError
-            If they cannot be written: `FullError` if the disk is full.
-        """
-        news = [PendingPage.from_stored(one, settings[one.record.namespace]) for one in batch]
-        self._load_policy()
-        try:
-            with self._backend.view() as view:
-                here = view.records([key for one in batch for key in (one.key, one.record.parent)])
-            known = {key: record for key, (record, _) in here.items() if isinstance(record, Record)}
-            places: list[Placement] = []
-            for one, new in zip(batch, news, strict=True):
-                record = one.record
-                if not record.follows(known.get(record.parent)):
-                    places.append(Placement.REFUSED)
-                elif one.key in known and is_same(known[one.key], record):
-                    places.append(Placement.KNOWN)
-                else:
-                    places.append(self._catalog.announce(new))
-                    known.setdefault(one.key, record)
-            added = [new for new, place in zip(news, places, strict=True) if place is Placement.ADDED]
-            written = self._committer.commit(added)
-            with self._backend.view() as view:
-                # tails that a stored page continues
-                n_covered = sum(siblings_of(view, new.page)[1] for new in added if new not in written)
-        except Exception:
-            # also those that were announced and not passed on
-            self._catalog.drop(news)
-            raise
-        present = places.count(Placement.KNOWN) + n_covered
-        return Imported(len(written), sum(new.n_bytes for new in written), present, len(batch) - present - len(written))
-
-    # -- pinning, deleting --------------------------------------------------------------------------------------------
-
-    @handed_over
-    def pin(self, namespace: bytes, tokens: Tokens, page_tokens: int, *, pinned: bool) -> int:
-        """Pin or unpin the committed pages of the longest stored prefix; the number of tokens they cover."""
-        path = Path((), 0)
-
-        def chosen(transaction: Transaction) -> Sequence[bytes]:
-            nonlocal path
-            prompt = Prompt(namespace, tokens, page_tokens, self._trie)
-            found = self._catalog.locate(transaction, self._catalog.along(prompt), prompt, snapshots=True)
-            # where there are snapshots, pages alone cannot be restored
-            path = next((found.path_to(*one) for one in found.fitting_snapshots()), found.path())
-            return [page.key for page in path.pages]
-
-        self._set_pinned(chosen, pinned=pinned)
-        return path.n_tokens
-
-    @handed_over
-    def pin_page(self, page: Page, *, pinned: bool) -> int:
-        """Pin or unpin a page with its descendants and its ancestors; how many pages changed.
-
-        An ancestor of an unpinned page stays pinned if it leads to another pinned page.
-        """
-
-        def chosen(transaction: Transaction) -> Sequence[bytes]:
-            return pinned_with(transaction, page.key, pinned=pinned)
-
-        return self._set_pinned(chosen, pinned=pinned)
-
-    @retried
-    def _set_pinned(self, choose: Callable[[Transaction], Sequence[bytes]], *, pinned: bool) -> int:
-        changed = 0
-        with self._catalog.update(self._backend) as transaction:
-            keys = choose(transaction)
-            for key in keys:
-                usage = transaction.usage(key)
-                if usage is not None and usage.pinned != pinned:
-                    transaction.touch(key, replace(usage, pinned=pinned))
-                    changed += 1
-        return changed
-
-    @handed_over
-    def delete(self, choices: Sequence[Choice]) -> Removed:
-        """Delete the pages that all choices have in common, pinned ones too; see `engine.delete`."""
-        removed = self._deleter.delete(choices)
-        self._bookmarks.prune()
-        return removed
-
-    @handed_over
-    def delete_strays(self, *, newer: bool = False) -> Removed:
-        """Delete what can never be found, or with `newer` only by a newer version; see `Deleter.delete_strays`."""
-        return self._deleter.delete_strays(newer=newer)
-
-    @handed_over
-    def n_newer(self) -> int:
-        """How many stored pages only a newer version can read or find."""
-        return self._deleter.n_newer()
-
-    @handed_over
-    def forget_figures(self, namespaces: Collection[bytes] | None, tenant: str | None) -> None:
-        """Remove the names of what was deleted from the figures; see `FigureKeeper.forget`."""
-        self.keeper.forget(namespaces, tenant)
-
-    @handed_over
-    def drop_empty_namespaces(self) -> None:
-        """Forget the settings of namespaces that have no pages any more."""
-        self._deleter.drop_empty_namespaces()
-
-    def clear(self, namespace: bytes | None) -> int:
-        """Delete all pages of a namespace, pinned ones too (None: of the location); how many.
-
-        In several transactions, so that others need not wait for all of it. Pages captured meanwhile stay, unless they
-        continue a deleted one. Raises `StorageError`; what was deleted until then stays deleted.
-        """
-        choices = [] if namespace is None else [partial(of_namespaces, namespaces={namespace})]
-        return self.delete(choices).pages
-
-    @handed_over
-    def repair(self, found: Iterable[Violation]) -> Removed:
-        """Delete the pages that a check has named, and their descendants; a wrong index of children is rebuilt."""
-        return self._deleter.repair(found)
-
-    @handed_over
-    def evict(self, max_bytes: int, *, dry_run: bool = False) -> Evicted:
-        """Evict in the order of the policy until the location holds `max_bytes`, or only what is pinned.
-
-        A `dry_run` finds out what that would be, and changes nothing. Raises `StorageError`.
-        """
-        self._load_policy()
-        chosen: list[bytes] = []
-        evictor = Evictor(self._catalog, self._budget, self.counters, Cause.ASKED)
-        before = self.used()[0].bytes
-        if dry_run:
-            chosen, left = evictor.trial(self._backend, max_bytes)
-        else:
-            n_before, left = -1, max_bytes + 1
-            # what a location takes is known exactly only after a commit
-            while left > max_bytes and len(chosen) > n_before:
-                n_before = len(chosen)
-                chosen += evictor.shrink(self._backend, max_bytes)[0]
-                self._backend.reclaim()
-                left = self.used()[0].bytes
-        keys = tuple(key.hex() for key in chosen)
-        return Evicted(keys, max(before - left, 0), self._policy.name, max_bytes, left, dry_run)
-
-    def _load_policy(self) -> None:
-        """Have the policy know what was learned before; what cannot be read now is asked for again."""
-        with suppress(StorageError):
-            self._notes.load()
-
-    @handed_over
-    def scrub(self) -> None:
-        """Overwrite what deletions have freed. Raises `UnavailableError` if another process still reads it."""
-        self._backend.scrub()
-
-    @handed_over
-    def compact(self) -> int:
-        """Return free space to the disk; how many bytes. Raises `UnavailableError`."""
-        return self._backend.compact()

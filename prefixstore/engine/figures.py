@@ -14,7 +14,7 @@ from prefixstore.engine.budget import Budget
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import View
 from prefixstore.engine.pages import Pages, retried
-from prefixstore.errors import CorruptError, IncompatibleError, StorageError
+from prefixstore.errors import CorruptError, StorageError
 from prefixstore.format.figure_note import NOTE, FigureNote
 from prefixstore.format.figures import LONGEST_NAME, Described, History, Writer
 from prefixstore.format.namespace import Namespace
@@ -37,11 +37,9 @@ PART_OF_BUDGET, SMALLEST, LARGEST = 1 / 1024, 4096, 1 << 20
 
 
 class _Sent(NamedTuple):
-    """What a transaction writes into the note: it is there if the note has this time of this writer."""
+    """What a transaction writes into the note, and whether it was asked to."""
 
     ledger: Ledger
-    at: float
-    names: frozenset[str]
     hurried: bool
 
 
@@ -91,17 +89,14 @@ class FigureKeeper:
         self._clock = clock
         self._writer = os.urandom(8).hex()
         self._limit = min(LARGEST, max(int(budget.max_bytes * PART_OF_BUDGET), SMALLEST))
-        # by the short name of the namespace; and those that this process has noted
+        # by the short name of the namespace
         self._described: dict[str, Described] = {}
-        self._noted: set[str] = set()
-        # those that are described, but in which nothing may ever be counted here: pages are stored in them
+        # those that are described, and whose pages were stored since the last commit with figures
         self._stored: set[str] = set()
         # held where counts that wait become counts that are sent
         self._lock = threading.Lock()
-        # what the last transaction writes, unless it is known to be committed; how many there were; when that was
+        # what a transaction writes, until it is committed
         self._sent: _Sent | None = None
-        self._n_sent = 0
-        self._sent_at = 0.0
         self._tried_at = time.monotonic()
         self._pause = 0.0 if backend.is_local else REMOTE_SECONDS
         self._hurries = False
@@ -110,13 +105,10 @@ class FigureKeeper:
     def describe(self, namespace: Namespace, names: Mapping[str, str | None] | None = None) -> None:
         """Have the settings and names of a namespace written when something is counted, or a page stored, in it."""
         one = Described.of(namespace, names)
-        known = self._described.get(one.namespace)
-        if known is None or (names and known != one):
+        if names or one.namespace not in self._described:
             if len(self._described) >= MOST_DESCRIBED:
                 # most of the others are in the location by now
                 self._described = dict(list(self._described.items())[MOST_DESCRIBED // 2 :])
-                self._noted &= self._described.keys()
-            self._noted.discard(one.namespace)
             self._described[one.namespace] = one
 
     def succeed(self, parent: FigureKeeper) -> None:
@@ -171,21 +163,12 @@ class FigureKeeper:
         StorageError
             If the location fails, and with it the transaction.
         """
-        self._stored |= {short(key) for key in namespaces} & self._described.keys() - self._noted
+        self._take_back()
+        self._stored |= {short(key) for key in namespaces} & self._described.keys()
         waits = not self.hurries and time.monotonic() < self._tried_at + self._pause
-        is_wanted = is_wanted and self.has_unwritten and not waits
-        if not is_wanted and self._sent is None:
+        if not is_wanted or waits or not self.has_unwritten:
             return
-        note = None
-        try:
-            note = _whole(transaction, self._warn)
-        except IncompatibleError as error:
-            # it stays as it is
-            self._warn(error)
-        self._settle(note)
-        if note is None or not is_wanted or not self.has_unwritten:
-            return
-        is_written = False
+        note, is_written = _readable(transaction, self._warn), False
         try:
             is_written = self._write(transaction, note, pages, n_bytes)
         except StorageError:
@@ -193,49 +176,40 @@ class FigureKeeper:
         except Exception:  # a fault of the store must not cost the pages of the batch
             log.exception("figures were not written")
         if not is_written:
-            self._settle(None)
+            self._take_back()
 
     def committed(self) -> None:
         """Note that what `write` wrote is committed."""
         with self._lock:
-            sent, self._sent = self._sent, None
-        if sent is not None:
-            self._noted |= sent.names
-            self._stored -= sent.names
+            if self._sent is not None:
+                self._stored.clear()
+            self._sent = None
 
     def conflicted(self) -> None:
         """Note that another process was first, so that what `write` wrote is not committed: hurry again."""
         self._hurries |= self._sent is not None and self._sent.hurried
 
-    def _settle(self, note: FigureNote | None) -> None:
-        """Find out whether a transaction of which no answer came was committed; if not, its counts wait again."""
+    def _take_back(self) -> None:
+        """Have what a transaction was to write wait again, if no answer came that it is committed."""
         with self._lock:
             sent, self._sent = self._sent, None
-            if sent is not None and not self._is_in(note, sent):
+            if sent is not None:
                 self._counters.give_back(sent.ledger)
-
-    def _is_in(self, note: FigureNote | None, sent: _Sent) -> bool:
-        mine = note.writers.get(self._writer) if note is not None else None
-        return mine is not None and mine.at == sent.at
 
     def _write(self, transaction: Transaction, note: FigureNote, pages: int, n_bytes: int) -> bool:
         """Add what was counted to the note and write it, if there is room for it; whether there is."""
         now, waiting = self._clock(), self._waiting()
-        at = round(now, 3)
-        # each one is another one: it says which ledger was the last
-        self._sent_at = at if at != self._sent_at else round(at + 1e-3, 3)
         with self._lock:
             ledger = self._counters.take()
-            names = ({name for _, name, _ in ledger.rows} | self._stored) & self._described.keys()
-            self._sent = _Sent(ledger, self._sent_at, frozenset(names), self._hurries)
-            self._n_sent += 1
+            self._sent = _Sent(ledger, self._hurries)
         self._hurries, self._tried_at = False, time.monotonic()
         note.add(ledger)
         note.writers.pop(self._writer, None)
         note.writers[self._writer] = Writer(
-            self._writer, self._sent_at, max(waiting[0] - pages, 0), max(waiting[1] - n_bytes, 0)
+            self._writer, round(now, 3), max(waiting[0] - pages, 0), max(waiting[1] - n_bytes, 0)
         )
-        for name in sorted(names):
+        counted_in = {name for rows in ledger.periods.values() for name, _ in rows}
+        for name in sorted((counted_in | self._stored) & self._described.keys()):
             note.describe(self._described[name])
         if self._notes_budget:
             note.max_bytes, note.max_entries = self._budget.max_bytes, self._budget.max_entries
@@ -256,13 +230,11 @@ class FigureKeeper:
 
     def read(self) -> History:
         """What is recorded in the location, and counts of this process not yet written. Raises `StorageError`."""
-        n_before = -1
-        while n_before != self._n_sent:
-            with self._lock:
-                n_before, sent, waiting = self._n_sent, self._sent, self._counters.unwritten()
-            with self._backend.view() as view:
-                note = _readable(view, self._warn)
-        if sent is not None and not self._is_in(note, sent):
+        with self._lock:
+            sent, waiting = self._sent, self._counters.unwritten()
+        with self._backend.view() as view:
+            note = _readable(view, self._warn)
+        if sent is not None:
             note.add(sent.ledger)
         note.add(waiting)
         history = note.history(self._clock())
@@ -304,19 +276,10 @@ def read_history(view: View, now: float) -> History:
     return _readable(view, lambda error: log.warning("figures cannot be used: %s", error)).history(now)
 
 
-def _whole(view: View, warn: Callable[[StorageError], None]) -> FigureNote:
-    """The note; an empty one if it is damaged. Raises `IncompatibleError` if a newer version wrote it."""
+def _readable(view: View, warn: Callable[[StorageError], None]) -> FigureNote:
+    """The note; an empty one if it is damaged, or another version wrote it."""
     try:
         return FigureNote.parse(view.note(NOTE))
     except CorruptError as error:
-        warn(error)
-        return FigureNote()
-
-
-def _readable(view: View, warn: Callable[[StorageError], None]) -> FigureNote:
-    """As `_whole`, and an empty one if a newer version wrote it."""
-    try:
-        return _whole(view, warn)
-    except IncompatibleError as error:
         warn(error)
         return FigureNote()

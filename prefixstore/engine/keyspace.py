@@ -47,7 +47,6 @@ __all__ = [
     "PARTS",
     "RECORD",
     "TENANT_BYTES",
-    "UNKNOWN",
     "Count",
     "Leaf",
     "count_row",
@@ -166,8 +165,7 @@ class Count(NamedTuple):
     pages
         How many pages.
     stored_bytes, raw_bytes
-        The bytes of their payloads as stored, and of the states that these stand for. In the row of all pages they are
-        `UNKNOWN` after a page was deleted whose record was damaged.
+        The bytes of their payloads as stored, and of the states that these stand for.
     quota_bytes
         What they count against a quota: stored bytes and tokens.
     pinned, pinned_bytes
@@ -184,17 +182,9 @@ class Count(NamedTuple):
     pinned_bytes: int = 0
     leaves: int = 0
 
-    @property
-    def has_sizes(self) -> bool:
-        """Whether the sizes are known."""
-        return self.stored_bytes != UNKNOWN
-
     def plus(self, other: Count) -> Count:
-        """With the pages of another one; their sizes are unknown if those of one are."""
-        both = Count(*map(add, self, other))
-        if self.has_sizes and other.has_sizes:
-            return both
-        return both._replace(stored_bytes=UNKNOWN, raw_bytes=UNKNOWN)
+        """With the pages of another one."""
+        return Count(*map(add, self, other))
 
     def pack(self) -> bytes:
         """The stored form: numbers of 8 bytes and an xxh3-64 of them."""
@@ -210,8 +200,6 @@ class Count(NamedTuple):
         return cls(*_COUNT.unpack(body)) if xxhash.xxh3_64_digest(body) == stored[_COUNT.size :] else None
 
 
-# no sum of sizes, nor a difference
-UNKNOWN = -(1 << 63)
 _COUNT = struct.Struct("<7q")
 
 

@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import reduce
 
-from prefixstore.backends import contract
-from prefixstore.backends.contract import Range, Update
+from prefixstore.backends.contract import Row, Update
 from prefixstore.engine import keyspace, siblings
 from prefixstore.engine.bookmark import note_name
 from prefixstore.engine.keyspace import (
-    UNKNOWN,
     Count,
     Leaf,
     leaf_row,
@@ -24,20 +22,12 @@ from prefixstore.engine.keyspace import (
     record_row,
     usage_row,
 )
-from prefixstore.engine.page_checks import misplaced, stray_leaves, wrong_leaves
 from prefixstore.engine.page_view import Used, View, counted_as, leaf_of, path_in, path_of, usage_in
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.namespace import parted, salt_in
 from prefixstore.format.record import USAGE, Buffer, Record, Usage, head_of, namespace_in, place_of, record_bytes
 
-__all__ = ["PASSES", "Transaction"]
-
-# Of so many pages an update adds up the sizes, if they are not known: it takes a fraction of a second. Of more they are
-# unknown until the index is rebuilt, which does not keep other writers waiting.
-SUMMED_AT_ONCE = 100_000
-# Each takes off the last rows of chains of child rows that lead to nothing. A longer chain was forged, and takes more
-# than one repair.
-PASSES = 256
+__all__ = ["Transaction"]
 
 
 class Transaction(View):
@@ -50,11 +40,10 @@ class Transaction(View):
         self._has_changed = False
         # rows of counts that were changed
         self._counted: dict[bytes, Count] = {}
-        # of tenants: what their namespaces held at first, and what they hold together now
+        # of tenants: what their namespaces held at first
         self._spaces: dict[str, dict[bytes, Count]] = {}
-        self._held: dict[bytes, Count] = {}
-        # whether a page was deleted whose namespace nobody knows
-        self._has_lost_count = False
+        # whether a page was deleted or replaced whose record does not say where it is in the index: see `Pages.reindex`
+        self.is_torn = False
         # the pages that it has deleted and not put again, and what is called when it is committed
         self.deleted: set[bytes] = set()
         self.after_commit: list[Callable[[], None]] = []
@@ -77,10 +66,7 @@ class Transaction(View):
 
     def count_of(self, salt: str) -> Count:
         """What the namespaces with this salt hold together. Their rows are read once."""
-        tenant = keyspace.tenant_of(salt, b"")
-        if tenant not in self._held:
-            self._held[tenant] = reduce(Count.plus, self.namespaces_of(salt).values(), Count())
-        return self._held[tenant]
+        return reduce(Count.plus, self.namespaces_of(salt).values(), Count())
 
     def _owner(self, namespace: bytes) -> bytes:
         """Under whose key an encrypted location has a namespace: the tenant's, whichever part of it that is."""
@@ -92,8 +78,6 @@ class Transaction(View):
         for group in (None, namespace):
             row = keyspace.COUNT if group is None else self._count_row(namespace)
             self._counted[row] = self.count(group).plus(change)
-        if (tenant := self._tenant(namespace)) in self._held:
-            self._held[tenant] = self._held[tenant].plus(change)
 
     def counts(self) -> dict[bytes, Count]:
         both = super().counts() | self._counted
@@ -103,8 +87,6 @@ class Transaction(View):
         """Write other counts than those that are there."""
         # also the rows of namespaces that this update has emptied
         self._counted = dict.fromkeys([*super().counts(), *self._counted], Count()) | counts
-        self._held.clear()
-        self._has_lost_count = False
         # what found no space may find it now
         self._has_changed = True
 
@@ -172,20 +154,14 @@ class Transaction(View):
         record, usage = self._rows.get([record_row(key), usage_row(key)])
         replaced = self._uncount(record, usage)
         place = place_of(record) if record is not None else None
-        if record is not None and (
-            place is None or not siblings.remove_child(self._rows, key, siblings.child_path(*place))
-        ):
-            self._remove_everywhere(key)
         if record is None and usage is None:
             return False
+        if record is not None and place is not None:
+            self.is_torn |= not siblings.remove_child(self._rows, key, siblings.child_path(*place))
         self._rows.delete(record_row(key), replaced=replaced)
         self._rows.delete(usage_row(key))
         if record is not None and place is not None:
-            # what a damaged record says of its namespace may be wrong
-            spaces = [namespace_in(record), *(self.namespaces() if head_of(record) is None else ())]
-            self._rows.get([leaf_row(space, key) for space in spaces])  # in one round trip; the draft keeps them
-            for space in spaces:
-                self._set_leaf(space, leaf_row(space, key), None)
+            self.drop_leaf(namespace_in(record), key)
             self._mend_leaf(place[0])
         self._has_changed = True
         self.deleted.add(key)
@@ -197,8 +173,8 @@ class Transaction(View):
             return None
         head = head_of(record)
         if head is None:
-            self._has_lost_count = True
-            self._counted[keyspace.COUNT] = self.count().plus(Count(-1, UNKNOWN, UNKNOWN))
+            self.is_torn = True
+            self._counted[keyspace.COUNT] = self.count().plus(Count(-1))
             return None
         self._add(head.namespace, Count(*(-n for n in counted_as(head, usage))))
         return head.stored_bytes
@@ -223,29 +199,6 @@ class Transaction(View):
         row, leaf = leaf_of(key, record, usage)
         if row is not None:
             self._set_leaf(row[1 : 1 + KEY_BYTES], row, None if leaf is None or self.followed([key]) else leaf)
-
-    def _remove_everywhere(self, key: bytes) -> None:
-        """Take a page out of the index whose record does not say where it is there."""
-        for rows in keyspace.walk(self._rows, keyspace.CHILD):
-            for row in rows:
-                child = siblings.Child.unpack(row.value)
-                if child is not None and child.page == key:
-                    siblings.take_out(self._rows, row.key, child)
-        for _ in range(PASSES):
-            # each time the rows above those that are gone
-            if not sum(self._mend_hollow(rows) for rows in keyspace.walk(self._rows, keyspace.CHILD)):
-                break
-        if self.count().pages <= SUMMED_AT_ONCE:
-            # which page it followed is not known; of very many, the next repair finds it
-            for rows in keyspace.walk(self._rows, keyspace.RECORD):
-                self.mend_leaves([row.key for row in rows])
-
-    def _mend_hollow(self, rows: Sequence[contract.Row]) -> int:
-        """Mend those of these child rows that say that there are more pages, and have none below; how many."""
-        found = siblings.hollow(self._rows, rows)
-        for row in found:
-            siblings.mend_child(self._rows, row.key)
-        return len(found)
 
     def read_ahead(self, keys: Sequence[bytes]) -> None:
         """Read what touching these pages needs, at once."""
@@ -275,13 +228,8 @@ class Transaction(View):
         """Store the canonical settings of a namespace."""
         if self.namespace(key) == settings:
             return
-        row, count = self._count_row(key), self.count(key)
         self._salts[key] = salt_in(settings)
         self._rows.put(namespace_row(key), settings, owner=self._owner(key))
-        self._held.clear()
-        if any(count) and row != self._count_row(key):
-            # pages were put, or deleted, while it was not known whose they are
-            self._counted |= {row: Count(), self._count_row(key): count.plus(self.count(key))}
 
     def drop_empty_namespaces(self) -> None:
         """Forget the settings of all namespaces that have no pages."""
@@ -306,56 +254,38 @@ class Transaction(View):
 
     # -- the index ----------------------------------------------------------------------------------------------------
 
-    def enter(self, rows: Sequence[bytes]) -> bool:
-        """Enter the pages of these records among their siblings, where they are not; once is enough.
+    def enter(self, row: Row) -> None:
+        """Enter the page of a record among its siblings.
 
-        Not those that cannot be read: where a damaged one says that it belongs, another page may be.
+        Not one that cannot be read: where a damaged one says that it belongs, another page may be.
         """
-        for row, stored in zip(rows, self._rows.get(rows), strict=True):
-            path = path_in(row[1:], stored)
-            if path is not None and stored is not None:
-                siblings.add_child(self._rows, row[1:], path, self._owner(namespace_in(stored)))
-        return False
+        path = path_in(row.key[1:], row.value)
+        if path is not None:
+            siblings.add_child(self._rows, row.key[1:], path, self._owner(namespace_in(row.value)))
 
-    def correct(self, rows: Sequence[bytes]) -> bool:
-        """Take out of some child rows what they name wrongly; whether the rows above may be wrong since."""
-        is_changed = False
-        there = self._stored(rows)
-        for row, wrong in zip(there, misplaced(self, there), strict=True):
-            child = siblings.Child.unpack(row.value)
-            if child is None:
-                self._rows.delete(row.key)
-            elif wrong is not None:
-                siblings.take_out(self._rows, row.key, child)
-            is_changed = is_changed or wrong is not None
-        return bool(self._mend_hollow(self._stored(rows))) or is_changed
+    def take_out(self, row: Row) -> None:
+        """Have a child row no longer name its page."""
+        child = siblings.Child.unpack(row.value)
+        if child is None:
+            self._rows.delete(row.key)
+        else:
+            siblings.take_out(self._rows, row.key, child)
 
-    def _stored(self, rows: Sequence[bytes]) -> list[contract.Row]:
-        found = zip(rows, self._rows.get(rows), strict=True)
-        return [contract.Row(row, value) for row, value in found if value is not None]
+    def mend_child(self, row: Row) -> None:
+        """Have a child row no longer say that there are more pages, if there are none."""
+        siblings.mend_child(self._rows, row.key)
 
-    def rows_from(self, kind: bytes, start: bytes, at_most: int) -> list[bytes]:
-        """The keys of the next rows of a kind."""
-        wanted = Range(start, keyspace.everything(kind).stop, at_most)
-        return [row.key for row in self._rows.ranges([wanted])[0]]
+    def mend_leaf(self, row: Row) -> None:
+        """Write or delete the leaf row of the page of a record."""
+        self._mend_leaf(row.key[1:])
 
-    def mend_leaves(self, rows: Sequence[bytes]) -> bool:
-        """Write or delete the leaf rows of the pages of these records; once is enough."""
-        for key in wrong_leaves(self, [row[1:] for row in rows]):
-            self._mend_leaf(key)
-        return False
-
-    def drop_leaves(self, rows: Sequence[bytes]) -> bool:
-        """Delete those of these leaf rows whose pages are not there; once is enough."""
-        for row in stray_leaves(self, self._stored(rows)):
-            self._rows.delete(row)
-        return False
+    def drop_row(self, row: Row) -> None:
+        """Delete a row."""
+        self._rows.delete(row.key)
 
     def finish(self) -> None:
         """Write what was counted. Raises `LocationError` if the location was encrypted meanwhile."""
         self.require_plain()
-        if self._has_lost_count and self.count().pages <= SUMMED_AT_ONCE:
-            self.replace_counts(self.recount().rows)
         self._write_counts()
         if self._has_changed:
             generation = (self.generation + 1) % (1 << 8 * keyspace.GENERATION_BYTES)

@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from heapq import nlargest
 from itertools import takewhile
-from typing import NamedTuple
 
 import numpy as np
 
@@ -37,7 +36,6 @@ from prefixstore.format.namespace import salt_in
 from prefixstore.format.record import Buffer, Head, Record, Usage, head_of
 
 __all__ = [
-    "Recounted",
     "Used",
     "View",
     "counted_as",
@@ -55,13 +53,6 @@ class Used:
 
     bytes: int
     entries: int
-
-
-class Recounted(NamedTuple):
-    """What the rows of counts should be, and how many pages cannot be read: these count with all pages only."""
-
-    rows: dict[bytes, Count]
-    unreadable: int
 
 
 class View:
@@ -198,29 +189,6 @@ class View:
         """Bytes that have arrived of the payload that `fetch` receives, if that is known. Any thread may read it."""
         return self._rows.arrived
 
-    def stored(self) -> Iterator[tuple[bytes, Record | StorageError, Buffer | StorageError | None]]:
-        """All pages with their payloads, for `check`, in no particular order and in bounded memory.
-
-        Yields the key, the record and the payload of each page, or why one of them cannot be read. Payloads are not
-        verified, and are valid until the next page is requested. A page without a payload has None, and so does one
-        whose record cannot be read.
-        """
-        for rows in keyspace.walk(self._rows, keyspace.RECORD):
-            usages = self._rows.get([usage_row(row.key[1:]) for row in rows])
-            for row, usage in zip(rows, usages, strict=True):
-                # one at a time: what a server sends is in memory
-                try:
-                    found = next(iter(self._rows.payloads([row.key])))
-                except CorruptError as error:
-                    yield row.key[1:], Entry.of(row.key[1:], row.value, usage).record, error
-                    continue
-                if found is not None:
-                    record = Entry.of(row.key[1:], found[0], usage).record
-                    # the row itself may be damaged where its value is kept twice
-                    seen = Entry.of(row.key[1:], row.value, usage).record
-                    record = record if isinstance(seen, Record) else seen
-                    yield row.key[1:], record, found[1] if isinstance(record, Record) else None
-
     # -- children -----------------------------------------------------------------------------------------------------
 
     def neighbors(self, parent: bytes, tokens: bytes) -> list[Entry]:
@@ -336,7 +304,7 @@ class View:
         """What a namespace holds, or all of them."""
         if namespace is None:
             counted = self._all()
-            return self.recount().rows[keyspace.COUNT] if counted is None else counted
+            return self.recount()[keyspace.COUNT] if counted is None else counted
         row = self._count_row(namespace)
         return self._counts_in([contract.Row(row, self._rows.get([row])[0] or b"")])[row]
 
@@ -348,7 +316,7 @@ class View:
     def _counts_in(self, rows: Iterable[contract.Row]) -> dict[bytes, Count]:
         """The counts in these rows, nothing in empty ones; if some are damaged, as they should be."""
         found = {row.key: Count.unpack(row.value) if row.value else Count() for row in rows}
-        right = self.recount().rows if None in found.values() else {}
+        right = self.recount() if None in found.values() else {}
         return {row: right.get(row, Count()) if count is None else count for row, count in found.items()}
 
     def _tenant(self, namespace: bytes) -> bytes:
@@ -364,8 +332,8 @@ class View:
     def _count_row(self, namespace: bytes) -> bytes:
         return keyspace.count_row(self._tenant(namespace), namespace)
 
-    def recount(self) -> Recounted:
-        """All rows of counts as they should be."""
+    def recount(self) -> dict[bytes, Count]:
+        """All rows of counts as they should be. Pages that cannot be read count with all pages only."""
         found: dict[bytes, Count] = {}
         every = damaged = Count()
         for rows in keyspace.walk(self._rows, keyspace.RECORD):
@@ -382,15 +350,12 @@ class View:
                 found[namespace] = found.get(namespace, Count()).plus(Count(leaves=1))
         for one in found.values():
             every = every.plus(one)
-        counts = {self._count_row(key): one for key, one in found.items()} | {keyspace.COUNT: every.plus(damaged)}
-        return Recounted(counts, damaged.pages)
+        return {self._count_row(key): one for key, one in found.items()} | {keyspace.COUNT: every.plus(damaged)}
 
     @property
     def sizes(self) -> tuple[int, int]:
         """The bytes of all payloads as stored, and of the states that they decode to."""
         counted = self.count()
-        if not counted.has_sizes:
-            counted = self.recount().rows[keyspace.COUNT]
         return counted.stored_bytes, counted.raw_bytes
 
     @property

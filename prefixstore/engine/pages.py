@@ -14,15 +14,14 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from prefixstore.backends import contract, is_persistent, open_backend
-from prefixstore.backends.contract import ConflictError
+from prefixstore.backends.contract import ConflictError, Range, Row
 from prefixstore.backends.keys import Key, KeyProvider, Keys, provider_of
 from prefixstore.engine import keyspace
-from prefixstore.engine.keyspace import Count
-from prefixstore.engine.page_checks import SUMS
-from prefixstore.engine.page_update import PASSES, Transaction
+from prefixstore.engine.page_checks import HOLLOW, LEAVES, LOST, MISPLACED, STRAY_LEAVES, Check
+from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import View
 from prefixstore.engine.trie import Trie
-from prefixstore.errors import FullError, IncompatibleError, LocationError, MissingExtraError
+from prefixstore.errors import FullError, IncompatibleError, LocationError, MissingExtraError, StorageError
 
 if TYPE_CHECKING:
     from prefixstore.engine.encrypted import EncryptedBackend
@@ -32,8 +31,19 @@ __all__ = ["CONFLICTS", "Pages", "fewer", "open_pages", "retried"]
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
+# what `Pages.reindex` mends, in this order, and how
+MENDED: Sequence[tuple[Check, Callable[[Transaction, Row], None]]] = (
+    (LOST, Transaction.enter),
+    (MISPLACED, Transaction.take_out),
+    (HOLLOW, Transaction.mend_child),
+    (LEAVES, Transaction.mend_leaf),
+    (STRAY_LEAVES, Transaction.drop_row),
+)
 # rows that a rebuild of the index changes in one update, if there is space for it
 REINDEXED_AT_ONCE = 512
+# Each takes off the last rows of chains of child rows that lead to nothing. A longer chain was forged, and takes more
+# than one repair.
+PASSES = 256
 # how often work is done that contradicts what another process has committed meanwhile
 CONFLICTS = 8
 
@@ -116,11 +126,18 @@ class Pages:
 
     @contextmanager
     def update(self) -> Iterator[Transaction]:
-        """Read and write. Waits for other transactions; leaving the block commits."""
+        """Read and write. Waits for other transactions; leaving the block commits.
+
+        Then the index is mended, if the block has deleted a page whose record does not say where it was.
+        """
         with self._backend.update() as rows:
             transaction = Transaction(rows, is_local=self._backend.is_local, check=self._backend.check)
             yield transaction
             transaction.finish()
+        if transaction.is_torn:
+            # if that fails, a check finds it
+            with suppress(StorageError):
+                self.reindex()
 
     def sync(self) -> None:
         """Return when everything committed so far survives a loss of power, as far as the location can promise it."""
@@ -144,51 +161,40 @@ class Pages:
 
     def reindex(self) -> None:
         """Mend the index of children, some pages at a time, and count everything again."""
-        self._work_on_all(keyspace.RECORD, Transaction.enter)
-        for _ in range(PASSES):
-            if not self._work_on_all(keyspace.CHILD, Transaction.correct):
-                break
-        self._work_on_all(keyspace.RECORD, Transaction.mend_leaves)
-        self._work_on_all(keyspace.LEAF, Transaction.drop_leaves)
-        for _ in range(SUMS):
-            # while others write, if possible
-            with self.view() as view:
-                counted = view.generation, view.recount().rows
-            if self._correct_counts(*counted):
-                return
+        for check, mend in MENDED:
+            for _ in range(PASSES if check.kind == keyspace.CHILD else 1):
+                if not self._mend_all(check, mend):
+                    break
         self._correct_counts()
 
-    def _work_on_all(self, kind: bytes, work: Callable[[Transaction, Sequence[bytes]], bool]) -> bool:
-        """Do some work on all rows of a kind, some at a time; whether it says that there is more."""
-        has_more, start, at_once = False, kind, REINDEXED_AT_ONCE
-        while True:
+    def _mend_all(self, check: Check, mend: Callable[[Transaction, Row], None]) -> bool:
+        """Mend all rows that a check finds wrong, some at a time; whether there were any."""
+        was_wrong, start, at_once = False, check.kind, REINDEXED_AT_ONCE
+        while start:
             try:
-                done = self._work_on(kind, start, at_once, work)
+                start, is_wrong = self._mend_some(check, mend, start, at_once)
             except FullError as error:
                 at_once = fewer(self, at_once, error)
                 continue
-            if done is None:
-                return has_more
-            start, again = done
-            has_more = has_more or again
+            was_wrong = was_wrong or is_wrong
+        return was_wrong
 
     @retried
-    def _work_on(
-        self, kind: bytes, start: bytes, at_once: int, work: Callable[[Transaction, Sequence[bytes]], bool]
-    ) -> tuple[bytes, bool] | None:
-        """Do some work on the next rows of a kind, in one update; where those after them begin, and what it says."""
+    def _mend_some(
+        self, check: Check, mend: Callable[[Transaction, Row], None], start: bytes, at_once: int
+    ) -> tuple[bytes, bool]:
+        """Mend the next rows, in one update; where those after them begin, if there are any, and whether one was."""
         with self.update() as transaction:
-            rows = transaction.rows_from(kind, start, at_once)
-            return (rows[-1] + b"\0", work(transaction, rows)) if rows else None
+            rows = transaction.rows.ranges([Range(start, keyspace.everything(check.kind).stop, at_once)])[0]
+            wrong = check.wrong(transaction, rows)
+            for row in wrong:
+                mend(transaction, row)
+        return rows[-1].key + b"\0" if rows else b"", bool(wrong)
 
     @retried
-    def _correct_counts(self, generation: int | None = None, counts: dict[bytes, Count] | None = None) -> bool:
-        """Write down what was counted at a generation, or count now; whether nobody has written since."""
+    def _correct_counts(self) -> None:
         with self.update() as transaction:
-            is_now = generation in (None, transaction.generation)
-            if is_now:
-                transaction.replace_counts(counts if counts is not None else transaction.recount().rows)
-            return is_now
+            transaction.replace_counts(transaction.recount())
 
     def undecryptable(self, *, delete: bool = False) -> int:
         """How many rows cannot be decrypted, of a location that is encrypted; with `delete` they are deleted."""

@@ -40,7 +40,9 @@ def with_descendants(view: View, keys: Iterable[bytes], at_once: int | None = No
             yield entry
         elif entry.key not in seen:
             seen.add(entry.key)
-            after = [one for form in (PAGE, SNAPSHOT) for one in view.children([entry.key], form, at_once)]
+            after: list[Entry] = []
+            if view.followed([entry.key]):
+                after = [one for form in (PAGE, SNAPSHOT) for one in view.children([entry.key], form, at_once)]
             if at_once is None or len(after) < at_once:
                 waiting.append((entry, True))
             waiting += [(one, False) for one in after]

@@ -23,7 +23,8 @@ from prefixstore.engine.waiting import DropReason
 from prefixstore.errors import CorruptError, FullError, StorageError
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import time_of_use
-from prefixstore.stats import Counters, Shortage
+from prefixstore.results import Shortage
+from prefixstore.stats import Counters
 
 __all__ = ["PAGES_AT_ONCE", "Evictor", "Space"]
 

@@ -38,7 +38,7 @@ from prefixstore.engine.source import Keep, Source
 from prefixstore.errors import ClosedError, StorageError
 from prefixstore.format.keys import Tokens
 from prefixstore.format.namespace import Namespace
-from prefixstore.stats import TierStats
+from prefixstore.results import TierStats
 
 __all__ = ["TieredEngine"]
 
@@ -207,7 +207,7 @@ class TieredEngine(Engine):
 
     def _keeping(self) -> Keep:
         """Keeps pages that the far location gives, until one is not kept: those that follow it would have no parent."""
-        goes_on = not self._read_only
+        goes_on = not self.read_only
 
         def keep(page: Page, state: memoryview) -> None:
             nonlocal goes_on

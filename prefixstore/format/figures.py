@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from prefixstore.format.namespace import Namespace
 from prefixstore.stats import Purpose, Request, short
@@ -88,16 +88,9 @@ class Figures:
         misses: Counter[str] = Counter()
         for one in some:
             misses.update(one.misses)
-        return cls(
-            sum(one.hits for one in some),
-            sum(one.live_hits for one in some),
-            dict(sorted(misses.items())),
-            sum(one.prompt_tokens for one in some),
-            sum(one.tokens_restored for one in some),
-            sum(one.tokens_computed for one in some),
-            sum(one.seconds_saved for one in some),
-            sum(one.evictions for one in some),
-        )
+        names = [each.name for each in fields(cls) if each.name != "misses"]
+        sums = {name: sum(getattr(one, name) for one in some) for name in names}
+        return cls(misses=dict(sorted(misses.items())), **sums)
 
     @property
     def lookups(self) -> int:

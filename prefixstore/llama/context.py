@@ -17,13 +17,13 @@ from prefixstore.engine.miss import BYPASSED, is_bypassed
 from prefixstore.errors import MisuseError
 from prefixstore.format.keys import Tokens, common_prefix
 from prefixstore.format.namespace import Namespace
-from prefixstore.last_prompt import PromptMeter
 from prefixstore.llama.binding import is_closed, is_multimodal, keeps_all_logits, live_tokens, pointer_of, set_end
 from prefixstore.llama.capture import Place
 from prefixstore.llama.kv_memory import ContextMemory, kind_of
 from prefixstore.llama.lineage import Lineage, Unknown
 from prefixstore.llama.watch import Watch
 from prefixstore.parameters import Parameters
+from prefixstore.results import PromptMeter
 from prefixstore.stats import Kind
 
 __all__ = ["Context", "M_co"]

@@ -25,7 +25,6 @@ from prefixstore.engine.engine import Engine
 from prefixstore.engine.miss import BYPASSED, Guard
 from prefixstore.errors import ContextError
 from prefixstore.format.keys import Tokens, as_tokens
-from prefixstore.last_prompt import PromptMeter
 from prefixstore.llama.attachment import Attachment
 from prefixstore.llama.binding import (
     check,
@@ -48,6 +47,7 @@ from prefixstore.llama.snapshots import SnapshotStrategy
 from prefixstore.llama.strategy import Strategy
 from prefixstore.models.file import model_names
 from prefixstore.parameters import Parameters
+from prefixstore.results import PromptMeter
 from prefixstore.stats import Kind
 
 __all__ = ["Hook"]

@@ -283,7 +283,7 @@ class Archive(AbstractContextManager["Archive"]):
         page
             The page with this key, and its descendants; see `find`.
         """
-        return set(self.engine.select(choices_of(self, namespaces, None, tokens, page)))
+        return set(self.engine.deleter.select(choices_of(self, namespaces, None, tokens, page)))
 
     def with_ancestors(self, keys: Collection[bytes]) -> set[bytes]:
         """These keys, and those of their ancestors, without which the pages could not be restored."""
@@ -394,7 +394,7 @@ class Archive(AbstractContextManager["Archive"]):
     @property
     def n_newer(self) -> int:
         """How many pages a newer version wrote, or follow such a page: it is unknown what they match."""
-        return self.engine.n_newer()
+        return self.engine.deleter.n_newer()
 
     def scrub(self) -> None:
         """Overwrite what deletions have freed, so that nothing of it can be read from the files.
@@ -421,7 +421,7 @@ class Archive(AbstractContextManager["Archive"]):
         if self.backend.undecryptable(delete=True):
             # what they leave behind is seen once they are gone
             found += [one for one in self.check() if one not in found]
-        removed = self.engine.repair(found)
+        removed = self.engine.deleter.repair(found)
         if max_bytes is not None:
             removed += self.evict_to(max_bytes)
         return found, removed

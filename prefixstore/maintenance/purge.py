@@ -47,14 +47,14 @@ def purge(
     before = time.time_ns() - round(older_than * 1e9) if older_than is not None else None
     choices = choices_of(archive, namespaces, before, tokens, page)
     if dry_run:
-        keys = set(archive.engine.select(choices))
+        keys = set(archive.engine.deleter.select(choices))
         return Removed(len(keys), sum(one.stored_bytes for one in archive.pages() if one.key in keys))
     # first: a page that such a one follows could not be deleted
-    removed = archive.engine.delete_strays(newer=not choices)
+    removed = archive.engine.deleter.delete_strays(newer=not choices)
     removed += archive.engine.delete(choices)
-    archive.engine.drop_empty_namespaces()
+    archive.engine.deleter.drop_empty_namespaces()
     if older_than is None and tokens is None and page is None:
-        archive.engine.forget_figures(namespaces, salt)
+        archive.engine.threads.call(archive.engine.keeper.forget, namespaces, salt)
     for left in archive.unmatched(salt):
         log.warning("%s: %s", archive.location, left)
     return removed
@@ -68,7 +68,7 @@ def unmatched(archive: Archive, salt: str | None = None) -> list[str]:
         for one in (archive.holdings() if salt is not None else [])
         if one.namespace is None and one.pages
     ]
-    if n := archive.engine.n_newer():
+    if n := archive.engine.deleter.n_newer():
         found.append(
             f"not deleted: {counted(n, 'page')} of a newer prefixstore, or after such a page, which may match; "
             "purge with that version, or everything"

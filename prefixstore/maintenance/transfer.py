@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from prefixstore.engine.engine import Imported
+from prefixstore.engine.importing import Imported
 from prefixstore.engine.index import Page, is_same
 from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.export import ExportReader, ExportWriter
@@ -115,11 +115,10 @@ class _Target:
 
     def wants(self, record: Record) -> bool:
         """Whether the page is missing, and may be added; counts those that are not."""
-        engine = self._archive.engine
-        if engine.has_other(record) or record.parent in self._displaced:
+        known = self._archive.engine.importer.holds(record)
+        if known is None or record.parent in self._displaced:
             self._displaced.add(record.key)
             return False
-        known = engine.has(record)
         self._skipped += known
         return not known
 
@@ -127,7 +126,7 @@ class _Target:
         """Write pages, whose payloads must not change meanwhile, in one transaction."""
         known = [page for page in batch if page.record.namespace in self._settings]
         if known:
-            self._done = self._done.plus(self._archive.engine.import_pages(known, self._settings))
+            self._done = self._done.plus(self._archive.engine.importer.import_pages(known, self._settings))
 
     def finish(self, damaged: int = 0) -> Moved:
         """Make everything durable; what was done."""

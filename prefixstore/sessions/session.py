@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from prefixstore.errors import ContextError, InvalidParameterError, NotAttachedError, StaleLeaseError
 from prefixstore.format.keys import NO_TOKENS, Tokens, as_tokens
-from prefixstore.last_prompt import PromptMeter
+from prefixstore.results import PromptMeter
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
     from typing_extensions import Self
 
-    from prefixstore.last_prompt import LastPrompt
+    from prefixstore.results import LastPrompt
     from prefixstore.sessions.queue import Ticket
     from prefixstore.sessions.sessions import Sessions
     from prefixstore.sessions.table import Turn

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from prefixstore.backends.forks import ForkLevel, register_at_fork
 from prefixstore.errors import BusyError, ContextError, InvalidParameterError, NotAttachedError
+from prefixstore.results import SessionCounts
 from prefixstore.sessions.queue import Ticket, in_thread, queue_of
 from prefixstore.sessions.session import Session
 from prefixstore.sessions.table import Entry, Table, Turn
-from prefixstore.stats import SessionCounts
 from prefixstore.units import shown
 
 if TYPE_CHECKING:

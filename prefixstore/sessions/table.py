@@ -209,7 +209,7 @@ class Table:
         for name, bookmark in _newer(set_at, saved).items():
             tokens = None
             with self._looking_up():
-                tokens = self._engine.bookmarked(self._namespace, bookmark)
+                tokens = self._engine.bookmarks.tokens(self._namespace, bookmark)
             if tokens is None:
                 continue
             entry = Entry(name, tokens, self._pages_of(tokens), bookmark.generation, bookmark.set_at)
@@ -229,8 +229,8 @@ class Table:
         saved: Mapping[str, Bookmark] = {}
         deleted: Mapping[str, Bookmark] = {}
         with self._looking_up():
-            saved = self._engine.bookmarks(self._namespace)
-            deleted = self._engine.take_deleted_bookmarks(self._namespace, saved.keys())
+            saved = self._engine.bookmarks.read(self._namespace)
+            deleted = self._engine.bookmarks.take_deleted(self._namespace, saved.keys())
         for name, bookmark in deleted.items():
             with self.lock:
                 entry = self.entries.get(name)
@@ -244,7 +244,7 @@ class Table:
     def _saved(self) -> list[str]:
         """The saved ones that can be resumed: all that they hold is stored."""
         with self._looking_up():
-            return self._engine.whole_bookmarks(self._namespace)
+            return self._engine.bookmarks.whole(self._namespace)
         return []
 
     def _looking_up(self) -> Guard:

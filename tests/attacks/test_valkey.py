@@ -135,7 +135,7 @@ def test_keys_that_vanish_at_any_time_are_misses(new_valkey, valkey_server):
         # what is left can be mended; where a part of the location itself has vanished, the next write creates it again
         store.put(sequences[0])
         for _ in range(3):
-            store.engine.repair(store.engine.check())
+            store.engine.deleter.repair(store.engine.check())
             store.backend.reclaim()
         assert store.engine.check() == []
         for tokens in sequences:
@@ -191,7 +191,7 @@ def test_a_server_that_evicts_by_itself_costs_only_what_it_evicts(policy):
             lookup(store, [1000 + n // 2] * 12)
         assert n_hits > 10
         for _ in range(5):
-            tried(lambda each: each.engine.repair(each.engine.check()))(store)
+            tried(lambda each: each.engine.deleter.repair(each.engine.check()))(store)
         assert {violation.rule for violation in store.engine.check()} <= {"payload"}
 
 

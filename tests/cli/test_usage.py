@@ -25,7 +25,7 @@ from prefixstore.cli.output import emit, grid
 from prefixstore.cli.top import Screen, _last, hottest, lines
 from prefixstore.errors import LocationError
 from prefixstore.format.figure_note import NOTE
-from prefixstore.format.figures import HOUR, Figures, History, Period, Writer
+from prefixstore.format.figures import DAY, HOUR, Figures, History, Period, Writer
 from prefixstore.format.saved_state import pack_state
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.verify import verify
@@ -310,7 +310,6 @@ def test_figures_with_damaged_names_and_counts_are_told(tmp_path, run):
     now = time.time()
     name = "\ud800\x1b[31m"
     figures = {
-        "minutes": {str(int(now // 60) - 1): {"hits": -4}, str(int(now // 60)): {"hits": 6}},
         "requests": [[now, name, "serving", name, 1, 1]],
         "writers": [],
         "described": [{"namespace": "a", "tenant": name}],
@@ -318,11 +317,13 @@ def test_figures_with_damaged_names_and_counts_are_told(tmp_path, run):
         "max_entries": None,
     }
     rows = [["a", "serving", {"hits": 3, f"miss:{name}": 2}]]
-    parts = {"1": figures, f"{HOUR}:{int(now // HOUR)}": rows}
+    periods = [[seconds, int(now // seconds), rows] for seconds in (HOUR, DAY)]
+    minutes = [[60, int(now // 60) - n, [["", "serving", {"hits": hits}]]] for n, hits in ((1, -4), (0, 6))]
+    figures["periods"] = [*periods, *minutes]
     with Archive(tmp_path / "kv", create=True) as archive:
         fill(archive.backend, space("t"), [[1, 2, 3, 4]])
         with archive.backend.update() as transaction:
-            transaction.put_note(NOTE, pack_state({name: json.dumps(one).encode() for name, one in parts.items()}))
+            transaction.put_note(NOTE, pack_state({"2": json.dumps(figures).encode()}))
     for command in (["ls"], ["stats"], ["top", "--once"], ["stats", "--json"]):
         code, out, _ = run(command[0], tmp_path / "kv", *command[1:])
         assert (code, "\x1b" in out) == (0, False)

@@ -44,16 +44,18 @@ def test_a_bookmark_gives_its_sequence(store):
         put(store, tokens)
         store.engine.set_bookmark(NS, str(len(tokens)), bookmark_of(tokens))
     for _ in range(2):
-        for mark in store.engine.bookmarks(NS).values():
-            found = store.engine.bookmarked(NS, mark)
+        for mark in store.engine.bookmarks.read(NS).values():
+            found = store.engine.bookmarks.tokens(NS, mark)
             assert found is None or found.dtype == np.dtype("<i4")
         store.engine.flush()
-    assert {name: store.engine.bookmarked(NS, mark).tolist() for name, mark in store.engine.bookmarks(NS).items()} == {
+    assert {
+        name: store.engine.bookmarks.tokens(NS, mark).tolist() for name, mark in store.engine.bookmarks.read(NS).items()
+    } == {
         "12": A,
         "14": [*A, 5, 6],
         "2": [7, 8],
     }
-    assert store.engine.whole_bookmarks(NS) == ["12", "14", "2"]
+    assert store.engine.bookmarks.whole(NS) == ["12", "14", "2"]
 
 
 def test_a_tail_that_a_longer_page_has_replaced_is_found_in_that_page(store):
@@ -62,7 +64,7 @@ def test_a_tail_that_a_longer_page_has_replaced_is_found_in_that_page(store):
     store.engine.flush()
     put(store, [*A, 5, 6, 7, 8])
     store.engine.flush()
-    assert store.engine.bookmarked(NS, store.engine.bookmarks(NS)["a"]).tolist() == [*A, 5]
+    assert store.engine.bookmarks.tokens(NS, store.engine.bookmarks.read(NS)["a"]).tolist() == [*A, 5]
 
 
 def test_one_of_a_sequence_that_was_never_stored_is_not_written(store):
@@ -70,7 +72,7 @@ def test_one_of_a_sequence_that_was_never_stored_is_not_written(store):
     store.engine.set_bookmark(NS, "b", bookmark_of(B))
     store.engine.set_bookmark(NS, "a", bookmark_of(A))
     store.engine.flush()
-    assert list(store.engine.bookmarks(NS)) == ["a"]
+    assert list(store.engine.bookmarks.read(NS)) == ["a"]
     assert not store.engine.has_deferred
 
 
@@ -81,7 +83,7 @@ def test_it_waits_for_pages_that_are_still_queued(monkeypatch):
         put(store, tokens)
         store.engine.set_bookmark(NS, str(i), bookmark_of(tokens, i))
     store.engine.flush()
-    assert store.engine.whole_bookmarks(NS) == ["0", "1", "2"]
+    assert store.engine.bookmarks.whole(NS) == ["0", "1", "2"]
     store.engine.close()
 
 
@@ -101,7 +103,7 @@ def test_there_are_so_many_at_most_and_those_set_last_stay(store, monkeypatch):
         if i % 3 == 0:
             store.engine.flush()
     store.engine.flush()
-    assert list(store.engine.bookmarks(NS)) == [str(i) for i in range(7, 12)]
+    assert list(store.engine.bookmarks.read(NS)) == [str(i) for i in range(7, 12)]
 
 
 @pytest.mark.slow
@@ -132,7 +134,7 @@ def test_what_cannot_be_written_now_is_written_later(store, monkeypatch):
     monkeypatch.setattr(store.backend, "update", fail)
     store.engine.set_bookmark(NS, "a", bookmark_of(A))
     store.engine.drain()
-    assert list(store.engine.bookmarks(NS)) == ["a"]
+    assert list(store.engine.bookmarks.read(NS)) == ["a"]
     assert store.engine.has_deferred
     monkeypatch.undo()
     store.engine.flush()
@@ -169,7 +171,7 @@ def test_a_deletion_does_not_fail_because_another_process_commits_at_the_same_ti
     monkeypatch.setattr(store.backend, "update", conflicting)
     removed = store.engine.delete([lambda index: subtree(index, page_keys(NS, as_tokens(A), P)[0])])
     assert removed.pages == 3
-    assert store.engine.bookmarks(NS) == {}
+    assert store.engine.bookmarks.read(NS) == {}
 
 
 def test_a_process_that_still_has_a_name_does_not_bring_it_back_after_a_purge(store):
@@ -178,7 +180,7 @@ def test_a_process_that_still_has_a_name_does_not_bring_it_back_after_a_purge(st
     store.engine.clear(NS)
     store.engine.set_bookmark(NS, "a", bookmark_of(A))
     store.engine.flush()
-    assert store.engine.bookmarks(NS) == {}
+    assert store.engine.bookmarks.read(NS) == {}
 
 
 marks = st.builds(

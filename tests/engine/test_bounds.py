@@ -189,9 +189,9 @@ def test_repairs_are_made_some_at_a_time(how, monkeypatch):
         updates = backend.calls["update"]
         if how == "repair":
             assert [violation.rule for violation in found] == ["parent"]
-            removed = store.engine.repair(found)
+            removed = store.engine.deleter.repair(found)
         else:
-            removed = store.engine.delete_strays()
+            removed = store.engine.deleter.delete_strays()
         assert removed.pages == n_pages - 1
         assert removed.bytes == n_pages - 1
         assert backend.calls["update"] - updates == 3

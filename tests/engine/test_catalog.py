@@ -116,7 +116,7 @@ def test_lookups_and_restores_ask_the_backend_without_the_lock(watch):
     assert engine.check() == []
     with engine.view() as view:
         assert len(list(view.scan())) == len(engine.pages()) == 8
-    assert len(engine.select([partial(subtree, key=page_keys(NS, as_tokens(A), P)[1])])) == 2
+    assert len(engine.deleter.select([partial(subtree, key=page_keys(NS, as_tokens(A), P)[1])])) == 2
     engine.change_note(b"name", lambda old: b"value")
     assert engine.note(b"name") == b"value"
     assert {"view", "end of view", "namespaces", "note", "scan", "used"} <= watch.asked

@@ -305,7 +305,7 @@ def test_a_leaf_row_that_cannot_be_read_is_passed_over_until_it_is_mended():
             rows = view.rows.ranges([keyspace.everything(keyspace.LEAF)])[0]
         write(store.backend, (rows[0].key, rows[0].value[:-1]))
         assert len(store.engine.evict(0).pages) == 2
-        assert store.engine.repair(store.engine.check()) is not None
+        assert store.engine.deleter.repair(store.engine.check()) is not None
         assert len(store.engine.evict(0).pages) == 1
 
 

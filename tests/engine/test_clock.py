@@ -61,29 +61,11 @@ def test_a_use_in_the_future_does_not_make_all_later_uses_equal(reopen, clock):
         assert [store.match(first_page(number)) for number in (2, 0, 1, 7)] == [0, 4, 4, 4]
 
 
-def test_a_page_that_was_used_in_the_future_is_evicted_in_its_turn_and_its_time_is_mended(clock):
-    with store_of(max_entries=2) as store:
-        store.put(first_page(0))
-        clock[0] += 10**9
-        store.put(first_page(1))
-        key = used_in_the_future(store, 0)
-        clock[0] += 10**9
-        use(store, 0)
-        with store.backend.view() as view:
-            assert view.usage(key).last_used <= clock[0] + CLOCK_SLACK
-        used_in_the_future(store, 0)
-        clock[0] += 10**9
-        use(store, 1)
-        clock[0] += 10**9
-        store.put(first_page(2))
-        assert [store.match(first_page(number)) for number in range(3)] == [0, 4, 4]
-
-
 def test_an_imported_page_cannot_carry_a_time_in_the_future_in(clock):
     (page,) = stored_pages(1)
     page = page._replace(usage=replace(page.usage, last_used=clock[0] + YEAR))
     with store_of() as store:
-        assert store.engine.import_pages([page], {NS: b"{}"}).pages == 1
+        assert store.engine.importer.import_pages([page], {NS: b"{}"}).pages == 1
         with store.backend.view() as view:
             assert view.usage(page.key).last_used == clock[0]
         store.put(first_page(3))

@@ -18,7 +18,7 @@ from prefixstore.format.keys import as_tokens, page_keys
 from prefixstore.format.record import Usage
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import copy_store, export_store, import_store
-from tests.support.engines import NS, OTHER, P, snapshot_of, state_of, store_of, two_stores
+from tests.support.engines import NS, OTHER, P, state_of, store_of, two_stores
 from tests.support.places import contents, fill, space
 
 # under the weak hash, the first pages of both have the same key
@@ -53,15 +53,6 @@ def test_nothing_is_captured_after_a_page_that_another_one_displaces():
             missing(store, THEIRS + NEXT)
 
 
-@pytest.mark.usefixtures("weak_hash")
-def test_a_page_whose_key_another_one_has_is_neither_announced_nor_taken_for_it():
-    with store_of() as store:
-        store.put(MINE)
-        assert not store.engine.wants(NS, NS, as_tokens(THEIRS).tobytes())
-        assert (store.match(MINE), store.match(THEIRS)) == (4, 0)
-        assert store.fetch(MINE) == 1
-
-
 @pytest.mark.parametrize("stored", [THEIRS, THEIRS + NEXT, [*THEIRS, 1, 2]], ids=["one", "two", "tail"])
 @pytest.mark.usefixtures("weak_hash")
 def test_a_page_that_waits_for_its_commit_replaces_another_one_and_what_is_stored_after_it(tmp_path, stored):
@@ -88,17 +79,6 @@ def test_a_page_that_is_given_up_makes_the_stored_one_known_again(tmp_path):
         assert (one.match(MINE + NEXT), one.match(THEIRS + NEXT)) == (4, 8)
         one.engine._catalog.drop(waiting)
         assert (one.match(MINE + NEXT), one.match(THEIRS + NEXT)) == (0, 8)
-
-
-@pytest.mark.usefixtures("weak_hash")
-def test_children_that_wait_are_written_though_another_page_had_their_key(tmp_path):
-    with two_stores(tmp_path) as (one, two):
-        waiting = one.announce(MINE + NEXT)
-        two.put(THEIRS + NEXT, 500)
-        assert one.engine.commit(waiting) == 2
-        assert two.fetch(MINE + NEXT) == 2
-        with two.backend.view() as view:
-            assert [len(payload) for _, payload in view.fetch(page_keys(NS, as_tokens(MINE + NEXT), P))] == [1000, 1000]
 
 
 @pytest.mark.usefixtures("weak_hash")
@@ -140,17 +120,6 @@ def test_a_record_that_differs_in_what_its_key_does_not_cover_is_replaced(tmp_pa
         assert record_of(two, MINE + NEXT)[0].start == 4
         assert two.fetch(MINE + NEXT) == 2
         assert one.engine.check() == []
-
-
-@pytest.mark.usefixtures("weak_hash")
-def test_a_snapshot_is_not_found_after_another_page():
-    with store_of() as store:
-        store.put(MINE, 0)
-        new = snapshot_of(store, [*THEIRS, 1])
-        assert not store.engine.wants(NS, NS, as_tokens(THEIRS).tobytes())
-        with pytest.raises(CorruptError, match="tokens that do not match its key"):
-            missing(store, [*THEIRS, 1])
-        new.release()
 
 
 @pytest.mark.parametrize("through", ["file", "copy"])

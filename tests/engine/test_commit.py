@@ -9,7 +9,8 @@ import pytest
 
 from prefixstore.engine.budget import Quota
 from prefixstore.engine.pending import PendingPage
-from prefixstore.errors import FullError, UnavailableError
+from prefixstore.engine.waiting import DropReason
+from prefixstore.errors import FullError
 from prefixstore.format.keys import SNAPSHOT, as_tokens, page_keys
 from prefixstore.format.record import Record, StoredPage, Usage, checksum
 from tests.support.engines import MIB, NS, A, B, C, MemoryPages, P, entry, state_of, store_of
@@ -235,39 +236,31 @@ def test_a_state_that_finds_no_memory_in_ram_does_not_undo_the_commit(monkeypatc
         assert store.fetch(A) == 3
 
 
-def test_a_deletion_that_others_outrun_says_so():
+def test_a_page_that_was_cleared_and_captured_again_is_not_refused_with_its_predecessor():
+    with store_of() as store:
+        (first,) = store.announce(A[:4])
+        store.engine._catalog.drop([first], DropReason.ERROR)
+        (second,) = store.announce(A[:4])
+        store.engine._catalog.refuse(first, DropReason.BUDGET)
+        assert store.engine.commit([second]) == 1
+        assert store.match(A[:4]) == 4
+
+
+def test_what_is_captured_while_a_namespace_is_cleared_goes_with_what_it_continues_or_stays(monkeypatch):
     with store_of() as store:
         store.put(A)
-        deleter = store.engine._deleter
-        delete, turns = deleter._delete_leaves, itertools.count(10)
+        delete = store.engine.deleter._delete_next
 
-        def outrun(keys):
-            # another prompt continues the last page before it is deleted
-            store.put([*A, next(turns)])
-            return delete(keys)
-
-        deleter._delete_leaves = outrun
-        with pytest.raises(UnavailableError, match=r"pages were deleted, but \d+ are left"):
-            store.engine.clear(NS)
-        deleter._delete_leaves = delete
-        assert store.engine.clear(NS) >= 3
-        assert store.match(A) == 0
-
-
-def test_a_page_that_is_captured_again_while_its_namespace_is_cleared_stays():
-    with store_of() as store:
-        store.put(A)
-        deleter = store.engine._deleter
-        delete = deleter._delete_leaves
-
-        def captured_again(keys):
-            removed = delete(keys)
+        def meanwhile(*arguments, **options):
+            # another prompt continues the last page before it is deleted, and the first one is captured again after
+            store.put([*A, 5])
+            deleted = delete(*arguments, **options)
             store.put(A)
-            return removed
+            return deleted
 
-        deleter._delete_leaves = captured_again
-        assert store.engine.clear(NS) == 3
-        assert store.match(A) == 12
+        monkeypatch.setattr(store.engine.deleter, "_delete_next", meanwhile)
+        assert store.engine.clear(NS) == 4
+        assert store.match([*A, 5]) == 12
 
 
 def stored_pages(n, *, namespace=NS, **usage):
@@ -291,9 +284,9 @@ def test_an_import_that_failed_can_be_repeated(monkeypatch):
 
         monkeypatch.setattr(store.engine._catalog, "announce", failing)
         with pytest.raises(MemoryError):
-            store.engine.import_pages(batch, settings)
+            store.engine.importer.import_pages(batch, settings)
         monkeypatch.undo()
-        assert store.engine.import_pages(batch, settings).pages == 6
+        assert store.engine.importer.import_pages(batch, settings).pages == 6
         assert store.stored_keys() == {page.key for page in batch}
 
 
@@ -303,7 +296,7 @@ def test_imported_pages_compete_for_the_space_with_each_other_and_with_others():
             store.put([number] * P)
         # older than what is there, and one of them pinned
         batch = [*list(stored_pages(8)), *list(stored_pages(9, pinned=True))[8:]]
-        done = store.engine.import_pages(batch, {NS: b'{"n":1}'})
+        done = store.engine.importer.import_pages(batch, {NS: b'{"n":1}'})
         assert done.pages == 4
         assert done.refused == 5
         keys = store.stored_keys()

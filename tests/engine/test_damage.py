@@ -92,7 +92,7 @@ def test_a_page_without_its_parent_is_deleted(tmp_path):
     with store_of(Pages(LMDBBackend(tmp_path, MIB))) as store:
         assert [violation.rule for violation in store.engine.check()] == ["parent"]
         assert store.match(tokens) == 0
-        store.engine.repair(store.engine.check())
+        store.engine.deleter.repair(store.engine.check())
         assert store.stored_keys() == set()
 
 

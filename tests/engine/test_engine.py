@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
-from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.engine.pages import Pages
 from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_key
-from tests.support.engines import MIB, NS, OTHER, A, B, C, MemoryPages, P, entry, state_of, store_of
+from tests.support.engines import NS, OTHER, A, B, C, MemoryPages, P, entry, state_of, store_of
 from tests.support.faults import FaultyBackend
 
 # -- match and fetch ---------------------------------------------------------------------------------------------------
@@ -31,19 +27,6 @@ def test_the_longest_stored_prefix_is_found_to_the_token():
             assert store.match(prompt) == expected
             assert store.match(prompt, namespace=OTHER) == 0
         assert store.fetch([1, 2, 3, 4, 5, 6, 9, 9]) == 2
-
-
-def test_a_page_is_found_and_restored_before_it_is_written():
-    with store_of() as store:
-        batch = store.announce(A)
-        assert store.stored_keys() == set()
-        assert store.match(A) == 12
-        assert store.fetch(A) == 3
-        assert store.engine.commit(batch) == 3
-        for new in batch:
-            new.buffer.release()
-        assert len(store.stored_keys()) == 3
-        assert store.fetch(A) == 3
 
 
 def test_a_restore_that_began_before_the_commit_keeps_its_buffers():
@@ -121,15 +104,6 @@ def test_the_least_recently_used_leaf_is_evicted_first():
         assert store.counters["evictions"] == 3
 
 
-def test_a_parent_outlives_its_children_however_old_it_is():
-    with store_of(max_bytes=6 * entry()) as store:
-        store.put(A[:4])
-        for number in range(10, 40):
-            store.put([1, 1, 1, 1, number])
-            assert store.match(A) == 4
-            assert store.engine.check() == []
-
-
 def test_pinned_pages_stay_until_they_are_unpinned():
     with store_of(max_bytes=3 * entry()) as store:
         store.put(A)
@@ -140,14 +114,6 @@ def test_pinned_pages_stay_until_they_are_unpinned():
         assert store.engine.pin(NS, as_tokens([*A, 1]), P, pinned=False) == 12
         assert store.put(B) == 3
         assert [store.match(A), store.match(B)] == [0, 12]
-
-
-def test_the_limit_of_entries_holds():
-    with store_of(max_entries=3) as store:
-        for number in range(20):
-            assert store.put([number] * 4) == 1
-            assert len(store.stored_keys()) == min(number + 1, 3)
-        assert [store.match([number]) for number in range(16, 20)] == [0, 1, 1, 1]
 
 
 def test_a_page_larger_than_the_budget_is_dropped_and_evicts_nothing():
@@ -166,43 +132,7 @@ def test_pages_of_one_batch_do_not_evict_each_other():
         assert store.counters.group("dropped") == {"budget": 6}
 
 
-@pytest.mark.slow
-def test_the_budget_holds_for_pages_of_any_size(tmp_path):
-    chance = random.Random(3)
-    for backend, size in ((MemoryPages(), 20_000), (Pages(LMDBBackend(tmp_path, MIB)), MIB)):
-        with store_of(backend, max_bytes=size, max_entries=30) as store:
-            for _ in range(150):
-                tokens = [chance.randrange(3) for _ in range(chance.randrange(1, 20))]
-                store.put(tokens, chance.choice([10, 500, 3000, 9000]))
-                used = store.engine.used()[0]
-                assert used.bytes <= size
-                assert used.entries <= 30
-                assert used.entries == len(store.stored_keys())
-            assert store.engine.check() == []
-
-
 # -- a backend that fails ----------------------------------------------------------------------------------------------
-
-
-def test_a_clear_that_fails_removes_nothing_from_the_index():
-    backend = FaultyBackend(MemoryPages(), "commit", at=2)
-    with store_of(backend) as store:
-        store.put(A)
-        with pytest.raises(UnavailableError):
-            store.engine.clear(NS)
-        assert store.match(A) == 12
-        assert store.engine.clear(NS) == 3
-        assert store.match(A) == 0
-        assert store.stored_keys() == set()
-
-
-def test_a_pin_that_fails_pins_nothing():
-    backend = FaultyBackend(MemoryPages(), "commit", at=2)
-    with store_of(backend, max_entries=3) as store:
-        store.put(A)
-        with pytest.raises(UnavailableError):
-            store.engine.pin(NS, as_tokens(A), P, pinned=True)
-        assert store.put(B) == 3
 
 
 def test_a_backend_that_cannot_be_read_raises_and_loses_nothing():
@@ -229,16 +159,3 @@ def test_a_page_that_is_temporarily_unreadable_ends_the_restore_and_stays_stored
         assert store.fetch(A) == 1
         assert store.counters.group("unreadable") == {"unavailable": 1}
         assert store.fetch(A) == 3
-
-
-def test_a_page_that_is_unreadable_during_a_refresh_is_not_forgotten():
-    backend = FaultyBackend(MemoryPages(), "record", at=10**9)
-    with store_of(backend) as store:
-        store.match(A)
-        store.put(A)
-        calls = backend.calls["record"]
-        backend._failing = range(calls + 1, calls + 2)
-        with pytest.raises(UnavailableError):
-            store.match(A)
-        assert backend.failures == 1
-        assert store.match(A) == 12

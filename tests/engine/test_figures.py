@@ -12,7 +12,7 @@ import pytest
 from prefixstore import FullError, InvalidParameterError, PrefixStore
 from prefixstore.engine.queue import Drained
 from prefixstore.format.keys import as_tokens
-from prefixstore.stats import Shortage
+from prefixstore.results import Shortage
 from tests.support import PATIENCE
 from tests.support.engines import (
     NS,
@@ -143,19 +143,6 @@ def test_snapshots_that_are_thinned_before_they_are_written_are_counted():
         assert store.counters.group("outdated") == {"thinned": 2}
         gate.set()
         writer.drain()
-
-
-def test_pages_that_wait_while_the_page_before_them_is_deleted_are_counted():
-    gate = threading.Event()
-    gate.set()
-    with store_of(gated(MemoryPages, gate)()) as store:
-        store.put(A[:P])
-        waiting = store.announce(A)
-        assert store.engine.clear(NS) == 1
-        assert store.counters.group("outdated") == {"deleted": 2}
-        assert store.engine.commit(waiting) == 0
-        for new in waiting:
-            new.release()
 
 
 # -- the pool ----------------------------------------------------------------------------------------------------------

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from dataclasses import replace
 
 import pytest
 
-from prefixstore.engine import invariants, keyspace
+from prefixstore.engine import keyspace
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.invariants import violations
 from prefixstore.format.keys import SNAPSHOT
@@ -28,7 +27,7 @@ def backend(request, tmp_path):
 @pytest.fixture(autouse=True)
 def few_at_once(monkeypatch):
     """So that a few pages are several batches."""
-    monkeypatch.setattr(invariants, "AT_ONCE", 3)
+    monkeypatch.setattr(keyspace, "AT_ONCE", 3)
 
 
 def put(backend, *pages, settings=(ONE, TWO)):
@@ -107,21 +106,3 @@ def test_a_page_after_a_snapshot_is_found(backend):
 def test_a_location_beyond_its_budget_is_found(backend):
     put(backend, *chain(5))
     assert [rule for rule, _, _ in found(backend, Budget(1 << 40, 4))] == ["budget"]
-
-
-@pytest.mark.slow
-def test_a_check_keeps_little_of_each_page_in_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(invariants, "AT_ONCE", 256)
-    monkeypatch.setattr(keyspace, "AT_ONCE", 64)
-    n = 3000
-    with opened(f"lmdb://{tmp_path}/kv") as backend:
-        put(backend, *(page([i] * 256) for i in range(n)))
-        with backend.view() as view:
-            tracemalloc.start()
-            try:
-                assert violations(view, AMPLE) == []
-                _, peak = tracemalloc.get_traced_memory()
-            finally:
-                tracemalloc.stop()
-    # the tokens of a page alone are 1,024 bytes
-    assert peak < 500 * n

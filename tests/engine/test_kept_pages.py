@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-from contextlib import closing
 
 import pytest
 
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.format.keys import as_tokens, page_keys
 from prefixstore.format.record import Usage
-from tests.support.engines import NS, A, B, C, MemoryPages, P, Store, store_of
+from tests.support.engines import NS, A, B, C, MemoryPages, P, store_of
 from tests.support.pages import make_page
 
 
@@ -81,32 +80,3 @@ def test_a_page_can_be_kept_before_it_is_stored_and_is_kept_when_it_comes_back()
             found = order(store.engine)
             assert len(found) == 3
             assert found[-1] == key
-
-
-@pytest.mark.parametrize("is_new", [False, True])
-def test_an_engine_evicts_them_last_and_keeps_its_budget(is_new):
-    backend = MemoryPages()
-    store = Store(backend, options={"write_behind": False})
-    sequences = [A, B, C, *([i] * 12 for i in range(10, 20))]
-    for tokens in sequences:
-        for page in store.pages(tokens):
-            store.engine.submit(page)
-    store.engine.flush()
-    used = store.engine.used()[0].bytes
-    if is_new:  # one that has read nothing yet
-        store.engine._queue.close()
-        store.open(write_behind=False)
-    for name, tokens in (("a", A), ("b", B)):
-        store.engine.keep(name, page_keys(NS, as_tokens(tokens), P))
-
-    def there():
-        return [tokens for tokens in sequences if store.engine.match(NS, as_tokens(tokens), P).n_tokens == 12]
-
-    with closing(store.engine):
-        store.engine.evict(used * 2 // len(sequences))
-        assert there() == [A, B]
-        store.engine.keep("a", ())
-        store.engine.evict(used // len(sequences))
-        assert there() == [B]
-        store.engine.evict(0)
-        assert store.engine.used()[0].entries == 0

@@ -12,7 +12,7 @@ import pytest
 from prefixstore.backends.contract import LONGEST_KEY, Row
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import keyspace, siblings
-from prefixstore.engine.keyspace import CHILD, UNKNOWN, Count, record_row
+from prefixstore.engine.keyspace import CHILD, Count, record_row
 from prefixstore.engine.siblings import DEEPEST, Child, child_path, first_node
 from prefixstore.format.keys import PAGE, SNAPSHOT, as_tokens
 from prefixstore.format.record import place_of
@@ -21,7 +21,7 @@ from tests.support.pages import NAMESPACE, make_page
 OTHER = bytes(reversed(NAMESPACE))
 FAMILIES = [(NAMESPACE, PAGE), (NAMESPACE, SNAPSHOT), (OTHER, PAGE)]
 # tokens that many begin with: none, some less than a step, whole steps, and some more
-BEGINNINGS = [[], [1], [1] * 99, [1] * 100, [1] * 101, [1] * 200, [1] * 250, [1] * 300, [2] * 100 + [1] * 200]
+BEGINNINGS = [[], [1], *([1] * n for n in (31, 32, 33, 100, 143, 144, 145, 255, 256)), [2] * 32 + [1] * 112]
 
 
 def record_of(tokens, parent=NAMESPACE, form=PAGE):
@@ -128,7 +128,7 @@ def backend():
 # -- children ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_children_are_those_of_plain_lists_after_any_changes(backend, seed):
     family = Family(seed)
     for _ in range(40):
@@ -148,54 +148,10 @@ def test_children_are_those_of_plain_lists_after_any_changes(backend, seed):
         assert rows_of_index(draft) == []
 
 
-@pytest.mark.parametrize("n_shared", [99, 100, 101, 200, 250])
-def test_two_children_with_the_same_beginning_are_both_there_and_each_may_go_first(backend, n_shared):
-    records = [record_of([7] * n_shared + [end]) for end in (1, 2)]
-    for first, second in (records, records[::-1]):
-        with backend.update() as draft:
-            add(draft, first)
-            add(draft, second)
-            assert children(draft) == [record.tokens for record in records]
-            remove(draft, first)
-            assert children(draft) == [second.tokens]
-            # alone it needs one row, and what was above it goes with it
-            remove(draft, second)
-            assert rows_of_index(draft) == []
-
-
-def test_pages_that_end_where_a_step_ends_are_between_those_before_and_after_them(backend):
-    """Each of them goes on where the one before ends."""
-    records = [record_of([3] * n) for n in (0, 99, 100, 101, 200, 300, 301, 400)]
-    chance = random.Random(1)
-    for _ in range(20):
-        chance.shuffle(records)
-        with backend.update() as draft:
-            add(draft, *records)
-            stored = sorted(record.tokens for record in records)
-            for left in range(len(records), 0, -1):
-                for tokens in stored + [as_tokens([3] * n + [4]).tobytes() for n in (0, 99, 100, 150, 200, 400)]:
-                    assert around(draft, NAMESPACE, PAGE, tokens) == expected_around(stored, tokens)
-                assert children(draft) == stored
-                remove(draft, records[left - 1])
-                stored.remove(records[left - 1].tokens)
-            assert rows_of_index(draft) == []
-
-
-def test_a_page_without_tokens_is_the_first_of_its_siblings(backend):
-    empty, other = record_of([], form=SNAPSHOT), record_of([0], form=SNAPSHOT)
-    with backend.update() as draft:
-        add(draft, other, empty)
-        assert children(draft, form=SNAPSHOT) == [b"", other.tokens]
-        assert children(draft, form=PAGE) == []
-        assert around(draft, NAMESPACE, SNAPSHOT, b"") == [b"", other.tokens]
-        remove(draft, empty)
-        assert around(draft, NAMESPACE, SNAPSHOT, b"") == [other.tokens]
-
-
-@pytest.mark.parametrize("n_shared", [0, 100, 250])
+@pytest.mark.parametrize("n_shared", [0, 250])
 def test_among_thousands_of_siblings_a_few_rows_lead_to_the_nearest(backend, n_shared):
     chance = random.Random(n_shared)
-    records = [record_of([9] * n_shared + [number, number]) for number in chance.sample(range(100_000), 4000)]
+    records = [record_of([9] * n_shared + [number, number]) for number in chance.sample(range(100_000), 1500)]
     with backend.update() as draft:
         add(draft, *records)
     stored = sorted(record.tokens for record in records)
@@ -302,9 +258,3 @@ def test_counts_are_read_as_they_were_written_and_damaged_ones_are_none():
     assert Count.unpack(stored) == count
     for damaged in (None, b"", stored[:-1], stored + b"x", bytes(len(stored)), bytes([stored[0] ^ 1]) + stored[1:]):
         assert Count.unpack(damaged) is None
-
-
-def test_sizes_that_are_not_known_stay_so_while_pages_are_counted():
-    count = Count(5, 10, 20).plus(Count(-1, UNKNOWN, UNKNOWN)).plus(Count(2, 1, 1))
-    assert (count.pages, count.has_sizes) == (6, False)
-    assert Count.unpack(count.pack()) == count

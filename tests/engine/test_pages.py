@@ -3,153 +3,212 @@
 from __future__ import annotations
 
 import itertools
+import random
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.memory import MemoryBackend
-from prefixstore.engine import keyspace, pages
+from prefixstore.engine import keyspace
 from prefixstore.engine.budget import Budget
+from prefixstore.engine.index import shared_tokens
 from prefixstore.engine.invariants import violations
 from prefixstore.engine.keyspace import (
     CHILD,
     COUNT,
     GENERATION,
     RECORD,
-    Count,
     record_row,
     usage_row,
 )
 from prefixstore.engine.keyspace import everything as everything_of
 from prefixstore.engine.page_checks import flaws
-from prefixstore.engine.page_update import Transaction
-from prefixstore.engine.page_view import View
+from prefixstore.engine.page_view import tokens_of
 from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.siblings import Child
-from prefixstore.errors import CorruptError, FullError
-from prefixstore.format.keys import PAGE
+from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT, as_tokens
 from prefixstore.format.record import Usage
 from prefixstore.maintenance.archive import Archive
-from tests.support.page_contract import PagesContract, PersistentPagesContract
 from tests.support.pages import NAMESPACE, make_page
-from tests.support.places import KEY, MIB, SCHEMES, fill, opened, place, space
-from tests.support.s3 import prefix_on
+from tests.support.places import KEY, MIB, fill, opened, space
+
+OTHER = bytes(reversed(NAMESPACE))
+MISSING = bytes(KEY_BYTES)
+SETTINGS = b'{"label":"pages"}'
 
 
-class TestMemory(PagesContract):
-    def open_backend(self, tmp_path):
-        return Pages(MemoryBackend())
+@pytest.fixture(params=["memory", "lmdb", "encrypted"])
+def backend(request, tmp_path):
+    location = "memory:" if request.param == "memory" else f"lmdb://{tmp_path}/kv"
+    key = KEY if request.param == "encrypted" else None
+    with closing(open_pages(location, max_bytes=64 * MIB, key=key)) as found:
+        yield found
 
 
-class TestLMDB(PersistentPagesContract):
-    def open_backend(self, tmp_path):
-        return Pages(LMDBBackend(tmp_path / "kv", 64 * MIB))
+def put(transaction, number, size=100):
+    """Put the first page number `number`, and return its key."""
+    key, record = make_page(bytes(size), [number, number + 1])
+    transaction.put_namespace(NAMESPACE, SETTINGS)
+    transaction.put(key, record, Usage(1), bytes(size))
+    return key
 
 
-class TestEncrypted(PersistentPagesContract):
-    def open_backend(self, tmp_path):
-        return open_pages(f"lmdb://{tmp_path}/kv", max_bytes=64 * MIB, key=KEY)
+# -- reading and writing -----------------------------------------------------------------------------------------------
 
 
-class TestSQLite(PersistentPagesContract):
-    def open_backend(self, tmp_path):
-        return open_pages(f"sqlite:///{tmp_path}/kv.db", max_bytes=64 * MIB)
+def test_an_empty_location_has_no_pages(backend):
+    for opened_as in (backend.view, backend.update):
+        with opened_as() as view:
+            assert list(view.scan()) == list(flaws(view)) == []
+            assert (dict(view.namespaces()), view.used.entries, view.sizes) == ({}, 0, (0, 0))
+            assert (view.record(MISSING), view.usage(MISSING), view.payload(MISSING)) == (None, None, None)
+            assert view.neighbors(NAMESPACE, b"") == view.children([NAMESPACE], PAGE) == []
+            assert view.children([], PAGE) == view.leading([MISSING]) == view.leading([]) == []
+            assert view.followed([]) == view.followed([NAMESPACE, MISSING]) == set()
+            assert len(view.facts(b"", 10)) == 0
 
 
-class TestValkey(PersistentPagesContract):
-    @pytest.fixture(autouse=True)
-    def locations(self, new_valkey):
-        self.new, self.urls = new_valkey, {}
-
-    def open_backend(self, tmp_path):
-        if tmp_path not in self.urls:
-            self.urls[tmp_path] = self.new()
-        return open_pages(self.urls[tmp_path], max_bytes=64 * MIB)
-
-
-@pytest.mark.slow
-class TestPostgreSQL(PersistentPagesContract):
-    @pytest.fixture(autouse=True)
-    def databases(self, new_database):
-        self.new, self.urls = new_database, {}
-
-    def open_backend(self, tmp_path):
-        if tmp_path not in self.urls:
-            self.urls[tmp_path] = self.new()
-        return open_pages(self.urls[tmp_path], max_bytes=64 * MIB)
-
-
-# each row is a request: thousands of pages take a while
-@pytest.mark.slow
-class TestObjects(PersistentPagesContract):
-    @pytest.fixture(autouse=True)
-    def server(self, seaweedfs, credentials):
-        self.server, self.urls = seaweedfs, {}
-
-    def open_backend(self, tmp_path):
-        if tmp_path not in self.urls:
-            self.urls[tmp_path] = prefix_on(self.server)
-        return open_pages(self.urls[tmp_path], max_bytes=64 * MIB)
-
-    @pytest.mark.attack
-    @pytest.mark.timeout(900)
-    def test_pages_that_are_followed_are_found_among_thousands(self, tmp_path):
-        super().test_pages_that_are_followed_are_found_among_thousands(tmp_path)
-
-
-# -- from one location to another -------------------------------------------------------------------------------------
-
-
-def page(number, size, parent=NAMESPACE, start=0):
-    payload = np.random.default_rng(number).bytes(size)
-    return *make_page(payload, [number, number], parent=parent, start=start), payload
-
-
-def everything(backend):
+def test_a_page_that_was_put_is_read_back_unchanged(backend):
+    payload = np.random.default_rng(0).bytes(5000)
+    key, record = make_page(payload, [7, 8, 2**31 - 1, -(2**31)])
+    usage = Usage(2**63 - 1, 2**32 - 1, pinned=True, priority=-(2**15), expires=2**63 - 1)
+    with backend.update() as transaction:
+        transaction.put(key, record, usage, payload)
     with backend.view() as view:
-        return {key: (record, usage, bytes(view.payload(key))) for key, record, usage in view.scan()}, dict(
-            view.namespaces()
-        )
+        assert (view.record(key), view.usage(key), bytes(view.payload(key))) == (record, usage, payload)
+        assert list(view.scan()) == [(key, record, usage)]
+        (facts,) = view.facts(b"", 9)
+        expected = {"raw_bytes": 5000, "n_tokens": 4, "hits": 2**32 - 1, "pinned": True, "priority": -(2**15)}
+        assert {name: facts[name] for name in expected} == expected
 
 
-def test_a_page_exported_from_one_backend_into_another_is_equal(tmp_path, new_database):
-    """Out of each into the next one, and at last into the first kind again."""
-    locations = [
-        "memory:",
-        str(tmp_path / "lmdb"),
-        f"sqlite:///{tmp_path}/a.db",
-        new_database(),
-        f"sqlite:///{tmp_path}/b.db",
-        str(tmp_path / "again"),
-    ]
-    put = [page(number, 1_300_000) for number in range(3)]
-    put += [page(3, 1_300_000, put[-1][0], 2), page(9, 0), page(10, 17)]
-    with closing(open_pages(locations[0], max_bytes=64 * MIB)) as backend:
+def test_facts_are_read_some_at_a_time(backend):
+    with backend.update() as transaction:
+        keys = {put(transaction, number) for number in range(20)}
+    found, after = [], b""
+    with backend.view() as view:
+        while len(facts := view.facts(after, 7)):
+            found += [bytes(key) for key in facts["key"]]
+            after = found[-1]
+    assert (len(found), set(found)) == (20, keys)
+
+
+def test_the_generation_counts_updates_that_put_delete_or_pin(backend):
+    def step(work):
+        with backend.view() as view:
+            before = view.generation
         with backend.update() as transaction:
-            transaction.put_namespace(NAMESPACE, b'{"label":"x"}')
-            for i, (key, record, payload) in enumerate(put):
-                usage = Usage(2**62 + i, 2**32 - 1 - i, pinned=i % 2 == 0, priority=(-1) ** i * 2**14, expires=i)
-                transaction.put(key, record, usage, payload)
-        expected = everything(backend)
-        source = backend
-        for location in locations[1:]:
-            copy = open_pages(location, max_bytes=64 * MIB)
-            with source.view() as view, copy.update() as transaction:
-                for key, settings in view.namespaces().items():
-                    transaction.put_namespace(key, settings)
-                for key, record, usage in view.scan():
-                    transaction.put(key, record, usage, view.payload(key))
-            source.close()
-            source = copy
-            assert everything(copy) == expected, location
-            with copy.view() as view:
-                keys = [key for key, _, _ in put]
-                assert [(record, bytes(payload)) for record, payload in view.fetch(keys)] == [
-                    (record, payload) for _, record, payload in put
-                ]
-        source.close()
+            work(transaction)
+        with backend.view() as view:
+            return view.generation - before
+
+    key, _ = make_page(bytes(100), [1, 2])
+    assert step(lambda transaction: [put(transaction, number) for number in range(1, 4)]) == 1
+    for work in (
+        lambda transaction: transaction.record(key),
+        lambda transaction: transaction.touch(key, Usage(3)),
+        lambda transaction: transaction.put_namespace(MISSING, b"{}"),
+        lambda transaction: transaction.put_note(b"name", b"value"),
+        lambda transaction: transaction.delete(MISSING),
+    ):
+        assert step(work) == 0
+    assert step(lambda transaction: transaction.touch(key, Usage(3, pinned=True))) == 1
+    assert step(lambda transaction: transaction.delete(key)) == 1
+
+
+def test_namespaces_are_remembered_with_their_settings_as_long_as_they_have_pages(backend):
+    with backend.update() as transaction:
+        put(transaction, 1)
+        key, record = make_page(b"x", [1], parent=OTHER, namespace=OTHER)
+        transaction.put_namespace(OTHER, b"{}")
+        transaction.put(key, record, Usage(1), b"x")
+    with backend.view() as view:
+        assert dict(view.namespaces()) == {NAMESPACE: SETTINGS, OTHER: b"{}"}
+        assert [view.namespace(key) for key in (NAMESPACE, OTHER, MISSING)] == [SETTINGS, b"{}", None]
+    with backend.update() as transaction:
+        transaction.delete(key)
+        # no page comes
+        transaction.put_namespace(MISSING, b"{}")
+    with backend.view() as view:
+        assert dict(view.namespaces()) == {NAMESPACE: SETTINGS, MISSING: b"{}"}
+    with backend.update() as transaction:
+        transaction.drop_empty_namespaces()
+    with backend.view() as view:
+        assert dict(view.namespaces()) == {NAMESPACE: SETTINGS}
+
+
+# -- what follows a page -----------------------------------------------------------------------------------------------
+
+
+def test_pages_that_are_followed_are_found_among_many(backend):
+    """By pages, by snapshots, or by both; namespaces count as what first pages follow."""
+    pages = [make_page(b"", [number])[1] for number in range(300)]
+    after = [make_page(b"", [1], parent=record.key, start=1)[1] for record in pages]
+    taken = [replace(record, tokens=b"", form=SNAPSHOT) for record in after]
+    with backend.update() as transaction:
+        for record in (*pages[:200], *after[:200:3], *taken[:200:5]):
+            transaction.put(record.key, record, Usage(1), b"")
+    keys = [record.key for record in pages]
+    expected = {record.parent for record in (*after[:200:3], *taken[:200:5])}
+    for opened_as in (backend.view, backend.update):
+        with opened_as() as view:
+            assert view.followed([*keys, *keys, NAMESPACE, OTHER]) == {*expected, NAMESPACE}
+            # snapshots and pages at the end of their sequences
+            assert view.followed([record.key for record in (*after, *taken)]) == set()
+    with backend.update() as transaction:
+        # of the last one its page goes, and the snapshot stays
+        for record in after[:200:3]:
+            assert transaction.delete(record.key)
+        assert transaction.followed(keys) == {record.parent for record in taken[:200:5]}
+
+
+def test_neighbors_among_many_siblings_share_the_longest_prefix(backend):
+    """Siblings that differ from the start, or only after 200 tokens, of which some begin with all of another's."""
+    chance = random.Random(3)
+    for beginning in ([], [5] * 200, [6] * 255):
+        parent, _ = make_page(b"", beginning or [1])
+        there = [[*beginning, number] for number in chance.sample(range(10_000), 60)]
+        there += [[*each, 7] for each in there[:20]]
+        with backend.update() as transaction:
+            for tokens in there:
+                key, record = make_page(b"", tokens, parent=parent, start=1)
+                transaction.put(key, record, Usage(1), b"")
+        with backend.view() as view:
+            children = [tokens_of(entry) for entry in view.children([parent], PAGE)]
+            assert sorted(children) == sorted(as_tokens(tokens).tobytes() for tokens in there)
+            for _ in range(12):
+                wanted = [*chance.choice(there)[: chance.choice([1, 100, 250, 300])], chance.randrange(99)]
+                raw = as_tokens(wanted).tobytes()
+                found = [tokens_of(entry) for entry in view.neighbors(parent, raw)]
+                assert len(found) <= 3
+                # in the order of the location, and one of them shares most
+                assert [each for each in children if each in found] == found
+                assert max(shared_tokens(each, raw) for each in found) == max(
+                    shared_tokens(each, raw) for each in children
+                )
+
+
+def test_used_grows_by_no_more_than_the_cost(backend):
+    chance, keys = random.Random(5), []
+    for i in range(60):
+        with backend.view() as view:
+            before = view.used
+        cost = 0
+        with backend.update() as transaction:
+            for _ in range(chance.choice([1, 1, 2, 5])):
+                payload = bytes(chance.choice([0, 1, 100, 1500, 2000, 2100, 4081, 20_000]))
+                parent = chance.randbytes(KEY_BYTES)
+                key, record = make_page(payload, [i] * chance.choice([1, 16, 256, 1024]), parent=parent)
+                cost += transaction.cost(record, len(payload))
+                transaction.put(key, record, Usage(1), payload)
+                keys.append(key)
+            if i % 3 == 0:
+                transaction.delete(keys.pop(chance.randrange(len(keys))))
+        with backend.view() as view:
+            assert view.used.bytes - before.bytes <= cost
+            assert view.used.entries == len(keys)
 
 
 # -- what is counted ---------------------------------------------------------------------------------------------------
@@ -178,58 +237,6 @@ def write(backend, key, value):
             draft.put(key, value)
 
 
-@pytest.mark.parametrize("scheme", ["memory", *SCHEMES])
-def test_sizes_are_counted(scheme, tmp_path, request, monkeypatch):
-    url = "memory:" if scheme == "memory" else place(scheme, tmp_path, request)
-    with closing(open_pages(url, max_bytes=64 * MIB)) as backend:
-        assert sizes_of(backend) == (0, 0)
-        keys = fill(backend, space(), SEQUENCES)
-        monkeypatch.setattr(View, "recount", lambda view: pytest.fail("the sizes were added up"))
-        assert sizes_of(backend) == SIZES
-        with backend.update() as transaction:
-            transaction.delete(keys[0][1])
-        assert sizes_of(backend) == (19_000, 19_000)
-
-
-@pytest.mark.parametrize("damage", ["missing", "short", "another", "flipped"])
-def test_without_a_sound_count_sizes_are_added_up_until_the_next_change_counts_them(tmp_path, damage):
-    with opened(f"lmdb://{tmp_path}/kv") as backend:
-        fill(backend, space(), SEQUENCES)
-        right = counted(backend)
-        flipped = bytes([right[0], right[1] ^ 1, *right[2:]])
-        wrong = {"missing": None, "short": b"x", "another": bytes(len(right)), "flipped": flipped}
-        write(backend, COUNT, wrong[damage])
-        assert sizes_of(backend) == SIZES
-        # sizes do not change with this, but they are written down
-        key = fill(backend, space("other"), [[1]])[0][0]
-        with backend.update() as transaction:
-            transaction.delete(key)
-        assert counted(backend) == right
-
-
-def test_reindex_counts_what_others_write_meanwhile(tmp_path, monkeypatch):
-    with opened(f"lmdb://{tmp_path}/kv") as backend, opened(backend.location) as other:
-        fill(backend, space(), SEQUENCES)
-        recount, n_written = View.recount, []
-
-        def slowly(view):
-            found = recount(view)
-            if not isinstance(view, Transaction):
-                # another process commits before the sums are written down
-                n_written.append(1)
-                fill(other, space("more"), [[len(n_written), 1, 2, 3]])
-            return found
-
-        monkeypatch.setattr(View, "recount", slowly)
-        backend.reindex()
-        monkeypatch.undo()
-        assert len(n_written) == pages.SUMS
-        expected = 20_000 + 1000 * len(n_written)
-        assert Count.unpack(counted(backend))[:3] == (20 + pages.SUMS, expected, expected)
-        with Archive(backend.location) as archive:
-            assert archive.check() == []
-
-
 def test_deleting_or_replacing_a_damaged_record_leaves_the_right_sizes(tmp_path):
     with opened(f"lmdb://{tmp_path}/kv") as backend:
         paths = fill(backend, space(), SEQUENCES)
@@ -247,43 +254,7 @@ def test_deleting_or_replacing_a_damaged_record_leaves_the_right_sizes(tmp_path)
         assert sizes_of(backend) == (17_000, 17_000)
 
 
-@pytest.mark.parametrize("wrong", [Count(20, 1, 2), Count(19, 20_000, 20_000), Count()])
-def test_a_wrong_count_is_found_and_mended(tmp_path, wrong):
-    with opened(f"lmdb://{tmp_path}/kv") as backend:
-        fill(backend, space(), SEQUENCES)
-        write(backend, COUNT, wrong.pack())
-        with Archive(backend.location) as archive:
-            found = archive.check()
-            assert [violation.rule for violation in found] == ["index"]
-            assert "20000" in found[0].message
-            archive.repair()
-            assert archive.check() == []
-        assert sizes_of(backend) == SIZES
-
-
 # -- damage -----------------------------------------------------------------------------------------------------------
-
-
-def test_records_that_are_damaged_are_found_and_can_be_deleted():
-    with closing(Pages(MemoryBackend())) as backend:
-        damaged, *others = (path[0] for path in fill(backend, space(), SEQUENCES[:3]))
-        with backend.rows.view() as view:
-            stored = view.get([record_row(damaged)])[0]
-        for value in (b"", b"abc", stored[:60], stored[:-1], stored[:80] + b"x" + stored[81:]):
-            write(backend, record_row(damaged), value)
-            with backend.view() as view:
-                with pytest.raises(CorruptError):
-                    view.record(damaged)
-                with pytest.raises(CorruptError):
-                    list(view.fetch([damaged]))
-                assert len(view.facts(b"", 9)) == 6
-                assert damaged not in [one.key for one in view.neighbors(space().key, b"")]
-        with backend.update() as transaction:
-            assert transaction.delete(damaged)
-        backend.reindex()
-        with backend.view() as view:
-            assert {key for key, _, _ in view.scan()} >= set(others)
-            assert list(flaws(view)) == []
 
 
 def test_a_repair_leaves_a_page_in_its_place_where_a_damaged_record_says_that_it_belongs():
@@ -304,8 +275,6 @@ def test_a_damaged_usage_is_found():
         key = fill(backend, space(), SEQUENCES[:1])[0][1]
         write(backend, usage_row(key), b"x")
         with backend.view() as view:
-            found = {one: record for one, record, _ in view.stored()}
-            assert isinstance(found[key], CorruptError)
             assert [one.key for one in violations(view, Budget(64 * MIB))] == [key.hex()]
 
 
@@ -366,32 +335,6 @@ def test_rows_that_lead_to_pages_which_are_not_there_are_found_and_mended_at_all
         backend.reindex()
         with backend.view() as view:
             assert not view.followed([space().key])
-            assert list(flaws(view)) == []
-
-
-def test_a_full_file_has_space_to_mend_the_whole_index(tmp_path):
-    backend, n_pages, step = Pages(LMDBBackend(tmp_path / "kv", MIB)), 0, 64
-    with closing(backend):
-        while step:
-            try:
-                with backend.update() as transaction:
-                    for number in range(n_pages, n_pages + step):
-                        key, record = make_page(b"", [number])
-                        transaction.put(key, record, Usage(1), b"")
-                n_pages += step
-            except FullError:
-                backend.reclaim()
-                step //= 2
-        with backend.rows.view() as view:
-            rows = [row.key for row in view.ranges([everything_of(CHILD)])[0]]
-        assert len(rows) == n_pages
-        for i in range(0, n_pages, 10):
-            with backend.rows.update() as draft:
-                for row in rows[i : i + 10]:
-                    draft.put(row, b"\2" + bytes(32))
-            backend.reclaim()
-        backend.reindex()
-        with backend.view() as view:
             assert list(flaws(view)) == []
 
 

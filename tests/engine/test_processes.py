@@ -15,31 +15,6 @@ from tests.support.engines import MIB, NS, A, B, C, P, Store, snapshot_of, store
 from tests.support.fragile import known_keys
 
 
-def test_each_engine_sees_at_its_next_match_what_the_other_has_committed(tmp_path):
-    with two_stores(tmp_path) as (one, two):
-        one.put(A)
-        assert two.match(A) == 12
-        assert two.fetch(A) == 3
-        two.put(B)
-        assert one.match(B) == 12
-        assert two.engine.clear(NS) == 6
-        assert [one.match(A), one.match(B)] == [0, 0]
-
-
-def test_two_engines_share_one_budget(tmp_path):
-    with two_stores(tmp_path, max_bytes=MIB, max_entries=40) as (one, two):
-        for number in range(60):
-            assert one.put([1, number, 3, 4, 5], 10_000) == 2
-            assert two.put([2, number, 3, 4, 5], 20_000) == 2
-            used = one.engine.used()[0]
-            assert used.bytes <= MIB
-            assert used.entries <= 40
-        assert used == two.engine.used()[0]
-        assert used.bytes > 0.5 * MIB
-        for engine in (one.engine, two.engine):
-            assert known_keys(engine) == one.stored_keys()
-
-
 def test_a_use_is_written_with_the_next_batch_and_respected_by_the_other_engine(tmp_path):
     with two_stores(tmp_path, max_entries=6) as (one, two):
         one.put(A)
@@ -59,15 +34,6 @@ def test_a_use_is_written_with_the_next_batch_and_respected_by_the_other_engine(
             assert view.usage(key).last_used > before.last_used
         two.put(C)
         assert [one.match(A), one.match(B), one.match(C)] == [12, 0, 12]
-
-
-def test_a_pin_of_one_engine_is_respected_by_the_other(tmp_path):
-    with two_stores(tmp_path, max_entries=3) as (one, two):
-        one.put(A)
-        assert two.match(A) == 12
-        assert one.engine.pin(NS, as_tokens(A), P, pinned=True) == 12
-        assert two.put(B) == 0
-        assert two.match(A) == 12
 
 
 def test_a_page_whose_parent_was_evicted_meanwhile_is_an_orphan(tmp_path):

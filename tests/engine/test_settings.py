@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import time
-from contextlib import closing
 from functools import partial
 
 import pytest
 
-from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine.delete import of_namespaces
-from prefixstore.engine.pages import Pages
 from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_keys
-from prefixstore.format.namespace import Namespace
 from tests.support.engines import NS, OTHER, A, B, MemoryPages, P, Store, put_snapshots, store_of
 from tests.support.fragile import Fragile
 from tests.support.newer import make_corrupt
@@ -34,18 +30,6 @@ def test_the_settings_of_an_evicted_namespace_are_deleted():
         assert settings_of(store) == {OTHER}
         store.put(A)
         assert settings_of(store) == {NS}
-
-
-@pytest.mark.slow
-def test_a_small_location_serves_any_number_of_tenants_one_after_another(tmp_path):
-    with closing(Store(Pages(LMDBBackend(tmp_path, 256 << 10)), max_bytes=256 << 10)) as store:
-        for number in range(400):
-            namespace = Namespace({"salt": f"tenant {number}", "padding": "x" * 1000})
-            store.settings = namespace.canonical
-            assert store.put([number] * P, namespace=namespace.key) == 1, number
-        with store.backend.view() as view:
-            held = {record.namespace for _, record, _ in view.scan()}
-            assert set(view.namespaces()) == held
 
 
 @pytest.mark.parametrize("how", ["expired", "cleared", "purged", "evicted", "damaged", "repaired", "unreadable"])
@@ -70,7 +54,7 @@ def test_whatever_deletes_the_last_page_deletes_the_settings(how, monkeypatch):
         elif how == "repaired":
             with store.backend.update() as transaction:
                 transaction.delete(page_keys(NS, as_tokens(A), P)[0])
-            store.engine.repair(store.engine.check())
+            store.engine.deleter.repair(store.engine.check())
         else:
             make_corrupt(store.backend, page_keys(NS, as_tokens(A), P)[0])
             store.open(ttl=60.0)
@@ -112,25 +96,6 @@ def test_settings_stay_as_long_as_a_damaged_page_is_stored():
         assert settings_of(store) == {NS}
         store.engine.commit([])
         assert settings_of(store) == set()
-
-
-def test_settings_stay_if_a_page_is_found_damaged_while_empty_namespaces_are_looked_for():
-    backend = MemoryPages()
-    with store_of(backend) as store:
-        store.put(A[:4])
-        # its first transaction looks for empty namespaces
-        with closing(Store(Fragile(backend))) as other:
-            page = other.engine.match(NS, as_tokens(A), P).pages[0]
-
-            def found_damaged(name):
-                if name == "namespaces":
-                    other.engine._catalog.mark_damaged(page)
-
-            other.backend.on_call = found_damaged
-            other.put(B[:4], namespace=OTHER)
-            other.backend.on_call = lambda name: None
-            assert NS in settings_of(store)
-            assert store.engine.check() == []
 
 
 @pytest.mark.parametrize("call", [6, 7])  # that which deletes the settings, and the commit

@@ -4,56 +4,17 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
-from functools import partial
 
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.engine.delete import of_namespaces, subtree
 from prefixstore.engine.pages import Pages
 from prefixstore.errors import UnavailableError
-from prefixstore.format.keys import as_tokens, page_keys
 from tests.support import PATIENCE
-from tests.support.engines import MIB, NS, A, B, MemoryPages, P, store_of
+from tests.support.engines import MIB, NS, A, B, MemoryPages, store_of
 from tests.support.fragile import known_keys
 
 N_SEQUENCES = 20
-
-
-@pytest.fixture
-def filled():
-    """A store with 60 pages."""
-    with store_of() as store:
-        for number in range(N_SEQUENCES):
-            store.put([number] * 12)
-        store.match([0])
-        yield store
-
-
-def test_pages_and_choices_are_complete(filled):
-    assert known_keys(filled.engine) == filled.stored_keys()
-    assert len(filled.engine.select([partial(of_namespaces, namespaces={NS})])) == 3 * N_SEQUENCES
-
-
-def test_all_pages_are_deleted(filled):
-    first = page_keys(NS, as_tokens([7] * 12), P)[0]
-    assert filled.engine.delete([partial(subtree, key=first)]).pages == 3
-    assert filled.engine.clear(NS) == 3 * N_SEQUENCES - 3
-    assert filled.stored_keys() == set()
-
-
-def test_what_was_forgotten_is_no_stray(filled):
-    kept = filled.stored_keys()
-    assert filled.engine.delete_strays().pages == 0
-    assert filled.stored_keys() == kept
-
-
-def test_a_page_is_pinned_with_descendants_that_were_forgotten(filled):
-    first = page_keys(NS, as_tokens([0] * 12), P)[0]
-    page = next(page for page in filled.engine.pages() if page.key == first)
-    assert filled.engine.pin_page(page, pinned=True) == 3
-    with filled.backend.view() as view:
-        assert sum(usage.pinned for _, _, usage in view.scan()) == 3
 
 
 @pytest.mark.parametrize("kind", ["memory", "lmdb"])

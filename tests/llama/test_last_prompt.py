@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from prefixstore import MisuseError, PrefixStore, UnavailableError
-from prefixstore.last_prompt import PromptMeter
+from prefixstore.results import PromptMeter
 from tests.support.models import answer, attached, forget, prompt
 
 KINDS = {"llama": {}, "gemma3": {"swa_full": False}, "mamba": {}, "lfm2": {}}

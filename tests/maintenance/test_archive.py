@@ -166,6 +166,16 @@ def test_a_purge_leaves_pages_of_a_newer_version_and_what_follows_them_and_says_
         assert ("newer prefixstore" in caplog.text) == ("everything" not in choice)
 
 
+def test_a_purge_leaves_what_a_page_of_a_newer_version_follows():
+    with Archive("memory:", create=True) as archive:
+        (path,) = fill(archive.backend, MINE, [list(range(16))])
+        make_newer(archive.backend, path[2])
+        assert archive.purge(namespace=MINE.key.hex()).pages == 0
+        with archive.backend.view() as view:
+            assert view.used.entries == len(path)
+        assert archive.purge(everything=True).pages == len(path)
+
+
 def test_a_page_is_pinned_with_its_ancestors_and_unpinned_except_those_that_others_need(archive):
     paths = fill(archive.backend, MINE, SEQUENCES)
     one, two = (archive.find(path[-1].hex()) for path in paths[:2])

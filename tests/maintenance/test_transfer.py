@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from prefixstore.engine.engine import Engine
+from prefixstore.engine.importing import Importer
 from prefixstore.errors import CorruptError, FullError, IncompatibleError, UnavailableError
 from prefixstore.format import export
 from prefixstore.format.export import ExportReader
@@ -150,7 +150,7 @@ def test_an_import_that_cannot_be_written_ends_with_the_error(source, tmp_path, 
     monkeypatch.setattr(transfer, "BATCH_BYTES", 2000)
     (tmp_path / "f").write_bytes(packed(source))
     written = []
-    write = Engine.import_pages
+    write = Importer.import_pages
 
     def writing(self, batch, settings):
         if written:
@@ -158,7 +158,7 @@ def test_an_import_that_cannot_be_written_ends_with_the_error(source, tmp_path, 
         written.extend(page.key for page in batch)
         return write(self, batch, settings)
 
-    monkeypatch.setattr(Engine, "import_pages", writing)
+    monkeypatch.setattr(Importer, "import_pages", writing)
     with Archive(tmp_path / "target", create=True) as target, (tmp_path / "f").open("rb") as file:
         with pytest.raises(FullError, match="the disk is full"):
             import_store(ExportReader(file, "f"), target)

@@ -199,7 +199,7 @@ def test_a_purge_removes_the_names_of_what_it_deletes(purged, stay, left, llm, t
     if not stay:
         assert note is None
     # nothing of the tokens is left in the note either
-    assert sorted(store.engine.bookmarks(store.namespace.key)) == stay
+    assert sorted(store.engine.bookmarks.read(store.namespace.key)) == stay
 
 
 @pytest.mark.parametrize("salt", ["tenant", "another"])
@@ -260,14 +260,14 @@ def test_a_damaged_note_is_ignored(damage, left, llm, open_store, caplog):
     assert "cannot be read" in caplog.text
     assert turn(sessions, "alice", [*left["alice"], 5])[0] == "cold"
     store.flush()
-    assert [*store.engine.bookmarks(store.namespace.key)] == ["alice"]
+    assert [*store.engine.bookmarks.read(store.namespace.key)] == ["alice"]
 
 
 def test_forged_bookmarks_give_no_wrong_tokens(left, llm, open_store):
     """A bookmark tells where a sequence ends; the tokens are those of the pages, or none."""
     store = open_store(llm, salt="tenant")
     engine, namespace = store.engine, store.namespace.key
-    known = engine.bookmarks(namespace)
+    known = engine.bookmarks.read(namespace)
     forged = {
         "rest": replace(known["alice"], rest=b"\x01\0\0\0" * 3, n_tokens=known["alice"].start + 3),
         "shorter": replace(known["alice"], n_tokens=known["alice"].n_tokens - 16),
@@ -279,7 +279,7 @@ def test_forged_bookmarks_give_no_wrong_tokens(left, llm, open_store):
         engine.set_bookmark(namespace, name, bookmark)
     assert set(store.sessions().names()) == {"alice", "bob", "carol"}
     store.flush()
-    assert set(engine.bookmarks(namespace)) == {"alice", "bob", "carol"}
+    assert set(engine.bookmarks.read(namespace)) == {"alice", "bob", "carol"}
 
 
 @pytest.mark.parametrize("reuse", ["both", "none"])
@@ -332,4 +332,4 @@ def test_what_another_process_has_left_before_a_discard_is_discarded(llm, llama,
     with here.admit("alice") as session:
         assert (len(session.tokens), session.generation) == (0, 1)
     one.flush()
-    assert two.engine.bookmarks(two.namespace.key) == {}
+    assert two.engine.bookmarks.read(two.namespace.key) == {}

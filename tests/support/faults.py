@@ -46,11 +46,6 @@ class _WrappedView:
             self._before(OPERATIONS[name])
         return getattr(self._view, name)
 
-    def stored(self) -> Iterator[tuple[bytes, Record | StorageError, Buffer | StorageError | None]]:
-        for page in self._view.stored():
-            self._before("payload")
-            yield page
-
     def fetch(self, keys: Sequence[bytes]) -> Iterator[tuple[Record, Buffer]]:
         for key in keys:
             self._before("record")

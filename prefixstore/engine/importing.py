@@ -1,0 +1,129 @@
+"""Writes pages that were stored elsewhere: exported to a file, or read from another location."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import add
+from typing import NamedTuple
+
+from prefixstore.backends.threads import Threads, handed_over
+from prefixstore.engine.catalog import Catalog
+from prefixstore.engine.commit import Committer
+from prefixstore.engine.index import Page, is_same
+from prefixstore.engine.pages import Pages
+from prefixstore.engine.pending import PendingPage
+from prefixstore.engine.relatives import siblings_of
+from prefixstore.engine.waiting import Placement
+from prefixstore.format.record import Record, StoredPage
+
+__all__ = ["Imported", "Importer"]
+
+
+class Imported(NamedTuple):
+    """The outcome of an import of pages.
+
+    Attributes
+    ----------
+    pages, bytes
+        How many were stored, and the size of their payloads.
+    present
+        How many were here already.
+    refused
+        How many found no space, or not their parent.
+    """
+
+    pages: int = 0
+    bytes: int = 0
+    present: int = 0
+    refused: int = 0
+
+    def plus(self, other: Imported) -> Imported:
+        """The sums of both."""
+        return Imported(*map(add, self, other))
+
+
+class Importer:
+    """Imports pages into a location.
+
+    Parameters
+    ----------
+    threads
+        Do the work.
+    backend, catalog, committer
+        Of the engine.
+    load_policy
+        Has the policy know what was learned before.
+    """
+
+    def __init__(
+        self,
+        threads: Threads,
+        backend: Pages,
+        catalog: Catalog,
+        committer: Committer,
+        load_policy: Callable[[], None],
+    ) -> None:
+        self.threads = threads
+        self._backend = backend
+        self._catalog = catalog
+        self._committer = committer
+        self._load_policy = load_policy
+
+    @handed_over
+    def holds(self, record: Record) -> bool | None:
+        """Whether the page of a record is here; None if another one is under its key.
+
+        Then neither it nor its descendants can be here.
+        """
+        known: Page | Record | None = self._catalog.get(record.key)
+        if known is None:
+            with self._backend.view() as view:
+                stored, _ = view.records([record.key]).get(record.key, (None, None))
+            known = stored if isinstance(stored, Record) else None
+        if known is None:
+            return False
+        return True if is_same(known, record) else None
+
+    @handed_over
+    def import_pages(self, batch: Sequence[StoredPage], settings: Mapping[bytes, bytes]) -> Imported:
+        """Write pages that were stored elsewhere, parents before their children. Until then they cannot be restored.
+
+        Parameters
+        ----------
+        batch
+            The pages. Those that are here already stay as they are.
+        settings
+            Canonical settings of their namespaces, by key.
+
+        Raises
+        ------
+        StorageError
+            If they cannot be written: `FullError` if the disk is full.
+        """
+        news = [PendingPage.from_stored(one, settings[one.record.namespace]) for one in batch]
+        self._load_policy()
+        try:
+            with self._backend.view() as view:
+                here = view.records([key for one in batch for key in (one.key, one.record.parent)])
+            known = {key: record for key, (record, _) in here.items() if isinstance(record, Record)}
+            places: list[Placement] = []
+            for one, new in zip(batch, news, strict=True):
+                record = one.record
+                if not record.follows(known.get(record.parent)):
+                    places.append(Placement.REFUSED)
+                elif one.key in known and is_same(known[one.key], record):
+                    places.append(Placement.KNOWN)
+                else:
+                    places.append(self._catalog.announce(new))
+                    known.setdefault(one.key, record)
+            added = [new for new, place in zip(news, places, strict=True) if place is Placement.ADDED]
+            written = self._committer.commit(added)
+            with self._backend.view() as view:
+                # tails that a stored page continues
+                n_covered = sum(siblings_of(view, new.page)[1] for new in added if new not in written)
+        except Exception:
+            # also those that were announced and not passed on
+            self._catalog.drop(news)
+            raise
+        present = places.count(Placement.KNOWN) + n_covered
+        return Imported(len(written), sum(new.n_bytes for new in written), present, len(batch) - present - len(written))
