@@ -58,9 +58,8 @@ class ForkLevel(IntEnum):
     """What is built on a backend."""
 
 
-# held by the thread that forks, from before the fork until after it, and which thread that is
-_forking = threading.Lock()
-_forker: int | None = None
+# held by the thread that forks, from before the fork until after it
+_forking = threading.RLock()
 # those whose `before_fork` it has called, in this order
 _asked: list[ForkParticipant] = []
 _levels: dict[ref[ForkParticipant], ForkLevel] = {}
@@ -112,9 +111,7 @@ class ForkLock:
 
 
 def _before_fork() -> None:
-    global _forker
     _forking.acquire()
-    _forker = threading.get_ident()
     failures: list[BaseException] = []
     for level in sorted(ForkLevel, reverse=True):
         for participant in _participants(level):
@@ -125,27 +122,25 @@ def _before_fork() -> None:
 
 
 def _after_fork_in_parent() -> None:
-    global _forker
     # not if an interrupt has ended the wait for another thread that forks
-    if _forker != threading.get_ident():
+    if not _forking._is_owned():  # type: ignore[attr-defined]  # noqa: SLF001 - as `threading.Condition` does
         return
     failures: list[BaseException] = []
     while _asked:
         _call(_asked.pop().after_fork_in_parent, failures)
-    _forker = None
     _forking.release()
     if failures:
         raise failures[0]
 
 
 def _after_fork_in_child() -> None:
-    global _forker, _forking
+    global _forking
     failures: list[BaseException] = []
     for level in sorted(ForkLevel):
         for participant in _participants(level):
             _call(participant.after_fork_in_child, failures)
     _asked.clear()
-    _forker, _forking = None, threading.Lock()
+    _forking = threading.RLock()
     if failures:
         raise failures[0]
 

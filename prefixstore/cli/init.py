@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from pathlib import Path
 
 from prefixstore.backends.files import expanded
@@ -87,7 +88,8 @@ def init(
     is_secret = any(is_url(location) and without_password(location) != location for location in locations)
     try:
         # through a link; what has a password in it can be read by its owner only
-        path, mode = file.resolve() if exists else file, 0o600 if is_secret else 0o666
+        path = file.resolve() if exists else file
+        mode = 0o600 if is_secret else stat.S_IMODE(path.stat().st_mode) if exists else 0o666
         with writing(str(path), mode=mode, replace=exists) as opened:
             opened.write(text.encode())
     except UnicodeEncodeError as error:

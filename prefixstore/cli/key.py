@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -149,13 +150,15 @@ def _overwrite(path: Path, tenant: str, *, dry_run: bool) -> bool:
     name = key_id(_read(path).tenants[tenant]).hex().encode()
     with _changing(path, "rb+") as file:
         lines = file.read().splitlines(keepends=True)
+        mark = BOM_UTF8 if lines[:1] and lines[0].startswith(BOM_UTF8) else b""
+        lines[:1] = [lines[0].removeprefix(mark)]
         for i, line in enumerate(lines):
             words = line.split()
             if words[:1] == [b"tenant"] and tenant_in(words[1].decode()) == tenant:
                 gone = b" ".join([b"forgotten", words[1], name])
                 lines[i] = line.replace(line.strip(), gone.ljust(len(line.strip())))
         file.seek(0)
-        file.write(b"".join(lines))
+        file.write(mark + b"".join(lines))
     if tenant in _read(path).tenants:
         raise LocationError(f"{path} still has a key of {tenant!r}; delete its line")
     return True

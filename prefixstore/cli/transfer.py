@@ -63,9 +63,8 @@ def export(
             keys = archive.with_ancestors(archive.select(namespaces=namespaces, tokens=tokens, page=page))
         exists = out != STANDARD and _is_replaced(Path(out))
         if dry_run:
-            return _planned(
-                "exported", archive, out, chosen(archive, namespaces, keys), ", which would be replaced" * exists
-            )
+            note = ", which would be replaced" if exists else ""
+            return _planned("exported", archive, out, chosen(archive, namespaces, keys), note)
         if exists and not may_replace(out, yes=yes):
             return FAILED
         with writing(out) as whole, _sealing(whole, archive.keys) as file:

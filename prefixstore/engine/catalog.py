@@ -87,7 +87,7 @@ class Catalog(Chooser):
             raise CorruptError(f"page {found.other.hex()} has tokens that do not match its key")
         return list(range(len(found.pages), len(found.prompt.keys)))
 
-    def wants(self, view: View, namespace: bytes, parent: bytes, tokens: bytes) -> bool:
+    def wants(self, view: View, parent: bytes, tokens: bytes) -> bool:
         """Whether the page with these tokens after `parent` is worth capturing: no page has them all, or its key."""
         key = page_key(parent, tokens)
         record, _ = view.records([key]).get(key, (None, None))

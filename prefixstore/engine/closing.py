@@ -59,12 +59,16 @@ class Closing(ABC):
         MisuseError
             If the calling thread is in the block of a view or of `fetching`.
         """
-        if self.threads.has_lent():
+        if self._has_lent():
             # `with store:` was interrupted: what it has is referred to by the exception that it handles
             release_interrupted_frames()
-            if self.threads.has_lent():
+            if self._has_lent():
                 raise MisuseError("this thread is in the block of a view, or of a restore; leave it first")
         self._close()
+
+    def _has_lent(self) -> bool:
+        """Whether the calling thread is in the block of a view or of `fetching`."""
+        return self.threads.has_lent()
 
     @handed_over
     def _close(self) -> None:

@@ -126,6 +126,7 @@ class Deleter:
         self._backend = backend
         self._catalog = catalog
 
+    @handed_over
     def delete(self, choices: Sequence[Choice]) -> Removed:
         """Delete the pages that all choices have in common, and what others add after them until then."""
         self.n_begun += 1
@@ -184,6 +185,7 @@ class Deleter:
             removed += Removed(len(deleted), sum(deleted.values()))
             # what stays after them may keep them
             doomed = [key for key in now if deleted and key in left] + later
+        self._backend.mend()
         return removed
 
     @retried

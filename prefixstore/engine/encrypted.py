@@ -76,16 +76,20 @@ class EncryptedBackend(Backend):
 
     def _cipher_in(self, rows: View) -> tuple[RowCipher, bytes | None]:
         """The cipher of the location, and the row that says so; of an empty one a new cipher, and None."""
+        # another thread may read them anew
+        keys, found = self.keys, self._found
         [stored] = rows.get([HEADER])
         if stored is None and not rows.ranges([Range(FIRST, LAST, 1)])[0]:
-            header = self._header_after(Header(secrets.token_bytes(SECRET_BYTES)))
-            return RowCipher(header, self.keys), None
-        found = self._found
-        cipher = found[1] if found is not None and found[0] == stored else RowCipher(self._header_in(stored), self.keys)
+            header = _header_after(Header(secrets.token_bytes(SECRET_BYTES)), keys)
+            return RowCipher(header, keys), None
+        if found is not None and found[0] == stored and found[1].keys is keys:
+            cipher = found[1]
+        else:
+            cipher = RowCipher(self._header_in(stored, keys), keys)
         self._found = stored, cipher, time.monotonic()
         return cipher, stored
 
-    def _header_in(self, stored: bytes | None) -> Header:
+    def _header_in(self, stored: bytes | None, keys: Keys) -> Header:
         """What a row says that is the header of the location."""
         newest = key_of(stored)
         if stored is None or newest is None:
@@ -93,37 +97,20 @@ class EncryptedBackend(Backend):
                 "it is not encrypted: open it without a key (PREFIXSTORE_KEY=none), or prefixstore copy it to a new "
                 "location, with --from-key none"
             )
-        if newest not in self.keys.masters:
+        if newest not in keys.masters:
             raise self._missing(newest)
         try:
-            header = Header.unpack(bytes(self._sealer.unseal(MAGIC, stored[len(MAGIC) :])))
+            header = Header.unpack(bytes(_sealer(keys).unseal(MAGIC, stored[len(MAGIC) :])))
         except UndecryptableError:
             raise IncompatibleError("what says how it is encrypted was changed, or is of a newer version") from None
-        if missing := [name for name in header.keys if name not in self.keys.known]:
+        if missing := [name for name in header.keys if name not in keys.known]:
             raise self._missing(missing[0])
         return header
-
-    @property
-    def _sealer(self) -> Sealer:
-        return Sealer(self.keys.masters, b"", "header")
 
     def _missing(self, name: bytes) -> MissingKeyError:
         return MissingKeyError(
             f"it needs the key {name.hex()}, which {self._provider} does not have, or did not when it was read last; "
             "give it by PREFIXSTORE_KEY or key= (copy: --from-key, --to-key)"
-        )
-
-    def _header_after(self, header: Header, replaced: Collection[bytes] = ()) -> Header:
-        """A header with the keys that are used from now on, and without those that were replaced."""
-        known = {*header.keys, *header.replaced}
-        return Header(
-            header.secret,
-            (
-                *([self.keys.newest] if self.keys.newest not in known else []),
-                *(name for name in header.keys if name not in replaced),
-                *(name for name in self.keys.of_tenants if name not in known),
-            ),
-            (*header.replaced, *(name for name in header.keys if name in replaced)),
         )
 
     @contextmanager
@@ -169,11 +156,11 @@ class EncryptedBackend(Backend):
         """As `Backend.update`; with `replaced`, nothing is under these keys any more."""
         with self._looking_for_keys(), self._backend.update() as rows:
             cipher, stored = self._cipher_in(rows)
-            header = self._header_after(cipher.header, replaced)
+            header = _header_after(cipher.header, cipher.keys, replaced)
             is_new = stored is None or header != cipher.header
             if is_new:
-                rows.put(HEADER, MAGIC + self._sealer.seal(header.keys[0], MAGIC, header.pack()))
-                cipher = RowCipher(header, self.keys)
+                rows.put(HEADER, MAGIC + _sealer(cipher.keys).seal(header.keys[0], MAGIC, header.pack()))
+                cipher = RowCipher(header, cipher.keys)
             yield EncryptedUpdate(rows, cipher, self._tell)
         if is_new:
             self._found = None
@@ -292,3 +279,22 @@ class EncryptedBackend(Backend):
                 return
             yield [row for row in rows if row.key != HEADER], cipher
             start = rows[-1].key + b"\0"
+
+
+def _sealer(keys: Keys) -> Sealer:
+    """Seals headers."""
+    return Sealer(keys.masters, b"", "header")
+
+
+def _header_after(header: Header, keys: Keys, replaced: Collection[bytes] = ()) -> Header:
+    """A header with the keys that are used from now on, and without those that were replaced."""
+    known = {*header.keys, *header.replaced}
+    return Header(
+        header.secret,
+        (
+            *([keys.newest] if keys.newest not in known else []),
+            *(name for name in header.keys if name not in replaced),
+            *(name for name in keys.of_tenants if name not in known),
+        ),
+        (*header.replaced, *(name for name in header.keys if name in replaced)),
+    )

@@ -76,7 +76,7 @@ class RowCipher:
     """
 
     def __init__(self, header: Header, keys: Keys) -> None:
-        self.header = header
+        self.header, self.keys = header, keys
         # what was encrypted under a key that was replaced is not to be trusted
         self.masters = {name: keys.masters[name] for name in header.keys if name in keys.masters}
         own = {tenant_of(name, b""): key for name, key in keys.tenants.items()}

@@ -345,6 +345,7 @@ class Engine(Upkeep, Closing):
         except StorageError as error:
             log.warning("%d pages were dropped: %s", len(batch), error)
             return 0
+        self._backend.mend()
         self._write_bookmarks()
         self._notes.save()
         return n_written

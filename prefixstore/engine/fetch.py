@@ -17,7 +17,7 @@ from typing import Protocol
 from prefixstore.backends.threads import Lent
 from prefixstore.engine.index import Page
 from prefixstore.engine.readers import Admit, Look, ShapeError
-from prefixstore.engine.source import Given, LateError, Reading, Source, misshapen
+from prefixstore.engine.source import Given, LateError, Source, SourceReader, misshapen
 from prefixstore.errors import StorageError
 
 __all__ = ["Deadline", "States", "fetch"]
@@ -73,7 +73,7 @@ def fetch(
     ClosedError
         If the store was closed. What is wrong with the location ends the iteration, and is counted.
     """
-    readings: list[Reading] = []
+    readers: list[SourceReader] = []
     refused: Page | None = None
     for source in sources:
         pages = source.pages
@@ -81,10 +81,10 @@ def fetch(
         if refused is not None:
             pages = pages[: pages.index(refused)]
         is_along = along and source.keep is None and (deadline is None or source.fetcher.is_local)
-        readings.append(Reading(source._replace(pages=pages), streamed=streamed, along=is_along, look=look))
+        readers.append(SourceReader(source._replace(pages=pages), streamed=streamed, along=is_along, look=look))
         if refused is not None:
             break
-    return States(readings, look=look, refused=refused, deadline=deadline)
+    return States(readers, look=look, refused=refused, deadline=deadline)
 
 
 class States(Lent, Iterator[memoryview]):
@@ -94,7 +94,7 @@ class States(Lent, Iterator[memoryview]):
 
     Parameters
     ----------
-    readings
+    readers
         Where they come from.
     look, deadline
         As for `fetch`.
@@ -103,90 +103,90 @@ class States(Lent, Iterator[memoryview]):
     """
 
     def __init__(
-        self, readings: Sequence[Reading], *, look: Look | None, refused: Page | None, deadline: Deadline | None
+        self, readers: Sequence[SourceReader], *, look: Look | None, refused: Page | None, deadline: Deadline | None
     ) -> None:
         super().__init__()
-        self._readings = readings
+        self._readers = readers
         # the one whose turn it is
         self._at = 0
         self._look = look
         self._refused = refused
         self._deadline = deadline
-        self._ended = not readings
+        self._ended = not readers
         self._error: Exception | None = None
 
     @property
     def n_given(self) -> int:
         """How many states were returned."""
-        return sum(one.n_given for one in self._readings)
+        return sum(one.n_given for one in self._readers)
 
     @property
     def n_verified(self) -> int:
         """How many of them are verified so far; `verified` waits until all are."""
-        return sum(one.n_verified for one in self._readings)
+        return sum(one.n_verified for one in self._readers)
 
     def __enter__(self) -> States:  # noqa: PYI034 - nothing derives from it
-        for reading in self._readings:
-            if reading.pages:
-                reading.fetcher.threads.lend(self)
-                reading.start()
+        for reader in self._readers:
+            if reader.pages:
+                reader.fetcher.threads.lend(self)
+                reader.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended, self.is_open = True, False
-        for reading in self._readings:
+        for reader in self._readers:
             # a Ctrl-C does not wait for the location
-            reading.end(is_left=not (kind is None or issubclass(kind, Exception)))
+            reader.end(is_left=not (kind is None or issubclass(kind, Exception)))
 
     def __del__(self) -> None:
         with suppress(AttributeError):  # its making was interrupted
-            for reading in self._readings:
-                reading.ask(more=False)
+            for reader in self._readers:
+                reader.ask(more=False)
 
     def __next__(self) -> memoryview:
         if self._error is not None:
             raise self._error
         state: memoryview | None = None
         while state is None and not self._ended:
-            reading = self._readings[self._at]
-            if reading.n_given < len(reading.pages):
-                state = self._next(reading)
+            reader = self._readers[self._at]
+            if reader.n_given < len(reader.pages):
+                state = self._next(reader)
                 self._ended = state is None
             elif self.verified() == self.n_given:
                 # what was given is good before anything follows it
                 self._at += 1
-                self._ended = self._at == len(self._readings)
+                self._ended = self._at == len(self._readers)
                 if self._ended and self._refused is not None:
                     claim = f"{self._refused.key.hex()} claims a state of {self._refused.raw_bytes} bytes"
-                    reading.fetcher.give_up(self._refused, ShapeError(f"page {claim}, more than possible"))
+                    reader.fetcher.give_up(self._refused, ShapeError(f"page {claim}, more than possible"))
         if state is None:
             raise StopIteration
         return state
 
-    def _next(self, reading: Reading) -> memoryview | None:
+    def _next(self, reader: SourceReader) -> memoryview | None:
         """The next state of a source; None if there is none, which was counted."""
-        page = reading.pages[reading.n_given]
-        if reading.fetcher.is_local and self._left() < -LOCAL_SECONDS:
+        page = reader.pages[reader.n_given]
+        if reader.fetcher.is_local and self._left() < -LOCAL_SECONDS:
             if self.verified() == self.n_given:
-                reading.fetcher.give_up(page, LateError("the location is slower than computing"))
+                reader.fetcher.give_up(page, LateError("the location is slower than computing"))
             return None
-        given = self._answer(reading)
+        given = self._answer(reader)
         if given is None or given.state is None:
             return None
-        if reading.n_given == 0 and self._look is not None and not self._look(page, given.state):
+        if reader.n_given == 0 and self._look is not None and not self._look(page, given.state):
             # a damaged page may have any shape
             if not given.is_verified:
-                reading.ask()
-                given = self._answer(reading)
-                reading.n_verified = 0
+                reader.ask()
+                given = self._answer(reader)
+                reader.n_verified = 0
             if given is not None and (given.is_verified or given.n_verified):
-                reading.fetcher.give_up(page, misshapen(page))
+                reader.fetcher.give_up(page, misshapen(page))
             return None
-        reading.n_given += 1
-        reading.n_verified += given.is_verified
-        reading.ask()
+        reader.n_given += 1
+        reader.n_verified += given.is_verified
+        reader.ask()
         return given.state
 
     def verified(self) -> int:
@@ -195,17 +195,17 @@ class States(Lent, Iterator[memoryview]):
             raise self._error
         if not self._ended and self.n_verified < self.n_given:
             # it was asked for when the last state was given
-            self._answer(self._readings[self._at])
+            self._answer(self._readers[self._at])
             self._ended = self._ended or self.n_verified < self.n_given
         return self.n_verified
 
-    def _answer(self, reading: Reading) -> Given | None:
+    def _answer(self, reader: SourceReader) -> Given | None:
         """What its thread has answered; None if nothing came in time, or the location failed, which was counted."""
         try:
-            return reading.answer(self._left)
+            return reader.answer(self._left)
         except StorageError as error:
             self._ended = True
-            reading.fetcher.give_up(reading.next_page, error)
+            reader.fetcher.give_up(reader.next_page, error)
         except Exception as error:
             self._error = error
             raise

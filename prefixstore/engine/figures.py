@@ -230,10 +230,14 @@ class FigureKeeper:
 
     def read(self) -> History:
         """What is recorded in the location, and counts of this process not yet written. Raises `StorageError`."""
-        with self._lock:
-            sent, waiting = self._sent, self._counters.unwritten()
-        with self._backend.view() as view:
-            note = _readable(view, self._warn)
+        while True:
+            with self._lock:
+                sent, waiting = self._sent, self._counters.unwritten()
+            with self._backend.view() as view:
+                note = _readable(view, self._warn)
+            if sent is self._sent:
+                break
+            # what was sent may be in the note already
         if sent is not None:
             note.add(sent.ledger)
         note.add(waiting)

@@ -15,11 +15,12 @@ from prefixstore.format.keys import KEY_BYTES, SNAPSHOT
 from prefixstore.format.record import Record, head_of
 
 __all__ = [
+    "CHECKS",
     "HOLLOW",
-    "LEAVES",
     "LOST",
     "MISPLACED",
     "STRAY_LEAVES",
+    "WRONG_LEAVES",
     "Check",
     "astray",
     "flaws",
@@ -70,7 +71,7 @@ def flaws(view: View) -> Iterator[tuple[str, bytes, str]]:
     view.check()
     for rows in keyspace.walk(view.rows, keyspace.RECORD):
         yield from astray(view, [row.key[1:] for row in rows])
-    for check in (LOST, MISPLACED, HOLLOW, ORPHANS, LEAVES, STRAY_LEAVES):
+    for check in CHECKS:
         for rows in keyspace.walk(view.rows, check.kind):
             wrong = check.wrong(view, rows)
             for _ in range(TIMES if wrong else 0):
@@ -196,10 +197,11 @@ HOLLOW = Check(
     "a page is said to have children that it does not have",
 )
 ORPHANS = Check(keyspace.USAGE, _orphans, "a usage without a record", "orphan")
-LEAVES = Check(
+WRONG_LEAVES = Check(
     keyspace.RECORD, _wrong_leaves, "eviction takes it for a page that others follow, or for one that none does"
 )
 STRAY_LEAVES = Check(keyspace.LEAF, _stray_leaves, "eviction may choose it, but it is not there")
+CHECKS = (LOST, MISPLACED, HOLLOW, ORPHANS, WRONG_LEAVES, STRAY_LEAVES)
 
 
 def _miscounted(view: View) -> Iterator[tuple[str, bytes, str]]:

@@ -7,6 +7,7 @@ retry later), `CorruptError` and `IncompatibleError` (not worth one).
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,7 +18,7 @@ from prefixstore.backends import contract, is_persistent, open_backend
 from prefixstore.backends.contract import ConflictError, Range, Row
 from prefixstore.backends.keys import Key, KeyProvider, Keys, provider_of
 from prefixstore.engine import keyspace
-from prefixstore.engine.page_checks import HOLLOW, LEAVES, LOST, MISPLACED, STRAY_LEAVES, Check
+from prefixstore.engine.page_checks import HOLLOW, LOST, MISPLACED, STRAY_LEAVES, WRONG_LEAVES, Check
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import View
 from prefixstore.engine.trie import Trie
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CONFLICTS", "Pages", "fewer", "open_pages", "retried"]
 
+log = logging.getLogger("prefixstore")
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -36,11 +39,13 @@ MENDED: Sequence[tuple[Check, Callable[[Transaction, Row], None]]] = (
     (LOST, Transaction.enter),
     (MISPLACED, Transaction.take_out),
     (HOLLOW, Transaction.mend_child),
-    (LEAVES, Transaction.mend_leaf),
+    (WRONG_LEAVES, Transaction.mend_leaf),
     (STRAY_LEAVES, Transaction.drop_row),
 )
 # rows that a rebuild of the index changes in one update, if there is space for it
 REINDEXED_AT_ONCE = 512
+# pages of which the index is mended without being asked: some seconds
+MENDED_AT_ONCE = 20_000
 # Each takes off the last rows of chains of child rows that lead to nothing. A longer chain was forged, and takes more
 # than one repair.
 PASSES = 256
@@ -94,6 +99,7 @@ class Pages:
     def __init__(self, rows: contract.Backend) -> None:
         self._backend = rows
         self.trie = Trie()
+        self._is_torn = False
 
     def encrypt(self, provider: KeyProvider, keys: Keys, on_undecryptable: Callable[[], object]) -> None:
         """Have everything encrypted; see `EncryptedBackend`, also for what is raised."""
@@ -128,16 +134,13 @@ class Pages:
     def update(self) -> Iterator[Transaction]:
         """Read and write. Waits for other transactions; leaving the block commits.
 
-        Then the index is mended, if the block has deleted a page whose record does not say where it was.
+        If it has deleted a page whose record does not say where it was, `mend` is to be called.
         """
         with self._backend.update() as rows:
             transaction = Transaction(rows, is_local=self._backend.is_local, check=self._backend.check)
             yield transaction
             transaction.finish()
-        if transaction.is_torn:
-            # if that fails, a check finds it
-            with suppress(StorageError):
-                self.reindex()
+        self._is_torn = self._is_torn or transaction.is_torn
 
     def sync(self) -> None:
         """Return when everything committed so far survives a loss of power, as far as the location can promise it."""
@@ -158,6 +161,22 @@ class Pages:
     def compact(self) -> int:
         """Return space freed by deletions to the disk; returns the number of bytes. Raises `UnavailableError`."""
         return self._backend.compact()
+
+    def mend(self) -> None:
+        """Mend the index if a page was deleted whose record did not say where it was.
+
+        In a large location that takes long, and others would wait: a check finds it, and a repair does it.
+        """
+        if not self._is_torn:
+            return
+        self._is_torn = False
+        with suppress(StorageError):
+            with self.view() as view:
+                n_pages = view.used.entries
+            if n_pages <= MENDED_AT_ONCE:
+                self.reindex()
+            else:
+                log.warning("%s: a damaged page was deleted; run: prefixstore check --repair", self.location)
 
     def reindex(self) -> None:
         """Mend the index of children, some pages at a time, and count everything again."""

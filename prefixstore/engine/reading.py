@@ -260,7 +260,7 @@ class Reading:
         if self._catalog.place_of(page) is not Placement.ADDED:
             return False
         with suppress(StorageError), self._breaker.asking(), self._backend.view() as view:
-            return self._catalog.wants(view, namespace, parent, tokens)
+            return self._catalog.wants(view, parent, tokens)
         # what is stored already is found when it is to be written
         return True
 

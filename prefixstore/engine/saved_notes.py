@@ -44,7 +44,7 @@ def noted_policy(view: View) -> str | None:
 
 
 class SavedNotes:
-    """Saves both at intervals, if enough has happened, and at the end. Each takes a small part of the budget at most.
+    """Saves the two notes at intervals, if enough has happened, and at the end. Each takes a small part of the budget.
 
     Parameters
     ----------

@@ -39,7 +39,7 @@ from prefixstore.errors import (
 from prefixstore.format.autocodec import ReadRate
 from prefixstore.stats import Counters
 
-__all__ = ["Fetcher", "Given", "Keep", "LateError", "Reading", "Source", "misshapen"]
+__all__ = ["Fetcher", "Given", "Keep", "LateError", "Source", "SourceReader", "misshapen"]
 
 log = logging.getLogger("prefixstore")
 
@@ -90,7 +90,7 @@ class Given(NamedTuple):
     error: Exception | None = None
 
 
-class Reading:
+class SourceReader:
     """One source of a fetch: the caller's side, and the thread that reads. Parameters as for `fetch`.
 
     Attributes

@@ -124,10 +124,12 @@ class Evictor:
         most = self.budget.max_bytes
         if self.used is not None and self.used.bytes <= most:
             return
-        # if that fails, the transaction finds out
-        with suppress(StorageError), backend.view() as view:
-            self.used, least = view.used, least_of(view).bytes
-        if self.used is not None and least <= most < self.used.bytes:
+        try:
+            with backend.view() as view:
+                self.used, least = view.used, least_of(view).bytes
+        except StorageError:
+            return  # the transaction finds out
+        if least <= most < self.used.bytes:
             self.used = replace(self.used, bytes=self.shrink(backend, most)[1])
 
     def deleted(self, victim: Victim, now: int, cause: Cause) -> None:

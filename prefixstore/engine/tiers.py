@@ -27,6 +27,7 @@ from threading import TIMEOUT_MAX
 from typing import Any
 
 from prefixstore.backends.threads import Answer, handed_over
+from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.far import FarEngine, node_of
 from prefixstore.engine.fetch import States, fetch
@@ -87,6 +88,9 @@ class TieredEngine(Engine):
         super()._start()
         # a query of the far location that is no longer waited for
         self._overdue: Answer[Path] | None = None
+
+    def _has_lent(self) -> bool:
+        return super()._has_lent() or self.far._has_lent()  # noqa: SLF001 - of the same class
 
     @handed_over
     def _close(self) -> None:
@@ -320,9 +324,9 @@ class TieredEngine(Engine):
     # -- maintenance, notes -------------------------------------------------------------------------------------------
 
     @handed_over
-    def check(self, *arguments: Any) -> list[Violation]:
+    def check(self, budget: Budget | None = None) -> list[Violation]:
         """As `Engine.check`, of both locations."""
-        return super().check(*arguments) + self.far.check()
+        return super().check(budget) + self.far.check()
 
     @handed_over
     def clear(self, namespace: bytes | None) -> int:

@@ -32,7 +32,7 @@ LockT = TypeVar("LockT", bound=AbstractContextManager[object])
 
 
 class DropReason(str, Enum):
-    """Why a captured page is not stored: the names in ``Stats.dropped``."""
+    """Why a commit does not store a captured page: the name in ``Stats.dropped``."""
 
     BUDGET = "budget"
     QUOTA = "quota"

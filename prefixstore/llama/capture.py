@@ -116,23 +116,19 @@ class Capture:
 
         Raises
         ------
-        StorageError
-            If the location cannot be asked, or something is missing in the state (`CorruptError`).
+        CorruptError
+            If something is missing in the state.
         """
         if self._form.has_snapshots:
             return self._store_end(tokens, state, memory)
         assert state is not None  # of a layout that is understood
-        place = self._place
-        # so that the index has what is stored
-        self._engine.match(place.namespace.key, tokens, place.page_tokens)
         return self.pages(tokens, state, tail=True)
 
     def _store_end(self, tokens: Tokens, state: StateView | None, memory: Buffer) -> Captured:
-        key, step, n = self._place.namespace.key, self._place.page_tokens, len(tokens)
-        self._engine.match_snapshot(key, tokens, step, n)
         if not self.needs(tokens):
             return self.pages(tokens, state)
-        boundary = n // step * step
+        n = len(tokens)
+        boundary = n - n % self._place.page_tokens
         if state is not None and self._form.shape is not None:
             snapshot = self._form.snapshot(state, boundary, n, state)
         else:

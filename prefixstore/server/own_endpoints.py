@@ -242,6 +242,8 @@ class LiveReport:
         making = self._made.get(with_tokens)
         if making is None or (making.done() and (making.exception() or time.monotonic() >= making.result().until)):
             making = asyncio.ensure_future(asyncio.to_thread(self._read, with_tokens=with_tokens))
+            # an error is for those who wait, if any still do
+            making.add_done_callback(lambda made: made.cancelled() or made.exception())
             self._made[with_tokens] = making
         # it goes on if this client goes away
         made = await asyncio.shield(making)

@@ -228,7 +228,7 @@ def encode(
     content
         As in `Prompt`.
     generation_prompt
-        For messages: see `prefixstore.llama.prompt.chat_tokens`.
+        For messages: see `prefixstore.warming.tokens.chat_tokens`.
 
     Raises
     ------

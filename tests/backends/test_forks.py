@@ -164,7 +164,8 @@ def test_two_threads_that_fork_at_once_both_get_a_child(tmp_path):
             for thread in threads:
                 thread.start()
             started.wait()  # both are about to fork, and have to wait for this transaction
-            while not forks._forking.locked():
+            while forks._forking.acquire(blocking=False):
+                forks._forking.release()
                 time.sleep(0.001)
         for thread in threads:
             thread.join(PATIENCE)

@@ -127,7 +127,9 @@ def test_a_tenant_is_forgotten(tmp_path, run, key):
     assert "no problems" in run("check", url).out
 
 
-@pytest.mark.parametrize("line", ["tenant key:alice {}", "tenant key%3aalice {}", "tenant  key%3Aalice {}  "])
+@pytest.mark.parametrize(
+    "line", ["tenant key:alice {}", "tenant key%3aalice {}", "tenant  key%3Aalice {}  ", "\ufefftenant key:alice {}"]
+)
 def test_a_key_is_forgotten_however_its_tenant_is_written(run, key, line):
     secret = base64.b64encode(bytes(32)).decode()
     key.write_text(line.format(secret) + "\n" + key.read_text())

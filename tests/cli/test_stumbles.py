@@ -259,6 +259,13 @@ def test_serve_says_which_settings_it_ignores(tmp_path, run, monkeypatch):
     assert (code, "serve ignores namespace, salt in [store]" in " ".join(err.split())) == (0, True)
 
 
+def test_a_file_of_settings_keeps_its_mode(run, tmp_path):
+    written = tmp_path / "mine.toml"
+    written.touch(0o640)
+    assert run("init", written, "--yes", "--store", tmp_path / "kv")[0] == 0
+    assert written.stat().st_mode & 0o777 == 0o640
+
+
 def test_a_file_of_settings_with_a_password_is_its_owners(run, tmp_path):
     written = tmp_path / "secret.toml"
     written.touch(0o644)

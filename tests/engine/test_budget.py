@@ -8,13 +8,15 @@ from contextlib import closing
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.engine.budget import Quota
+from prefixstore.engine.budget import Budget, Quota
+from prefixstore.engine.page_view import Used
 from prefixstore.engine.pages import Pages
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.namespace import Namespace
 from prefixstore.units import parse_seconds
 from tests.support.engines import MIB, NS, MemoryPages, Store, store_of
+from tests.support.faults import FaultyBackend
 from tests.support.newer import make_newer
 
 P = 4  # tokens per page
@@ -329,3 +331,14 @@ def test_pages_after_one_of_a_newer_version_make_way_for_others(monkeypatch, pin
         assert len(store.stored_keys()) == (3 if pinned else 1)
         # the page of the newer version stays
         assert root.key in store.stored_keys()
+
+
+def test_a_location_that_was_too_large_and_fails_is_left_to_the_next_commit():
+    with store_of(MemoryPages()) as store:
+        store.put([1] * 12)
+        evictor = store.engine._committer._evictor
+        evictor.budget, evictor.used = Budget(1), Used(10**6, 3)
+        evictor.respect_budget(FaultyBackend(store.backend, "view"))
+        assert store.match([1] * 12) == 12
+        evictor.respect_budget(store.backend)
+        assert store.match([1] * 12) == 0

@@ -63,10 +63,6 @@ def test_a_tail_that_is_continued_just_after_it_was_written_is_deleted_with_the_
         assert known_keys(store.engine) == store.stored_keys()
 
 
-def assert_same_as_stored(store):
-    assert known_keys(store.engine) == store.stored_keys()
-
-
 def test_the_space_of_a_tail_is_that_of_the_page_that_continues_it():
     with store_of(max_bytes=2 * entry(2) + entry(1), max_entries=3) as store:
         for tokens in ([1, 2], [5, 6], [7]):

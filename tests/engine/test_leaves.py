@@ -281,6 +281,7 @@ def test_a_page_that_is_deleted_leaves_no_row_whatever_its_record_says(backend):
             assert transaction.delete(key)
             # as eviction does that comes upon the row
             transaction.drop_leaf(model.pages[key].record.namespace, key)
+        backend.mend()
         del model.pages[key]
         model.assert_equal()
         with backend.update() as transaction:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from prefixstore.backends.memory import MemoryBackend
-from prefixstore.engine import keyspace
+from prefixstore.engine import keyspace, pages
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.index import shared_tokens
 from prefixstore.engine.invariants import violations
@@ -348,8 +348,27 @@ def test_a_page_whose_record_does_not_say_where_it_belongs_leaves_nothing_when_i
         with backend.update() as transaction:
             for key in keys:
                 assert transaction.delete(key)
+        backend.mend()
         with backend.rows.view() as view:
             assert view.ranges([everything_of(CHILD)]) == [[]]
+
+
+def test_in_a_large_location_the_index_is_left_to_a_repair(monkeypatch, caplog):
+    monkeypatch.setattr(pages, "MENDED_AT_ONCE", 1)
+    with closing(Pages(MemoryBackend())) as backend:
+        fill(backend, space(), SEQUENCES[:2])
+        with backend.view() as view:
+            key = next(key for key, record, _ in view.scan() if not view.followed([key]))
+        write(backend, record_row(key), b"x")
+        with backend.update() as transaction:
+            assert transaction.delete(key)
+        backend.mend()
+        assert "prefixstore check --repair" in caplog.text
+        with backend.view() as view:
+            assert list(flaws(view))
+        backend.reindex()
+        with backend.view() as view:
+            assert list(flaws(view)) == []
 
 
 @pytest.mark.parametrize("forged", [b"", b"short", bytes(9), b"\xff" * 8])

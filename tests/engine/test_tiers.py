@@ -17,7 +17,7 @@ from prefixstore.engine.far import FarEngine
 from prefixstore.engine.figures import read_history
 from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.tiers import TieredEngine
-from prefixstore.errors import UnavailableError
+from prefixstore.errors import MisuseError, UnavailableError
 from prefixstore.format.autocodec import pick
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.namespace import Namespace
@@ -121,6 +121,20 @@ class Tiers(Store):
     def given(self):
         near, far = self.engine.tiers()
         return near.pages, far.pages
+
+
+def test_neither_location_is_closed_in_the_block_of_a_restore():
+    with tiers() as store:
+        store.capture(A)
+        store.engine.flush()
+        with closing(Tiers(MemoryPages(), store.far_backend)) as other:
+            path = other.engine.match(SPACE.key, as_tokens(A), P)
+            assert all(page.is_far for page in path.pages)
+            with other.engine.fetching(path.pages) as states:
+                with pytest.raises(MisuseError, match="leave it first"):
+                    other.engine.close()
+                assert len(list(states)) == len(path.pages)
+            assert not other.engine.is_closed
 
 
 def test_the_far_location_is_told_what_it_holds():

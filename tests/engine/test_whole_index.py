@@ -14,8 +14,6 @@ from tests.support import PATIENCE
 from tests.support.engines import MIB, NS, A, B, MemoryPages, store_of
 from tests.support.fragile import known_keys
 
-N_SEQUENCES = 20
-
 
 @pytest.mark.parametrize("kind", ["memory", "lmdb"])
 def test_a_transaction_of_this_process_does_not_hide_pages(kind, tmp_path):

@@ -11,8 +11,6 @@ import pytest
 from prefixstore.llama.binding import token_kinds
 from prefixstore.models.boundaries import TokenKind, kinds_of_vocabulary, prompt_boundaries
 
-SPECIAL = re.compile(r"(<[^ >]+>|\n+| )")
-
 
 def prompt_of(text: str) -> tuple[np.ndarray, list[int], dict[int, TokenKind]]:
     """The tokens of a prompt in which "|" stands before each token at which a snapshot is expected."""
