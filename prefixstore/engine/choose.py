@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from prefixstore.engine.eviction import GROUPS, KEPT, Group, Victim, Victims
-from prefixstore.engine.evictions import Cause, EvictionLog
+from prefixstore.engine.eviction_log import Cause, EvictionLog
 from prefixstore.engine.keyspace import Leaf
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.pending import PackedPage, PendingPage

@@ -13,7 +13,7 @@ from prefixstore.backends.threads import Threads, handed_over
 from prefixstore.engine.breaker import CircuitBreaker
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.delete import Deleter
-from prefixstore.engine.evictions import Eviction
+from prefixstore.engine.eviction_log import Eviction
 from prefixstore.engine.fetch import Deadline, States, fetch
 from prefixstore.engine.index import Page, Path
 from prefixstore.engine.lookup import Located, Prompt

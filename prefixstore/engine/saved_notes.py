@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from prefixstore.engine.evictions import EVICTIONS_NOTE, KEY_PART, Eviction, parsed
+from prefixstore.engine.eviction_log import EVICTIONS_NOTE, KEY_PART, Eviction, parsed
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import View
 from prefixstore.engine.pages import Pages

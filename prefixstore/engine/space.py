@@ -12,7 +12,7 @@ from typing import NamedTuple
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.eviction import Group, Victim, Victims
-from prefixstore.engine.evictions import Cause
+from prefixstore.engine.eviction_log import Cause
 from prefixstore.engine.index import Page
 from prefixstore.engine.keyspace import Count
 from prefixstore.engine.page_update import Transaction

@@ -11,7 +11,7 @@ from prefixstore.backends.threads import handed_over
 from prefixstore.engine.bookmarks import Bookmarks
 from prefixstore.engine.budget import Budget, Evicted
 from prefixstore.engine.delete import Choice, Removed, of_namespaces
-from prefixstore.engine.evictions import Cause
+from prefixstore.engine.eviction_log import Cause
 from prefixstore.engine.index import Page, Path
 from prefixstore.engine.invariants import Violation, violations
 from prefixstore.engine.lookup import Prompt

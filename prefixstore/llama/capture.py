@@ -9,7 +9,7 @@ import numpy as np
 
 from prefixstore.buffers import PooledBuffer, released_on_error
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.missing import missing_ranges
+from prefixstore.engine.missing_ranges import missing_ranges
 from prefixstore.engine.pending import PendingPage
 from prefixstore.engine.queue import BATCH_BYTES
 from prefixstore.errors import CorruptError

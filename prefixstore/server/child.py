@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
 
 from prefixstore.errors import ServerError, ServerUnreachableError
-from prefixstore.server.process import work_of_session
+from prefixstore.server.find_process import work_of_session
 from prefixstore.server.upstream import ASK_SECONDS, Upstream, UpstreamError, UpstreamLostError
 
 if TYPE_CHECKING:

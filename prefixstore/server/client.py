@@ -23,7 +23,7 @@ from prefixstore.errors import (
     ServerTooOldError,
     ServerUnreachableError,
 )
-from prefixstore.server.process import listening_process, memory_of
+from prefixstore.server.find_process import listening_process, memory_of
 from prefixstore.units import shown
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from prefixstore.llama.state.shape import PAIR, U32, StateShape
 from prefixstore.models.file import file_identity, model_names, read_metadata
 from prefixstore.server.arguments import Arguments, config_files, parse_arguments
 from prefixstore.server.client import LlamaServer, Props
+from prefixstore.server.find_process import RunningProcess, running_process, start_ticks
 from prefixstore.server.model_settings import FLASH_AUTO, FLASH_OFF, FLASH_ON, Setting, commit_of, model_settings
-from prefixstore.server.process import RunningProcess, running_process, start_ticks
 from prefixstore.server.slot_file import STATE_VERSION, SlotLayout
 from prefixstore.stats import Kind
 

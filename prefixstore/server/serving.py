@@ -22,10 +22,10 @@ from prefixstore.server.child import CHILD_URL, Child
 from prefixstore.server.client import LlamaServer, Props
 from prefixstore.server.command import ServerCommand, check_program, private_directory
 from prefixstore.server.exchange import server_of
+from prefixstore.server.find_process import process_at, running_process
 from prefixstore.server.listener import address_of, bound, stopped_by_signals
 from prefixstore.server.namespace import ServerIdentity, slots_dir_of
 from prefixstore.server.own_endpoints import OwnEndpoints
-from prefixstore.server.process import process_at, running_process
 from prefixstore.server.proxy import Proxy
 from prefixstore.server.session import ServerSession
 from prefixstore.server.slots import SlotStore

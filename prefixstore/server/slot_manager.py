@@ -23,7 +23,7 @@ from prefixstore.server.slot_pool import SlotPool
 from prefixstore.server.slot_record import WORTH_A_SAVE, Claim, PoolSlot, Request, Rows
 
 if TYPE_CHECKING:
-    from prefixstore.server.slot_ways import SlotCopy
+    from prefixstore.server.slot_forms import SlotCopy
     from prefixstore.server.slots import SlotStore
 
 __all__ = ["WORTH_A_LOOKUP", "SlotManager"]

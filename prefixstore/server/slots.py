@@ -28,7 +28,7 @@ from prefixstore.server.client import LlamaServer
 from prefixstore.server.namespace import ServerIdentity, kind_of_layout
 from prefixstore.server.slot_file import SlotFile, SlotLayout, slot_assembly
 from prefixstore.server.slot_files import SlotBuffer, SlotDirectory, wrong_directory
-from prefixstore.server.slot_ways import Restored, SlotCopy, Stored, Way, ways_of
+from prefixstore.server.slot_forms import Restored, SlotCopy, Stored, Way, ways_of
 from prefixstore.stats import Counters, Kind
 from prefixstore.store import PrefixStore
 from prefixstore.units import shown

@@ -13,7 +13,7 @@ import pytest
 from prefixstore import PrefixStore
 from prefixstore.engine import adaptive_policy
 from prefixstore.engine.adaptive_policy import SAMPLES
-from prefixstore.engine.evictions import REMEMBERED
+from prefixstore.engine.eviction_log import REMEMBERED
 from prefixstore.engine.trie import MOST_KEPT
 from tests.support.models import TORTURE, answer, prompt
 from tests.support.timeouts import wait_for

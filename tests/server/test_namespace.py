@@ -30,9 +30,9 @@ from prefixstore.server import SlotStore
 from prefixstore.server import namespace as namespace_module
 from prefixstore.server.arguments import FLAGS, KNOWN, OTHER_VARIABLES, REFUSED, VALUED, VARIABLES, parse_arguments
 from prefixstore.server.client import Props
+from prefixstore.server.find_process import RunningProcess
 from prefixstore.server.model_settings import gains_from_full_window
 from prefixstore.server.namespace import ServerIdentity
-from prefixstore.server.process import RunningProcess
 from prefixstore.server.slot_file import SlotLayout
 from tests.support.llama_server import Running, binary
 from tests.support.models import load, state_bytes, write

@@ -17,7 +17,7 @@ from prefixstore.errors import ServerError
 from prefixstore.server import child as child_module
 from prefixstore.server.child import Child, hangs
 from prefixstore.server.command import ServerCommand
-from prefixstore.server.process import start_ticks, work_of_session
+from prefixstore.server.find_process import start_ticks, work_of_session
 from prefixstore.server.upstream import Upstream
 from tests.support.llama_server import binary
 

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from prefixstore.engine import evictions
+from prefixstore.engine import eviction_log
 from prefixstore.engine.budget import Budget, Quota
-from prefixstore.engine.evictions import EVICTIONS_NOTE, REMEMBERED, Cause, EvictionLog
+from prefixstore.engine.eviction_log import EVICTIONS_NOTE, REMEMBERED, Cause, EvictionLog
 from prefixstore.engine.miss import miss_reason
 from prefixstore.engine.saved_notes import SavedNotes
 from prefixstore.engine.space import Evictor
@@ -36,9 +36,9 @@ def test_the_latest_are_remembered_and_each_page_once():
     assert log.find(key(20)) == (9000.0, Cause.ASKED)
     packed = log.pack(None, 1 << 30)
     assert len(packed) == 13 * REMEMBERED
-    assert evictions.parsed(packed)[key(20)[:8]] == (9000.0, Cause.ASKED)
+    assert eviction_log.parsed(packed)[key(20)[:8]] == (9000.0, Cause.ASKED)
     # what does not fit is what is oldest
-    assert list(evictions.parsed(log.pack(None, 30))) == [key(20)[:8], key(REMEMBERED + 9)[:8]]
+    assert list(eviction_log.parsed(log.pack(None, 30))) == [key(20)[:8], key(REMEMBERED + 9)[:8]]
     assert log.pack(None, -5) == b""
 
 
@@ -46,13 +46,13 @@ def test_two_processes_add_to_one_note():
     one, other = EvictionLog(), EvictionLog()
     one.add(key(1), Cause.SPACE, 100.0)
     other.add(key(2), Cause.QUOTA, 200.0)
-    found = evictions.parsed(other.pack(one.pack(None, 999), 999))
+    found = eviction_log.parsed(other.pack(one.pack(None, 999), 999))
     assert found == {key(1)[:8]: (100.0, Cause.SPACE), key(2)[:8]: (200.0, Cause.QUOTA)}
 
 
 @pytest.mark.parametrize("note", [None, b"", b"x", bytes(13), b"y" * 26])
 def test_a_note_that_cannot_be_read_says_nothing(note):
-    assert evictions.parsed(note) == {}
+    assert eviction_log.parsed(note) == {}
     log = EvictionLog()
     log.add(key(1), Cause.SPACE, 5.0)
     assert len(log.pack(note, 999)) == 13
