@@ -127,7 +127,9 @@ def _after_fork_in_parent() -> None:
         return
     failures: list[BaseException] = []
     while _asked:
-        _call(_asked.pop().after_fork_in_parent, failures)
+        # still there if this is interrupted: it may be released twice
+        _call(_asked[-1].after_fork_in_parent, failures)
+        _asked.pop()
     _forking.release()
     if failures:
         raise failures[0]
@@ -155,3 +157,5 @@ def _call(work: Callable[[], None], failures: list[BaseException]) -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+    # what an interrupt has kept the first one from
+    os.register_at_fork(after_in_parent=_after_fork_in_parent)

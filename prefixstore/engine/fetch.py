@@ -136,9 +136,10 @@ class States(Lent, Iterator[memoryview]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended, self.is_open = True, False
-        for reader in self._readers:
-            # a Ctrl-C does not wait for the location
-            reader.end(is_left=not (kind is None or issubclass(kind, Exception)))
+        is_left = not (kind is None or issubclass(kind, Exception))
+        for i, reader in enumerate(self._readers):
+            # a Ctrl-C does not wait for the location, and nobody for another machine whose turn has not come
+            reader.end(is_left=is_left or (i > self._at and not reader.fetcher.is_local))
 
     def __del__(self) -> None:
         with suppress(AttributeError):  # its making was interrupted

@@ -48,7 +48,7 @@ log = logging.getLogger("prefixstore")
 # share of the computing time that a lookup may take; and extra seconds while that time is unknown
 SHARE = 0.04
 UNKNOWN_SECONDS = 0.5
-# namespaces whose settings are remembered; those of the others are known while pages of theirs are here
+# namespaces whose settings are remembered, the latest ones; those of others are known while pages of theirs are here
 KEPT_SETTINGS = 4096
 
 Ask = Callable[[Engine], Path]
@@ -344,8 +344,10 @@ class TieredEngine(Engine):
     @handed_over
     def describe(self, namespace: Namespace, names: Mapping[str, str | None] | None = None) -> None:
         """As `Engine.describe`, in both locations."""
-        if len(self._settings) < KEPT_SETTINGS:
-            self._settings[namespace.key] = namespace.canonical
+        self._settings.pop(namespace.key, None)
+        self._settings[namespace.key] = namespace.canonical
+        while len(self._settings) > KEPT_SETTINGS:
+            del self._settings[next(iter(self._settings))]
         super().describe(namespace, names)
         self.far.describe(namespace, names)
 

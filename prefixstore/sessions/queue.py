@@ -49,6 +49,11 @@ class Ticket:
         self.gate, self.told = threading.Lock(), asyncio.Event()
         self.gate.acquire()
 
+    @property
+    def is_orphaned(self) -> bool:
+        """Whether its owner will never run again."""
+        return self.is_async and self.loop is not None and self.loop.is_closed()
+
     def tell(self) -> None:
         """Tell the owner that it is its turn. May be called twice."""
         with suppress(RuntimeError):  # the gate is open, or the loop is closed
@@ -161,7 +166,7 @@ class Queue:
         """The first ticket, which is told that it is its turn. Those that were dropped are removed."""
         while self._tickets:
             first = self._tickets[0]()
-            if first is not None:
+            if first is not None and not first.is_orphaned:
                 first.tell()
                 return first
             self._tickets.popleft()

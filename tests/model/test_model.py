@@ -28,7 +28,7 @@ LONG = {
 }
 
 # between the moments at which a process is killed, where each costs many requests
-STEP = {"valkey": 5, "s3": 40}
+STEP = {"valkey": 5, "s3": 30}
 
 
 @pytest.fixture

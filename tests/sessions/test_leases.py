@@ -11,7 +11,7 @@ import pytest
 from llama_cpp import LogitsProcessorList
 
 from prefixstore import BusyError, MisuseError, NotAttachedError, StaleLeaseError
-from prefixstore.engine.engine import Engine
+from prefixstore.engine.bookmarks import Bookmarks
 from prefixstore.sessions.session import Session
 from prefixstore.sessions.table import Table
 from prefixstore.stats import Counters
@@ -41,7 +41,7 @@ def assert_free(llm, store, sessions):
 # -- Ctrl-C while a session is admitted -------------------------------------------------------------------------------
 
 STEPS = {
-    "it is looked up": (Engine, "bookmarks"),
+    "it is looked up": (Bookmarks, "read"),
     "it is leased": (Session, "__init__"),
     "it was leased": (Table, "forget"),
     "its rows are restored": (Session, "resume"),
@@ -209,7 +209,8 @@ def test_a_call_may_close_the_store_itself(llama, llm, store, sessions):
 # -- event loops that are closed --------------------------------------------------------------------------------------
 
 
-def test_a_loop_that_is_closed_gives_the_llama_up_once_its_task_is_garbage(llm, store, sessions):
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_loop_that_is_closed_gives_the_llama_up(is_kept, llm, store, sessions):
     async def block():
         async with sessions.aadmit("alice") as alice:
             await asyncio.to_thread(alice.eval, prompt(40))
@@ -221,8 +222,9 @@ def test_a_loop_that_is_closed_gives_the_llama_up_once_its_task_is_garbage(llm, 
     task = loop.create_task(block())
     loop.run_until_complete(entered.wait())
     loop.close()
-    del task
-    gc.collect()
+    if not is_kept:
+        del task
+        gc.collect()
     assert outcome(lambda: held(sessions, "bob")) == ([], 0)
     assert held(sessions, "alice") == ([], 1)
     assert_free(llm, store, sessions)

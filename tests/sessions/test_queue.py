@@ -121,6 +121,21 @@ def test_a_cancelled_task_loses_its_place_even_if_it_was_just_told():
     asyncio.run(main())
 
 
+def test_a_task_whose_loop_is_closed_is_passed_over():
+    queue, first, last = Queue(), Other(), Other()
+    tickets = []
+    queue.enter(first)
+
+    async def wait():
+        tickets.append(Ticket(is_async=True))
+        queue.enter(tickets[0])
+
+    asyncio.run(wait())
+    queue.enter(last)
+    queue.leave(first)
+    assert queue.look() is last
+
+
 def test_work_in_a_thread_ends_before_a_cancelled_task_goes_on():
     steps = []
 

@@ -17,6 +17,7 @@ from sqlalchemy.dialects.postgresql.psycopg import dialect
 
 from prefixstore.backends.contract import Draft, View
 from prefixstore.backends.location import require_plain_password, without_password
+from prefixstore.backends.sql.compaction import compact
 from prefixstore.backends.sql.database import APPLICATION_ID, TABLES, Database, parse_url
 from prefixstore.backends.sql.migrations import VERSION_TABLE
 from prefixstore.backends.sql.postgresql_rows import COSTS, COUNT_AGAIN, META_ROW, PostgreSQLView, write
@@ -265,10 +266,10 @@ class PostgreSQL(Database[_Connection]):
             )
 
     def compact(self, *, erase: bool = False) -> int:
-        """Vacuum the tables, which cuts off their free end, and count again what was counted.
+        """Rewrite payloads, some at a time, so that a vacuum can cut off the end of the table.
 
         With `erase` the server rewrites all tables, and all others wait; its log and its backups are not covered. Only
-        the owner of the tables can do either.
+        the owner of the tables can do either. First what was counted is counted again.
         """
         with self.turn() as (driver, _), self.translated():
             driver.silence = None
@@ -277,7 +278,7 @@ class PostgreSQL(Database[_Connection]):
         if erase:
             self._vacuum("VACUUM FULL", "deleted data is still in the files")
         else:
-            self._vacuum("VACUUM", "no space was returned")
+            compact(self, lambda: self._vacuum("VACUUM", "no space was returned"))
         return max(before - self.disk_bytes(), 0)
 
     def disk_bytes(self) -> int:
