@@ -17,7 +17,6 @@ __all__ = [
     "parse_bytes",
     "parse_seconds",
     "parse_target",
-    "require_unit",
     "shown",
 ]
 
@@ -42,6 +41,7 @@ def parse_bytes(size: int | str, parameter: str) -> int:
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
         if found is None or found[2].upper() not in _UNITS:
             raise InvalidParameterError(_not_a_size(parameter, size))
+        _require_unit(found[2], parameter, size, "20GiB, or 20B for bytes")
         # bounded first, since infinity is not an int
         size = int(min(float(found[1]) * _UNITS[found[2].upper()], 2.0 * LARGEST_BYTES))
     if isinstance(size, bool) or not isinstance(size, int):
@@ -81,15 +81,9 @@ def parse_target(target: float | str, capacity: int | None, parameter: str) -> i
     return 0 if is_nothing else parse_bytes(target, parameter)  # type: ignore[arg-type] # it is no float
 
 
-def require_unit(given: object, parameter: str, example: str) -> None:
-    """Refuse a text that is a number alone: where pages are deleted for it, a guess of its unit may be wrong.
-
-    Raises
-    ------
-    InvalidParameterError
-        If it is one; the message names `parameter`, and an `example` of what is valid.
-    """
-    if isinstance(given, str) and re.fullmatch(r"\s*[\d.]+\s*", given) is not None:
+def _require_unit(unit: str, parameter: str, given: str, example: str) -> None:
+    """Refuse a text that is a number alone: pages are deleted for it, and a guess of its unit may be wrong."""
+    if not unit:
         raise InvalidParameterError(f"{parameter}={shown(given)} has no unit; pass one, as in {example}")
 
 
@@ -169,6 +163,7 @@ def parse_seconds(duration: float | str | timedelta, parameter: str) -> float:
     elif isinstance(duration, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", duration)
         if found is not None and found[2] in _SECONDS:
+            _require_unit(found[2], parameter, duration, "30d, 12h, 90s")
             seconds = float(found[1]) * _SECONDS[found[2]]
     elif isinstance(duration, (int, float)) and not isinstance(duration, bool):
         seconds = duration

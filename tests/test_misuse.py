@@ -63,7 +63,7 @@ from tests.support.models import load
         ({"namespace": "\ud800"}, "not valid text"),
         ({"salt": "x\udcff"}, "not valid text"),
         ({"max_bytes": 2**62}, "at most 1024 PiB"),
-        ({"max_bytes": "9" * 400}, "at most 1024 PiB"),
+        ({"max_bytes": "9" * 400 + "B"}, "at most 1024 PiB"),
         ({"max_bytes": 10**5000}, "cannot be shown"),
         ({"page_tokens": 2**40}, "at most"),
         ({"location": "lmdb:///x\ud800"}, "characters that no file name can have"),

@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.page_view import Used
-from prefixstore.units import format_bytes, format_number, format_seconds, format_share, parse_bytes
+from prefixstore.errors import InvalidParameterError
+from prefixstore.units import format_bytes, format_number, format_seconds, format_share, parse_bytes, parse_seconds
 
 
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("1", 1),
+        ("1B", 1),
         ("500MB", 500 * 10**6),
         ("20GiB", 20 * 2**30),
         (" 1.5 kib ", 1536),
@@ -27,6 +28,12 @@ from prefixstore.units import format_bytes, format_number, format_seconds, forma
 )
 def test_a_size_is_parsed_with_its_unit(text, size):
     assert parse_bytes(text, "max_bytes") == size
+
+
+@pytest.mark.parametrize("parse", [parse_bytes, parse_seconds])
+def test_a_text_without_a_unit_is_refused(parse):
+    with pytest.raises(InvalidParameterError, match="'80' has no unit"):
+        parse("80", "to")
 
 
 @pytest.mark.parametrize(

@@ -127,8 +127,10 @@ def _after_fork_in_parent() -> None:
         return
     failures: list[BaseException] = []
     while _asked:
-        # still there if this is interrupted: it may be released twice
-        _call(_asked[-1].after_fork_in_parent, failures)
+        # it may be released twice, and is, if this is interrupted
+        release = _asked[-1].after_fork_in_parent
+        if not _call(release, failures):
+            _call(release, failures)
         _asked.pop()
     _forking.release()
     if failures:
@@ -147,12 +149,14 @@ def _after_fork_in_child() -> None:
         raise failures[0]
 
 
-def _call(work: Callable[[], None], failures: list[BaseException]) -> None:
+def _call(work: Callable[[], None], failures: list[BaseException]) -> bool:
     """Do this; an error in it, or an interrupt, does not keep the others from their turn. `os.fork` reports it."""
     try:
         work()
     except BaseException as error:  # noqa: BLE001 - raised when all are done
         failures.append(error)
+        return False
+    return True
 
 
 if hasattr(os, "register_at_fork"):

@@ -188,7 +188,7 @@ class _Reader(_Stream):
         self._next = file.read(sealed_size(MESSAGE_BYTES))
         if self._next and not self._sealer.has_key_of(self._next):
             wanted = self._next[:ID_BYTES].hex()
-            raise LocationError(f"{name} needs the key {wanted}: pass --from-key, or set PREFIXSTORE_KEY")
+            raise LocationError(f"{name} needs the key {wanted}; give it by --from-key or PREFIXSTORE_KEY")
 
     def seekable(self) -> bool:
         return False

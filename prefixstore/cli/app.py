@@ -67,7 +67,7 @@ GROUPS = {
     "key": {
         "new": ("key", "Make a file with a new key."),
         "add": ("key", "Add a new key to a file of keys."),
-        "list": ("key", "List the ids of the keys in a file, the newest first, and the tenants that have one."),
+        "list": ("key", "List the ids of the keys in a file, in the order of their lines, the newest last."),
         "rotate": ("key", "Encrypt everything in a store under the newest key."),
         "forget": ("key", "Delete the key of a tenant from a file of keys."),
     },

@@ -13,7 +13,7 @@ from prefixstore.cli.output import DONE, FAILED, confirmed, say
 from prefixstore.engine.delete import Removed
 from prefixstore.errors import InvalidParameterError, UnavailableError
 from prefixstore.maintenance.archive import Archive
-from prefixstore.units import counted, format_bytes, parse_seconds, parse_target, require_unit
+from prefixstore.units import counted, format_bytes, parse_seconds, parse_target
 
 __all__ = ["clear", "evict", "purge"]
 
@@ -35,8 +35,6 @@ def evict(
 
     Example: prefixstore evict lmdb:///var/cache/kv --to 10GiB --dry-run
     """
-    if to != "0":
-        require_unit(to, "--to", "10GiB")
     target = parse_target(to, options.max_bytes_of(max_bytes), "--to")
     with Archive(location, policy=policy) as archive:
         where = archive.location
@@ -104,7 +102,6 @@ def purge(
         raise InvalidParameterError(
             "no pages are selected; pass --namespace, --salt, --older-than, --page, --prefix or --everything"
         )
-    require_unit(older_than, "--older-than", "30d, 12h")
     seconds = parse_seconds(older_than, "--older-than") if older_than is not None else None
     with Archive(location, read_only=dry_run) as archive:
         where, is_local = archive.location, archive.backend.is_local

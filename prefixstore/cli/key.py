@@ -66,18 +66,24 @@ def add(key_file: str, *, tenant: str | None = None) -> Result:
 
 
 def list_(key_file: str) -> Result:
-    """List the ids of the keys in a file, the newest first, and the tenants that have one.
+    """List the ids of the keys in a file, in the order of their lines, the newest last.
+
+    Then those of tenants, and of those who were forgotten.
 
     Example: prefixstore key list /etc/prefixstore.key
     """
     keys = _read(_path(key_file))
+    masters = [name.hex() for name in keys.masters][::-1]
+    tenants = {tenant: key_id(key).hex() for tenant, key in keys.tenants.items()}
     data = {
-        "keys": [name.hex() for name in keys.masters],
-        "tenants": list(keys.tenants),
-        "forgotten": sorted(keys.forgotten.values()),
+        "keys": masters,
+        "tenants": tenants,
+        "forgotten": {tenant: name.hex() for name, tenant in keys.forgotten.items()},
     }
-    rows = [[what.removesuffix("s"), name] for what, names in data.items() for name in names]
-    return Result(data, lambda: table(["what", "id or name"], rows))
+    rows = [["key", name, "the newest" if name == masters[-1] else ""] for name in masters]
+    rows += [["tenant", name, tenant] for tenant, name in tenants.items()]
+    rows += [["forgotten", name.hex(), tenant] for name, tenant in keys.forgotten.items()]
+    return Result(data, lambda: table(["what", "id", "name"], rows))
 
 
 def rotate(location: str) -> Result:

@@ -24,7 +24,7 @@ from prefixstore.errors import InvalidParameterError
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.verify import BOUND, Comparison
 from prefixstore.maintenance.verify import verify as compare
-from prefixstore.units import counted, format_bytes, format_share, require_unit
+from prefixstore.units import counted, format_bytes, format_share
 
 __all__ = ["check", "compact", "migrate", "pin", "unpin", "verify"]
 
@@ -44,8 +44,6 @@ def check(
     Example: prefixstore check lmdb:///var/cache/kv --repair --dry-run
     """
     budget = options.max_bytes_of(max_bytes)
-    if repair:
-        require_unit(max_bytes, "--max-bytes", "20GiB")
     with Archive(location, read_only=not repair or dry_run) as archive:
         where, pages = archive.location, archive.used().entries
         mended = confirmed(

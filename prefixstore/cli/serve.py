@@ -14,7 +14,7 @@ from prefixstore.cli import options
 from prefixstore.cli.output import DONE, say
 from prefixstore.config import Config, load_config, model_file
 from prefixstore.errors import InvalidParameterError, MissingExtraError
-from prefixstore.units import parse_bytes, require_unit
+from prefixstore.units import parse_bytes
 
 __all__ = ["COMMAND_CLASS", "serve"]
 
@@ -88,7 +88,6 @@ def serve(
     Example: prefixstore serve ./store --model model.gguf -- --n_ctx 8192 --n_threads 8
     """
     settings_of_file = Config() if config is None else load_config(config)
-    require_unit(ttl, "--ttl", "30d, 12h")
     of_running = {"--slots-dir": slots_dir, "--namespace": namespace, "--api-key": api_key}
     if model is not None:
         of_llama_server = {

@@ -26,7 +26,6 @@ from prefixstore.cli.warm_report import (
 from prefixstore.config import Config, explain, load_config
 from prefixstore.errors import LocationError, MisuseError
 from prefixstore.store import PrefixStore
-from prefixstore.units import require_unit
 from prefixstore.warming.estimate import estimate
 from prefixstore.warming.job import warm as run_job
 from prefixstore.warming.report import Progress
@@ -89,7 +88,6 @@ def warm(
 
     Example: prefixstore warm --for-server --model m.gguf --store lmdb:///var/cache/kv prompts.jsonl docs/
     """
-    require_unit(ttl, "--ttl", "30d, 12h")
     models = {
         "n_ctx": n_ctx,
         "n_threads": threads,

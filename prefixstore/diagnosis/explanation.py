@@ -191,7 +191,7 @@ class Explanation:
             why = CAUSES[self.evicted.cause]
             evicted = f"The page from token {self.evicted.start:,} on was evicted {ago} ago, {why}."
         found = {
-            "complete": "All of it: only the last token is computed.",
+            "complete": "All of it that can be restored: only the last token is computed.",
             "evicted": evicted,
             "fork": "The rest differs from everything that is stored.",
             "end": "The stored sequence ends there; the rest was not computed, or not stored.",

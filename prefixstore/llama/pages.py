@@ -69,8 +69,11 @@ class PageStrategy(Strategy[PagedMemory]):
             n_taken += 1
             to.add(lineage.tokens[start:end], lineage.parent(start // lineage.page_tokens), start, buffer, PAGE)
 
-        missing = context.memory.take(wanted, to.acquire, add)
-        n_submitted = to.submit().n
+        try:
+            missing = context.memory.take(wanted, to.acquire, add)
+        finally:
+            # after an error or a Ctrl-C, too: what was copied is good
+            n_submitted = to.submit().n
         if n_taken:
             end = wanted[n_taken - 1][1]
             self._known = (lineage.tokens[:end].copy(), losses) if n_submitted == n_taken else None

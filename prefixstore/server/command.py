@@ -168,7 +168,7 @@ def check_program(argv: Sequence[str], environ: Mapping[str, str]) -> None:
         raise InvalidParameterError(f"{argv[0]} follows --; the program comes first: -- llama-server {argv[0]} ...")
     if argv and shutil.which(argv[0], path=environ.get("PATH")) is None:
         where = "is not an executable file" if "/" in argv[0] else "is not on the PATH"
-        raise InvalidParameterError(f"{argv[0]} {where}; give the path of llama-server after --")
+        raise InvalidParameterError(f"{argv[0]} {where}; give the path of llama-server")
 
 
 def check_options(argv: Sequence[str], environ: Mapping[str, str]) -> None:

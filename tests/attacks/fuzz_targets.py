@@ -193,8 +193,8 @@ class Vocabulary:
 def jsonl(data: bytes) -> None:
     """Lines of prompts: each is tokens, or a problem."""
     problems: list[prompts.Problem] = []
-    read = prompts.read(["-"], io.BytesIO(data))
-    for tokens, _ in prompts.tokenized(Vocabulary(), read, problems):
+    sys.stdin = io.TextIOWrapper(io.BytesIO(data))
+    for tokens, _ in prompts.tokenized(Vocabulary(), prompts.read(["-"]), problems):
         assert 0 < len(tokens) < 64
 
 

@@ -81,7 +81,9 @@ def test_keys_are_added_in_place(tmp_path, run, key):
     for name in ("", "  ", "alice & bob"):
         assert "--tenant" in run("key", "add", key, "--tenant", name, code=2).err
     listed = json.loads(run("key", "list", key, "--json").out)
-    assert listed == {"keys": [newest.hex(), oldest.hex()], "tenants": ["alice & bob"], "forgotten": []}
+    alice = {name: key_id(secret).hex() for name, secret in keys_in(key).tenants.items()}
+    assert listed == {"keys": [oldest.hex(), newest.hex()], "tenants": alice, "forgotten": {}}
+    assert f"{newest.hex()}   the newest" in run("key", "list", key).out
 
 
 def test_keys_that_are_added_at_once_are_all_there(key):

@@ -167,7 +167,7 @@ def test_what_is_stored_completely_or_goes_on_is_no_fork(llm, store):
     ask(llm, text)
     found = store.explain(text)
     assert (found.reason, found.fork, found.culprit) == ("complete", None, None)
-    assert "All of it: only" in read(found)
+    assert "All of it that can be restored: only" in read(found)
     n = found.n_tokens
     # as if the answer had not been stored
     store.clear()
@@ -301,7 +301,7 @@ def test_the_command_explains_a_prompt_with_the_vocabulary_alone(templated, llm,
     assert (code, found["culprit"]["name"], found["reason"]) == (1, "timestamp", "fork")
     request.write_text(json.dumps(chat("Who are you?", system=f"Now: 2026-11-22 09:48:01. {RULES}")["messages"]))
     code, out, _ = run(store.location, "--model", templated, "--messages", request)
-    assert (code, "All of it: only" in out) == (0, True)
+    assert (code, "All of it that can be restored: only" in out) == (0, True)
 
 
 def test_the_command_explains_a_prompt_in_the_default_location(templated, llm, store, run, monkeypatch):
