@@ -164,6 +164,7 @@ class Upkeep(Reading):
                 chosen += evictor.shrink(self._backend, max_bytes)[0]
                 self._backend.reclaim()
                 left = self.used()[0].bytes
+            self._backend.mend()
         keys = tuple(key.hex() for key in chosen)
         return Evicted(keys, max(before - left, 0), self._policy.name, max_bytes, left, dry_run)
 

@@ -113,5 +113,5 @@ def test_a_file_comes_back_and_nothing_of_it_can_be_left_out_exchanged_or_append
 
 def test_a_file_says_which_key_it_needs(sealed):
     begin, parts, _ = sealed
-    with pytest.raises(LocationError, match=f"needs the key {NAME.hex()}: pass --from-key"):
+    with pytest.raises(LocationError, match=f"needs the key {NAME.hex()}; give it by --from-key"):
         opened(begin, parts, Keys({key_id(OLD): OLD}))
