@@ -72,7 +72,7 @@ def copied(source: Path, target: Path) -> float:
 def imported(source: Path, location: str, n_bytes: int) -> tuple[float, float]:
     """Seconds of the command into an empty location, until all is durable; and of a check of what is there then."""
     command = [sys.executable, "-m", "prefixstore", "import", location, str(source), "--json"]
-    done = subprocess.run([*command, "--max-bytes", str(2 * n_bytes)], check=True, cwd=ROOT, stdout=subprocess.PIPE)
+    done = subprocess.run([*command, "--max-bytes", f"{2 * n_bytes}B"], check=True, cwd=ROOT, stdout=subprocess.PIPE)
     moved = json.loads(done.stdout)
     assert moved["pages"] == n_bytes // PAGE_BYTES
     with Archive(location) as archive:

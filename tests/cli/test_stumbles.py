@@ -528,7 +528,7 @@ def test_a_budget_that_is_too_small_is_told_before_anything_is_computed(tmp_path
     with Archive(tmp_path / "kv") as archive:
         held = archive.used().bytes
     write_jsonl(file, [{"tokens": prompt(900, i)} for i in range(50, 54)])
-    err = run(*given, "--max-bytes", held + (1 << 20), "--dry-run")[2]
+    err = run(*given, "--max-bytes", f"{held + (1 << 20)}B", "--dry-run")[2]
     assert "other pages will be evicted" in err
 
 
