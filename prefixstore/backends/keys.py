@@ -146,7 +146,7 @@ class Keys:
 
     @property
     def known(self) -> set[bytes]:
-        """Ids of all keys, also of those that were forgotten: nobody needs them."""
+        """Ids of all keys, including those that were forgotten, which are not missing."""
         return {*self.masters, *self.of_tenants, *self.forgotten}
 
     @classmethod

@@ -76,7 +76,7 @@ class EncryptedBackend(Backend):
 
     def _cipher_in(self, rows: View) -> tuple[RowCipher, bytes | None]:
         """The cipher of the location, and the row that says so; of an empty one a new cipher, and None."""
-        # another thread may read them anew
+        # another thread may read them again
         keys, found = self.keys, self._found
         [stored] = rows.get([HEADER])
         if stored is None and not rows.ranges([Range(FIRST, LAST, 1)])[0]:
@@ -201,7 +201,7 @@ class EncryptedBackend(Backend):
         Returns
         -------
         int
-            How many rows were encrypted anew.
+            How many rows were encrypted again.
         int
             How many could not be decrypted: then the older keys are still needed.
 
@@ -236,7 +236,7 @@ class EncryptedBackend(Backend):
             return list(update.cipher.masters)
 
     def _put_again(self, keys: Sequence[bytes]) -> None:
-        """Encrypt rows anew. One that has a payload was put with it: both are under the same key."""
+        """Encrypt rows again. One that has a payload was put with it: both are under the same key."""
         try:
             self._put_once(keys)
         except FullError:

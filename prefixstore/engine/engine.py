@@ -1,7 +1,9 @@
 """The engine: stores, finds and delivers pages by their tokens, over any backend, without a model.
 
-read:   match, match_snapshot -> catalog, lookup        fetching -> fetch (RAM, backend, codec)
+read:   match, match_snapshot -> catalog, lookup        fetching -> fetch (RAM, backend, codec)    (`engine.reading`)
 write:  submit -> catalog (pending), queue -> (thread) commit (codec, budget, backend)
+
+Checks, pins, deletions and evictions that are asked for are in `engine.upkeep`, and how it ends is in `engine.closing`.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from prefixstore.engine.page_view import Used, View
 from prefixstore.engine.pages import Pages, fewer, retried
 from prefixstore.engine.pending import PackedPage
 from prefixstore.engine.waiting import DropReason
-from prefixstore.errors import CorruptError, FullError, StorageError
-from prefixstore.format.namespace import Namespace
+from prefixstore.errors import FullError, StorageError
+from prefixstore.format.namespace import salt_in
 from prefixstore.format.record import time_of_use
 from prefixstore.results import Shortage
 from prefixstore.stats import Counters
@@ -266,7 +266,7 @@ class Space:
         if quota.namespace is not None:
             found.append(_Tenant(namespace, None, quota.namespace))
         # without a salt there is no tenant
-        salt = _salt(one.pending.settings) if quota.salt is not None else None
+        salt = salt_in(one.pending.settings) if quota.salt is not None else None
         if quota.salt is not None and salt is not None:
             found.append(_Tenant(None, salt, quota.salt))
         return found
@@ -332,10 +332,3 @@ def least_of(view: View) -> Used:
     count = view.count()
     share = count.pinned_bytes / count.quota_bytes if count.quota_bytes > 0 else 0.0
     return Used(int(view.used.bytes * min(max(share, 0.0), 1.0)), count.pinned)
-
-
-def _salt(settings: bytes) -> str | None:
-    try:
-        return Namespace.parse(settings).salt
-    except CorruptError:
-        return None

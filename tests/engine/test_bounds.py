@@ -13,7 +13,6 @@ from functools import partial
 import pytest
 
 from prefixstore.engine import eviction as eviction_module
-from prefixstore.engine import space as space_module
 from prefixstore.engine.budget import Quota
 from prefixstore.engine.index import Page
 from prefixstore.format.keys import as_tokens
@@ -37,7 +36,7 @@ def steps(monkeypatch):
     monkeypatch.setattr(eviction_module.heapq, "heappop", count("pop", heapq.heappop))
     monkeypatch.setattr(eviction_module.heapq, "heappush", count("push", heapq.heappush))
     monkeypatch.setattr(Page, "has_expired", count("expired", Page.has_expired))
-    monkeypatch.setattr(space_module.Namespace, "parse", count("parse", Namespace.parse))
+    monkeypatch.setattr(Namespace, "parse", count("parse", Namespace.parse))
     return counted
 
 
