@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from ctypes import POINTER, c_char_p, c_size_t, c_void_p
+from ctypes import POINTER, c_char_p, c_int, c_size_t, c_void_p
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,10 @@ from prefixstore.models.file import read_gguf
 __all__ = ["adapter_is_from", "changed_since_start", "model_is_from"]
 
 SAMPLE = 4096
-# Buffers whose bytes can be read, and are those of the file. Others are repacked for a kind of processor.
+# Buffers whose bytes can be read, and are those of the file. Others are repacked for a kind of processor; the one for AMX
+# repacks only quantized tensors, but has no function that reads: its memory is read directly.
+DIRECT = "AMX"
+NOT_QUANTIZED = (0, 1, 30)  # ggml_type: F32, F16, BF16
 READABLE = re.compile(r"CPU|CPU_Mapped|\w+_Host|(CUDA|ROCm|MUSA|Vulkan|SYCL|MTL)\d+(_Mapped|_Private)?|Metal(_Mapped)?")
 IMPORTED = time.time()
 
@@ -132,11 +135,8 @@ def _is_from(
             tensor = find(name.encode())
             if tensor and call["ggml_get_name"](tensor) != name.encode():
                 return None  # an unknown kind of build
-            # the second field of a ggml_tensor; it has no function
-            holder = c_void_p.from_address(tensor + 8).value if tensor else None
-            if not holder or not READABLE.fullmatch(
-                call["ggml_backend_buffer_name"](holder).decode("ascii", "replace")
-            ):
+            read = _reader_of(tensor, call) if tensor else None
+            if read is None:
                 continue
             there = _file_at(mapped, call["ggml_get_data"](tensor))
             if there is not None and own_file is not None:
@@ -146,14 +146,32 @@ def _is_from(
                 is_same = True
                 continue
             size = call["ggml_nbytes"](tensor)
-            sample = ctypes.create_string_buffer(min(sample_bytes, size))
-            for at in {0, (size - len(sample)) // 2, size - len(sample)}:
-                call["ggml_backend_tensor_get"](tensor, sample, at, len(sample))
+            length = min(sample_bytes, size)
+            for at in {0, (size - length) // 2, size - length}:
                 content.seek(start + at)
-                if content.read(len(sample)) != sample.raw:
+                if content.read(length) != read(at, length):
                     return False
             is_same = True
     return is_same
+
+
+def _reader_of(tensor: int, call: dict[str, Any]) -> Callable[[int, int], bytes] | None:
+    """What reads bytes of a tensor, given where and how many; None if they cannot be read, or are not the file's."""
+    # the first two fields of a ggml_tensor are its type and its buffer; they have no functions
+    kind, holder = c_int.from_address(tensor).value, c_void_p.from_address(tensor + 8).value
+    buffer = call["ggml_backend_buffer_name"](holder).decode("ascii", "replace") if holder else ""
+    if buffer == DIRECT and kind in NOT_QUANTIZED:
+        data = call["ggml_get_data"](tensor)
+        return lambda at, length: ctypes.string_at(data + at, length)
+    if not READABLE.fullmatch(buffer):
+        return None
+
+    def read(at: int, length: int) -> bytes:
+        sample = ctypes.create_string_buffer(length)
+        call["ggml_backend_tensor_get"](tensor, sample, at, length)
+        return sample.raw
+
+    return read
 
 
 def _mapped_files() -> list[tuple[int, int, str]]:

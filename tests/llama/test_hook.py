@@ -126,7 +126,9 @@ def test_another_cache_on_an_attached_llama_gets_real_states(llama, store):
 def test_generate_and_eval_work_with_restore_and_capture(llama, store):
     tokens = prompt(900)
     llm = llama()
-    llm.eval(tokens)
+    # one token alone may be rounded in another way than within a batch
+    llm.eval(tokens[:899])
+    llm.eval(tokens[899:])
     plain = state_bytes(llm)
     store.attach(llm)
     assert store.capture() == 0  # the store has not seen these tokens enter

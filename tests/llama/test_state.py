@@ -105,12 +105,17 @@ def test_the_rows_that_a_window_cannot_see_are_not_needed(models):
     parsed = parse_sequence(context_bytes(writer))
     assert not parsed.holds(0, N)
     assert [len(section.positions) for section in parsed.cut(0, N, window_from=N - 256).sections] == [N, 256]
-    reader = load(models("gemma3"), **options)
-    set_context(reader, "gemma3", joined([parsed.cut(0, N, window_from=N - 256)]))
-    reader.n_tokens = N
-    reader.eval([7, 8])
     writer.eval([7, 8])
-    assert np.array_equal(logits(reader), logits(writer))
+
+    def difference(window_from):
+        reader = load(models("gemma3"), **options)
+        set_context(reader, "gemma3", joined([parsed.cut(0, N, window_from=window_from)]))
+        reader.n_tokens = N
+        reader.eval([7, 8])
+        return np.abs(logits(reader) - logits(writer)).max()
+
+    # the rows lie in another order, so sums may be rounded in another way
+    assert difference(N - 256) < 1e-3 * np.abs(logits(writer)).max() < difference(N - 64)
 
 
 @pytest.mark.parametrize("arch", ["mamba", "lfm2"])
