@@ -107,8 +107,8 @@ def run() -> dict[str, Any]:
             figures["prefixstore"] = converse(llm, lambda store=store: store.stats().tokens_computed)
             store.flush()
             stats = store.stats()
-            snapshots = sum(page.form for page in store.engine.pages())
-            tokens = sum(page.n_tokens for page in store.engine.pages() if not page.form)
+            snapshots = sum(page.form for page in store.engine.lookups.pages())
+            tokens = sum(page.n_tokens for page in store.engine.lookups.pages() if not page.form)
         results[arch] = {
             "kind": stats.kind,
             "turns": figures,

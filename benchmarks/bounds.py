@@ -85,7 +85,7 @@ class Caller:
         tokens = as_tokens([self._number, 1, 2, 3]).tobytes()
         new = PendingPage.of(ONE.key, ONE.canonical, ONE.key, 0, tokens, buffer)
         self.match([self._number])
-        self.engine.announce(new)
+        self.engine.captures.announce(new)
         written = self.engine.commit([new])
         buffer.release()
         return written

@@ -176,7 +176,7 @@ class Ours:
         """Store the pages in the empty location: records, index and payloads, in one transaction."""
         engine = self._archive.engine
         for namespace in self._settings:
-            engine.clear(namespace)
+            engine.upkeep.clear(namespace)
         started = time.perf_counter()
         done = engine.importer.import_pages(self._pages, self._settings)
         engine.sync()

@@ -152,12 +152,12 @@ class Writer:
     def insert(self) -> None:
         """Insert the first page of a new conversation, and wait until it is committed."""
         tokens = self._rng.integers(0, filled.VOCABULARY, filled.PAGE_TOKENS).astype("<i4").tobytes()
-        buffer = self._engine.acquire(len(filled.PAYLOAD), wait=True)
+        buffer = self._engine.captures.acquire(len(filled.PAYLOAD), wait=True)
         assert buffer is not None
         buffer.view[:] = filled.PAYLOAD
         space = self._space
         new = PendingPage.of(space.key, space.canonical, space.key, 0, tokens, buffer, filled.COMPUTE_US)
-        assert self._engine.submit(new)
+        assert self._engine.captures.submit(new)
         while True:
             try:
                 self._engine.drain()
@@ -248,7 +248,7 @@ def both(location: str, options: dict[str, Any]) -> dict[str, float]:
     longest, n_rounds = 0.0, 0
     with opened(location, options["limit"]) as store:
         engine = store.engine
-        lock = engine.wrap_lock(WatchedLock)
+        lock = engine._catalog.wrap_lock(WatchedLock)
         prompts = [as_tokens(filled.tokens_of(chain)) for chain in options["chains"]]
 
         def look_up() -> None:

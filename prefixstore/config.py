@@ -264,7 +264,7 @@ def load(path: str | os.PathLike[str]) -> tuple[Llama, PrefixStore]:
     if "n_ctx" not in config.model:
         log.warning("%s sets no n_ctx, so the context has %d tokens; set n_ctx in [model]", path, llm.n_ctx())
     store = config.open_store(llm)
-    for difference in explain(store.namespace, store.engine.namespaces()):
+    for difference in explain(store.namespace, store.engine.upkeep.namespaces()):
         log.warning("%s has no pages for these settings yet: %s", store.location, difference)
     llm.set_cache(store)  # type: ignore[arg-type]  # registered as a BaseLlamaCache
     return llm, store

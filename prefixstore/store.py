@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from prefixstore.backends.keys import Key
+from prefixstore.backends.threads import close_soon
 from prefixstore.engine.budget import Evicted
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.index import Path
@@ -561,7 +562,7 @@ class PrefixStore:
         hook, wanted = self.hook_of(llm), as_tokens(tokens)
         self._writable("pin")
         self._engine.drain()
-        return self._engine.pin(hook.context.namespace.key, wanted, hook.page_tokens, pinned=pinned)
+        return self._engine.upkeep.pin(hook.context.namespace.key, wanted, hook.page_tokens, pinned=pinned)
 
     def flush(self) -> None:
         """Return when everything captured so far is durable.
@@ -620,7 +621,7 @@ class PrefixStore:
         """Verify every invariant and every checksum of the location; the violations found."""
         self._alive()
         self._engine.drain()
-        return self._engine.check()
+        return self._engine.upkeep.check()
 
     def clear(self, *, everything: bool = False) -> int:
         """Delete the pages in the namespaces of all attached Llamas, pinned ones too; how many were deleted.
@@ -646,8 +647,8 @@ class PrefixStore:
             if sessions is not None and sessions.is_usable:
                 sessions.evict_all()
         if everything:
-            return self._engine.clear(None)
-        return sum(self._engine.clear(key) for key in {hook.context.namespace.key for hook in hooks})
+            return self._engine.upkeep.clear(None)
+        return sum(self._engine.upkeep.clear(key) for key in {hook.context.namespace.key for hook in hooks})
 
     def evict(self, to: float | str, *, dry_run: bool = False) -> Evicted:
         """Evict pages until the location holds no more than `to`, in the order of the store's policy.
@@ -682,7 +683,7 @@ class PrefixStore:
         self._writable("evict")
         target = parse_target(to, self._parameters.budget.max_bytes, "to")
         self._engine.drain()
-        return self._engine.evict(target, dry_run=dry_run)
+        return self._engine.upkeep.evict(target, dry_run=dry_run)
 
     def _writable(self, name: str) -> None:
         if self._parameters.read_only:
@@ -763,11 +764,11 @@ class PrefixStore:
         self._alive()
         count = self._engine.counters
         try:
-            used, stored, raw = self._engine.used()
+            used, stored, raw = self._engine.upkeep.used()
         except StorageError:
             # a failing location is when the counters are needed
-            used, stored, raw = self._engine.last_used()
-        pending = self._engine.pending
+            used, stored, raw = self._engine.upkeep.last_used()
+        pending = self._engine.captures.pending
         return Stats(
             hits=count["hits"],
             live_hits=count["live_hits"],
@@ -779,7 +780,7 @@ class PrefixStore:
             pages_captured=count["pages_captured"],
             snapshots_captured=count["snapshots_captured"],
             dropped=count.group("dropped"),
-            shortage=self._engine.shortage,
+            shortage=self._engine.captures.shortage,
             outdated=count.group("outdated"),
             evictions=count["evictions"],
             expired=count["expired"],
@@ -800,7 +801,7 @@ class PrefixStore:
             pending_snapshots=pending[1],
             capacity_bytes=self._parameters.budget.max_bytes,
             capacity_entries=self._parameters.budget.max_entries,
-            peak_bytes=self._engine.peak_bytes,
+            peak_bytes=self._engine.upkeep.peak_bytes,
             allocations=count["allocations"],
             frees=count["frees"],
             kind=self.kind,
@@ -826,7 +827,7 @@ class PrefixStore:
         >>> history.total(3600).hit_rate, history.total().seconds_saved  # doctest: +SKIP
         """
         self._alive()
-        return self._engine.history()
+        return self._engine.keeper.read()
 
     def metrics(self) -> str:
         """What `stats` says, with histograms, as a text for Prometheus: see docs/metrics.md.
@@ -854,12 +855,12 @@ class PrefixStore:
     def cache_size(self) -> int:
         """What the location holds, in bytes, index included."""
         self._alive()
-        return self._engine.used()[0].bytes
+        return self._engine.upkeep.used()[0].bytes
 
     def __len__(self) -> int:
         """How many pages the location holds."""
         self._alive()
-        return self._engine.used()[0].entries
+        return self._engine.upkeep.used()[0].entries
 
     def __bool__(self) -> bool:
         # llama-cpp-python asks `if self.cache:` and means `is not None`; an empty store is no missing one
@@ -932,4 +933,4 @@ def _finalize(store: weakref.ref[PrefixStore], engine: Engine) -> None:
     if store() is not None:
         engine.close()
     else:
-        engine.close_soon()
+        close_soon(engine)

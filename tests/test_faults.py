@@ -63,7 +63,7 @@ def test_a_page_of_another_length_does_not_reach_llama_cpp(llama):
     llm.eval(TOKENS)
     taken = []
     with PrefixStore("memory:", llm) as store:
-        memory.take([(0, 256)], store.engine.acquire, lambda start, end, buffer: taken.append(buffer))
+        memory.take([(0, 256)], store.engine.captures.acquire, lambda start, end, buffer: taken.append(buffer))
         state = bytes(taken[0].view)
         taken[0].release()
         memory.cut(0)

@@ -148,8 +148,8 @@ def test_of_a_config_file(tmp_path, text):
     ids=lambda value: value[:60],
 )
 def test_of_a_note_that_is_not_a_lease(value):
-    with PrefixStore("memory:") as store, Leases(store.engine) as leases:
-        store.engine.change_note(PREFIX + b"a", lambda _: value.encode())
+    with PrefixStore("memory:") as store, Leases(store.engine.upkeep) as leases:
+        store.engine.upkeep.change_note(PREFIX + b"a", lambda _: value.encode())
         assert leases.acquire(b"a")
 
 

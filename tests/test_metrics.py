@@ -192,8 +192,8 @@ def test_what_waits_what_was_given_up_and_what_was_written_and_deleted_is_told()
         # a tail, and the page that continues it, before either is written
         for tokens in (A[:6], A[:7]):
             for new in store.pages(tokens):
-                writer.submit(new)
-        assert writer.submit(snapshot_of(store, A[:5]))
+                writer.captures.submit(new)
+        assert writer.captures.submit(snapshot_of(store, A[:5]))
         text = text_of(registry)
         assert value(text, "prefixstore_pending_pages", form="page") == 2
         assert value(text, "prefixstore_pending_pages", form="snapshot") == 1
@@ -204,7 +204,7 @@ def test_what_waits_what_was_given_up_and_what_was_written_and_deleted_is_told()
         before = text_of(registry)
         assert value(before, "prefixstore_pending_pages", form="page") == 0
         assert value(before, "prefixstore_written_pages_total") == value(before, "prefixstore_pages") == 3
-        writer.engine.clear(None)
+        writer.engine.upkeep.clear(None)
         text = text_of(registry)
         assert problems(text) == []
         assert value(text, "prefixstore_deleted_pages_total") == 3

@@ -7,13 +7,17 @@ work: that ends by itself, and cleans up after itself. A caller whose time is ov
 from __future__ import annotations
 
 import _thread
+import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial, wraps
 from queue import Empty, SimpleQueue
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
 from weakref import WeakSet
+
+from prefixstore.errors import StorageError
 
 __all__ = [
     "Answer",
@@ -23,10 +27,13 @@ __all__ = [
     "OwnThread",
     "Threads",
     "caller",
+    "close_soon",
     "handed_over",
     "is_own",
     "start_thread",
 ]
+
+log = logging.getLogger("prefixstore")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -339,3 +346,39 @@ def _finish(jobs: SimpleQueue[_Job | None]) -> None:
             if job is not None:
                 job.run(lambda: None)
     jobs.put(None)
+
+
+class Closes(Protocol):
+    """What can be closed."""
+
+    def close(self) -> None:
+        """Raises `StorageError` if that fails."""
+
+
+def close_soon(one: Closes) -> None:
+    """Close something in a thread of its own, at the latest at the end of the process; for the garbage collector.
+
+    That may run in any thread at any moment: inside a view, in the write thread, while a lock is held. So this takes
+    no lock and waits for nothing. `Thread.start` does both.
+    """
+    # keeps it until it is closed
+    at_exit = weakref.finalize(one, one.close)
+    with suppress(RuntimeError):  # no more threads, or the interpreter is shutting down
+        _thread.start_new_thread(_start_closing, (one, at_exit))
+
+
+def _start_closing(one: Closes, at_exit: weakref.finalize[[], Closes]) -> None:
+    # not a daemon: the end of the process waits for it
+    thread = threading.Thread(target=_close_collected, args=(one, at_exit), name="prefixstore-close", daemon=False)
+    with suppress(RuntimeError):
+        thread.start()
+
+
+def _close_collected(one: Closes, at_exit: weakref.finalize[[], Closes]) -> None:
+    try:
+        one.close()
+    except StorageError as error:
+        log.warning("a garbage-collected store could not be closed: %s", error)
+    finally:
+        # not before: the end of the process waits for this thread in `close`
+        at_exit.detach()

@@ -186,7 +186,7 @@ def _check(settings: Config, sources: list[str], *, generation_prompt: bool) -> 
     with _open_read_only(ready.settings, ready.llm) as (store, location):
         for note in ready.notes:
             say(f"note: {note}")
-        known = store.engine.namespaces()
+        known = store.engine.upkeep.namespaces()
         same = any(namespace.key == store.namespace.key for namespace in known)
         differences = explain(store.namespace, known)
         key = store.namespace.key.hex()
@@ -206,7 +206,7 @@ def _check(settings: Config, sources: list[str], *, generation_prompt: bool) -> 
 
 
 def _print_notes(ready: Ready, store: PrefixStore) -> None:
-    differences = explain(store.namespace, store.engine.namespaces())
+    differences = explain(store.namespace, store.engine.upkeep.namespaces())
     for note in (*ready.notes, *(f"the store has no pages for these settings yet: {one}" for one in differences)):
         say(f"note: {note}")
 

@@ -41,7 +41,7 @@ LINE_SECONDS = 10.0
 def print_budget_note(store: PrefixStore, location: str, expected: int) -> bool:
     """Say whether what is expected will find space; returns whether it can."""
     limit = store.parameters.budget.max_bytes
-    free = max(0, limit - store.engine.used()[0].bytes)
+    free = max(0, limit - store.engine.upkeep.used()[0].bytes)
     needed = f"note: the prompts need about {format_bytes(expected)}"
     if expected > limit:
         say(

@@ -102,7 +102,7 @@ def explain_without_context(
     """
     tokens = tokens_of(tokenizer, prompt, generation_prompt=generation_prompt)
     model = "+".join(file_digest(part) for part in model_parts(tokenizer.model_path))
-    known = [one for one in engine.namespaces() if one.settings.get("model") == model and one.salt == salt]
+    known = [one for one in engine.upkeep.namespaces() if one.settings.get("model") == model and one.salt == salt]
     best, note = Namespace({"model": model, "salt": salt}), ""
     if known:
         best = max(known, key=lambda one: engine.match(one.key, tokens, _page_tokens(one)).n_tokens)
@@ -245,7 +245,7 @@ def _branches(engine: Engine, place: Place, tokens: Tokens, shared: Path) -> lis
     is_inside = last is not None and last.end > n
     parent = namespace if last is None else last.parent if is_inside else last.key
     found: dict[bytes, Page] = {last.key: last} if is_inside and last is not None else {}
-    for page in engine.children(parent, SIBLINGS):
+    for page in engine.lookups.children(parent, SIBLINGS):
         found.setdefault(page.key, page)
     common = {page.key: common_prefix(_array(page), tokens[page.start :]) for page in found.values()}
     nearest = sorted(found.values(), key=lambda page: (-common[page.key], -page.last_used))
@@ -261,7 +261,7 @@ def _followed(engine: Engine, page: Page) -> list[int]:
     """The tokens of a page, and of those that follow it, each time the one that was used last."""
     found: list[int] = _array(page).tolist()
     while len(found) < AFTER:
-        children = engine.children(page.key, CHILDREN)
+        children = engine.lookups.children(page.key, CHILDREN)
         if not children:
             break
         page = max(children, key=lambda child: child.last_used)
@@ -307,7 +307,7 @@ def _evicted(engine: Engine, place: Place, tokens: Tokens, n_shared: int) -> Evi
     first = n_shared // step
     missing = keys[first:]
     # a page is evicted before those that it follows, so the first one that is missing went last
-    found = next(iter(engine.evictions(missing[:1]).values()), None)
+    found = next(iter(engine.upkeep.evictions(missing[:1]).values()), None)
     return EvictedPage(first * step, found.at, found.cause.name.lower()) if found is not None else None
 
 
@@ -316,7 +316,7 @@ def _others(engine: Engine, place: Place, tokens: Tokens, n_shared: int) -> tupl
     mine = place.namespace
     known = [
         one
-        for one in engine.namespaces()
+        for one in engine.upkeep.namespaces()
         if one.key != mine.key and (one.salt is None or mine.salt is None or one.salt == mine.salt)
     ]
     known.sort(key=lambda one: len(mine.differences(one)))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from prefixstore.backends.threads import Threads, handed_over
+from prefixstore.backends.threads import handed_over
 from prefixstore.engine.bookmark import Bookmark, BookmarkChange, Unset, is_whole, merged, note_name, parse
-from prefixstore.engine.budget import Budget
 from prefixstore.engine.page_update import Transaction
-from prefixstore.engine.pages import Pages, retried
+from prefixstore.engine.pages import retried
+from prefixstore.engine.part import Part, Shared
 from prefixstore.format.keys import Tokens
 from prefixstore.format.record import Record
 from prefixstore.format.saved_state import pack_state
@@ -24,30 +24,11 @@ MAX_BOOKMARKS = 1024
 PART_OF_BUDGET = 1 / 256
 
 
-class Bookmarks:
-    """Reads bookmarks, and writes them with the next commit.
+class Bookmarks(Part):
+    """Reads bookmarks, and writes them with the next commit."""
 
-    Parameters
-    ----------
-    threads, backend
-        Of the engine.
-    budget
-        What the location may hold.
-    has_pending_pages
-        Whether pages wait for a commit, which may be those of a bookmark.
-    """
-
-    def __init__(
-        self,
-        threads: Threads,
-        backend: Pages,
-        budget: Budget,
-        has_pending_pages: Callable[[], bool],
-    ) -> None:
-        self.threads = threads
-        self._has_pending_pages = has_pending_pages
-        self._backend = backend
-        self._budget = budget
+    def __init__(self, shared: Shared) -> None:
+        super().__init__(shared)
         # held for steps in memory only
         self._lock = threading.Lock()
         # to be written, by namespace and name
@@ -110,7 +91,7 @@ class Bookmarks:
         if not waiting:
             return
         # asked after these were set: the pages of a bookmark are captured before
-        may_be_whole_later = self._has_pending_pages()
+        may_be_whole_later = self._catalog.has_pending
         with self._backend.update() as transaction:
             for namespace, changes in waiting.items():
                 for name, bookmark in list(changes.items()):

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 
 from prefixstore.backends.threads import start_thread
 from prefixstore.engine.index import Page
+from prefixstore.engine.pages import Pages
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError, UnavailableError
+from prefixstore.format.keys import KEY_BYTES
+from prefixstore.format.record import checksum
 from prefixstore.stats import Counters
 
-__all__ = ["LOCAL_PATIENCE", "CircuitBreaker"]
+__all__ = ["LOCAL_PATIENCE", "CircuitBreaker", "probe"]
 
 log = logging.getLogger("prefixstore")
 
@@ -49,6 +52,15 @@ class Request:
         """Seconds that the answer may take."""
         n_bytes = self.page.raw_bytes if self.page is not None else 0
         return SLOW_SECONDS + n_bytes / SLOW_BYTES_PER_SECOND + self.n_records / SLOW_RECORDS_PER_SECOND
+
+
+def probe(backend: Pages, page: Page | None) -> int:
+    """Repeat a request for a page, or for records, that failed or was slow."""
+    with backend.view() as view:
+        view.record(page.key if page is not None else bytes(KEY_BYTES))
+        for _, payload in view.fetch([page.key] if page is not None else []):
+            checksum(payload)
+    return 1
 
 
 class CircuitBreaker:

@@ -8,29 +8,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from prefixstore.backends.contract import ConflictError
 from prefixstore.engine.batch import Batch
-from prefixstore.engine.budget import Budget
-from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.delete import Deleter
 from prefixstore.engine.figures import FigureKeeper
 from prefixstore.engine.page_update import Transaction
-from prefixstore.engine.page_view import Used
-from prefixstore.engine.pages import CONFLICTS, Pages
+from prefixstore.engine.pages import CONFLICTS
+from prefixstore.engine.part import Part, Shared
 from prefixstore.engine.pending import Deferred, PackedPage, PendingPage, Use
 from prefixstore.engine.saved_notes import note_policy
 from prefixstore.engine.space import Evictor, Space
+from prefixstore.engine.upkeep import Upkeep
 from prefixstore.engine.waiting import DropReason
 from prefixstore.errors import FullError, StorageError
 from prefixstore.format.autocodec import Encoder
 from prefixstore.format.codec import CODECS
 from prefixstore.format.record import time_of_use
 from prefixstore.results import Shortage
-from prefixstore.stats import Counters
 
 __all__ = ["Committer"]
 
@@ -46,25 +44,15 @@ RAW = CODECS["raw"]
 EXPIRED_AT_ONCE = 128
 
 
-class Committer:
+class Committer(Part):
     """Writes batches of announced pages. Several threads may use it: the backend's transactions take turns.
 
     Parameters
     ----------
-    backend
-        The location.
-    catalog, deleter
+    shared, deleter, keeper, upkeep
         Of the engine.
-    budget
-        What the location may hold.
     encode
         Packs states.
-    counters
-        Counts what is evicted, dropped and repaired.
-    keeper
-        Keeps in the location what was counted.
-    on_used
-        Called after each transaction with what the location holds then.
     housekeeping
         Whether to delete damaged, thinned and expired pages as well, and to record uses.
 
@@ -76,31 +64,32 @@ class Committer:
 
     def __init__(
         self,
-        backend: Pages,
-        catalog: Catalog,
+        shared: Shared,
         deleter: Deleter,
-        budget: Budget,
-        encode: Encoder,
-        counters: Counters,
         keeper: FigureKeeper,
+        upkeep: Upkeep,
+        encode: Encoder,
         *,
-        on_used: Callable[[Used], None],
         housekeeping: bool,
     ) -> None:
+        super().__init__(shared)
+        budget = shared.budget
         self.shortage: Shortage | None = None
-        self._backend = backend
-        self._catalog = catalog
         self._deleter = deleter
-        self._evictor = Evictor(catalog, budget, counters)
+        self._evictor = Evictor(shared.catalog, budget, shared.counters)
         self._encode = encode
-        self._counters = counters
         self._keeper = keeper
-        self._on_used = on_used
+        self._upkeep = upkeep
         self._housekeeping = housekeeping
         self._max_bytes = budget.max_bytes
         self._high_bytes, self._low_bytes = (
             int(budget.max_bytes * one) for one in (budget.high_water, budget.low_water)
         )
+
+    @property
+    def has_deferred(self) -> bool:
+        """Whether uses, figures, or pages to be deleted wait for the next commit."""
+        return self._housekeeping and (self._catalog.has_deferred or self._keeper.is_due)
 
     def commit(self, batch: Sequence[PendingPage]) -> list[PendingPage]:
         """Write announced pages, and what is deferred.
@@ -235,7 +224,7 @@ class Committer:
             self._keeper.write(transaction, len(packed), n_bytes, spaces, is_wanted=with_figures and self._housekeeping)
             self._evictor.used = used = transaction.used
             transaction.after_commit.append(committed)
-        self._on_used(used)
+        self._upkeep.saw(used)
         self._choose_packing(used.bytes, sum(len(one.payload) for one in packed))
         self._counters.count("corrupt", n_damaged)
         self._counters.count("allocations", len(batch.put))

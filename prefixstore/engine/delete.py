@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeAlias
 
-from prefixstore.backends.threads import Threads, handed_over
-from prefixstore.engine.catalog import Catalog
-from prefixstore.engine.index import Index, Page, depth_first
+from prefixstore.backends.threads import handed_over
+from prefixstore.engine.bookmarks import Bookmarks
+from prefixstore.engine.index import Page, depth_first
 from prefixstore.engine.invariants import Violation
+from prefixstore.engine.lookups import Lookups
 from prefixstore.engine.page_checks import astray, strays
 from prefixstore.engine.page_update import Transaction
-from prefixstore.engine.pages import Pages, fewer, retried
+from prefixstore.engine.pages import fewer, retried
+from prefixstore.engine.part import Part, Shared
 from prefixstore.engine.pending import Suspicion
 from prefixstore.engine.relatives import with_descendants
 from prefixstore.engine.siblings import children_of, first_node
@@ -34,8 +35,8 @@ __all__ = [
     "unused_since",
 ]
 
-Choice: TypeAlias = Callable[[Index], Collection[bytes]]
-"""Chooses keys of pages from a tree of all pages; with a page it chooses all of its descendants."""
+Choice: TypeAlias = Callable[[Sequence[Page]], Collection[bytes]]
+"""Chooses keys of pages from all pages, in the order of `Lookups.pages`; with a page, all of its descendants."""
 
 
 @dataclass(frozen=True)
@@ -52,31 +53,30 @@ class Removed:
 # -- choices ----------------------------------------------------------------------------------------------------------
 
 
-def of_namespaces(index: Index, namespaces: Collection[bytes]) -> set[bytes]:
+def of_namespaces(pages: Sequence[Page], namespaces: Collection[bytes]) -> set[bytes]:
     """The pages of these namespaces."""
-    return {page.key for page in index if page.namespace in namespaces}
+    return {page.key for page in pages if page.namespace in namespaces}
 
 
-def subtree(index: Index, key: bytes) -> set[bytes]:
+def subtree(pages: Sequence[Page], key: bytes) -> set[bytes]:
     """A page and its descendants."""
-    page = index.get(key)
-    return {one.key for one in depth_first([page] if page is not None else [])}
+    return {one.key for one in depth_first(page for page in pages if page.key == key)}
 
 
-def unused_since(index: Index, before: int) -> set[bytes]:
+def unused_since(pages: Sequence[Page], before: int) -> set[bytes]:
     """The pages that were last used before this, in nanoseconds since the epoch, and whose descendants were too."""
     used: dict[bytes, int] = {}
-    for page in reversed(list(depth_first(index.roots()))):
+    for page in reversed(pages):
         used[page.key] = max([page.last_used, *(used[child.key] for child in page.children)])
     return {key for key, last in used.items() if last < before}
 
 
-def beginning_with(index: Index, tokens: bytes, namespaces: Collection[bytes] | None) -> set[bytes]:
+def beginning_with(pages: Sequence[Page], tokens: bytes, namespaces: Collection[bytes] | None) -> set[bytes]:
     """The pages of sequences that begin with these tokens, and those that led only to them."""
     doomed: set[bytes] = set()
     inside: list[Page] = []
-    roots = [page for page in index.roots() if namespaces is None or page.namespace in namespaces]
-    waiting = [(page, tokens[page.start * TOKEN_BYTES :]) for page in roots]
+    roots = [page for page in pages if page.parent == page.namespace]
+    waiting = [(page, tokens) for page in roots if namespaces is None or page.namespace in namespaces]
     while waiting:
         page, rest = waiting.pop()
         if page.tokens.startswith(rest):
@@ -90,27 +90,23 @@ def beginning_with(index: Index, tokens: bytes, namespaces: Collection[bytes] | 
     return doomed
 
 
-def in_common(index: Index, choices: Sequence[Choice]) -> set[bytes]:
-    """The keys selected by every choice; all keys if there are no choices."""
-    keys = set(index.pages)
+def in_common(pages: Sequence[Page], choices: Iterable[Choice]) -> list[Page]:
+    """The pages selected by every choice, in this order; all if there are no choices."""
+    keys = {page.key for page in pages}
     for choose in choices:
-        keys &= set(choose(index))
-    return keys
+        keys &= set(choose(pages))
+    return [page for page in pages if page.key in keys]
 
 
 # -- deleting ---------------------------------------------------------------------------------------------------------
 
 
-class Deleter:
+class Deleter(Part):
     """Deletes pages from a location, pinned or not.
 
     Parameters
     ----------
-    threads
-        Do what a caller asks for.
-    backend
-        The location.
-    catalog
+    shared, lookups, bookmarks
         Of the engine.
 
     Attributes
@@ -121,27 +117,29 @@ class Deleter:
 
     n_begun = 0
 
-    def __init__(self, threads: Threads, backend: Pages, catalog: Catalog) -> None:
-        self.threads = threads
-        self._backend = backend
-        self._catalog = catalog
+    def __init__(self, shared: Shared, lookups: Lookups, bookmarks: Bookmarks) -> None:
+        super().__init__(shared)
+        self._lookups = lookups
+        self._bookmarks = bookmarks
 
     @handed_over
     def delete(self, choices: Sequence[Choice]) -> Removed:
-        """Delete the pages that all choices have in common, and what others add after them until then."""
+        """Delete the pages that all choices have in common, pinned ones too, and what others add after them until then.
+
+        Also the names of sequences that are no longer stored.
+        """
         self.n_begun += 1
-        doomed = self._select(partial(in_common, choices=choices))[::-1]
+        doomed = in_common(self._lookups.pages(), choices)[::-1]
         for page in doomed:
             self._catalog.forget(page)
-        return self._delete_all([page.key for page in doomed])
+        removed = self._delete_all([page.key for page in doomed])
+        self._bookmarks.prune()
+        return removed
 
     @handed_over
     def select(self, choices: Iterable[Choice]) -> list[bytes]:
         """The keys that several choices have in common, parents before their children."""
-        return [page.key for page in self._select(partial(in_common, choices=list(choices)))]
-
-    def _select(self, choose: Choice) -> list[Page]:
-        return self._catalog.select(self._backend, choose)
+        return [page.key for page in in_common(self._lookups.pages(), choices)]
 
     @handed_over
     def delete_strays(self, *, newer: bool = False) -> Removed:

@@ -1,9 +1,9 @@
 """The engine: stores, finds and delivers pages by their tokens, over any backend, without a model.
 
-read:   match, match_snapshot -> catalog, lookup        fetching -> fetch (RAM, backend, codec)    (`engine.reading`)
+read:   match, match_snapshot -> lookups, lookup        fetching -> fetch (RAM, backend, codec)
 write:  submit -> catalog (pending), queue -> (thread) commit (codec, budget, backend)
 
-Checks, pins, deletions and evictions that are asked for are in `engine.upkeep`, and how it ends is in `engine.closing`.
+What one of its parts does alone, callers ask of the part: `Engine.lookups`, `upkeep`, `deleter`, `importer`, ...
 """
 
 from __future__ import annotations
@@ -11,40 +11,43 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 
 from prefixstore.backends.forks import ForkLevel, register_at_fork
-from prefixstore.backends.threads import Threads, handed_over
-from prefixstore.buffers import PooledBuffer
-from prefixstore.engine.bookmark import BookmarkChange
+from prefixstore.backends.handle_lock import release_interrupted_frames
+from prefixstore.backends.threads import Threads, close_soon, handed_over
 from prefixstore.engine.bookmarks import Bookmarks
-from prefixstore.engine.breaker import LOCAL_PATIENCE, CircuitBreaker
+from prefixstore.engine.breaker import LOCAL_PATIENCE, CircuitBreaker, probe
 from prefixstore.engine.budget import Budget
+from prefixstore.engine.captures import Captures
 from prefixstore.engine.catalog import Catalog
-from prefixstore.engine.closing import Closing
 from prefixstore.engine.commit import Committer
 from prefixstore.engine.delete import Deleter
+from prefixstore.engine.fetch import Deadline, States, fetch
 from prefixstore.engine.figures import FigureKeeper
 from prefixstore.engine.importing import Importer
-from prefixstore.engine.index import Page
-from prefixstore.engine.page_view import Used
+from prefixstore.engine.index import Page, Path
+from prefixstore.engine.lookups import Lookups
+from prefixstore.engine.page_view import View
 from prefixstore.engine.pages import Pages
-from prefixstore.engine.pending import PendingPage
+from prefixstore.engine.part import Shared
+from prefixstore.engine.pending import Fits, PendingPage, Suspicion
 from prefixstore.engine.policy import Policy
 from prefixstore.engine.queue import Drained, WriteQueue
 from prefixstore.engine.ram import RamTier
+from prefixstore.engine.readers import Admit, Look
 from prefixstore.engine.saved_notes import SavedNotes
-from prefixstore.engine.source import Fetcher
+from prefixstore.engine.source import Fetcher, Source
 from prefixstore.engine.space import Evictor
 from prefixstore.engine.tap import Tap
 from prefixstore.engine.upkeep import Upkeep
-from prefixstore.engine.waiting import Placement
-from prefixstore.errors import StorageError
+from prefixstore.errors import MisuseError, StorageError
 from prefixstore.format.autocodec import Encoder
-from prefixstore.format.figures import History
+from prefixstore.format.keys import Tokens
 from prefixstore.format.namespace import Namespace
-from prefixstore.results import SessionCounts, Shortage, TierStats
+from prefixstore.results import SessionCounts, TierStats
 from prefixstore.stats import Counters
 
 __all__ = ["Engine"]
@@ -54,7 +57,7 @@ log = logging.getLogger("prefixstore")
 QUEUE_BYTES = 256 << 20
 
 
-class Engine(Upkeep, Closing):
+class Engine:
     """Stores and finds pages by tokens, in one location. May be used from many threads.
 
     Parameters
@@ -90,16 +93,15 @@ class Engine(Upkeep, Closing):
 
     Attributes
     ----------
-    wants_all
-        Whether what is captured now is stored even if the policy finds it worth less than what is evicted for it.
     budget, read_only, ram_budget
         As given; the last as `ram_bytes`.
-    peak_bytes
-        The largest size of the location that this process has seen, in bytes.
-    keeper, deleter, importer, bookmarks
-        Keep in the location what was counted; delete pages and mend the index; import pages; name sequences.
+    lookups, captures, upkeep, deleter, importer, keeper, bookmarks
+        Find pages; take captured ones; check the location, pin, clear and evict; delete pages and mend the index;
+        import pages; keep in the location what was counted; name sequences.
     tap
         Receives lookups, uses and captures; None for no listener.
+    is_closed
+        Whether it has released the location.
     token_seconds
         What computing a token takes, as last measured; None if it is not known.
     """
@@ -123,7 +125,6 @@ class Engine(Upkeep, Closing):
     ) -> None:
         self.counters = counters
         self._backend = backend
-        self._trie = backend.trie
         self.budget = budget
         self._policy = policy
         self._encode = encode
@@ -135,14 +136,11 @@ class Engine(Upkeep, Closing):
         self.read_only = read_only
         self._housekeeping = housekeeping
         self._clock = clock
-        self._sizes = (0, 0)
-        self._stores_all = 0
-        self.wants_all = False
         # what counts the sessions of its store; kept by a weak reference
         self.sessions: Callable[[], Callable[[], SessionCounts] | None] = lambda: None
         self.tap: Tap | None = None
         self.token_seconds: float | None = None
-        self._closed = False
+        self.is_closed = False
         self._start()
         register_at_fork(self, ForkLevel.ENGINE)
 
@@ -155,38 +153,30 @@ class Engine(Upkeep, Closing):
         self._ram = RamTier(self.ram_budget)
         self._catalog = catalog = Catalog(self._policy, counters, self._ram)
         patience = LOCAL_PATIENCE if backend.is_local else 1
-        self._breaker = CircuitBreaker(self._probe, counters, patience=patience, clock=self._clock)
-        self._fetcher = Fetcher(
-            backend, catalog, self._ram, self.threads, counters, self._encode.read_rate, self._breaker
-        )
-        self.deleter = Deleter(self.threads, backend, catalog)
-        # what the location was seen to hold: last, and at most
-        self._last_used = Used(0, 0)
-        self.peak_bytes = 0
-        self.keeper = FigureKeeper(
-            backend, counters, self.budget, self._waiting, notes_budget=self._housekeeping and not self.read_only
-        )
-        self._committer = Committer(
-            backend,
-            catalog,
-            self.deleter,
-            self.budget,
-            self._encode,
-            counters,
-            self.keeper,
-            on_used=self._saw,
-            housekeeping=self._housekeeping,
-        )
+        self._breaker = CircuitBreaker(partial(probe, backend), counters, patience=patience, clock=self._clock)
+        shared = Shared(self.threads, backend, catalog, self._ram, self._breaker, self.budget, self.read_only, counters)
+        self._fetcher = Fetcher(shared, self._encode.read_rate)
+        self.lookups = Lookups(shared)
+        self.bookmarks = Bookmarks(shared)
+        self.deleter = Deleter(shared, self.lookups, self.bookmarks)
         self._notes = SavedNotes(backend, Evictor(catalog, self.budget, counters))
-        self.bookmarks = Bookmarks(self.threads, backend, self.budget, lambda: catalog.has_pending)
-        self.importer = Importer(self.threads, backend, catalog, self._committer, self._load_policy)
-        self._queue = WriteQueue(
-            self,
-            self._queue_bytes,
-            counters,
-            in_background=self._write_behind,
-            read_only=self.read_only,
-            on_released=self._end,
+        self.upkeep = Upkeep(shared, self.lookups, self.deleter, self._notes)
+        self.keeper = FigureKeeper(shared, self._waiting, housekeeping=self._housekeeping)
+        committer = Committer(
+            shared, self.deleter, self.keeper, self.upkeep, self._encode, housekeeping=self._housekeeping
+        )
+        self.importer = Importer(shared, committer, self._notes)
+        self._queue = WriteQueue(self, self._queue_bytes, in_background=self._write_behind, on_released=self._end)
+        self.captures = Captures(
+            shared,
+            self.lookups,
+            committer,
+            self.bookmarks,
+            self._notes,
+            self._queue,
+            lambda: self.tap,
+            self._ttl_ns,
+            self._priority,
         )
 
     def before_fork(self) -> None:
@@ -197,7 +187,7 @@ class Engine(Upkeep, Closing):
 
     def after_fork_in_child(self) -> None:
         """Start over with new locks, threads and handles. What the parent has captured, the parent writes."""
-        if not self._closed:
+        if not self.is_closed:
             self._backend.after_fork()
             self.counters = self.counters.copy()
             before = self.keeper
@@ -205,9 +195,9 @@ class Engine(Upkeep, Closing):
             self.keeper.succeed(before)
 
     @property
-    def is_closed(self) -> bool:
-        """Whether the engine has released the location."""
-        return self._closed
+    def location(self) -> str:
+        """The location as a URL."""
+        return self._backend.location
 
     def n_near(self, pages: Sequence[Page]) -> int:
         """How many of these pages, counted from the first, are in this location and not only in the far one."""
@@ -228,111 +218,109 @@ class Engine(Upkeep, Closing):
         return self._ram.used
 
     @handed_over
-    def history(self) -> History:
-        """How the location was used, by all processes; see `History`. Raises `StorageError`."""
-        return self.keeper.read()
-
-    @handed_over
-    def keep_history(self) -> None:
-        """Write what was counted, for an engine without housekeeping. What cannot be written is lost."""
-        self.keeper.hurry()
-        try:
-            if self.keeper.has_unwritten and not self.read_only:
-                with self._catalog.update(self._backend) as transaction:
-                    self.keeper.write(transaction)
-                    transaction.after_commit.append(self.keeper.committed)
-        except StorageError as error:
-            log.warning("figures were not written: %s", error)
-
-    @handed_over
     def describe(self, namespace: Namespace, names: Mapping[str, str | None] | None = None) -> None:
         """Have the settings and names of a namespace kept in the location, with one of the next commits."""
         self.keeper.describe(namespace, names)
 
     def _waiting(self) -> tuple[int, int]:
-        return sum(self.pending), self.queued_bytes
+        return sum(self.captures.pending), self.queued_bytes
 
-    # -- names of sequences -------------------------------------------------------------------------------------------
+    # -- reading ------------------------------------------------------------------------------------------------------
 
-    @handed_over
-    def set_bookmark(self, namespace: bytes, name: str, bookmark: BookmarkChange) -> None:
-        """Name a sequence, with the commit after those of its pages; None or `Unset` removes the name."""
-        if self.read_only:
-            return
-        self.bookmarks.set(namespace, name, bookmark)
-        if self._write_behind:
-            self._queue.nudge()
-        else:
-            self._write_bookmarks()
+    def match(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> Path:
+        """The longest stored prefix of `tokens`, among pages that any process has committed or that are pending here.
 
-    def _write_bookmarks(self) -> None:
-        try:
-            self.bookmarks.write()
-        except StorageError as error:
-            log.warning("names of stored sequences were not written yet: %s", error)
+        Raises
+        ------
+        StorageError
+            If the location cannot be read; immediately while the circuit breaker is open.
+        """
+        path = self._found(lambda lookups: lookups.longest(namespace, tokens, page_tokens), len(tokens))
+        return self._told(namespace, tokens, page_tokens, path)
 
-    @handed_over
-    def keep(self, owner: str, keys: Collection[bytes]) -> None:
-        """Have these pages evicted after all others; see `Catalog.keep`."""
-        self._catalog.keep(owner, keys)
+    def match_snapshot(
+        self, namespace: bytes, tokens: Tokens, page_tokens: int, limit: int, multiple_of: int = 1
+    ) -> Path:
+        """The pages of `tokens` up to the deepest snapshot among the first `limit`, and that snapshot.
 
-    @handed_over
-    def keep_nothing(self) -> None:
-        """Undo every `keep`."""
-        self._catalog.keep_nothing()
+        Parameters
+        ----------
+        namespace, tokens, page_tokens
+            As for `match`.
+        limit
+            Tokens that may be restored.
+        multiple_of
+            The snapshot has to be at a multiple of this.
+        """
+        most = min(limit, len(tokens))
+        path = self._found(
+            lambda lookups: lookups.deepest_snapshot(namespace, tokens, page_tokens, limit, multiple_of),
+            most - most % multiple_of,
+        )
+        return self._told(namespace, tokens, page_tokens, path)
 
-    # -- capturing ----------------------------------------------------------------------------------------------------
+    def _found(self, ask: Callable[[Lookups], Path], most: int) -> Path:
+        """What there is of a prompt; `most` tokens are all of it."""
+        return ask(self.lookups)
 
-    def acquire(self, size: int, *, wait: bool = False) -> PooledBuffer | None:
-        """A buffer to capture a page into; None if too much is queued already and `wait` is false."""
-        # handed over only to wait: while another thread computes, that takes longer than copying a page
-        buffer = self._queue.acquire(size)
-        return self._acquire_later(size) if buffer is None and wait else buffer
+    def _told(self, namespace: bytes, tokens: Tokens, page_tokens: int, path: Path) -> Path:
+        if self.tap is not None:
+            self.tap.asked(namespace, tokens, page_tokens, path.n_tokens)
+        return path
 
-    @handed_over
-    def _acquire_later(self, size: int) -> PooledBuffer | None:
-        return self._queue.acquire(size, wait=True)
+    def fetching(
+        self,
+        pages: Sequence[Page],
+        *,
+        streamed: bool = False,
+        along: bool = True,
+        look: Look | None = None,
+        admit: Admit | None = None,
+        deadline: Deadline | None = None,
+    ) -> AbstractContextManager[States]:
+        """The verified states of `pages`, in order: see `fetch`."""
+        sources = self._sources(pages)
+        return fetch(sources, streamed=streamed, along=along, look=look, admit=admit, deadline=deadline)
 
-    @handed_over
-    def submit(self, *news: PendingPage) -> list[PendingPage]:
-        """Have captured pages written, parents first; those that are wanted. The engine owns the buffers then."""
-        return [new for new in news if self._take(new, self.tap)]
-
-    def _take(self, new: PendingPage, tap: Tap | None) -> bool:
-        """Have a page written, telling only this tap; whether it is wanted."""
-        is_wanted = self.announce(new)
-        if is_wanted:
-            if tap is not None:
-                tap.captured(new.page)
-            self._queue.put(new)
-        else:
-            new.release()
-        return is_wanted
-
-    def announce(self, new: PendingPage) -> bool:
-        """Have a captured page matched from now on, as one that waits; False if it is not wanted."""
-        return self.place(new) is Placement.ADDED
-
-    @handed_over
-    def place(self, new: PendingPage) -> Placement:
-        """As `announce`; what became of the page."""
-        page = new.page
-        page.priority = self._priority
-        new.is_wanted = new.is_wanted or self._stores_all > 0 or self.wants_all
-        # one that comes from another location may have been used, and so renewed, there
-        page.expires = max(page.expires, page.created + self._ttl_ns) if self._ttl_ns is not None else 0
-        return self._catalog.announce(new)
-
-    @contextmanager
-    def storing_all(self) -> Iterator[None]:
-        """In this block, captured pages are stored even if the policy ranks them below what is evicted for them."""
-        self._stores_all += 1
-        try:
-            yield
-        finally:
-            self._stores_all -= 1
+    def _sources(self, pages: Sequence[Page]) -> list[Source]:
+        return [self._fetcher.source(pages)]
 
     @handed_over
+    def touch(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None = None) -> None:
+        """Note that a prompt began with these pages, none for a miss; written with the next commit.
+
+        With the length of the prompt, a policy can tell how far from its end a page is.
+        """
+        self._note_use(namespace, pages, n_tokens)
+        self._tell_use(namespace, pages, n_tokens)
+
+    def _note_use(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None) -> None:
+        self._catalog.touch(namespace, pages, self._ttl_ns, n_tokens, is_written=not self.read_only)
+
+    def _tell_use(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None) -> None:
+        if self.tap is not None and n_tokens is not None:
+            self.tap.used(namespace, pages, n_tokens)
+
+    @handed_over
+    def condemn(self, page: Page, fits: Fits, size: int | None = None) -> None:
+        """Have a page and its descendants deleted with the next commit, if its state still does not fit then.
+
+        `fits` must hold for every context of the namespace. Another thread may call it. With `size`, the most bytes
+        that the state can have, one that claims more is not unpacked for it.
+        """
+        self._catalog.mark_damaged(page, Suspicion(fits, size))
+
+    def view(self) -> AbstractContextManager[View]:
+        """A view, for callers that read the location directly."""
+        return self.threads.lending(self._backend.view())
+
+    @property
+    def losses(self) -> int:
+        """How often this process has evicted, deleted or dropped pages, but for tails that others continue."""
+        return self._catalog.evictions.n_added + self.deleter.n_begun + self.counters.n_dropped
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
     def commit(self, batch: Sequence[PendingPage]) -> int:
         """Write announced pages, and what is deferred. Used by the queue.
 
@@ -341,24 +329,7 @@ class Engine(Upkeep, Closing):
         int
             How many pages of the batch are stored now. What cannot be written is dropped, counted and logged.
         """
-        try:
-            self._load_policy()
-            n_written = len(self._committer.commit(batch))
-        except StorageError as error:
-            log.warning("%d pages were dropped: %s", len(batch), error)
-            return 0
-        self._backend.mend()
-        self._write_bookmarks()
-        self._notes.save()
-        return n_written
-
-    @property
-    def has_deferred(self) -> bool:
-        """Whether uses, bookmarks, figures, or pages to be deleted wait for the next commit."""
-        is_kept = self._housekeeping and (self._catalog.has_deferred or self.keeper.is_due)
-        return is_kept or self.bookmarks.has_pending
-
-    # -- the queue ----------------------------------------------------------------------------------------------------
+        return self.captures.commit(batch)
 
     @property
     def queue_bytes(self) -> int:
@@ -371,11 +342,6 @@ class Engine(Upkeep, Closing):
         return self._queue.n_bytes
 
     @handed_over
-    def nudge(self) -> None:
-        """Have deferred changes committed soon."""
-        self._queue.nudge()
-
-    @handed_over
     def drain(self, pages: int | None = None, n_bytes: int | None = None, seconds: float | None = None) -> Drained:
         """Wait until the queue is empty: everything submitted is committed or dropped; see `WriteQueue.drain`.
 
@@ -385,22 +351,12 @@ class Engine(Upkeep, Closing):
             If the location does not take anything for half a minute.
         """
         drained = self._queue.drain(pages, n_bytes, seconds)
-        return drained._replace(left=sum(self.pending))
-
-    @property
-    def pending(self) -> tuple[int, int]:
-        """How many pages and how many snapshots are captured and not written yet."""
-        return self._catalog.pending_counts
+        return drained._replace(left=sum(self.captures.pending))
 
     def session_counts(self) -> SessionCounts | None:
         """What the sessions of its store have done; None if there are none."""
         counts = self.sessions()
         return counts() if counts is not None else None
-
-    @property
-    def shortage(self) -> Shortage | None:
-        """The last time that a captured page found no space; None if all have."""
-        return self._committer.shortage
 
     @handed_over
     def flush(self) -> None:
@@ -419,3 +375,71 @@ class Engine(Upkeep, Closing):
     def is_failing(self) -> bool:
         """Whether the location failed or was too slow, and has not recovered yet."""
         return self._breaker.is_open
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Write what is queued and deferred, make it durable, and release the backend.
+
+        The write thread has another one do that, and waits for nothing. While another thread closes the engine, a
+        second call waits for it.
+
+        Raises
+        ------
+        StorageError
+            If something cannot be written, or made durable. The engine is closed all the same.
+        MisuseError
+            If the calling thread is in the block of a view or of `fetching`.
+        """
+        if self._has_lent():
+            # `with store:` was interrupted: what it has is referred to by the exception that it handles
+            release_interrupted_frames()
+            if self._has_lent():
+                raise MisuseError("this thread is in the block of a view, or of a restore; leave it first")
+        self._close()
+
+    def _has_lent(self) -> bool:
+        """Whether the calling thread is in the block of a view or of `fetching`."""
+        return self.threads.has_lent()
+
+    @handed_over
+    def _close(self) -> None:
+        if self._queue.is_here:
+            close_soon(self)
+            return
+        with self._ending:
+            # a write thread that no caller waits for releases the backend when it ends
+            if self.is_closed or self._queue.is_on_its_own:
+                return
+            try:
+                self.keeper.hurry()
+                self._queue.close()
+                if not self.read_only and not self._queue.is_on_its_own:
+                    self._notes.save(closing=True)
+                    self.sync()
+            finally:
+                if not self._queue.is_on_its_own:
+                    self._release()
+
+    def _end(self) -> None:
+        """The rest of `close`, by the write thread, if no caller waits for it."""
+        try:
+            if not self.read_only:
+                self.sync()
+        except StorageError as error:
+            log.warning("written pages could not be made durable: %s", error)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        self.is_closed = True
+        self._breaker.close()
+        try:
+            # waits for the views that are open: a restore that has begun ends first
+            self._backend.close()
+        finally:
+            self._fetcher.close()
+            self._ram.clear()
+            self.threads.close()
+            if self.tap is not None:
+                self.tap.close()

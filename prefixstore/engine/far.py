@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.fetch import States
 from prefixstore.engine.index import Page
+from prefixstore.engine.lookups import Lookups
 from prefixstore.engine.pending import PendingPage
 from prefixstore.engine.queue import BATCH_BYTES
 from prefixstore.engine.source import Keep, Source
@@ -36,8 +37,7 @@ OFFERED_SECONDS = 60.0
 class Nearer(Protocol):
     """The nearer location, as the far engine sees it."""
 
-    def path(self, page: Page) -> list[Page]:
-        """The pages from the start of the sequence up to this one, as far as they are known."""
+    lookups: Lookups
 
     def settings_of(self, namespace: bytes) -> bytes | None:
         """Canonical settings of a namespace. Raises `StorageError`."""
@@ -86,7 +86,7 @@ class FarEngine(Engine):
     def offer(self, new: PendingPage) -> None:
         """Have a captured page written here, too, with the same buffer. Dropped and counted if too much waits."""
         buffer = new.buffer
-        if buffer is None or self._catalog.get(new.page.key) is not None:
+        if self.read_only or buffer is None or self._catalog.get(new.page.key) is not None:
             return
         with self._lock:
             fits = not self._held or self._held + new.n_bytes <= self.queue_bytes
@@ -132,14 +132,14 @@ class FarEngine(Engine):
                 if page.key not in stored and (new.buffer is None or not follows):
                     copied.append(new)
                     continue
-                if page.key not in stored and self.place(new) is Placement.ADDED:
+                if page.key not in stored and self.captures.place(new) is Placement.ADDED:
                     announced.append(new)
                 n_left -= 1
             n_written += super().commit(announced)
             # the last ones first: they bring along those before them
             for new in reversed(copied):
                 if new.page.key not in stored:
-                    path = self._nearer.path(new.page)
+                    path = self._nearer.lookups.path(new.page)
                     n_written += self._copy(path, new.settings)
                     stored.update(page.key for page in path)
                 n_left -= 1
@@ -192,12 +192,12 @@ class FarEngine(Engine):
             with self._nearer.states_of(pages) as states:
                 for page, state in zip(pages, states, strict=False):
                     size += len(state)
-                    buffer = self.acquire(len(state), wait=True) if size <= most or not news else None
+                    buffer = self.captures.acquire(len(state), wait=True) if size <= most or not news else None
                     if buffer is None:
                         break
                     news.append(PendingPage(node_of(page), settings, buffer))
                     buffer.view[:] = state
-            return len(news), super().commit([new for new in news if self.place(new) is Placement.ADDED])
+            return len(news), super().commit([new for new in news if self.captures.place(new) is Placement.ADDED])
         except Exception:
             self._catalog.drop(news)
             raise

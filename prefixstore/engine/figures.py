@@ -10,15 +10,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from prefixstore.engine.budget import Budget
+from prefixstore.backends.threads import handed_over
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import View
-from prefixstore.engine.pages import Pages, retried
+from prefixstore.engine.pages import retried
+from prefixstore.engine.part import Part, Shared
 from prefixstore.errors import CorruptError, StorageError
 from prefixstore.format.figure_note import NOTE, FigureNote
 from prefixstore.format.figures import LONGEST_NAME, Described, History, Writer
 from prefixstore.format.namespace import Namespace
-from prefixstore.stats import Counters, Ledger, short
+from prefixstore.stats import Ledger, short
 
 __all__ = ["FigureKeeper", "read_history"]
 
@@ -43,22 +44,18 @@ class _Sent(NamedTuple):
     hurried: bool
 
 
-class FigureKeeper:
+class FigureKeeper(Part):
     """Writes the counts of an engine into the location. Only the thread with the transaction calls `write`.
 
     Nothing depends on it: what cannot be written waits, and is lost with the process.
 
     Parameters
     ----------
-    backend
+    shared
         Of the engine.
-    counters
-        Collects what is counted by namespace.
-    budget
-        What the location may hold.
     waiting
         How many pages, and how many bytes, wait to be written.
-    notes_budget
+    housekeeping
         Whether the budget is kept with the figures: not that of an `Archive`, which serves no prompts.
     clock
         Seconds since the epoch.
@@ -73,22 +70,18 @@ class FigureKeeper:
 
     def __init__(
         self,
-        backend: Pages,
-        counters: Counters,
-        budget: Budget,
-        waiting: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        shared: Shared,
+        waiting: Callable[[], tuple[int, int]],
         *,
-        notes_budget: bool = True,
+        housekeeping: bool,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._backend = backend
-        self._counters = counters
-        self._budget = budget
+        super().__init__(shared)
         self._waiting = waiting
-        self._notes_budget = notes_budget
+        self._notes_budget = housekeeping and not shared.read_only
         self._clock = clock
         self._writer = os.urandom(8).hex()
-        self._limit = min(LARGEST, max(int(budget.max_bytes * PART_OF_BUDGET), SMALLEST))
+        self._limit = min(LARGEST, max(int(self._budget.max_bytes * PART_OF_BUDGET), SMALLEST))
         # by the short name of the namespace
         self._described: dict[str, Described] = {}
         # those that are described, and whose pages were stored since the last commit with figures
@@ -98,7 +91,7 @@ class FigureKeeper:
         # what a transaction writes, until it is committed
         self._sent: _Sent | None = None
         self._tried_at = time.monotonic()
-        self._pause = 0.0 if backend.is_local else REMOTE_SECONDS
+        self._pause = 0.0 if self._backend.is_local else REMOTE_SECONDS
         self._hurries = False
         self._has_warned = False
 
@@ -178,6 +171,18 @@ class FigureKeeper:
         if not is_written:
             self._take_back()
 
+    @handed_over
+    def write_alone(self) -> None:
+        """Write what was counted, for an engine without housekeeping. What cannot be written is lost."""
+        self.hurry()
+        try:
+            if self.has_unwritten and not self._read_only:
+                with self._backend.update() as transaction:
+                    self.write(transaction)
+                self.committed()
+        except StorageError as error:
+            log.warning("figures were not written: %s", error)
+
     def committed(self) -> None:
         """Note that what `write` wrote is committed."""
         with self._lock:
@@ -228,8 +233,9 @@ class FigureKeeper:
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
+    @handed_over
     def read(self) -> History:
-        """What is recorded in the location, and counts of this process not yet written. Raises `StorageError`."""
+        """How the location was used, by all processes, with what is not written yet. Raises `StorageError`."""
         while True:
             with self._lock:
                 sent, waiting = self._sent, self._counters.unwritten()

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import add
 from typing import NamedTuple
 
-from prefixstore.backends.threads import Threads, handed_over
-from prefixstore.engine.catalog import Catalog
+from prefixstore.backends.threads import handed_over
 from prefixstore.engine.commit import Committer
 from prefixstore.engine.index import Page, is_same
-from prefixstore.engine.pages import Pages
+from prefixstore.engine.part import Part, Shared
 from prefixstore.engine.pending import PendingPage
 from prefixstore.engine.relatives import siblings_of
+from prefixstore.engine.saved_notes import SavedNotes
 from prefixstore.engine.waiting import Placement
 from prefixstore.format.record import Record, StoredPage
 
@@ -42,32 +42,19 @@ class Imported(NamedTuple):
         return Imported(*map(add, self, other))
 
 
-class Importer:
+class Importer(Part):
     """Imports pages into a location.
 
     Parameters
     ----------
-    threads
-        Do the work.
-    backend, catalog, committer
+    shared, committer, notes
         Of the engine.
-    load_policy
-        Has the policy know what was learned before.
     """
 
-    def __init__(
-        self,
-        threads: Threads,
-        backend: Pages,
-        catalog: Catalog,
-        committer: Committer,
-        load_policy: Callable[[], None],
-    ) -> None:
-        self.threads = threads
-        self._backend = backend
-        self._catalog = catalog
+    def __init__(self, shared: Shared, committer: Committer, notes: SavedNotes) -> None:
+        super().__init__(shared)
         self._committer = committer
-        self._load_policy = load_policy
+        self._notes = notes
 
     @handed_over
     def holds(self, record: Record) -> bool | None:
@@ -101,7 +88,7 @@ class Importer:
             If they cannot be written: `FullError` if the disk is full.
         """
         news = [PendingPage.from_stored(one, settings[one.record.namespace]) for one in batch]
-        self._load_policy()
+        self._notes.load()
         try:
             with self._backend.view() as view:
                 here = view.records([key for one in batch for key in (one.key, one.record.parent)])

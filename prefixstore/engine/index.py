@@ -1,4 +1,4 @@
-"""Pages as the engine sees them, and trees of them."""
+"""Pages as the engine sees them, and trees of them, for maintenance."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from prefixstore.format.keys import PAGE, TOKEN_BYTES, Tokens, common_prefix
+from prefixstore.format.keys import PAGE, TOKEN_BYTES, common_prefix
 from prefixstore.format.record import Record, Usage
 
-__all__ = ["Index", "Page", "Path", "branches", "depth_first", "is_same", "later", "shared_tokens"]
+__all__ = ["Page", "Path", "depth_first", "in_order", "is_same", "later", "shared_tokens"]
 
 
 @dataclass(slots=True, eq=False)
@@ -146,70 +146,6 @@ class Path:
     n_tokens: int
 
 
-class Index:
-    """A tree of pages, by key and by parent, for maintenance: a page is in it only if its parent is."""
-
-    def __init__(self) -> None:
-        self.pages: dict[bytes, Page] = {}
-        self._first: list[Page] = []
-
-    def __len__(self) -> int:
-        return len(self.pages)
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self.pages
-
-    def __iter__(self) -> Iterator[Page]:
-        return iter(list(self.pages.values()))
-
-    def get(self, key: bytes) -> Page | None:
-        """The page with this key."""
-        return self.pages.get(key)
-
-    def roots(self) -> list[Page]:
-        """The first pages of all sequences."""
-        return sorted(self._first, key=lambda page: (page.namespace, page.tokens))
-
-    def add(self, page: Page) -> bool:
-        """Add a page; False, and nothing changes, if it is known, or its parent is missing or ends elsewhere."""
-        if page.key in self.pages:
-            return False
-        if page.parent == page.namespace:
-            if page.start:
-                return False
-            self._first.append(page)
-        else:
-            parent = self.pages.get(page.parent)
-            if parent is None or (page.start, page.namespace, PAGE) != (parent.end, parent.namespace, parent.form):
-                return False
-            parent.children.append(page)
-        self.pages[page.key] = page
-        return True
-
-
-def branches(path: Iterable[tuple[int, Iterable[bytes]]], tokens: Tokens) -> list[int]:
-    """The positions along `tokens` at which stored sequences branch off, to the token.
-
-    Parameters
-    ----------
-    path
-        For each page along `tokens`, the start of the sequence included: where it ends, and the tokens of its children
-        and snapshots.
-    tokens
-        The sequence.
-    """
-    raw = tokens.tobytes()
-    found: list[int] = []
-    for end, others in path:
-        wanted = raw[end * TOKEN_BYTES :]
-        found += [
-            end + shared_tokens(wanted[: len(other)], other)
-            for other in others
-            if not (wanted.startswith(other) or other.startswith(wanted))
-        ]
-    return found
-
-
 def shared_tokens(a: bytes, b: bytes) -> int:
     """How many tokens two byte strings of tokens have in common at their beginning."""
     return common_prefix(np.frombuffer(a, "<i4"), np.frombuffer(b, "<i4"))
@@ -222,3 +158,25 @@ def depth_first(start: Iterable[Page]) -> Iterator[Page]:
         page = waiting.pop()
         yield page
         waiting += sorted(page.children, key=lambda one: (one.form, one.tokens))[::-1]
+
+
+def in_order(pages: Iterable[Page]) -> list[Page]:
+    """Pages, parents before their children, which are entered in them; without those that do not follow what is there.
+
+    Of two with one key, the first one.
+    """
+    known: dict[bytes, Page] = {}
+    first: list[Page] = []
+    for page in sorted(pages, key=lambda page: page.start):
+        parent = known.get(page.parent)
+        if page.parent == page.namespace:
+            beside, is_in_place = first, page.start == 0
+        elif parent is not None:
+            beside = parent.children
+            is_in_place = (page.start, page.namespace, PAGE) == (parent.end, parent.namespace, parent.form)
+        else:
+            continue
+        if is_in_place and page.key not in known:
+            beside.append(page)
+            known[page.key] = page
+    return list(depth_first(sorted(first, key=lambda page: (page.namespace, page.tokens))))

@@ -135,7 +135,7 @@ class Located:
 
 
 def locate(
-    view: View,
+    view: View | None,
     waiting: Waiting,
     prompt: Prompt,
     nodes: Callable[[Sequence[Entry]], list[Page]],
@@ -147,7 +147,7 @@ def locate(
     Parameters
     ----------
     view
-        Of the location.
+        Of the location; None if it cannot be read.
     waiting
         What waits to be written.
     prompt
@@ -158,7 +158,7 @@ def locate(
         Whether the snapshots along the prompt are wanted.
     """
     found = Located(prompt)
-    entries = view.leading(prompt.keys) if prompt.keys else []
+    entries = view.leading(prompt.keys) if view is not None and prompt.keys else []
     good = list(_good(entries, prompt, waiting))
     found.n_read, found.n_stored = len(entries), len(good)
     for entry in entries[len(good) : len(good) + 1]:
@@ -179,11 +179,9 @@ def locate(
     parents = prompt.parents[: found.n_stored + 1] if snapshots else []
     near: list[Entry] = []
     after: list[Entry] = []
-    if asks and parents:
+    if view is not None and asks:
         near, after = view.beside(parent, wanted, parents)
-    elif asks:
-        near = view.neighbors(parent, wanted)
-    elif parents:
+    elif view is not None and parents:
         after = view.children(parents, SNAPSHOT)
     found.n_read += len(near) + len(after)
     start = at * prompt.page_tokens

@@ -15,7 +15,6 @@ from prefixstore.buffers import BufferPool, PooledBuffer
 from prefixstore.engine.pending import PendingPage
 from prefixstore.engine.waiting import DropReason
 from prefixstore.errors import PrefixStoreError, UnavailableError
-from prefixstore.stats import Counters
 
 if TYPE_CHECKING:
     from prefixstore.engine.engine import Engine
@@ -58,30 +57,17 @@ class WriteQueue:
         Commits them, and what is deferred.
     limit
         How many bytes may wait; one page of any size always may.
-    counters
-        Counts what is dropped.
     in_background
         Whether a thread commits, or the caller of `put`.
-    read_only
-        Whether nothing is ever committed.
     on_released
         Called by the thread when it finally ends, if `close` did not wait for that.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        limit: int,
-        counters: Counters,
-        *,
-        in_background: bool,
-        read_only: bool,
-        on_released: Callable[[], None],
-    ) -> None:
+    def __init__(self, engine: Engine, limit: int, *, in_background: bool, on_released: Callable[[], None]) -> None:
         self._engine = engine
-        self._counters = counters
-        self._in_background = in_background
-        self._read_only = read_only
+        self._counters = engine.counters
+        self._read_only = engine.read_only
+        self.in_background = in_background
         self._on_released = on_released
         self._buffers = BufferPool(limit)
         self._queue: deque[PendingPage] = deque()
@@ -112,7 +98,7 @@ class WriteQueue:
         """Have an announced page written; its buffer is the queue's from here on."""
         with self._lock:
             # once the thread has been told to end, it would not take it from the queue
-            taken = self._in_background and not self._closing and self._start()
+            taken = self.in_background and not self._closing and self._start()
             if taken:
                 self._queue.append(new)
                 self._wake.notify_all()
@@ -121,7 +107,7 @@ class WriteQueue:
 
     def nudge(self) -> None:
         """Have deferred changes committed soon."""
-        if self._in_background and not self._read_only:
+        if self.in_background and not self._read_only:
             with self._lock:
                 self._start()
 
@@ -155,7 +141,7 @@ class WriteQueue:
         """
         with self._lock:
             if self._has_deferred and not self._closing:
-                if self._in_background:
+                if self.in_background:
                     self._start()
                 self._flush_requested = self._thread is not None
                 self._wake.notify_all()
@@ -179,7 +165,7 @@ class WriteQueue:
 
     @property
     def _has_deferred(self) -> bool:
-        return self._engine.has_deferred and not self._read_only
+        return self._engine.captures.has_deferred and not self._read_only
 
     def _wait_until_idle(self, is_enough: Callable[[], bool] = lambda: False, until: float | None = None) -> bool:
         """Wait, holding the lock, until the thread has nothing to write; false if it makes no progress for too long.

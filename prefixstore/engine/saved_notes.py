@@ -61,18 +61,24 @@ class SavedNotes:
         self._catalog = evictor.catalog
         self._evictor = evictor
         self._clock = clock
-        self._is_loaded = False
+        self._is_loaded = self._has_warned = False
         self._started = clock()
         # when each was saved, and how much had happened until then
         self._saved: dict[bytes, tuple[float, int]] = {}
 
     def load(self) -> None:
-        """Have the policy go on with what was learned, before the first commit. Raises `StorageError`."""
+        """Have the policy go on with what was learned, before the first commit. What cannot be read is read later."""
         name = self._catalog.policy.note
         if self._is_loaded or name is None:
             return
-        with self._backend.view() as view:
-            note = view.note(name)
+        try:
+            with self._backend.view() as view:
+                note = view.note(name)
+        except StorageError as error:
+            if not self._has_warned:
+                log.warning("what the eviction policy has learned cannot be read yet: %s", error)
+            self._has_warned = True
+            return
         self._is_loaded = True
         if note is not None and not self._catalog.load_policy(note):
             log.warning("the saved state of the eviction policy cannot be read; it starts afresh")

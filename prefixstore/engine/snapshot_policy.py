@@ -1,10 +1,45 @@
-"""Which snapshots of a sequence are deleted again, as a function of positions."""
+"""Which snapshots of a sequence are given up again."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-__all__ = ["thin"]
+from prefixstore.engine.catalog import Catalog
+from prefixstore.engine.index import Page, shared_tokens
+from prefixstore.engine.lookup import Located
+from prefixstore.engine.page_view import View
+from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES, Tokens
+from prefixstore.format.record import Record
+
+__all__ = ["branches", "thin", "too_many"]
+
+# siblings compared at each page to find out where sequences fork: where there are many, they fork in few places
+SIBLINGS_COMPARED = 64
+
+
+def too_many(
+    view: View, catalog: Catalog, found: Located, keep: int, interval: int, valued: Collection[int] = ()
+) -> list[Page]:
+    """The snapshots along a prompt that are to be given up, so that `keep` are left; not pinned ones.
+
+    Those from which other prompts branch off, or which are `valued`, stay before others.
+    """
+    there = [page for _, page in found.fitting_snapshots() if not catalog.is_thinned(page.key)][::-1]
+    if len(there) <= keep:
+        return []
+    namespace, tokens = found.prompt.namespace, found.prompt.tokens
+    ends = {namespace: 0} | {page.key: page.end for page in found.path().pages if page.end <= len(tokens)}
+    others = {key: [page.tokens for page in catalog.pending_after(key)[:SIBLINGS_COMPARED]] for key in ends}
+    for form in (PAGE, SNAPSHOT):
+        for entry in view.children(list(ends), form, SIBLINGS_COMPARED):
+            if isinstance(entry.record, Record):
+                others[entry.record.parent].append(entry.record.tokens)
+    positions = [page.end for page in there]
+    forks = branches([(end, others[key]) for key, end in ends.items()], tokens)
+    # other sequences start from the last snapshot before the fork
+    shared = {max((n for n in positions if n <= fork), default=0) for fork in forks}
+    doomed = thin(positions, keep, interval, shared.union(valued))
+    return [page for page in there if page.end in doomed and not page.pinned]
 
 
 def thin(taken: Sequence[int], keep: int, interval: int, valued: Collection[int] = ()) -> set[int]:
@@ -34,3 +69,26 @@ def thin(taken: Sequence[int], keep: int, interval: int, valued: Collection[int]
 
         del left[min(range(len(left) - 1), key=loss)]
     return set(taken) - set(left)
+
+
+def branches(path: Iterable[tuple[int, Iterable[bytes]]], tokens: Tokens) -> list[int]:
+    """The positions along `tokens` at which stored sequences branch off, to the token.
+
+    Parameters
+    ----------
+    path
+        For each page along `tokens`, the start of the sequence included: where it ends, and the tokens of its children
+        and snapshots.
+    tokens
+        The sequence.
+    """
+    raw = tokens.tobytes()
+    found: list[int] = []
+    for end, others in path:
+        wanted = raw[end * TOKEN_BYTES :]
+        found += [
+            end + shared_tokens(wanted[: len(other)], other)
+            for other in others
+            if not (wanted.startswith(other) or other.startswith(wanted))
+        ]
+    return found

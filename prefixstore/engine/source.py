@@ -18,14 +18,11 @@ from queue import Empty, SimpleQueue
 from threading import TIMEOUT_MAX
 from typing import NamedTuple, TypeAlias
 
-from prefixstore.backends.threads import Answer, Threads
+from prefixstore.backends.threads import Answer
 from prefixstore.buffers import BufferPool
-from prefixstore.engine.breaker import CircuitBreaker
-from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.index import Page
 from prefixstore.engine.page_view import View
-from prefixstore.engine.pages import Pages
-from prefixstore.engine.ram import RamTier
+from prefixstore.engine.part import Part, Shared
 from prefixstore.engine.readers import Found, Look, ReadAhead, ShapeError, for_caller, read_along
 from prefixstore.errors import (
     ClosedError,
@@ -37,7 +34,6 @@ from prefixstore.errors import (
     UndecryptableError,
 )
 from prefixstore.format.autocodec import ReadRate
-from prefixstore.stats import Counters
 
 __all__ = ["Fetcher", "Given", "Keep", "LateError", "Source", "SourceReader", "misshapen"]
 
@@ -270,40 +266,20 @@ def misshapen(page: Page) -> ShapeError:
     return ShapeError(f"page {page.key.hex()} does not have the shape of a page")
 
 
-class Fetcher:
-    """What it takes to read the pages of a location: a part of its engine.
+class Fetcher(Part):
+    """What it takes to read the pages of a location.
 
     Parameters
     ----------
-    backend, catalog, ram
+    shared
         Of the engine.
-    threads
-        Read.
-    counters
-        Counts pages that cannot be read, by reason.
     read_rate
         Learns how fast the location delivers bytes.
-    breaker
-        Guards the location.
     """
 
-    def __init__(
-        self,
-        backend: Pages,
-        catalog: Catalog,
-        ram: RamTier,
-        threads: Threads,
-        counters: Counters,
-        read_rate: ReadRate,
-        breaker: CircuitBreaker,
-    ) -> None:
-        self._backend = backend
-        self._catalog = catalog
-        self._ram = ram
-        self.threads = threads
-        self._counters = counters
+    def __init__(self, shared: Shared, read_rate: ReadRate) -> None:
+        super().__init__(shared)
         self._read_rate = read_rate
-        self.breaker = breaker
         self.buffers = BufferPool(limit=None)
         self._closed = False
 

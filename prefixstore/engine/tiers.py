@@ -4,14 +4,13 @@ To its callers it is one engine: that of the nearer location, which also queries
 nearer one lacks, saves that, and passes on new pages. The far one may fail at any time; then the nearer one works
 alone.
 
-    method                                         asks, reads or changes
     match, match_snapshot                          the near one; the far one if that may have more, `max_delay` at most
     fetching                                       the near one for the first pages, the far one for the others
     touch, condemn                                 each for its own pages
-    submit, thin                                   the near one now, the far one later
+    captures.submit, captures.thin                 the near one now, the far one later
     flush, drain(), sync, close                    both
-    check, clear, pin, namespaces, describe        both
-    note, change_note                              the far one; the near one if that fails
+    describe, upkeep.check, clear, pin, namespaces both
+    upkeep.note, change_note                       the far one; the near one if that fails
     all others (evict, delete, used, bookmarks)    the near one
 """
 
@@ -19,25 +18,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from queue import Empty
 from threading import TIMEOUT_MAX
 from typing import Any
 
 from prefixstore.backends.threads import Answer, handed_over
-from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.far import FarEngine, node_of
 from prefixstore.engine.fetch import States, fetch
 from prefixstore.engine.index import Page, Path
-from prefixstore.engine.invariants import Violation
+from prefixstore.engine.lookups import Lookups
 from prefixstore.engine.pending import Fits, PendingPage
 from prefixstore.engine.queue import Drained
 from prefixstore.engine.source import Keep, Source
 from prefixstore.errors import ClosedError, StorageError
-from prefixstore.format.keys import Tokens
 from prefixstore.format.namespace import Namespace
 from prefixstore.results import TierStats
 
@@ -51,7 +48,7 @@ UNKNOWN_SECONDS = 0.5
 # namespaces whose settings are remembered, the latest ones; those of others are known while pages of theirs are here
 KEPT_SETTINGS = 4096
 
-Ask = Callable[[Engine], Path]
+Ask = Callable[[Lookups], Path]
 
 
 class TieredEngine(Engine):
@@ -86,6 +83,7 @@ class TieredEngine(Engine):
 
     def _start(self) -> None:
         super()._start()
+        self.upkeep.behind = self.captures.behind = lambda: self.far
         # a query of the far location that is no longer waited for
         self._overdue: Answer[Path] | None = None
 
@@ -127,28 +125,11 @@ class TieredEngine(Engine):
     # -- looking up ---------------------------------------------------------------------------------------------------
 
     @handed_over
-    def match(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> Path:
-        """As `Engine.match`, of both locations: the longer one, each page from the nearer location if it has it."""
-        path = self._longer(lambda engine: Engine.match(engine, namespace, tokens, page_tokens), len(tokens))
-        return self._told(namespace, tokens, page_tokens, path)
-
-    @handed_over
-    def match_snapshot(
-        self, namespace: bytes, tokens: Tokens, page_tokens: int, limit: int, multiple_of: int = 1
-    ) -> Path:
-        """As `Engine.match_snapshot`, of both locations."""
-        most = min(limit, len(tokens))
-        path = self._longer(
-            lambda engine: Engine.match_snapshot(engine, namespace, tokens, page_tokens, limit, multiple_of),
-            most - most % multiple_of,
-        )
-        return self._told(namespace, tokens, page_tokens, path)
-
-    def _longer(self, ask: Ask, most: int) -> Path:
+    def _found(self, ask: Ask, most: int) -> Path:
         """What the nearer location has of a prompt, or if that is more, the far one; `most` is all of it."""
         failed: StorageError | None = None
         try:
-            near = ask(self)
+            near = ask(self.lookups)
         except StorageError as error:
             near, failed = Path((), 0), error
         far = self._ask_far(ask, most - near.n_tokens) if near.n_tokens < most else None
@@ -164,7 +145,7 @@ class TieredEngine(Engine):
 
         `n_tokens` have to be computed without it.
         """
-        is_patient = self._max_delay is None or self._stores_all > 0
+        is_patient = self._max_delay is None or self.captures.stores_all > 0
         # read once: another thread may set it to None
         overdue = self._overdue
         if not is_patient and overdue is not None and not overdue.is_there:
@@ -175,8 +156,8 @@ class TieredEngine(Engine):
             return None
         try:
             if is_patient or self._max_delay is None:
-                return ask(self.far)
-            asked = self.threads.start(ask, self.far)
+                return ask(self.far.lookups)
+            asked = self.threads.start(ask, self.far.lookups)
             if self.token_seconds is None:
                 seconds = self._max_delay + UNKNOWN_SECONDS
             else:
@@ -215,7 +196,7 @@ class TieredEngine(Engine):
 
         def keep(page: Page, state: memoryview) -> None:
             nonlocal goes_on
-            goes_on = goes_on and not self._closed and self._keep(page, state)
+            goes_on = goes_on and not self.is_closed and self._keep(page, state)
 
         return keep
 
@@ -228,7 +209,7 @@ class TieredEngine(Engine):
             return True
         # pages of recurrent memory have only tokens: they are never fetched
         is_first = page.parent == page.namespace or self._has(page.parent)
-        before = [] if is_first else [one for one in self.far.path(page)[:-1] if not self._has(one.key)]
+        before = [] if is_first else [one for one in self.far.lookups.path(page)[:-1] if not self._has(one.key)]
         if not all(one.raw_bytes == 0 and self._keep_one(one, memoryview(b""), settings) for one in before):
             return False
         return self._keep_one(page, state, settings)
@@ -241,14 +222,14 @@ class TieredEngine(Engine):
             return key in view.records([key])
 
     def _keep_one(self, page: Page, state: memoryview, settings: bytes) -> bool:
-        buffer = self.acquire(len(state))
+        buffer = self.captures.acquire(len(state))
         if buffer is None:
             self.counters.count("not_kept")
             return False
         new = PendingPage(node_of(page), settings, buffer)
         buffer.view[:] = state
         # a kept page is not new: it is neither passed on nor recorded
-        is_kept = self._take(new, None)
+        is_kept = self.captures.take(new, None)
         self.counters.count("kept" if is_kept else "not_kept")
         return is_kept
 
@@ -263,7 +244,7 @@ class TieredEngine(Engine):
                 # it brings along those before it
                 self.far.offer_stored(pages[-1])
             self.far.touch(namespace, [node_of(page) if not page.is_far else page for page in pages], n_tokens)
-            self.far.nudge()
+            self.far.captures.nudge()
 
     def condemn(self, page: Page, fits: Fits, size: int | None = None) -> None:
         """As `Engine.condemn`, in the location that has given the page."""
@@ -272,24 +253,7 @@ class TieredEngine(Engine):
         else:
             self.far.condemn(page, fits, size)
 
-    # -- capturing ----------------------------------------------------------------------------------------------------
-
-    @handed_over
-    def submit(self, *news: PendingPage) -> list[PendingPage]:
-        """As `Engine.submit`; the pages are written to the far location, too, later."""
-        return [new for new in news if self._submit_to_both(new)]
-
-    def _submit_to_both(self, new: PendingPage) -> bool:
-        # held for the far queue: the nearer location may have written it before this returns
-        held = new.buffer if new.buffer is not None and new.buffer.hold() else None
-        try:
-            is_wanted = self._take(new, self.tap)
-            if is_wanted and held is not None and not self.far.read_only:
-                self.far.offer(PendingPage(new.page, new.settings, held, is_wanted=new.is_wanted))
-            return is_wanted
-        finally:
-            if held is not None:
-                held.release()
+    # -- writing ------------------------------------------------------------------------------------------------------
 
     @property
     def queue_bytes(self) -> int:
@@ -297,18 +261,12 @@ class TieredEngine(Engine):
         # the far queue holds the same buffers: there are as many again for it
         return self._queue_bytes // 2
 
-    @contextmanager
-    def storing_all(self) -> Iterator[None]:
-        """As `Engine.storing_all`, in both locations, and the far one is waited for however long it takes."""
-        with super().storing_all(), self.far.storing_all():
-            yield
-
     @handed_over
     def drain(self, pages: int | None = None, n_bytes: int | None = None, seconds: float | None = None) -> Drained:
         """As `Engine.drain`; without a limit, nothing waits for the far location either."""
         until = time.monotonic() + seconds if seconds is not None else None
         drained = super().drain(pages, n_bytes, seconds)
-        if pages is None and n_bytes is None and not self._closed:
+        if pages is None and n_bytes is None and not self.is_closed:
             left = None if until is None else max(until - time.monotonic(), 0.0)
             self._without_far("has not taken all pages queued for it", partial(self.far.drain, seconds=left))
         return drained
@@ -321,25 +279,7 @@ class TieredEngine(Engine):
         if not (far.read_only or far.is_failing or far.is_closed):
             self._without_far("has not confirmed that all is durable", far.sync)
 
-    # -- maintenance, notes -------------------------------------------------------------------------------------------
-
-    @handed_over
-    def check(self, budget: Budget | None = None) -> list[Violation]:
-        """As `Engine.check`, of both locations."""
-        return super().check(budget) + self.far.check()
-
-    @handed_over
-    def clear(self, namespace: bytes | None) -> int:
-        """As `Engine.clear`, in both locations; the pages of both are counted."""
-        return super().clear(namespace) + self.far.clear(namespace)
-
-    @handed_over
-    def pin(self, namespace: bytes, tokens: Tokens, page_tokens: int, *, pinned: bool) -> int:
-        """As `Engine.pin`, in both locations."""
-        far = partial(self.far.pin, namespace, tokens, page_tokens, pinned=pinned)
-        n_near = super().pin(namespace, tokens, page_tokens, pinned=pinned)
-        self._without_far("does not follow", far)
-        return n_near
+    # -- notes, statistics --------------------------------------------------------------------------------------------
 
     @handed_over
     def describe(self, namespace: Namespace, names: Mapping[str, str | None] | None = None) -> None:
@@ -350,53 +290,6 @@ class TieredEngine(Engine):
             del self._settings[next(iter(self._settings))]
         super().describe(namespace, names)
         self.far.describe(namespace, names)
-
-    @handed_over
-    def namespaces(self) -> list[Namespace]:
-        """As `Engine.namespaces`, of both locations."""
-        found = super().namespaces()
-        known = {namespace.key for namespace in found}
-
-        def more() -> None:
-            found.extend(namespace for namespace in self.far.namespaces() if namespace.key not in known)
-
-        if not self.far.is_failing:
-            self._without_far("cannot list its namespaces", more)
-        return found
-
-    @handed_over
-    def note(self, name: bytes) -> bytes | None:
-        """As `Engine.note`, of the far location: it is the one that jobs share. Without it, of the nearer one."""
-        try:
-            return self.far.note(name)
-        except StorageError as error:
-            log.info("reading a note from the nearer location: %s", error)
-            return super().note(name)
-
-    @handed_over
-    def change_note(self, name: bytes, change: Callable[[bytes | None], bytes | None]) -> None:
-        """As `Engine.change_note`, in the far location; without it, in the nearer one."""
-        try:
-            self.far.change_note(name, change)
-        except StorageError as error:
-            log.info("writing a note to the nearer location: %s", error)
-            super().change_note(name, change)
-
-    @handed_over
-    def thin(
-        self,
-        namespace: bytes,
-        tokens: Tokens,
-        page_tokens: int,
-        keep: int,
-        interval: int,
-        valued: Collection[int] = (),
-    ) -> int:
-        """As `Engine.thin`. The far location follows later, and is not waited for."""
-        if not (self.far.read_only or self.far.is_failing):
-            with suppress(RuntimeError):  # it was closed
-                self.far.threads.start(self.far.thin, namespace, tokens.copy(), page_tokens, keep, interval, valued)
-        return super().thin(namespace, tokens, page_tokens, keep, interval, valued)
 
     @property
     def late(self) -> int:
@@ -411,7 +304,7 @@ class TieredEngine(Engine):
 
     def _tier(self, engine: Engine, location: str, kept: int) -> TierStats:
         counters = engine.counters
-        used = engine.last_used()[0]
+        used = engine.upkeep.last_used()[0]
         return TierStats(
             location=location,
             is_available=not engine.is_failing,

@@ -1,107 +1,200 @@
-"""What an engine does to a location that is neither a lookup nor a capture: check, pin, delete, evict, leave notes."""
+"""What is done to a location that is neither a lookup nor a capture: check, measure, pin, clear, evict, leave notes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from prefixstore.backends.threads import handed_over
-from prefixstore.engine.bookmarks import Bookmarks
 from prefixstore.engine.budget import Budget, Evicted
-from prefixstore.engine.delete import Choice, Removed, of_namespaces
-from prefixstore.engine.eviction_log import Cause
+from prefixstore.engine.delete import Deleter, of_namespaces
+from prefixstore.engine.eviction_log import Cause, Eviction
 from prefixstore.engine.index import Page, Path
 from prefixstore.engine.invariants import Violation, violations
-from prefixstore.engine.lookup import Prompt
+from prefixstore.engine.lookups import Lookups
 from prefixstore.engine.page_update import Transaction
+from prefixstore.engine.page_view import Used
 from prefixstore.engine.pages import retried
-from prefixstore.engine.policy import Policy
-from prefixstore.engine.reading import Reading
+from prefixstore.engine.part import Part, Shared
 from prefixstore.engine.relatives import pinned_with
+from prefixstore.engine.saved_notes import SavedNotes
 from prefixstore.engine.space import Evictor
-from prefixstore.engine.waiting import Lock, LockT
-from prefixstore.errors import CorruptError, StorageError
+from prefixstore.errors import ClosedError, CorruptError, StorageError
 from prefixstore.format.keys import Tokens
 from prefixstore.format.namespace import Namespace
 from prefixstore.units import counted
 
+if TYPE_CHECKING:
+    from prefixstore.engine.engine import Engine
+
 __all__ = ["Upkeep"]
 
+log = logging.getLogger("prefixstore")
 
-class Upkeep(Reading):
-    """Checks a location, and changes what is stored; see `Engine`, which has the parts."""
 
-    bookmarks: Bookmarks
-    budget: Budget
-    _policy: Policy
+class Upkeep(Part):
+    """Checks a location, and changes what is stored.
+
+    Parameters
+    ----------
+    shared, lookups, deleter, notes
+        Of the engine.
+
+    Attributes
+    ----------
+    behind
+        Gives the engine of the far one of two locations, where the same is done if it says so; None for one location.
+    peak_bytes
+        The largest size of the location that this process has seen, in bytes.
+    """
+
+    behind: Callable[[], Engine] | None = None
+
+    def __init__(self, shared: Shared, lookups: Lookups, deleter: Deleter, notes: SavedNotes) -> None:
+        super().__init__(shared)
+        self._lookups = lookups
+        self._deleter = deleter
+        self._notes = notes
+        # what the location was seen to hold: last, and at most
+        self._last_used = Used(0, 0)
+        self._sizes = (0, 0)
+        self.peak_bytes = 0
+
+    # -- what it holds ------------------------------------------------------------------------------------------------
+
+    def saw(self, used: Used) -> None:
+        """Note how much the location holds."""
+        self._last_used = used
+        self.peak_bytes = max(self.peak_bytes, used.bytes)
+
+    @handed_over
+    def used(self) -> tuple[Used, int, int]:
+        """The size of the location, and the bytes of all payloads as stored and as states."""
+        with self._backend.view() as view:
+            self.saw(view.used)
+            self._sizes = view.sizes
+        return self.last_used()
+
+    def last_used(self) -> tuple[Used, int, int]:
+        """The last known `used`; does not query the location."""
+        return self._last_used, *self._sizes
+
+    @handed_over
+    def measure(self) -> bool:
+        """Bring `last_used` up to date, for monitoring; whether the location answered.
+
+        While the circuit is open, the location is not asked, so the call does not block. Never raises because of the
+        location.
+        """
+        try:
+            with self.breaker.asking():
+                self.used()
+        except (ClosedError, StorageError):
+            return False
+        return True
+
+    @handed_over
+    def evictions(self, keys: Sequence[bytes]) -> dict[bytes, Eviction]:
+        """When and why these pages were evicted, as far as it is remembered. Raises `StorageError`."""
+        with self._backend.view() as view:
+            return self._notes.find(view, keys)
+
+    def was_evicted(self, key: bytes) -> bool:
+        """Whether this process has evicted a page lately. The location is not asked."""
+        return self._catalog.evictions.find(key) is not None
 
     @handed_over
     def namespaces(self) -> list[Namespace]:
-        """The namespaces that have pages in the location, except those whose settings are damaged."""
-        found: list[Namespace] = []
-        with self._backend.view() as view:
-            for settings in view.namespaces().values():
-                with suppress(CorruptError):
-                    found.append(Namespace.parse(settings))
-        return found
+        """The namespaces that have pages in the location, or behind it, except those whose settings are damaged."""
+        with self.breaker.asking() as request, self._backend.view() as view:
+            stored = view.namespaces()
+            request.n_records = len(stored)
+        found: dict[bytes, Namespace] = {}
+        for key, settings in stored.items():
+            with suppress(CorruptError):
+                found[key] = Namespace.parse(settings)
+        if self.behind is not None:
+            try:
+                found = {one.key: one for one in self.behind().upkeep.namespaces()} | found
+            except (ClosedError, StorageError) as error:
+                log.warning("the far location cannot list its namespaces: %s", error)
+        return list(found.values())
+
+    # -- notes --------------------------------------------------------------------------------------------------------
 
     @handed_over
     def note(self, name: bytes) -> bytes | None:
-        """A note that a job has left in the location. Raises `StorageError`."""
+        """A note that a job has left in the location: in the far one, which jobs share, if that answers.
+
+        Raises `StorageError`.
+        """
+        if self.behind is not None:
+            try:
+                return self.behind().upkeep.note(name)
+            except StorageError as error:
+                log.info("reading a note from the nearer location: %s", error)
         with self._backend.view() as view:
             return view.note(name)
 
     @handed_over
     @retried
     def change_note(self, name: bytes, change: Callable[[bytes | None], bytes | None]) -> None:
-        """Replace a note by what `change` makes of it (None for no note), atomically. Raises `StorageError`.
+        """Replace a note by what `change` makes of it (None for no note), atomically, where `note` reads it.
 
-        `change` is called again if another process has changed the note meanwhile.
+        `change` is called again if another process has changed the note meanwhile. Raises `StorageError`.
         """
+        if self.behind is not None:
+            try:
+                self.behind().upkeep.change_note(name, change)
+                return
+            except StorageError as error:
+                log.info("writing a note to the nearer location: %s", error)
         with self._backend.update() as transaction:
             old = transaction.note(name)
             new = change(old)
             if new != old:
                 transaction.put_note(name, new)
 
-    def wrap_lock(self, wrap: Callable[[Lock], LockT]) -> LockT:
-        """Have the catalog use what `wrap` makes of its lock; for measurements, before another thread uses the engine.
-
-        Returns
-        -------
-        object
-            What `wrap` has returned: a context manager that takes the lock.
-        """
-        return self._catalog.wrap_lock(wrap)
+    # -- checking and changing it ------------------------------------------------------------------------------------
 
     @handed_over
     def check(self, budget: Budget | None = None) -> list[Violation]:
-        """Check every invariant of the location, every checksum, and a budget (by default the engine's)."""
+        """Check every invariant of the location, every checksum, and a budget (by default its own); also behind it."""
         # first, since it finds out which keys others use now
         n_rows = self._backend.undecryptable()
         with self._backend.view() as view:
-            found = violations(view, self.budget if budget is None else budget)
+            found = violations(view, self._budget if budget is None else budget)
         if n_rows:
             what = f"{counted(n_rows, 'row')} cannot be decrypted: changed, or of a forgotten tenant"
             found.append(Violation("undecryptable", "", what))
-        return found
+        return found + (self.behind().upkeep.check() if self.behind is not None else [])
 
     @handed_over
     def pin(self, namespace: bytes, tokens: Tokens, page_tokens: int, *, pinned: bool) -> int:
-        """Pin or unpin the committed pages of the longest stored prefix; the number of tokens they cover."""
+        """Pin or unpin the committed pages of the longest stored prefix; the number of tokens they cover.
+
+        Behind the location, too, if that works; those tokens are not counted.
+        """
         path = Path((), 0)
 
         def chosen(transaction: Transaction) -> Sequence[bytes]:
             nonlocal path
-            prompt = Prompt(namespace, tokens, page_tokens, self._trie)
-            found = self._catalog.locate(transaction, self._catalog.along(prompt), prompt, snapshots=True)
+            prompt = self._lookups.prompt(namespace, tokens, page_tokens)
+            found = self._lookups.locate(transaction, prompt, self._catalog.along(prompt), snapshots=True)
             # where there are snapshots, pages alone cannot be restored
             path = next((found.path_to(*one) for one in found.fitting_snapshots()), found.path())
             return [page.key for page in path.pages]
 
         self._set_pinned(chosen, pinned=pinned)
+        if self.behind is not None:
+            try:
+                self.behind().upkeep.pin(namespace, tokens, page_tokens, pinned=pinned)
+            except (ClosedError, StorageError) as error:
+                log.warning("the far location does not follow: %s", error)
         return path.n_tokens
 
     @handed_over
@@ -129,20 +222,15 @@ class Upkeep(Reading):
         return changed
 
     @handed_over
-    def delete(self, choices: Sequence[Choice]) -> Removed:
-        """Delete the pages that all choices have in common, pinned ones too; see `engine.delete`."""
-        removed = self.deleter.delete(choices)
-        self.bookmarks.prune()
-        return removed
-
     def clear(self, namespace: bytes | None) -> int:
-        """Delete all pages of a namespace, pinned ones too (None: of the location); how many.
+        """Delete all pages of a namespace, pinned ones too (None: of the location), also behind it; how many.
 
         In several transactions, so that others need not wait for all of it. Pages captured meanwhile stay, unless they
         continue a deleted one. Raises `StorageError`; what was deleted until then stays deleted.
         """
         choices = [] if namespace is None else [partial(of_namespaces, namespaces={namespace})]
-        return self.delete(choices).pages
+        n_pages = self._deleter.delete(choices).pages
+        return n_pages + (self.behind().upkeep.clear(namespace) if self.behind is not None else 0)
 
     @handed_over
     def evict(self, max_bytes: int, *, dry_run: bool = False) -> Evicted:
@@ -150,9 +238,9 @@ class Upkeep(Reading):
 
         A `dry_run` finds out what that would be, and changes nothing. Raises `StorageError`.
         """
-        self._load_policy()
+        self._notes.load()
         chosen: list[bytes] = []
-        evictor = Evictor(self._catalog, self.budget, self.counters, Cause.ASKED)
+        evictor = Evictor(self._catalog, self._budget, self._counters, Cause.ASKED)
         before = self.used()[0].bytes
         if dry_run:
             chosen, left = evictor.trial(self._backend, max_bytes)
@@ -166,12 +254,17 @@ class Upkeep(Reading):
                 left = self.used()[0].bytes
             self._backend.mend()
         keys = tuple(key.hex() for key in chosen)
-        return Evicted(keys, max(before - left, 0), self._policy.name, max_bytes, left, dry_run)
+        return Evicted(keys, max(before - left, 0), self._catalog.policy.name, max_bytes, left, dry_run)
 
-    def _load_policy(self) -> None:
-        """Have the policy know what was learned before; what cannot be read now is asked for again."""
-        with suppress(StorageError):
-            self._notes.load()
+    @handed_over
+    def keep(self, owner: str, keys: Collection[bytes]) -> None:
+        """Have these pages evicted after all others; see `Catalog.keep`."""
+        self._catalog.keep(owner, keys)
+
+    @handed_over
+    def keep_nothing(self) -> None:
+        """Undo every `keep`."""
+        self._catalog.keep_nothing()
 
     @handed_over
     def scrub(self) -> None:

@@ -87,7 +87,7 @@ class WaitingPages:
         self.is_far = False
 
     def wrap_lock(self, wrap: Callable[[Lock], LockT]) -> LockT:
-        """Use what `wrap` makes of the lock; see `Engine.wrap_lock`."""
+        """Use what `wrap` makes of the lock, which is returned; for measurements, before another thread uses this."""
         self._lock = wrapped = wrap(self._lock)
         return wrapped
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from prefixstore.buffers import PooledBuffer, released_on_error
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.missing_ranges import missing_ranges
 from prefixstore.engine.pending import PendingPage
 from prefixstore.engine.queue import BATCH_BYTES
 from prefixstore.errors import CorruptError
@@ -142,14 +141,14 @@ class Capture:
     def needs(self, tokens: Tokens) -> bool:
         """Whether the snapshot at the end of these tokens is not stored."""
         parent, boundary = self._last_boundary(tokens)
-        return not self._engine.needs_no_capture(page_key(parent, tokens[boundary:].tobytes(), SNAPSHOT))
+        return not self._engine.lookups.has(page_key(parent, tokens[boundary:].tobytes(), SNAPSHOT))
 
     def pages(self, tokens: Tokens, state: StateView | None, *, tail: bool = False) -> Captured:
         """Submit the pages that are not stored: the full ones, with `tail` also the tokens after the last one."""
         key, step = self._place.namespace.key, self._place.page_tokens
         keys = page_keys(key, tokens, step)
         reason = None
-        for start, end in missing_ranges(self._engine, key, keys, tokens, step, tail=tail):
+        for start, end in self._engine.lookups.missing(key, tokens, step, tail=tail):
             pieces = self._rows(tokens[:end], state, start)
             if not pieces:
                 reason = "incomplete"
@@ -181,8 +180,8 @@ class Capture:
         # those along the sequence that are too many now
         key, step = self._place.namespace.key, self._place.page_tokens
         keep, interval = self._parameters.max_snapshots, self._parameters.snapshot_interval
-        if self._engine.thin(key, tokens, step, keep, interval, self._valued):
-            self._engine.nudge()
+        if self._engine.captures.thin(key, tokens, step, keep, interval, self._valued):
+            self._engine.captures.nudge()
         return captured
 
     def _last_boundary(self, tokens: Tokens) -> tuple[bytes, int]:
@@ -208,11 +207,11 @@ class Capture:
 
     def acquire(self, size: int) -> PooledBuffer | None:
         """A buffer for a page; None if too much is queued."""
-        buffer = self._engine.acquire(size)
+        buffer = self._engine.captures.acquire(size)
         if buffer is None:
             # these may be what others wait for
             self._hand_over()
-            buffer = self._engine.acquire(size, wait=self._wait)
+            buffer = self._engine.captures.acquire(size, wait=self._wait)
         return buffer
 
     def add(self, tokens: Tokens, parent: bytes, start: int, buffer: PooledBuffer, form: int) -> None:
@@ -241,7 +240,7 @@ class Capture:
 
     def _hand_over(self) -> None:
         added, self._added = self._added, []
-        for new in self._engine.submit(*added) if added else ():
+        for new in self._engine.captures.submit(*added) if added else ():
             self._engine.counters.count("pages_captured" if new.page.form == PAGE else "snapshots_captured")
             self._wanted.append(new)
 

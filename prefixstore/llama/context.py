@@ -233,7 +233,7 @@ class Context(Generic[M_co]):
     def note_use(self, place: Place, pages: Sequence[Page], n_tokens: int) -> None:
         """Note that a prompt of so many tokens began with these pages; none for a miss."""
         self.engine.touch(place.namespace.key, pages, n_tokens)
-        self.engine.nudge()
+        self.engine.captures.nudge()
 
     def set_live(self, prompt: Tokens) -> None:
         """Note that the context holds this prompt, and that a token must be decoded before one is sampled."""

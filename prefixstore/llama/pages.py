@@ -11,7 +11,6 @@ import numpy as np
 from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.fetch import Deadline, States
 from prefixstore.engine.index import Page, Path
-from prefixstore.engine.missing_ranges import missing_ranges
 from prefixstore.engine.readers import Admit, Look
 from prefixstore.errors import ClosedError, StorageError
 from prefixstore.format.keys import PAGE, Tokens
@@ -95,9 +94,7 @@ class PageStrategy(Strategy[PagedMemory]):
             first, n = len(known) // step, lineage.n if tail else len(keys) * step
             wanted = [(start, min(start + step, n)) for start in range(first * step, n, step)] if n > len(known) else []
         else:
-            wanted = missing_ranges(
-                self.context.engine, lineage.namespace, keys, lineage.tokens, lineage.page_tokens, tail=tail
-            )
+            wanted = self.context.engine.lookups.missing(lineage.namespace, lineage.tokens, step, tail=tail)
         full = len(keys) * lineage.page_tokens
         for i, (start, _) in enumerate(wanted):
             if start < full and keys[start // lineage.page_tokens] in lineage.gone:

@@ -139,9 +139,9 @@ class SnapshotStrategy(Strategy[SnapshotMemory]):
         if not self.waiting:
             return
         lineage, step = self.context.lineage, self.context.lineage.page_tokens
-        missing = self.context.engine.missing(lineage.namespace, lineage.tokens, step)
-        first = missing[0] if missing else lineage.n // step
-        if (lineage.n - first * step) * WORTH_COPYING >= lineage.n:
+        missing = self.context.engine.lookups.missing(lineage.namespace, lineage.tokens, step)
+        start = missing[0][0] if missing else lineage.n // step * step
+        if (lineage.n - start) * WORTH_COPYING >= lineage.n:
             self.before_leaving()
 
     def before_leaving(self) -> None:

@@ -201,7 +201,7 @@ class Archive(AbstractContextManager["Archive"]):
         >>> history = archive.history()  # doctest: +SKIP
         >>> {history.describe(one.namespace).title: one.figures.hits for one in history.days}  # doctest: +SKIP
         """
-        return self.engine.history()
+        return self.engine.keeper.read()
 
     def holdings(self, namespace: str | None = None, salt: str | None = None) -> list[Holding]:
         """What the location holds of each namespace, the most recently used first.
@@ -213,7 +213,7 @@ class Archive(AbstractContextManager["Archive"]):
         else:
             with self.view() as view:
                 settings = view.namespaces()
-            found = holdings_of(settings, self.engine.pages())
+            found = holdings_of(settings, self.engine.lookups.pages())
         return [one for one in found if salt is None or (one.namespace and one.namespace.salt == salt)]
 
     def namespace(self, name: str) -> Holding:
@@ -235,7 +235,7 @@ class Archive(AbstractContextManager["Archive"]):
 
     def pages(self, namespace: bytes | None = None) -> list[Page]:
         """The pages of a namespace, or of all, parents before their children."""
-        return [page for page in self.engine.pages() if namespace in (None, page.namespace)]
+        return [page for page in self.engine.lookups.pages() if namespace in (None, page.namespace)]
 
     def find(self, digits: str) -> Page:
         """The page whose key begins with these hexadecimal digits.
@@ -251,7 +251,7 @@ class Archive(AbstractContextManager["Archive"]):
 
     def path(self, page: Page) -> list[Page]:
         """The pages from the start of the sequence up to this one."""
-        return self.engine.path(page)
+        return self.engine.lookups.path(page)
 
     def damage(self, page: Page) -> str | None:
         """What is wrong with the stored bytes of a page; None if they are what was written."""
@@ -296,7 +296,9 @@ class Archive(AbstractContextManager["Archive"]):
 
     def check(self, max_bytes: int | None = None) -> list[Violation]:
         """Verify every invariant and every checksum; with `max_bytes` also that the location holds no more."""
-        return self.engine.check(Budget(parse_bytes(max_bytes, "max_bytes")) if max_bytes is not None else NO_BUDGET)
+        return self.engine.upkeep.check(
+            Budget(parse_bytes(max_bytes, "max_bytes")) if max_bytes is not None else NO_BUDGET
+        )
 
     # -- changing -----------------------------------------------------------------------------------------------------
 
@@ -305,7 +307,7 @@ class Archive(AbstractContextManager["Archive"]):
 
         An ancestor of an unpinned page stays pinned if it leads to another pinned page.
         """
-        return self.engine.pin_page(page, pinned=pinned)
+        return self.engine.upkeep.pin_page(page, pinned=pinned)
 
     def evict(self, to: float | str, *, dry_run: bool = False) -> Evicted:
         """Evict in the order of `policy` until the location holds `to`, or only what is pinned.
@@ -324,8 +326,8 @@ class Archive(AbstractContextManager["Archive"]):
         """
         target = parse_target(to, self._max_bytes, "to")
         with self.engine.counters.counting(Purpose.MAINTENANCE):
-            evicted = self.engine.evict(target, dry_run=dry_run)
-        self.engine.keep_history()
+            evicted = self.engine.upkeep.evict(target, dry_run=dry_run)
+        self.engine.keeper.write_alone()
         return evicted
 
     def evict_to(self, max_bytes: int) -> Removed:
@@ -402,7 +404,7 @@ class Archive(AbstractContextManager["Archive"]):
         Raises `UnavailableError` if another process still reads it. The documentation of each backend says what it can
         guarantee.
         """
-        self.engine.scrub()
+        self.engine.upkeep.scrub()
 
     def repair(self, max_bytes: int | None = None, *, dry_run: bool = False) -> tuple[list[Violation], Removed]:
         """Delete damaged pages and their descendants, and rebuild a wrong index of children.
@@ -434,4 +436,4 @@ class Archive(AbstractContextManager["Archive"]):
         UnavailableError
             If it cannot be done at present.
         """
-        return self.engine.compact()
+        return self.engine.upkeep.compact()

@@ -51,7 +51,7 @@ def purge(
         return Removed(len(keys), sum(one.stored_bytes for one in archive.pages() if one.key in keys))
     # first: a page that such a one follows could not be deleted
     removed = archive.engine.deleter.delete_strays(newer=not choices)
-    removed += archive.engine.delete(choices)
+    removed += archive.engine.deleter.delete(choices)
     archive.engine.deleter.drop_empty_namespaces()
     if older_than is None and tokens is None and page is None:
         archive.engine.threads.call(archive.engine.keeper.forget, namespaces, salt)

@@ -84,7 +84,7 @@ METRICS: dict[str, Metric] = {
     # first: it brings the sizes up to date
     "location_up": _gauge(
         "1 if the location answers, 0 if it failed or is closed; then sizes are the last known ones.",
-        lambda engine: engine.measure(),
+        lambda engine: engine.upkeep.measure(),
     ),
     "lookups": Metric("Counter", "Lookups, by the source of the reused prefix.", "source", _lookups),
     "misses": _group(
@@ -149,7 +149,7 @@ METRICS: dict[str, Metric] = {
     "first_reuse_seconds": _histogram("Time from the capture of a page to its first use.", "first_reuse"),
     "used_bytes": _gauge(
         "Bytes in use, by tier: the location with its index, and the states in RAM.",
-        lambda engine: {"location": engine.last_used()[0].bytes, "ram": engine.ram_bytes},
+        lambda engine: {"location": engine.upkeep.last_used()[0].bytes, "ram": engine.ram_bytes},
         "tier",
     ),
     "budget_bytes": _gauge(
@@ -159,17 +159,19 @@ METRICS: dict[str, Metric] = {
     ),
     "peak_bytes": _gauge(
         "The largest size of the location that this process has seen since the store was opened.",
-        lambda engine: engine.peak_bytes,
+        lambda engine: engine.upkeep.peak_bytes,
     ),
-    "pages": _gauge("Pages in the location.", lambda engine: engine.last_used()[0].entries),
+    "pages": _gauge("Pages in the location.", lambda engine: engine.upkeep.last_used()[0].entries),
     "budget_pages": _gauge(
         "Pages that may be in the location; missing if there is no limit.", lambda engine: engine.budget.max_entries
     ),
-    "stored_bytes": _gauge("Size of the payloads, as stored.", lambda engine: engine.last_used()[1]),
-    "state_bytes": _gauge("Size of the states that the payloads decode to.", lambda engine: engine.last_used()[2]),
+    "stored_bytes": _gauge("Size of the payloads, as stored.", lambda engine: engine.upkeep.last_used()[1]),
+    "state_bytes": _gauge(
+        "Size of the states that the payloads decode to.", lambda engine: engine.upkeep.last_used()[2]
+    ),
     "pending_pages": _gauge(
         "Pages and snapshots captured but not yet written.",
-        lambda engine: dict(zip(FORMS, engine.pending, strict=True)),
+        lambda engine: dict(zip(FORMS, engine.captures.pending, strict=True)),
         "form",
     ),
     "queued_bytes": _gauge("Bytes captured but not yet written.", lambda engine: engine.queued_bytes),

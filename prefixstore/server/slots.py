@@ -259,13 +259,13 @@ class SlotStore:
         ends = {way.place(self.place(salt)).namespace.key: way.form.has_snapshots for way in self.ways}
         pages = [
             page
-            for page in (self.engine.pages() if ends else ())
+            for page in (self.engine.lookups.pages() if ends else ())
             if page.end < self.identity.props.n_ctx
             and page.namespace in ends
             and (page.form == SNAPSHOT or not ends[page.namespace])
         ]
         deepest = max(pages, key=lambda page: (page.end, page.last_used), default=None)
-        path = self.engine.path(deepest) if deepest is not None else ()
+        path = self.engine.lookups.path(deepest) if deepest is not None else ()
         # as for a prompt that continues: if a state cannot be cut, its end could not be used otherwise
         tokens = np.frombuffer(b"".join(page.tokens for page in path), "<i4")
         return self.restore(slot, np.append(tokens, ANY_TOKEN), salt=salt)
@@ -307,7 +307,7 @@ class SlotStore:
             self.directory.load(self.server, slot, n, file.buffer)
             seconds = time.perf_counter() - started
             self.engine.touch(way.place(place).namespace.key, used, len(prompt))
-            self.engine.nudge()
+            self.engine.captures.nudge()
             return Restored(n, len(file.data), seconds, self._count(place, used, n, seconds))
 
     def _not_restored(self, reason: str, place: Place) -> Restored:

@@ -77,7 +77,7 @@ def check_store(location: Locations, options: Mapping[str, Any]) -> None:
 def differences(store: SlotStore) -> list[str]:
     """Why the server cannot use the pages of its model that are stored; empty if it can, or if there are none."""
     try:
-        stored = store.engine.namespaces()
+        stored = store.engine.upkeep.namespaces()
         found = [explain_of_model(namespace, stored) for namespace in store.namespaces()]
         return min(found, key=len, default=[])
     except PrefixStoreError:

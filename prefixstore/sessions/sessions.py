@@ -65,7 +65,7 @@ class Sessions:
         self.turn: Turn | None = None
         self._table = Table(engine, hook, max_sessions, store.min_tokens, self._is_leased)
         # of the sessions that there were before, if they were dropped
-        engine.keep_nothing()
+        engine.upkeep.keep_nothing()
         engine.sessions = weakref.WeakMethod(self.stats)
         register_at_fork(self, ForkLevel.ENGINE)
 
@@ -224,7 +224,7 @@ class Sessions:
                     evicted = self._table.used(entry)
                 self._table.forget(evicted)
                 # completions use the store, which keeps everything that is captured
-                self._engine.wants_all, self.hook.reads = True, reuse in ("both", "store")
+                self._engine.captures.wants_all, self.hook.reads = True, reuse in ("both", "store")
                 llm.cache = self._store
                 session.resume(uses_live=reuse in ("both", "live"), uses_store=self.hook.reads)
                 self.count(f"session:{session.source}")
@@ -236,7 +236,7 @@ class Sessions:
     def give_back(self, turn: Turn) -> None:
         """Undo what a turn has changed. Does nothing the second time."""
         self.hook.reads = self.hook.writes = True
-        self._engine.wants_all = False
+        self._engine.captures.wants_all = False
         llm: Any = self.hook.context.llm_or_none
         # a store that was detached meanwhile is no cache any more
         if llm is not None and llm.cache is self._store:

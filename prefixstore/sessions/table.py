@@ -122,9 +122,9 @@ class Table:
         for entry in entries:
             self._engine.counters.count("session_evicted")
             with self._hook.guard():
-                self._engine.keep(entry.name, ())
+                self._engine.upkeep.keep(entry.name, ())
                 # not if another process has continued it
-                self._engine.set_bookmark(self._namespace, entry.name, Unset(entry.set_at))
+                self._engine.captures.set_bookmark(self._namespace, entry.name, Unset(entry.set_at))
 
     def hold(self, entry: Entry, tokens: Tokens) -> None:
         """Note what a session holds from now on, and save it."""
@@ -182,7 +182,7 @@ class Table:
         saved = set(self._saved()) - left if name is None else set(_newer({name: 0}, self._bookmarks()))
         with self._hook.guard():
             for each_name in saved if name is None else {name}:
-                self._engine.set_bookmark(self._namespace, each_name, None)
+                self._engine.captures.set_bookmark(self._namespace, each_name, None)
         return len(saved | {each.name for each in gone})
 
     def _check_idle(self, entry: Entry | None, what: str) -> None:
@@ -222,7 +222,7 @@ class Table:
                 evicted = self.used(entry)
             self.forget(evicted)
             with self._hook.guard():
-                self._engine.keep(name, entry.keys)
+                self._engine.upkeep.keep(name, entry.keys)
 
     def _bookmarks(self) -> Mapping[str, Bookmark]:
         """What is saved. Sessions that were deleted with what they held, as by a purge elsewhere, are dropped here."""
@@ -238,7 +238,7 @@ class Table:
                 if entry is None or entry.set_at > bookmark.set_at or self._is_leased(entry):
                     continue
                 del self.entries[name]
-            self._engine.keep(name, ())
+            self._engine.upkeep.keep(name, ())
         return saved
 
     def _saved(self) -> list[str]:
@@ -252,14 +252,14 @@ class Table:
 
     def _save(self, entry: Entry) -> None:
         """Have the pages of a session evicted last, and its name saved with the commit after them; or not any more."""
-        self._engine.keep(entry.name, entry.keys)
+        self._engine.upkeep.keep(entry.name, entry.keys)
         end = len(entry.tokens) // self._hook.page_tokens * self._hook.page_tokens
         page = entry.keys[end // self._hook.page_tokens - 1] if end else self._namespace
         form = SNAPSHOT if self._hook.kind.has_snapshots else PAGE
         rest, n = entry.tokens[end:].tobytes(), len(entry.tokens)
         is_stored = n >= max(self._min_tokens, 1)
         bookmark = Bookmark(page, rest, n, form, entry.generation, entry.set_at) if is_stored else Unset(entry.set_at)
-        self._engine.set_bookmark(self._namespace, entry.name, bookmark)
+        self._engine.captures.set_bookmark(self._namespace, entry.name, bookmark)
 
     def _pages_of(self, tokens: Tokens) -> tuple[bytes, ...]:
         """The keys of all pages and snapshots that may hold a sequence: first those of its full pages."""

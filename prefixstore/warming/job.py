@@ -200,7 +200,7 @@ class Job:
         self.interrupted = False
         self._finished = self._in_work = 0
         self._asked_at = 0.0
-        self._bytes_before = self.store.engine.used()[1]
+        self._bytes_before = self.store.engine.upkeep.used()[1]
         self._started = time.perf_counter()
         self.progress = Progress(
             "evaluating",
@@ -217,7 +217,7 @@ class Job:
         self._show()
         engine = self.store.engine
         counting = engine.counters.counting(Purpose.WARMING)
-        with counting, engine.storing_all(), Leases(engine, seconds=lease_seconds) as leases:
+        with counting, engine.captures.storing_all(), Leases(engine.upkeep, seconds=lease_seconds) as leases:
             try:
                 while left and not self._is_stopped():
                     found = len(left)
@@ -352,6 +352,6 @@ class Job:
         stored = known.stored_bytes
         if now - self._asked_at > BYTES_SECONDS:
             self._asked_at = now
-            stored = max(0, self.store.engine.used()[1] - self._bytes_before)
+            stored = max(0, self.store.engine.upkeep.used()[1] - self._bytes_before)
         self.progress = replace(known, phase=phase, done_tokens=done, stored_bytes=stored, seconds=now - self._started)
         self.show(self.progress)

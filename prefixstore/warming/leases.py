@@ -14,7 +14,7 @@ from prefixstore.errors import StorageError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from prefixstore.engine.engine import Engine
+    from prefixstore.engine.upkeep import Upkeep
 
 __all__ = ["Leases"]
 
@@ -45,7 +45,7 @@ class Leases:
     both do the same work, and the store keeps it once.
     """
 
-    def __init__(self, notes: Engine, *, seconds: float = SECONDS) -> None:
+    def __init__(self, notes: Upkeep, *, seconds: float = SECONDS) -> None:
         self._notes = notes
         self._seconds = seconds
         self.owner = uuid.uuid4().hex

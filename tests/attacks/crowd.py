@@ -97,14 +97,14 @@ class Member:
             view = len(piece) < 4 * P and self.chance.random() < 0.3
             form = SNAPSHOT if view else PAGE
             key = page_key(parent, piece, form)
-            if not engine.needs_no_capture(key):
+            if not engine.lookups.has(key):
                 state = state_of(key)
-                buffer = engine.acquire(len(state))
+                buffer = engine.captures.acquire(len(state))
                 if buffer is None:
                     return
                 buffer.view[:] = state
                 new = PendingPage.of(namespace.key, namespace.canonical, parent, start // 4, piece, buffer, start, form)
-                engine.submit(new)
+                engine.captures.submit(new)
             parent = key
 
     def fetch(self, store: PrefixStore) -> None:
@@ -126,18 +126,18 @@ class Member:
                     raise AssertionError("a page of other tokens was found")
                 loaded.append(page)
         engine.touch(namespace, loaded)
-        engine.nudge()
+        engine.captures.nudge()
 
     def pin(self, store: PrefixStore) -> None:
-        store.engine.pin(space_of(store).key, as_tokens(self.tokens()[:8]), P, pinned=True)
+        store.engine.upkeep.pin(space_of(store).key, as_tokens(self.tokens()[:8]), P, pinned=True)
 
     def unpin(self, store: PrefixStore) -> None:
         # more often than pages are pinned, or all room would be pinned in the end
         for start in ([1], [2], self.tokens()):
-            store.engine.pin(space_of(store).key, as_tokens(start * 8), P, pinned=False)
+            store.engine.upkeep.pin(space_of(store).key, as_tokens(start * 8), P, pinned=False)
 
     def thin(self, store: PrefixStore) -> None:
-        store.engine.thin(space_of(store).key, as_tokens(self.tokens()), P, 1, 8)
+        store.engine.captures.thin(space_of(store).key, as_tokens(self.tokens()), P, 1, 8)
 
     def flush(self, store: PrefixStore) -> None:
         store.flush()
@@ -149,11 +149,11 @@ class Member:
         require_bounds(store)
 
     def note(self, store: PrefixStore) -> None:
-        store.engine.change_note(NOTE, lambda value: str(int(value or b"0") + 1).encode())
+        store.engine.upkeep.change_note(NOTE, lambda value: str(int(value or b"0") + 1).encode())
         self.noted += 1
 
     def clear(self, store: PrefixStore) -> None:
-        store.engine.clear(space_of(store).key)
+        store.engine.upkeep.clear(space_of(store).key)
 
     def purge(self, _: PrefixStore) -> None:
         with Archive(self.location, max_bytes=self.max_bytes) as archive:
@@ -168,7 +168,7 @@ class Member:
             import_store(ExportReader(file, "memory"), archive)
 
     def check(self, store: PrefixStore) -> None:
-        if problems := store.engine.check():
+        if problems := store.engine.upkeep.check():
             raise AssertionError(str(problems[:3]))
 
 

@@ -74,7 +74,7 @@ def main(scheme: str, directory: Path) -> None:
         assert misses_or_finds(store, tokens) == 0
         with suppress(StorageError):
             store.engine.flush()
-    assert store.engine.check() == []
+    assert store.engine.upkeep.check() == []
     for options in ({}, {"read_only": True}):
         with (
             suppress(StorageError),
@@ -99,7 +99,7 @@ def main(scheme: str, directory: Path) -> None:
         assert store.fetch(A) == 3
         assert store.put(C) == 3
         assert store.fetch(C) == 3
-        assert store.engine.check() == []
+        assert store.engine.upkeep.check() == []
     subprocess.run(["umount", directory / "disk"], check=True)
     print("done", flush=True)
 

@@ -25,7 +25,7 @@ def stored(url: str, *sequences: list[int], max_bytes: int = 64 * MIB) -> Iterat
 def is_intact(url: str, *sequences: list[int]) -> None:
     """Another process finds the store sound, and at least these sequences."""
     with stored(url) as other:
-        assert other.engine.check() == []
+        assert other.engine.upkeep.check() == []
         for tokens in sequences:
             assert other.fetch(tokens) == 3
 
@@ -52,17 +52,17 @@ def _flush(store: Store) -> None:
 
 
 def _check(store: Store) -> None:
-    assert store.engine.check() == []
+    assert store.engine.upkeep.check() == []
 
 
 WORK: dict[str, Callable[[Store], object]] = {
     "look up": lambda store: lookup(store, A),
     "put": tried(lambda store: store.put(B)),
-    "evict": tried(lambda store: store.engine.evict(0)),
-    "pin": tried(lambda store: store.engine.pin(NS, as_tokens(A), P, pinned=True)),
-    "clear": tried(lambda store: store.engine.clear(NS)),
+    "evict": tried(lambda store: store.engine.upkeep.evict(0)),
+    "pin": tried(lambda store: store.engine.upkeep.pin(NS, as_tokens(A), P, pinned=True)),
+    "clear": tried(lambda store: store.engine.upkeep.clear(NS)),
     "flush": tried(_flush),
     "check": tried(_check),
-    "note": tried(lambda store: store.engine.change_note(b"job", lambda _: b"mine")),
+    "note": tried(lambda store: store.engine.upkeep.change_note(b"job", lambda _: b"mine")),
     "reindex": tried(lambda store: store.backend.reindex()),
 }

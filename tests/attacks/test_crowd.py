@@ -65,7 +65,7 @@ def test_a_crowd_leaves_a_sound_store(scheme, tmp_path, request):
         assert store.check() == []
         assert store.cache_size <= max_bytes
         # each change of the note was atomic
-        assert int(store.engine.note(NOTE)) == noted
+        assert int(store.engine.upkeep.note(NOTE)) == noted
         member = Member(1, [store], location, max_bytes)
         for _ in range(100):
             member.fetch(store)

@@ -49,7 +49,7 @@ def test_ctrl_c_at_any_place_of_a_session(arch, models, tmp_path):
             assert len(sessions.queue) == 0, where
             assert llm.cache is None, where
             assert store._hooks.current.reads, where
-            assert not store.engine.wants_all, where
+            assert not store.engine.captures.wants_all, where
         assert store.check() == []
     # no cell is left to anybody
     llm.reset()

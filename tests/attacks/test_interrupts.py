@@ -30,7 +30,7 @@ D, E = [4] * 12, [5] * 10
 def submitted(store, tokens):
     """Capture a sequence: the pages are written in the background."""
     for new in store.pages(tokens):
-        store.engine.submit(new)
+        store.engine.captures.submit(new)
 
 
 def stored(store, tokens):
@@ -54,34 +54,34 @@ def fetch(store, **options):
 
 
 def note(store):
-    store.engine.change_note(b"job", lambda _: b"mine")
+    store.engine.upkeep.change_note(b"job", lambda _: b"mine")
 
 
 # name -> what is done; whether flushed pages may be gone afterwards
 WORK = {
     "match": (lambda store: store.match(A), False),
-    "pages": (lambda store: store.engine.pages(), False),
+    "pages": (lambda store: store.engine.lookups.pages(), False),
     "fetch": (fetch, False),
     "fetch streamed": (lambda store: fetch(store, streamed=True), False),
     "submit": (lambda store: submitted(store, B), False),
     "submit and drain": (captured, False),
     "submit longer": (lambda store: submitted(store, A + B), False),
-    "nudge": (lambda store: (store.fetch(A), store.engine.nudge()), False),
+    "nudge": (lambda store: (store.fetch(A), store.engine.captures.nudge()), False),
     "flush": (lambda store: store.engine.flush(), False),
-    "acquire": (lambda store: store.engine.acquire(1000).release(), False),
-    "pin": (lambda store: store.engine.pin(NS, as_tokens(A), P, pinned=True), False),
-    "unpin": (lambda store: store.engine.pin(NS, as_tokens(A), P, pinned=False), False),
-    "check": (lambda store: store.engine.check(), False),
-    "used": (lambda store: store.engine.used(), False),
+    "acquire": (lambda store: store.engine.captures.acquire(1000).release(), False),
+    "pin": (lambda store: store.engine.upkeep.pin(NS, as_tokens(A), P, pinned=True), False),
+    "unpin": (lambda store: store.engine.upkeep.pin(NS, as_tokens(A), P, pinned=False), False),
+    "check": (lambda store: store.engine.upkeep.check(), False),
+    "used": (lambda store: store.engine.upkeep.used(), False),
     "note": (note, False),
-    "evict": (lambda store: store.engine.evict(0), True),
-    "clear": (lambda store: store.engine.clear(NS), True),
-    "delete": (lambda store: store.engine.delete([lambda index: of_namespaces(index, {NS})]), True),
+    "evict": (lambda store: store.engine.upkeep.evict(0), True),
+    "clear": (lambda store: store.engine.upkeep.clear(NS), True),
+    "delete": (lambda store: store.engine.deleter.delete([lambda index: of_namespaces(index, {NS})]), True),
     "repair": (lambda store: store.engine.deleter.repair([]), False),
     "strays": (lambda store: store.engine.deleter.delete_strays(), False),
     "namespaces": (lambda store: store.engine.deleter.drop_empty_namespaces(), False),
-    "compact": (lambda store: store.engine.compact(), False),
-    "scrub": (lambda store: store.engine.scrub(), False),
+    "compact": (lambda store: store.engine.upkeep.compact(), False),
+    "scrub": (lambda store: store.engine.upkeep.scrub(), False),
     "close": (lambda store: store.engine.close(), False),
 }
 
@@ -122,9 +122,9 @@ def others_go_on(store, *, lossy):
                 wait_for(lambda tokens=tokens: stored(store, tokens))
             else:
                 assert stored(store, tokens)
-        engine.pin(NS, as_tokens(D), P, pinned=True)
-        engine.pin(NS, as_tokens(D), P, pinned=False)
-        assert engine.check() == []
+        engine.upkeep.pin(NS, as_tokens(D), P, pinned=True)
+        engine.upkeep.pin(NS, as_tokens(D), P, pinned=False)
+        assert engine.upkeep.check() == []
         assert engine.queued_bytes == 0
 
     in_time("another thread", work)
@@ -149,10 +149,10 @@ def with_another(location, *, lossy):
     if location == "memory:":
         return
     store = Store(open_pages(location, max_bytes=8 * MIB), max_bytes=8 * MIB)
-    assert store.engine.check() == []
+    assert store.engine.upkeep.check() == []
     if not lossy:
         assert [store.fetch(tokens) for tokens in (A, C)] == [3, 3]
-    store.engine.clear(None)
+    store.engine.upkeep.clear(None)
     store.engine.close()
 
 

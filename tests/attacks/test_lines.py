@@ -67,10 +67,10 @@ def test_a_line_that_is_cut_anywhere_in_an_answer_costs_no_more_than_a_miss(way,
             assert store.fetch(A) == 3
             store.put(C)
             assert store.fetch(C) == 3
-            assert store.engine.check() == []
+            assert store.engine.upkeep.check() == []
         is_intact(way.direct, A, C)
         with stored(way.direct) as other:
-            other.engine.clear(NS)
+            other.engine.upkeep.clear(NS)
             other.put(A)
 
 

@@ -70,7 +70,7 @@ def test_a_session_that_is_ended_before_any_statement_costs_no_more_than_a_miss(
             assert store.match(A) in ((0, 12) if name in ("clear", "evict") else (12,))
             assert store.put(C) == 3
             assert store.fetch(C) == 3
-            assert store.engine.check() == []
+            assert store.engine.upkeep.check() == []
         is_intact(url, C)
 
 
@@ -93,7 +93,7 @@ def test_a_server_that_is_killed_while_pages_are_written_loses_none_that_was_flu
                 server.start()
                 doomed.join()
                 wait_for(lambda tokens=tokens: lookup(store, tokens) == 3, "a hit")
-            assert store.engine.check() == []
+            assert store.engine.upkeep.check() == []
             for tokens in flushed:
                 assert store.fetch(tokens) == 3
         is_intact(url, *flushed)
@@ -121,7 +121,7 @@ def test_a_server_with_a_full_disk_is_read_and_used_again_when_there_is_space():
                 # nothing was evicted for pages that could not be written
                 wait_for(lambda: server.keep_running() or lookup(store, A) == 3, "a hit")
                 wait_for(lambda left=left: server.keep_running() or recovered(store, left), "a put")
-                assert store.engine.check() == []
+                assert store.engine.upkeep.check() == []
             assert store.counters.group("dropped").keys() <= {"full", "unavailable", "orphan"}
             assert sum(store.counters.group("dropped").values()) > 0
         is_intact(url, A)

@@ -112,7 +112,7 @@ def use(store: Store, rng: random.Random) -> None:
         with suppress(StorageError):
             store.put(rng.choice(SEQUENCES))
     with suppress(StorageError):
-        store.engine.evict(MIB // 64)
+        store.engine.upkeep.evict(MIB // 64)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -121,7 +121,7 @@ def test_rows_that_are_damaged_at_random_give_no_wrong_state_and_are_mended(sche
     for seed in range(ROUNDS):
         rng = random.Random(f"{seed} of {scheme}")
         with closing(opened(location).engine) as engine:
-            engine.clear(None)
+            engine.upkeep.clear(None)
         store = opened(location)
         for tokens in SEQUENCES:
             store.put(tokens)

@@ -57,7 +57,7 @@ def work(url, known):
         if number == 2:
             keys = store.stored_keys()
             known.clear()
-            store.engine.evict(9000)
+            store.engine.upkeep.evict(9000)
             known += [one for one in range(3) if store.match(sequence(one)) == 8]
             assert len(known) < 3
             assert store.stored_keys() < keys
@@ -88,7 +88,7 @@ def test_a_writer_that_dies_at_any_request_leaves_a_sound_store(seaweedfs, at_on
                 assert store.fetch(sequence(number)) == 2, (last, number)
             for number in range(20, 23):
                 assert store.put(sequence(number), 100) == 2
-            assert store.engine.check() == []
+            assert store.engine.upkeep.check() == []
             assert is_tidy(store.backend)
     assert last > 30
 
@@ -124,7 +124,7 @@ def test_a_server_that_is_killed_and_comes_back(monkeypatch):
         store = stack.enter_context(store_of(open_pages(prefix_on(server), max_bytes=64 * MIB)))
         assert store.put(A) == 3
         server.kill()
-        for act in (lambda: store.fetch(A), store.engine.check):
+        for act in (lambda: store.fetch(A), store.engine.upkeep.check):
             with pytest.raises(StorageError):
                 act()
         server.start()

@@ -104,7 +104,7 @@ def test_after_many_completions_nothing_grows(scheme, llama, tmp_path):
                 disk.append(files(where))
                 for name, size in collections_of(store).items():
                     sizes[name] = max(size, sizes.get(name, 0))
-                assert store.engine.last_used()[1] <= MAX_BYTES + store.engine.queued_bytes
+                assert store.engine.upkeep.last_used()[1] <= MAX_BYTES + store.engine.queued_bytes
             thirds.append((max(memory), max(disk), sizes))
         stats = store.stats()
         assert stats.hits + stats.live_hits + sum(stats.misses.values()) == lookups

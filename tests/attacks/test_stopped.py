@@ -35,7 +35,7 @@ def holder(location):
 
 def submit(store, tokens):
     for new in store.pages(tokens):
-        store.engine.submit(new)
+        store.engine.captures.submit(new)
 
 
 def ends(work):
@@ -75,7 +75,7 @@ def test_others_go_on_while_a_process_is_stopped_in_a_transaction(store, end):
         if store.location.startswith(("sqlite", "postgresql")):
             # LMDB waits for its lock without an end: there, only what the write thread does is bounded. Valkey takes
             # the lock from a process that is silent, and object storage has none.
-            changed = outcome(lambda: store.engine.change_note(b"mine", lambda _: b"1"), "a change")
+            changed = outcome(lambda: store.engine.upkeep.change_note(b"mine", lambda _: b"1"), "a change")
             assert isinstance(changed, UnavailableError)
         assert store.fetch(A) == 3
         if end == "goes on":
@@ -89,11 +89,11 @@ def test_others_go_on_while_a_process_is_stopped_in_a_transaction(store, end):
         assert store.fetch(C) == 3
         assert store.fetch(A) == 3
         # committed as a whole, or not at all
-        assert store.engine.note(b"holder") == (b"was here" if end == "goes on" else None)
+        assert store.engine.upkeep.note(b"holder") == (b"was here" if end == "goes on" else None)
         if end == "goes on":
             # the holder stored the pages of a tenant of its own
-            assert store.engine.used()[0].entries >= 8
-    assert store.engine.check() == []
+            assert store.engine.upkeep.used()[0].entries >= 8
+    assert store.engine.upkeep.check() == []
     store.engine.close()
 
 

@@ -60,7 +60,7 @@ def test_connections_that_are_ended_at_any_command_cost_nothing(new_valkey, valk
                 assert store.match(A) in ((0, 12) if name in ("clear", "evict") else (12,))
                 assert store.put(C) == 3
                 assert store.fetch(C) == 3
-                assert store.engine.check() == []
+                assert store.engine.upkeep.check() == []
             is_intact(url, C)
             forget(client, url)
             if is_over:
@@ -101,7 +101,7 @@ def test_a_server_that_is_killed_while_pages_are_written_keeps_what_its_log_has(
                 # its log has the lock of a transaction that has ended with it
                 forget_lock(server.url)
             wait_for(lambda tokens=tokens: lookup(store, tokens) == 3 or log == "no", "a hit")
-            assert store.engine.check() == []
+            assert store.engine.upkeep.check() == []
         if log == "yes":
             is_intact(server.url, *flushed)
         assert store.put([7] * 12) == 3
@@ -135,9 +135,9 @@ def test_keys_that_vanish_at_any_time_are_misses(new_valkey, valkey_server):
         # what is left can be mended; where a part of the location itself has vanished, the next write creates it again
         store.put(sequences[0])
         for _ in range(3):
-            store.engine.deleter.repair(store.engine.check())
+            store.engine.deleter.repair(store.engine.upkeep.check())
             store.backend.reclaim()
-        assert store.engine.check() == []
+        assert store.engine.upkeep.check() == []
         for tokens in sequences:
             store.put(tokens)
             assert store.fetch(tokens) == 3
@@ -162,7 +162,7 @@ def test_a_server_out_of_memory_evicts_by_our_policy():
         assert len(written) > 20
         assert store.counters.group("evictions") or store.counters["evictions"] > 0
         assert lookup(store, written[-1]) == 3
-        assert store.engine.check() == []
+        assert store.engine.upkeep.check() == []
         # what is not ours may fill it to the last byte: then pages are dropped, and can still be read and deleted
         with server.client() as client, suppress(valkey.exceptions.OutOfMemoryError):
             for n in range(1000):
@@ -171,8 +171,8 @@ def test_a_server_out_of_memory_evicts_by_our_policy():
         with suppress(StorageError):
             store.put([5] * 12, size=500_000)
         assert lookup(store, written[-1]) in (0, held)
-        store.engine.clear(NS)
-        assert store.engine.check() == []
+        store.engine.upkeep.clear(NS)
+        assert store.engine.upkeep.check() == []
         for n in range(1000):
             server.client().unlink(f"other{n}")
         wait_for(lambda: tried(lambda each: each.put(B))(store) or lookup(store, B) == 3, "a put")
@@ -191,8 +191,8 @@ def test_a_server_that_evicts_by_itself_costs_only_what_it_evicts(policy):
             lookup(store, [1000 + n // 2] * 12)
         assert n_hits > 10
         for _ in range(5):
-            tried(lambda each: each.engine.deleter.repair(each.engine.check()))(store)
-        assert {violation.rule for violation in store.engine.check()} <= {"payload"}
+            tried(lambda each: each.engine.deleter.repair(each.engine.upkeep.check()))(store)
+        assert {violation.rule for violation in store.engine.upkeep.check()} <= {"payload"}
 
 
 # -- refused ----------------------------------------------------------------------------------------------------------

@@ -204,10 +204,10 @@ def test_rows_that_are_none_are_found_and_end_every_walk(url, client, kind):
         with suppress(CorruptError), store.backend.view() as view:
             assert len(list(view.scan())) < 7000
         with pytest.raises(CorruptError):
-            store.engine.check()
+            store.engine.upkeep.check()
         # the location starts over
         assert (store.put(B), store.fetch(B), store.fetch(A)) == (3, 3, 0)
-        assert store.engine.check() == []
+        assert store.engine.upkeep.check() == []
 
 
 def test_what_is_left_of_a_location_of_another_version_stays(url, client):

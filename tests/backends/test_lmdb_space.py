@@ -32,7 +32,7 @@ def test_pages_that_fit_into_the_budget_find_space_in_the_file(tmp_path, size, n
         for seed in range(40):
             assert store.put(tokens_of(seed, n_pages), size) == n_pages
         assert store.counters.group("dropped") == {}
-        assert store.engine.used()[0].bytes > MIB
+        assert store.engine.upkeep.used()[0].bytes > MIB
     assert size_of_file(tmp_path) <= FILE_FACTOR * 2 * MIB + FILE_EXTRA
 
 
@@ -43,8 +43,8 @@ def test_under_churn_the_file_stays_within_its_limit_and_the_budget_is_used(tmp_
         for seed in range(450):
             n_pages = chance.randint(1, 7)
             assert store.put(tokens_of(seed, n_pages), chance.randint(1000, 300_000)) == n_pages
-            fills.append(store.engine.used()[0].bytes / max_bytes)
-        assert store.engine.check() == []
+            fills.append(store.engine.upkeep.used()[0].bytes / max_bytes)
+        assert store.engine.upkeep.check() == []
         assert store.counters.group("dropped") == {}
     assert size_of_file(tmp_path) <= FILE_FACTOR * max_bytes + FILE_EXTRA
     assert max(fills) <= 1
@@ -85,13 +85,13 @@ def test_purging_a_full_store_of_small_pages_needs_no_more_space_than_there_is(t
     with store_of(Pages(LMDBBackend(tmp_path, 2 * MIB)), max_bytes=2 * MIB) as store:
         for seed in range(8):
             store.put(tokens_of(seed, 64), 1000)
-        before = store.engine.used()[0].entries
+        before = store.engine.upkeep.used()[0].entries
         assert before > 200
-        assert store.engine.clear(None) == before
+        assert store.engine.upkeep.clear(None) == before
         for seed in range(8):
             store.put(tokens_of(seed, 64), 1000)
-        store.engine.evict(MIB // 2)
-        assert store.engine.used()[0].bytes <= MIB // 2
+        store.engine.upkeep.evict(MIB // 2)
+        assert store.engine.upkeep.used()[0].bytes <= MIB // 2
 
 
 @pytest.mark.slow
@@ -105,15 +105,15 @@ def test_a_full_file_has_space_to_delete_under_a_smaller_budget_and_hardly_grows
     for opening in range(4):
         with store_of(Pages(LMDBBackend(tmp_path, budget)), max_bytes=budget) as store:
             if first == "evict":
-                store.engine.evict(0)
+                store.engine.upkeep.evict(0)
             elif first == "clear":
-                store.engine.clear(None)
+                store.engine.upkeep.clear(None)
             elif first == "compact":
-                store.engine.compact()
+                store.engine.upkeep.compact()
             for seed in range(30):
                 assert store.put(tokens_of(1000 * opening + seed + 1000, 1), 50_000) == 1
             assert store.counters.group("dropped") == {}
-            assert store.engine.used()[0].bytes <= budget
-            assert store.engine.check() == []
+            assert store.engine.upkeep.used()[0].bytes <= budget
+            assert store.engine.upkeep.check() == []
     assert size_of_file(tmp_path) <= before + FILE_EXTRA
     assert size_of_file(tmp_path) <= FILE_FACTOR * 6 * MIB + FILE_EXTRA

@@ -452,11 +452,11 @@ def test_a_payload_that_the_server_has_evicted_is_a_damaged_page_that_is_compute
         keys = [page.key for page in store.engine.match(NS, as_tokens(A), P).pages]
         client.delete(payload_name(url, keys[1]))
         assert store.fetch(A) == 1
-        assert [one.rule for one in store.engine.check()] == ["payload"]
+        assert [one.rule for one in store.engine.upkeep.check()] == ["payload"]
         store.engine.flush()
         # the next commit has deleted it, and what came after it
         assert store.put(B) == 3
-        assert store.engine.check() == []
+        assert store.engine.upkeep.check() == []
         assert store.put(A) == 2
         assert store.fetch(A) == 3
 
@@ -473,7 +473,7 @@ def test_a_server_that_restarts_empty_does_not_have_what_was_first_put_there():
         assert store.match(B) == 12
         assert store.match([*A, 9]) < 12
         assert store.put(A) > 0
-        assert store.engine.check() == []
+        assert store.engine.upkeep.check() == []
 
 
 # -- payloads ---------------------------------------------------------------------------------------------------------
@@ -585,7 +585,7 @@ def test_a_location_in_a_cluster_is_found_through_any_node():
         with closing(Store(open_pages(one.tcp_url, max_bytes=64 * MIB))) as store:
             assert store.put(A) == 3
             assert store.fetch(A) == 3
-            assert store.engine.check() == []
+            assert store.engine.upkeep.check() == []
         with closing(Store(open_pages(two.tcp_url, max_bytes=64 * MIB))) as store:
             assert store.fetch(A) == 3
 

@@ -58,7 +58,7 @@ def test_pages_are_refused_from_the_last_one_on_and_no_page_follows_a_refused_on
         assert store.counters.group("dropped") == {"admission": 2}
         # one place was free, so one page had to go
         assert store.counters["evictions"] == 1
-        assert store.engine.check() == []
+        assert store.engine.upkeep.check() == []
 
 
 def test_if_nothing_is_admitted_nothing_is_evicted_and_the_policy_remembers_the_pages():
@@ -103,7 +103,7 @@ def test_pinned_and_wanted_pages_are_admitted_always():
     with closing(store_with(policy, max_entries=2)) as store:
         store.put(prompt(1, 1))
         store.put(prompt(2, 1))
-        with store.engine.storing_all():
+        with store.engine.captures.storing_all():
             assert store.put(prompt(3, 2)) == 2
         assert store.match(prompt(3, 2)) == 2 * P
         assert store.put(prompt(4, 1)) == 0

@@ -36,13 +36,13 @@ def bookmark_of(tokens, set_at=1, form=PAGE):
 
 def put(store, tokens):
     for page in store.pages(tokens):
-        store.engine.submit(page)
+        store.engine.captures.submit(page)
 
 
 def test_a_bookmark_gives_its_sequence(store):
     for tokens in (A, [*A, 5, 6], [7, 8]):
         put(store, tokens)
-        store.engine.set_bookmark(NS, str(len(tokens)), bookmark_of(tokens))
+        store.engine.captures.set_bookmark(NS, str(len(tokens)), bookmark_of(tokens))
     for _ in range(2):
         for mark in store.engine.bookmarks.read(NS).values():
             found = store.engine.bookmarks.tokens(NS, mark)
@@ -60,7 +60,7 @@ def test_a_bookmark_gives_its_sequence(store):
 
 def test_a_tail_that_a_longer_page_has_replaced_is_found_in_that_page(store):
     put(store, [*A, 5])
-    store.engine.set_bookmark(NS, "a", bookmark_of([*A, 5]))
+    store.engine.captures.set_bookmark(NS, "a", bookmark_of([*A, 5]))
     store.engine.flush()
     put(store, [*A, 5, 6, 7, 8])
     store.engine.flush()
@@ -69,11 +69,11 @@ def test_a_tail_that_a_longer_page_has_replaced_is_found_in_that_page(store):
 
 def test_one_of_a_sequence_that_was_never_stored_is_not_written(store):
     put(store, A)
-    store.engine.set_bookmark(NS, "b", bookmark_of(B))
-    store.engine.set_bookmark(NS, "a", bookmark_of(A))
+    store.engine.captures.set_bookmark(NS, "b", bookmark_of(B))
+    store.engine.captures.set_bookmark(NS, "a", bookmark_of(A))
     store.engine.flush()
     assert list(store.engine.bookmarks.read(NS)) == ["a"]
-    assert not store.engine.has_deferred
+    assert not store.engine.captures.has_deferred
 
 
 def test_it_waits_for_pages_that_are_still_queued(monkeypatch):
@@ -81,7 +81,7 @@ def test_it_waits_for_pages_that_are_still_queued(monkeypatch):
     store = Store(MemoryPages())
     for i, tokens in enumerate((A, B, C)):
         put(store, tokens)
-        store.engine.set_bookmark(NS, str(i), bookmark_of(tokens, i))
+        store.engine.captures.set_bookmark(NS, str(i), bookmark_of(tokens, i))
     store.engine.flush()
     assert store.engine.bookmarks.whole(NS) == ["0", "1", "2"]
     store.engine.close()
@@ -99,7 +99,7 @@ def test_there_are_so_many_at_most_and_those_set_last_stay(store, monkeypatch):
     monkeypatch.setattr(module, "MAX_BOOKMARKS", 5)
     put(store, A)
     for i in range(12):
-        store.engine.set_bookmark(NS, str(i), bookmark_of(A, i))
+        store.engine.captures.set_bookmark(NS, str(i), bookmark_of(A, i))
         if i % 3 == 0:
             store.engine.flush()
     store.engine.flush()
@@ -113,10 +113,10 @@ def test_they_take_no_more_than_a_part_of_the_budget(max_bytes):
     sequences = [[i] * 9 for i in range(2 * max_bytes // 3000)]
     for i, tokens in enumerate(sequences):
         put(store, tokens)
-        store.engine.set_bookmark(NS, f"{i:500}", bookmark_of(tokens, i))
+        store.engine.captures.set_bookmark(NS, f"{i:500}", bookmark_of(tokens, i))
         if i % 8 == 0:
             store.engine.flush()
-        assert store.engine.used()[0].bytes <= max_bytes
+        assert store.engine.upkeep.used()[0].bytes <= max_bytes
     store.engine.flush()
     with store.engine.view() as view:
         note = view.note(note_name(NS)) or b""
@@ -132,10 +132,10 @@ def test_what_cannot_be_written_now_is_written_later(store, monkeypatch):
         raise UnavailableError("not now")
 
     monkeypatch.setattr(store.backend, "update", fail)
-    store.engine.set_bookmark(NS, "a", bookmark_of(A))
+    store.engine.captures.set_bookmark(NS, "a", bookmark_of(A))
     store.engine.drain()
     assert list(store.engine.bookmarks.read(NS)) == ["a"]
-    assert store.engine.has_deferred
+    assert store.engine.captures.has_deferred
     monkeypatch.undo()
     store.engine.flush()
     with store.engine.view() as view:
@@ -146,12 +146,13 @@ def test_they_go_with_their_pages(store):
     put(store, A)
     put(store, B)
     for name, tokens in (("a", A), ("b", B)):
-        store.engine.set_bookmark(NS, name, bookmark_of(tokens))
+        store.engine.captures.set_bookmark(NS, name, bookmark_of(tokens))
     store.engine.flush()
-    store.engine.delete([lambda index: {page.key for page in index if page.tokens[:4] == as_tokens(A).tobytes()[:4]}])
+    first = as_tokens(A).tobytes()[:4]
+    store.engine.deleter.delete([lambda pages: {page.key for page in pages if page.tokens[:4] == first}])
     with store.engine.view() as view:
         assert list(parse(view.note(note_name(NS)))) == ["b"]
-    store.engine.clear(NS)
+    store.engine.upkeep.clear(NS)
     with store.engine.view() as view:
         assert view.note(note_name(NS)) is None
 
@@ -159,7 +160,7 @@ def test_they_go_with_their_pages(store):
 def test_a_deletion_does_not_fail_because_another_process_commits_at_the_same_time(store, monkeypatch):
     for tokens in (A, B):
         put(store, tokens)
-    store.engine.set_bookmark(NS, "a", bookmark_of(A))
+    store.engine.captures.set_bookmark(NS, "a", bookmark_of(A))
     store.engine.flush()
     update, n_calls = store.backend.update, count()
 
@@ -169,7 +170,7 @@ def test_a_deletion_does_not_fail_because_another_process_commits_at_the_same_ti
         return update()
 
     monkeypatch.setattr(store.backend, "update", conflicting)
-    removed = store.engine.delete([lambda index: subtree(index, page_keys(NS, as_tokens(A), P)[0])])
+    removed = store.engine.deleter.delete([lambda index: subtree(index, page_keys(NS, as_tokens(A), P)[0])])
     assert removed.pages == 3
     assert store.engine.bookmarks.read(NS) == {}
 
@@ -177,8 +178,8 @@ def test_a_deletion_does_not_fail_because_another_process_commits_at_the_same_ti
 def test_a_process_that_still_has_a_name_does_not_bring_it_back_after_a_purge(store):
     put(store, A)
     store.engine.flush()
-    store.engine.clear(NS)
-    store.engine.set_bookmark(NS, "a", bookmark_of(A))
+    store.engine.upkeep.clear(NS)
+    store.engine.captures.set_bookmark(NS, "a", bookmark_of(A))
     store.engine.flush()
     assert store.engine.bookmarks.read(NS) == {}
 

@@ -56,7 +56,7 @@ def test_an_eviction_does_not_look_at_pinned_pages(steps):
         with closing(Store(Fragile(MemoryPages()), max_entries=n_pinned + 5)) as store:
             for number in range(n_pinned):
                 store.put([1000 + number] * P, 1)
-                store.engine.pin(NS, as_tokens([1000 + number] * P), P, pinned=True)
+                store.engine.upkeep.pin(NS, as_tokens([1000 + number] * P), P, pinned=True)
             for number in range(6):
                 store.put([number] * P, 1)
             found = during(steps, store, lambda: [store.put([10 + number] * P, 1) for number in range(5)])
@@ -113,7 +113,7 @@ def test_a_lookup_does_not_walk_through_expired_pages(steps, clock):
         assert store.match(tokens) == 0
         assert steps["expired"] == 1
         # they are deleted some at a time
-        while store.engine.has_deferred:
+        while store.engine.captures.has_deferred:
             before = len(store.stored_keys())
             store.engine.commit([])
             assert 0 < before - len(store.stored_keys()) <= 512
@@ -159,7 +159,7 @@ def test_damaged_pages_are_deleted_some_at_a_time():
         store.put([9] * P)
         store.engine.condemn(store.engine.match(NS, as_tokens(tokens), P).pages[1], lambda *_: False)
         scans, left = store.backend.calls["scan"], n_pages + 1
-        while store.engine.has_deferred:
+        while store.engine.captures.has_deferred:
             store.engine.commit([])
             with store.backend.inner.view() as view:
                 entries = view.used.entries
@@ -183,7 +183,7 @@ def test_repairs_are_made_some_at_a_time(how, monkeypatch):
         first = store.engine.match(NS, as_tokens(tokens), P).pages[0]
         with backend.inner.update() as transaction:
             transaction.delete(first.key)
-        found = store.engine.check()
+        found = store.engine.upkeep.check()
         store.match(tokens)
         updates = backend.calls["update"]
         if how == "repair":

@@ -72,7 +72,7 @@ def test_a_tenant_with_a_quota_evicts_its_own_pages_only(backend):
         loud.put([i] * P)
     assert (quiet.held(), loud.held()) == (5, 10)
     assert loud.counters["evictions"] == 90
-    assert loud.engine.check() == []
+    assert loud.engine.upkeep.check() == []
 
 
 def test_in_a_full_location_a_tenant_evicts_its_own_pages_first(backend):
@@ -127,7 +127,7 @@ def test_a_page_that_cannot_fit_because_of_pins_evicts_nothing(backend):
     for i in range(18):
         store.put([i] * P)
     for i in range(9):
-        store.engine.pin(store.namespace.key, as_tokens([i] * P), P, pinned=True)
+        store.engine.upkeep.pin(store.namespace.key, as_tokens([i] * P), P, pinned=True)
     assert store.put([100] * P, 13 * SIZE) == 0
     assert store.counters.group("dropped") == {"budget": 1}
     assert store.held() == 18
@@ -144,7 +144,7 @@ def test_a_page_that_cannot_fit_into_a_quota_evicts_nothing(backend, quota):
     for i in range(10):
         store.put([i] * P)
         other.put([i] * P)
-    store.engine.pin(store.namespace.key, as_tokens([3] * P), P, pinned=True)
+    store.engine.upkeep.pin(store.namespace.key, as_tokens([3] * P), P, pinned=True)
     assert store.put([100] * P, 10 * SIZE) == 0
     assert store.counters.group("dropped") == {"quota": 1}
     assert (store.held(), other.held()) == (10, 10)
@@ -156,7 +156,7 @@ def test_a_page_that_cannot_fit_evicts_nothing_on_disk_either(tmp_path):
         for i in range(8):
             assert store.put([i] * P, MIB // 2) == 1
         for i in range(4):
-            store.engine.pin(store.namespace.key, as_tokens([i] * P), P, pinned=True)
+            store.engine.upkeep.pin(store.namespace.key, as_tokens([i] * P), P, pinned=True)
         assert store.put([100] * P, 7 * MIB) == 0
         assert sum(store.match([i] * P) == P for i in range(8)) == 8
 
@@ -240,17 +240,17 @@ def test_a_page_stays_as_long_as_its_descendants(backend, clock):
     assert store.match([1] * 8) == 0
     store.engine.commit([])
     assert store.counters["expired"] == 2
-    assert store.engine.check() == []
+    assert store.engine.upkeep.check() == []
 
 
 def test_pinned_pages_do_not_expire(backend, clock):
     store = Tenant(backend, tenant("a"), ttl=60)
     store.put([1] * 8)
-    store.engine.pin(store.namespace.key, as_tokens([1] * 8), P, pinned=True)
+    store.engine.upkeep.pin(store.namespace.key, as_tokens([1] * 8), P, pinned=True)
     clock.passes(1000)
     store.engine.commit([])
     assert store.match([1] * 8) == 8
-    store.engine.pin(store.namespace.key, as_tokens([1] * 8), P, pinned=False)
+    store.engine.upkeep.pin(store.namespace.key, as_tokens([1] * 8), P, pinned=False)
     store.engine.commit([])
     assert store.match([1] * 8) == 0
 
@@ -288,7 +288,7 @@ def test_priority_and_expiry_are_stored_with_the_page(backend, clock):
     assert (usage.priority, usage.expires) == (-3, clock.now + 60 * 10**9)
     reader = Tenant(backend, tenant("a"))
     reader.use([1] * P)
-    reader.engine.pin(reader.namespace.key, as_tokens([1] * P), P, pinned=True)
+    reader.engine.upkeep.pin(reader.namespace.key, as_tokens([1] * P), P, pinned=True)
     with backend.view() as view:
         assert view.usage(key).priority == -3
         assert view.usage(key).expires == usage.expires
@@ -305,7 +305,7 @@ def test_a_tail_stays_if_the_page_that_continues_it_is_refused_at_any_budget(tmp
             store.put([1] * 12, 60_000)
             assert store.match([1] * 12) >= 10
             assert len(store.stored_keys()) == 3
-            assert store.engine.check() == []
+            assert store.engine.upkeep.check() == []
             refused += bool(store.counters.group("dropped"))
     assert refused
 
@@ -318,7 +318,7 @@ def test_pages_after_one_of_a_newer_version_make_way_for_others(monkeypatch, pin
             store.put([1] * P + [10 + number] * P)
         store.put([1] * P + [10] * P + [11] * P)
         if pinned:
-            store.engine.pin(NS, as_tokens([1] * P + [10] * P + [11] * P), P, pinned=True)
+            store.engine.upkeep.pin(NS, as_tokens([1] * P + [10] * P + [11] * P), P, pinned=True)
         root = store.engine.match(NS, as_tokens([1] * P), P).pages[0]
         make_newer(backend, root.key)
         store.match([1] * P)
@@ -327,7 +327,7 @@ def test_pages_after_one_of_a_newer_version_make_way_for_others(monkeypatch, pin
         assert [store.put([number] * P) for number in range(50, 50 + kept)] == [1] * kept
         assert store.put([99] * P) == 1
         assert len(store.stored_keys()) == 10
-        assert len(store.engine.evict(0).pages) == kept
+        assert len(store.engine.upkeep.evict(0).pages) == kept
         assert len(store.stored_keys()) == (3 if pinned else 1)
         # the page of the newer version stays
         assert root.key in store.stored_keys()

@@ -111,14 +111,14 @@ def test_lookups_and_restores_ask_the_backend_without_the_lock(watch):
     assert store.fetch(A) == store.fetch(A, streamed=True) == 3
     put_snapshots(store, B, [6, 9])
     assert store.match_snapshot(B) == 9
-    assert engine.used()[0].entries == 8
-    assert [one.salt for one in engine.namespaces()] == ["tenant"]
-    assert engine.check() == []
+    assert engine.upkeep.used()[0].entries == 8
+    assert [one.salt for one in engine.upkeep.namespaces()] == ["tenant"]
+    assert engine.upkeep.check() == []
     with engine.view() as view:
-        assert len(list(view.scan())) == len(engine.pages()) == 8
+        assert len(list(view.scan())) == len(engine.lookups.pages()) == 8
     assert len(engine.deleter.select([partial(subtree, key=page_keys(NS, as_tokens(A), P)[1])])) == 2
-    engine.change_note(b"name", lambda old: b"value")
-    assert engine.note(b"name") == b"value"
+    engine.upkeep.change_note(b"name", lambda old: b"value")
+    assert engine.upkeep.note(b"name") == b"value"
     assert {"view", "end of view", "namespaces", "note", "scan", "used"} <= watch.asked
 
 
@@ -126,7 +126,7 @@ def test_lookups_and_restores_ask_the_backend_without_the_lock(watch):
 def test_submitted_pages_are_written_without_the_lock(watch, write_behind):
     store = watch.open(MemoryPages(), options={"write_behind": write_behind})
     for new in store.pages(A):
-        assert store.engine.submit(new)
+        assert store.engine.captures.submit(new)
     store.engine.flush()
     assert len(store.stored_keys()) == 3
     assert store.counters.group("dropped") == {}
@@ -141,9 +141,9 @@ def test_space_is_made_without_the_lock(watch, clock):
     assert store.counters["evictions"] >= 4
     # uses and pins, which another engine would respect
     store.fetch(C)
-    assert engine.pin(NS, as_tokens(C), P, pinned=True) == 12
+    assert engine.upkeep.pin(NS, as_tokens(C), P, pinned=True) == 12
     assert store.put(A) < 3
-    assert engine.pin_page(engine.match(NS, as_tokens(C), P).pages[0], pinned=False) == 3
+    assert engine.upkeep.pin_page(engine.match(NS, as_tokens(C), P).pages[0], pinned=False) == 3
     # expiry
     clock[0] += 61 * 10**9
     assert store.match(C) == 0
@@ -153,8 +153,8 @@ def test_space_is_made_without_the_lock(watch, clock):
     # thinning: of a pending snapshot, and of stored ones
     put_snapshots(store, A[:8], [5, 6])
     pending = snapshot_of(store, A[:7])
-    assert engine.announce(pending)
-    assert engine.thin(NS, as_tokens(A), P, 1, 8) == 2
+    assert engine.captures.announce(pending)
+    assert engine.captures.thin(NS, as_tokens(A), P, 1, 8) == 2
     engine.commit([pending])
     assert store.match_snapshot(A) == 7
     assert {"usage", "touch", "delete", "cost"} <= watch.asked

@@ -185,7 +185,7 @@ def test_uses_that_are_not_written_yet_count():
         store.fetch(A[:P])
         with store.backend.view() as view:
             before = {key: usage.last_used for key, _, usage in view.scan()}
-        evicted = store.engine.evict(0, dry_run=True).pages
+        evicted = store.engine.upkeep.evict(0, dry_run=True).pages
         first, *_, last = (bytes.fromhex(key) for key in evicted)
         path = store.engine.match(NS, as_tokens(A[:P]), P)
         assert last == path.pages[0].key
@@ -290,7 +290,7 @@ def test_leaf_rows_of_pages_that_are_gone_are_dropped_and_an_eviction_comes_to_a
         gone = [random.randbytes(32) for _ in range(150)]
         leaf = Leaf(NS, 1, 0, 0, P, P, 0, 1, 0, 0).pack()
         write(store.backend, *((leaf_row(space, key), leaf) for key in gone for space in (NS, OTHER)))
-        assert len(store.engine.evict(0).pages) == 100
+        assert len(store.engine.upkeep.evict(0).pages) == 100
         assert store.stored_keys() == set()
         with store.backend.view() as view:
             assert view.rows.ranges([keyspace.everything(keyspace.LEAF)])[0] == []
@@ -304,9 +304,9 @@ def test_a_leaf_row_that_cannot_be_read_is_passed_over_until_it_is_mended():
         with store.backend.view() as view:
             rows = view.rows.ranges([keyspace.everything(keyspace.LEAF)])[0]
         write(store.backend, (rows[0].key, rows[0].value[:-1]))
-        assert len(store.engine.evict(0).pages) == 2
-        assert store.engine.deleter.repair(store.engine.check()) is not None
-        assert len(store.engine.evict(0).pages) == 1
+        assert len(store.engine.upkeep.evict(0).pages) == 2
+        assert store.engine.deleter.repair(store.engine.upkeep.check()) is not None
+        assert len(store.engine.upkeep.evict(0).pages) == 1
 
 
 def test_a_page_whose_record_is_damaged_is_evicted_like_others():
@@ -314,7 +314,7 @@ def test_a_page_whose_record_is_damaged_is_evicted_like_others():
     keys = fill(backend, 400)
     make_corrupt(backend, keys[3])
     with store_of(backend) as store:
-        store.engine.evict(0)
+        store.engine.upkeep.evict(0)
         assert store.stored_keys() == set()
         with backend.view() as view:
             assert view.rows.ranges([keyspace.everything(keyspace.LEAF)])[0] == []
@@ -347,6 +347,6 @@ def test_the_pools_of_few_groups_are_kept():
         with backend.update() as transaction:
             for i in range(200):
                 assert catalog.victims(transaction, Group(b"%d" % i, {NS: 300})).next() is not None
-        store.engine.evict(0)
+        store.engine.upkeep.evict(0)
         assert len(catalog._pools) <= 64
         assert all(len(pool) <= POOL for pool in catalog._pools.values())

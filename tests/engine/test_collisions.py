@@ -37,7 +37,7 @@ def weak_hash(monkeypatch):
 
 def missing(store, tokens):
     tokens = as_tokens(tokens)
-    return store.engine.missing(NS, tokens, P)
+    return store.engine.lookups.missing(NS, tokens, P)
 
 
 @pytest.mark.usefixtures("weak_hash")
@@ -119,7 +119,7 @@ def test_a_record_that_differs_in_what_its_key_does_not_cover_is_replaced(tmp_pa
         assert one.engine.commit(waiting) == 2
         assert record_of(two, MINE + NEXT)[0].start == 4
         assert two.fetch(MINE + NEXT) == 2
-        assert one.engine.check() == []
+        assert one.engine.upkeep.check() == []
 
 
 @pytest.mark.parametrize("through", ["file", "copy"])

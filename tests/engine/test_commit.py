@@ -43,7 +43,7 @@ def test_a_pending_tail_that_is_continued_is_never_written():
 def test_the_page_that_continues_a_pinned_tail_is_pinned():
     with store_of(max_entries=2) as store:
         store.put([1, 2])
-        assert store.engine.pin(NS, as_tokens([1, 2]), P, pinned=True) == 2
+        assert store.engine.upkeep.pin(NS, as_tokens([1, 2]), P, pinned=True) == 2
         store.put([1, 2, 3])
         store.put(B[:4])
         store.put(C[:4])
@@ -119,7 +119,7 @@ def test_pages_that_find_no_space_are_dropped_and_counted_without_an_exception()
         # the failed attempts have left no trace
         assert [store.match(A), store.match(B)] == [12, 0]
         assert store.fetch(A) == 3
-        assert store.engine.wants(NS, NS, as_tokens(B[:4]).tobytes())
+        assert store.engine.lookups.missing(NS, as_tokens(B[:4]), P) == [(0, 4)]
 
 
 @pytest.mark.parametrize("operation", ["update", "put", "delete", "commit"])
@@ -181,11 +181,11 @@ def test_a_snapshot_that_is_given_up_while_it_is_written_leaves_no_orphan():
         parent = page_keys(NS, as_tokens(A), P)[0]
         buffer = store.buffers.acquire(1000)
         new = PendingPage.of(NS, b"{}", parent, 4, as_tokens(A[4:6]).tobytes(), buffer, form=SNAPSHOT)
-        assert store.engine.announce(new)
+        assert store.engine.captures.announce(new)
         backend.interfere = lambda: store.engine._catalog.discard_snapshot(new.page)
         assert store.engine.commit([new]) == 0
         buffer.release()
-        assert store.engine.check() == []
+        assert store.engine.upkeep.check() == []
         assert new.page.key not in store.stored_keys()
 
 
@@ -195,7 +195,7 @@ def test_nothing_is_evicted_for_a_page_that_cannot_be_written():
         before = store.stored_keys()
         buffer = store.buffers.acquire(1000)
         new = PendingPage.of(NS, b"{}", page_keys(NS, as_tokens(B), P)[0], 4, as_tokens(B[4:8]).tobytes(), buffer)
-        assert store.engine.announce(new)
+        assert store.engine.captures.announce(new)
         assert store.engine.commit([new]) == 0
         buffer.release()
         assert store.stored_keys() == before
@@ -255,7 +255,7 @@ def test_what_is_captured_while_a_namespace_is_cleared_goes_with_what_it_continu
             return deleted
 
         monkeypatch.setattr(store.engine.deleter, "_delete_next", meanwhile)
-        assert store.engine.clear(NS) == 4
+        assert store.engine.upkeep.clear(NS) == 4
         assert store.match([*A, 5]) == 12
 
 
@@ -309,6 +309,6 @@ def test_an_engine_without_housekeeping_deletes_nothing_by_itself():
         store.open(housekeeping=False, write_behind=False)
         store.engine.match(NS, as_tokens(A), P)
         store.engine._catalog.mark_damaged(pages[1])
-        assert not store.engine.has_deferred
+        assert not store.engine.captures.has_deferred
         store.put(B)
         assert len(store.stored_keys()) == 6

@@ -51,16 +51,16 @@ def test_a_damaged_page_ends_the_restore_and_is_deleted_with_its_descendants(tmp
                 rows = env.open_db(b"rows", txn)
                 txn.put(b"r" + keys[1], txn.get(b"r" + keys[2], db=rows), db=rows)
     with store_of(Pages(LMDBBackend(tmp_path, MIB))) as store:
-        assert {violation.key for violation in store.engine.check()} >= {keys[1].hex()}
+        assert {violation.key for violation in store.engine.upkeep.check()} >= {keys[1].hex()}
         # a record is read when the store is opened, a payload when it is fetched
         assert store.match(tokens) == (4 if damage in ("record", "other tokens") else 16)
         assert store.fetch(tokens) == 1
         assert store.match(tokens) == 4
-        assert store.engine.has_deferred
+        assert store.engine.captures.has_deferred
         assert store.engine.commit([]) == 0
         assert store.counters["corrupt"] == 3
-        assert not store.engine.has_deferred
-        assert store.engine.check() == []
+        assert not store.engine.captures.has_deferred
+        assert store.engine.upkeep.check() == []
         assert store.match([7] * 8) == 8
         assert store.put(tokens) == 3
         assert store.fetch(tokens) == 4
@@ -90,9 +90,9 @@ def test_a_page_without_its_parent_is_deleted(tmp_path):
     with closing(Pages(LMDBBackend(tmp_path, MIB))) as backend, backend.update() as transaction:
         transaction.delete(keys[0])
     with store_of(Pages(LMDBBackend(tmp_path, MIB))) as store:
-        assert [violation.rule for violation in store.engine.check()] == ["parent"]
+        assert [violation.rule for violation in store.engine.upkeep.check()] == ["parent"]
         assert store.match(tokens) == 0
-        store.engine.deleter.repair(store.engine.check())
+        store.engine.deleter.repair(store.engine.upkeep.check())
         assert store.stored_keys() == set()
 
 
@@ -107,7 +107,7 @@ def test_a_page_of_a_newer_version_is_not_changed(tmp_path):
     with store_of(Pages(LMDBBackend(tmp_path, MIB))) as store:
         assert store.match(A) == 4
         batch = store.pages(A)
-        announced = [new for new in [*batch, *store.pages(C)] if store.engine.announce(new)]
+        announced = [new for new in [*batch, *store.pages(C)] if store.engine.captures.announce(new)]
         # A's second page may not be replaced, so its children cannot be stored; C can
         assert store.engine.commit(announced) == 3
         assert sum(store.counters.group("dropped").values()) == len(announced) - 3
@@ -127,7 +127,7 @@ def test_the_children_that_another_engine_adds_to_a_damaged_page_are_deleted_too
         assert two.put(tokens) == 2  # it has not read the first page
         assert one.engine.commit([]) == 0
         assert one.stored_keys() == set()
-        assert one.engine.check() == []
+        assert one.engine.upkeep.check() == []
         assert two.match(tokens) == 0
 
 
@@ -151,7 +151,7 @@ def test_a_page_that_was_suspected_wrongly_and_captured_again_keeps_its_pin_and_
     tokens = [1, 1, 1, 1, 2, 2]
     store = Store(Fragile(MemoryPages()))
     store.put(tokens)
-    store.engine.pin(NS, as_tokens(tokens), P, pinned=True)
+    store.engine.upkeep.pin(NS, as_tokens(tokens), P, pinned=True)
     store.engine.condemn(store.engine.match(NS, as_tokens(tokens), P).pages[1], lambda *_: True)
     batch = store.announce(tokens)
     if how == "abandoned":
@@ -160,8 +160,8 @@ def test_a_page_that_was_suspected_wrongly_and_captured_again_keeps_its_pin_and_
     else:
         store.engine.commit(batch)
     assert_true(store.engine)
-    assert [page.pinned for page in store.engine.pages()] == [True, True]
+    assert [page.pinned for page in store.engine.lookups.pages()] == [True, True]
     assert store.put([1, 1, 1, 1, 2, 2, 3, 3]) == 1
-    assert [page.pinned for page in store.engine.pages()] == [True, True]
+    assert [page.pinned for page in store.engine.lookups.pages()] == [True, True]
     assert_true(store.engine)
     store.close()

@@ -6,7 +6,7 @@ import pytest
 
 from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import UnavailableError
-from prefixstore.format.keys import as_tokens, page_key
+from prefixstore.format.keys import as_tokens
 from tests.support.engines import NS, OTHER, A, B, C, MemoryPages, P, entry, state_of, store_of
 from tests.support.faults import FaultyBackend
 
@@ -54,13 +54,13 @@ def test_a_packed_page_is_restored_with_the_same_bytes():
         buffer = store.buffers.acquire(100_000)
         buffer.view[:] = bytes(100_000)
         new = PendingPage.of(NS, b"{}", NS, 0, tokens, buffer)
-        assert store.engine.announce(new)
+        assert store.engine.captures.announce(new)
         assert store.engine.commit([new]) == 1
         buffer.release()
         path = store.engine.match(NS, as_tokens(A), P)
         with store.engine.fetching(path.pages) as states:
             assert [bytes(state) for state in states] == [bytes(100_000)]
-        used, stored, raw = store.engine.used()
+        used, stored, raw = store.engine.upkeep.used()
         assert (used.entries, raw) == (1, 100_000)
         assert stored < 1000
 
@@ -68,25 +68,18 @@ def test_a_packed_page_is_restored_with_the_same_bytes():
 # -- what is worth capturing -------------------------------------------------------------------------------------------
 
 
-def test_a_page_is_wanted_if_it_is_not_stored():
-    with store_of() as store:
-        full, tail = as_tokens([1, 1, 1, 1]).tobytes(), as_tokens([1, 1]).tobytes()
-        parent = page_key(NS, full)
-        engine = store.engine
-        assert engine.wants(NS, NS, full)
-        store.put([1, 1, 1, 1])
-        assert not engine.wants(NS, NS, full)
-        assert not engine.wants(NS, NS, tail)  # covered by the full page
-        assert engine.wants(NS, parent, tail)
-        assert engine.wants(OTHER, OTHER, full)
-
-
 def test_the_pages_of_a_sequence_that_are_not_stored_are_missing():
     with store_of() as store:
+        missing, tokens = store.engine.lookups.missing, as_tokens([1] * 14)
+        assert missing(NS, tokens[:2], P, tail=True) == [(0, 2)]
         store.put(A[:8])
-        assert store.engine.missing(NS, as_tokens([1] * 20), P) == [2, 3, 4]
-        store.put([1] * 20)
-        assert store.engine.missing(NS, as_tokens([1] * 20), P) == []
+        assert missing(NS, tokens, P) == [(8, 12)]
+        assert missing(NS, tokens, P, tail=True) == [(8, 12), (12, 14)]
+        assert missing(NS, tokens[:2], P, tail=True) == []  # covered by the full page
+        assert missing(OTHER, tokens[:4], P) == [(0, 4)]
+        store.put(A)
+        assert missing(NS, tokens, P) == []
+        assert missing(NS, tokens, P, tail=True) == [(12, 14)]
 
 
 # -- eviction ----------------------------------------------------------------------------------------------------------
@@ -107,11 +100,11 @@ def test_the_least_recently_used_leaf_is_evicted_first():
 def test_pinned_pages_stay_until_they_are_unpinned():
     with store_of(max_bytes=3 * entry()) as store:
         store.put(A)
-        assert store.engine.pin(NS, as_tokens(A), P, pinned=True) == 12
+        assert store.engine.upkeep.pin(NS, as_tokens(A), P, pinned=True) == 12
         assert store.put(B) == 0
         assert store.counters.group("dropped") == {"budget": 3}
         assert store.match(A) == 12
-        assert store.engine.pin(NS, as_tokens([*A, 1]), P, pinned=False) == 12
+        assert store.engine.upkeep.pin(NS, as_tokens([*A, 1]), P, pinned=False) == 12
         assert store.put(B) == 3
         assert [store.match(A), store.match(B)] == [0, 12]
 

@@ -34,18 +34,18 @@ def test_a_dry_run_changes_nothing_and_says_what_an_eviction_then_does(scheme, p
         engine = store.engine
         engine._policy = engine._catalog.policy = POLICIES[policy]()
         before = contents(store.backend)
-        used = engine.used()[0]
-        tried = engine.evict(used.bytes // 2, dry_run=True)
+        used = engine.upkeep.used()[0]
+        tried = engine.upkeep.evict(used.bytes // 2, dry_run=True)
         assert tried.dry_run
         assert tried.policy == policy
         assert tried.is_enough
         assert tried.pages
         assert contents(store.backend) == before
-        assert engine.check() == []
+        assert engine.upkeep.check() == []
         assert store.counters["evictions"] == store.counters["frees"] == 0
-        assert engine.used()[0] == used
-        done = engine.evict(used.bytes // 2)
-        assert done.bytes_left == engine.used()[0].bytes <= used.bytes // 2
+        assert engine.upkeep.used()[0] == used
+        done = engine.upkeep.evict(used.bytes // 2)
+        assert done.bytes_left == engine.upkeep.used()[0].bytes <= used.bytes // 2
         # in LMDB it may take a page more until the file is as small as that after its commit
         assert done.pages[: len(tried.pages)] == tried.pages
         assert len(done.pages) <= len(tried.pages) + 1
@@ -59,9 +59,9 @@ def test_what_is_pinned_stays_and_it_is_said_that_this_is_not_enough():
     with store_of() as store:
         for tokens in (A, B, C):
             store.put(tokens)
-        store.engine.pin(NS, as_tokens(B), P, pinned=True)
+        store.engine.upkeep.pin(NS, as_tokens(B), P, pinned=True)
         for dry_run in (True, False):
-            evicted = store.engine.evict(0, dry_run=dry_run)
+            evicted = store.engine.upkeep.evict(0, dry_run=dry_run)
             assert len(evicted.pages) == 6
             assert evicted.bytes == 6 * taken()
             assert evicted.bytes_left == 3 * taken()
@@ -72,10 +72,10 @@ def test_what_is_pinned_stays_and_it_is_said_that_this_is_not_enough():
 def test_leaves_go_before_the_pages_that_they_follow_and_the_order_is_told():
     with store_of() as store:
         store.put(A)
-        pages = [page.key.hex() for page in store.engine.pages()]
-        assert store.engine.evict(entry(), dry_run=True).pages == tuple(pages[:0:-1])
-        assert store.engine.evict(entry()).pages == tuple(pages[:0:-1])
-        assert store.engine.evict(entry()).pages == ()
+        pages = [page.key.hex() for page in store.engine.lookups.pages()]
+        assert store.engine.upkeep.evict(entry(), dry_run=True).pages == tuple(pages[:0:-1])
+        assert store.engine.upkeep.evict(entry()).pages == tuple(pages[:0:-1])
+        assert store.engine.upkeep.evict(entry()).pages == ()
 
 
 def test_a_store_evicts_to_a_share_of_its_budget_or_to_a_size_and_writes_what_waits_before():

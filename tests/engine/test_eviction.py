@@ -82,7 +82,7 @@ def test_uses_before_an_eviction_count(policy):
         for _ in range(4):
             cache.request([1])
         cache._engine.commit([])
-        cache._engine.evict(0)
+        cache._engine.upkeep.evict(0)
         for block in (1, 2):
             cache.request([block])
         assert [cache.ask([block]).pages[0].uses for block in (1, 2)] == [6, 2]

@@ -96,7 +96,7 @@ def test_a_location_that_fails_or_is_small_has_no_note(monkeypatch):
 
 def found(store, tokens):
     (key,) = page_keys(NS, as_tokens(tokens[:P]), P)
-    one = store.engine.evictions([key]).get(key)
+    one = store.engine.upkeep.evictions([key]).get(key)
     return one.cause if one is not None else None
 
 
@@ -107,7 +107,7 @@ def test_the_cause_is_space_a_quota_a_request_or_the_time_to_live():
         store.put(B)
         store.put(C)
         assert found(store, A) is Cause.SPACE
-        store.engine.evict(0)
+        store.engine.upkeep.evict(0)
         assert found(store, C) is Cause.ASKED
     with store_of(quota=Quota(namespace=4 * 1100)) as store:
         for tokens in (A, B, C):
@@ -125,7 +125,7 @@ def test_the_cause_is_space_a_quota_a_request_or_the_time_to_live():
 def test_a_dry_run_is_no_eviction():
     with store_of() as store:
         store.put(A)
-        assert len(store.engine.evict(0, dry_run=True).pages) == 3
+        assert len(store.engine.upkeep.evict(0, dry_run=True).pages) == 3
         assert found(store, A) is None
 
 
@@ -138,6 +138,6 @@ def test_the_reason_of_a_miss_tells_short_prompts_evicted_ones_and_those_that_di
         assert reason(store, A[:2], 2) == reason(store, []) == "short"
         assert reason(store, [1, 9, 9, 9], 1) == "diverged"
         assert reason(store, B) == "not_found"
-        store.engine.evict(0)
+        store.engine.upkeep.evict(0)
         assert reason(store, A) == reason(store, [*A[:P], 7, 7]) == "evicted"
         assert reason(store, [1, 9, 9, 9]) == "not_found"

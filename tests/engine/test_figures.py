@@ -37,11 +37,11 @@ def test_what_waits_is_counted_until_it_is_written():
     gate = threading.Event()
     with store_of(gated(MemoryPages, gate)()) as store, writer_of(store) as writer:
         for new in [*store.pages(A), snapshot_of(store, [*A, 1])]:
-            assert writer.submit(new)
-        assert writer.engine.pending == (3, 1)
+            assert writer.captures.submit(new)
+        assert writer.engine.captures.pending == (3, 1)
         with when_it_waits(writer, gate.set):
             assert writer.drain() == Drained(4, 3 * 1000 + 100, 0)
-        assert writer.engine.pending == (0, 0)
+        assert writer.engine.captures.pending == (0, 0)
         # nothing has waited since
         assert writer.drain() == Drained(0, 0, 0)
 
@@ -58,10 +58,10 @@ def test_a_drain_ends_when_its_limit_is_reached_and_says_what_is_left():
     with store_of(Stepped()) as store, writer_of(store) as writer:
         # one after the other: the first is being written while the others come
         first, second, third = ([n] * P for n in range(3))
-        writer.submit(*store.pages(first))
+        writer.captures.submit(*store.pages(first))
         wait_for(lambda: not writer.engine._queue._queue, "the first page is taken")
         for tokens in (second, third):
-            writer.submit(*store.pages(tokens))
+            writer.captures.submit(*store.pages(tokens))
         assert writer.drain(seconds=0.01) == Drained(0, 0, 3)
         assert writer.drain(0) == Drained(0, 0, 3)
         with when_it_waits(writer, partial(steps.release, 1)):
@@ -95,11 +95,11 @@ def test_a_drain_without_a_thread_writes_what_is_deferred_and_a_limit_of_time_is
     monkeypatch.setattr("prefixstore.engine.queue.NO_PROGRESS_SECONDS", 1000.0)
     with store_of() as store, writer_of(store, behind=False) as writer:
         for new in store.pages(A):
-            writer.submit(new)
+            writer.captures.submit(new)
         store.fetch(A)
-        assert writer.has_deferred
+        assert writer.captures.has_deferred
         assert writer.drain(seconds=1) == Drained(0, 0, 0)
-        assert not writer.has_deferred
+        assert not writer.captures.has_deferred
 
 
 @pytest.mark.parametrize(
@@ -116,17 +116,17 @@ def test_limits_of_a_drain_that_are_none(limits):
 def test_captured_pages_that_something_newer_replaces_are_counted_and_are_not_dropped():
     gate = threading.Event()
     with store_of(gated(MemoryPages, gate)()) as store, writer_of(store) as writer:
-        writer.submit(*store.pages(B[:P]))
+        writer.captures.submit(*store.pages(B[:P]))
         # a tail, and the page that continues it, before either is written
         for tokens in (A[:6], A[:7]):
             for new in store.pages(tokens):
-                writer.submit(new)
+                writer.captures.submit(new)
         assert store.counters.group("outdated") == {"superseded": 1}
         gate.set()
         writer.drain()
         assert store.match(A[:7]) == 7
         assert store.counters.group("dropped") == {}
-        assert store.engine.used()[0].entries == 3
+        assert store.engine.upkeep.used()[0].entries == 3
 
 
 def test_snapshots_that_are_thinned_before_they_are_written_are_counted():
@@ -135,11 +135,11 @@ def test_snapshots_that_are_thinned_before_they_are_written_are_counted():
     with store_of(gated(MemoryPages, gate)()) as store, writer_of(store) as writer:
         put_snapshots(store, A, [])
         gate.clear()
-        writer.submit(*store.pages(B[:P]))
+        writer.captures.submit(*store.pages(B[:P]))
         wait_for(lambda: not writer.engine._queue._queue, "the first page is taken")
         for n in (5, 9, 10, 11):
-            writer.submit(snapshot_of(store, A[:n]))
-        assert writer.thin(NS, as_tokens(A), P, 2, 4) == 2
+            writer.captures.submit(snapshot_of(store, A[:n]))
+        assert writer.captures.thin(NS, as_tokens(A), P, 2, 4) == 2
         assert store.counters.group("outdated") == {"thinned": 2}
         gate.set()
         writer.drain()
@@ -154,11 +154,11 @@ def test_pages_that_are_written_and_deleted_add_up_to_those_that_are_there():
         for _ in range(40):
             store.put(rng.integers(0, 3, rng.integers(1, 13)).tolist())
             count = store.counters
-            assert count["allocations"] - count["frees"] == store.engine.used()[0].entries
+            assert count["allocations"] - count["frees"] == store.engine.upkeep.used()[0].entries
         assert count["evictions"] > 10
         # tails that were replaced are neither evicted nor expired, and are gone all the same
         assert count["frees"] > count["evictions"] + count["expired"]
-        store.engine.clear(None)
+        store.engine.upkeep.clear(None)
         assert count["allocations"] == count["frees"]
 
 
@@ -184,10 +184,10 @@ def test_what_a_failed_transaction_has_written_and_deleted_is_not_counted():
 def test_the_peak_is_what_was_held_at_most():
     with store_of() as store:
         store.put(A)
-        peak = store.engine.used()[0].bytes
-        store.engine.clear(None)
+        peak = store.engine.upkeep.used()[0].bytes
+        store.engine.upkeep.clear(None)
         store.put(B[:P])
-        assert store.engine.peak_bytes == peak > store.engine.used()[0].bytes
+        assert store.engine.upkeep.peak_bytes == peak > store.engine.upkeep.used()[0].bytes
 
 
 def test_stats_have_the_pool():
@@ -205,12 +205,12 @@ def test_stats_have_the_pool():
 def test_a_page_that_finds_no_space_says_what_it_asked_for_and_what_there_was():
     with store_of(max_bytes=4 * entry()) as store:
         store.put(A)
-        assert store.engine.shortage is None
-        store.engine.pin(NS, as_tokens(A), P, pinned=True)
+        assert store.engine.captures.shortage is None
+        store.engine.upkeep.pin(NS, as_tokens(A), P, pinned=True)
         store.put(B[:P], 5000)
         # three are pinned: one page is left
-        assert store.engine.shortage == Shortage("budget", 1, entry(size=5000), 4 * entry() - 3 * taken())
-        assert str(store.engine.shortage) == "1 page dropped (budget): 6.0 KiB asked for, 2.1 KiB available"
+        assert store.engine.captures.shortage == Shortage("budget", 1, entry(size=5000), 4 * entry() - 3 * taken())
+        assert str(store.engine.captures.shortage) == "1 page dropped (budget): 6.0 KiB asked for, 2.1 KiB available"
 
 
 def test_a_full_error_tells_what_was_asked_for():
@@ -226,7 +226,7 @@ def test_a_full_error_tells_what_was_asked_for():
         ) as caught:
             store.engine._committer.commit(batch)
         assert (caught.value.asked, caught.value.available) == (1000, 77)
-        assert store.engine.shortage == Shortage("full", 3, 1000, 77)
+        assert store.engine.captures.shortage == Shortage("full", 3, 1000, 77)
         assert store.counters.group("dropped") == {"full": 3}
         for new in batch:
             new.release()

@@ -82,20 +82,20 @@ def test_what_was_counted_is_there_after_a_restart():
         ask(store, 3, hits=1)
         store.put(A)
         store.open()
-        figures = store.engine.history().total()
+        figures = store.engine.keeper.read().total()
         assert figures == Figures(1, 0, {"not_found": 2}, 300, 90, 0, 0.5, 0)
         assert (figures.hit_rate, figures.restored_share, figures.lookups) == (1 / 3, 0.3, 3)
-        assert [one.source for one in store.engine.history().requests] == ["store", "not_found", "not_found"]
+        assert [one.source for one in store.engine.keeper.read().requests] == ["store", "not_found", "not_found"]
 
 
 def test_what_is_not_written_yet_is_told_by_the_store_that_has_counted_it():
     with store_of() as store:
         ask(store, 2)
-        assert store.engine.history().total(HOUR).lookups == 2
+        assert store.engine.keeper.read().total(HOUR).lookups == 2
         assert note(store, NOTE) is None
         keep(store)
         ask(store, 1)
-        assert store.engine.history().total().lookups == 3
+        assert store.engine.keeper.read().total().lookups == 3
         with store.backend.view() as view:
             assert read_history(view, NOW).total().lookups == 2
 
@@ -106,8 +106,8 @@ def test_two_stores_add_to_each_others_figures(tmp_path):
             ask(store, 5, hits=2)
             keep(store)
         for store in (one, two):
-            assert store.engine.history().total() == Figures(8, 0, {"not_found": 12}, 2000, 720, 0, 4.0, 0)
-            assert len(store.engine.history().writers) == 2
+            assert store.engine.keeper.read().total() == Figures(8, 0, {"not_found": 12}, 2000, 720, 0, 4.0, 0)
+            assert len(store.engine.keeper.read().writers) == 2
 
 
 def test_a_forked_child_does_not_count_again_what_its_parent_has_counted(tmp_path):
@@ -123,7 +123,7 @@ def test_a_forked_child_does_not_count_again_what_its_parent_has_counted(tmp_pat
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
         keep(store)
-        assert store.engine.history().total().lookups == 4
+        assert store.engine.keeper.read().total().lookups == 4
         with backend.view() as view:
             assert [one.tenant for one in read_history(view, NOW).described.values()] == ["of the child"]
 
@@ -134,7 +134,7 @@ def test_purposes_are_counted_apart():
             ask(store, 4, hits=4)
         ask(store, 1)
         keep(store)
-        history = store.engine.history()
+        history = store.engine.keeper.read()
         assert (history.total().hits, history.total(purpose="warming").hits) == (0, 4)
         assert [one.purpose for one in history.requests] == ["warming"] * 4 + ["serving"]
 
@@ -144,7 +144,7 @@ def test_evictions_are_counted_for_the_namespace_of_the_page(clock):
         clock.told(store)
         store.put(A)
         store.put(B)
-        (found,) = store.engine.history().days
+        (found,) = store.engine.keeper.read().days
         assert (found.namespace, found.figures.evictions) == (short(NS), store.counters["evictions"])
         assert found.figures.evictions > 0
 
@@ -152,12 +152,12 @@ def test_evictions_are_counted_for_the_namespace_of_the_page(clock):
 def test_misses_alone_are_written_after_a_while(monkeypatch):
     with store_of() as store:
         ask(store, 1)
-        assert not store.engine.has_deferred
+        assert not store.engine.captures.has_deferred
         monkeypatch.setattr("prefixstore.engine.figures.ALONE_SECONDS", 0.0)
-        assert store.engine.has_deferred
+        assert store.engine.captures.has_deferred
         store.engine.commit([])
         assert note(store, NOTE) is not None
-        assert not store.engine.has_deferred
+        assert not store.engine.captures.has_deferred
 
 
 # -- hours and days ---------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def test_what_waited_is_counted_in_the_hour_in_which_it_happened(clock):
         clock.now += 3 * HOUR
         ask(store, 1)
         keep(store)
-        hours = {one.start: one.figures.lookups for one in store.engine.history().hours}
+        hours = {one.start: one.figures.lookups for one in store.engine.keeper.read().hours}
         first = int(NOW // HOUR) * HOUR
         assert hours == {first: 2, first + 3 * HOUR: 1}
 
@@ -182,16 +182,16 @@ def test_a_clock_that_was_ahead_for_a_while_costs_nothing(clock):
             clock.now = NOW + jump
             ask(store, 2)
             keep(store)
-        history = store.engine.history()
+        history = store.engine.keeper.read()
         assert history.total().lookups == 10
         # the hours that are wrong do not push out those that are right
         for hour in range(30):
             clock.now = NOW + HOUR * hour
             ask(store, 1)
             keep(store)
-        assert store.engine.history().total().lookups == 40
-        assert store.engine.history().total(DAY).lookups >= 24
-        assert store.engine.history().total(HOUR).lookups == 1
+        assert store.engine.keeper.read().total().lookups == 40
+        assert store.engine.keeper.read().total(DAY).lookups >= 24
+        assert store.engine.keeper.read().total(HOUR).lookups == 1
 
 
 def test_minutes_hours_and_days_are_kept_for_so_long(clock):
@@ -202,7 +202,7 @@ def test_minutes_hours_and_days_are_kept_for_so_long(clock):
                 ask(store, 1)
                 clock.now += step
         keep(store)
-        history = store.engine.history()
+        history = store.engine.keeper.read()
         assert len(history.minutes) == history.total(HOUR).lookups == 59
         assert history.total(600).lookups == 10
         assert history.total(WEEK).lookups == sum(one.figures.lookups for one in history.hours)
@@ -222,7 +222,7 @@ def test_of_more_namespaces_than_there_may_be_the_others_are_one(monkeypatch, cl
         for n in range(30):
             ask(store, 1, namespace=key_of(n))
         keep(store)
-        days = store.engine.history().days
+        days = store.engine.keeper.read().days
         assert len(days) == 11
         assert sum(one.figures.lookups for one in days if one.namespace == OTHERS) == 20
 
@@ -260,7 +260,7 @@ def test_what_cannot_be_written_is_bounded_in_memory(monkeypatch):
             ask(store, 1, namespace=checksum(n.to_bytes(32, "big")))
         ledger = store.engine.counters.unwritten()
         assert sum(map(len, ledger.periods.values())) <= 105
-        assert store.engine.history().total().lookups == 200
+        assert store.engine.keeper.read().total().lookups == 200
 
 
 def test_figures_never_evict_a_page_and_never_exceed_the_budget():
@@ -305,7 +305,7 @@ def test_damaged_figures_are_replaced_with_one_warning(damage, caplog, clock):
             keep(store)
             keep(store)
         assert [record.message.count("figures kept in") for record in caplog.records] == [1]
-        history = store.engine.history()
+        history = store.engine.keeper.read()
         assert history.total().lookups == 5
         assert history.describe(short(Namespace({"salt": "b"}).key)).tenant == "b"
 
@@ -369,7 +369,7 @@ def test_a_store_that_only_reads_writes_no_figures(tmp_path):
         ask(store, 2)
         keep(store)
         assert note(store, NOTE) is None
-        assert store.engine.history().total().lookups == 2
+        assert store.engine.keeper.read().total().lookups == 2
 
 
 def test_names_are_forgotten_and_counts_stay():
@@ -381,10 +381,10 @@ def test_names_are_forgotten_and_counts_stay():
         keep(store)
         store.open()
         store.engine.keeper.forget([tenants[0].key])
-        assert set(store.engine.history().described) == {short(tenants[1].key)}
+        assert set(store.engine.keeper.read().described) == {short(tenants[1].key)}
         store.engine.keeper.forget((), "b")
-        assert not store.engine.history().described
-        assert store.engine.history().total().lookups == 2
+        assert not store.engine.keeper.read().described
+        assert store.engine.keeper.read().total().lookups == 2
         store.engine.keeper.forget(None)
-        assert store.engine.history().days == ()
+        assert store.engine.keeper.read().days == ()
         assert not [name for name in notes_of(store) if name.startswith(NOTE)]

@@ -27,7 +27,7 @@ def put(backend, usages):
 
 def order(engine, **options):
     """The keys of all pages, in the order of their eviction."""
-    return [bytes.fromhex(key) for key in engine.evict(0, **options).pages]
+    return [bytes.fromhex(key) for key in engine.upkeep.evict(0, **options).pages]
 
 
 @pytest.mark.parametrize(("policy", "n"), [("lru", 200), ("adaptive", 350), ("lfu", 350)])
@@ -41,11 +41,11 @@ def test_they_come_last_in_every_order_the_least_recently_used_first(policy, n):
     with store_of(backend) as store:
         engine = store.engine
         engine._policy = engine._catalog.policy = POLICIES[policy]()
-        engine.keep("a", early)
+        engine.upkeep.keep("a", early)
         # ranked, before the others are kept
         found = order(engine, dry_run=True)
         assert set(found[-20:]) == set(early)
-        engine.keep("b", late)
+        engine.upkeep.keep("b", late)
         for options in ({"dry_run": True}, {}):
             found = order(engine, **options)
             assert len(found) == n
@@ -57,23 +57,23 @@ def test_one_that_is_not_kept_any_more_takes_its_place_again():
     keys = put(backend, [Usage(10**18 + i) for i in range(10)])
     with store_of(backend) as store:
         engine = store.engine
-        engine.keep("a", keys[:2])
-        engine.keep("b", keys[1:2])
+        engine.upkeep.keep("a", keys[:2])
+        engine.upkeep.keep("b", keys[1:2])
         assert order(engine, dry_run=True) == [*keys[2:], *keys[:2]]
         # 1 is kept by another
-        engine.keep("a", ())
+        engine.upkeep.keep("a", ())
         assert order(engine, dry_run=True) == [keys[0], *keys[2:], keys[1]]
         # what an owner named before, it keeps no more
-        engine.keep("b", keys[5:6])
+        engine.upkeep.keep("b", keys[5:6])
         assert order(engine, dry_run=True) == [*keys[:5], *keys[6:], keys[5]]
-        engine.keep_nothing()
+        engine.upkeep.keep_nothing()
         assert order(engine, dry_run=True) == keys
 
 
 def test_a_page_can_be_kept_before_it_is_stored_and_is_kept_when_it_comes_back():
     with store_of() as store:
         key = page_keys(NS, as_tokens(A[:P]), P)[0]
-        store.engine.keep("a", [key])
+        store.engine.upkeep.keep("a", [key])
         for _ in range(2):
             for tokens in (A, B, C):
                 store.put(tokens[:P])

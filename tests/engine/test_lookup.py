@@ -8,9 +8,9 @@ from contextlib import closing
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.engine.index import branches
 from prefixstore.engine.keyspace import CHILD, everything
 from prefixstore.engine.pages import Pages
+from prefixstore.engine.snapshot_policy import branches
 from prefixstore.format.keys import as_tokens
 from tests.support.engines import MIB, NS, OTHER, MemoryPages, P, Store, snapshot_of
 
@@ -79,7 +79,7 @@ def test_the_deepest_snapshot_is_found_within_a_limit_and_at_a_multiple(store, s
             continue
         waiting += store.announce(tokens[: len(tokens) // 4 * 4], 0)
         new = snapshot_of(store, tokens)
-        if store.engine.announce(new):
+        if store.engine.captures.announce(new):
             waiting.append(new)
         known.append(tokens)
         if step % 3 == 2:
@@ -100,7 +100,7 @@ def test_what_another_process_does_is_seen_by_the_next_lookup(tmp_path):
     for _ in range(3):
         one.put(tokens)
         assert two.match(tokens) == 12
-        assert two.engine.clear(NS) == 3
+        assert two.engine.upkeep.clear(NS) == 3
         assert one.match(tokens) == 0
     for store in (one, two):
         store.engine.close()

@@ -53,10 +53,10 @@ def test_beyond_the_high_mark_new_pages_are_packed_until_no_more_than_the_low_ma
     # more are here than would be without packing
     assert used(store).entries > 20
     assert store.fetch(single(59)) == 1
-    store.engine.evict(int(0.9 * store.max_bytes))
+    store.engine.upkeep.evict(int(0.9 * store.max_bytes))
     store.put(single(60), SIZE)
     assert codecs(store)[-1] == "planes"
-    store.engine.evict(5 * ENTRY)
+    store.engine.upkeep.evict(5 * ENTRY)
     for number in range(61, 63):
         store.put(single(number), SIZE)
     assert codecs(store)[-1] == "raw"
@@ -119,7 +119,7 @@ def test_nothing_is_evicted_for_a_smaller_budget_if_more_than_that_is_pinned():
         for number in range(20):
             store.put([number] * P)
             if number < 10:
-                store.engine.pin(NS, as_tokens([number] * P), P, pinned=True)
+                store.engine.upkeep.pin(NS, as_tokens([number] * P), P, pinned=True)
         store.max_bytes = 5 * entry()
         store.open()
         assert store.put([100] * P) == 0

@@ -26,9 +26,9 @@ def test_a_use_is_written_with_the_next_batch_and_respected_by_the_other_engine(
         assert one.fetch(A) == 3
         with one.backend.view() as view:
             assert view.usage(key) == before
-        assert one.engine.has_deferred
+        assert one.engine.captures.has_deferred
         one.engine.commit([])
-        assert not one.engine.has_deferred
+        assert not one.engine.captures.has_deferred
         with one.backend.view() as view:
             assert view.usage(key).hits == 1
             assert view.usage(key).last_used > before.last_used
@@ -56,7 +56,7 @@ def test_a_page_that_both_engines_have_captured_is_stored_once(tmp_path):
         assert two.engine.commit(theirs) == 4
         assert two.match([*A, 5, 6]) == one.match([*A, 5, 6]) == 14
         assert two.counters.group("dropped") == one.counters.group("dropped") == {}
-        assert one.engine.used()[1] == two.engine.used()[1] == 4000
+        assert one.engine.upkeep.used()[1] == two.engine.upkeep.used()[1] == 4000
         assert two.fetch([*A, 5, 6]) == 4
 
 
@@ -69,21 +69,21 @@ def test_a_tail_that_another_process_has_stored_is_not_forgotten_with_the_pendin
         assert one.match(A[:6]) == 6  # from here on, one knows that it is stored as well
         longer = one.announce(A[:8])
         one.engine.commit([*tail, *longer])
-        assert one.engine.check() == []
+        assert one.engine.upkeep.check() == []
         assert one.match(A[:8]) == 8
         for number in range(10, 20):
             one.put([number] * 4)
-            assert one.engine.check() == []
+            assert one.engine.upkeep.check() == []
         assert known_keys(one.engine) == one.stored_keys()
 
 
 def test_an_unpin_of_one_engine_is_seen_by_the_other(tmp_path):
     with two_stores(tmp_path, max_entries=3) as (one, two):
         one.put(A)
-        one.engine.pin(NS, as_tokens(A), P, pinned=True)
+        one.engine.upkeep.pin(NS, as_tokens(A), P, pinned=True)
         assert two.put(B) == 0
         assert two.counters.group("dropped") == {"budget": 3}
-        one.engine.pin(NS, as_tokens(A), P, pinned=False)
+        one.engine.upkeep.pin(NS, as_tokens(A), P, pinned=False)
         assert two.put(B) == 3
         assert one.match(B) == 12
 
@@ -154,8 +154,8 @@ def pending_here_and_stored_there(one, two):
     one.put(A[:4])
     two.match(A)
     ours, theirs = snapshot_of(one, A[:6]), snapshot_of(two, A[:6])
-    assert one.engine.announce(ours)
-    assert two.engine.announce(theirs)
+    assert one.engine.captures.announce(ours)
+    assert two.engine.captures.announce(theirs)
     assert two.engine.commit([theirs]) == 1
     return ours
 
@@ -166,7 +166,7 @@ def test_a_page_that_is_given_up_in_a_transaction_and_that_another_process_has_s
         batch = one.announce(B[:4])
         while_space_is_made(one, lambda: one.engine._catalog.drop([ours], DropReason.UNAVAILABLE))
         one.engine.commit(batch)
-        assert one.engine.check() == []
+        assert one.engine.upkeep.check() == []
         assert one.match_snapshot(A[:6]) in (0, 6)
 
 
@@ -186,7 +186,7 @@ def test_a_page_that_is_taken_for_damaged_in_a_transaction_keeps_its_parent(tmp_
         page = one.engine.match(NS, as_tokens(A[:8]), P).pages[1]
         while_space_is_made(one, lambda: one.engine._catalog.mark_damaged(page))
         one.engine.commit(batch)
-        assert one.engine.check() == []
+        assert one.engine.upkeep.check() == []
 
 
 def test_a_page_that_is_deleted_before_its_engine_knows_that_it_is_stored_leaves_the_index(tmp_path):

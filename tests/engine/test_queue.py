@@ -20,7 +20,7 @@ from tests.support.faults import FaultyBackend, SlowBackend
 @pytest.mark.parametrize("behind", [True, False])
 def test_submitted_pages_are_durable_after_a_flush(tmp_path, behind):
     with store_of(Pages(LMDBBackend(tmp_path, MIB))) as store, writer_of(store, behind=behind) as writer:
-        assert len(writer.submit(*store.pages(A))) == 3
+        assert len(writer.captures.submit(*store.pages(A))) == 3
         writer.flush()
         assert len(store.stored_keys()) == 3
         assert writer.queued_bytes == 0
@@ -37,14 +37,14 @@ def test_close_writes_queued_pages_and_deferred_uses():
         with writer_of(store) as writer:
             for number in range(5):
                 for new in store.pages([number] * 4):
-                    writer.submit(new)
+                    writer.captures.submit(new)
             store.fetch([4] * 4)
             assert writer.queued_bytes == 5000
             # the close waits: it has begun before anything is written
             opens_when(gate, lambda: writer.engine._queue._closing)
         assert writer.queued_bytes == 0
         assert len(store.stored_keys()) == 5
-        assert not store.engine.has_deferred
+        assert not store.engine.captures.has_deferred
         writer.close()
         writer.flush()
 
@@ -53,9 +53,9 @@ def test_a_page_that_is_submitted_after_the_close_is_written_and_a_second_close_
     with store_of() as store:
         with writer_of(store) as writer:
             for new in store.pages(A):
-                writer.submit(new)
+                writer.captures.submit(new)
         for new in store.pages(B):
-            assert writer.submit(new)
+            assert writer.captures.submit(new)
         closing_thread = threading.Thread(target=writer.close, daemon=True)
         closing_thread.start()
         closing_thread.join(PATIENCE)
@@ -84,7 +84,7 @@ def test_a_close_in_the_write_thread_waits_for_nothing_and_the_thread_writes_wha
     store = Store(ClosedInside(MemoryPages(), 0.0, ()))
     for tokens in (A, B):
         for new in store.pages(tokens):
-            assert store.engine.submit(new)
+            assert store.engine.captures.submit(new)
     gate.set()
     assert closed.wait(PATIENCE)
     assert len(store.stored_keys()) == 6
@@ -99,12 +99,12 @@ def test_the_queue_is_bounded_and_has_space_again_when_its_pages_are_written():
     with store_of(gated(MemoryPages, gate)()) as store, writer_of(store, queue_bytes=2500) as writer:
         for number in (1, 2):
             (new,) = store.pages([number] * 4)
-            assert writer.submit(new)
+            assert writer.captures.submit(new)
         assert writer.queued_bytes == 2000
-        assert writer.acquire(1000) is None
-        assert writer.acquire(500) is not None
+        assert writer.captures.acquire(1000) is None
+        assert writer.captures.acquire(500) is not None
         waiting = []
-        thread = threading.Thread(target=lambda: waiting.append(writer.acquire(1000, wait=True)), daemon=True)
+        thread = threading.Thread(target=lambda: waiting.append(writer.captures.acquire(1000, wait=True)), daemon=True)
         thread.start()
         gate.set()
         thread.join(PATIENCE)
@@ -119,8 +119,8 @@ def test_uses_are_written_in_the_background_without_a_batch(monkeypatch):
         store.put(A)
         with writer_of(store) as writer:
             store.fetch(A)
-            writer.nudge()
-            wait_for(lambda: not store.engine.has_deferred, "the write of the use")
+            writer.captures.nudge()
+            wait_for(lambda: not store.engine.captures.has_deferred, "the write of the use")
         with store.backend.view() as view:
             assert {usage.hits for _, _, usage in view.scan()} == {1}
 
@@ -131,11 +131,11 @@ def test_pages_are_written_by_the_caller_if_no_thread_can_be_started(monkeypatch
 
     with store_of() as store, writer_of(store) as writer:
         monkeypatch.setattr(threading.Thread, "start", no_thread)
-        assert len(writer.submit(*store.pages(A))) == 3
+        assert len(writer.captures.submit(*store.pages(A))) == 3
         assert len(store.stored_keys()) == 3
         writer.flush()
         monkeypatch.undo()
-        assert len(writer.submit(*store.pages(B))) == 3
+        assert len(writer.captures.submit(*store.pages(B))) == 3
         writer.flush()
         assert len(store.stored_keys()) == 6
 
@@ -143,20 +143,20 @@ def test_pages_are_written_by_the_caller_if_no_thread_can_be_started(monkeypatch
 def test_a_capture_that_waits_for_a_location_that_hangs_gives_up(monkeypatch):
     monkeypatch.setattr("prefixstore.engine.queue.NO_PROGRESS_SECONDS", 0.05)
     with store_of() as store, writer_of(store, queue_bytes=1000) as writer:
-        held = writer.acquire(1000)
-        assert writer.acquire(1000, wait=True) is None
+        held = writer.captures.acquire(1000)
+        assert writer.captures.acquire(1000, wait=True) is None
         held.release()
-        writer.acquire(1000, wait=True).release()
+        writer.captures.acquire(1000, wait=True).release()
 
 
 def test_without_a_background_thread_nothing_starts_one():
     with store_of() as store, writer_of(store, behind=False) as writer:
         store.put(A)
         store.fetch(A)
-        writer.nudge()
+        writer.captures.nudge()
         assert writer._queue._thread is None
         writer.drain()
-        assert not store.engine.has_deferred
+        assert not store.engine.captures.has_deferred
 
 
 def test_a_read_only_engine_writes_nothing(tmp_path):
@@ -168,19 +168,19 @@ def test_a_read_only_engine_writes_nothing(tmp_path):
             before = list(view.scan())
         with writer_of(store, read_only=True) as writer:
             assert store.fetch(A) == 3
-            writer.nudge()
+            writer.captures.nudge()
             writer.flush()
         with store.backend.view() as view:
             assert list(view.scan()) == before
         # nothing waits for a commit that never comes
-        assert not store.engine.has_deferred
+        assert not store.engine.captures.has_deferred
         assert store.counters.group("dropped") == {}
 
 
 def test_a_flush_raises_if_the_location_cannot_make_it_durable():
     with store_of(FaultyBackend(MemoryPages(), "sync")) as store, writer_of(store) as writer:
         for new in store.pages(A):
-            writer.submit(new)
+            writer.captures.submit(new)
         with pytest.raises(UnavailableError, match="sync"):
             writer.flush()
         writer.flush()
@@ -191,15 +191,15 @@ def test_a_bug_does_not_end_the_thread_of_the_queue():
     backend = FaultyBackend(MemoryPages(), "put", ZeroDivisionError(), at=2)
     with store_of(backend) as store, writer_of(store) as writer:
         for new in store.pages(A[:4]):
-            writer.submit(new)
+            writer.captures.submit(new)
         writer.flush()
         for new in store.pages(B[:4]):
-            writer.submit(new)
+            writer.captures.submit(new)
         writer.drain()
         assert store.counters.group("dropped") == {"error": 1}
         assert store.match(B) == 0
         for new in store.pages(B):
-            writer.submit(new)
+            writer.captures.submit(new)
         writer.flush()
         assert store.fetch(B) == 3
         assert writer.queued_bytes == 0

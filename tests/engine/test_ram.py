@@ -79,7 +79,7 @@ def test_a_state_that_waits_to_be_written_is_copied_when_that_is_done():
         assert store.engine.ram_bytes == 0
         assert store.engine.commit(batch) == 3
         assert store.engine.ram_bytes > 0
-        store.engine.clear(NS)
+        store.engine.upkeep.clear(NS)
         assert store.engine.ram_bytes == 0
 
 

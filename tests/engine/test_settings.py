@@ -43,18 +43,18 @@ def test_whatever_deletes_the_last_page_deletes_the_settings(how, monkeypatch):
             assert store.match(A) == 0
             store.engine.commit([])
         elif how == "cleared":
-            store.engine.clear(None)
+            store.engine.upkeep.clear(None)
         elif how == "purged":
-            store.engine.delete([partial(of_namespaces, namespaces={NS})])
+            store.engine.deleter.delete([partial(of_namespaces, namespaces={NS})])
         elif how == "evicted":
-            store.engine.evict(0)
+            store.engine.upkeep.evict(0)
         elif how == "damaged":
             store.engine.condemn(store.engine.match(NS, as_tokens(A), P).pages[0], lambda *_: False)
             store.engine.commit([])
         elif how == "repaired":
             with store.backend.update() as transaction:
                 transaction.delete(page_keys(NS, as_tokens(A), P)[0])
-            store.engine.deleter.repair(store.engine.check())
+            store.engine.deleter.repair(store.engine.upkeep.check())
         else:
             make_corrupt(store.backend, page_keys(NS, as_tokens(A), P)[0])
             store.open(ttl=60.0)
@@ -78,7 +78,7 @@ def test_a_pending_page_of_a_deleted_namespace_brings_its_settings_back():
     with store_of() as store:
         store.put(A)
         pending = store.announce(B)
-        store.engine.evict(0)
+        store.engine.upkeep.evict(0)
         assert settings_of(store) == set()
         assert store.engine.commit(pending) == 3
         assert settings_of(store) == {NS}
@@ -91,7 +91,7 @@ def test_settings_stay_as_long_as_a_damaged_page_is_stored():
         assert store.fetch(A[:4]) == 1
         store.engine.commit([])
         store.engine.condemn(store.engine.match(NS, as_tokens(A), P).pages[0], lambda *_: False)
-        store.engine.evict(store.engine.used()[0].bytes - 1)
+        store.engine.upkeep.evict(store.engine.upkeep.used()[0].bytes - 1)
         assert len(store.stored_keys()) == 1
         assert settings_of(store) == {NS}
         store.engine.commit([])
@@ -104,10 +104,10 @@ def test_a_transaction_that_fails_keeps_the_settings(call):
     store.put(A)
     store.backend.fails_at = call
     with pytest.raises(UnavailableError):
-        store.engine.clear(None)
+        store.engine.upkeep.clear(None)
     with store.backend.inner.view() as view:
         assert set(view.namespaces()) == {NS}
-    assert store.engine.clear(None) == 3
+    assert store.engine.upkeep.clear(None) == 3
     with store.backend.inner.view() as view:
         assert set(view.namespaces()) == set()
     store.close()

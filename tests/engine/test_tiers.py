@@ -11,7 +11,6 @@ from prefixstore.backends.lazy import LazyBackend
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import breaker
 from prefixstore.engine.budget import Budget
-from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.far import FarEngine
 from prefixstore.engine.figures import read_history
@@ -19,7 +18,7 @@ from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.tiers import TieredEngine
 from prefixstore.errors import MisuseError, UnavailableError
 from prefixstore.format.autocodec import pick
-from prefixstore.format.keys import as_tokens
+from prefixstore.format.keys import as_tokens, page_keys
 from prefixstore.format.namespace import Namespace
 from prefixstore.stats import Counters
 from tests.support import PATIENCE, in_thread
@@ -32,7 +31,6 @@ from tests.support.engines import (
     PendingPage,
     Store,
     gated,
-    page_key,
     state_of,
     wait_for,
 )
@@ -88,18 +86,14 @@ class Tiers(Store):
     def capture(self, tokens, size=1000):
         """Store a sequence as a completion does; the number of pages that were wanted."""
         self.match(tokens)
-        n = 0
-        raw = as_tokens(tokens).tobytes()
-        parent = SPACE.key
-        for start in range(0, len(raw), 4 * P):
-            piece = raw[start : start + 4 * P]
-            key = page_key(parent, piece)
-            if self.engine.wants(SPACE.key, parent, piece):
-                buffer = self.engine.acquire(size, wait=True)
-                buffer.view[:] = self.state_of(key, size)
-                new = PendingPage.of(SPACE.key, self.settings, parent, start // 4, piece, buffer)
-                n += len(self.engine.submit(new))
-            parent = key
+        n, tokens = 0, as_tokens(tokens)
+        parents = [SPACE.key, *page_keys(SPACE.key, tokens, P)]
+        for start, end in self.engine.lookups.missing(SPACE.key, tokens, P, tail=True):
+            buffer = self.engine.captures.acquire(size, wait=True)
+            piece = tokens[start:end].tobytes()
+            new = PendingPage.of(SPACE.key, self.settings, parents[start // P], start, piece, buffer)
+            buffer.view[:] = self.state_of(new.page.key, size)
+            n += len(self.engine.captures.submit(new))
         return n
 
     def restore(self, tokens, **options):
@@ -120,7 +114,7 @@ class Tiers(Store):
 
     def given(self):
         near, far = self.engine.tiers()
-        return near.pages, far.pages
+        return near.pages, far.lookups.pages
 
 
 def test_neither_location_is_closed_in_the_block_of_a_restore():
@@ -142,7 +136,7 @@ def test_the_far_location_is_told_what_it_holds():
         store.engine.describe(SPACE, {"name": "a model"})
         store.engine.describe(Namespace({"n": 2}), {"name": "a model without pages"})
         # nothing is written for that alone
-        assert not store.far.has_deferred
+        assert not store.far.captures.has_deferred
         store.capture(A)
         store.engine.flush()
         with store.far_backend.view() as view:
@@ -413,12 +407,12 @@ def test_pages_that_are_not_reached_are_counted_and_may_be_offered_again(monkeyp
 
 
 def test_the_far_location_is_thinned_as_well_and_not_waited_for(monkeypatch):
-    thinned = []
-    monkeypatch.setattr(Engine, "thin", lambda engine, *arguments: thinned.append((type(engine), arguments)) or 0)
+    thinned = set()
+    monkeypatch.setattr("prefixstore.engine.captures.too_many", lambda view, catalog, *_: thinned.add(catalog) or [])
     with tiers() as store:
-        store.engine.thin(SPACE.key, as_tokens(A), P, 1, P)
+        store.engine.captures.thin(SPACE.key, as_tokens(A), P, 1, P)
         wait_for(lambda: len(thinned) == 2, "both are thinned")
-    assert {kind for kind, _ in thinned} == {TieredEngine, FarEngine}
+    assert thinned == {store.engine._catalog, store.far._catalog}
 
 
 def test_a_page_that_was_used_reaches_the_other_location_with_its_renewed_expiry():
@@ -426,9 +420,9 @@ def test_a_page_that_was_used_reaches_the_other_location_with_its_renewed_expiry
         old, young = store.pages(A)[:2]
         old.page.created -= 10**12
         old.page.expires = renewed = old.page.created + 2 * 10**12
-        assert store.engine.announce(old)
+        assert store.engine.captures.announce(old)
         assert old.page.expires == renewed
-        assert store.engine.announce(young)
+        assert store.engine.captures.announce(young)
         assert young.page.expires == young.page.created + 100 * 10**9
         store.engine._catalog.drop([old, young])
 
@@ -473,9 +467,9 @@ def test_the_loss_of_the_far_location_costs_nothing_but_its_pages(near, monkeypa
         assert store.capture([*LONG, *A]) == 3
         store.engine.flush()
         assert store.restore([*LONG, *A]) == 13
-        assert store.engine.note(b"x") is None
-        store.engine.change_note(b"x", lambda _: b"y")
-        assert store.engine.note(b"x") == b"y"
+        assert store.engine.upkeep.note(b"x") is None
+        store.engine.upkeep.change_note(b"x", lambda _: b"y")
+        assert store.engine.upkeep.note(b"x") == b"y"
         far.is_down = False
 
 
@@ -634,15 +628,15 @@ def test_clear_pin_and_check_are_about_both_locations():
     with tiers(near, far) as store:
         store.capture(LONG)
         store.engine.flush()
-        assert store.engine.pin(SPACE.key, as_tokens(LONG), P, pinned=True) == len(LONG)
+        assert store.engine.upkeep.pin(SPACE.key, as_tokens(LONG), P, pinned=True) == len(LONG)
         with far.view() as view:
             assert all(view.usage(key).pinned for key in keys_of(far))
         victim = next(iter(keys_of(far)))
         with far.update() as transaction:
             record, usage = transaction.record(victim), transaction.usage(victim)
             transaction.put(victim, record, usage, bytes(record.stored_bytes))
-        assert [one.key for one in store.engine.check()] == [victim.hex()]
-        store.engine.clear(SPACE.key)
+        assert [one.key for one in store.engine.upkeep.check()] == [victim.hex()]
+        store.engine.upkeep.clear(SPACE.key)
         assert keys_of(near) | keys_of(far) == set()
 
 

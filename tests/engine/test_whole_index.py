@@ -47,7 +47,7 @@ def test_what_a_transaction_deletes_and_puts_back_is_deleted_by_a_purge():
         store.put(A)
         store.put(B)
         engine = store.engine
-        pages = engine.pages()
+        pages = engine.lookups.pages()
         assert len(pages) == 6
         removed, gate = threading.Event(), threading.Event()
 
@@ -60,9 +60,11 @@ def test_what_a_transaction_deletes_and_puts_back_is_deleted_by_a_purge():
                 raise UnavailableError("the location does not answer")
 
         purged = []
-        threads = [
-            threading.Thread(target=work, daemon=True) for work in (evict, lambda: purged.append(engine.clear(NS)))
-        ]
+
+        def purge():
+            purged.append(engine.upkeep.clear(NS))
+
+        threads = [threading.Thread(target=work, daemon=True) for work in (evict, purge)]
         threads[0].start()
         assert removed.wait(PATIENCE)
         threads[1].start()

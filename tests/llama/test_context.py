@@ -66,7 +66,7 @@ def test_taking_pages_ends_with_the_reason_for_the_first_that_is_missing(llama):
     memory, taken = PagedMemory(llm), []
     ranges = [(0, 256), (256, 512), (512, 768)]
     with PrefixStore("memory:", llm) as store:
-        missing = memory.take(ranges, store.engine.acquire, lambda start, end, buffer: taken.append(buffer))
+        missing = memory.take(ranges, store.engine.captures.acquire, lambda start, end, buffer: taken.append(buffer))
         assert missing is Missing.INCOMPLETE
         assert len(taken) == 2
         for buffer in taken:

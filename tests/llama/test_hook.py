@@ -232,7 +232,7 @@ def test_a_store_that_is_collected_in_its_write_thread_writes_what_is_queued(lla
         gone = weakref.ref(store)
         del store
         gate.set()
-        wait_for(lambda: engine._closed, "the close")
+        wait_for(lambda: engine.is_closed, "the close")
     assert gone() is None
     assert engine.counters.group("dropped") == {}
     with PrefixStore(tmp_path, llm := llama()) as again:

@@ -43,7 +43,7 @@ def test_the_text_before_an_image_is_restored_for_this_image_and_another_and_not
         for case in cases * 2:
             assert ask(llm, *case) == cold[case]
         store.flush()
-        deepest = max(page.end for page in store.engine.pages())
+        deepest = max(page.end for page in store.engine.lookups.pages())
         assert store.stats().misses.keys() <= {"not_found", "multimodal"}
         assert store.stats().dropped == {}
     # the longest text and what the template adds to it

@@ -23,7 +23,7 @@ def _be_short_of_space(store) -> None:
 
 
 def n_packed(store) -> int:
-    return sum(page.stored_bytes < page.raw_bytes for page in store.engine.pages())
+    return sum(page.stored_bytes < page.raw_bytes for page in store.engine.lookups.pages())
 
 
 @pytest.mark.parametrize("ram_bytes", ["64MiB"])

@@ -34,5 +34,5 @@ def test_the_bound_is_exact_once_a_page_was_written(llama):
         fixed, per_token = size_limit(llm)
         assert memory.largest(32) == fixed + 32 * per_token
         llm.eval(prompt(64))
-        sizes = {page.raw_bytes for page in store._engine.pages()}
+        sizes = {page.raw_bytes for page in store._engine.lookups.pages()}
         assert sizes == {memory.largest(32)}

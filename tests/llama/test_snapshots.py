@@ -38,7 +38,7 @@ def store():
 def stored(store) -> list[int]:
     """The positions of all snapshots."""
     store.flush()
-    return sorted(page.end for page in store.engine.pages() if page.form == 1)
+    return sorted(page.end for page in store.engine.lookups.pages() if page.form == 1)
 
 
 def say(llm, messages, n: int = 8) -> str:

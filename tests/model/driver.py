@@ -241,12 +241,12 @@ class Store:
         parent = _key(page.parent) if page.parent is not None else namespace.key
         piece = as_tokens(page.tokens[page.start :]).tobytes()
         form = SNAPSHOT if page.is_snapshot else PAGE
-        buffer = self._engine.acquire(len(state))
+        buffer = self._engine.captures.acquire(len(state))
         if buffer is None:
             return False
         buffer.view[:] = state
         new = PendingPage.of(namespace.key, namespace.canonical, parent, page.start, piece, buffer, 0, form)
-        return bool(self._engine.submit(new))
+        return bool(self._engine.captures.submit(new))
 
     # -- users and operators ------------------------------------------------------------------------------------------
 
@@ -260,21 +260,21 @@ class Store:
     def pin(self, space: Space, tokens: tuple[int, ...], *, pinned: bool) -> int | None:
         """How many tokens are pinned now, or no longer; None if the location fails."""
         wanted = as_tokens(tokens)
-        return self._or_none(lambda: self._engine.pin(_namespace(space).key, wanted, P, pinned=pinned))
+        return self._or_none(lambda: self._engine.upkeep.pin(_namespace(space).key, wanted, P, pinned=pinned))
 
     def evict(self, n_bytes: int) -> bool:
         """Evict in the nearest location; whether it holds no more than that now."""
         return bool(self._or_none(lambda: self._store.evict(n_bytes).is_enough))
 
     def clear(self, space: Space | None) -> bool:
-        work = lambda: self._engine.clear(_namespace(space).key if space is not None else None)  # noqa: E731
+        work = lambda: self._engine.upkeep.clear(_namespace(space).key if space is not None else None)  # noqa: E731
         return self._or_none(work) is not None
 
     def rebuild(self) -> None:
         """Make what is derived from pages again, and overwrite what was deleted."""
         for backend in self._backends:
             backend.inner.reindex()
-        self._store.engine.scrub()
+        self._store.engine.upkeep.scrub()
 
     def purge(self, **choice: Any) -> None:
         for location in self._locations:

@@ -292,7 +292,7 @@ def test_a_damaged_page_costs_a_miss(example, store, monkeypatch):
     made = example(store)
     expected = made.ask(USERS[0])
     store.flush()
-    page = store.engine.pages()[1]
+    page = store.engine.lookups.pages()[1]
     with store.engine._backend.update() as transaction:
         record, usage = transaction.record(page.key), transaction.usage(page.key)
         transaction.put(page.key, record, usage, b"\0" * record.stored_bytes)

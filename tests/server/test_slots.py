@@ -374,7 +374,7 @@ def test_pages_of_another_shape_never_reach_the_server(running: Running, models:
     with served(running) as (slots, tokens):
         mine = slots.namespace()
         assert mine is not None
-        slots.engine.clear(None)
+        slots.engine.upkeep.clear(None)
         with PrefixStore("memory:", other, page_tokens=256) as wrong:
             wrong._hooks.current.context.namespace = mine  # as if the fingerprints were equal
             wrong._hooks.current.context.lineage.namespace = mine.key
@@ -384,7 +384,7 @@ def test_pages_of_another_shape_never_reach_the_server(running: Running, models:
             with wrong.engine.fetching(wrong.engine.match(mine.key, np.asarray(tokens, "<i4"), 256).pages) as states:
                 data = [bytes(state) for state in states]
         for i, state in enumerate(data[:2]):
-            buffer = slots.engine.acquire(len(state))
+            buffer = slots.engine.captures.acquire(len(state))
             buffer.view[:] = state
             keys = page_keys(mine.key, np.asarray(tokens, "<i4"), 256)
             parent = keys[i - 1] if i else mine.key

@@ -149,7 +149,7 @@ def test_a_tenant_with_a_quota_evicts_its_own_pages_and_all_of_them_expire(serve
         for one in archive.holdings():
             assert one.namespace is not None
             sizes[one.namespace.salt] = one.stored_bytes
-        pages = list(archive.engine.pages())
+        pages = list(archive.engine.lookups.pages())
     assert sizes["x-tenant:ann"] > 0
     assert 0 < sizes["x-tenant:bob"] <= 6 << 20
     assert all(page.expires > page.created for page in pages)

@@ -35,7 +35,7 @@ def assert_free(llm, store, sessions):
     assert llm.cache is None
     assert store._hooks.current.reads
     assert store._hooks.current.writes
-    assert not store.engine.wants_all
+    assert not store.engine.captures.wants_all
 
 
 # -- Ctrl-C while a session is admitted -------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ def test_a_forked_child_has_the_sessions_and_not_the_queue(llm, open_store):
         store.flush()
 
     with sessions.admit("bob"):
-        store.engine.set_bookmark(store.namespace.key, "bob", None)
+        store.engine.captures.set_bookmark(store.namespace.key, "bob", None)
         store.flush()
         in_fork(child)
     assert turn(sessions, "alice", [*held, 5])[0] == "store"
@@ -236,7 +236,7 @@ def test_clear_removes_them(left, llm, open_store):
 
 def test_one_whose_pages_were_evicted_is_not_resumed(left, llm, open_store):
     store = open_store(llm, salt="tenant")
-    store.engine.evict(store.stats().bytes_used // 2)
+    store.engine.upkeep.evict(store.stats().bytes_used // 2)
     sessions = store.sessions()
     assert 0 < len(sessions.names()) < 3
     for name in left:
@@ -254,7 +254,7 @@ def test_a_damaged_note_is_ignored(damage, left, llm, open_store, caplog):
         "other": b"another application's",
         "empty": b"",
     }[damage]
-    store.engine.change_note(note_name(store.namespace.key), lambda _: damaged)
+    store.engine.upkeep.change_note(note_name(store.namespace.key), lambda _: damaged)
     sessions = store.sessions()
     assert sessions.names() == []
     assert "cannot be read" in caplog.text
@@ -276,7 +276,7 @@ def test_forged_bookmarks_give_no_wrong_tokens(left, llm, open_store):
         "nothing": replace(known["alice"], page=namespace, rest=b"", n_tokens=0),
     }
     for name, bookmark in forged.items():
-        engine.set_bookmark(namespace, name, bookmark)
+        engine.captures.set_bookmark(namespace, name, bookmark)
     assert set(store.sessions().names()) == {"alice", "bob", "carol"}
     store.flush()
     assert set(engine.bookmarks.read(namespace)) == {"alice", "bob", "carol"}

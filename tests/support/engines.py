@@ -19,7 +19,7 @@ from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.pages import Pages
 from prefixstore.engine.pending import PendingPage
 from prefixstore.format.autocodec import pick
-from prefixstore.format.keys import SNAPSHOT, as_tokens, page_key, page_keys
+from prefixstore.format.keys import SNAPSHOT, as_tokens, page_keys
 from prefixstore.format.record import RECORD, RECORD_SEAL, USAGE
 from prefixstore.stats import Counters
 
@@ -118,20 +118,17 @@ class Store:
 
     def pages(self, tokens, size=1000, *, namespace=NS) -> list[PendingPage]:
         """The pages of a sequence that are worth capturing, the tail included."""
-        raw = as_tokens(tokens).tobytes()
-        parent, news = namespace, []
-        for start in range(0, len(raw), 4 * P):
-            piece = raw[start : start + 4 * P]
-            key = page_key(parent, piece)
-            if self.engine.wants(namespace, parent, piece) or news:
-                buffer = self.buffers.acquire(size)
-                buffer.view[:] = self.state_of(key, size)
-                news.append(PendingPage.of(namespace, self.settings, parent, start // 4, piece, buffer))
-            parent = key
+        tokens, news = as_tokens(tokens), []
+        parents = [namespace, *page_keys(namespace, tokens, P)]
+        for start, end in self.engine.lookups.missing(namespace, tokens, P, tail=True):
+            buffer = self.buffers.acquire(size)
+            piece = tokens[start:end].tobytes()
+            news.append(PendingPage.of(namespace, self.settings, parents[start // P], start, piece, buffer))
+            buffer.view[:] = self.state_of(news[-1].page.key, size)
         return news
 
     def announce(self, tokens, size=1000, **options) -> list[PendingPage]:
-        return [new for new in self.pages(tokens, size, **options) if self.engine.announce(new)]
+        return [new for new in self.pages(tokens, size, **options) if self.engine.captures.announce(new)]
 
     def put(self, tokens, size=1000, **options) -> int:
         """Store what is missing of a sequence; how many pages of it were written."""
@@ -165,7 +162,7 @@ class Store:
             return {key for key, _, _ in view.scan()}
 
     def close(self):
-        assert (found := self.engine.check()) == [], found
+        assert (found := self.engine.upkeep.check()) == [], found
         self.engine.close()
 
 
@@ -213,7 +210,8 @@ def snapshot_of(store, tokens, size=100) -> PendingPage:
 def put_snapshots(store, tokens, positions) -> int:
     """Store the pages of a sequence, which hold tokens only, and snapshots at these positions."""
     store.put(tokens[: len(tokens) - len(tokens) % P], 0)
-    return store.engine.commit([new for n in positions if store.engine.announce(new := snapshot_of(store, tokens[:n]))])
+    news = [snapshot_of(store, tokens[:n]) for n in positions]
+    return store.engine.commit([new for new in news if store.engine.captures.announce(new)])
 
 
 def gated(kind, gate):

@@ -108,7 +108,7 @@ class Store:
             buffer.view[:] = state_of(i)
             new = PendingPage.of(NS, b"{}", parent, i * P, tokens, buffer)
             parent = page_key(parent, tokens)
-            assert self.engine.announce(new)
+            assert self.engine.captures.announce(new)
             self.news.append(new)
         assert self.engine.commit(self.news[: len(codecs)]) == len(codecs)
         for new in self.news[: len(codecs)]:

@@ -92,9 +92,9 @@ class Fragile:
 
 def known_keys(engine: Engine) -> set[bytes]:
     """All pages that an engine knows once it has read everything."""
-    return {page.key for page in engine.pages()}
+    return {page.key for page in engine.lookups.pages()}
 
 
 def assert_true(engine: Engine) -> None:
     """The indexes of the location are those of its pages."""
-    assert [one for one in engine.check() if one.rule == "index"] == []
+    assert [one for one in engine.upkeep.check() if one.rule == "index"] == []

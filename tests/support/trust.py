@@ -62,8 +62,8 @@ def stored_sequences(store: PrefixStore) -> list[list[int]]:
     """The tokens of every sequence that a store holds."""
     engine = store.engine
     engine.drain()
-    leaves = [page for page in engine.pages() if page.is_leaf and page.end > 1]
-    return [np.frombuffer(b"".join(one.tokens for one in engine.path(leaf)), "<i4").tolist() for leaf in leaves]
+    leaves = [page for page in engine.lookups.pages() if page.is_leaf and page.end > 1]
+    return [np.frombuffer(b"".join(one.tokens for one in engine.lookups.path(leaf)), "<i4").tolist() for leaf in leaves]
 
 
 def assert_right(store: PrefixStore, warm: llama_cpp.Llama, cold: llama_cpp.Llama) -> int:

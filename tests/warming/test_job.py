@@ -429,7 +429,7 @@ def test_a_job_waits_until_the_lease_of_another_one_expires(llama, tmp_path, mon
     with PrefixStore(tmp_path, llm) as store:
         prompts = trie.PromptTrie([(np.array(prompt(600), "<i4"), "here")], 16)
         job = Job(llm, store, prompts, lambda _: None, lambda: False, pin=False)
-        gone = Leases(store.engine)
+        gone = Leases(store.engine.upkeep)
         assert gone.acquire(job.name(prompts.parts()[0]))
         report = warm(llm, store, [prompt(600)], progress=tell)
         assert report.evaluated_tokens == 600

@@ -1,0 +1,213 @@
+"""What an engine finds: of a prompt, after a page, and in the whole location. The location is the only truth.
+
+Nothing that was read of it decides anything later: what another process does is seen by the next lookup. What this
+process has not written yet is in `engine.catalog`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial, wraps
+from queue import Empty
+from typing import Concatenate, ParamSpec, TypeVar
+
+from prefixstore.backends.threads import handed_over
+from prefixstore.engine.index import Page, Path, in_order
+from prefixstore.engine.lookup import Located, Prompt, Waiting, locate
+from prefixstore.engine.page_view import View
+from prefixstore.engine.part import Part, Shared
+from prefixstore.errors import CorruptError, StorageError, UnavailableError
+from prefixstore.format.keys import PAGE, Tokens
+from prefixstore.format.record import Record, Usage, time_of_use
+
+__all__ = ["Lookups"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def asked(method: Callable[Concatenate[Lookups, P], T]) -> Callable[Concatenate[Lookups, P], T]:
+    """A method that reads the location for a completion: if it hangs, the caller gives up. See `Lookups.in_time`."""
+
+    @wraps(method)
+    def asking(self: Lookups, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.in_time(partial(method, self, *args, **kwargs))
+
+    return asking  # type: ignore[return-value]  # of `wraps`: the same
+
+
+class Lookups(Part):
+    """Finds pages in a location, and among those that wait to be written."""
+
+    def __init__(self, shared: Shared) -> None:
+        super().__init__(shared)
+        self._started = time.time_ns()
+
+    def in_time(self, work: Callable[[], T]) -> T:
+        """What a thread finds in the location.
+
+        Raises
+        ------
+        UnavailableError
+            If a location on this machine does not answer for ten seconds. Others have timeouts of their own.
+        """
+        try:
+            return self.threads.answer(work, seconds=self.breaker.patience() if self._backend.is_local else None)
+        except Empty:
+            self.breaker.hangs()
+            raise UnavailableError(f"{self._backend.location} does not answer") from None
+
+    # -- of a prompt --------------------------------------------------------------------------------------------------
+
+    @asked
+    def longest(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> Path:
+        """As `Engine.match`, in this location."""
+        started = time.perf_counter()
+        with self.locating(self.prompt(namespace, tokens, page_tokens)) as (_, found):
+            path = found.path()
+        n_kept = _n_kept(path.pages)
+        if n_kept < len(path.pages):
+            self._catalog.expired()
+            pages = path.pages[:n_kept]
+            path = Path(pages, pages[-1].end if pages else 0)
+        self._counters.time("lookup", time.perf_counter() - started)
+        return path
+
+    @asked
+    def deepest_snapshot(
+        self, namespace: bytes, tokens: Tokens, page_tokens: int, limit: int, multiple_of: int = 1
+    ) -> Path:
+        """As `Engine.match_snapshot`, in this location."""
+        started = time.perf_counter()
+        with self.locating(self.prompt(namespace, tokens[:limit], page_tokens), snapshots=True) as (_, found):
+            path = self._deepest(found, multiple_of)
+        self._counters.time("lookup", time.perf_counter() - started)
+        return path
+
+    def _deepest(self, found: Located, multiple_of: int) -> Path:
+        n_kept = _n_kept(found.pages)
+        for n_pages, snapshot in found.fitting_snapshots():
+            if n_pages > n_kept or _n_kept([snapshot]) == 0:
+                self._catalog.expired()
+            elif snapshot.end % multiple_of == 0:
+                return found.path_to(n_pages, snapshot)
+        return Path((), 0)
+
+    @asked
+    def missing(
+        self, namespace: bytes, tokens: Tokens, page_tokens: int, *, tail: bool = False
+    ) -> list[tuple[int, int]]:
+        """First position and boundary of each page of a sequence that is worth capturing.
+
+        If the location cannot be asked, of each that does not wait to be written.
+
+        Parameters
+        ----------
+        namespace, tokens, page_tokens
+            As for `Engine.match`.
+        tail
+            Whether the tokens after the last full page are one, too.
+
+        Raises
+        ------
+        CorruptError
+            If another page has one of the keys: nothing may be stored after it.
+        """
+        n_full = len(tokens) // page_tokens * page_tokens
+        prompt = self.prompt(namespace, tokens if tail else tokens[:n_full], page_tokens)
+        try:
+            with self.locating(prompt) as (_, located):
+                found = located
+        except StorageError:
+            found = locate(None, self._catalog.along(prompt), prompt, self._catalog.nodes)
+        if found.other is not None:
+            raise CorruptError(f"page {found.other.hex()} has tokens that do not match its key")
+        ranges = [(start, start + page_tokens) for start in range(len(found.pages) * page_tokens, n_full, page_tokens)]
+        end = prompt.pieces[-1]
+        # a page that is taken now has no children yet, so nothing can cover the tail
+        if end and (ranges or not any(page.tokens.startswith(end) for page in found.beside)):
+            ranges.append((n_full, len(tokens)))
+        return ranges
+
+    @asked
+    def has(self, key: bytes) -> bool:
+        """Whether a page or snapshot need not be captured: it is here."""
+        if self._catalog.get(key) is not None:
+            return True
+        with suppress(StorageError), self.breaker.asking(), self._backend.view() as view:
+            record = view.record(key)
+            return record is not None and not self._catalog.is_damaged(key, record)
+        return False
+
+    def prompt(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> Prompt:
+        """A sequence, cut into pages."""
+        return Prompt(namespace, tokens, page_tokens, self._backend.trie)
+
+    @contextmanager
+    def locating(self, prompt: Prompt, *, snapshots: bool = False) -> Iterator[tuple[View, Located]]:
+        """A view, and what there is of a prompt; guarded by the breaker."""
+        waiting = self._catalog.along(prompt)
+        with self.breaker.asking() as request, self._backend.view() as view:
+            found = self.locate(view, prompt, waiting, snapshots=snapshots)
+            request.n_records = found.n_read
+            yield view, found
+
+    def locate(self, view: View, prompt: Prompt, waiting: Waiting, *, snapshots: bool = False) -> Located:
+        """What there is of a prompt; `waiting` was taken before the view was opened."""
+        found = locate(view, waiting, prompt, self._catalog.nodes, snapshots=snapshots)
+        self._catalog.unreadable(found.unreadable)
+        # states of pages that others have deleted
+        self._ram.drop(prompt.keys[len(found.pages) :])
+        return found
+
+    # -- of pages -----------------------------------------------------------------------------------------------------
+
+    @handed_over
+    def children(self, parent: bytes, at_most: int) -> list[Page]:
+        """Children of this page, or of this namespace: some of the stored ones, and those that wait."""
+        # before the view: what is committed meanwhile is stored
+        waiting = [page for page in self._catalog.pending_after(parent) if page.form == PAGE]
+        with self._backend.view() as view:
+            found = view.children([parent], PAGE, at_most)
+        stored = [Page.stored(key, record, usage) for key, record, usage in found if isinstance(record, Record)]
+        return stored + waiting
+
+    @handed_over
+    def path(self, page: Page) -> list[Page]:
+        """The pages from the start of the sequence up to this one."""
+        path = [page]
+        with self._backend.view() as view:
+            while path[-1].parent != path[-1].namespace:
+                key = path[-1].parent
+                above = self._catalog.get(key)
+                if above is None:
+                    record, usage = view.records([key]).get(key, (None, Usage(0)))
+                    if not isinstance(record, Record):
+                        break
+                    above = Page.stored(key, record, usage)
+                    above.is_far = self._catalog.is_far
+                path.append(above)
+        return path[::-1]
+
+    @handed_over
+    def pages(self) -> list[Page]:
+        """All pages, stored and pending, parents before their children, which they have; for maintenance."""
+        # before the view: what is committed meanwhile is stored
+        waiting, uses = self._catalog.all_waiting()
+        now, stored = time.time_ns(), []
+        with self._backend.view() as view:
+            for key, record, usage in view.scan():
+                if isinstance(record, Record):
+                    page = Page.stored(key, record, usage)
+                    used = uses[key].last_used if key in uses else 0
+                    page.last_used = max(time_of_use(page.last_used, now) or self._started, used)
+                    stored.append(page)
+        return in_order(stored + waiting)
+
+
+def _n_kept(pages: Sequence[Page]) -> int:
+    """How many of the first of these pages have not expired."""
+    now = time.time_ns()
+    return next((i for i, page in enumerate(pages) if page.has_expired(now)), len(pages))
