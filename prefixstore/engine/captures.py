@@ -122,7 +122,6 @@ class Captures(Part):
         """Have a captured page matched from now on, as one that waits; False if it is not wanted."""
         return self.place(new) is Placement.ADDED
 
-    @handed_over
     def place(self, new: PendingPage) -> Placement:
         """As `announce`; what became of the page."""
         page = new.page
@@ -191,7 +190,6 @@ class Captures(Part):
         """Have deferred changes committed soon."""
         self._queue.nudge()
 
-    @handed_over
     def commit(self, batch: Sequence[PendingPage]) -> int:
         """Write announced pages, and what is deferred; see `Engine.commit`."""
         try:

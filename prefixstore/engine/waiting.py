@@ -156,39 +156,31 @@ class WaitingPages:
         with self._lock:
             return [new.page for new in self._after.get(parent, {}).values()]
 
-    def place_of(self, page: Page) -> Placement:
-        """What would become of a page that is announced."""
+    def announce(self, new: PendingPage) -> Placement:
+        """Have a captured page matched from now on. Nothing changes unless it is `ADDED`."""
+        page = new.page
         with self._lock:
             known = self._pending.get(page.key)
             if known is not None:
                 return Placement.KNOWN if is_same(known.page, page) else Placement.REFUSED
             if page.form == PAGE and any(
-                new.page.form == PAGE and new.page.tokens.startswith(page.tokens)
-                for new in self._after.get(page.parent, {}).values()
+                other.form == PAGE and other.tokens.startswith(page.tokens) for other in self.pending_after(page.parent)
             ):
                 return Placement.KNOWN
-            return Placement.ADDED
-
-    def announce(self, new: PendingPage) -> Placement:
-        """Have a captured page matched from now on. Nothing changes unless it is `ADDED`."""
-        with self._lock:
-            place = self.place_of(new.page)
-            if place is not Placement.ADDED:
-                return place
             if new.buffer is not None:
                 # importing a page is not a use of it
-                new.page.last_used = self.time_of_use()
-            self._deferred.expired = self._deferred.expired or new.page.expires > 0
-            self._pending[new.page.key] = new
-            self._after.setdefault(new.page.parent, {})[new.page.key] = new
-            if new.page.form == PAGE:
-                for older in list(self._after[new.page.parent].values()):
-                    # not written yet, and not needed any more; a stored one is deleted when the new page is written
-                    page = older.page
-                    is_tail = page.form == PAGE and page is not new.page and new.page.tokens.startswith(page.tokens)
-                    if is_tail and not older.is_writing and page.key not in self._after:
-                        self._count_outdated(self._forget(page.key), Outdated.SUPERSEDED)
-            return place
+                page.last_used = self.time_of_use()
+            self._deferred.expired = self._deferred.expired or page.expires > 0
+            self._pending[page.key] = new
+            beside = self._after.setdefault(page.parent, {})
+            beside[page.key] = new
+            for older in list(beside.values()) if page.form == PAGE else ():
+                # not written yet, and not needed any more; a stored one is deleted when the new page is written
+                tail = older.page
+                is_tail = tail.form == PAGE and tail is not page and page.tokens.startswith(tail.tokens)
+                if is_tail and not older.is_writing and tail.key not in self._after:
+                    self._count_outdated(self._forget(tail.key), Outdated.SUPERSEDED)
+            return Placement.ADDED
 
     def hold(self, pages: Sequence[Page]) -> dict[bytes, PooledBuffer]:
         """Hold the buffers of those of these pages that are pending; the caller releases them."""

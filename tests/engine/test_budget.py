@@ -101,25 +101,11 @@ def test_all_models_of_a_salt_share_its_quota(backend):
     assert (small.held(), large.held(), other.held()) == (1, 3, 4)
 
 
-def test_a_quota_for_namespaces_applies_to_each_model_separately(backend):
-    small, large = (Tenant(backend, tenant("one", model), quota=Quota(namespace=2 * PAGE)) for model in "ab")
-    for i in range(5):
-        small.put([i] * P)
-        large.put([i] * P)
-    assert (small.held(), large.held()) == (2, 2)
-
-
 def test_a_quota_for_salts_does_not_apply_without_a_salt(backend):
     alone = Tenant(backend, tenant(None), quota=Quota(salt=PAGE))
     for i in range(5):
         alone.put([i] * P)
     assert alone.held() == 5
-
-
-def test_a_page_larger_than_the_quota_is_refused_and_counted(backend):
-    small = Tenant(backend, tenant("one"), quota=Quota(PAGE - 1))
-    assert small.put([1] * P) == 0
-    assert small.counters.group("dropped") == {"quota": 1}
 
 
 def test_a_page_that_cannot_fit_because_of_pins_evicts_nothing(backend):
@@ -148,17 +134,6 @@ def test_a_page_that_cannot_fit_into_a_quota_evicts_nothing(backend, quota):
     assert store.put([100] * P, 10 * SIZE) == 0
     assert store.counters.group("dropped") == {"quota": 1}
     assert (store.held(), other.held()) == (10, 10)
-
-
-def test_a_page_that_cannot_fit_evicts_nothing_on_disk_either(tmp_path):
-    with closing(Pages(LMDBBackend(tmp_path / "kv", 8 * MIB))) as opened:
-        store = Tenant(opened, tenant("one"), max_bytes=8 * MIB)
-        for i in range(8):
-            assert store.put([i] * P, MIB // 2) == 1
-        for i in range(4):
-            store.engine.upkeep.pin(store.namespace.key, as_tokens([i] * P), P, pinned=True)
-        assert store.put([100] * P, 7 * MIB) == 0
-        assert sum(store.match([i] * P) == P for i in range(8)) == 8
 
 
 def test_a_quota_is_one_size_or_sizes_by_name():
@@ -212,57 +187,6 @@ def test_an_expired_page_is_not_matched_and_then_deleted(backend, clock):
     assert store.counters["expired"] == 2
     with backend.view() as view:
         assert list(view.scan()) == []
-
-
-def test_a_use_renews_the_time_to_live_for_other_processes_too(backend, clock):
-    store, other = (Tenant(backend, tenant("a"), ttl=60) for _ in range(2))
-    store.put([1] * P)
-    assert other.match([1] * P) == P
-    clock.passes(50)
-    store.use([1] * P)
-    clock.passes(50)
-    other.engine.commit([])
-    assert other.counters["expired"] == 0
-    assert store.match([1] * P) == other.match([1] * P) == P
-
-
-def test_a_page_stays_as_long_as_its_descendants(backend, clock):
-    store = Tenant(backend, tenant("a"), ttl=60)
-    store.put([1] * 4)
-    clock.passes(50)
-    store.put([1] * 8)
-    clock.passes(50)
-    # the first page was not used since, but its child needs it
-    store.engine.commit([])
-    assert store.match([1] * 4) == 4
-    assert store.match([1] * 8) == 8
-    clock.passes(50)
-    assert store.match([1] * 8) == 0
-    store.engine.commit([])
-    assert store.counters["expired"] == 2
-    assert store.engine.upkeep.check() == []
-
-
-def test_pinned_pages_do_not_expire(backend, clock):
-    store = Tenant(backend, tenant("a"), ttl=60)
-    store.put([1] * 8)
-    store.engine.upkeep.pin(store.namespace.key, as_tokens([1] * 8), P, pinned=True)
-    clock.passes(1000)
-    store.engine.commit([])
-    assert store.match([1] * 8) == 8
-    store.engine.upkeep.pin(store.namespace.key, as_tokens([1] * 8), P, pinned=False)
-    store.engine.commit([])
-    assert store.match([1] * 8) == 0
-
-
-def test_pages_of_a_store_without_a_ttl_do_not_expire(backend, clock):
-    forever, brief = Tenant(backend, tenant("a")), Tenant(backend, tenant("a"), ttl=60)
-    forever.put([1] * 4)
-    brief.put([2] * 4)
-    brief.use([1] * 4)
-    clock.passes(100)
-    brief.engine.commit([])
-    assert (brief.match([1] * 4), brief.match([2] * 4)) == (4, 0)
 
 
 def test_a_duration_is_seconds_or_text_or_a_timedelta():
@@ -336,7 +260,7 @@ def test_pages_after_one_of_a_newer_version_make_way_for_others(monkeypatch, pin
 def test_a_location_that_was_too_large_and_fails_is_left_to_the_next_commit():
     with store_of(MemoryPages()) as store:
         store.put([1] * 12)
-        evictor = store.engine._committer._evictor
+        evictor = store.engine.captures._committer._evictor
         evictor.budget, evictor.used = Budget(1), Used(10**6, 3)
         evictor.respect_budget(FaultyBackend(store.backend, "view"))
         assert store.match([1] * 12) == 12

@@ -13,7 +13,7 @@ from prefixstore.engine.waiting import DropReason
 from prefixstore.errors import FullError
 from prefixstore.format.keys import SNAPSHOT, as_tokens, page_keys
 from prefixstore.format.record import Record, StoredPage, Usage, checksum
-from tests.support.engines import MIB, NS, A, B, C, MemoryPages, P, entry, state_of, store_of
+from tests.support.engines import MIB, NS, A, B, MemoryPages, P, entry, state_of, store_of
 from tests.support.faults import FaultyBackend
 from tests.support.fragile import known_keys
 
@@ -38,16 +38,6 @@ def test_a_pending_tail_that_is_continued_is_never_written():
         assert store.engine.commit(batch) == 2
         assert store.match([1, 2, 3, 4, 5]) == 5
         assert len(store.stored_keys()) == 2
-
-
-def test_the_page_that_continues_a_pinned_tail_is_pinned():
-    with store_of(max_entries=2) as store:
-        store.put([1, 2])
-        assert store.engine.upkeep.pin(NS, as_tokens([1, 2]), P, pinned=True) == 2
-        store.put([1, 2, 3])
-        store.put(B[:4])
-        store.put(C[:4])
-        assert [store.match(tokens) for tokens in ([1, 2, 3], B, C)] == [3, 0, 4]
 
 
 def test_a_tail_that_is_continued_just_after_it_was_written_is_deleted_with_the_next_commit():
@@ -144,12 +134,12 @@ def test_a_bug_in_the_codec_leaves_no_unreadable_page():
         def broken(namespace, raw):
             raise ZeroDivisionError
 
-        encode, store.engine._committer._encode = store.engine._committer._encode, broken
+        encode, store.engine.captures._committer._encode = store.engine.captures._committer._encode, broken
         batch = store.announce(A)
         with pytest.raises(ZeroDivisionError):
             store.engine.commit(batch)
         assert store.match(A) == 0
-        store.engine._committer._encode = encode
+        store.engine.captures._committer._encode = encode
         assert store.put(A) == 3
 
 

@@ -220,11 +220,11 @@ def test_a_full_error_tells_what_was_asked_for():
 
     with store_of() as store:
         batch = store.announce(A)
-        store.engine._backend = store.engine._committer._backend = Full()
+        store.engine._backend = store.engine.captures._committer._backend = Full()
         with pytest.raises(
             FullError, match=r"the disk is full \(1,000 bytes asked for, 77 bytes available\)"
         ) as caught:
-            store.engine._committer.commit(batch)
+            store.engine.captures._committer.commit(batch)
         assert (caught.value.asked, caught.value.available) == (1000, 77)
         assert store.engine.captures.shortage == Shortage("full", 3, 1000, 77)
         assert store.counters.group("dropped") == {"full": 3}

@@ -94,18 +94,6 @@ def test_the_deepest_snapshot_is_found_within_a_limit_and_at_a_multiple(store, s
     store.engine.commit(waiting)
 
 
-def test_what_another_process_does_is_seen_by_the_next_lookup(tmp_path):
-    one, two = (Store(Pages(LMDBBackend(tmp_path, MIB))) for _ in range(2))
-    tokens = list(range(12))
-    for _ in range(3):
-        one.put(tokens)
-        assert two.match(tokens) == 12
-        assert two.engine.upkeep.clear(NS) == 3
-        assert one.match(tokens) == 0
-    for store in (one, two):
-        store.engine.close()
-
-
 def test_children_are_found_again_once_their_rows_are_mended(tmp_path):
     """A lookup in the meantime takes it for granted that there are none."""
     with (

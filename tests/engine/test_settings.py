@@ -10,7 +10,7 @@ import pytest
 from prefixstore.engine.delete import of_namespaces
 from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_keys
-from tests.support.engines import NS, OTHER, A, B, MemoryPages, P, Store, put_snapshots, store_of
+from tests.support.engines import NS, A, B, MemoryPages, P, Store, put_snapshots, store_of
 from tests.support.fragile import Fragile
 from tests.support.newer import make_corrupt
 
@@ -18,18 +18,6 @@ from tests.support.newer import make_corrupt
 def settings_of(store):
     with store.backend.view() as view:
         return set(view.namespaces())
-
-
-def test_the_settings_of_an_evicted_namespace_are_deleted():
-    with store_of(max_entries=3) as store:
-        store.put(A)
-        assert settings_of(store) == {NS}
-        store.put(B[:4], namespace=OTHER)
-        assert settings_of(store) == {NS, OTHER}
-        store.put(B, namespace=OTHER)
-        assert settings_of(store) == {OTHER}
-        store.put(A)
-        assert settings_of(store) == {NS}
 
 
 @pytest.mark.parametrize("how", ["expired", "cleared", "purged", "evicted", "damaged", "repaired", "unreadable"])

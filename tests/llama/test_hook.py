@@ -225,7 +225,7 @@ def test_a_store_that_is_collected_in_its_write_thread_writes_what_is_queued(lla
     store = PrefixStore(tmp_path, llm)
     engine, commit = store.engine, store.engine.commit
     monkeypatch.setattr(engine, "commit", lambda batch: gate.wait(120) and commit(batch))
-    with collected_only_by(monkeypatch, engine._committer, "commit"):
+    with collected_only_by(monkeypatch, engine.captures._committer, "commit"):
         llm.eval(prompt(600))
         store.capture()
         store.owner = store

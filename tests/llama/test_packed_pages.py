@@ -19,7 +19,7 @@ KINDS = {
 
 def _be_short_of_space(store) -> None:
     store.engine._encode.is_short_of_space = True
-    store.engine._committer._low_bytes = -1
+    store.engine.captures._committer._low_bytes = -1
 
 
 def n_packed(store) -> int:

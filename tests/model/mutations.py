@@ -12,15 +12,15 @@ from typing import Any, NamedTuple, TypeAlias
 import lmdb
 import pytest
 
-from prefixstore.engine import eviction, page_checks, page_update, readers
+from prefixstore.engine import delete, eviction, page_checks, page_update, readers
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.commit import Committer
-from prefixstore.engine.delete import Deleter
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.far import FarEngine
 from prefixstore.engine.index import Page, Path
 from prefixstore.engine.lookup import Located
+from prefixstore.engine.lookups import Lookups
 from prefixstore.engine.queue import WriteQueue
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.relatives import siblings_of
@@ -87,7 +87,7 @@ def wrap(patch: Patch, owner: Any, name: str, change: Callable[..., Any]) -> Non
 @leads_to("a lookup finds only", ("capture", 0, [TWO_PAGES]), ("match", 0, (TWO, (0,) * 8)))
 def match_ignores_the_salt(patch: Patch) -> None:
     def match(real: Any, self: Any, namespace: bytes, tokens: Any, page_tokens: int) -> Path:
-        spaces = (namespace, *(one.key for one in self.namespaces()))
+        spaces = (namespace, *(one.key for one in self.upkeep.namespaces()))
         return max((real(self, one, tokens, page_tokens) for one in spaces), key=lambda path: path.n_tokens)
 
     wrap(patch, Engine, "match", match)
@@ -168,7 +168,7 @@ def a_use_does_not_renew_a_page(patch: Patch) -> None:
 
 @leads_to("what is deleted is gone", ("capture", 0, [PAGE]), ("delete", 0, None))
 def purge_leaves_one_page(patch: Patch) -> None:
-    wrap(patch, Deleter, "_select", lambda real, self, choose: real(self, choose)[1:])
+    wrap(patch, delete, "in_common", lambda real, pages, choices: real(pages, choices)[1:])
 
 
 @leads_to("a restore gives the state bit for bit", ("capture", 0, [PAGE]), ("damage", 0), ("restore", 0, PAGE))
@@ -201,13 +201,13 @@ def an_export_forgets_pins(patch: Patch) -> None:
 def a_reader_keeps_a_stale_index(patch: Patch) -> None:
     known: dict[Any, Any] = {}
 
-    def locate(real: Any, self: Any, view: Any, waiting: Any, prompt: Any, **options: Any) -> Any:
+    def locate(real: Any, self: Any, view: Any, prompt: Any, waiting: Any, **options: Any) -> Any:
         key = id(self), prompt.namespace, prompt.tokens.tobytes(), *options
         if not known.get(key) or not known[key].pages:
-            known[key] = real(self, view, waiting, prompt, **options)
+            known[key] = real(self, view, prompt, waiting, **options)
         return known[key]
 
-    wrap(patch, Catalog, "locate", locate)
+    wrap(patch, Lookups, "locate", locate)
 
 
 @leads_to(
@@ -227,10 +227,10 @@ def a_captured_page_is_forgotten(patch: Patch) -> None:
 def what_waits_is_not_found(patch: Patch) -> None:
     def longest(real: Any, *arguments: Any) -> Path:
         path = real(*arguments)
-        pages = tuple(page for page in path.pages if arguments[0].get(page.key) is None)
+        pages = tuple(page for page in path.pages if arguments[0]._catalog.get(page.key) is None)
         return Path(pages, min(path.n_tokens, pages[-1].end if pages else 0))
 
-    wrap(patch, Catalog, "longest", longest)
+    wrap(patch, Lookups, "longest", longest)
 
 
 @leads_to("what was captured is stored far away", ("capture", 0, [PAGE]), where="two")
