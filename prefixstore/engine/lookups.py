@@ -15,11 +15,12 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from prefixstore.backends.threads import handed_over
 from prefixstore.engine.index import Page, Path, in_order
-from prefixstore.engine.lookup import Located, Prompt, Waiting, locate
+from prefixstore.engine.lookup import Located, Prompt, Waiting
 from prefixstore.engine.page_view import View
 from prefixstore.engine.part import Part, Shared
+from prefixstore.engine.trie import Entry
 from prefixstore.errors import CorruptError, StorageError, UnavailableError
-from prefixstore.format.keys import PAGE, Tokens
+from prefixstore.format.keys import PAGE, SNAPSHOT, Tokens
 from prefixstore.format.record import Record, Usage, time_of_use
 
 __all__ = ["Lookups"]
@@ -121,7 +122,7 @@ class Lookups(Part):
             with self.locating(prompt) as (_, located):
                 found = located
         except StorageError:
-            found = locate(None, self._catalog.along(prompt), prompt, self._catalog.nodes)
+            found = self.locate(None, prompt, self._catalog.along(prompt))
         if found.other is not None:
             raise CorruptError(f"page {found.other.hex()} has tokens that do not match its key")
         ranges = [(start, start + page_tokens) for start in range(len(found.pages) * page_tokens, n_full, page_tokens)]
@@ -154,13 +155,55 @@ class Lookups(Part):
             request.n_records = found.n_read
             yield view, found
 
-    def locate(self, view: View, prompt: Prompt, waiting: Waiting, *, snapshots: bool = False) -> Located:
-        """What there is of a prompt; `waiting` was taken before the view was opened."""
-        found = locate(view, waiting, prompt, self._catalog.nodes, snapshots=snapshots)
-        self._catalog.unreadable(found.unreadable)
-        # states of pages that others have deleted
-        self._ram.drop(prompt.keys[len(found.pages) :])
+    def locate(self, view: View | None, prompt: Prompt, waiting: Waiting, *, snapshots: bool = False) -> Located:
+        """What there is of a prompt, to the token, with `snapshots` also those along it.
+
+        Mostly three round trips to a server: the records of all full pages, whose keys follow from the tokens, then
+        the child rows after the last of them, and the records of these. `waiting` was taken before the view was
+        opened, which is None for a location that cannot be read.
+        """
+        found, nodes = Located(prompt), self._catalog.nodes
+        entries = view.leading(prompt.keys) if view is not None and prompt.keys else []
+        good = list(_good(entries, prompt, waiting))
+        found.n_read, found.n_stored = len(entries), len(good)
+        for entry in entries[len(good) : len(good) + 1]:
+            if not isinstance(entry.record, Record) or _starts_elsewhere(entry.record, prompt, len(good)):
+                self._catalog.unreadable(entry)
+            elif not prompt.has(len(good), entry.record):
+                found.other = entry.key
+        pages = found.pages = nodes(good)
+        for number in range(len(pages), len(prompt.keys)):
+            page = waiting.pages.get(prompt.keys[number])
+            if page is None or not prompt.has(number, page):
+                break
+            pages.append(page)
+        at = len(pages)
+        wanted, parent = prompt.pieces[at], prompt.parents[at]
+        parents = prompt.parents[: found.n_stored + 1] if snapshots else []
+        near: list[Entry] = []
+        after: list[Entry] = []
+        if view is not None and wanted and at == found.n_stored:  # after a page that waits nothing is stored
+            near, after = view.beside(parent, wanted, parents)
+        elif view is not None and parents:
+            after = view.children(parents, SNAPSHOT)
+        found.n_read += len(near) + len(after)
+        found.beside = self._following(near, waiting, prompt, at, PAGE)
+        if snapshots:
+            found.snapshots = [self._following(after, waiting, prompt, n, SNAPSHOT) for n in range(at + 1)]
+        if view is not None:
+            # states of pages that others have deleted
+            self._ram.drop(prompt.keys[at:])
         return found
+
+    def _following(
+        self, stored: Sequence[Entry], waiting: Waiting, prompt: Prompt, number: int, form: int
+    ) -> list[Page]:
+        """Those of these entries, and of what waits, that follow a page of a prompt and have this form."""
+        place = prompt.namespace, prompt.parents[number], number * prompt.page_tokens, form
+        pages = self._catalog.nodes([one for one in stored if _is_at(one, place, waiting)])
+        known = {page.key for page in pages}
+        more = waiting.after.get(prompt.parents[number], ())
+        return pages + [page for page in more if page.form == form and page.key not in known]
 
     # -- of pages -----------------------------------------------------------------------------------------------------
 
@@ -211,3 +254,26 @@ def _n_kept(pages: Sequence[Page]) -> int:
     """How many of the first of these pages have not expired."""
     now = time.time_ns()
     return next((i for i, page in enumerate(pages) if page.has_expired(now)), len(pages))
+
+
+def _good(entries: Sequence[Entry], prompt: Prompt, waiting: Waiting) -> Iterator[Entry]:
+    """Pages of a prompt, up to the first that is not to be used."""
+    for number, entry in enumerate(entries):
+        record = entry.record
+        if not isinstance(record, Record) or not waiting.allows(entry.key, record) or not prompt.has(number, record):
+            return
+        yield entry
+
+
+def _starts_elsewhere(record: Record, prompt: Prompt, number: int) -> bool:
+    return (record.parent, record.tokens) == (prompt.parents[number], prompt.pieces[number]) and (
+        record.start != number * prompt.page_tokens or record.namespace != prompt.namespace
+    )
+
+
+def _is_at(entry: Entry, place: tuple[bytes, bytes, int, int], waiting: Waiting) -> bool:
+    """Whether a stored page may be used, and has this namespace, parent, start and form."""
+    record = entry.record
+    if not isinstance(record, Record) or not waiting.allows(entry.key, record):
+        return False
+    return (record.namespace, record.parent, record.start, record.form) == place

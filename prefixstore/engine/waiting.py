@@ -134,14 +134,14 @@ class WaitingPages:
                 page.is_far = True
         return found
 
-    def unreadable(self, entries: Iterable[Entry]) -> None:
-        """Stored pages that cannot be read: those that are damaged are deleted with the next commit."""
-        for key, record, _ in entries:
-            if isinstance(record, (Record, CorruptError)):
-                with self._lock:
-                    self._deferred.damaged[key] = Damage(record.created if isinstance(record, Record) else 0)
-            why = "it does not start where its parent ends" if isinstance(record, Record) else record
-            log.warning("a page cannot be read: %s", why)
+    def unreadable(self, entry: Entry) -> None:
+        """A stored page cannot be read: if it is damaged, it is deleted with the next commit."""
+        key, record, _ = entry
+        if isinstance(record, (Record, CorruptError)):
+            with self._lock:
+                self._deferred.damaged[key] = Damage(record.created if isinstance(record, Record) else 0)
+        why = "it does not start where its parent ends" if isinstance(record, Record) else record
+        log.warning("a page cannot be read: %s", why)
 
     # -- pending pages ------------------------------------------------------------------------------------------------
 
