@@ -172,7 +172,7 @@ class Committer(Part):
     def _reclaim(self) -> bool:
         """Make what is free usable; whether there was space for that."""
         try:
-            self._backend.reclaim()
+            self._backend.rows.reclaim()
         except FullError:
             return False
         return True

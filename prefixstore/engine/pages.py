@@ -1,7 +1,7 @@
 """A location of pages, in a backend that keeps rows; `engine.keyspace` says in which.
 
 A caller holds one view or update of a location at a time, and does not fork while it holds one. The errors are those of
-`prefixstore.errors.StorageError`: `FullError` (evict, `Pages.reclaim`, and try again), `UnavailableError` (worth a
+`prefixstore.errors.StorageError`: `FullError` (evict, `Backend.reclaim`, and try again), `UnavailableError` (worth a
 retry later), `CorruptError` and `IncompatibleError` (not worth one).
 """
 
@@ -74,7 +74,7 @@ def fewer(pages: Pages, at_once: int, error: FullError) -> int:
     if at_once == 1:
         raise error
     with suppress(FullError):
-        pages.reclaim()
+        pages.rows.reclaim()
     return max(at_once // 4, 1)
 
 
@@ -145,22 +145,6 @@ class Pages:
     def sync(self) -> None:
         """Return when everything committed so far survives a loss of power, as far as the location can promise it."""
         self._backend.sync()
-
-    def reclaim(self) -> None:
-        """Make the space freed by deletions usable for the next update."""
-        self._backend.reclaim()
-
-    def scrub(self) -> None:
-        """Overwrite what deletions have freed, so that nothing of a deleted page can be read from the files.
-
-        Raises `UnavailableError` if that is not possible now, because a reader still sees it. What the location cannot
-        promise is described in ``docs/operations.md``.
-        """
-        self._backend.compact(erase=True)
-
-    def compact(self) -> int:
-        """Return space freed by deletions to the disk; returns the number of bytes. Raises `UnavailableError`."""
-        return self._backend.compact()
 
     def mend(self) -> None:
         """Mend the index if a page was deleted whose record did not say where it was.

@@ -250,7 +250,7 @@ class Upkeep(Part):
             while left > max_bytes and len(chosen) > n_before:
                 n_before = len(chosen)
                 chosen += evictor.shrink(self._backend, max_bytes)[0]
-                self._backend.reclaim()
+                self._backend.rows.reclaim()
                 left = self.used()[0].bytes
             self._backend.mend()
         keys = tuple(key.hex() for key in chosen)
@@ -268,10 +268,14 @@ class Upkeep(Part):
 
     @handed_over
     def scrub(self) -> None:
-        """Overwrite what deletions have freed. Raises `UnavailableError` if another process still reads it."""
-        self._backend.scrub()
+        """Overwrite what deletions have freed, so that nothing of a deleted page can be read from the files.
+
+        Raises `UnavailableError` if that is not possible now, because a reader still sees it. What the location cannot
+        promise is described in ``docs/operations.md``.
+        """
+        self._backend.rows.compact(erase=True)
 
     @handed_over
     def compact(self) -> int:
         """Return free space to the disk; how many bytes. Raises `UnavailableError`."""
-        return self._backend.compact()
+        return self._backend.rows.compact()

@@ -99,7 +99,7 @@ def use(place: str, good: dict[bytes, bytes]) -> str:
             (path,) = fill(backend, SETTINGS, [[900_000 + i for i in range(12)]], size=5000)
             with backend.view() as view:
                 _ = view.namespaces(), view.used
-            backend.reclaim()
+            backend.rows.reclaim()
             return "used" if set(path) <= dict(states(backend)).keys() else LOST
     except StorageError as error:
         return type(error).__name__

@@ -61,7 +61,7 @@ def work(url, known):
             known += [one for one in range(3) if store.match(sequence(one)) == 8]
             assert len(known) < 3
             assert store.stored_keys() < keys
-    store.backend.scrub()
+    store.backend.rows.compact(erase=True)
     store.engine.close()
 
 
@@ -214,7 +214,7 @@ for turn in range(int(sys.argv[3])):
         store.fetch(tokens)
     if chance.random() < 0.05:
         with suppress(StorageError):
-            store.backend.scrub()
+            store.backend.rows.compact(erase=True)
 print(stored, store.counters.group("dropped"), flush=True)
 store.engine.close()
 """
@@ -270,7 +270,7 @@ def test_writers_that_are_killed_leave_a_sound_store(seaweedfs, monkeypatch):
 
 def is_tidy(backend):
     """Whether there is nothing that belongs to no page, after it was removed."""
-    backend.scrub()
+    backend.rows.compact(erase=True)
     names, folder = [one.name for one in backend.rows.client.list()], backend.rows.state.store
     with backend.view() as view:
         is_whole = list(flaws(view)) == [] and sum("/payloads/" in name for name in names) == view.used.entries
@@ -285,7 +285,7 @@ def test_two_compactors_and_a_writer(seaweedfs, at_once):
     def compact(store):
         while not is_done.is_set():
             try:
-                store.backend.scrub()
+                store.backend.rows.compact(erase=True)
             except UnavailableError:
                 continue
             except BaseException as error:
@@ -319,5 +319,5 @@ def test_a_clock_that_is_wrong_by_a_day_changes_nothing(seaweedfs, monkeypatch):
         monkeypatch.setattr(time, "time", lambda: now() + 86_400)
         monkeypatch.setattr(time, "time_ns", lambda: int((now() + 86_400) * 1e9))
         two.put(B)
-        two.backend.scrub()
+        two.backend.rows.compact(erase=True)
         assert one.fetch(B) == two.fetch(A) == 3

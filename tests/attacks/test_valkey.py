@@ -136,7 +136,7 @@ def test_keys_that_vanish_at_any_time_are_misses(new_valkey, valkey_server):
         store.put(sequences[0])
         for _ in range(3):
             store.engine.deleter.repair(store.engine.upkeep.check())
-            store.backend.reclaim()
+            store.backend.rows.reclaim()
         assert store.engine.upkeep.check() == []
         for tokens in sequences:
             store.put(tokens)

@@ -211,7 +211,7 @@ def test_a_user_with_the_documented_rights_can_do_everything(url, client, valkey
                 transaction.put_note(b"n", b"v")
                 transaction.delete(keys[1])
             backend.sync()
-            backend.reclaim()
+            backend.rows.reclaim()
             backend.reindex()
             assert check(backend) == []
             assert contents(backend)[keys[0]][1] == Usage(3, pinned=True)
@@ -269,7 +269,7 @@ def test_read_only_needs_a_store_and_writes_nothing(url, client):
     with opened(url, read_only=True) as reader:
         assert set(contents(reader)) == {key}
         reader.sync()
-        reader.reclaim()
+        reader.rows.reclaim()
         for write in (reader.reindex, lambda: put(reader, 2)):
             with pytest.raises(UnavailableError, match="read-only"):
                 write()
