@@ -9,9 +9,8 @@ from typing import TypeAlias
 from prefixstore.backends.threads import handed_over
 from prefixstore.engine.bookmarks import Bookmarks
 from prefixstore.engine.index import Page, depth_first
-from prefixstore.engine.invariants import Violation
+from prefixstore.engine.invariants import Violation, astray, strays
 from prefixstore.engine.lookups import Lookups
-from prefixstore.engine.page_checks import astray, strays
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.pages import fewer, retried
 from prefixstore.engine.part import Part, Shared

@@ -18,7 +18,7 @@ from prefixstore.backends import contract, is_persistent, open_backend
 from prefixstore.backends.contract import ConflictError, Range, Row
 from prefixstore.backends.keys import Key, KeyProvider, Keys, provider_of
 from prefixstore.engine import keyspace
-from prefixstore.engine.page_checks import HOLLOW, LOST, MISPLACED, STRAY_LEAVES, WRONG_LEAVES, Check
+from prefixstore.engine.invariants import HOLLOW, LOST, MISPLACED, STRAY_LEAVES, WRONG_LEAVES, Check
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import View
 from prefixstore.engine.trie import Trie

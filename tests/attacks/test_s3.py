@@ -17,7 +17,7 @@ from prefixstore.backends.objects import client as client_module
 from prefixstore.backends.objects import store as store_module
 from prefixstore.backends.objects.address import Address
 from prefixstore.backends.objects.store import STORE
-from prefixstore.engine.page_checks import flaws
+from prefixstore.engine.invariants import flaws
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import LocationError, StorageError, UnavailableError
 from tests.support import PATIENCE, ROOT

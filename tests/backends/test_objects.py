@@ -31,7 +31,7 @@ from prefixstore.backends.objects.rows import (
 )
 from prefixstore.backends.objects.store import STORE
 from prefixstore.backends.objects.store import Store as RowStore
-from prefixstore.engine.page_checks import flaws
+from prefixstore.engine.invariants import flaws
 from prefixstore.engine.pages import open_pages, retried
 from prefixstore.errors import (
     CorruptError,

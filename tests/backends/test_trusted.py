@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from prefixstore.backends.lmdb import checked
-from prefixstore.engine.page_checks import flaws
+from prefixstore.engine.invariants import flaws
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import LocationError, UnavailableError
 from tests.support import keys_of

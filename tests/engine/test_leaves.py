@@ -10,8 +10,8 @@ import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine import keyspace
+from prefixstore.engine.invariants import flaws
 from prefixstore.engine.keyspace import LEAVES, Count, Leaf, leaf_row
-from prefixstore.engine.page_checks import flaws
 from prefixstore.engine.pages import Pages
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.namespace import Namespace

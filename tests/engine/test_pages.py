@@ -14,7 +14,7 @@ from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import keyspace, pages
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.index import shared_tokens
-from prefixstore.engine.invariants import violations
+from prefixstore.engine.invariants import flaws, violations
 from prefixstore.engine.keyspace import (
     CHILD,
     COUNT,
@@ -24,7 +24,6 @@ from prefixstore.engine.keyspace import (
     usage_row,
 )
 from prefixstore.engine.keyspace import everything as everything_of
-from prefixstore.engine.page_checks import flaws
 from prefixstore.engine.page_view import tokens_of
 from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.siblings import Child

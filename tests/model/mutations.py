@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import lmdb
 import pytest
 
-from prefixstore.engine import delete, eviction, page_checks, page_update, readers
+from prefixstore.engine import delete, eviction, invariants, page_update, readers
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.commit import Committer
@@ -122,7 +122,7 @@ def eviction_takes_pinned_pages(patch: Patch) -> None:
     def leaf_of(real: Any, key: bytes, record: Any, usage: Any) -> Any:
         return real(key, record, Usage(1).pack())
 
-    for module in (page_update, page_checks):
+    for module in (page_update, invariants):
         wrap(patch, module, "leaf_of", leaf_of)
 
 
