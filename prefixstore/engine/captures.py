@@ -193,7 +193,6 @@ class Captures(Part):
     def commit(self, batch: Sequence[PendingPage]) -> int:
         """Write announced pages, and what is deferred; see `Engine.commit`."""
         try:
-            self._notes.load()
             n_written = len(self._committer.commit(batch))
         except StorageError as error:
             log.warning("%d pages were dropped: %s", len(batch), error)

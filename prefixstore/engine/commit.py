@@ -20,7 +20,7 @@ from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.pages import CONFLICTS
 from prefixstore.engine.part import Part, Shared
 from prefixstore.engine.pending import Deferred, PackedPage, PendingPage, Use
-from prefixstore.engine.saved_notes import note_policy
+from prefixstore.engine.saved_notes import SavedNotes, note_policy
 from prefixstore.engine.space import Evictor, Space
 from prefixstore.engine.upkeep import Upkeep
 from prefixstore.engine.waiting import DropReason
@@ -49,7 +49,7 @@ class Committer(Part):
 
     Parameters
     ----------
-    shared, deleter, keeper, upkeep
+    shared, deleter, keeper, upkeep, notes
         Of the engine.
     encode
         Packs states.
@@ -68,6 +68,7 @@ class Committer(Part):
         deleter: Deleter,
         keeper: FigureKeeper,
         upkeep: Upkeep,
+        notes: SavedNotes,
         encode: Encoder,
         *,
         housekeeping: bool,
@@ -80,6 +81,7 @@ class Committer(Part):
         self._encode = encode
         self._keeper = keeper
         self._upkeep = upkeep
+        self._notes = notes
         self._housekeeping = housekeeping
         self._max_bytes = budget.max_bytes
         self._high_bytes, self._low_bytes = (
@@ -106,6 +108,7 @@ class Committer(Part):
             counted. Pages that do not fit into the budget are dropped without an error.
         """
         catalog = self._catalog
+        self._notes.load()
         # what is written at the end of the transaction is not to be given back before
         held = [new.buffer for new in batch if new.buffer is not None and new.buffer.hold()]
         try:

@@ -163,9 +163,9 @@ class Engine:
         self.upkeep = Upkeep(shared, self.lookups, self.deleter, self._notes)
         self.keeper = FigureKeeper(shared, self._waiting, housekeeping=self._housekeeping)
         committer = Committer(
-            shared, self.deleter, self.keeper, self.upkeep, self._encode, housekeeping=self._housekeeping
+            shared, self.deleter, self.keeper, self.upkeep, self._notes, self._encode, housekeeping=self._housekeeping
         )
-        self.importer = Importer(shared, committer, self._notes)
+        self.importer = Importer(shared, committer)
         self._queue = WriteQueue(self, self._queue_bytes, in_background=self._write_behind, on_released=self._end)
         self.captures = Captures(
             shared,

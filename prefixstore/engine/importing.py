@@ -12,7 +12,6 @@ from prefixstore.engine.index import Page, is_same
 from prefixstore.engine.part import Part, Shared
 from prefixstore.engine.pending import PendingPage
 from prefixstore.engine.relatives import siblings_of
-from prefixstore.engine.saved_notes import SavedNotes
 from prefixstore.engine.waiting import Placement
 from prefixstore.format.record import Record, StoredPage
 
@@ -47,14 +46,13 @@ class Importer(Part):
 
     Parameters
     ----------
-    shared, committer, notes
+    shared, committer
         Of the engine.
     """
 
-    def __init__(self, shared: Shared, committer: Committer, notes: SavedNotes) -> None:
+    def __init__(self, shared: Shared, committer: Committer) -> None:
         super().__init__(shared)
         self._committer = committer
-        self._notes = notes
 
     @handed_over
     def holds(self, record: Record) -> bool | None:
@@ -88,7 +86,6 @@ class Importer(Part):
             If they cannot be written: `FullError` if the disk is full.
         """
         news = [PendingPage.from_stored(one, settings[one.record.namespace]) for one in batch]
-        self._notes.load()
         try:
             with self._backend.view() as view:
                 here = view.records([key for one in batch for key in (one.key, one.record.parent)])

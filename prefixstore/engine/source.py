@@ -275,11 +275,17 @@ class Fetcher(Part):
         Of the engine.
     read_rate
         Learns how fast the location delivers bytes.
+
+    Attributes
+    ----------
+    is_local
+        Whether the location is on this machine.
     """
 
     def __init__(self, shared: Shared, read_rate: ReadRate) -> None:
         super().__init__(shared)
         self._read_rate = read_rate
+        self.is_local = shared.backend.is_local
         self.buffers = BufferPool(limit=None)
         self._closed = False
 
@@ -291,11 +297,6 @@ class Fetcher(Part):
         """Raise `ClosedError` if no more may begin."""
         if self._closed:
             raise ClosedError("the store was closed while it was read; open a new PrefixStore")
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the location is on this machine."""
-        return self._backend.is_local
 
     def source(self, pages: Sequence[Page]) -> Source:
         """These pages, from this location; what is read is kept in RAM."""
