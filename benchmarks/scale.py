@@ -248,7 +248,7 @@ def both(location: str, options: dict[str, Any]) -> dict[str, float]:
     longest, n_rounds = 0.0, 0
     with opened(location, options["limit"]) as store:
         engine = store.engine
-        lock = engine._catalog.wrap_lock(WatchedLock)
+        engine._catalog._lock = lock = WatchedLock(engine._catalog._lock)
         prompts = [as_tokens(filled.tokens_of(chain)) for chain in options["chains"]]
 
         def look_up() -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
-from typing import TypeAlias, TypeVar
 
 from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.index import Page, is_same, later
@@ -23,12 +22,9 @@ from prefixstore.format.keys import PAGE, SNAPSHOT
 from prefixstore.format.record import CLOCK_SLACK, Record
 from prefixstore.stats import Counters
 
-__all__ = ["DropReason", "Lock", "LockT", "Outdated", "Placement", "WaitingPages"]
+__all__ = ["DropReason", "Outdated", "Placement", "WaitingPages"]
 
 log = logging.getLogger("prefixstore")
-
-Lock: TypeAlias = AbstractContextManager[object]
-LockT = TypeVar("LockT", bound=AbstractContextManager[object])
 
 
 class DropReason(str, Enum):
@@ -75,7 +71,7 @@ class WaitingPages:
     def __init__(self, counters: Counters, ram: RamTier) -> None:
         self._counters = counters
         self._ram = ram
-        self._lock: Lock = threading.RLock()
+        self._lock = threading.RLock()
         self._pending: dict[bytes, PendingPage] = {}
         # by what they follow, and key
         self._after: dict[bytes, dict[bytes, PendingPage]] = {}
@@ -85,11 +81,6 @@ class WaitingPages:
         self._started = time.time_ns()
         # whether pages that are found are those of the far one of two locations
         self.is_far = False
-
-    def wrap_lock(self, wrap: Callable[[Lock], LockT]) -> LockT:
-        """Use what `wrap` makes of the lock, which is returned; for measurements, before another thread uses this."""
-        self._lock = wrapped = wrap(self._lock)
-        return wrapped
 
     def time_of_use(self) -> int:
         """The time of a use: nanoseconds since the epoch, and later than every other."""

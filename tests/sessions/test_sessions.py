@@ -460,7 +460,8 @@ STEPS = {
     "capture": lambda store: type(store._hooks.current.strategy),
     "before_leaving": lambda store: type(store._hooks.current.strategy),
     "known": lambda store: Session,
-    **{name: lambda store: type(store.engine) for name in ("keep", "set_bookmark")},
+    "keep": lambda store: type(store.engine.upkeep),
+    "set_bookmark": lambda store: type(store.engine.captures),
     **{name: lambda store: type(store.engine.bookmarks) for name in ("read", "whole")},
 }
 
