@@ -120,16 +120,12 @@ class Captures(Part):
 
     def announce(self, new: PendingPage) -> bool:
         """Have a captured page matched from now on, as one that waits; False if it is not wanted."""
-        return self.place(new) is Placement.ADDED
-
-    def place(self, new: PendingPage) -> Placement:
-        """As `announce`; what became of the page."""
         page = new.page
         page.priority = self._priority
         new.is_wanted = new.is_wanted or self.stores_all > 0 or self.wants_all
         # one that comes from another location may have been used, and so renewed, there
         page.expires = max(page.expires, page.created + self._ttl_ns) if self._ttl_ns is not None else 0
-        return self._catalog.announce(new)
+        return self._catalog.announce(new) is Placement.ADDED
 
     @contextmanager
     def storing_all(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ from prefixstore.engine.lookups import Lookups
 from prefixstore.engine.pending import PendingPage
 from prefixstore.engine.queue import BATCH_BYTES
 from prefixstore.engine.source import Keep, Source
-from prefixstore.engine.waiting import DropReason, Placement
+from prefixstore.engine.waiting import DropReason
 from prefixstore.errors import StorageError
 
 __all__ = ["FarEngine", "Nearer", "node_of"]
@@ -132,7 +132,7 @@ class FarEngine(Engine):
                 if page.key not in stored and (new.buffer is None or not follows):
                     copied.append(new)
                     continue
-                if page.key not in stored and self.captures.place(new) is Placement.ADDED:
+                if page.key not in stored and self.captures.announce(new):
                     announced.append(new)
                 n_left -= 1
             n_written += super().commit(announced)
@@ -197,7 +197,7 @@ class FarEngine(Engine):
                         break
                     news.append(PendingPage(node_of(page), settings, buffer))
                     buffer.view[:] = state
-            return len(news), super().commit([new for new in news if self.captures.place(new) is Placement.ADDED])
+            return len(news), super().commit([new for new in news if self.captures.announce(new)])
         except Exception:
             self._catalog.drop(news)
             raise
