@@ -201,7 +201,7 @@ class Engine:
 
     def n_near(self, pages: Sequence[Page]) -> int:
         """How many of these pages, counted from the first, are in this location and not only in the far one."""
-        return len(pages)
+        return next((n for n, page in enumerate(pages) if page.is_far), len(pages))
 
     @property
     def late(self) -> int:

@@ -174,10 +174,6 @@ class TieredEngine(Engine):
             log.log(level, "the far location was not queried: %s", error, exc_info=None if is_expected else error)
             return None
 
-    def n_near(self, pages: Sequence[Page]) -> int:
-        """How many of the first of these pages are in the nearer location."""
-        return next((n for n, page in enumerate(pages) if page.is_far), len(pages))
-
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def _sources(self, pages: Sequence[Page]) -> list[Source]:
