@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from prefixstore.format.keys import NO_TOKENS, Tokens
-from prefixstore.server.chats import Turns
 from prefixstore.server.rates import Usage
 from prefixstore.server.slot_pool import SlotPool
-from prefixstore.server.slot_record import WORTH_A_SAVE, Claim, PoolSlot, Request, Rows
+from prefixstore.server.slot_record import WORTH_A_SAVE, Claim, PoolSlot, Rows
 
 if TYPE_CHECKING:
     from prefixstore.server.slot_forms import SlotCopy
@@ -173,16 +172,6 @@ class SlotManager:
                 else:
                     self.pool.release(claim.slot)
 
-    def continued(self, path: str, turns: Turns | None, owner: str | None) -> Claim | None:
-        """Take the slot of the conversation that this request continues; None if there is none."""
-        found = None if turns is None else self.pool.continued(path, turns, owner)
-        if found is None:
-            return None
-        slot, last = found
-        claim = Claim(slot.tokens, owner, n_continued=last.n_tokens)
-        claim.slot = slot
-        return claim
-
     async def _find(self, claim: Claim, slots: Sequence[PoolSlot]) -> None:
         """Ask the store for a prompt, once, unless one of these slots has it."""
         pool, n_tokens = self.pool, len(claim.tokens)
@@ -203,9 +192,11 @@ class SlotManager:
         slot, claim.reason = claim.slot, None
         # it may be another one than those that could be had before
         await self._find(claim, [slot])
-        plan = self.pool.plan(claim)
+        plan = self.pool.weigh(slot, claim)
         if claim.asks and len(claim.tokens) >= slot.n_ctx:
             claim.reason = "prompt_too_long"  # the server says so
+        elif claim.asks and len(claim.tokens) < WORTH_A_LOOKUP:
+            claim.reason = "short"
         elif claim.missed == "unavailable" or (claim.n_found <= plan.n_usable and plan.n_live < WORTH_A_LOOKUP):
             # every chat begins with the same few tokens: that is not yet a live prompt
             claim.reason = claim.missed
@@ -218,6 +209,7 @@ class SlotManager:
             await self._restore(claim)
         elif claim.n_found > plan.n_usable:
             claim.reason = "slow"
+            self.rates.left_out()
         claim.n_reused = self.pool.weigh(slot, claim).n_usable
         slot.lent(claim.owner)
 
@@ -294,7 +286,6 @@ class SlotManager:
         *,
         began: bool,
         taints: bool = False,
-        chat: tuple[str, Turns] | None = None,
     ) -> None:
         """Give the slot back.
 
@@ -308,10 +299,8 @@ class SlotManager:
             Whether the server has begun to answer, so that the slot holds the prompt.
         taints
             Whether rows were computed that are not those of the tokens alone.
-        chat
-            Path and messages of the request, if its next one may go on in this slot.
         """
-        slot, request = claim.slot, None
+        slot = claim.slot
         if began and slot.is_lost:
             # it may have been computed in the server that was started meanwhile
             slot.doubt()
@@ -321,9 +310,7 @@ class SlotManager:
             slot.computed(claim.tokens, max(n_new, WORTH_A_SAVE) if claim.n_ahead else n_new)
             if taints:
                 slot.doubt(Rows.ALTERED)
-            if chat is not None and usage is not None:
-                request = Request(*chat, usage.cached_tokens + usage.computed_tokens)
-        slot.answered(request)
+        slot.answered()
         self.pool.release(slot)
 
     async def save_when_idle(self) -> None:
@@ -407,9 +394,9 @@ class SlotManager:
         if self.copies:
             await asyncio.wait(self.copies, timeout=seconds)
 
-    def close(self, *, wait: bool = True) -> None:
-        """End the threads, and wait for their work if requested."""
-        self._threads.shutdown(wait=wait, cancel_futures=True)
+    def close(self) -> None:
+        """End the threads, and wait for their work."""
+        self._threads.shutdown(cancel_futures=True)
 
     # -- threads -------------------------------------------------------------------------------------------------------
 

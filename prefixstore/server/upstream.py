@@ -226,6 +226,12 @@ class Upstream:
             ) as response:
                 return Reply(response.status, response.headers.get("content-type", ""), await response.read())
 
+    async def is_healthy(self) -> bool:
+        """Whether it answers that it is."""
+        with contextlib.suppress(UpstreamError):
+            return (await self.ask("/health")).is_ok
+        return False
+
 
 def end_to_end(headers: Headers, without: Sequence[str] = ()) -> CIMultiDict[str]:
     """The headers without those for one connection, and without others, as they can be sent."""

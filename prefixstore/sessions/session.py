@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import itertools
 import os
 import time
@@ -356,17 +355,6 @@ class Session:
                     self._owner.end(self)
         finally:
             self._owner.give_up(self._ticket)
-
-    def __del__(self) -> None:
-        # Dropped without an end: Ctrl-C came before its block began, or there was no block. The garbage collector may
-        # run anywhere, so no lock is taken here.
-        turn: Turn | None = getattr(self, "turn", None)
-        if turn is not None and self._owner.turn is turn:
-            # first: the rest may be interrupted
-            del self._ticket
-            with suppress(RuntimeError):
-                # so that the next one is admitted immediately
-                _thread.start_new_thread(self._owner.settle_dropped, ())
 
 
 class Stream(Iterator[Any]):
