@@ -102,6 +102,12 @@ class Child:
         if self.process is not None:
             _signal_group(self.process.pid, signal.SIGKILL)
 
+    def lost(self) -> None:
+        """Have it started again if its socket was deleted, as logind does when a user logs out: nobody can reach it."""
+        if self._was_ready and not self._command.socket.exists():
+            log.warning("the socket of llama-server was deleted: it is started again")
+            self.kill()
+
     async def stop(self) -> None:
         """End it, and wait until it has ended."""
         self._stopping.set()

@@ -177,9 +177,7 @@ class Proxy:
             return
         if exchange.method == "POST" and path == "/lora-adapters" and self._session.reason is None:
             # one with --lora is not stored; of one whose arguments are not known it would not show
-            exchange.refuse(
-                501, "not_supported_error", "states of other adapters would be stored as those of the model"
-            )
+            exchange.refuse(501, "not_supported_error", "adapters cannot be changed while the store is used")
             return
         # as a whole: while a client sends it, no thread of the server waits for it, and no slot is in doubt
         content = await exchange.body() if exchange.has_body else None

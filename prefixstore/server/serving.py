@@ -143,6 +143,7 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
         upstream = Upstream(CHILD_URL, timeout=settings.timeout, key=key, socket=command.socket)
         session = ServerSession(upstream, settings, command.slots_dir, identify, command.key)
         child = Child(command, environ, ready, session.down)
+        session.when_lost = child.lost
 
         def end() -> None:
             child.kill()

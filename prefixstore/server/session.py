@@ -77,6 +77,8 @@ class ServerSession:
         Called with the store when it was opened, and with None when it is closed to be opened again.
     when_ready
         Called each time `ready` has ended.
+    when_lost
+        Called if the server, our child, has not answered a request.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class ServerSession:
         self._props: Props | None = None
         self.when_store: Callable[[SlotStore | None], None] = lambda _: None
         self.when_ready: Callable[[], None] = lambda: None
+        self.when_lost: Callable[[], None] = lambda: None
         self._was_open = False
         self._failure = ""
         self._last_opened = 0.0
@@ -292,7 +295,11 @@ class ServerSession:
         Or it has closed the connection, as it does with some requests that it refuses.
         """
         self._last_look = 0.0
-        if not self.is_child and self.is_ready and (self._looking is None or self._looking.done()):
+        if not self.is_ready:
+            return
+        if self.is_child:
+            self.when_lost()
+        elif self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self.look())
 
     # -- requests ------------------------------------------------------------------------------------------------------
