@@ -18,6 +18,8 @@ FEW_TOKENS = 8
 # a stop in a prompt divides batches, and the server computes the last tokens before it in one of their own
 BATCHES_OF_A_STOP = 2
 COPIES_REMEMBERED = 16
+# Work on a slot is done instead of computing tokens unless it takes longer than this many times as long.
+MAX_SLOWDOWN = 1.0
 # By how much less a restore is believed to take each time that one is left out because it is slower than computing: the
 # last one may have been slow by chance, and nothing is learned of those that are left out.
 HOPE = 0.98
@@ -97,7 +99,7 @@ class Rates:
 
     def is_faster(self, seconds: float, n_tokens: int) -> bool:
         """Whether work that takes so many seconds is faster than computing so many tokens."""
-        return seconds < self.computing(n_tokens)
+        return seconds < self.computing(n_tokens) * MAX_SLOWDOWN
 
     def left_out(self) -> None:
         """Note that something was not restored, since that would have been slower than computing it."""
