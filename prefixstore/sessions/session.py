@@ -334,27 +334,22 @@ class Session:
         MisuseError
             If a call of it is under way in this thread, as in a logits processor.
         """
-        if self._owner.turn is self.turn:
-            self.is_discarded, self._is_ending = self.is_discarded or discard, True
-            with self._owner.queue.in_use:
-                if self._depth:
-                    self._is_ending = False
-                    raise MisuseError(
-                        f"a call of session {self.name!r} is under way in this thread; leave it after that"
-                    )
-                self._finish()
-
-    def _finish(self) -> None:
-        """The end of the lease. Nobody is in a call."""
-        try:
-            if self._owner.turn is self.turn:
-                try:
-                    for stream in self._streams:
-                        stream.abandon()
-                finally:
-                    self._owner.end(self)
-        finally:
-            self._owner.give_up(self._ticket)
+        if self._owner.turn is not self.turn:
+            return
+        self.is_discarded, self._is_ending = self.is_discarded or discard, True
+        with self._owner.queue.in_use:
+            if self._depth:
+                self._is_ending = False
+                raise MisuseError(f"this thread is in a call of session {self.name!r}; leave it after that")
+            try:
+                if self._owner.turn is self.turn:
+                    try:
+                        for stream in self._streams:
+                            stream.abandon()
+                    finally:
+                        self._owner.end(self)
+            finally:
+                self._owner.give_up(self._ticket)
 
 
 class Stream(Iterator[Any]):

@@ -242,7 +242,7 @@ def test_a_lease_is_not_ended_by_its_own_call(sessions):
     from llama_cpp import LogitsProcessorList
 
     def processor(_, scores):
-        with pytest.raises(MisuseError, match="is under way"):
+        with pytest.raises(MisuseError, match="leave it after that"):
             sessions.release(alice)
         return scores
 
