@@ -39,16 +39,14 @@ log = logging.getLogger("prefixstore.server")
 # Saves are deferred while a slot is busy, and large ones take long.
 SERVER_SECONDS = 60.0
 STOP_SECONDS = 60.0
-# a server may have gone to sleep, and lost its slots, when it had nothing to do for this long
+# a server may have gone to sleep, and lost its slots, when it had nothing to do for this long, or be another one
 MAY_SLEEP_AFTER = 1.0
-# how often a server whose process is not known is asked whether it is the same
-LOOK_SECONDS = 1.0
 # how long a request waits for another server to be known
 READY_SECONDS = 10.0
 # between two attempts to open a store that could not be opened
 REOPEN_SECONDS = 60.0
 # between two questions whether a server that does not answer does so now
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0
+PAUSE = 0.5
 
 
 class ServerSession:
@@ -109,7 +107,7 @@ class ServerSession:
         self._failure = ""
         self._last_opened = 0.0
         self._saving: asyncio.Task[None] | None = None
-        self._last_use = self._last_look = 0.0
+        self._last_use = 0.0
         self._kinds: asyncio.Future[Callable[[int], TokenKind]] | None = None
 
     @property
@@ -269,7 +267,7 @@ class ServerSession:
         PrefixStoreError
             If the server or the store cannot be used.
         """
-        pause, said = FIRST_PAUSE, ""
+        said = ""
         while True:
             try:
                 problem = "it does not answer"
@@ -279,22 +277,20 @@ class ServerSession:
                     await self._is_lost.wait()
                     self._is_lost.clear()
                     await self._close_store()
-                    pause = FIRST_PAUSE
                     continue
             except (ServerError, UpstreamError, ValueError, LookupError, TypeError) as error:
                 problem = str(error)
             if problem != said:
                 log.warning("waiting for %s: %s", self.upstream.url, problem)
                 said = problem
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            await asyncio.sleep(PAUSE)
 
     def lost(self) -> None:
         """A connection has failed: the server may have ended. If a child has, `Child` notices.
 
         Or it has closed the connection, as it does with some requests that it refuses.
         """
-        self._last_look = 0.0
+        self._last_use = 0.0
         if not self.is_ready:
             return
         if self.is_child:
@@ -315,10 +311,7 @@ class ServerSession:
         manager, store = self.manager, self.store
         has_process = store is not None and store.identity.process is not None
         is_other = has_process and not self.is_certainly_alive()
-        may_sleep = idle >= MAY_SLEEP_AFTER and manager is not None and not manager.pool.n_busy
-        may_be_other = not has_process and not self.is_child and now >= self._last_look + LOOK_SECONDS
-        if not is_other and (may_sleep or may_be_other):
-            self._last_look = now
+        if not is_other and idle >= MAY_SLEEP_AFTER:
             try:
                 props = await self._ask_props()
             except UpstreamLostError:
