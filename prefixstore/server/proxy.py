@@ -261,7 +261,6 @@ class Proxy:
         manager = self._manager
         reason, tokens = self._session.reason or ask.reason, None
         can_choose, is_separated = ask.can_pin or len(manager.pool.slots) == 1, self._settings.separated
-        needs_all = is_separated and not can_choose and ask.reason in (None, UNKNOWN_FIELD, "media")
         if reason is None or (reason == UNKNOWN_FIELD and can_choose):
             tokens = await self._tokens(exchange, ask, owner)
             reason = "no_tokens" if tokens is None else reason
@@ -269,10 +268,12 @@ class Proxy:
             self._passed(exchange, reason)
         if reason == UNKNOWN_FIELD and ask.field is not None:
             self._tell_of_field(ask.field)
-        if needs_all:
+        if is_separated and not can_choose:
             await self._with_all_slots(exchange, ask, body, owner, tokens)
         elif not can_choose and reason is not None:
-            await self._without_slot(exchange, ask, body, owner)
+            if not ask.taints:
+                await manager.empty_tainted()
+            await self._past_the_store(exchange, ask, pinned(body, n_cache_reuse=0) if ask.can_add else body)
         else:
             taints = ask.taints or reason == "lora"
             # what the store is not asked for goes on in its own slot, as with the server alone
@@ -287,10 +288,16 @@ class Proxy:
     async def _with_all_slots(
         self, exchange: Exchange, ask: Ask, body: bytes, owner: str | None, tokens: Tokens | None
     ) -> None:
-        """Pass on a completion of a tenant for which the server chooses the slot: it may find only its own in any."""
+        """Pass on a completion of a tenant for which the server chooses slots: it may find only its own in any.
+
+        While it runs, no other tenant has a slot, which might hold a part of it.
+        """
+        if ask.can_add:
+            # it reuses nothing
+            body = pinned(body, cache_prompt=False, n_cache_reuse=0)
         taints = ask.taints or tokens is None
         async with self._manager.all_slots(owner, tokens, taints=taints) as claims:
-            if any(claim.must_compute for claim in claims):
+            if not ask.can_add and any(claim.must_compute for claim in claims):
                 self._unavailable(exchange, "no slot can be emptied")
             elif tokens is None:
                 await self._forward(exchange, body)
@@ -319,22 +326,6 @@ class Proxy:
         with contextlib.suppress(UpstreamTimeoutError):
             return await self._session.tokenizer.tokens(ask, credentials, owner)
         return None
-
-    async def _without_slot(self, exchange: Exchange, ask: Ask, body: bytes, owner: str | None) -> None:
-        """Pass a completion on for which the server chooses slots."""
-        manager, separated = self._manager, self._settings.separated
-        if separated:
-            # it reuses nothing, and what it leaves is erased before the next request
-            body = pinned(body, cache_prompt=False, n_cache_reuse=0)
-            # while it runs, no other tenant may find the state of one of its prompts in a slot
-            async with manager.all_slots(owner):
-                await self._forward(exchange, body)
-            return
-        if ask.can_add:
-            body = pinned(body, n_cache_reuse=0)
-        if not ask.taints:
-            await manager.empty_tainted()
-        await self._past_the_store(exchange, ask, body)
 
     async def _past_the_store(self, exchange: Exchange, ask: Ask, body: bytes) -> None:
         """Pass a completion on as it is, to any slot."""
