@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -162,23 +161,6 @@ def test_a_server_and_doctor_say_if_the_pages_of_its_model_are_for_other_setting
     served.until(lambda status: status["store"]["other_settings"] == [])
 
 
-@pytest.mark.slow
-def test_a_chat_goes_on_in_its_slot(serve: Serve):
-    served = serve("-np", "1")
-    chat = [{"role": "system", "content": TEXT[:1500]}, {"role": "user", "content": "What is a slot?"}]
-
-    def ask() -> dict[str, Any]:
-        answer = served.post("/v1/chat/completions", json={"messages": chat, "max_tokens": 8, "temperature": 0})
-        assert answer.status_code == 200
-        chat.extend([answer.json()["choices"][0]["message"], {"role": "user", "content": "And a page?"}])
-        return dict(answer.json()["timings"])
-
-    ask()
-    for _ in range(2):
-        assert ask()["prompt_n"] < 32
-    assert served.metric("prefixstore_request_restored_tokens_total") == 0
-
-
 ENDPOINTS = {
     "/completion": lambda text: {"prompt": text, "n_predict": 8},
     "/completions": lambda text: {"prompt": text, "n_predict": 8},
@@ -267,22 +249,6 @@ def test_the_official_client_streams_as_it_comes_and_its_leaving_frees_the_slot(
         served.until(lambda status: status["waiting"] == 0)
     served.until(lambda status: not status["slots"][0]["in_use"])
     assert served.complete(prompt(12))["content"] in own_answers(alone, prompt(12))
-
-
-@pytest.mark.slow
-def test_eight_clients_at_once_get_the_answers_that_they_would_get_alone(serve: Serve, alone: Running):
-    served = serve()
-    right = {i: own_answers(alone, prompt(i)) for i in range(8)}
-    with ThreadPoolExecutor(8) as threads:
-        for _ in range(2):
-            answers = list(threads.map(lambda i: _complete(served, prompt(i)), range(8)))
-            assert all(answer["content"] in right[i] for i, answer in enumerate(answers))
-    assert served.status()["failures"] == {}
-
-
-def _complete(served: Served, text: str) -> dict[str, Any]:
-    body = {"prompt": text, "n_predict": 12, "temperature": 0}
-    return dict(httpx.post(f"{served.url}/completion", json=body, timeout=120, trust_env=False).json())
 
 
 # -- what passes through ----------------------------------------------------------------------------------------------
