@@ -18,7 +18,7 @@ from prefixstore.cli.output import DONE, FAILED, say, tell, visible_lines, wrapp
 from prefixstore.config import load_config
 from prefixstore.diagnosis.doctor import Finding, Level, examine
 from prefixstore.diagnosis.explain import explain_without_context
-from prefixstore.errors import InvalidParameterError, MissingExtraError, PrefixStoreError, ServerError
+from prefixstore.errors import InvalidParameterError, PrefixStoreError, ServerError
 from prefixstore.maintenance.archive import Archive
 from prefixstore.units import counted
 
@@ -70,11 +70,9 @@ def doctor(
 
 def _of_server(url: str, api_key: str | None, location: str) -> Finding:
     """Whether a ``prefixstore serve`` uses its store, and that is this one."""
-    try:
-        from prefixstore.server.client import LlamaServer  # noqa: PLC0415 - the extra "server"
-        from prefixstore.server.store_check import ADVICE  # noqa: PLC0415 - as above
-    except ImportError as error:
-        raise MissingExtraError('--server needs httpx; pip install "prefixstore[server]"') from error
+    from prefixstore.server.client import LlamaServer  # noqa: PLC0415 - only for this option
+    from prefixstore.server.store_check import ADVICE  # noqa: PLC0415 - as above
+
     try:
         with LlamaServer(url, api_key=api_key) as server:
             status = server.proxy_status()
