@@ -73,7 +73,7 @@ class SlotManager:
         # the next copy of a slot goes on where the last one ends
         self._storing = asyncio.Lock()
         # the idle slot that is being saved, and until when
-        self._saving: tuple[PoolSlot, asyncio.Future[None]] | None = None
+        self._saving: tuple[PoolSlot, asyncio.Future[bool]] | None = None
         self.use(store)
 
     def use(self, store: SlotStore | None) -> None:
@@ -122,7 +122,7 @@ class SlotManager:
             raise
         return claim
 
-    def _saving_for(self, claim: Claim) -> asyncio.Future[None] | None:
+    def _saving_for(self, claim: Claim) -> asyncio.Future[bool] | None:
         """The save of the slot that has the most of a prompt, if that ends before the prompt is computed elsewhere."""
         if self._saving is None:
             return None
@@ -274,8 +274,7 @@ class SlotManager:
             await asyncio.wait(self.copies, timeout=COPY_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         if len(self.copies) >= MAX_COPIES or not self.pool.may_save(slot):
             return False
-        await _to_its_end(self._save(slot, tokens))
-        return slot.n_unsaved == 0 and len(slot.tokens) == n
+        return await _to_its_end(self._save(slot, tokens)) and len(slot.tokens) == n
 
     # -- after the answer ----------------------------------------------------------------------------------------------
 
@@ -336,40 +335,36 @@ class SlotManager:
             self._saving = None
             self.pool.release(slot)
 
-    async def _save(self, slot: PoolSlot, expected: Tokens | None = None) -> None:
-        """Copy what a busy slot holds; it is stored after that, while the slot is used again."""
+    async def _save(self, slot: PoolSlot, expected: Tokens | None = None) -> bool:
+        """Copy what a busy slot holds; it is stored after that, while the slot is used again. Whether it was copied."""
         if not self.pool.may_save(slot):
-            return
+            return False
         n_begun = self.pool.n_tainting_begun
         while len(self.copies) >= MAX_COPIES:
             await asyncio.wait(self.copies, return_when=asyncio.FIRST_COMPLETED)
-        began, owner, n_unsaved = time.perf_counter(), slot.owner, slot.n_unsaved
+        began, owner = time.perf_counter(), slot.owner
         copied = await self._ask_store("save", lambda store: store.copy(slot.id, salt=owner, expected=expected))
         if self.pool.n_tainting_begun != n_begun:
             # a request has begun that may use any slot: the server may have given it this one before it was copied
-            return
+            return False
         if copied is None:
             slot.not_saved()
-            return
+            return False
         # of those with images it is known only what comes before them
         tokens = slot.tokens if copied.has_media else np.asarray(copied.tokens, np.int32)
         if not slot.is_lost:
             slot.saved(tokens)
             self.rates.saved(len(tokens), copied.n_bytes, time.perf_counter() - began)
-        keeping = asyncio.ensure_future(self._keep(copied, slot, tokens, n_unsaved))
+        keeping = asyncio.ensure_future(self._keep(copied))
         self.copies.add(keeping)
         keeping.add_done_callback(self.copies.discard)
+        return True
 
-    async def _keep(self, copied: SlotCopy, slot: PoolSlot, tokens: Tokens, n_unsaved: int) -> None:
-        """Store what was copied of a slot; if that fails, it is copied again later, if it is still there."""
+    async def _keep(self, copied: SlotCopy) -> None:
+        """Store what was copied of a slot."""
         async with self._storing:
-            stored = await self._quietly("save", copied.store)
-        if stored is not None:
-            self.n_saves += 1
-            slot.stored()
-        elif slot.tokens is tokens:
-            slot.not_saved(n_unsaved)
-            self.pool.changed.set()
+            if await self._quietly("save", copied.store) is not None:
+                self.n_saves += 1
 
     async def save_all(self, seconds: float) -> None:
         """Save what is not stored yet, before the server stops."""
@@ -418,11 +413,11 @@ class SlotManager:
         return None
 
 
-async def _to_its_end(work: Awaitable[None]) -> None:
+async def _to_its_end(work: Awaitable[T]) -> T:
     """Wait for work that a thread does to a slot, which cannot be interrupted: also if this task is cancelled."""
     task = asyncio.ensure_future(work)
     try:
-        await asyncio.shield(task)
+        return await asyncio.shield(task)
     except asyncio.CancelledError:
         while not task.done():
             with contextlib.suppress(asyncio.CancelledError):

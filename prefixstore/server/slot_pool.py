@@ -19,7 +19,6 @@ __all__ = ["Elsewhere", "Plan", "PoolFullError", "SlotPool"]
 
 # A shorter common beginning is no reason to prefer a slot.
 WORTH_KEEPING = 32
-MAX_FAILURES = 3
 # When slots are saved, in seconds: how long one must be idle; how long it waits for a moment at which the server does
 # nothing else, after which it is saved while other slots answer, but never while a request waits; and what takes no
 # longer to compute is saved in idle time only.
@@ -284,7 +283,7 @@ class SlotPool:
 
     def would_save(self, slot: PoolSlot) -> bool:
         """Whether a request waits until this slot is saved, which it will take for itself."""
-        if not self.may_save(slot) or not slot.is_worth_saving or slot.failures >= MAX_FAILURES:
+        if not self.may_save(slot) or not slot.is_worth_saving:
             return False
         computing, saving = self.rates.computing(slot.n_unsaved), self.rates.saving(len(slot.tokens))
         return computing > SOON and (not self._waiting or computing >= WORTH_WAITING * saving)
@@ -293,13 +292,11 @@ class SlotPool:
         """When a slot is to be saved, and which; None if there is none, or while a request waits for a slot."""
         if not self.has_store or self._waiting or self.n_tainting:
             return None
-        waiting = [slot for slot in self.idle() if slot.is_worth_saving and slot.failures < MAX_FAILURES]
-        due = [(self._due(slot), slot) for slot in waiting]
+        due = [(self._due(slot), slot) for slot in self.idle() if slot.is_worth_saving]
         return min(due, key=lambda one: one[0], default=None)
 
     def _due(self, slot: PoolSlot) -> float:
-        pause = DEBOUNCE * (1 + 4 * slot.failures)
         if self.n_elsewhere == 0 and self.n_busy == 0:
             # between the answer of one conversation and the next question of another the server is not idle yet
-            return max(one.used for one in self.slots) + pause
-        return max(slot.used + pause, slot.unsaved_since + PATIENCE)
+            return max(one.used for one in self.slots) + DEBOUNCE
+        return max(slot.used + DEBOUNCE, slot.unsaved_since + PATIENCE)

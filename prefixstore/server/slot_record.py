@@ -47,9 +47,7 @@ class PoolSlot:
     is_lost
         Whether the server was restarted while it was busy: what was done to it may belong to either server.
     n_unsaved, unsaved_since
-        How many tokens entered it since it was saved, and when the first of them did.
-    failures
-        How many saves of it have failed since the last answer.
+        How many tokens entered it since it was saved, or that has failed, and when the first of them did.
     used
         When its last answer has ended.
     told
@@ -65,7 +63,6 @@ class PoolSlot:
     is_lost: bool = False
     n_unsaved: int = 0
     unsaved_since: float = 0.0
-    failures: int = 0
     used: float = 0.0
     told: str | None = None
 
@@ -93,7 +90,7 @@ class PoolSlot:
     def emptied(self) -> None:
         """Note that it holds nothing."""
         self.tokens, self.owner, self.rows = NO_TOKENS, None, Rows.CLEAN
-        self.n_unsaved = self.failures = 0
+        self.n_unsaved = 0
 
     def filled(self, tokens: Tokens, owner: str | None) -> None:
         """Note that it holds what was restored, and nothing else."""
@@ -105,8 +102,9 @@ class PoolSlot:
 
     def computed(self, tokens: Tokens, n_new: int) -> None:
         """Note that it holds these tokens of its owner, and that so many of them and of an answer are new."""
-        self.tokens, self.failures = tokens, 0
-        self._add_unsaved(n_new)
+        if not self.n_unsaved:
+            self.unsaved_since = time.monotonic()
+        self.tokens, self.n_unsaved = tokens, self.n_unsaved + n_new
 
     def answered(self) -> None:
         """Note that its answer has ended."""
@@ -116,23 +114,13 @@ class PoolSlot:
         """Note that it holds these tokens, and that all of them are copied."""
         self.tokens, self.n_unsaved = tokens, 0
 
-    def stored(self) -> None:
-        """Note that what was copied is stored."""
-        self.failures = 0
-
-    def not_saved(self, n_lost: int = 0) -> None:
-        """Note that a save of it has failed, and that so many tokens are not copied, after all."""
-        self.failures += 1
-        self._add_unsaved(n_lost)
+    def not_saved(self) -> None:
+        """Note that a save of it has failed: it is tried again after the next answer."""
+        self.n_unsaved = 0
 
     def doubt(self, rows: Rows = Rows.UNKNOWN) -> None:
         """Note that its rows may be other than those of its tokens."""
         self.rows = max(self.rows, rows)
-
-    def _add_unsaved(self, n: int) -> None:
-        if not self.n_unsaved:
-            self.unsaved_since = time.monotonic()
-        self.n_unsaved += n
 
 
 @dataclass(eq=False)
