@@ -139,8 +139,7 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
             command.check_started(argv, variables)
             await session.ready()
 
-        key = None if command.has_keys else command.key
-        upstream = Upstream(CHILD_URL, timeout=settings.timeout, key=key, socket=command.socket)
+        upstream = Upstream(CHILD_URL, timeout=settings.timeout, socket=command.socket)
         session = ServerSession(upstream, settings, command.slots_dir, identify, command.key)
         child = Child(command, environ, ready, session.down)
         session.when_lost = child.lost

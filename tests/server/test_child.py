@@ -90,8 +90,6 @@ def test_a_directory_that_another_has_put_there_is_not_used(tmp_path: Path):
 class Program:
     """A program in the place of llama-server."""
 
-    key = "none"
-
     def __init__(self, socket: Path, *argv: str) -> None:
         self.socket = socket
         self._argv = [*argv]

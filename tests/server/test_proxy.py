@@ -472,7 +472,7 @@ def _arguments(tmp_path: Path, command: str, model: Path, *options: str) -> list
 @pytest.mark.parametrize(
     ("options", "given", "said"),
     [
-        ("--api-key secret", (), "API keys of its own"),
+        ("--api-key secret", (), "wants another API key"),
         ("--cache-ram 100", ("--salt-from", "header:X-Tenant"), "--cache-ram of its own"),
     ],
 )
@@ -522,8 +522,6 @@ def test_the_child_listens_to_us_only(shared_proxy: Served):
     inodes = {str(entry.readlink()) for entry in Path(f"/proc/{child}/fd").iterdir()}
     tcp = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
     assert not inodes & {f"socket:[{fields[9]}]" for fields in tcp}
-    with httpx.Client(transport=httpx.HTTPTransport(uds=str(listens_at)), timeout=60) as client:
-        assert client.get("http://any/slots").status_code == 401
 
 
 @pytest.mark.slow

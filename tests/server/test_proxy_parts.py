@@ -797,7 +797,9 @@ def test_the_command_has_what_the_store_needs(tmp_path: Path):
     argv = command.argv()
     assert argv[-2:] == ["--cache-ram", "0"]
     assert argv[argv.index("--host") + 1] == str(tmp_path / "server.sock")
-    assert command.key not in argv
+    assert "--api-key-file" not in argv
+    command = ServerCommand(["llama-server", "-m", "x", "--api-key", "theirs"], {}, tmp_path)
+    assert command.key not in command.argv()
     assert (tmp_path / "api-key").stat().st_mode & 0o077 == 0
     for variable in ("LLAMA_ARG_CONTEXT_SHIFT", "LLAMA_ARG_CACHE_REUSE"):
         with pytest.raises(InvalidParameterError, match=variable):
