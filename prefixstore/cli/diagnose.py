@@ -9,6 +9,7 @@ from typing import Any
 
 import typer
 
+from prefixstore.backends.location import path_of
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.files import STANDARD, chat_in, text_in
@@ -17,7 +18,7 @@ from prefixstore.cli.output import DONE, FAILED, say, tell, visible_lines, wrapp
 from prefixstore.config import load_config
 from prefixstore.diagnosis.doctor import Finding, Level, examine
 from prefixstore.diagnosis.explain import explain_without_context
-from prefixstore.errors import InvalidParameterError, MissingExtraError, ServerError
+from prefixstore.errors import InvalidParameterError, PrefixStoreError, ServerError
 from prefixstore.maintenance.archive import Archive
 from prefixstore.units import counted
 
@@ -38,8 +39,8 @@ def doctor(
 
     Checks versions, the file system, permissions, free space, the budget, and whether restoring beats computing.
     With --config, the model is loaded, and its settings are compared with those of the stored pages. With --server,
-    prefixstore serve is asked whether it stores and restores anything, and has pages for its settings, and if not,
-    why. It writes nothing.
+    prefixstore serve is asked whether it has this store, stores and restores anything, and has pages for its settings,
+    and if not, why. It writes nothing.
 
     Exit codes: 0 no problems found; 1 something should be changed.
 
@@ -49,8 +50,9 @@ def doctor(
     if settings is not None and not settings.model.get("verbose"):
         silence()
     found = examine(location or os.environ.get("PREFIXSTORE_LOCATION") or None, settings, max_bytes)
+    where = next(finding.value for finding in found if finding.name == "location")
     if server is not None:
-        found.append(_of_server(server, options.server_key(api_key)))
+        found.append(_of_server(server, options.server_key(api_key), where))
     n_problems = sum(finding.level is Level.PROBLEM for finding in found)
 
     def show() -> None:
@@ -62,25 +64,26 @@ def doctor(
                 _print_labelled(" " * len(before), finding.advice)
         tell(f"{counted(n_problems, 'problem')} to fix" if n_problems else "no problems found")
 
-    where = next(finding.value for finding in found if finding.name == "location")
     data = {"location": where, "problems": n_problems, "findings": [asdict(finding) for finding in found]}
     return Result(data, show, FAILED if n_problems else DONE)
 
 
-def _of_server(url: str, api_key: str | None) -> Finding:
-    """Whether a ``prefixstore serve`` uses its store."""
-    try:
-        from prefixstore.server.client import LlamaServer  # noqa: PLC0415 - the extra "server"
-        from prefixstore.server.store_check import ADVICE  # noqa: PLC0415 - as above
-    except ImportError as error:
-        raise MissingExtraError('--server needs httpx; pip install "prefixstore[server]"') from error
+def _of_server(url: str, api_key: str | None, location: str) -> Finding:
+    """Whether a ``prefixstore serve`` uses its store, and that is this one."""
+    from prefixstore.server.client import LlamaServer  # noqa: PLC0415 - only for this option
+    from prefixstore.server.store_check import ADVICE  # noqa: PLC0415 - as above
+
     try:
         with LlamaServer(url, api_key=api_key) as server:
             status = server.proxy_status()
     except ServerError as error:
         return Finding("server", "cannot be asked", Level.PROBLEM, str(error))
     reason = status["passed_through"]
-    differ = (status.get("store") or {}).get("other_settings")
+    store = status.get("store") or {}
+    differ, theirs = store.get("other_settings"), store.get("location")
+    if theirs is not None and _place(theirs) != _place(location):
+        advice = "Pass the location of the server, or start it with this one."
+        return Finding("server", f"{url} uses another store: {theirs}", Level.PROBLEM, advice)
     if differ:
         found = f"{url} has no pages for its settings, but for others of its model: {'; '.join(differ)}"
         return Finding("server", found, Level.PROBLEM, ADVICE)
@@ -88,6 +91,14 @@ def _of_server(url: str, api_key: str | None) -> Finding:
         return Finding("server", f"{url} uses its store")
     advice = str(status.get("why") or "docs/servers.md says which servers are not stored.")
     return Finding("server", f"nothing is stored or restored: {reason}", Level.PROBLEM, advice)
+
+
+def _place(location: str) -> str:
+    """A location by one name: a path has several."""
+    try:
+        return str(Path(path_of(location)).resolve())
+    except PrefixStoreError:
+        return location
 
 
 def explain(

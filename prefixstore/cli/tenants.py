@@ -22,7 +22,8 @@ __all__ = ["tenants"]
 def tenants(location: str, *, api_key_file: Path | None = None, limit: int | None = None) -> Result:
     """List the tenants: what each has stored, and the name by which purge deletes it.
 
-    The largest come first. Of API keys only hashes are stored: --api-key-file shows which tenants given keys belong to.
+    The largest come first. What all share, as with a server without --salt-from, is (shared); purge deletes it by its
+    namespaces. Of API keys only hashes are stored: --api-key-file shows which tenants given keys belong to.
 
     Example: prefixstore tenants lmdb:///var/cache/kv --api-key-file alice.txt
     """
@@ -43,7 +44,10 @@ def tenants(location: str, *, api_key_file: Path | None = None, limit: int | Non
         if facts:
             # without keys, there is no line
             table(["tenant", "line", "models>", "pages>", "tokens>", "stored>", "used>"], map(_row, facts))
-        tell(f"{where}: {counted(len(facts), 'tenant')}; prefixstore purge LOCATION --salt TENANT deletes one")
+        n_tenants = sum(one["tenant"] is not None for one in facts)
+        tell(f"{where}: {counted(n_tenants, 'tenant')}; prefixstore purge LOCATION --salt TENANT deletes one")
+        for one in found.get(None, ()):
+            tell(f"{where}: prefixstore purge LOCATION --namespace {one.key.hex()[:16]} deletes what is (shared)")
         if n_unknown:
             tell(f"{where}: the tenants of {counted(n_unknown, 'page')} are unknown: their settings are damaged")
 
@@ -73,7 +77,7 @@ def _facts(name: str | None, held: list[Holding], lines: dict[str, int]) -> dict
 
 def _row(facts: dict[str, Any]) -> list[str]:
     return [
-        "(none)" if facts["tenant"] is None else visible(facts["tenant"]),
+        "(shared)" if facts["tenant"] is None else visible(facts["tenant"]),
         str(facts.get("line", "")),
         f"{facts['models']:,}",
         f"{facts['pages']:,}",

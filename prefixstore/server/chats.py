@@ -1,4 +1,4 @@
-"""Chats: those of other interfaces as llama-server converts them, and the messages by which the next request is known.
+"""Chats of other interfaces, as llama-server converts them.
 
 The conversions follow ``server-chat.cpp``. Where they differ, the tokens are guessed wrong, which costs time and never
 an answer: the server compares the tokens of a slot with those of the request.
@@ -6,19 +6,14 @@ an answer: the server compares the tokens of a slot with those of the request.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Turns", "chat_of_messages", "chat_of_responses"]
+__all__ = ["chat_of_messages", "chat_of_responses"]
 
 # a stamp that a client changes with each request: the server overwrites it, too
 BILLING = re.compile(r"^(x-anthropic-billing-header:.*?cch=).{5}(?=;)", re.DOTALL)
-# What a request may add to the one before it, in bytes: of no more than that there is hardly anything in the store.
-MOST_NEW = 2048
 
 
 def chat_of_messages(request: dict[str, Any]) -> dict[str, Any] | None:
@@ -149,47 +144,3 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
 def _texts(content: object) -> list[dict[str, Any]]:
     blocks = content if isinstance(content, list) else []
     return [{"type": "text", "text": str(block.get("text", ""))} for block in blocks if isinstance(block, dict)]
-
-
-@dataclass(frozen=True)
-class Turns:
-    """The messages of a chat, as digests: of all of it, and of what its next request may continue.
-
-    Attributes
-    ----------
-    whole
-        The digest of all messages, and of all other fields.
-    before
-        The digests of its beginnings that end before an answer, with little after them.
-    """
-
-    whole: bytes
-    before: tuple[bytes, ...]
-
-    @classmethod
-    def of(cls, chat: Mapping[str, Any]) -> Turns | None:
-        """Those of a chat as ``/apply-template`` takes it; None if it is of another form."""
-        messages = chat.get("messages")
-        if not isinstance(messages, list):
-            return None
-        try:
-            others = json.dumps({name: value for name, value in chat.items() if name != "messages"})
-            texts = [json.dumps(one).encode() for one in messages]
-        except RecursionError:
-            # what is nested deeply may be read, and not be written
-            return None
-        hashed, n_new, before = hashlib.blake2b(others.encode(), digest_size=16), sum(map(len, texts)), []
-        for message, text in zip(messages, texts, strict=True):
-            if n_new <= MOST_NEW and isinstance(message, dict) and message.get("role") == "assistant":
-                before.append(hashed.digest())
-            # a line for each: JSON has none inside
-            hashed.update(b"\n" + text)
-            n_new -= len(text)
-        return cls(hashed.digest(), tuple(before))
-
-    def follow(self, last: Turns) -> bool:
-        """Whether this is the next request of a conversation: all messages of the last one, its answer, little more.
-
-        Bytes do not tell that: two users with one system prompt differ in few of them.
-        """
-        return last.whole in self.before

@@ -1,4 +1,4 @@
-"""A llama-server as a child process: started, watched, restarted if it crashes or hangs, ended with its parent."""
+"""A llama-server as a child process: started, watched, restarted if it crashes, ended with its parent."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
 
 from prefixstore.errors import ServerError, ServerUnreachableError
-from prefixstore.server.find_process import work_of_session
-from prefixstore.server.upstream import ASK_SECONDS, Upstream, UpstreamError, UpstreamLostError
+from prefixstore.server.upstream import ASK_SECONDS, Upstream, UpstreamLostError
 
 if TYPE_CHECKING:
     from prefixstore.server.command import ServerCommand
 
-__all__ = ["CHILD_URL", "Child", "hangs"]
+__all__ = ["CHILD_URL", "Child"]
 
 log = logging.getLogger("prefixstore.server")
 
@@ -32,15 +31,12 @@ STOP_SECONDS = 15.0
 DYING_SECONDS = 1.0
 LOST_SECONDS = 10.0
 PR_SET_PDEATHSIG = 1
-# A child that hangs is started again (Linux): seconds between two questions, which are those that an answer may take,
-# and how many in a row it may leave without an answer, with no work done meanwhile.
-INTERVAL, QUESTIONS = 10.0, 6
 # a name: it listens on a socket
 CHILD_URL = "http://llama-server"
 
 
 class Child:
-    """A llama-server that runs until `stop`, and is restarted if it ends before, or hangs.
+    """A llama-server that runs until `stop`, and is restarted if it ends before.
 
     It must be run from a thread that lives as long as the process: Linux kills the child when the
     thread that started it ends.
@@ -55,8 +51,6 @@ class Child:
         Called each time the server answers that it is healthy.
     when_down
         Called as soon as the process has ended.
-    is_busy
-        Whether it has requests to answer.
     """
 
     def __init__(
@@ -65,12 +59,9 @@ class Child:
         environ: Mapping[str, str],
         when_ready: Callable[[], Awaitable[None]],
         when_down: Callable[[], None],
-        *,
-        is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
         self._command, self._environ = command, dict(environ)
         self._when_ready, self._when_down = when_ready, when_down
-        self._is_busy = is_busy
         self.process: asyncio.subprocess.Process | None = None
         self._stopping = asyncio.Event()
         self._was_ready = False
@@ -91,8 +82,8 @@ class Child:
                 # `stop` has not seen this one
                 await self.stop()
             await self._watch(process)
-            # of a script that has ended alone
-            _end_group(process.pid)
+            # of a script that has ended alone: so that nothing keeps the model in memory
+            self.kill()
             self._when_down()
             if self._stopping.is_set():
                 return
@@ -106,18 +97,29 @@ class Child:
                 await asyncio.wait_for(self._stopping.wait(), pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    async def stop(self, *, at_once: bool = False) -> None:
-        """End it, and wait until it has ended; `at_once` kills it."""
+    def kill(self) -> None:
+        """Kill it, with all that it has started."""
+        if self.process is not None:
+            _signal_group(self.process.pid, signal.SIGKILL)
+
+    def lost(self) -> None:
+        """Have it started again if its socket was deleted, as logind does when a user logs out: nobody can reach it."""
+        if self._was_ready and not self._command.socket.exists():
+            log.warning("the socket of llama-server was deleted: it is started again")
+            self.kill()
+
+    async def stop(self) -> None:
+        """End it, and wait until it has ended."""
         self._stopping.set()
         process = self.process
         if process is None or process.returncode is not None:
             return
-        if not at_once and _signal_group(process.pid, signal.SIGTERM):
+        if _signal_group(process.pid, signal.SIGTERM):
             try:
                 await asyncio.wait_for(process.wait(), STOP_SECONDS)
             except asyncio.TimeoutError:
                 log.warning("llama-server did not end within %.0f s of SIGTERM and is killed", STOP_SECONDS)
-        _end_group(process.pid)
+        self.kill()
         await process.wait()
 
     async def _start(self) -> asyncio.subprocess.Process:
@@ -138,7 +140,7 @@ class Child:
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """Wait until the process ends. Raises what `when_ready` has raised, if the process lives."""
-        ended, looking = asyncio.ensure_future(process.wait()), asyncio.ensure_future(self._look_after(process))
+        ended, looking = asyncio.ensure_future(process.wait()), asyncio.ensure_future(self._begin())
         try:
             await asyncio.wait((ended, looking), return_when=asyncio.FIRST_COMPLETED)
             error = looking.exception() if looking.done() else None
@@ -154,35 +156,16 @@ class Child:
                 task.cancel()
             await asyncio.gather(looking, ended, return_exceptions=True)
 
-    async def _look_after(self, process: asyncio.subprocess.Process) -> None:
-        """Tell when it is healthy, and kill it if it hangs after that."""
-
-        async def answers(seconds: float) -> bool:
-            return await self._health(seconds) is not None
-
-        while not await self._health(ASK_SECONDS):  # noqa: ASYNC110 - it is another process
-            await asyncio.sleep(HEALTH_INTERVAL)
-        await self._when_ready()
-        self._was_ready = True
-        await hangs(answers, lambda: work_of_session(process.pid))
-        log.warning("llama-server neither answers nor does anything: it is killed")
-        _end_group(process.pid)
-
-    async def _health(self, seconds: float) -> bool | None:
-        """Whether it is healthy; None if a thread of it does not answer: one for requests, or the one that computes.
-
-        The latter is asked only if it has something to do: that would wake a server that sleeps.
-        """
-        server = Upstream(CHILD_URL, timeout=ASK_SECONDS, key=self._command.key, socket=self._command.socket)
+    async def _begin(self) -> None:
+        """Tell when it is healthy."""
+        server = Upstream(CHILD_URL, timeout=ASK_SECONDS, socket=self._command.socket)
         try:
-            answer = await server.ask("/health", timeout=seconds)
-            if self._is_busy():
-                await server.ask("/slots", server.credentials({}), timeout=seconds)
-        except UpstreamError:
-            return None
+            while not await server.is_healthy():  # noqa: ASYNC110 - it is another process
+                await asyncio.sleep(HEALTH_INTERVAL)
         finally:
             await server.close()
-        return answer.is_ok
+        await self._when_ready()
+        self._was_ready = True
 
 
 def _signal_group(leader: int, number: int) -> bool:
@@ -193,11 +176,6 @@ def _signal_group(leader: int, number: int) -> bool:
         # macOS: of processes that have ended
         return False
     return True
-
-
-def _end_group(leader: int) -> None:
-    """Kill what is left of it, so that nothing keeps the model in memory."""
-    _signal_group(leader, signal.SIGKILL)
 
 
 def _how_it_ended(code: int | None) -> str:
@@ -219,29 +197,3 @@ def _die_with(parent: int) -> Callable[[], None] | None:
             os._exit(1)
 
     return prepare
-
-
-async def hangs(ask: Callable[[float], Awaitable[bool]], work_done: Callable[[], int | None]) -> None:
-    """Return when a server hangs.
-
-    A server that computes may be silent for as long as one batch takes, or all of its threads for requests may be
-    taken. So silence counts only if no work was done since the last question. Questions are counted, and not seconds:
-    after this process was stopped and continued, say, all of them are asked again.
-
-    Parameters
-    ----------
-    ask
-        Probes the server, given how many seconds the answer may take. Returns whether there was one.
-    work_done
-        A number that grows with the work that the server does; None if it is not known, and then it never hangs.
-    """
-    before: int | None = None
-    silent = 0
-    while silent < QUESTIONS:
-        await asyncio.sleep(INTERVAL)
-        if await ask(INTERVAL):
-            before, silent = None, 0
-            continue
-        done = work_done()
-        silent = silent + 1 if done is not None and done == before else 0
-        before = done

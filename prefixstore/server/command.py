@@ -65,7 +65,7 @@ class ServerCommand:
     environ
         The environment in which it will run: llama-server takes options from there too.
     private
-        A directory that only this user can read, in which the server saves slots; it is given a file with a key.
+        A directory that only this user can read, in which the server saves slots.
     separated
         Whether tenants are separated. The server then has no cache of prompts in RAM.
 
@@ -87,7 +87,8 @@ class ServerCommand:
             raise InvalidParameterError(f"{private} is too long for the path of a socket; set TMPDIR to a shorter one")
         self.slots_dir = private / "slots"
         self.has_keys = bool(api_keys_of(argv, environ))
-        self.key = secrets.token_urlsafe(32)
+        # beside those of its clients, which are not known here
+        self.key = secrets.token_urlsafe(32) if self.has_keys else None
         self._private, self._key_file = private, private / "api-key"
         self.prepare()
         arguments = parse_arguments(argv[1:], environ)
@@ -117,7 +118,7 @@ class ServerCommand:
             # of one that was killed: the next one would not start
             self.socket.unlink(missing_ok=True)
             self.slots_dir.mkdir(mode=0o700, exist_ok=True)
-            if not self._key_file.exists():
+            if self.key is not None and not self._key_file.exists():
                 self._key_file.touch(mode=0o600)
                 self._key_file.write_text(f"{self.key}\n")
         except OSError as error:
@@ -134,16 +135,8 @@ class ServerCommand:
         Raises
         ------
         ServerError
-            If it asks for keys that are not known here: clients without any would be let in. Or if it has a cache of
-            prompts that tenants would share.
+            If it has a cache of prompts that tenants would share.
         """
-        own = {str(self._key_file)}
-        given = [value for value in values_of(argv, KEY_OPTIONS) if value not in own]
-        if not self.has_keys and (any(given) or any(environ.get(name) for name in KEY_VARIABLES)):
-            raise ServerError(
-                f"{self.given[0]} starts llama-server with API keys of its own, and clients would not need them here: "
-                "pass --api-key or --api-key-file after the --"
-            )
         if self._separated and _cache_ram_of(parse_arguments(argv[1:], environ)) != 0:
             raise ServerError(
                 f"{self.given[0]} starts llama-server with a --cache-ram of its own: tenants would see each other's "
@@ -153,7 +146,9 @@ class ServerCommand:
     def argv(self) -> list[str]:
         """All arguments, for a server that listens on `socket`."""
         ours = ["--host", str(self.socket), "--slots", "--slot-save-path", str(self.slots_dir)]
-        ours += ["--no-cache-idle-slots", "--no-context-shift", "--api-key-file", str(self._key_file)]
+        ours += ["--no-cache-idle-slots", "--no-context-shift"]
+        if self.key is not None:
+            ours += ["--api-key-file", str(self._key_file)]
         if self._full_window:
             ours.append("--swa-full")
         if self._cache_ram is None:

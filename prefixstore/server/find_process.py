@@ -16,7 +16,6 @@ __all__ = [
     "process_at",
     "running_process",
     "start_ticks",
-    "work_of_session",
 ]
 
 PROC = Path("/proc")
@@ -120,20 +119,6 @@ def start_ticks(pid: int) -> int | None:
     """When a process was started, in ticks since the system was; None if there is none. The same at each call."""
     fields = _fields(pid)
     return None if fields is None or fields[0] in ("Z", "X") else int(fields[19])
-
-
-def work_of_session(leader: int) -> int | None:
-    """The work of all processes of a session: ticks of the processor and pages read from disk; None if unknown."""
-    found = [work for pid in _processes() if (work := _work_in(leader, pid)) is not None]
-    return sum(found) if found else None
-
-
-def _work_in(leader: int, pid: int) -> int | None:
-    fields = _fields(pid)
-    if fields is None or int(fields[3]) != leader:
-        return None
-    major_faults, user, system = fields[9], fields[11], fields[12]
-    return int(major_faults) + int(user) + int(system)
 
 
 def _fields(pid: int) -> list[str] | None:

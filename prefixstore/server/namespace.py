@@ -84,7 +84,9 @@ class ServerIdentity:
 
     @classmethod
     def named(cls, props: Props, namespace: str, *, slots_dir: Path | None = None) -> ServerIdentity:
-        """The identity of a server of which little is known: a name represents its model and all of its settings.
+        """The identity of a server of which little is known: a name represents all of its settings.
+
+        The name of the model's file belongs to it, too: another model may be loaded under the same name.
 
         Raises
         ------
@@ -97,6 +99,7 @@ class ServerIdentity:
             raise InvalidParameterError("namespace= must be a name that represents the server's model and settings")
         settings: dict[str, Setting] = {
             "server": namespace,
+            "file": Path(props.model_path).name,
             "llama_cpp": commit_of(props),
             "state_version": STATE_VERSION,
         }

@@ -198,7 +198,11 @@ class OwnEndpoints:
 def _told(store: SlotStore) -> dict[str, Any] | None:
     """What a store has done, and what its location holds; None if it has been closed meanwhile."""
     try:
-        return asdict(store.store.stats()) | {"kind": store.kind.value, "other_settings": differences(store)}
+        return asdict(store.store.stats()) | {
+            "location": store.store.location,
+            "kind": store.kind.value,
+            "other_settings": differences(store),
+        }
     except ClosedError:
         return None
 

@@ -16,10 +16,9 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from http import HTTPStatus
 from typing import Any, TypeVar
 
-from prefixstore.server.chats import Turns, chat_of_messages, chat_of_responses
+from prefixstore.server.chats import chat_of_messages, chat_of_responses
 
 __all__ = [
     "CACHE_SALT",
@@ -30,6 +29,7 @@ __all__ = [
     "SLOTLESS",
     "UNKNOWN_FIELD",
     "Ask",
+    "InvalidRequestError",
     "aside",
     "parse",
     "pinned",
@@ -76,7 +76,6 @@ MAX_PARTS = 100_000
 UNKNOWN_FIELD = "unknown_field"
 # All that a prompt may have beside images and sound if it is an object.
 PROMPT_FIELDS = frozenset({"prompt_string", "multimodal_data"})
-BOM = b"\xef\xbb\xbf"
 JSON_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 # llama-server's own, from server-schema.cpp and server-common.cpp.
 OF_LLAMA_SERVER = """
@@ -128,6 +127,10 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {"guidance_scale": (0, 1), "n
 JUDGED = frozenset({"lora", "n_cache_reuse"})
 
 
+class InvalidRequestError(Exception):
+    """A completion that is refused: it cannot be read, or what it says is not valid."""
+
+
 @dataclass(frozen=True)
 class Ask:
     """A completion that a client requests.
@@ -140,8 +143,6 @@ class Ask:
         Text, or tokens and texts, as ``/tokenize`` takes them; None if it is a chat.
     chat
         A chat as ``/apply-template`` takes it, as JSON; None if it is a prompt.
-    turns
-        The messages of the chat, to know the next request of it; None if it is a prompt.
     media
         A number below 0 that stands for its images and sound, if it has any.
     id_slot
@@ -153,23 +154,18 @@ class Ask:
     field
         The field that is not known, if that is the reason.
     can_add
-        Whether the server reads what is added to it: a JSON object that was read here, of an interface of which it
-        takes all fields.
+        Whether the server reads what is added to it: that of an interface of which it takes all fields.
     streams
         Whether the answer is to be sent as it is made.
     boundaries
-        Lengths of the parts of its prompt that other prompts will share, in tokens, as the client says; None if what it
-        says is not understood.
+        Lengths of the parts of its prompt that other prompts will share, in tokens, as the client says.
     cache_salt
-        What the client adds to the name of its tenant; empty if that is not understood.
-    may_fail_late
-        Whether the server may refuse it after it has computed some of it: one of its prompts, or what cannot be told.
+        What the client adds to the name of its tenant.
     """
 
     reason: str | None = None
     prompt: str | list[Any] | None = None
     chat: bytes | None = None
-    turns: Turns | None = None
     media: int | None = None
     id_slot: int | None = None
     can_pin: bool = True
@@ -177,17 +173,8 @@ class Ask:
     field: str | None = None
     can_add: bool = True
     streams: bool = False
-    boundaries: tuple[int, ...] | None = ()
+    boundaries: tuple[int, ...] = ()
     cache_salt: str | None = None
-    may_fail_late: bool = False
-
-    def has_left_nothing(self, status: int) -> bool:
-        """Whether the server has computed nothing of this, to judge by the status of its answer.
-
-        It looks at what it can read of a request before it computes any of it. What fails later is its own error.
-        """
-        is_refused = status >= HTTPStatus.BAD_REQUEST and not self.may_fail_late
-        return is_refused and (status != HTTPStatus.INTERNAL_SERVER_ERROR or self.reason == "invalid")
 
 
 async def aside(size: int, work: Callable[[], T]) -> T:
@@ -201,43 +188,38 @@ async def aside(size: int, work: Callable[[], T]) -> T:
 
 
 def parse(path: str, body: bytes, allowed: Collection[str] = ()) -> Ask:
-    """Parse the body of a request to one of `ENDPOINTS`; `allowed` are further harmless fields."""
+    """Parse the body of a request to one of `ENDPOINTS`; `allowed` are further harmless fields.
+
+    Raises
+    ------
+    InvalidRequestError
+        If it is refused. So is what the server may read otherwise, or that alone, as a byte order mark.
+    """
     if _n_parts(body) > MAX_PARTS and _n_parts(JSON_TEXT.sub(b"", body)) > MAX_PARTS:
-        # it may be anything
-        return Ask("structure", can_pin=False, taints=True, can_add=False, may_fail_late=True)
+        raise InvalidRequestError(f"the request has more than {MAX_PARTS:,} objects and lists")
     try:
         request = json.loads(body.decode())  # as text: bytes could be in another encoding
         if not isinstance(request, dict):
-            return INVALID
+            raise InvalidRequestError("the request must be a JSON object")
         ask = _of_messages(request) if path in MESSAGES else _of_others(path, request, body)
         field = unknown_field(request, allowed) or _unknown_of_prompt(path, request)
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        return UNREAD if body.startswith(BOM) or b"\0" in body else INVALID
     except (ValueError, RecursionError):
         # what is nested deeply may be read, and not be written
-        return UNREAD
-    may_fail_late = path in TEXT and _may_be_several(request.get("prompt"))
-    told, streams = _boundaries(request.get(OWN_FIELD)), request.get("stream") is True
+        raise InvalidRequestError("the request cannot be read: it must be a JSON object in UTF-8") from None
     salt = request.get(CACHE_SALT)
-    salt = salt if salt is None or isinstance(salt, str) else ""
-    ask = replace(ask, may_fail_late=may_fail_late, boundaries=told, streams=streams, cache_salt=salt)
-    if field is None or ask.reason == INVALID.reason:
-        return ask
-    return replace(ask, reason=ask.reason or UNKNOWN_FIELD, taints=True, field=field)
+    if CACHE_SALT in allowed and salt is not None and not (isinstance(salt, str) and salt):
+        raise InvalidRequestError("cache_salt must be a text that is not empty")
+    streams = request.get("stream") is True
+    ask = replace(ask, boundaries=_boundaries(request.get(OWN_FIELD)), streams=streams, cache_salt=salt)
+    return ask if field is None else replace(ask, reason=ask.reason or UNKNOWN_FIELD, taints=True, field=field)
 
 
-# It may be anything, for a server that reads it otherwise.
-INVALID = Ask("invalid", can_pin=False, taints=True, can_add=False)
-# The server reads what is not read here: numbers of any length, any depth, a byte order mark, what follows a zero byte.
-UNREAD = replace(INVALID, may_fail_late=True)
-
-
-def _boundaries(told: object) -> tuple[int, ...] | None:
+def _boundaries(told: object) -> tuple[int, ...]:
     if told is None:
         return ()
     listed = told.get("boundaries", []) if isinstance(told, dict) and told.keys() <= {"boundaries"} else None
     if not isinstance(listed, list) or not all(type(n) is int and n > 0 for n in listed):
-        return None
+        raise InvalidRequestError('prefixstore must be {"boundaries": [N, ...]}: lengths in tokens')
     return tuple(listed)
 
 
@@ -255,8 +237,13 @@ def _of_messages(request: dict[str, Any]) -> Ask:
     # llama-server drops id_slot, lora and cache_prompt of these
     if _has_media(request.get("messages")):
         return Ask("media", can_pin=False, can_add=False)
-    chat = chat_of_messages(request)
-    return INVALID if chat is None else Ask(chat=_dump(chat), turns=Turns.of(chat), can_pin=False, can_add=False)
+    return Ask(chat=_chat(chat_of_messages(request)), can_pin=False, can_add=False)
+
+
+def _chat(converted: dict[str, Any] | None) -> bytes:
+    if converted is None:
+        raise InvalidRequestError("the request has no messages that can be read")
+    return _dump(converted)
 
 
 def _of_others(path: str, request: dict[str, Any], body: bytes) -> Ask:
@@ -264,7 +251,7 @@ def _of_others(path: str, request: dict[str, Any], body: bytes) -> Ask:
     if id_slot is None:
         id_slot = -1
     if not isinstance(id_slot, int) or isinstance(id_slot, bool) or id_slot < -1:
-        return INVALID
+        raise InvalidRequestError("id_slot must be the number of a slot, from 0, or -1 for any")
     wanted = None if id_slot == -1 else id_slot
     prompts = request.get("prompt") if path in TEXT else request.get("messages", request.get("input"))
     reason, can_pin, taints = _why_not(path, request, prompts)
@@ -275,10 +262,9 @@ def _of_others(path: str, request: dict[str, Any], body: bytes) -> Ask:
     if path in TEXT:
         return _of_prompt(prompts, wanted)
     if path in CHAT:
-        turns, media = Turns.of(request), _taken_out(request)
-        return Ask(chat=_dump(request) if media else body, turns=turns, media=_number(media), id_slot=wanted)
-    chat = chat_of_responses(request)
-    return INVALID if chat is None else Ask(chat=_dump(chat), turns=Turns.of(chat), id_slot=wanted)
+        media = _taken_out(request)
+        return Ask(chat=_dump(request) if media else body, media=_number(media), id_slot=wanted)
+    return Ask(chat=_chat(chat_of_responses(request)), id_slot=wanted)
 
 
 def _why_not(path: str, request: dict[str, Any], prompts: object) -> tuple[str | None, bool, bool]:
@@ -301,13 +287,13 @@ def _why_not(path: str, request: dict[str, Any], prompts: object) -> tuple[str |
 def _of_prompt(prompt: object, wanted: int | None) -> Ask:
     if isinstance(prompt, dict):
         text, media = prompt.get("prompt_string"), prompt.get("multimodal_data")
-        ask = _of_prompt(text, wanted) if not isinstance(text, dict) else INVALID
-        return replace(ask, media=_number(media)) if media else ask
+        if not isinstance(text, dict):
+            return replace(_of_prompt(text, wanted), media=_number(media) if media else None)
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         return _of_prompt(prompt[0], wanted)
     if isinstance(prompt, str) or (isinstance(prompt, list) and all(_is_piece(piece) for piece in prompt)):
         return Ask(prompt=prompt, id_slot=wanted)
-    return INVALID
+    raise InvalidRequestError("the prompt must be text, or a list of tokens and texts")
 
 
 def _is_many(request: dict[str, Any]) -> bool:
@@ -321,11 +307,6 @@ def _is_piece(piece: object) -> bool:
 def _is_batch(prompt: object) -> bool:
     """Whether the server takes it as several prompts: a list of more than one without a number in it."""
     return isinstance(prompt, list) and len(prompt) > 1 and not any(isinstance(piece, int) for piece in prompt)
-
-
-def _may_be_several(prompt: object) -> bool:
-    """Whether the server may take it as several prompts, or what else it is cannot be told."""
-    return _is_batch(prompt) or (isinstance(prompt, list) and len(prompt) > 1 and not all(map(_is_piece, prompt)))
 
 
 def _has_media(value: object) -> bool:

@@ -22,6 +22,7 @@ from prefixstore.server.prompts import (
     SLOTLESS,
     UNKNOWN_FIELD,
     Ask,
+    InvalidRequestError,
     aside,
     parse,
     pinned,
@@ -29,7 +30,7 @@ from prefixstore.server.prompts import (
 from prefixstore.server.rates import AnswerTail, Usage
 from prefixstore.server.session import ServerSession
 from prefixstore.server.slot_manager import WORTH_A_LOOKUP, SlotManager
-from prefixstore.server.slot_pool import PoolClosedError, PoolFullError
+from prefixstore.server.slot_pool import PoolFullError
 from prefixstore.server.slot_record import Claim
 from prefixstore.server.tenants import Admission, NoTenantError, within
 from prefixstore.server.upstream import (
@@ -109,10 +110,11 @@ class Proxy:
             exchange.refuse(413, "invalid_request_error", str(error))
         except NoTenantError as error:
             exchange.refuse(401, "authentication_error", str(error))
-        except (BodiesFullError, PoolClosedError, PoolFullError) as error:
+        except (BodiesFullError, PoolFullError) as error:
             self._unavailable(exchange, str(error))
-        except (TargetError, web.RequestPayloadError):
-            exchange.refuse(400, "invalid_request_error", "the request is not valid in HTTP")
+        except (InvalidRequestError, TargetError, web.RequestPayloadError) as error:
+            message = str(error) if isinstance(error, InvalidRequestError) else "the request is not valid in HTTP"
+            exchange.refuse(400, "invalid_request_error", message)
         except UpstreamTimeoutError:
             self._broken(exchange, 504, "the server has not answered in time")
         except UpstreamError as error:
@@ -173,22 +175,20 @@ class Proxy:
             # any client could write files into its directory in memory, which are never deleted
             exchange.refuse(501, "not_supported_error", "slots are saved into the store only")
             return
+        if exchange.method == "POST" and path == "/lora-adapters" and self._session.reason is None:
+            # one with --lora is not stored; of one whose arguments are not known it would not show
+            exchange.refuse(501, "not_supported_error", "adapters cannot be changed while the store is used")
+            return
         # as a whole: while a client sends it, no thread of the server waits for it, and no slot is in doubt
         content = await exchange.body() if exchange.has_body else None
         is_end_of_stream = exchange.method == "DELETE" and path.startswith("/v1/stream")
         if exchange.method in READS or path in SLOTLESS or is_end_of_stream:
-            await self._forward(exchange, content)
-        elif path == "/lora-adapters" and not await self._session.has_adapters():
-            # there is nothing to change
             await self._forward(exchange, content)
         else:
             self._observer.passed(path, "endpoint")
             with manager.pool.elsewhere(taints=True) as use:
                 status = await self._forward(exchange, content)
                 use.is_harmless = status >= HTTPStatus.BAD_REQUEST and status != HTTPStatus.INTERNAL_SERVER_ERROR
-            if path == "/lora-adapters" and not use.is_harmless:
-                self._session.lora_changed()
-                log.warning("LoRA adapters were changed: nothing is stored or restored until the server is restarted")
 
     def _may_pass(self, exchange: Exchange) -> bool:
         path = exchange.path
@@ -247,12 +247,7 @@ class Proxy:
         ask = await aside(len(body), lambda: parse(path, body, allowed))
         if owner is not None and ask.cache_salt is not None:
             owner = within(owner, ask.cache_salt)
-        if ask.boundaries is None:
-            message = 'prefixstore must be {"boundaries": [N, ...]}: lengths in tokens'
-            exchange.refuse(400, "invalid_request_error", message)
-        elif owner is not None and ask.cache_salt == "":
-            exchange.refuse(400, "invalid_request_error", "cache_salt must be a text that is not empty")
-        elif not await self._session.look():
+        if not await self._session.look():
             self._unavailable(exchange, "the server is starting")
         elif tenants is None and (reason := self._session.reason) is not None:
             # without the store, the server itself knows best which slot has the prompt
@@ -263,29 +258,27 @@ class Proxy:
         self._session.used()
 
     async def _with_store(self, exchange: Exchange, ask: Ask, body: bytes, owner: str | None) -> None:
-        path, manager = exchange.path, self._manager
-        reason, tokens, claim = self._session.reason or ask.reason, None, None
+        manager = self._manager
+        reason, tokens = self._session.reason or ask.reason, None
         can_choose, is_separated = ask.can_pin or len(manager.pool.slots) == 1, self._settings.separated
-        needs_all = is_separated and not can_choose and ask.reason in (None, UNKNOWN_FIELD, "media")
-        if reason is None and ask.id_slot is None and not ask.boundaries and not needs_all:
-            claim = manager.continued(path, ask.turns, owner)
-        if claim is None and (reason is None or (reason == UNKNOWN_FIELD and can_choose)):
+        if reason is None or (reason == UNKNOWN_FIELD and can_choose):
             tokens = await self._tokens(exchange, ask, owner)
             reason = "no_tokens" if tokens is None else reason
         if reason is not None:
             self._passed(exchange, reason)
         if reason == UNKNOWN_FIELD and ask.field is not None:
             self._tell_of_field(ask.field)
-        if needs_all:
+        if is_separated and not can_choose:
             await self._with_all_slots(exchange, ask, body, owner, tokens)
         elif not can_choose and reason is not None:
-            await self._without_slot(exchange, ask, body, owner)
+            if not ask.taints:
+                await manager.empty_tainted()
+            await self._past_the_store(exchange, ask, pinned(body, n_cache_reuse=0) if ask.can_add else body)
         else:
             taints = ask.taints or reason == "lora"
-            if claim is None:
-                # what the store is not asked for goes on in its own slot, as with the server alone
-                trusts = reason == UNKNOWN_FIELD or (reason is not None and ask.id_slot is not None)
-                claim = await manager.acquire(tokens, owner, ask.id_slot, asks=reason is None, trusts=trusts)
+            # what the store is not asked for goes on in its own slot, as with the server alone
+            trusts = reason == UNKNOWN_FIELD or (reason is not None and ask.id_slot is not None)
+            claim = await manager.acquire(tokens, owner, ask.id_slot, asks=reason is None, trusts=trusts)
             if claim.must_compute and not ask.can_add and is_separated:
                 manager.release(claim, None, began=False)
                 self._unavailable(exchange, "no slot can be emptied")
@@ -295,10 +288,16 @@ class Proxy:
     async def _with_all_slots(
         self, exchange: Exchange, ask: Ask, body: bytes, owner: str | None, tokens: Tokens | None
     ) -> None:
-        """Pass on a completion of a tenant for which the server chooses the slot: it may find only its own in any."""
+        """Pass on a completion of a tenant for which the server chooses slots: it may find only its own in any.
+
+        While it runs, no other tenant has a slot, which might hold a part of it.
+        """
+        if ask.can_add:
+            # it reuses nothing
+            body = pinned(body, cache_prompt=False, n_cache_reuse=0)
         taints = ask.taints or tokens is None
         async with self._manager.all_slots(owner, tokens, taints=taints) as claims:
-            if any(claim.must_compute for claim in claims):
+            if not ask.can_add and any(claim.must_compute for claim in claims):
                 self._unavailable(exchange, "no slot can be emptied")
             elif tokens is None:
                 await self._forward(exchange, body)
@@ -328,29 +327,10 @@ class Proxy:
             return await self._session.tokenizer.tokens(ask, credentials, owner)
         return None
 
-    async def _without_slot(self, exchange: Exchange, ask: Ask, body: bytes, owner: str | None) -> None:
-        """Pass a completion on for which the server chooses slots."""
-        manager, separated = self._manager, self._settings.separated
-        if separated:
-            if ask.reason not in ("several_answers", "several_prompts"):
-                exchange.refuse(400, "invalid_request_error", "the request is not valid")
-                return
-            # it reuses nothing, and what it leaves is erased before the next request
-            body = pinned(body, cache_prompt=False, n_cache_reuse=0)
-            # while it runs, no other tenant may find the state of one of its prompts in a slot
-            async with manager.all_slots(owner):
-                await self._forward(exchange, body)
-            return
-        if ask.can_add:
-            body = pinned(body, n_cache_reuse=0)
-        if not ask.taints:
-            await manager.empty_tainted()
-        await self._past_the_store(exchange, ask, body)
-
     async def _past_the_store(self, exchange: Exchange, ask: Ask, body: bytes) -> None:
         """Pass a completion on as it is, to any slot."""
-        with self._manager.pool.elsewhere(taints=ask.taints) as use:
-            use.is_harmless = ask.has_left_nothing(await self._forward(exchange, body))
+        with self._manager.pool.elsewhere(taints=ask.taints):
+            await self._forward(exchange, body)
 
     async def _with_slot(
         self, exchange: Exchange, ask: Ask, body: bytes, claim: Claim, *, is_counted: bool, taints: bool
@@ -377,12 +357,8 @@ class Proxy:
             await self._forward(exchange, body, tail)
         finally:
             usage = tail.usage() if tail.status == HTTPStatus.OK else None
-            chat = (exchange.path, ask.turns) if is_counted and ask.turns is not None else None
-            if usage is not None and usage.cached_tokens < claim.n_continued - WORTH_A_LOOKUP:
-                # the slot did not hold what was continued, and the store may
-                claim.reason = "not_asked"
-            began = tail.status in (None, HTTPStatus.OK) or (taints and not ask.has_left_nothing(tail.status))
-            manager.release(claim, usage, began=began, taints=taints, chat=chat)
+            began = taints or tail.status in (None, HTTPStatus.OK)
+            manager.release(claim, usage, began=began, taints=taints)
             if usage is not None:
                 self._session.computed(usage)
                 usage = usage.after(claim.n_ahead)
@@ -401,7 +377,7 @@ class Proxy:
         headers = self._upstream.credentials(exchange.headers)
         if "origin" in exchange.headers:
             headers["origin"] = exchange.headers["origin"]
-        await compute_ahead(self._session, claim, ask.boundaries or (), headers, ping)
+        await compute_ahead(self._session, claim, ask.boundaries, headers, ping)
 
     def _observe(self, path: str, claim: Claim, usage: Usage | None) -> None:
         usage = usage or Usage(claim.n_restored, len(claim.tokens) - claim.n_restored)

@@ -18,12 +18,11 @@ FEW_TOKENS = 8
 # a stop in a prompt divides batches, and the server computes the last tokens before it in one of their own
 BATCHES_OF_A_STOP = 2
 COPIES_REMEMBERED = 16
-# Work on a slot is done instead of computing tokens unless it takes longer than this many times as long. After so many
-# restores that were left out for that reason, one is tried: the last one may have been slow by chance. If it is slow
-# again, the next one is tried after twice as many.
+# Work on a slot is done instead of computing tokens unless it takes longer than this many times as long.
 MAX_SLOWDOWN = 1.0
-RETRY_EVERY = 8
-MAX_RETRY_EVERY = 4096
+# By how much less a restore is believed to take each time that one is left out because it is slower than computing: the
+# last one may have been slow by chance, and nothing is learned of those that are left out.
+HOPE = 0.98
 KEPT = 8192
 # Quotes inside of a JSON text are escaped, so that these match the fields of the server and nothing that a model says.
 TIMINGS = re.compile(rb'"timings"\s*:\s*\{([^{}]*)\}')
@@ -56,8 +55,6 @@ class Rates:
     _batches: deque[float] = field(default_factory=lambda: deque(maxlen=COPIES_REMEMBERED))
     _copies: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=COPIES_REMEMBERED))
     _measured: frozenset[str] = frozenset()
-    _left_out: int = 0
-    _retry_after: int = RETRY_EVERY
 
     def computed(self, n_tokens: int, seconds: float) -> None:
         """Note that so many tokens of a prompt were computed."""
@@ -104,19 +101,9 @@ class Rates:
         """Whether work that takes so many seconds is faster than computing so many tokens."""
         return seconds < self.computing(n_tokens) * MAX_SLOWDOWN
 
-    def tries(self, *, is_faster: bool) -> bool:
-        """Whether to restore what was found, given whether that is faster than computing; now and then even if not.
-
-        Nothing is learned of restores that are left out: otherwise one that was slow by chance would be the last one.
-        """
-        if is_faster:
-            self._left_out, self._retry_after = 0, RETRY_EVERY
-            return True
-        self._left_out += 1
-        if self._left_out < self._retry_after:
-            return False
-        self._left_out, self._retry_after = 0, min(2 * self._retry_after, MAX_RETRY_EVERY)
-        return True
+    def left_out(self) -> None:
+        """Note that something was not restored, since that would have been slower than computing it."""
+        self.restore_seconds *= HOPE
 
     def _note(self, name: str, value: float) -> None:
         old = getattr(self, name)

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,8 +41,6 @@ log = logging.getLogger("prefixstore.server")
 
 # How long requests may go on after a signal. aiohttp waits twice for so long before it ends one.
 GRACE_SECONDS: Final = 5.0
-# The same once somebody does not want to wait.
-HURRY_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +119,11 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
         settings.announce(f"THE STORE CANNOT BE USED, and every prompt will be computed: {error}")
     with bound(settings.host, settings.port) as sockets, private_directory() as private:
         command = ServerCommand(argv, environ, private, separated=settings.separated)
+        if settings.tenants is not None and settings.tenants.header is None and not command.has_keys:
+            log.warning(
+                "--salt-from api-key: llama-server has no API keys, so a client may name any key, and is the tenant of "
+                "that; give it --api-key or --api-key-file"
+            )
 
         def started() -> tuple[Sequence[str], Mapping[str, str], Path | None]:
             # what is given may be a script that adds options
@@ -135,15 +139,16 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
             command.check_started(argv, variables)
             await session.ready()
 
-        key = None if command.has_keys else command.key
-        upstream = Upstream(CHILD_URL, timeout=settings.timeout, key=key, socket=command.socket)
+        upstream = Upstream(CHILD_URL, timeout=settings.timeout, socket=command.socket)
         session = ServerSession(upstream, settings, command.slots_dir, identify, command.key)
-        child = Child(command, environ, ready, session.down, is_busy=lambda: session.is_busy)
+        child = Child(command, environ, ready, session.down)
+        session.when_lost = child.lost
 
-        async def stop() -> None:
-            await child.stop(at_once=session.hurried.is_set())
+        def end() -> None:
+            child.kill()
+            shutil.rmtree(private, ignore_errors=True)
 
-        asyncio.run(_serve(settings, sockets, session, child.run(), stop, has_keys=command.has_keys))
+        asyncio.run(_serve(settings, sockets, session, child.run(), child.stop, end, has_keys=command.has_keys))
 
 
 def serve_running(
@@ -152,29 +157,16 @@ def serve_running(
     """Serve a running llama-server until SIGINT or SIGTERM. Raises as `serve_child`."""
     # raises if that is no URL, or no key
     LlamaServer(url, api_key=api_key).close()
-    models: list[str] = []
 
     def identify(props: Props) -> ServerIdentity:
         if namespace is None:
             return ServerIdentity.of_process(url, props)
-        models.append(props.model_path)
-        identity = ServerIdentity.named(props, namespace, slots_dir=slots_dir_of(url))
-        if props.model_path == models[0]:
-            if len(models) > 1:
-                log.warning("the settings of the server at %s must still be those of --namespace %s", url, namespace)
-            return identity
-        log.warning(
-            "%s has a different model from that of --namespace %s: nothing is stored or restored for it; start "
-            "prefixstore serve again, with a name for it",
-            url,
-            namespace,
-        )
-        return replace(identity, reason="replaced")
+        return ServerIdentity.named(props, namespace, slots_dir=slots_dir_of(url))
 
     session = ServerSession(Upstream(url, timeout=settings.timeout), settings, slots_dir, identify, api_key)
 
     with bound(settings.host, settings.port) as sockets:
-        asyncio.run(_serve(settings, sockets, session, session.watch(), None, has_keys=True))
+        asyncio.run(_serve(settings, sockets, session, session.watch(), None, session.remove_files, has_keys=True))
 
 
 async def _serve(
@@ -183,12 +175,15 @@ async def _serve(
     session: ServerSession,
     work: Coroutine[Any, Any, None],
     stop: Callable[[], Awaitable[None]] | None,
+    end: Callable[[], None],
     *,
     has_keys: bool,
 ) -> None:
-    """Serve while the server is kept running, or watched (`work`); `stop` ends a server that is ours."""
-    stopped, hurried = asyncio.Event(), session.hurried
+    """Serve while the server is kept running, or watched (`work`).
 
+    `stop` ends a server that is ours, and `end` leaves nothing behind if somebody does not want to wait.
+    """
+    stopped = asyncio.Event()
     registry = new_registry()
     stores = StoreMetrics(registry)
     session.when_store = lambda store: _tell_of(stores, store)
@@ -207,17 +202,18 @@ async def _serve(
         if not stopped.is_set():
             stopped.set()
             settings.announce("stopping: finishing running requests, and storing the contents of the slots")
-        elif number == signal.SIGINT and not hurried.is_set():
-            # for somebody who does not want to wait
-            hurried.set()
+        elif number == signal.SIGINT:
             settings.announce("stopping immediately: the contents of the slots are not stored")
+            end()
+            # as after SIGKILL, the store is complete
+            os._exit(0)
 
     loop = asyncio.get_running_loop()
     with stopped_by_signals(lambda number: loop.call_soon_threadsafe(signalled, number)):
         working = asyncio.create_task(work)
         working.add_done_callback(lambda _: stopped.set())
         try:
-            await _listen(proxy, sockets, settings.announce, stopped, hurried)
+            await _listen(proxy, sockets, settings.announce, stopped)
         finally:
             await session.close()
             if stop is None:
@@ -240,26 +236,16 @@ def failure_of(work: asyncio.Task[None]) -> PrefixStoreError | None:
 
 
 async def _listen(
-    proxy: Proxy,
-    sockets: list[socket.socket],
-    announce: Callable[[str], None],
-    stopped: asyncio.Event,
-    hurried: asyncio.Event,
+    proxy: Proxy, sockets: list[socket.socket], announce: Callable[[str], None], stopped: asyncio.Event
 ) -> None:
-    """Answer requests until that is stopped, and those that have come to their end, unless somebody is in a hurry."""
-    server = server_of(proxy)
-    runner = web.ServerRunner(server, shutdown_timeout=GRACE_SECONDS)
+    """Answer requests until that is stopped, and those that have come to their end."""
+    runner = web.ServerRunner(server_of(proxy), shutdown_timeout=GRACE_SECONDS)
     await runner.setup()
     for listener in sockets:
         await web.SockSite(runner, listener).start()
         announce(f"listening on {address_of(listener)}")
     await stopped.wait()
-    ending, hurrying = asyncio.ensure_future(runner.cleanup()), asyncio.ensure_future(hurried.wait())
-    await asyncio.wait((ending, hurrying), return_when=asyncio.FIRST_COMPLETED)
-    hurrying.cancel()
-    if not ending.done():
-        ending.cancel()
-        await server.shutdown(HURRY_SECONDS)
+    await runner.cleanup()
 
 
 def _what_is_stored(session: ServerSession) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prefixstore.errors import (
     ContextError,
@@ -23,7 +23,7 @@ from prefixstore.server.namespace import ServerIdentity
 from prefixstore.server.rates import Rates, Usage
 from prefixstore.server.slot_manager import SlotManager
 from prefixstore.server.slot_pool import SlotPool
-from prefixstore.server.slot_record import Claim, Rows
+from prefixstore.server.slot_record import Claim
 from prefixstore.server.slots import SlotStore
 from prefixstore.server.store_check import OnDamage, opened
 from prefixstore.server.tokenizer import Tokenizer
@@ -39,16 +39,14 @@ log = logging.getLogger("prefixstore.server")
 # Saves are deferred while a slot is busy, and large ones take long.
 SERVER_SECONDS = 60.0
 STOP_SECONDS = 60.0
-# a server may have gone to sleep, and lost its slots, when it had nothing to do for this long
+# a server may have gone to sleep, and lost its slots, when it had nothing to do for this long, or be another one
 MAY_SLEEP_AFTER = 1.0
-# how often a server whose process is not known is asked whether it is the same
-LOOK_SECONDS = 1.0
 # how long a request waits for another server to be known
 READY_SECONDS = 10.0
 # between two attempts to open a store that could not be opened
 REOPEN_SECONDS = 60.0
 # between two questions whether a server that does not answer does so now
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0
+PAUSE = 0.5
 
 
 class ServerSession:
@@ -77,8 +75,8 @@ class ServerSession:
         Called with the store when it was opened, and with None when it is closed to be opened again.
     when_ready
         Called each time `ready` has ended.
-    hurried
-        Set to have `close` skip what takes long: the contents of the slots are not stored.
+    when_lost
+        Called if the server, our child, has not answered a request.
     """
 
     def __init__(
@@ -98,25 +96,23 @@ class ServerSession:
         self.rates = Rates()
         self.manager: SlotManager | None = None
         self.store: SlotStore | None = None
-        self._is_up, self.hurried, self._is_lost = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._is_up, self._is_lost = asyncio.Event(), asyncio.Event()
         self._reopening: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[bool] | None = None
         self._props: Props | None = None
         self.when_store: Callable[[SlotStore | None], None] = lambda _: None
         self.when_ready: Callable[[], None] = lambda: None
-        self._lora_changed = False
+        self.when_lost: Callable[[], None] = lambda: None
         self._was_open = False
         self._failure = ""
         self._last_opened = 0.0
         self._saving: asyncio.Task[None] | None = None
-        self._last_use = self._last_look = 0.0
+        self._last_use = 0.0
         self._kinds: asyncio.Future[Callable[[int], TokenKind]] | None = None
 
     @property
     def reason(self) -> str | None:
         """Why the store is not used at present; None if it is."""
-        if self._lora_changed:
-            return "lora"
         if self.store is None:
             return "store_failed"
         return self.store.reason
@@ -124,20 +120,12 @@ class ServerSession:
     @property
     def why(self) -> str:
         """That reason in words; empty if there is nothing to add."""
-        if self.store is None:
-            return self._failure
-        return self.store.why if self.store.reason == self.reason else ""
+        return self._failure if self.store is None else self.store.why
 
     @property
     def is_ready(self) -> bool:
         """Whether requests can be passed on."""
         return self._is_up.is_set()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether requests are being answered."""
-        manager = self.manager
-        return manager is not None and (manager.pool.n_elsewhere > 0 or manager.pool.n_busy > 0)
 
     async def ready(self) -> None:
         """Called when the server is healthy, for the first time or again."""
@@ -147,7 +135,6 @@ class ServerSession:
         if self.store is not None and not await asyncio.to_thread(self._is_of_this_server, self.store):
             log.warning("the model of the server was replaced: reopening the store")
             await self._close_store()
-        self._lora_changed = False
         if self.store is None:
             await self._open()
         else:
@@ -159,26 +146,15 @@ class ServerSession:
         """Learn which slots the server has: another one than before may answer."""
         self._props, slots = await self._ask_props(), await self._slots()
         if self.manager is not None:
-            if slots == [(slot.id, slot.n_ctx) for slot in self.manager.pool.slots]:
-                return
-            log.warning("the server has %d slots of %d tokens now", len(slots), slots[0][1])
-            await self._retire(self.manager)
+            if self.manager.pool.replaced(slots, are_empty=self.is_child):
+                log.warning("the server has %d slots of %d tokens now", len(slots), slots[0][1])
+            return
         settings = self._settings
         pool = SlotPool(slots, self.rates, max_waiting=settings.max_waiting, separated=settings.separated)
         # what is in the slots of a server that runs already may have been moved there from other positions
         pool.restarted(are_empty=self.is_child)
         self.manager = SlotManager(pool, None, self.server.erase)
         self._saving = asyncio.create_task(self.manager.save_when_idle())
-
-    async def _retire(self, manager: SlotManager) -> None:
-        """The slots of this are no longer there."""
-        if self._saving is not None:
-            self._saving.cancel()
-            await asyncio.gather(self._saving, return_exceptions=True)
-        manager.use(None)
-        manager.pool.close()
-        await manager.keep_copies(STOP_SECONDS)
-        await asyncio.to_thread(manager.close)
 
     async def _open(self) -> None:
         """Open the store. A fault of it must not keep the server from answering, unless that is wanted at the start."""
@@ -291,58 +267,38 @@ class ServerSession:
         PrefixStoreError
             If the server or the store cannot be used.
         """
-        pause, said = FIRST_PAUSE, ""
+        said = ""
         while True:
             try:
                 problem = "it does not answer"
-                if await self._is_healthy():
+                if await self.upstream.is_healthy():
                     await self.ready()
                     said = ""
                     await self._is_lost.wait()
                     self._is_lost.clear()
                     await self._close_store()
-                    pause = FIRST_PAUSE
                     continue
             except (ServerError, UpstreamError, ValueError, LookupError, TypeError) as error:
                 problem = str(error)
             if problem != said:
                 log.warning("waiting for %s: %s", self.upstream.url, problem)
                 said = problem
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            await asyncio.sleep(PAUSE)
 
     def lost(self) -> None:
         """A connection has failed: the server may have ended. If a child has, `Child` notices.
 
         Or it has closed the connection, as it does with some requests that it refuses.
         """
-        self._last_look = 0.0
-        if not self.is_child and self.is_ready and (self._looking is None or self._looking.done()):
+        self._last_use = 0.0
+        if not self.is_ready:
+            return
+        if self.is_child:
+            self.when_lost()
+        elif self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self.look())
 
-    async def _is_healthy(self) -> bool:
-        with contextlib.suppress(UpstreamError):
-            return (await self.upstream.ask("/health")).is_ok
-        return False
-
     # -- requests ------------------------------------------------------------------------------------------------------
-
-    async def has_adapters(self) -> bool:
-        """Whether the server has LoRA adapters that a request can switch on."""
-        try:
-            reply = await self.upstream.ask("/lora-adapters", self._headers)
-            return bool(reply.json()) or not reply.is_ok
-        except (UpstreamError, ValueError):
-            return True
-
-    def lora_changed(self) -> None:
-        """Stop using the store until the server is restarted: its states no longer belong to the namespace."""
-        self._lora_changed = True
-        if self.manager is not None:
-            # requests that wait for a slot have asked for the store before
-            self.manager.use(None)
-            for slot in self.manager.pool.slots:
-                slot.doubt(Rows.ALTERED)
 
     async def look(self) -> bool:
         """Check for changes of the server since the last request; returns whether it can be used now.
@@ -355,14 +311,11 @@ class ServerSession:
         manager, store = self.manager, self.store
         has_process = store is not None and store.identity.process is not None
         is_other = has_process and not self.is_certainly_alive()
-        may_sleep = idle >= MAY_SLEEP_AFTER and manager is not None and not manager.pool.n_busy
-        may_be_other = not has_process and not self.is_child and now >= self._last_look + LOOK_SECONDS
-        if not is_other and (may_sleep or may_be_other):
-            self._last_look = now
+        if not is_other and idle >= MAY_SLEEP_AFTER:
             try:
                 props = await self._ask_props()
             except UpstreamLostError:
-                if self.is_certainly_alive() or await self._is_healthy():
+                if self.is_certainly_alive() or await self.upstream.is_healthy():
                     return True
                 props = None
             except (UpstreamError, ServerError, ValueError):
@@ -409,12 +362,10 @@ class ServerSession:
         """Note that the server has just been used."""
         self._last_use = asyncio.get_running_loop().time()
 
-    async def _unless_hurried(self, work: Coroutine[Any, Any, object]) -> None:
-        tasks = asyncio.ensure_future(work), asyncio.ensure_future(self.hurried.wait())
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    def remove_files(self) -> None:
+        """Delete what is left in the directory of the slots."""
+        if self.store is not None:
+            self.store.directory.close()
 
     async def close(self) -> None:
         """Store what the slots hold, and close the store."""
@@ -423,12 +374,12 @@ class ServerSession:
             task.cancel()
         if tasks:
             # a save that was begun ends before that
-            await self._unless_hurried(asyncio.wait(tasks))
+            await asyncio.wait(tasks)
         if self.manager is not None:
             if self.is_ready and self.reason is None:
-                await self._unless_hurried(self.manager.save_all(STOP_SECONDS))
-            await self._unless_hurried(self.manager.keep_copies(STOP_SECONDS))
-            await asyncio.to_thread(partial(self.manager.close, wait=not self.hurried.is_set()))
+                await self.manager.save_all(STOP_SECONDS)
+            await self.manager.keep_copies(STOP_SECONDS)
+            await asyncio.to_thread(self.manager.close)
         await self._close_store()
 
 

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from prefixstore.format.keys import NO_TOKENS, Tokens
-from prefixstore.server.chats import Turns
 from prefixstore.server.rates import Usage
 from prefixstore.server.slot_pool import SlotPool
-from prefixstore.server.slot_record import WORTH_A_SAVE, Claim, PoolSlot, Request, Rows
+from prefixstore.server.slot_record import WORTH_A_SAVE, Claim, PoolSlot, Rows
 
 if TYPE_CHECKING:
     from prefixstore.server.slot_forms import SlotCopy
@@ -74,7 +73,7 @@ class SlotManager:
         # the next copy of a slot goes on where the last one ends
         self._storing = asyncio.Lock()
         # the idle slot that is being saved, and until when
-        self._saving: tuple[PoolSlot, asyncio.Future[None]] | None = None
+        self._saving: tuple[PoolSlot, asyncio.Future[bool]] | None = None
         self.use(store)
 
     def use(self, store: SlotStore | None) -> None:
@@ -123,7 +122,7 @@ class SlotManager:
             raise
         return claim
 
-    def _saving_for(self, claim: Claim) -> asyncio.Future[None] | None:
+    def _saving_for(self, claim: Claim) -> asyncio.Future[bool] | None:
         """The save of the slot that has the most of a prompt, if that ends before the prompt is computed elsewhere."""
         if self._saving is None:
             return None
@@ -173,16 +172,6 @@ class SlotManager:
                 else:
                     self.pool.release(claim.slot)
 
-    def continued(self, path: str, turns: Turns | None, owner: str | None) -> Claim | None:
-        """Take the slot of the conversation that this request continues; None if there is none."""
-        found = None if turns is None else self.pool.continued(path, turns, owner)
-        if found is None:
-            return None
-        slot, last = found
-        claim = Claim(slot.tokens, owner, n_continued=last.n_tokens)
-        claim.slot = slot
-        return claim
-
     async def _find(self, claim: Claim, slots: Sequence[PoolSlot]) -> None:
         """Ask the store for a prompt, once, unless one of these slots has it."""
         pool, n_tokens = self.pool, len(claim.tokens)
@@ -203,9 +192,11 @@ class SlotManager:
         slot, claim.reason = claim.slot, None
         # it may be another one than those that could be had before
         await self._find(claim, [slot])
-        plan = self.pool.plan(claim)
+        plan = self.pool.weigh(slot, claim)
         if claim.asks and len(claim.tokens) >= slot.n_ctx:
             claim.reason = "prompt_too_long"  # the server says so
+        elif claim.asks and len(claim.tokens) < WORTH_A_LOOKUP:
+            claim.reason = "short"
         elif claim.missed == "unavailable" or (claim.n_found <= plan.n_usable and plan.n_live < WORTH_A_LOOKUP):
             # every chat begins with the same few tokens: that is not yet a live prompt
             claim.reason = claim.missed
@@ -218,6 +209,7 @@ class SlotManager:
             await self._restore(claim)
         elif claim.n_found > plan.n_usable:
             claim.reason = "slow"
+            self.rates.left_out()
         claim.n_reused = self.pool.weigh(slot, claim).n_usable
         slot.lent(claim.owner)
 
@@ -282,8 +274,7 @@ class SlotManager:
             await asyncio.wait(self.copies, timeout=COPY_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         if len(self.copies) >= MAX_COPIES or not self.pool.may_save(slot):
             return False
-        await _to_its_end(self._save(slot, tokens))
-        return slot.n_unsaved == 0 and len(slot.tokens) == n
+        return await _to_its_end(self._save(slot, tokens)) and len(slot.tokens) == n
 
     # -- after the answer ----------------------------------------------------------------------------------------------
 
@@ -294,7 +285,6 @@ class SlotManager:
         *,
         began: bool,
         taints: bool = False,
-        chat: tuple[str, Turns] | None = None,
     ) -> None:
         """Give the slot back.
 
@@ -308,10 +298,8 @@ class SlotManager:
             Whether the server has begun to answer, so that the slot holds the prompt.
         taints
             Whether rows were computed that are not those of the tokens alone.
-        chat
-            Path and messages of the request, if its next one may go on in this slot.
         """
-        slot, request = claim.slot, None
+        slot = claim.slot
         if began and slot.is_lost:
             # it may have been computed in the server that was started meanwhile
             slot.doubt()
@@ -321,9 +309,7 @@ class SlotManager:
             slot.computed(claim.tokens, max(n_new, WORTH_A_SAVE) if claim.n_ahead else n_new)
             if taints:
                 slot.doubt(Rows.ALTERED)
-            if chat is not None and usage is not None:
-                request = Request(*chat, usage.cached_tokens + usage.computed_tokens)
-        slot.answered(request)
+        slot.answered()
         self.pool.release(slot)
 
     async def save_when_idle(self) -> None:
@@ -349,40 +335,36 @@ class SlotManager:
             self._saving = None
             self.pool.release(slot)
 
-    async def _save(self, slot: PoolSlot, expected: Tokens | None = None) -> None:
-        """Copy what a busy slot holds; it is stored after that, while the slot is used again."""
+    async def _save(self, slot: PoolSlot, expected: Tokens | None = None) -> bool:
+        """Copy what a busy slot holds; it is stored after that, while the slot is used again. Whether it was copied."""
         if not self.pool.may_save(slot):
-            return
+            return False
         n_begun = self.pool.n_tainting_begun
         while len(self.copies) >= MAX_COPIES:
             await asyncio.wait(self.copies, return_when=asyncio.FIRST_COMPLETED)
-        began, owner, n_unsaved = time.perf_counter(), slot.owner, slot.n_unsaved
+        began, owner = time.perf_counter(), slot.owner
         copied = await self._ask_store("save", lambda store: store.copy(slot.id, salt=owner, expected=expected))
         if self.pool.n_tainting_begun != n_begun:
             # a request has begun that may use any slot: the server may have given it this one before it was copied
-            return
+            return False
         if copied is None:
             slot.not_saved()
-            return
+            return False
         # of those with images it is known only what comes before them
         tokens = slot.tokens if copied.has_media else np.asarray(copied.tokens, np.int32)
         if not slot.is_lost:
             slot.saved(tokens)
             self.rates.saved(len(tokens), copied.n_bytes, time.perf_counter() - began)
-        keeping = asyncio.ensure_future(self._keep(copied, slot, tokens, n_unsaved))
+        keeping = asyncio.ensure_future(self._keep(copied))
         self.copies.add(keeping)
         keeping.add_done_callback(self.copies.discard)
+        return True
 
-    async def _keep(self, copied: SlotCopy, slot: PoolSlot, tokens: Tokens, n_unsaved: int) -> None:
-        """Store what was copied of a slot; if that fails, it is copied again later, if it is still there."""
+    async def _keep(self, copied: SlotCopy) -> None:
+        """Store what was copied of a slot."""
         async with self._storing:
-            stored = await self._quietly("save", copied.store)
-        if stored is not None:
-            self.n_saves += 1
-            slot.stored()
-        elif slot.tokens is tokens:
-            slot.not_saved(n_unsaved)
-            self.pool.changed.set()
+            if await self._quietly("save", copied.store) is not None:
+                self.n_saves += 1
 
     async def save_all(self, seconds: float) -> None:
         """Save what is not stored yet, before the server stops."""
@@ -407,9 +389,9 @@ class SlotManager:
         if self.copies:
             await asyncio.wait(self.copies, timeout=seconds)
 
-    def close(self, *, wait: bool = True) -> None:
-        """End the threads, and wait for their work if requested."""
-        self._threads.shutdown(wait=wait, cancel_futures=True)
+    def close(self) -> None:
+        """End the threads, and wait for their work."""
+        self._threads.shutdown(cancel_futures=True)
 
     # -- threads -------------------------------------------------------------------------------------------------------
 
@@ -431,11 +413,11 @@ class SlotManager:
         return None
 
 
-async def _to_its_end(work: Awaitable[None]) -> None:
+async def _to_its_end(work: Awaitable[T]) -> T:
     """Wait for work that a thread does to a slot, which cannot be interrupted: also if this task is cancelled."""
     task = asyncio.ensure_future(work)
     try:
-        await asyncio.shield(task)
+        return await asyncio.shield(task)
     except asyncio.CancelledError:
         while not task.done():
             with contextlib.suppress(asyncio.CancelledError):

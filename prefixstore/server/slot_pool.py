@@ -12,15 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from prefixstore.format.keys import common_prefix
-from prefixstore.server.chats import Turns
 from prefixstore.server.rates import Rates
-from prefixstore.server.slot_record import Claim, PoolSlot, Request, Rows
+from prefixstore.server.slot_record import Claim, PoolSlot, Rows
 
-__all__ = ["Elsewhere", "Plan", "PoolClosedError", "PoolFullError", "SlotPool"]
+__all__ = ["Elsewhere", "Plan", "PoolFullError", "SlotPool"]
 
 # A shorter common beginning is no reason to prefer a slot.
 WORTH_KEEPING = 32
-MAX_FAILURES = 3
 # When slots are saved, in seconds: how long one must be idle; how long it waits for a moment at which the server does
 # nothing else, after which it is saved while other slots answer, but never while a request waits; and what takes no
 # longer to compute is saved in idle time only.
@@ -30,15 +28,10 @@ SOON = 0.25
 # While requests wait for a slot, one is copied before it goes only if computing that again would take so many times
 # as long.
 WORTH_WAITING = 8.0
-REPLACED = "the server was replaced by another one"
 
 
 class PoolFullError(Exception):
     """Too many requests wait for a slot already."""
-
-
-class PoolClosedError(Exception):
-    """The slots no longer exist: the server was replaced."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +114,6 @@ class SlotPool:
         self.n_elsewhere = self.n_tainting = self.n_tainting_begun = 0
         self._max_waiting = max_waiting
         self._waiting: list[tuple[Claim, asyncio.Future[PoolSlot]]] = []
-        self._is_closed = False
 
     @property
     def n_waiting(self) -> int:
@@ -146,11 +138,7 @@ class SlotPool:
         ------
         PoolFullError
             If too many wait already.
-        PoolClosedError
-            If the slots are no longer there.
         """
-        if self._is_closed:
-            raise PoolClosedError(REPLACED)
         # a slot that is idle is one that nobody waits for
         if (slot := self.take_now(claim)) is not None:
             return slot
@@ -166,7 +154,7 @@ class SlotPool:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
                 self.changed.set()
-            elif not granted.cancelled() and granted.exception() is None:
+            elif not granted.cancelled():
                 # it was granted just now
                 self.release(granted.result())
             raise
@@ -192,6 +180,10 @@ class SlotPool:
         slot.is_busy = False
         if self.n_tainting:
             self._taint(slot)
+        self._grant()
+
+    def _grant(self) -> None:
+        """Let those who wait have the slots that are idle, in the order in which they came."""
         for waiting in list(self._waiting):
             claim, granted = waiting
             if not granted.done() and (taken := self.take_now(claim)) is not None:
@@ -199,27 +191,12 @@ class SlotPool:
                 granted.set_result(taken)
         self.changed.set()
 
-    def continued(self, path: str, turns: Turns, owner: str | None) -> tuple[PoolSlot, Request] | None:
-        """Take the idle slot whose last request this one continues; None if there is none, or others wait."""
-        found = [
-            (slot, last)
-            for slot in self.idle()
-            if (last := slot.request) is not None
-            and (last.path, slot.owner, slot.is_clean) == (path, owner, True)
-            and turns.follow(last.turns)
-        ]
-        if self._waiting or not found:
-            return None
-        slot, last = max(found, key=lambda one: one[1].n_tokens)
-        slot.request = None
-        return self.hold(slot), last
-
     # -- what concerns all of them -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def elsewhere(self, *, taints: bool) -> Iterator[Elsewhere]:
         """While a request runs that may use any slot that is idle in the server; `taints` if it may leave any rows."""
-        request = Elsewhere()
+        request = Elsewhere(is_harmless=not taints)
         self.n_elsewhere += 1
         self.n_tainting += taints
         self.n_tainting_begun += taints
@@ -228,11 +205,9 @@ class SlotPool:
         finally:
             self.n_elsewhere -= 1
             self.n_tainting -= taints
+            # also one that is busy here: it may be idle there already
             for slot in () if request.is_harmless else self.slots:
-                # none is certain to hold its last answer; one that is busy here may be idle there already
-                slot.request = None
-                if taints:
-                    self._taint(slot)
+                self._taint(slot)
             # meanwhile nothing was saved
             self.changed.set()
 
@@ -248,29 +223,26 @@ class SlotPool:
             if not are_empty:
                 slot.doubt()
 
-    def close(self) -> None:
-        """Note that the slots no longer exist. Waiting requests are refused; those that have a slot are not ended."""
-        self._is_closed = True
-        for slot in self.slots:
-            slot.is_lost = True
-        for _, granted in self._waiting:
-            if not granted.done():
-                granted.set_exception(PoolClosedError(REPLACED))
+    def replaced(self, slots: Sequence[tuple[int, int]], *, are_empty: bool) -> bool:
+        """Note which slots a server has that was started again, or is another one; whether they are other ones."""
+        if slots == [(slot.id, slot.n_ctx) for slot in self.slots]:
+            return False
+        # a request that has one of the same number still works on that
+        there = {slot.id: slot for slot in self.slots}
+        self.slots = [there.get(id_, PoolSlot(id_, n_ctx)) for id_, n_ctx in slots]
+        for slot, (_, n_ctx) in zip(self.slots, slots, strict=True):
+            slot.n_ctx = n_ctx
+        self.restarted(are_empty=are_empty)
+        self._grant()
+        return True
 
     # -- what a slot costs a request -----------------------------------------------------------------------------------
 
-    def plan(self, claim: Claim) -> Plan:
-        """What to do with the slot of a claim, now that it is known what the store has."""
-        plan = self.weigh(claim.slot, claim)
-        if claim.n_found > plan.n_usable and self.rates.tries(is_faster=plan.restore) and not plan.restore:
-            return self.weigh(claim.slot, claim, tries=True)
-        return plan
-
-    def weigh(self, slot: PoolSlot, claim: Claim, *, tries: bool = False) -> Plan:
-        """What to do with a slot for a claim. With `tries`, what was found is restored even if that is slower."""
+    def weigh(self, slot: PoolSlot, claim: Claim) -> Plan:
+        """What to do with a slot for a claim, as far as it is known what the store has."""
         n_live = self.live(slot, claim)
         n_usable = n_live if self.can_cut or n_live == len(slot.tokens) else 0
-        is_faster = tries or self.rates.is_faster(self.rates.restoring(claim.n_bytes), claim.n_found - n_usable)
+        is_faster = self.rates.is_faster(self.rates.restoring(claim.n_bytes), claim.n_found - n_usable)
         restore = claim.n_found > n_usable and is_faster
         # the end of an answer is lost, too, but the tokens of that are not known
         n_lost = len(slot.tokens) - (0 if restore else n_live)
@@ -311,7 +283,7 @@ class SlotPool:
 
     def would_save(self, slot: PoolSlot) -> bool:
         """Whether a request waits until this slot is saved, which it will take for itself."""
-        if not self.may_save(slot) or not slot.is_worth_saving or slot.failures >= MAX_FAILURES:
+        if not self.may_save(slot) or not slot.is_worth_saving:
             return False
         computing, saving = self.rates.computing(slot.n_unsaved), self.rates.saving(len(slot.tokens))
         return computing > SOON and (not self._waiting or computing >= WORTH_WAITING * saving)
@@ -320,13 +292,11 @@ class SlotPool:
         """When a slot is to be saved, and which; None if there is none, or while a request waits for a slot."""
         if not self.has_store or self._waiting or self.n_tainting:
             return None
-        waiting = [slot for slot in self.idle() if slot.is_worth_saving and slot.failures < MAX_FAILURES]
-        due = [(self._due(slot), slot) for slot in waiting]
+        due = [(self._due(slot), slot) for slot in self.idle() if slot.is_worth_saving]
         return min(due, key=lambda one: one[0], default=None)
 
     def _due(self, slot: PoolSlot) -> float:
-        pause = DEBOUNCE * (1 + 4 * slot.failures)
         if self.n_elsewhere == 0 and self.n_busy == 0:
             # between the answer of one conversation and the next question of another the server is not idle yet
-            return max(one.used for one in self.slots) + pause
-        return max(slot.used + pause, slot.unsaved_since + PATIENCE)
+            return max(one.used for one in self.slots) + DEBOUNCE
+        return max(slot.used + DEBOUNCE, slot.unsaved_since + PATIENCE)

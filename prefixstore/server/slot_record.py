@@ -10,21 +10,11 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from prefixstore.format.keys import NO_TOKENS, Tokens
-from prefixstore.server.chats import Turns
 
-__all__ = ["WORTH_A_SAVE", "Claim", "PoolSlot", "Request", "Rows"]
+__all__ = ["WORTH_A_SAVE", "Claim", "PoolSlot", "Rows"]
 
 # Fewer new tokens are saved only when the server stops.
 WORTH_A_SAVE = 32
-
-
-@dataclass(frozen=True)
-class Request:
-    """A chat that a slot has answered: its path, its messages, and the tokens of its prompt."""
-
-    path: str
-    turns: Turns
-    n_tokens: int
 
 
 class Rows(IntEnum):
@@ -57,11 +47,7 @@ class PoolSlot:
     is_lost
         Whether the server was restarted while it was busy: what was done to it may belong to either server.
     n_unsaved, unsaved_since
-        How many tokens entered it since it was saved, and when the first of them did.
-    failures
-        How many saves of it have failed since the last answer.
-    request
-        The chat that it has answered last; None if that is not what it holds.
+        How many tokens entered it since it was saved, or that has failed, and when the first of them did.
     used
         When its last answer has ended.
     told
@@ -77,8 +63,6 @@ class PoolSlot:
     is_lost: bool = False
     n_unsaved: int = 0
     unsaved_since: float = 0.0
-    failures: int = 0
-    request: Request | None = None
     used: float = 0.0
     told: str | None = None
 
@@ -105,47 +89,38 @@ class PoolSlot:
 
     def emptied(self) -> None:
         """Note that it holds nothing."""
-        self.tokens, self.owner, self.request, self.rows = NO_TOKENS, None, None, Rows.CLEAN
-        self.n_unsaved = self.failures = 0
+        self.tokens, self.owner, self.rows = NO_TOKENS, None, Rows.CLEAN
+        self.n_unsaved = 0
 
     def filled(self, tokens: Tokens, owner: str | None) -> None:
         """Note that it holds what was restored, and nothing else."""
-        self.tokens, self.owner, self.n_unsaved, self.request = tokens, owner, 0, None
+        self.tokens, self.owner, self.n_unsaved = tokens, owner, 0
 
     def lent(self, owner: str | None) -> None:
         """Note that a request of this tenant is sent to it: it may hold tokens of that, however the request ends."""
-        self.owner, self.request = owner, None
+        self.owner = owner
 
     def computed(self, tokens: Tokens, n_new: int) -> None:
         """Note that it holds these tokens of its owner, and that so many of them and of an answer are new."""
-        self.tokens, self.failures = tokens, 0
-        self._add_unsaved(n_new)
+        if not self.n_unsaved:
+            self.unsaved_since = time.monotonic()
+        self.tokens, self.n_unsaved = tokens, self.n_unsaved + n_new
 
-    def answered(self, request: Request | None = None) -> None:
-        """Note that its answer has ended; `request` if it is that of a chat, and complete."""
-        self.used, self.request = time.monotonic(), request
+    def answered(self) -> None:
+        """Note that its answer has ended."""
+        self.used = time.monotonic()
 
     def saved(self, tokens: Tokens) -> None:
         """Note that it holds these tokens, and that all of them are copied."""
         self.tokens, self.n_unsaved = tokens, 0
 
-    def stored(self) -> None:
-        """Note that what was copied is stored."""
-        self.failures = 0
-
-    def not_saved(self, n_lost: int = 0) -> None:
-        """Note that a save of it has failed, and that so many tokens are not copied, after all."""
-        self.failures += 1
-        self._add_unsaved(n_lost)
+    def not_saved(self) -> None:
+        """Note that a save of it has failed: it is tried again after the next answer."""
+        self.n_unsaved = 0
 
     def doubt(self, rows: Rows = Rows.UNKNOWN) -> None:
         """Note that its rows may be other than those of its tokens."""
         self.rows = max(self.rows, rows)
-
-    def _add_unsaved(self, n: int) -> None:
-        if not self.n_unsaved:
-            self.unsaved_since = time.monotonic()
-        self.n_unsaved += n
 
 
 @dataclass(eq=False)
@@ -155,7 +130,7 @@ class Claim:
     Attributes
     ----------
     tokens
-        The prompt; empty if it is unknown. Of a chat that continues in its slot, what is known of the slot.
+        The prompt; empty if it is unknown.
     owner
         Its tenant.
     wanted
@@ -168,8 +143,6 @@ class Claim:
         The slot, once it has one.
     n_found, n_bytes, missed
         How many tokens of the prompt the store has, and the bytes of their state; why nothing was found.
-    n_continued
-        How many tokens the chat had that it continues, for which the store was not asked; 0 if it was.
     n_restored
         How many tokens were restored for it.
     n_reused
@@ -195,7 +168,6 @@ class Claim:
     n_found: int = 0
     n_bytes: int = 0
     missed: str | None = None
-    n_continued: int = 0
     n_restored: int = 0
     n_reused: int = 0
     n_ahead: int = 0
@@ -213,8 +185,6 @@ class Claim:
     @property
     def told(self) -> str:
         """What was done for the prompt, as the client is told before it is computed."""
-        if self.n_continued:
-            return "restored=0; reason=live"
         reason = self.reason or ("live" if self.n_reused and not self.n_restored else None)
         n, computed = len(self.tokens), len(self.tokens) - self.n_reused
         return f"restored={self.n_restored} of {n}; computed={computed}" + (f"; reason={reason}" if reason else "")

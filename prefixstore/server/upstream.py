@@ -126,18 +126,14 @@ class Upstream:
         Address of the server. Nothing in a request leads to another.
     timeout
         Seconds to wait for the next byte of the server.
-    key
-        The key to use instead of the client's; None for the client's.
     socket
         The Unix socket that the server listens on; None: it listens at the address.
     """
 
-    def __init__(
-        self, url: str, *, timeout: float, key: str | None = None, socket: str | os.PathLike[str] | None = None
-    ) -> None:
+    def __init__(self, url: str, *, timeout: float, socket: str | os.PathLike[str] | None = None) -> None:
         self.url = url.rstrip("/")
         self._host = URL(self.url).raw_authority.rpartition("@")[2]
-        self._key, self._timeout = key, timeout
+        self._timeout = timeout
         self.socket = None if socket is None else os.fspath(socket)
         self._opened: aiohttp.ClientSession | None = None
 
@@ -170,10 +166,9 @@ class Upstream:
         if self._opened is not None:
             await self._opened.close()
 
-    def credentials(self, headers: Headers) -> dict[str, str]:
+    @staticmethod
+    def credentials(headers: Headers) -> dict[str, str]:
         """The headers by which the server authenticates a client."""
-        if self._key is not None:
-            return {"authorization": f"Bearer {self._key}"}
         return {name: headers[name] for name in CREDENTIALS if name in headers}
 
     async def send(self, method: str, target: bytes, headers: Headers, content: bytes | None) -> Answer:
@@ -190,10 +185,8 @@ class Upstream:
             url = URL(self.url + target.decode("ascii"), encoded=True)
         except ValueError:
             raise TargetError from None
-        kept = end_to_end(headers, ("expect", "content-length", *(() if self._key is None else CREDENTIALS)))
+        kept = end_to_end(headers, ("expect", "content-length"))
         kept["host"] = self._host
-        if self._key is not None:
-            kept["authorization"] = f"Bearer {self._key}"
         # as a file: what is large is written in parts
         data = None if content is None else io.BytesIO(content)
         with _translated():
@@ -225,6 +218,12 @@ class Upstream:
                 method, url, headers=kept, data=content, allow_redirects=False, timeout=limit
             ) as response:
                 return Reply(response.status, response.headers.get("content-type", ""), await response.read())
+
+    async def is_healthy(self) -> bool:
+        """Whether it answers that it is."""
+        with contextlib.suppress(UpstreamError):
+            return (await self.ask("/health")).is_ok
+        return False
 
 
 def end_to_end(headers: Headers, without: Sequence[str] = ()) -> CIMultiDict[str]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import _thread
 import itertools
-import os
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from prefixstore.errors import ContextError, InvalidParameterError, NotAttachedError, StaleLeaseError
+from prefixstore.errors import ContextError, InvalidParameterError, MisuseError, NotAttachedError, StaleLeaseError
 from prefixstore.format.keys import NO_TOKENS, Tokens, as_tokens
 from prefixstore.results import PromptMeter
 
@@ -303,18 +301,13 @@ class Session:
                 yield self._hook.llm
             finally:
                 self._depth -= 1
-                # whoever has ended it meanwhile did not wait for this call
-                if self._is_ending:
-                    self._finish()
 
     def check(self) -> None:
         """Whether the lease is valid. Raises `StaleLeaseError`."""
         if self.is_over:
             self._owner.count("session_stale_leases")
-            why = "has ended; admit it again"
-            if self.turn.process != os.getpid():
-                why = "is the parent's; admit it again in this process, after the parent has left it"
-            raise StaleLeaseError(f"the lease of session {self.name!r} (generation {self.generation}) {why}")
+            lease = f"the lease of session {self.name!r} (generation {self.generation})"
+            raise StaleLeaseError(f"{lease} has ended, or is that of a parent process; admit it again")
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -336,37 +329,27 @@ class Session:
     def leave(self, *, discard: bool = False) -> None:
         """End the lease: the session is idle then, or discarded. Does nothing the second time.
 
-        From a function that a call itself calls, such as a logits processor, it ends with the call.
+        Raises
+        ------
+        MisuseError
+            If a call of it is under way in this thread, as in a logits processor.
         """
-        if self._owner.turn is self.turn:
-            self.is_discarded, self._is_ending = self.is_discarded or discard, True
-            with self._owner.queue.in_use:
-                self._finish()
-
-    def _finish(self) -> None:
-        """The end of the lease, unless this thread is in a call. No other thread is."""
-        if self._depth:
+        if self._owner.turn is not self.turn:
             return
-        try:
-            if self._owner.turn is self.turn:
-                try:
-                    for stream in self._streams:
-                        stream.abandon()
-                finally:
-                    self._owner.end(self)
-        finally:
-            self._owner.give_up(self._ticket)
-
-    def __del__(self) -> None:
-        # Dropped without an end: Ctrl-C came before its block began, or there was no block. The garbage collector may
-        # run anywhere, so no lock is taken here.
-        turn: Turn | None = getattr(self, "turn", None)
-        if turn is not None and self._owner.turn is turn:
-            # first: the rest may be interrupted
-            del self._ticket
-            with suppress(RuntimeError):
-                # so that the next one is admitted immediately
-                _thread.start_new_thread(self._owner.settle_dropped, ())
+        self.is_discarded, self._is_ending = self.is_discarded or discard, True
+        with self._owner.queue.in_use:
+            if self._depth:
+                self._is_ending = False
+                raise MisuseError(f"this thread is in a call of session {self.name!r}; leave it after that")
+            try:
+                if self._owner.turn is self.turn:
+                    try:
+                        for stream in self._streams:
+                            stream.abandon()
+                    finally:
+                        self._owner.end(self)
+            finally:
+                self._owner.give_up(self._ticket)
 
 
 class Stream(Iterator[Any]):

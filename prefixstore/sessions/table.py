@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
@@ -62,15 +61,12 @@ class Turn:
         Its place in the queue, as long as anybody can end it.
     cache, n_evaluated
         The cache of the ``Llama`` before, and how many tokens it had evaluated.
-    process
-        In which it was admitted.
     """
 
     entry: Entry
     ticket: weakref.ref[Ticket]
     cache: object
     n_evaluated: int
-    process: int = field(default_factory=os.getpid)
 
 
 class Table:

@@ -306,6 +306,19 @@ def test_names_of_tenants_do_not_command_a_terminal(tmp_path, run):
     assert "\x1b" not in "".join(lines(screen, 80, None))
 
 
+def test_what_has_no_tenant_is_shared_and_purged_by_its_namespace(tmp_path, run):
+    with Archive(tmp_path / "kv", create=True) as archive:
+        for tenant in ("ann", None):
+            fill(archive.backend, space(tenant), [[1, 2, 3, 4]])
+    _, out, _ = run("tenants", tmp_path / "kv")
+    assert "(shared)" in out
+    assert "1 tenant;" in out
+    key = out.split("--namespace ")[1].split()[0]
+    assert run("purge", tmp_path / "kv", "--namespace", key, "--yes")[0] == 0
+    _, out, _ = run("tenants", tmp_path / "kv")
+    assert ("ann" in out, "(shared)" in out) == (True, False)
+
+
 def test_figures_with_damaged_names_and_counts_are_told(tmp_path, run):
     now = time.time()
     name = "\ud800\x1b[31m"

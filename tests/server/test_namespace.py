@@ -282,7 +282,8 @@ def test_a_named_server_shares_with_none_that_has_other_states(layout: SlotLayou
     other = layout_of(load(models("llama", n_layer=3)))
     one, two = (identity.namespace(found, page_tokens=256, salt=None).key for found in (layout, other))
     assert one != two
-    assert ServerIdentity.named(PROPS, "yours").namespace(layout, page_tokens=256, salt=None).key != one
+    for another in (ServerIdentity.named(PROPS, "yours"), ServerIdentity.named(replace(PROPS, model_path="o"), "mine")):
+        assert another.namespace(layout, page_tokens=256, salt=None).key != one
     with pytest.raises(InvalidParameterError, match="must be a name"):
         ServerIdentity.named(PROPS, "")
     with pytest.raises(ServerTooOldError):

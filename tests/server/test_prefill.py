@@ -14,7 +14,7 @@ import pytest
 
 from prefixstore.server import prefill
 from prefixstore.server.prefill import MIN_MISSING, MOST_STOPS, most_stops
-from prefixstore.server.prompts import parse
+from prefixstore.server.prompts import InvalidRequestError, parse
 from prefixstore.server.rates import FEW_TOKENS, Rates, Usage
 from tests.support.llama_server import Running
 from tests.support.models import prompt as numbers
@@ -78,17 +78,20 @@ def test_what_was_computed_ahead_of_a_request_was_not_cached():
         (None, ()),
         ({}, ()),
         ({"boundaries": [5, 3]}, (5, 3)),
-        ({"boundaries": 5}, None),
-        ({"boundaries": [0]}, None),
-        ({"boundaries": [True]}, None),
-        ({"boundaries": [5.0]}, None),
-        ({"boundary": [5]}, None),
-        ([5], None),
     ],
 )
-def test_a_request_may_say_where_others_will_part_from_it(told: object, boundaries: tuple[int, ...] | None):
+def test_a_request_may_say_where_others_will_part_from_it(told: object, boundaries: tuple[int, ...]):
     ask = parse("/v1/chat/completions", json.dumps({"messages": [], "prefixstore": told}).encode())
     assert (ask.boundaries, ask.reason) == (boundaries, None)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [*({"boundaries": wrong} for wrong in (5, [0], [True], [5.0])), {"boundary": [5]}, [5]],
+)
+def test_what_is_not_understood_of_that_is_refused(told: object):
+    with pytest.raises(InvalidRequestError):
+        parse("/v1/chat/completions", json.dumps({"messages": [], "prefixstore": told}).encode())
 
 
 # -- with a server -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -155,32 +154,11 @@ def test_a_server_and_doctor_say_if_the_pages_of_its_model_are_for_other_setting
     finding = next(one for one in json.loads(capsys.readouterr().out)["findings"] if one["name"] == "server")
     assert (finding["level"], differ in finding["value"]) == ("problem", True)
     assert "prefixstore warm --for-server" in finding["advice"]
+    assert main(["doctor", str(tmp_path / "another"), "--server", served.url, "--json"]) == 1
+    finding = next(one for one in json.loads(capsys.readouterr().out)["findings"] if one["name"] == "server")
+    assert f"uses another store: lmdb://{tmp_path / 'store'}" in finding["value"]
     served.complete(TEXT[:3000])
     served.until(lambda status: status["store"]["other_settings"] == [])
-
-
-@pytest.mark.slow
-def test_a_chat_that_goes_on_in_its_slot_is_not_looked_up_and_one_that_was_lost_there_is_told(serve: Serve):
-    served = serve("-np", "1", "--api-key", KEY, headers={"Authorization": f"Bearer {KEY}"})
-    chat = [{"role": "system", "content": TEXT[:1500]}, {"role": "user", "content": "What is a slot?"}]
-
-    def ask() -> dict[str, Any]:
-        answer = served.post("/v1/chat/completions", json={"messages": chat, "max_tokens": 8, "temperature": 0})
-        assert answer.status_code == 200
-        chat.extend([answer.json()["choices"][0]["message"], {"role": "user", "content": "And a page?"}])
-        return dict(answer.json()["timings"])
-
-    ask()
-    for _ in range(2):
-        assert ask()["prompt_n"] < 32
-    assert served.counts(1, "prefixstore_request_lookup_seconds_count")
-    # the slot is emptied past the proxy
-    argv = Path(f"/proc/{served.child()}/cmdline").read_bytes().decode().split("\0")
-    socket_of = httpx.HTTPTransport(uds=argv[argv.index("--host") + 1])
-    with httpx.Client(transport=socket_of, timeout=60, headers=served.headers) as past:
-        assert past.post("http://server/slots/0?action=erase").status_code == 200
-    assert ask()["prompt_n"] > 400
-    assert served.counts(1, "prefixstore_request_misses_total", reason="not_asked")
 
 
 ENDPOINTS = {
@@ -273,22 +251,6 @@ def test_the_official_client_streams_as_it_comes_and_its_leaving_frees_the_slot(
     assert served.complete(prompt(12))["content"] in own_answers(alone, prompt(12))
 
 
-@pytest.mark.slow
-def test_eight_clients_at_once_get_the_answers_that_they_would_get_alone(serve: Serve, alone: Running):
-    served = serve()
-    right = {i: own_answers(alone, prompt(i)) for i in range(8)}
-    with ThreadPoolExecutor(8) as threads:
-        for _ in range(2):
-            answers = list(threads.map(lambda i: _complete(served, prompt(i)), range(8)))
-            assert all(answer["content"] in right[i] for i, answer in enumerate(answers))
-    assert served.status()["failures"] == {}
-
-
-def _complete(served: Served, text: str) -> dict[str, Any]:
-    body = {"prompt": text, "n_predict": 12, "temperature": 0}
-    return dict(httpx.post(f"{served.url}/completion", json=body, timeout=120, trust_env=False).json())
-
-
 # -- what passes through ----------------------------------------------------------------------------------------------
 
 
@@ -309,7 +271,9 @@ def test_errors_of_the_server_are_passed_on_and_harm_nothing(shared_proxy: Serve
     # this model takes no images
     image = json.dumps({"messages": [{"role": "user", "content": [{"type": "text", "text": "Look:"}, picture]}]})
     too_long = json.dumps({"prompt": TEXT[:30_000], "n_predict": 4})
-    for body in ("{", "[]", '{"prompt": 1}', '{"messages": 3}', too_long, image):
+    # what cannot be read does not get as far
+    assert [shared_proxy.post("/completion", content=body).status_code for body in ("{", "[]")] == [400, 400]
+    for body in ('{"prompt": 1}', '{"messages": 3}', too_long, image):
         for path in ("/completion", "/v1/chat/completions"):
             ours = shared_proxy.post(path, content=body, headers={"content-type": "application/json"})
             theirs = httpx.post(alone.url + path, content=body, timeout=60, trust_env=False)
@@ -508,7 +472,7 @@ def _arguments(tmp_path: Path, command: str, model: Path, *options: str) -> list
 @pytest.mark.parametrize(
     ("options", "given", "said"),
     [
-        ("--api-key secret", (), "API keys of its own"),
+        ("--api-key secret", (), "wants another API key"),
         ("--cache-ram 100", ("--salt-from", "header:X-Tenant"), "--cache-ram of its own"),
     ],
 )
@@ -558,8 +522,6 @@ def test_the_child_listens_to_us_only(shared_proxy: Served):
     inodes = {str(entry.readlink()) for entry in Path(f"/proc/{child}/fd").iterdir()}
     tcp = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
     assert not inodes & {f"socket:[{fields[9]}]" for fields in tcp}
-    with httpx.Client(transport=httpx.HTTPTransport(uds=str(listens_at)), timeout=60) as client:
-        assert client.get("http://any/slots").status_code == 401
 
 
 @pytest.mark.slow
@@ -590,6 +552,7 @@ def test_the_store_keeps_what_each_tenant_has_asked_for(serve: Serve, tmp_path: 
 @pytest.mark.slow
 def test_tenants_find_nothing_of_each_other_after_requests_that_choose_their_slots(serve: Serve):
     served = serve("-np", "2", options=("--salt-from", "api-key", "--admin-key", "admin"))
+    assert "llama-server has no API keys, so a client may name any key" in served.text()
     ann, bob = ({"Authorization": f"Bearer {name}"} for name in ("ann", "bob"))
     for options in ({"n_cmpl": 2}, {"prompt": [prompt(21), prompt(21)]}, {"cache_prompt": False}):
         body = {"prompt": prompt(21), "n_predict": 2} | options
@@ -804,14 +767,12 @@ def test_a_server_that_was_replaced_between_two_requests_is_learned_anew(
         while len(served.status()["slots"]) != 3:
             assert _meanwhile(served, tokens) in (right, None)
         assert served.status()["slots"][0]["n_ctx"] == other.client.slot(0).n_ctx
-        if not name:
-            # a slot that is just being saved would be waited for, or not
-            served.saved()
+        # a slot that is just being saved would be waited for, or not
+        served.saved()
         assert served.complete([*tokens, 7])["timings"]["cache_n"] >= 299
-        assert served.status()["passed_through"] == ("replaced" if name else None)
+        assert served.status()["passed_through"] is None
         assert "different server answers" in served.text()
-        if not name:
-            served.saved()
+        served.saved()
         # and back: what was stored of the first one is there
         again = _replaced(other, llama_server, docs_model, "-np", "1", *keep)
         while len(served.status()["slots"]) != 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 
-from prefixstore.server.prompts import MAX_PARTS
 from tests.support import ROOT
 from tests.support.llama_server import Running
 from tests.support.served import TEXT, Serve, Served, cached, launch, own_answers, prompt
@@ -118,31 +116,6 @@ def test_no_request_moves_rows(serve: Serve, alone: Running):
             if one["tokens_evaluated"] > 100:
                 assert cached(one) in (0, len(end) - 1)
                 assert one["content"] in own
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["range", "mark"])
-def test_rows_that_a_request_with_an_error_as_its_answer_has_moved_are_neither_used_nor_stored(
-    way: str, serve: Serve, alone: Running
-):
-    """llama-server computes before it refuses a range or the second of two prompts."""
-    whole, end = _whole_and_end(alone)
-    served = serve("-np", "1")
-    served.complete(whole, 1)
-    body = {"prompt": end, "n_predict": 1} | MOVED
-    several = json.dumps(body | {"prompt": [end, [5] * 5000]}).encode()
-    content = {
-        "range": json.dumps(body | {"unused": [[]] * (MAX_PARTS + 1)}).encode(),
-        "mark": b"\xef\xbb\xbf" + several,
-    }[way]
-    headers = {"Content-Type": "application/json", "Range": "bytes=99999999-"}
-    assert served.post("/completion", content=content, headers=headers).status_code == (200 if way == "range" else 400)
-    longer = [*end, *whole[300:350]]
-    assert cached(served.complete(longer)) == 0
-    served.saved()
-    assert served.stop() == 0
-    served = serve("-np", "1")
-    assert served.complete(longer)["content"] in _own(alone, longer)
 
 
 @pytest.mark.slow

@@ -84,10 +84,7 @@ def test_ctrl_c_before_the_block_changes_no_session(step, when, llm, store, monk
 # -- dropped ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_interrupted", [False, True])
-def test_a_dropped_session_has_the_llama_no_longer(is_interrupted, llm, store, sessions, monkeypatch):
-    if is_interrupted:
-        monkeypatch.setattr(Session, "__del__", lambda _: None)
+def test_a_dropped_session_has_the_llama_no_longer(llm, store, sessions):
     turn(sessions, "alice", prompt(60))
     expected = held(sessions, "alice")[0]
     for is_used in (False, True):
@@ -290,7 +287,7 @@ def test_a_child_is_refused_at_once_what_its_parent_has(llm, store, sessions):
     def child(alice, stream):
         uses = (lambda: alice.eval([5]), lambda: next(stream), lambda: alice.tokens, alice.__enter__)
         for use in uses:
-            with pytest.raises(StaleLeaseError, match="is the parent's"):
+            with pytest.raises(StaleLeaseError, match="a parent process"):
                 use()
         assert llm.cache is None
         # leaving it there is no use

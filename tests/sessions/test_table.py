@@ -141,28 +141,6 @@ def test_sessions_are_as_a_simple_model_of_them(llm):
     run_state_machine_as_test(Machine, settings=settings(checks, suppress_health_check=list(HealthCheck)))
 
 
-def test_a_fork_that_continues_shares_no_more(sessions):
-    for name in ("a", "b", "c"):
-        if name == "a":
-            with sessions.admit("a") as a:
-                a.eval([5, 6, 7])
-        else:
-            sessions.fork("a", name)
-    entries = [sessions._table.entries[name] for name in "abc"]
-    assert entries[0].tokens is entries[1].tokens is entries[2].tokens
-    with sessions.admit("b") as b:
-        b.eval([8])
-    # the other two share the tail that b has copied
-    assert entries[0].tokens is entries[2].tokens is not entries[1].tokens
-    assert [entry.tokens.tolist() for entry in entries] == [[5, 6, 7], [5, 6, 7, 8], [5, 6, 7]]
-    assert sessions.stats().tails_copied == 1
-    with sessions.admit("c") as c:
-        c.eval([9])
-    with sessions.admit("a") as a:
-        a.eval([9])
-    assert sessions.stats().tails_copied == 2
-
-
 def test_what_another_llama_evaluates_is_not_taken_for_the_session_s(store, llama, sessions):
     """One store serves several."""
     with sessions.admit("alice") as alice:
