@@ -150,17 +150,6 @@ def test_a_page_that_cannot_fit_into_a_quota_evicts_nothing(backend, quota):
     assert (store.held(), other.held()) == (10, 10)
 
 
-def test_a_page_that_cannot_fit_evicts_nothing_on_disk_either(tmp_path):
-    with closing(Pages(LMDBBackend(tmp_path / "kv", 8 * MIB))) as opened:
-        store = Tenant(opened, tenant("one"), max_bytes=8 * MIB)
-        for i in range(8):
-            assert store.put([i] * P, MIB // 2) == 1
-        for i in range(4):
-            store.engine.pin(store.namespace.key, as_tokens([i] * P), P, pinned=True)
-        assert store.put([100] * P, 7 * MIB) == 0
-        assert sum(store.match([i] * P) == P for i in range(8)) == 8
-
-
 def test_a_quota_is_one_size_or_sizes_by_name():
     assert Quota.parse("1MiB", 4 * MIB) == Quota(MIB, MIB)
     assert Quota.parse({"salt": 5}, 6) == Quota(None, 5)
@@ -224,23 +213,6 @@ def test_a_use_renews_the_time_to_live_for_other_processes_too(backend, clock):
     other.engine.commit([])
     assert other.counters["expired"] == 0
     assert store.match([1] * P) == other.match([1] * P) == P
-
-
-def test_a_page_stays_as_long_as_its_descendants(backend, clock):
-    store = Tenant(backend, tenant("a"), ttl=60)
-    store.put([1] * 4)
-    clock.passes(50)
-    store.put([1] * 8)
-    clock.passes(50)
-    # the first page was not used since, but its child needs it
-    store.engine.commit([])
-    assert store.match([1] * 4) == 4
-    assert store.match([1] * 8) == 8
-    clock.passes(50)
-    assert store.match([1] * 8) == 0
-    store.engine.commit([])
-    assert store.counters["expired"] == 2
-    assert store.engine.check() == []
 
 
 def test_pinned_pages_do_not_expire(backend, clock):
