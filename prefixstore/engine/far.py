@@ -103,10 +103,10 @@ class FarEngine(Engine):
         n_written = 0
         some: list[PendingPage] = []
         try:
-            here = self._stored([new.page.parent for new in batch]) if batch else set()
+            # first pages follow their namespaces
+            here = {new.page.namespace for new in batch} | self._stored([new.page.parent for new in batch])
             for new in batch:
-                page = new.page
-                if page.parent not in {page.namespace, *here} and self._catalog.is_pending(new):
+                if new.page.parent not in here and self._catalog.is_pending(new):
                     n_written += super().commit(some) + self._copy_before(new)
                     some = []
                 some.append(new)
