@@ -34,7 +34,7 @@ COMMANDS = {
         "tree": ("tree", "Show the stored prefixes as a tree."),
         "show": ("listing", "Show one page, and whether its bytes are intact."),
         "explain": ("diagnose", "Explain how much of a prompt is stored, and why not more."),
-        "report": ("report", "Write a page that shows a store: its tree, its use, the effect of another size."),
+        "report": ("report", "Write a page that shows a store: its tree and its use."),
     },
     "Maintain": {
         "doctor": ("diagnose", "Examine the installation and a store, and say what to change."),

@@ -29,7 +29,7 @@ def report(
     max_bytes: str | None = None,
     yes: bool = False,
 ) -> Result | int:
-    """Write a page that shows a store: its tree, its use, the effect of another size.
+    """Write a page that shows a store: its tree and its use.
 
     The page is one file that needs no network. With a model or a tokenizer it shows the text where prompts diverge;
     otherwise token ids, which anyone with the model can turn into text. Only its owner can read the file. On a terminal

@@ -12,20 +12,17 @@ uses, instead.
 
 from __future__ import annotations
 
-import math
 import struct
 import time
 from array import array
-from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from prefixstore.engine.duel import Access, Duel, Mode, admits_by_use
-from prefixstore.engine.ghosts import GhostTable
 from prefixstore.engine.hazards import (
     AGES,
     CLASSES,
@@ -37,7 +34,9 @@ from prefixstore.engine.hazards import (
 )
 from prefixstore.engine.index import Page
 from prefixstore.engine.keyspace import LEAVES, Leaf
-from prefixstore.engine.policy import Leaves, Policy, Ranks
+from prefixstore.engine.policy import MOST_COUNTED, Ghosts, Leaves, Policy, Ranks
+from prefixstore.errors import CorruptError
+from prefixstore.format.saved_state import pack_state, unpack_state
 
 __all__ = ["Adaptive"]
 
@@ -59,14 +58,14 @@ PAGES_KEPT, PROMPTS_KEPT = 4096, 64
 # at least so many prompts are told apart by their times
 TIMES_KEPT = 1 << 16
 CLOCK_MASK = (1 << 32) - 1
+# pages are sampled by 32 bits of their keys: all of them
+WHOLE = 1 << 32
 # in the middle of a prompt, and with a gap of middle length: the class of a page whose last prompt is not known
 MIDDLE = 2 + 4 * 2
-MOST_USES = 255
-LEVEL_OF_USES = np.array([use_level(max(n, 1)) for n in range(MOST_USES + 1)])
+LEVEL_OF_USES = np.array([use_level(max(n, 1)) for n in range(MOST_COUNTED + 1)])
 
-# clock, prompts seen, nanoseconds for a prompt, microseconds for a token, tokens of a page, mode, scores, share, reach
-SAVED = struct.Struct("<QQdddB3dQd")
-# more than any of these numbers can be
+# mode, reach; and more than that can be
+SAVED = struct.Struct("<Bd")
 MANY = 1e18
 
 
@@ -78,32 +77,29 @@ class _Prompt(NamedTuple):
 
 
 class Adaptive(Policy):
-    """Pages with the fewest expected hits for their space are evicted first, weighted by the time that a hit saves."""
+    """Pages with the fewest expected hits for their space are evicted first."""
 
     name = "adaptive"
     note = b"policy/adaptive"
 
     def __init__(self) -> None:
-        self._clock = self._began = EPOCH
-        self._ns = time.time_ns()
+        self._clock = EPOCH
         # when each of the last prompts began, from the one with the clock `_first` on; the start counts as one
-        self._times = array("q", [self._ns])
+        self._times = array("q", [time.time_ns()])
         self._first = EPOCH
         self._prompts: OrderedDict[bytes, _Prompt] = OrderedDict()
         self._latest: OrderedDict[bytes, _Prompt] = OrderedDict()
-        self._ghosts = GhostTable()
+        self._ghosts = Ghosts()
         self._hazards = Hazards()
         self._duel = Duel()
         self._worth = self._hazards.worth
         # class << 32 | clock of the last use of sampled pages, the least recently used first
         self._samples: OrderedDict[int, int] = OrderedDict()
-        self._share = 1 << 32
+        self._share = WHOLE
         self._pages = 0
         self._learned = EPOCH
         # how many prompts the store would reach back if it were in the order of last use
         self._reach = 1.0
-        self._us_per_token = 0.0
-        self._ns_per_prompt = float(PROMPT_NS)
         self._page_tokens = 1.0
 
     @property
@@ -114,9 +110,7 @@ class Adaptive(Policy):
     # -- observing ----------------------------------------------------------------------------------------------------
 
     def looked_up(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None, now: int) -> None:
-        self._ns_per_prompt += (min(max(now - self._ns, 0), 100 * PROMPT_NS) - self._ns_per_prompt) / 64
-        self._ns = now
-        clocks = [self._clock_at(page.last_used) for page in pages]
+        clocks = self._clocks(np.array([page.last_used for page in pages], np.int64)).tolist()
         self._clock += 1
         self._times.append(now)
         if len(self._times) == 2 * TIMES_KEPT:
@@ -128,38 +122,28 @@ class Adaptive(Policy):
             self._use(page, prompt, page.uses + 1, self._clock - clock)
 
     def added(self, namespace: bytes, page: Page) -> None:
-        if page.compute_us and page.n_tokens:
-            us_per_token = page.compute_us / page.n_tokens
-            self._us_per_token += (us_per_token - self._us_per_token) / (64 if self._us_per_token else 1)
         self._page_tokens = max(self._page_tokens * 0.999, page.n_tokens)
-        ghost = self._ghosts.recall(page.key, self._clock)
+        ghost = self._ghosts.recall(page.key)
         uses, clock = ghost if ghost is not None else (0, self._clock)
         # the prompt of its parent: several may be computed at the same time
         prompt = self._prompts.get(page.parent) or self._latest.get(namespace, _Prompt(self._clock, None))
         self._use(page, prompt, max(uses + 1, page.uses), max(prompt.clock - clock, 0))
 
-    def _clock_at(self, time: int) -> int:
-        """The clock at a time: of the prompt that began last; before those that are known, by their average."""
-        n = bisect_right(self._times, time)
-        return self._first + n - 1 if n else max(self._first - 1 - round(self._prompts_before(time)), 0)
-
     def _clocks(self, times: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """As `_clock_at`, of many times."""
-        n = np.searchsorted(np.frombuffer(self._times, np.int64), times, side="right")
-        before = self._first - 1 - np.rint(self._prompts_before(times)).astype(np.int64)
+        """The clock at each time: of the prompt that began last; before those that are known, by their mean rate."""
+        known = np.frombuffer(self._times, np.int64)
+        n = np.searchsorted(known, times, side="right")
+        rate = max(int(known[-1] - known[0]), 1) / (len(known) - 1) if len(known) > 1 else PROMPT_NS
+        before = self._first - 1 - np.rint(np.maximum(known[0] - times, 0) / rate).astype(np.int64)
         return np.where(n > 0, self._first + n - 1, np.maximum(before, 0))
-
-    def _prompts_before(self, times: Any) -> Any:
-        """How many prompts there were between these times and the first one that is known."""
-        return np.maximum(self._times[0] - times, 0) / max(self._ns_per_prompt, 1.0)
 
     def _use(self, page: Page, prompt: _Prompt, uses: int, gap: int) -> None:
         page_class = self._class_of(page, prompt, uses, gap)
-        page.uses = uses = min(uses, MOST_USES)
+        page.uses = uses = min(uses, MOST_COUNTED)
         page.page_class = page_class + 1
         _note(self._prompts, page.key, prompt, PAGES_KEPT)
         number = int.from_bytes(page.key[:8], "little")
-        if _share_of(number) < self._share:
+        if number >> 32 < self._share:
             last = self._samples.pop(number, None)
             if last is not None:
                 self._hazards.observe(last >> 32, prompt.clock - (last & CLOCK_MASK), hit=True)
@@ -168,7 +152,7 @@ class Adaptive(Policy):
                 _, last = self._samples.popitem(last=False)
                 self._hazards.observe(last >> 32, self._clock - (last & CLOCK_MASK), hit=False)
         if self._duel.samples(page.key):
-            gain = self._gain(page)
+            gain = page.n_tokens / (page.stored_bytes or page.raw_bytes or 1)
             self._duel.access(Access(number, page_class, uses, prompt.clock, page.end, gain), self._worth)
 
     def _class_of(self, page: Page, prompt: _Prompt, uses: int, gap: int) -> int:
@@ -180,31 +164,34 @@ class Adaptive(Policy):
         return use_level(uses) * CLASSES_PER_LEVEL + where + 4 * after
 
     def evicted(self, key: bytes, uses: int, last_used: int) -> None:
-        self._ghosts.remember(key, uses, self._clock_at(last_used))
+        self._ghosts.remember(key, uses, int(self._clocks(np.array([last_used]))[0]))
 
     # -- learning -----------------------------------------------------------------------------------------------------
 
     def prepare(self, pages: int) -> None:
         self._pages = pages
-        self._ghosts.grow(pages)
         self._duel.resize(pages)
         enough = min(max(pages, SAMPLES), MOST_SAMPLES)
-        while self._share > 1 and enough << 32 < self._share * REACH * pages:
+        while self._share > 1 and enough * WHOLE < self._share * REACH * pages:
             self._share >>= 1
             self._hazards.halve()
             limit = self._share
-            self._samples = OrderedDict(one for one in self._samples.items() if _share_of(one[0]) < limit)
+            self._samples = OrderedDict(one for one in self._samples.items() if one[0] >> 32 < limit)
         if self._clock >= self._learned + max(LEARN_EVERY, len(self._samples) >> LEARN_SHIFT):
-            self._learn(pages)
+            self._learn()
 
-    def _learn(self, pages: int) -> None:
-        self._learned = self._clock
+    def _followed(self) -> npt.NDArray[np.int64]:
+        """The sampled pages, the least recently used first: their classes, and their ages."""
         last = np.fromiter(self._samples.values(), np.int64, count=len(self._samples))
-        self._hazards.learn(last >> 32, self._clock - (last & CLOCK_MASK))
-        # the samples are in the order of last use
-        within = max(pages * self._share >> 32, 1)
-        oldest = int(last[-within]) & CLOCK_MASK if within <= len(last) else self._began
-        self._reach = float(max(self._clock - oldest, 1))
+        return np.stack([last >> 32, self._clock - (last & CLOCK_MASK)])
+
+    def _learn(self) -> None:
+        self._learned = self._clock
+        classes, ages = self._followed()
+        self._hazards.learn(classes, ages)
+        if len(ages):
+            within = max(self._pages * self._share // WHOLE, 1)
+            self._reach = max(float(ages[-within]), 1.0) if within <= len(ages) else max(float(ages[0]), self._reach)
         self._worth = self._hazards.worth
         if self._hazards.share_of_hits_before(self._reach) > ENOUGH:
             self._worth = np.tile(np.arange(AGES, 0, -1, dtype=np.float64), CLASSES)
@@ -222,13 +209,11 @@ class Adaptive(Policy):
     def _worths(self, leaves: Leaves) -> Ranks:
         ages = self._clock - self._clocks(leaves["last_used"].astype(np.int64))
         # of pages that another policy, or another process, has put: of the middle class with as many uses
-        unknown = LEVEL_OF_USES[np.minimum(leaves["uses"], MOST_USES)] * CLASSES_PER_LEVEL + MIDDLE
+        unknown = LEVEL_OF_USES[np.minimum(leaves["uses"], MOST_COUNTED)] * CLASSES_PER_LEVEL + MIDDLE
         known = leaves["page_class"].astype(np.int64) - 1
         classes = np.where((known >= 0) & (known < CLASSES), known, unknown)
-        usual = leaves["n_tokens"] * (self._us_per_token or 1.0)
-        saved = np.where(leaves["compute_us"] > 0, np.clip(leaves["compute_us"], usual / 2, usual * 2), usual)
         worth: Ranks = self._worth[classes * AGES + age_bins(np.maximum(ages, 0))]
-        worth *= saved / np.maximum(leaves["stored_bytes"], 1)
+        worth *= leaves["n_tokens"] / np.maximum(leaves["stored_bytes"], 1)
         return worth
 
     def admits(self, new: Leaf, victim: Leaf) -> bool:
@@ -239,65 +224,27 @@ class Adaptive(Policy):
         worths = self._worths(np.array([tuple(new), tuple(victim)], LEAVES))
         return bool(worths[0] >= worths[1])
 
-    def _gain(self, page: Page) -> float:
-        """The time that a hit saves, for each byte; a measured time far from the average is clipped."""
-        usual = page.n_tokens * (self._us_per_token or 1.0)
-        saved = min(max(page.compute_us, usual / 2), usual * 2) if page.compute_us else usual
-        return saved / (page.stored_bytes or page.raw_bytes or 1)
-
     # -- keeping what was learned -------------------------------------------------------------------------------------
 
-    def parts(self) -> dict[str, bytes]:
-        # numbers of keys, and class and clock
-        samples = np.array(list(self._samples.items()), np.uint64).astype("<u8")
-        numbers = SAVED.pack(
-            self._clock,
-            self._clock - self._began,
-            self._ns_per_prompt,
-            self._us_per_token,
-            self._page_tokens,
-            self._duel.mode,
-            *self._duel.scores,
-            self._share,
-            self._reach,
-        )
-        return {
-            "numbers": numbers,
-            "hazards": self._hazards.dump(),
-            "ghosts": self._ghosts.dump(self._clock),
-            "samples": samples.tobytes(),
-        }
+    def save(self) -> bytes:
+        classes, ages = self._followed()
+        hazards = self._hazards.dump(classes, ages, WHOLE / self._share)
+        return pack_state({"hazards": hazards, "numbers": SAVED.pack(self._duel.mode, self._reach)})
 
-    def take_over(self, parts: Mapping[str, bytes]) -> None:
-        hazards, ghosts = Hazards(), GhostTable()
-        clock, seen, ns_per_prompt, us_per_token, page_tokens, mode, *scores, share, reach = SAVED.unpack(
-            parts["numbers"]
-        )
-        # the clock of this process keeps running: shift saved times by the difference
-        later = self._clock - clock
-        hazards.load(parts["hazards"])
-        ghosts.load(parts["ghosts"], later)
-        samples = np.frombuffer(parts["samples"], "<u8").reshape(-1, 2)
-        classes = (samples[:, 1] >> np.uint64(32)).astype(np.int64)
-        clocks = (samples[:, 1] & np.uint64(CLOCK_MASK)).astype(np.int64) + later
-        floats = [ns_per_prompt, us_per_token, page_tokens, *scores, reach]
-        if not (
-            all(math.isfinite(number) and 0 <= number < MANY for number in floats)
-            and min(page_tokens, reach, share) >= 1
-            and max(share, seen) <= 1 << 32
-            and len(samples) <= MOST_SAMPLES
-            and ((classes < CLASSES) & (clocks >= 0) & (clocks <= self._clock)).all()
-        ):
-            raise ValueError("not the state of this policy")
-        self._duel.mode = Mode(mode)
-        self._ns_per_prompt, self._us_per_token, self._page_tokens = ns_per_prompt, us_per_token, page_tokens
-        self._began = max(self._clock - min(seen, EPOCH), 0)
-        self._duel.scores = list(scores)
-        self._share, self._reach = share, reach
-        self._hazards, self._ghosts = hazards, ghosts
-        numbers = samples[:, 0].tolist()
-        self._samples = OrderedDict(zip(numbers, (classes << 32 | clocks).tolist(), strict=True))
-        self._learn(len(numbers) * (1 << 32) // (share * REACH))
+    def load(self, note: bytes) -> bool:
+        hazards = Hazards()
+        try:
+            parts = unpack_state(note)
+            hazards.load(parts["hazards"])
+            number, reach = SAVED.unpack(parts["numbers"])
+            mode = Mode(number)
+        except (CorruptError, KeyError, ValueError, struct.error):
+            return False
+        if not 1 <= reach < MANY:
+            return False
+        self._duel.mode, self._hazards, self._reach = mode, hazards, reach
+        self._learn()
+        return True
 
 
 def _note(prompts: OrderedDict[bytes, _Prompt], key: bytes, prompt: _Prompt, at_most: int) -> None:
@@ -306,8 +253,3 @@ def _note(prompts: OrderedDict[bytes, _Prompt], key: bytes, prompt: _Prompt, at_
     prompts.move_to_end(key)
     if len(prompts) > at_most:
         prompts.popitem(last=False)
-
-
-def _share_of(number: int) -> int:
-    """By what a page is sampled, or not: a part of the number of its key."""
-    return number >> 32

@@ -138,12 +138,12 @@ class Chooser(WaitingPages):
                 self.policy.evicted(new.page.key, new.page.uses, new.page.last_used)
             self.drop([new], reason)
 
-    def learned(self) -> dict[str, bytes]:
-        """What the policy has learned."""
+    def learned(self) -> bytes:
+        """What the policy has learned, as a note."""
         with self._lock:
-            return self.policy.parts()
+            return self.policy.save()
 
     def load_policy(self, note: bytes) -> bool:
-        """Have the policy go on with what was learned before; whether that can be read."""
+        """Have the policy go on with what was learned before; whether that could be read."""
         with self._lock:
             return self.policy.load(note)

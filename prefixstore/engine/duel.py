@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from prefixstore.engine.hazards import AGES, age_bin, age_bins
+from prefixstore.engine.hazards import AGES, age_bins
 
 __all__ = ["Access", "Duel", "Mode", "admits_by_use"]
 
@@ -22,6 +22,8 @@ RATIO, AHEAD = 1.02, 1.0
 END_BITS = 23
 MOST_END = (1 << END_BITS) - 1
 ORDER_BITS = 32 + END_BITS
+# of the last access of a page in a cache
+LAST = np.dtype([("page_class", "i4"), ("uses", "i8"), ("clock", "i8"), ("order", "i8"), ("gain", "f8")])
 # the caches begin again when the store has this many times as many pages, or as few
 RESIZE = 1.1
 # accesses of a prompt that are compared at once
@@ -49,9 +51,10 @@ class Access(NamedTuple):
     gain: float
 
     @property
-    def order(self) -> int:
-        """By the time of the use; of one prompt, by depth."""
-        return self.clock << END_BITS | MOST_END - min(self.end, MOST_END)
+    def facts(self) -> tuple[int, int, int, int, float]:
+        """As in `LAST`; the order is by the time of the use, and of one prompt, by depth."""
+        order = self.clock << END_BITS | MOST_END - min(self.end, MOST_END)
+        return self.page_class, self.uses, self.clock, order, self.gain
 
 
 class _Cache:
@@ -62,18 +65,14 @@ class _Cache:
         self._size = size
         self._place: dict[int, int] = {}
         self._numbers: list[int] = []
-        self._classes = np.zeros(size, np.int32)
-        self._uses = np.zeros(size, np.int64)
-        self._clocks = np.zeros(size, np.int64)
-        self._order = np.zeros(size, np.int64)
-        self._gains = np.ones(size)
+        self._last = np.zeros(size, LAST)
 
     def access(self, prompt: Sequence[Access], worth: np.ndarray[tuple[int], np.dtype[np.float64]]) -> list[bool]:
         """Which pages of a prompt are cached. The others may be cached now, but not in place of these."""
         places = [self._place.get(one.number) for one in prompt]
         for one, at in zip(prompt, places, strict=True):
             if at is not None:
-                self._set(at, one)
+                self._last[at] = one.facts
         for one, place in zip(prompt, places, strict=True):
             if place is not None or one.number in self._place:
                 continue
@@ -87,25 +86,22 @@ class _Cache:
             else:
                 self._numbers.append(one.number)
             self._place[one.number] = at
-            self._set(at, one)
+            self._last[at] = one.facts
         return [at is not None for at in places]
-
-    def _set(self, at: int, one: Access) -> None:
-        self._classes[at], self._uses[at], self._clocks[at] = one.page_class, one.uses, one.clock
-        self._order[at], self._gains[at] = one.order, one.gain
 
     def _victim(self, new: Access, worth: np.ndarray[tuple[int], np.dtype[np.float64]]) -> int | None:
         """Whose place the new page takes; None if it is not admitted."""
+        last = self._last
         if self._mode is Mode.LEARNED:
             # prompts overlap: what belongs to an earlier one may be computed after a use by a later one
-            ages = np.maximum(new.clock - self._clocks, 0)
-            ranks = worth[self._classes * AGES + age_bins(ages)] * self._gains
+            ages = np.maximum(new.clock - last["clock"], 0)
+            ranks = worth[last["page_class"] * AGES + age_bins(ages)] * last["gain"]
             at = int(ranks.argmin())
-            return at if worth[new.page_class * AGES + age_bin(0)] * new.gain >= ranks[at] else None
+            return at if worth[new.page_class * AGES] * new.gain >= ranks[at] else None
         if self._mode is Mode.LFU:
-            at = int((self._uses << ORDER_BITS | self._order).argmin())
-            return at if admits_by_use(new.uses, int(self._uses[at])) else None
-        return int(self._order.argmin())
+            at = int((last["uses"] << ORDER_BITS | last["order"]).argmin())
+            return at if admits_by_use(new.uses, int(last["uses"][at])) else None
+        return int(last["order"].argmin())
 
 
 def admits_by_use(uses: int, victim: int) -> bool:

@@ -22,17 +22,20 @@ from prefixstore.engine import keyspace
 from prefixstore.engine.adaptive_policy import Adaptive
 from prefixstore.engine.keyspace import LEAVES, Count, Leaf, leaf_row, leaves_of
 from prefixstore.engine.page_view import View
-from prefixstore.engine.policy import Leaves, Policy, Ranks, lfu, longest_first, lru, priority
+from prefixstore.engine.policy import Counting, Leaves, Ordering, Policy, Ranks
 from prefixstore.format.keys import KEY_BYTES
 
 __all__ = ["GROUPS", "KEPT", "POLICIES", "Group", "Rank", "Victim", "Victims"]
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "adaptive": Adaptive,
-    "lru": lru,
-    "lfu": lfu,
-    "longest_first": longest_first,
-    "priority": priority,
+    # least recently used first; among pages used together, the deepest first
+    "lru": lambda: Ordering("lru", lambda leaves: np.zeros(len(leaves))),
+    "lfu": Counting,
+    # the end of the longest prompt first, which keeps the beginnings of many prompts
+    "longest_first": lambda: Ordering("longest_first", lambda leaves: -leaves["end"].astype(np.float64)),
+    # lowest priority first; among those, the least recently used
+    "priority": lambda: Ordering("priority", lambda leaves: leaves["priority"]),
 }
 
 # leaves that are read for each one that is taken, and for how many at once: in one round trip; in a local file, where

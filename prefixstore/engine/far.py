@@ -1,16 +1,15 @@
 """The engine of the far one of two locations: new pages are written there too, later, and as far as its queue has room.
 
-It has its own write queue. A captured page waits there with the buffer of the nearer engine. A page that only the
-nearer location has waits by name, and is read there when its turn comes. In either case the pages before it are written
-first if they are missing here, since the location was unreachable when they were captured.
+It has its own write queue, in which a captured page waits with the buffer of the nearer engine. If pages before it are
+missing here, since the location was unreachable when they were captured, they are read from the nearer location and
+written first.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -25,13 +24,9 @@ from prefixstore.engine.source import Keep, Source
 from prefixstore.engine.waiting import DropReason
 from prefixstore.errors import StorageError
 
-__all__ = ["FarEngine", "Nearer", "node_of"]
+__all__ = ["FarEngine", "Nearer", "page_for"]
 
 log = logging.getLogger("prefixstore")
-
-# How many pages of the nearer location may have been offered within so many seconds; no page is twice.
-OFFERED = 4096
-OFFERED_SECONDS = 60.0
 
 
 class Nearer(Protocol):
@@ -39,16 +34,13 @@ class Nearer(Protocol):
 
     lookups: Lookups
 
-    def settings_of(self, namespace: bytes) -> bytes | None:
-        """Canonical settings of a namespace. Raises `StorageError`."""
-
     def states_of(self, pages: Sequence[Page]) -> AbstractContextManager[States]:
         """Their verified states, each valid until the next one is requested."""
 
 
-def node_of(page: Page) -> Page:
-    """The same page, for another location."""
-    return replace(page, stored_bytes=0, hits=0, pinned=False, children=[], is_far=False)
+def page_for(page: Page, *, is_far: bool) -> Page:
+    """The same page, for the other location."""
+    return replace(page, stored_bytes=0, hits=0, pinned=False, children=[], is_far=is_far)
 
 
 class FarEngine(Engine):
@@ -69,8 +61,6 @@ class FarEngine(Engine):
         self._catalog.is_far = True
         self._lock = threading.Lock()
         self._held = 0
-        # pages that were offered by name, and when they may be again
-        self._offered: dict[bytes, float] = {}
 
     # -- what the nearer engine calls ---------------------------------------------------------------------------------
 
@@ -85,99 +75,67 @@ class FarEngine(Engine):
 
     def offer(self, new: PendingPage) -> None:
         """Have a captured page written here, too, with the same buffer. Dropped and counted if too much waits."""
-        buffer = new.buffer
-        if self.read_only or buffer is None or self._catalog.get(new.page.key) is not None:
+        buffer, size = new.buffer, new.n_bytes
+        # the caller holds it as well, so it has not returned to the pool
+        if self.read_only or buffer is None or not buffer.hold():
             return
         with self._lock:
-            fits = not self._held or self._held + new.n_bytes <= self.queue_bytes
-            # the caller holds it as well, so it has not returned to the pool
-            is_held = fits and buffer.hold()
-            self._held += new.n_bytes if is_held else 0
-        if is_held:
-            self._queue.put(PendingPage(node_of(new.page), new.settings, buffer, is_wanted=new.is_wanted))
-        else:
+            fits = not self._held or self._held + size <= self.queue_bytes
+            self._held += size if fits else 0
+        if not fits:
+            buffer.release()
             self.counters.count("dropped:queue_full")
-
-    def offer_stored(self, page: Page) -> None:
-        """Have a page of the nearer location written here, too, if it is missing; not tried again within a minute."""
-        if self._catalog.get(page.key) is not None:
             return
-        now = time.monotonic()
-        with self._lock:
-            if len(self._offered) >= OFFERED:
-                self._offered = {key: until for key, until in self._offered.items() if until > now}
-            if len(self._offered) >= OFFERED or self._offered.get(page.key, now) > now:
-                return
-            self._offered[page.key] = now + OFFERED_SECONDS
-        self._queue.put(PendingPage(node_of(page), b"", None))
+        copy = PendingPage(page_for(new.page, is_far=True), new.settings, buffer, is_wanted=new.is_wanted)
+        if not self.captures.take(copy, None):
+            self._written(size)
 
-    def forget_offers(self, keys: Iterable[bytes]) -> None:
-        """Allow these pages, which were not written, to be offered again."""
+    def _written(self, n_bytes: int) -> None:
+        """So much waits no longer."""
         with self._lock:
-            for key in keys:
-                self._offered.pop(key, None)
+            self._held -= n_bytes
 
     # -- the thread of the queue --------------------------------------------------------------------------------------
 
     def commit(self, batch: Sequence[PendingPage]) -> int:
-        """Write offered pages, with their missing ancestors. What cannot be written is dropped and counted."""
-        announced: list[PendingPage] = []
-        copied: list[PendingPage] = []
-        n_written, n_left = 0, len(batch)
+        """As `Engine.commit`; pages that are missing here before these are written first."""
+        size = sum(new.n_bytes for new in batch)
+        n_written = 0
+        some: list[PendingPage] = []
         try:
-            stored = self._stored(key for new in batch for key in (new.page.key, new.page.parent))
+            # first pages follow their namespaces
+            here = {new.page.namespace for new in batch} | self._stored([new.page.parent for new in batch])
             for new in batch:
-                page = new.page
-                follows = page.parent in (page.namespace, *stored) or self._catalog.get(page.parent) is not None
-                if page.key not in stored and (new.buffer is None or not follows):
-                    copied.append(new)
-                    continue
-                if page.key not in stored and self.captures.announce(new):
-                    announced.append(new)
-                n_left -= 1
-            n_written += super().commit(announced)
-            # the last ones first: they bring along those before them
-            for new in reversed(copied):
-                if new.page.key not in stored:
-                    path = self._nearer.lookups.path(new.page)
-                    n_written += self._copy(path, new.settings)
-                    stored.update(page.key for page in path)
-                n_left -= 1
+                if new.page.parent not in here and self._catalog.is_pending(new):
+                    n_written += super().commit(some) + self._copy_before(new)
+                    some = []
+                some.append(new)
+            return n_written + super().commit(some)
         except StorageError as error:
-            log.info("%d pages were not written to %s: %s", n_left, self.location, error)
-            self._catalog.drop(announced, DropReason.UNAVAILABLE)
-            self.counters.count(f"dropped:{DropReason.UNAVAILABLE.value}", n_left)
-            self.forget_offers(new.page.key for new in copied)
+            log.info("%d pages were not written to %s: %s", len(batch) - n_written, self.location, error)
+            self._catalog.drop(batch, DropReason.UNAVAILABLE)
+            return n_written
         except Exception:
-            self._catalog.drop(announced)
+            self._catalog.drop(batch)
             raise
         finally:
-            with self._lock:
-                self._held -= sum(new.n_bytes for new in batch)
-        return n_written
+            self._written(size)
 
-    def _stored(self, keys: Iterable[bytes]) -> set[bytes]:
+    def _stored(self, keys: Sequence[bytes]) -> set[bytes]:
         """Those of these pages that are here, or wait here."""
-        keys = list(dict.fromkeys(keys))
         with self._breaker.asking(), self._backend.view() as view:
             return view.records(keys).keys() | {key for key in keys if self._catalog.get(key) is not None}
 
-    def _copy(self, path: Sequence[Page], settings: bytes) -> int:
-        """Write those pages of a path that are missing here, out of the nearer location; how many.
-
-        `settings` are those of their namespace; if there are none, the nearer location is asked.
-        """
-        stored = self._stored(page.key for page in path)
+    def _copy_before(self, new: PendingPage) -> int:
+        """Write the pages before this one that are missing here, out of the nearer location; how many."""
+        path = self._nearer.lookups.path(new.page)[:-1]
+        stored = self._stored([page.key for page in path])
         missing = [page for page in path if page.key not in stored]
-        known = settings or (self._nearer.settings_of(missing[0].namespace) if missing else None)
         n_written = 0
-        while missing and known is not None:
-            n_read, n_new = self._copy_some(missing, known)
+        while missing:
+            n_read, n_new = self._copy_some(missing, new.settings)
             n_written += n_new
-            if n_read == 0:
-                # gone from there, too
-                self.counters.count(f"dropped:{DropReason.ORPHAN.value}")
-            # those after one that was not written may have no parent
+            # those after one that was not written would have no parent
             missing = missing[n_read:] if n_new == n_read > 0 else []
         return n_written
 
@@ -195,7 +153,7 @@ class FarEngine(Engine):
                     buffer = self.captures.acquire(len(state), wait=True) if size <= most or not news else None
                     if buffer is None:
                         break
-                    news.append(PendingPage(node_of(page), settings, buffer))
+                    news.append(PendingPage(page_for(page, is_far=True), settings, buffer))
                     buffer.view[:] = state
             return len(news), super().commit([new for new in news if self.captures.announce(new)])
         except Exception:

@@ -34,9 +34,7 @@ def age_bins(prompts: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
 
 def age_bin(prompts: int) -> int:
     """The half octave of a number of prompts."""
-    number = max(prompts, 0) + 1
-    octave = number.bit_length() - 1
-    return min(2 * octave + (2 * number >= 3 << octave), AGES - 1)
+    return int(age_bins(np.array([max(prompts, 0)]))[0])
 
 
 def use_level(uses: int) -> int:
@@ -118,9 +116,11 @@ class Hazards:
             worth[:, age] = ((1 - left) / waited).max(axis=1)
         return worth
 
-    def dump(self) -> bytes:
-        """What was observed."""
-        return np.stack([self._hits, self._lost]).astype("<f4").tobytes()
+    def dump(self, classes: npt.NDArray[np.int64], ages: npt.NDArray[np.int64], weight: float) -> bytes:
+        """What was observed, with a weight; pages as given to `learn` count as no longer followed."""
+        lost = self._lost.copy()
+        np.add.at(lost, (classes, age_bins(np.maximum(ages, 0))), 1)
+        return (np.stack([self._hits, lost]) * weight).astype("<f4").tobytes()
 
     def load(self, dumped: bytes) -> None:
         """Take over earlier observations. Raises `ValueError` if these are not valid counts."""

@@ -215,7 +215,6 @@ class Leaf(NamedTuple):
     stored_bytes: int
     end: int
     n_tokens: int
-    compute_us: int
     uses: int
     priority: int
     page_class: int
@@ -230,7 +229,6 @@ class Leaf(NamedTuple):
             head.stored_bytes,
             min(head.start + head.n_tokens, MOST_TOKENS),
             head.n_tokens,
-            min(head.compute_us, MOST_TOKENS),
             min(usage.uses, MOST_USES),
             usage.priority,
             usage.page_class,
@@ -247,7 +245,7 @@ class Leaf(NamedTuple):
 
 
 MOST_TOKENS = 2**32 - 1
-_LEAF = struct.Struct(f"<{KEY_BYTES}sQQQIIIHhB")
+_LEAF = struct.Struct(f"<{KEY_BYTES}sQQQIIHhB")
 # the same for NumPy, to rank many at once
 LEAVES = np.dtype(
     [
@@ -257,7 +255,6 @@ LEAVES = np.dtype(
         ("stored_bytes", "<u8"),
         ("end", "<u4"),
         ("n_tokens", "<u4"),
-        ("compute_us", "<u4"),
         ("uses", "<u2"),
         ("priority", "<i2"),
         ("page_class", "u1"),

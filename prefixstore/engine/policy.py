@@ -6,31 +6,21 @@ Each engine has its own instance and calls it under the lock of its catalog.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from prefixstore.engine.ghosts import GhostTable
 from prefixstore.engine.index import Page
 from prefixstore.engine.keyspace import Leaf
-from prefixstore.errors import CorruptError
 from prefixstore.format.record import MOST_USES
-from prefixstore.format.saved_state import unpack_state
 
-__all__ = [
-    "Counting",
-    "Leaves",
-    "Ordering",
-    "Policy",
-    "Ranks",
-    "lfu",
-    "longest_first",
-    "lru",
-    "priority",
-]
+__all__ = ["MOST_COUNTED", "Counting", "Ghosts", "Leaves", "Ordering", "Policy", "Ranks"]
+
+# evicted pages that are remembered at most: 4 MiB
+GHOSTS = 1 << 19
+MOST_COUNTED = 255
 
 Leaves: TypeAlias = npt.NDArray[np.void]
 """Leaves, of type `prefixstore.engine.keyspace.LEAVES`."""
@@ -95,27 +85,19 @@ class Policy:
     note: bytes | None = None
     """The name under which a location keeps what was learned; None if nothing is."""
 
-    def parts(self) -> dict[str, bytes]:
-        """What was learned, at most 2 MiB, in named parts."""
-        return {}
+    def save(self) -> bytes:
+        """What was learned, as a note."""
+        return b""
 
-    def take_over(self, parts: Mapping[str, bytes]) -> None:
-        """Take over what was learned before. Raises `ValueError`, and changes nothing, if it is invalid."""
-        raise ValueError("nothing is learned")
-
-    def load(self, packed: bytes) -> bool:
-        """Take over parts that were packed into a note; whether they could be read. If not, nothing changes."""
-        try:
-            self.take_over(unpack_state(packed))
-        except (CorruptError, KeyError, ValueError, IndexError, OverflowError, struct.error):
-            return False
-        return True
+    def load(self, note: bytes) -> bool:
+        """Go on with what was learned before; whether it could be read. If not, nothing changes."""
+        return False
 
 
 class Ordering(Policy):
     """A policy that only ranks, by a function of the leaves."""
 
-    def __init__(self, ranks: Callable[[Leaves], npt.NDArray[Any]], *, name: str = "") -> None:
+    def __init__(self, name: str, ranks: Callable[[Leaves], npt.NDArray[Any]]) -> None:
         self.name = name
         self._ranks = ranks
 
@@ -124,49 +106,46 @@ class Ordering(Policy):
 
 
 class Counting(Ordering):
-    """Counts uses, those before an eviction included."""
-
-    note = b"policy/lfu"
+    """Least often used first, counting uses before an eviction; among those, the least recently used."""
 
     def __init__(self) -> None:
-        super().__init__(lambda leaves: leaves["uses"], name="lfu")
-        self._ghosts = GhostTable()
+        super().__init__("lfu", lambda leaves: leaves["uses"])
+        self._ghosts = Ghosts()
 
     def added(self, namespace: bytes, page: Page) -> None:
-        ghost = self._ghosts.recall(page.key, 0)
+        ghost = self._ghosts.recall(page.key)
         if ghost is not None:
             page.uses = ghost.uses + 1
 
     def evicted(self, key: bytes, uses: int, last_used: int) -> None:
         self._ghosts.remember(key, uses, 0)
 
-    def prepare(self, pages: int) -> None:
-        self._ghosts.grow(pages)
 
-    def parts(self) -> dict[str, bytes]:
-        return {"ghosts": self._ghosts.dump(0)}
+class Ghost(NamedTuple):
+    """What is remembered of an evicted page: its uses, and the clock at the last one."""
 
-    def take_over(self, parts: Mapping[str, bytes]) -> None:
-        ghosts = GhostTable()
-        ghosts.load(parts["ghosts"], 0)
-        self._ghosts = ghosts
+    uses: int
+    clock: int
 
 
-def lru() -> Policy:
-    """Least recently used first; among pages used together, the deepest first."""
-    return Ordering(lambda leaves: np.zeros(len(leaves)), name="lru")
+class Ghosts:
+    """The memory of evicted pages: a table in which a page overwrites the one that had its place before.
 
+    An entry has the first bits of the number of the key, the uses, and the clock; 0 is an empty one.
+    """
 
-def lfu() -> Policy:
-    """Least often used first, counting uses before an eviction; among those, the least recently used."""
-    return Counting()
+    def __init__(self) -> None:
+        # the system gives out the memory as it is written
+        self._table = np.zeros(GHOSTS, np.uint64)
 
+    def remember(self, key: bytes, uses: int, clock: int) -> None:
+        """Keep the number of uses of an evicted page, and the clock at the last one."""
+        number = int.from_bytes(key[:8], "little")
+        self._table[number % GHOSTS] = number >> 40 << 40 | min(max(uses, 1), MOST_COUNTED) << 32 | clock
 
-def longest_first() -> Policy:
-    """The end of the longest prompt first, which keeps the beginnings of many prompts."""
-    return Ordering(lambda leaves: -leaves["end"].astype(np.float64), name="longest_first")
-
-
-def priority() -> Policy:
-    """Lowest priority first; among those, the least recently used."""
-    return Ordering(lambda leaves: leaves["priority"], name="priority")
+    def recall(self, key: bytes) -> Ghost | None:
+        """What is known of an evicted page; rarely of another one that looks like it."""
+        number = int.from_bytes(key[:8], "little")
+        entry = int(self._table[number % GHOSTS])
+        uses = entry >> 32 & MOST_COUNTED
+        return Ghost(uses, entry & 0xFFFFFFFF) if uses and entry >> 40 == number >> 40 else None

@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,15 +20,11 @@ __all__ = ["RamTier"]
 ENTRY_BYTES = 512
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
+class _State(NamedTuple):
     parent: bytes
     tokens: bytes
+    # not bytes: NumPy asks for large pages
     array: npt.NDArray[np.uint8]
-
-    @property
-    def bytes(self) -> int:
-        return _cost(len(self.tokens), self.array.nbytes)
 
 
 def _cost(n_token_bytes: int, n_bytes: int) -> int:
@@ -75,39 +71,29 @@ class RamTier:
     def keep(self, page: Page, state: Buffer) -> None:
         """Copy the state of a stored page."""
         size = _cost(len(page.tokens), len(state))
-        if size > self._limit:
+        if size > self._limit or page.key in self._states:
             return
-        with self._lock:
-            if page.key in self._states:
-                return
-            while self._states and self._used + size > self._limit:
-                self._drop(next(iter(self._states)))
-            if self._used + size > self._limit:
-                return  # other threads are copying at this moment
-            # counted before the copy is made, so that the tier never exceeds its limit
-            self._used += size
-        kept = None
-        try:
-            # without memory for it, the state is read from the location the next time
-            with suppress(MemoryError):
-                kept = _State(page.parent, page.tokens, np.frombuffer(state, np.uint8).copy())
-        finally:
+        # without memory for it, the state is read from the location the next time
+        with suppress(MemoryError):
+            # not under the lock: until the least recently used ones are dropped, it takes more than the limit
+            kept = _State(page.parent, page.tokens, np.frombuffer(state, np.uint8).copy())
             with self._lock:
-                if kept is None or page.key in self._states:
-                    self._used -= size
-                else:
-                    self._states[page.key] = kept
+                self._drop(page.key)
+                self._states[page.key] = kept
+                self._used += size
+                while self._used > self._limit:
+                    self._drop(next(iter(self._states)))
 
     def drop(self, keys: Iterable[bytes]) -> None:
         """Drop pages that were deleted from the location."""
         if self._states:
             with self._lock:
                 for key in keys:
-                    if key in self._states:
-                        self._drop(key)
+                    self._drop(key)
 
     def _drop(self, key: bytes) -> None:
-        self._used -= self._states.pop(key).bytes
+        if (gone := self._states.pop(key, None)) is not None:
+            self._used -= _cost(len(gone.tokens), gone.array.nbytes)
 
     def clear(self) -> None:
         """Drop everything."""

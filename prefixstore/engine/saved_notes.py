@@ -16,7 +16,6 @@ from prefixstore.engine.page_view import View
 from prefixstore.engine.pages import Pages
 from prefixstore.engine.space import Evictor, Space
 from prefixstore.errors import StorageError
-from prefixstore.format.saved_state import pack_state
 
 __all__ = ["POLICY_NOTE", "SavedNotes", "note_policy", "noted_policy"]
 
@@ -94,7 +93,7 @@ class SavedNotes:
         catalog = self._catalog
         name, evictions = catalog.policy.note if self._is_loaded else None, catalog.evictions
         if name is not None and self._is_due(name, catalog.n_lookups, POLICY_LOOKUPS, POLICY_SECONDS, closing):
-            self._write(name, lambda _, at_most: _fitting(pack_state(catalog.learned()), at_most))
+            self._write(name, lambda _, at_most: _fitting(catalog.learned(), at_most))
         if self._is_due(EVICTIONS_NOTE, evictions.n_added, 1, EVICTION_SECONDS, closing):
             self._write(EVICTIONS_NOTE, evictions.pack)
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from prefixstore.backends.threads import Answer, handed_over
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.far import FarEngine, node_of
+from prefixstore.engine.far import FarEngine, page_for
 from prefixstore.engine.fetch import States, fetch
 from prefixstore.engine.index import Page, Path
 from prefixstore.engine.lookups import Lookups
@@ -45,7 +45,7 @@ log = logging.getLogger("prefixstore")
 # share of the computing time that a lookup may take; and extra seconds while that time is unknown
 SHARE = 0.04
 UNKNOWN_SECONDS = 0.5
-# namespaces whose settings are remembered, the latest ones; those of others are known while pages of theirs are here
+# namespaces whose settings are remembered, the latest ones: pages of others are not kept
 KEPT_SETTINGS = 4096
 
 Ask = Callable[[Lookups], Path]
@@ -111,11 +111,6 @@ class TieredEngine(Engine):
             log.warning("the far location %s: %s", what, error)
 
     # -- what the far engine needs ------------------------------------------------------------------------------------
-
-    def settings_of(self, namespace: bytes) -> bytes | None:
-        """Canonical settings of a namespace, if one of its pages is in the nearer location."""
-        with self._backend.view() as view:
-            return view.namespace(namespace)
 
     def states_of(self, pages: Sequence[Page]) -> AbstractContextManager[States]:
         """The verified states of pages in the nearer location, each valid until the next one is requested."""
@@ -198,31 +193,25 @@ class TieredEngine(Engine):
 
     def _keep(self, page: Page, state: memoryview) -> bool:
         """Keep a page, unless it is here; whether pages after it can be kept."""
-        settings = self._settings.get(page.namespace) or self.settings_of(page.namespace)
+        if self.captures.needs_no_capture(page.key):
+            return True
+        settings = self._settings.get(page.namespace)
         if settings is None:
             return False
-        if self._has(page.key):
-            return True
         # pages of recurrent memory have only tokens: they are never fetched
-        is_first = page.parent == page.namespace or self._has(page.parent)
-        before = [] if is_first else [one for one in self.far.lookups.path(page)[:-1] if not self._has(one.key)]
+        is_first = page.parent == page.namespace or self.captures.needs_no_capture(page.parent)
+        path = [] if is_first else self.far.lookups.path(page)[:-1]
+        before = [one for one in path if not self.captures.needs_no_capture(one.key)]
         if not all(one.raw_bytes == 0 and self._keep_one(one, memoryview(b""), settings) for one in before):
             return False
         return self._keep_one(page, state, settings)
-
-    def _has(self, key: bytes) -> bool:
-        """Whether a page is in the nearer location, or will be with one of the next commits."""
-        if self._catalog.get(key) is not None:
-            return True
-        with self._backend.view() as view:
-            return key in view.records([key])
 
     def _keep_one(self, page: Page, state: memoryview, settings: bytes) -> bool:
         buffer = self.captures.acquire(len(state))
         if buffer is None:
             self.counters.count("not_kept")
             return False
-        new = PendingPage(node_of(page), settings, buffer)
+        new = PendingPage(page_for(page, is_far=False), settings, buffer)
         buffer.view[:] = state
         # a kept page is not new: it is neither passed on nor recorded
         is_kept = self.captures.take(new, None)
@@ -231,15 +220,12 @@ class TieredEngine(Engine):
 
     @handed_over
     def touch(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None = None) -> None:
-        """As `Engine.touch`, in both locations; the far one is offered what it lacks of the pages."""
-        near = [page for page in pages if not page.is_far]
-        self._note_use(namespace, near, n_tokens)
+        """As `Engine.touch`, in both locations."""
+        self._note_use(namespace, [page for page in pages if not page.is_far], n_tokens)
         self._tell_use(namespace, pages, n_tokens)
         if not self.far.read_only and not self.far.is_failing:
-            if pages and len(near) == len(pages):
-                # it brings along those before it
-                self.far.offer_stored(pages[-1])
-            self.far.touch(namespace, [node_of(page) if not page.is_far else page for page in pages], n_tokens)
+            far = [page if page.is_far else page_for(page, is_far=True) for page in pages]
+            self.far.touch(namespace, far, n_tokens)
             self.far.captures.nudge()
 
     def condemn(self, page: Page, fits: Fits, size: int | None = None) -> None:

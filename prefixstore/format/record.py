@@ -291,7 +291,6 @@ class Head(NamedTuple):
     parent: bytes
     start: int
     n_tokens: int
-    compute_us: int
     raw_bytes: int
     stored_bytes: int
     form: int
@@ -308,8 +307,8 @@ def head_of(stored: Buffer) -> Head | None:
         return None
     if RECORD_SEAL.pack(xxhash.xxh3_64_intdigest(stored[: -RECORD_SEAL.size])) != stored[-RECORD_SEAL.size :]:
         return None
-    _, _, form, _, n_tokens, start, us, raw, size, _, namespace, parent, _ = RECORD.unpack_from(stored)
-    return Head(namespace, parent, start, n_tokens, us, raw, size, form)
+    _, _, form, _, n_tokens, start, _, raw, size, _, namespace, parent, _ = RECORD.unpack_from(stored)
+    return Head(namespace, parent, start, n_tokens, raw, size, form)
 
 
 class StoredPage(NamedTuple):

@@ -18,7 +18,6 @@ from prefixstore.errors import CorruptError
 from prefixstore.format.figures import DAY, HOUR, PASSED, Figures, Period
 from prefixstore.format.namespace import Namespace
 from prefixstore.models.file import CACHE_TYPE_NAMES
-from prefixstore.report.eviction import estimates, evicted_of
 from prefixstore.report.labels import Words, labels_of, visible
 from prefixstore.report.runs import MOST_RUNS, USES, Column, limited, read_facts, runs_of
 from prefixstore.stats import Purpose
@@ -81,7 +80,7 @@ def content_of(
         models = [_model(settings.get(key)) for key in spaces]
         known = {model: len({*models} - {""}) < 2 or not model or is_of(model) for model in {*models}}
         labels, shared = labels_of(view, facts, runs, [words if known[model] else None for model in models])
-    evicted, history = evicted_of(view), read_history(view, now / 1e9)
+    history = read_history(view, now / 1e9)
     titles = {name: one.title for name, one in history.described.items()}
     used = view.used
     keys = "".join(bytes(facts["key"][head]).hex()[:DIGITS] if head >= 0 else " " * DIGITS for head in runs["head"])
@@ -111,18 +110,7 @@ def content_of(
         "bands": _bands(facts, now),
         "hours": _asked(history.hours),
         "days": _asked(history.days),
-        "evicted": None
-        if evicted is None
-        else {
-            "pages": len(evicted.uses),
-            "reused": int((evicted.uses > 1).sum()),
-            "seconds": round(evicted.seconds),
-            "uses": _counts(np.digitize(evicted.uses - 1, USES), np.ones(len(evicted.uses)), len(USES) + 1),
-        },
-        "estimates": [
-            [one.share, one.n_bytes, round(one.reuse, 4)] for one in estimates(facts, evicted, now)
-        ],
-    }  # fmt: skip
+    }
 
 
 def _void(column: Column) -> Column:

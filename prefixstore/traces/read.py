@@ -1,14 +1,10 @@
-"""Reads traces: of prefixstore, of other systems that have ``hash_ids`` (the mooncake format), and texts."""
+"""Reads traces: of prefixstore, and of other systems that have ``hash_ids`` (the mooncake format)."""
 
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
-import lzma
-import math
 import os
-import tarfile
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
@@ -21,8 +17,6 @@ from prefixstore.units import shown
 
 __all__ = ["Event", "Trace", "read_trace"]
 
-# bytes of a block, where a trace has texts and no hashes: some 64 tokens
-TEXT_BLOCK = 256
 # no length and no size is larger
 LARGEST = 1 << 62
 # of the header: what a replay uses
@@ -118,8 +112,7 @@ def read_trace(path: str | os.PathLike[str], limit: int | None = None) -> Trace:
     Parameters
     ----------
     path
-        JSON lines with ``hash_ids``, or with the text of prompts as ``input``; or a tar archive of such files, whose
-        lines are put in the order of their ``timestamp``.
+        JSON lines with ``hash_ids``.
     limit
         Read only this many requests, from the start.
 
@@ -134,43 +127,23 @@ def read_trace(path: str | os.PathLike[str], limit: int | None = None) -> Trace:
             if limit is not None and reader.n_requests >= limit:
                 break
             reader.take(line)
-    except (OSError, EOFError, tarfile.TarError, lzma.LZMAError, zlib.error) as error:
+    except (OSError, EOFError, zlib.error) as error:
         why = getattr(error, "strerror", None) or error
         raise InvalidParameterError(f"trace {shown(os.fspath(path))} cannot be read: {why}") from None
     trace = reader.trace()
     if not reader.n_requests:
         raise InvalidParameterError(
-            f"{os.fspath(path)} has no requests: a trace is JSON lines with hash_ids, or with input, as "
-            "`prefixstore trace record` and PREFIXSTORE_TRACE write them"
+            f"{os.fspath(path)} has no requests: a trace is JSON lines with hash_ids, as `prefixstore trace record` "
+            "and PREFIXSTORE_TRACE write them"
         )
     return trace
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    if tarfile.is_tarfile(path):
-        yield from _of_sessions(path)
-        return
     with path.open("rb") as raw:
         is_packed = raw.read(2) == b"\x1f\x8b"
     with gzip.open(path, "rb") if is_packed else path.open("rb") as file:
         yield from file
-
-
-def _of_sessions(path: Path) -> list[bytes]:
-    """The lines of all files in an archive, in the order of their timestamps."""
-    with tarfile.open(path) as archive:
-        files = (archive.extractfile(member) for member in archive if member.isfile())
-        found = [line for file in files if file is not None for line in file]
-    return sorted(found, key=_timestamp)
-
-
-def _timestamp(line: bytes) -> float:
-    try:
-        at = float(json.loads(line)["timestamp"])
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        return 0.0
-    # a NaN has no place in an order
-    return at if math.isfinite(at) else 0.0
 
 
 def _whole(value: Any) -> int:
@@ -179,15 +152,6 @@ def _whole(value: Any) -> int:
     if not 0 <= found <= LARGEST:
         raise ValueError(value)
     return found
-
-
-def _names_of_text(text: str) -> list[str]:
-    """The names of the complete blocks of a text: each stands for all of the text up to its end."""
-    raw, names, before = text.encode("utf-8", "surrogatepass"), [], b""
-    for end in range(TEXT_BLOCK, len(raw) + 1, TEXT_BLOCK):
-        before = hashlib.blake2b(before + raw[end - TEXT_BLOCK : end], digest_size=8).digest()
-        names.append(before.hex())
-    return names
 
 
 class _Reader:
@@ -219,8 +183,7 @@ class _Reader:
             elif self._trace.is_ours:
                 self._ours(found)
             else:
-                names = found["hash_ids"] if "hash_ids" in found else _names_of_text(found["input"])
-                numbers = [self._number(block) for block in names]
+                numbers = [self._number(block) for block in found["hash_ids"]]
                 self._trace.events.append(Event(numbers, True, _whole(found.get("input_length", 0))))
                 self.n_requests += 1
         except InvalidParameterError:

@@ -11,7 +11,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 from prefixstore.backends.threads import caller
@@ -95,9 +94,10 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._is_open = True
             if text is not None:
                 make_private(self._file)
-            self._left -= os.fstat(self._file).st_size
-            if _is_cut(self.path):
+            if size := os.fstat(self._file).st_size:
+                # a kill or a full disk may have cut the last line
                 os.write(self._file, b"\n")
+                self._left -= size + 1
             self._write({"prefixstore_trace": VERSION, "block_tokens": block_tokens, **about})
         except (OSError, ValueError) as error:
             self.close()
@@ -246,15 +246,3 @@ def make_private(file: int) -> None:
     mode = os.fstat(file).st_mode
     if stat.S_ISREG(mode) and mode & 0o077 and hasattr(os, "fchmod"):
         os.fchmod(file, 0o600)
-
-
-def _is_cut(name: str | bytes) -> bool:
-    """Whether a file ends within a line, as a kill or a full disk has left it: what follows would be lost with that."""
-    path = Path(os.fsdecode(name))
-    try:
-        if not path.is_file():
-            return False
-        with path.open("rb") as file:
-            return bool(file.seek(0, os.SEEK_END)) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
-    except OSError:
-        return False  # it may be written, but not read

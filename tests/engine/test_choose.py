@@ -288,7 +288,7 @@ def test_leaf_rows_of_pages_that_are_gone_are_dropped_and_an_eviction_comes_to_a
         for i in range(100):
             store.put([i] * P, 0)
         gone = [random.randbytes(32) for _ in range(150)]
-        leaf = Leaf(NS, 1, 0, 0, P, P, 0, 1, 0, 0).pack()
+        leaf = Leaf(NS, 1, 0, 0, P, P, 1, 0, 0).pack()
         write(store.backend, *((leaf_row(space, key), leaf) for key in gone for space in (NS, OTHER)))
         assert len(store.engine.upkeep.evict(0).pages) == 100
         assert store.stored_keys() == set()

@@ -329,7 +329,7 @@ def test_a_page_is_no_leaf_that_is_put_again_before_a_page_that_has_stayed(backe
 
 def test_numbers_that_are_too_large_for_a_leaf_row_are_clipped():
     _, record = make_page(b"x", [1, 2], start=2**32 - 2)
-    record = replace(record, compute_us=2**32 - 1, raw_bytes=2**40)
+    record = replace(record, raw_bytes=2**40)
     usage = Usage(NOW, priority=-32768, uses=10**6, page_class=255)
     leaf = Leaf.of(head_of(record.pack()), usage)
     assert Leaf.unpack(leaf.pack()) == leaf

@@ -268,10 +268,10 @@ def test_the_queue_of_the_far_location_is_bounded_and_does_not_hold_up_the_near_
         gate.set()
         store.engine.flush()
         assert store.far.queued_bytes == 0
-        # what was dropped is made up for when it is used
+        # what was dropped is made up for when it goes on
         for tokens in sequences:
-            store.restore(tokens)
-        store.engine.flush()
+            store.capture([*tokens, *range(P)])
+            store.engine.flush()
         assert keys_of(near) == keys_of(far)
 
 
@@ -290,7 +290,7 @@ def test_what_is_captured_while_the_far_location_is_away_is_made_up_for():
         assert len(keys_of(far)) == 10
 
 
-def test_a_far_location_that_restarted_empty_is_filled_by_use(monkeypatch):
+def test_a_far_location_that_restarted_empty_is_filled_as_sequences_go_on():
     near, far = MemoryPages(), MemoryPages()
     with tiers(near, far) as store:
         store.capture(LONG)
@@ -300,10 +300,19 @@ def test_a_far_location_that_restarted_empty_is_filled_by_use(monkeypatch):
                 transaction.delete(key)
         assert keys_of(far) == set()
         assert store.restore(LONG) == 10
-        store.match([*LONG, 1])
-        assert store.restore(LONG) == 10
+        assert store.capture([*LONG, 1]) == 1
         store.engine.flush()
         assert keys_of(far) == keys_of(near)
+
+
+def test_what_the_nearer_location_has_no_space_for_is_written_to_the_far_one():
+    far = MemoryPages()
+    with tiers(MemoryPages(), far, near_bytes=1) as store:
+        assert store.capture(LONG) == 10
+        store.engine.flush()
+        assert keys_of(store.backend) == set()
+        assert len(keys_of(far)) == 10
+        assert store.restore(LONG) == 10
 
 
 @contextmanager
@@ -319,34 +328,6 @@ def filled_later(near, far, *sequences, sizes=None, **options):
         far.is_down = False
         assert keys_of(far) == set()
         yield store
-
-
-def use_at_once(store, *sequences):
-    """Use sequences, and have the far location told of all their pages before it begins with the first."""
-
-    def use():
-        with store.far._queue._lock:
-            for tokens in sequences:
-                assert store.restore(tokens) == len(tokens) // P
-
-    store.engine.threads.call(use)
-
-
-def test_pages_that_are_made_up_for_are_written_together(monkeypatch):
-    copied = []
-    copy = FarEngine._copy
-    monkeypatch.setattr(FarEngine, "_copy", lambda far, path, _: copied.append(len(path)) or copy(far, path, b""))
-    near, far = MemoryPages(), Failing()
-    with filled_later(near, far, LONG, A) as store:
-        use_at_once(store, LONG, A)
-        store.engine.flush()
-        assert keys_of(far) == keys_of(near)
-        assert copied == [3, 10]
-        # as after a restart: what is there already is not copied, known or not
-        with tiers(near, far) as again:
-            use_at_once(again, LONG, A)
-            again.engine.flush()
-        assert copied == [3, 10]
 
 
 def test_no_view_of_the_near_location_is_open_while_the_far_one_is_written():
@@ -385,23 +366,6 @@ def test_a_page_that_does_not_fit_beside_those_before_it_is_written_after_them()
     near, far = MemoryPages(), Failing()
     with filled_later(near, far, LONG[:P], LONG[: 2 * P], sizes=[1000, 2500], queue_bytes=3000) as store:
         assert store.capture(LONG[: 3 * P]) == 1
-        store.engine.flush()
-        assert keys_of(far) == keys_of(near)
-
-
-def test_pages_that_are_not_reached_are_counted_and_may_be_offered_again(monkeypatch):
-    def fails(*_):
-        raise UnavailableError("down")
-
-    near, far = MemoryPages(), Failing()
-    with filled_later(near, far, LONG, A) as store:
-        before = store.far.counters["dropped:unavailable"]
-        with monkeypatch.context() as patch:
-            patch.setattr(FarEngine, "_copy", fails)
-            use_at_once(store, LONG, A)
-            store.engine.drain()
-        assert store.far.counters["dropped:unavailable"] - before == 2
-        use_at_once(store, LONG, A)
         store.engine.flush()
         assert keys_of(far) == keys_of(near)
 
@@ -598,7 +562,7 @@ def test_a_far_location_that_cannot_be_reached_at_first_is_opened_later(near):
         store.capture(LONG)
         store.engine.flush()
         wait_for(lambda: store.match([*LONG, *A]) and lazy._backend is not None, "the far location is opened")
-        store.restore(LONG)
+        store.capture([*LONG, 1])
         store.engine.flush()
         assert keys_of(far) == keys_of(near)
     far.close()

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import struct
-import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from prefixstore.engine.adaptive_policy import Adaptive
 from prefixstore.engine.pages import open_pages
 from prefixstore.format.record import Usage
-from prefixstore.format.saved_state import pack_state
 from prefixstore.maintenance.archive import Archive
 from prefixstore.report.content import content_of
-from prefixstore.report.eviction import estimates, evicted_of
 from prefixstore.report.labels import visible
 from prefixstore.report.runs import limited, read_facts, runs_of
 from tests.support.forest import DAY, Tree, chain, lived_in, put, space, wide
@@ -195,76 +190,3 @@ def test_bands_and_totals_agree_with_the_location(backend):
         ("coder-32B", "q8_0/q8_0", "tools"),
         ("coder-32B", "q8_0/q8_0", "research"),
     }
-
-
-# -- eviction ---------------------------------------------------------------------------------------------------------
-
-
-def remembered(n):
-    """What the policy saves that has evicted so many pages, each second one used twice."""
-    policy = Adaptive()
-    ghosts = policy._ghosts
-    rng = np.random.default_rng(3)
-    for _ in range(5):
-        policy.looked_up(b"x" * 32, [], 100, policy._ns + 1)
-    for i in range(n):
-        ghosts.remember(rng.bytes(32), 1 + i % 2, policy._clock - i % 4)
-    return pack_state(policy.parts())
-
-
-def test_evicted_pages_that_the_policy_remembers_are_counted(backend):
-    with backend.view() as view:
-        assert evicted_of(view) is None
-    with backend.update() as transaction:
-        transaction.put_note(Adaptive.note, remembered(1000))
-    with backend.view() as view:
-        found = evicted_of(view)
-    assert found is not None
-    assert len(found.uses) == pytest.approx(1000, abs=5)
-    assert found.seconds > 0
-    assert set(found.uses.tolist()) == {1, 2}
-    fill(backend, MINE, ([1, 2, 3, 4],))
-    content = report(backend)
-    assert content["evicted"]["reused"] == pytest.approx(500, abs=5)
-
-
-@pytest.mark.parametrize(
-    "note", [b"", b"nonsense", pack_state({}), pack_state({"numbers": b"short", "ghosts": b""}), struct.pack("<Q", 1)]
-)
-def test_a_damaged_memory_is_none(backend, note):
-    with backend.update() as transaction:
-        transaction.put_note(Adaptive.note, note)
-    with backend.view() as view:
-        assert evicted_of(view) is None
-
-
-def test_of_pages_that_are_all_alike_a_part_of_the_store_serves_that_part(backend):
-    trees = [Tree([i, i + 1, i + 2, i + 3], 3, DAY, 10 * DAY) for i in range(0, 4000, 4)]
-    put(backend, MINE, trees, size=100, now=NOW)
-    with backend.view() as view:
-        found = estimates(read_facts(view), None, NOW * 10**9)
-    assert [round(one.reuse, 6) for one in found] == [0.25, 0.5, 0.75, 1.0]
-
-
-def test_a_larger_store_never_serves_less(backend):
-    lived_in(backend, lambda text: [ord(character) for character in text], now=NOW)
-    with backend.view() as view:
-        facts = read_facts(view)
-    now = NOW * 10**9
-    alone = estimates(facts, None, now)
-    assert [one.share for one in alone] == [0.25, 0.5, 0.75, 1.0]
-    assert alone[-1].reuse == 1.0
-    with backend.update() as transaction:
-        transaction.put_note(Adaptive.note, remembered(2000))
-    with backend.view() as view:
-        more = estimates(facts, evicted_of(view), now)
-    assert [one.share for one in more] == [0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0]
-    for found in (alone, more):
-        reuse = [one.reuse for one in found]
-        assert reuse == sorted(reuse)
-        assert all(0 <= each <= 1 for each in reuse)
-
-
-def test_too_few_restores_are_no_basis_for_an_estimate(backend):
-    fill(backend, MINE, ([1, 2, 3, 4],), last_used=time.time_ns())
-    assert report(backend)["estimates"] == []

@@ -257,7 +257,7 @@ def test_a_line_that_was_cut_does_not_take_the_next_recording_with_it(tmp_path):
     path.write_text('{"prefixstore_trace":1,"block_tokens":4}\n{"timest')
     Recorder(path, {"policy": "lru"}, block_tokens=4).close()
     Recorder(path, {"policy": "lfu"}, block_tokens=4).close()
-    lines = path.read_text().splitlines()
+    lines = [line for line in path.read_text().splitlines() if line]
     assert [line[:10] for line in lines] == ['{"prefixst', '{"timest', '{"prefixst', '{"prefixst']
     assert json.loads(lines[2])["policy"] == "lru"
 

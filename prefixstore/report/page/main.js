@@ -105,7 +105,7 @@ function open(content) {
   find("facts").replaceChildren(...overview(content));
   legend("uses");
   find("report").hidden = false;
-  find("panels").replaceChildren(hitPanel(content), sizePanel(tree), evictionPanel(content), stalePanel(tree, icicle), reusePanel(content), agePanel(content));
+  find("panels").replaceChildren(hitPanel(content), sizePanel(tree), stalePanel(tree, icicle), reusePanel(content), agePanel(content));
   const notes = { none: "Labels are positions: nothing of the prompts is in this page.", tokens: "Labels are token ids, from where a branch differs from the others.", text: "Labels are the text from where a branch differs from the others." };
   find("footer").textContent = [notes[content.labels], content.unreadable ? `${plural(content.unreadable, "page")} could not be read; prefixstore check tells why.` : ""].filter(Boolean).join(" ");
   say(content.pages ? "" : "Nothing is stored yet.");

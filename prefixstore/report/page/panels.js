@@ -22,17 +22,17 @@ function panel(title, lead, ...inside) {
   return element("section", { class: "panel" }, element("h2", {}, title), lead ? element("p", { class: "lead" }, lead) : null, ...inside);
 }
 
-// Rows of a name, a bar and a value: [name, small, share of the width, value, small, colour, is now].
+// Rows of a name, a bar and a value: [name, small, share of the width, value, small, colour].
 function bars(rows) {
   const list = element("div", { class: "bars" });
-  for (const [name, detail, share, value, note, colour, isNow] of rows) {
+  for (const [name, detail, share, value, note, colour] of rows) {
     const fill = element("i");
     fill.style.width = `${Math.max(100 * share, share > 0 ? .6 : 0)}%`;
     if (colour !== undefined) fill.style.background = `var(--b${colour})`;
     list.append(
-      element("div", { class: isNow ? "name now" : "name", title: [name, detail].filter(Boolean).join(" ") }, name, detail ? element("small", {}, detail) : null),
+      element("div", { class: "name", title: [name, detail].filter(Boolean).join(" ") }, name, detail ? element("small", {}, detail) : null),
       element("div", { class: "bar", "aria-hidden": "true" }, fill),
-      element("div", { class: isNow ? "value now" : "value" }, value, note ? element("small", {}, note) : null),
+      element("div", { class: "value" }, value, note ? element("small", {}, note) : null),
     );
   }
   return list;
@@ -65,7 +65,7 @@ function hitPanel(content) {
   const lead = element("p", { class: "lead" }), place = element("div"), choice = element("select", { "aria-label": "Time" }, element("option", { value: "hours" }, "Week"), element("option", { value: "days" }, "Year"));
   const fill = () => {
     const some = content[choice.value], sum = (at) => some.reduce((n, one) => n + one[at], 0), asked = sum(1) + sum(2);
-    lead.textContent = asked ? `${percent(sum(1) / asked)} of ${plural(asked, "prompt")} found something; ${short(sum(4))} tokens were restored and ${short(sum(5))} computed.` : "Nothing was asked.";
+    lead.textContent = asked ? `${percent(sum(1) / asked)} of ${plural(asked, "prompt")} found something; ${short(sum(4))} tokens were restored and ${short(sum(5))} computed. ${plural(sum(6), "page")} evicted.` : "Nothing was asked.";
     place.replaceChildren(...(asked ? [hitChart(some, choice.value === "hours" ? 3600 : 86400)] : []));
   };
   if (!content.hours.length) choice.value = "days";
@@ -130,27 +130,6 @@ function reusePanel(content) {
 
 function agePanel(content) {
   return panel("Age", "", element("h3", {}, "Last use"), bandBars(content, "idle", BAND_NAMES.idle, true), element("h3", {}, "Stored since"), bandBars(content, "age", BAND_NAMES.idle, false));
-}
-
-function evictionPanel(content) {
-  const { evicted, estimates } = content, made = panel("Eviction and size", "");
-  if (!evicted) made.append(element("p", { class: "lead" }, content.policy === "adaptive" ? "No page that was evicted is remembered yet." : `Which pages were evicted is not known: only the policy “adaptive” remembers them${content.policy ? `, and that of this store is “${content.policy}”` : ""}.`));
-  else if (!evicted.pages) made.append(element("p", { class: "lead" }, "Nothing was evicted, as far as the policy remembers."));
-  else {
-    const most = Math.max(...evicted.uses, 1);
-    made.append(element("p", { class: "lead" }, `The policy remembers about ${plural(evicted.pages, "evicted page")} of the last ${duration(evicted.seconds)}; ${count(evicted.reused)} of them had been restored before.`),
-      element("h3", {}, "Restores before they were evicted"), bars(BAND_NAMES.uses.map((name, i) => [name, "", evicted.uses[i] / most, plural(evicted.uses[i], "page"), "", i])));
-  }
-  const taken = content.days.reduce((n, day) => n + day[6], 0);
-  if (taken) made.append(element("p", { class: "lead" }, `${plural(taken, "page")} evicted in the last year, ${count(content.hours.reduce((n, hour) => n + hour[6], 0))} of them in the last week.`));
-  made.append(element("h3", {}, "Another size: estimated"));
-  if (!estimates.length) made.append(element("p", { class: "lead" }, "Too few restores so far for an estimate."));
-  else {
-    const isKnown = estimates.some((one) => one[0] > 1);
-    made.append(element("p", { class: "lead" }, `The share of the reuse seen so far that a store of this size would serve, if pages are used again at random, as often as they were.${isKnown ? "" : ` Larger sizes are not known: ${evicted ? "nothing was evicted so far" : "that would take the evicted pages, which this store does not remember"}. A recorded trace tells (prefixstore trace record, then trace simulate), for every policy.`}`),
-      bars(estimates.map(([share, size, reuse]) => [share === 1 ? "as now" : `${share} ×`, bytes(size), reuse, percent(reuse), "", undefined, share === 1])));
-  }
-  return made;
 }
 
 function stalePanel(tree, icicle) {
