@@ -4,20 +4,18 @@ A child inherits memory, locks and file descriptors, but only the thread that fo
 never released there, and a file handle still belongs to the parent. So each participant is held before a fork, and
 released after it in the parent and in the child.
 
-`os.fork` reports an exception in one of these hooks and forks nevertheless. So a participant that could not be held, as
-when a Ctrl-C ends the wait for it, is released and renewed like all others.
+`os.fork` reports an exception in one of these hooks and forks nevertheless. So one that could not be held, as when a
+Ctrl-C ends the wait for it, does not keep the others from their turn, and is released and renewed like them.
 """
 
 from __future__ import annotations
 
-# Imported for their fork hooks: hooks before a fork run in reverse order, so these two take their locks after that of
-# prefixstore has waited for threads that use a handle. Such a thread may start a job in an executor, or log, and needs
-# these locks.
-import concurrent.futures.thread  # noqa: F401
+# Imported for its fork hooks: hooks before a fork run in reverse order, so this one takes its lock after that of
+# prefixstore has waited for threads that use a handle. Such a thread may log, and needs the lock.
 import logging  # noqa: F401
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from enum import IntEnum
 from typing import Protocol
@@ -37,7 +35,7 @@ class ForkParticipant(Protocol):
         """Wait until no other thread is in the middle of something, and let none begin."""
 
     def after_fork_in_parent(self) -> None:
-        """Undo `before_fork`, or what it has done before it failed."""
+        """Undo `before_fork`, or what it has done before it failed; nothing if it was not called."""
 
     def after_fork_in_child(self) -> None:
         """Drop what belongs to the parent, also if `before_fork` has failed. No other thread runs."""
@@ -60,8 +58,6 @@ class ForkLevel(IntEnum):
 
 # held by the thread that forks, from before the fork until after it
 _forking = threading.RLock()
-# those whose `before_fork` it has called, in this order
-_asked: list[ForkParticipant] = []
 _levels: dict[ref[ForkParticipant], ForkLevel] = {}
 
 
@@ -76,13 +72,6 @@ def register_at_fork(participant: ForkParticipant, level: ForkLevel) -> None:
 
 def _forget(gone: ref[ForkParticipant], levels: dict[ref[ForkParticipant], ForkLevel] = _levels) -> None:
     levels.pop(gone, None)
-
-
-def _participants(level: ForkLevel) -> list[ForkParticipant]:
-    """Those of a level that live."""
-    # in one step: the garbage collector, and other threads, change the dictionary
-    found = list(_levels)
-    return [one for weak in found if _levels.get(weak) == level and (one := weak()) is not None]
 
 
 class ForkLock:
@@ -110,56 +99,42 @@ class ForkLock:
         self.held = threading.RLock()
 
 
-def _before_fork() -> None:
-    _forking.acquire()
+def _each(levels: Iterable[ForkLevel], work: Callable[[ForkParticipant], None]) -> None:
+    """Do this for all that live, level by level, and raise the first error in the end."""
     failures: list[BaseException] = []
-    for level in sorted(ForkLevel, reverse=True):
-        for participant in _participants(level):
-            _asked.append(participant)
-            _call(participant.before_fork, failures)
+    for level in levels:
+        # in one step: the garbage collector, and other threads, change the dictionary
+        for weak in list(_levels):
+            participant = weak()
+            if participant is not None and _levels.get(weak) == level:
+                try:
+                    work(participant)
+                except BaseException as error:  # noqa: BLE001 - raised when all are done
+                    failures.append(error)
     if failures:
         raise failures[0]
+
+
+def _before_fork() -> None:
+    _forking.acquire()
+    _each(reversed(ForkLevel), lambda participant: participant.before_fork())
 
 
 def _after_fork_in_parent() -> None:
     # not if an interrupt has ended the wait for another thread that forks
     if not _forking._is_owned():  # type: ignore[attr-defined]  # noqa: SLF001 - as `threading.Condition` does
         return
-    failures: list[BaseException] = []
-    while _asked:
-        # it may be released twice, and is, if this is interrupted
-        release = _asked[-1].after_fork_in_parent
-        if not _call(release, failures):
-            _call(release, failures)
-        _asked.pop()
-    _forking.release()
-    if failures:
-        raise failures[0]
+    try:
+        _each(ForkLevel, lambda participant: participant.after_fork_in_parent())
+    finally:
+        _forking.release()
 
 
 def _after_fork_in_child() -> None:
     global _forking
-    failures: list[BaseException] = []
-    for level in sorted(ForkLevel):
-        for participant in _participants(level):
-            _call(participant.after_fork_in_child, failures)
-    _asked.clear()
     _forking = threading.RLock()
-    if failures:
-        raise failures[0]
-
-
-def _call(work: Callable[[], None], failures: list[BaseException]) -> bool:
-    """Do this; an error in it, or an interrupt, does not keep the others from their turn. `os.fork` reports it."""
-    try:
-        work()
-    except BaseException as error:  # noqa: BLE001 - raised when all are done
-        failures.append(error)
-        return False
-    return True
+    _each(ForkLevel, lambda participant: participant.after_fork_in_child())
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
-    # what an interrupt has kept the first one from
-    os.register_at_fork(after_in_parent=_after_fork_in_parent)

@@ -125,8 +125,8 @@ def test_payloads_are_memory_of_the_file(backend):
 def test_files_and_directory_are_for_their_owner_only(tmp_path):
     before = os.umask(0)
     try:
-        with closing(LMDBBackend(tmp_path / "new" / "kv", MIB)):
-            modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "new" / "kv").iterdir()}
+        LMDBBackend(tmp_path / "new" / "kv", MIB).close()
+        modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "new" / "kv").iterdir()}
     finally:
         os.umask(before)
     assert modes == {"data.mdb": 0o600, "lock.mdb": 0o600, "checked": 0o600}
@@ -271,6 +271,25 @@ lmdb.LMDBBackend(sys.argv[1], 1 << 24)
 
 
 # -- LMDB: processes ---------------------------------------------------------------------------------------------------
+
+
+HOLDING = """
+import sys
+from prefixstore.backends.lmdb.backend import LMDBBackend
+with LMDBBackend(sys.argv[1], 1 << 20).update():
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_opening_does_not_wait_for_a_writer_and_a_killed_one_holds_nothing(tmp_path):
+    with python(HOLDING, tmp_path) as other:
+        assert other.stdout.readline() == "held\n"
+        with closing(LMDBBackend(tmp_path, MIB)) as backend:
+            assert rows_of(backend) == {}
+            other.kill()
+            other.wait(PATIENCE)
+            assert rows_of(backend).keys() == {write(backend, 1)}
 
 
 @pytest.mark.slow

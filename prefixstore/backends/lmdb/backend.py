@@ -14,11 +14,8 @@ written can be deleted.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
@@ -27,11 +24,8 @@ import lmdb
 from prefixstore.backends import refusals
 from prefixstore.backends.contract import LONGEST_KEY, Backend, Change, Costs, Draft, Range, Row, View
 from prefixstore.backends.files import absolute
-from prefixstore.backends.lmdb.checked import damaged
-from prefixstore.backends.lmdb.environment import DATABASES, FILE_EXTRA, SCRUBS, Environment, acquire, release
-from prefixstore.backends.lmdb.walk import DamageError, Layout, walk
+from prefixstore.backends.lmdb.environment import DATABASES, FILE_EXTRA, Environment, acquire, release
 from prefixstore.backends.location import path_of
-from prefixstore.errors import UnavailableError
 from prefixstore.format.record import Buffer
 
 __all__ = ["LMDBBackend", "open_lmdb"]
@@ -48,12 +42,6 @@ LEFT_BY_RECLAIM = 32
 PAGE_HEADER = 16
 # the pages of LMDB itself: two heads, and the roots of the databases and of the free pages
 OWN_PAGES = 4
-# seconds that `compact` waits for readers of an older state, and bytes that it clears at a time while writers wait
-READERS_WITHIN = 10.0
-CLEARED_AT_ONCE = 256 << 20
-ZEROS = bytes(1 << 20)
-# of fallocate(2)
-KEEP_SIZE, PUNCH_HOLE = 0x01, 0x02
 
 
 class _View(View):
@@ -223,88 +211,15 @@ class LMDBBackend(Backend):
                 environment.require_free(txn, LEFT_BY_RECLAIM)
 
     def compact(self, *, erase: bool = False) -> int:
-        """Return the free pages of the file to the disk, or overwrite all its free bytes; returns how many bytes.
+        """Put a copy of all rows in the place of the file, and with `erase` overwrite the old one.
 
-        The file keeps its length, and gets holes; where files cannot have any, it raises `UnavailableError`. To
-        erase, also the gaps inside pages are overwritten with zeros. Servers keep running: from then on they write
-        through new handles, because LMDB's buffers of the old ones hold what they have written. Views that see what
-        was deleted must end first, for which this waits some seconds. What may be left is the key of a payload.
+        Needs as much disk space again as the rows take, and that no other process has the store open. What may be left
+        is on the disk, outside of the file: in blocks that the file system, or an SSD, has moved elsewhere.
         """
-        if not erase:
-            return self._clear_free_space(_punch, gaps=False)
-        self._write_rows_again()
-        return self._clear_free_space(_overwrite, gaps=True)
-
-    def _write_rows_again(self) -> None:
-        """Write all rows again, in order: the branches of their tree hold keys that were deleted."""
-        environment = self._writable()
-        # they need space: that of what was deleted
-        self.reclaim()
-        # what was committed last is read while it is written again
-        with environment.begin(write=True) as txn, environment.env.begin(buffers=True) as before:
-            meta, rows = environment.databases[b"meta"], environment.databases[b"rows"]
-            txn.drop(rows, delete=False)
-            for key, value in before.cursor(rows):
-                txn.put(key, value, db=rows, append=True)
-            scrubs = int.from_bytes(txn.get(SCRUBS, default=b"", db=meta), "little")
-            txn.put(SCRUBS, (scrubs + 1).to_bytes(8, "little"), db=meta)
-            environment.require_free(txn, LEFT_BY_RECLAIM)
+        return self._writable().rewrite(erase=erase)
 
     def check(self) -> None:
         self._open().check()
-
-    def _clear_free_space(self, clear: Callable[[int, int, int], int], *, gaps: bool) -> int:
-        """Call `clear(handle, start, end)` for all bytes that nothing refers to; returns the sum of its results."""
-        environment = self._writable()
-        # after this, neither of the two states that LMDB keeps refers to what was deleted before
-        self.reclaim()
-        self.sync()
-        path = self._path / "data.mdb"
-        # up to here it is clear
-        at = cleared = 0
-        is_done = False
-        handle = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
-        try:
-            while not is_done:
-                # others wait for this transaction, so it is short; the next one reads the layout again
-                with self._alone_with_the_newest(environment) as txn:
-                    layout = _layout(environment, txn)
-                    if gaps and at == 0:
-                        cleared += sum(clear(handle, *gap) for gap in layout.gaps)
-                    left = CLEARED_AT_ONCE
-                    for first, end in layout.free:
-                        start = max(first, at)
-                        at = max(at, min(end, start + left))
-                        if start < at:
-                            cleared += clear(handle, start, at)
-                            left -= at - start
-                        if left == 0:
-                            break
-                    is_done = left > 0
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-        return cleared
-
-    @contextmanager
-    def _alone_with_the_newest(self, environment: Environment) -> Iterator[lmdb.Transaction]:
-        """Hold the write lock while there is no reader of a state older than the last commit, which is durable."""
-        deadline = time.monotonic() + READERS_WITHIN
-        while True:
-            with environment.begin(write=True) as txn:
-                newest = txn.id() - 1
-                readers = [pid for pid, transaction in environment.readers().items() if transaction < newest]
-                if not readers:
-                    # until it is on disk, a loss of power restores the state before it, which has other free pages
-                    environment.env.sync(True)
-                    yield txn
-                    return
-            if time.monotonic() > deadline:
-                raise UnavailableError(
-                    f"{self._path}: process {readers[0]} still reads deleted pages; try again, or stop it first"
-                )
-            time.sleep(0.05)
-            environment.free_readers()
 
     def after_fork(self) -> None:
         self._environment = None
@@ -314,47 +229,6 @@ class LMDBBackend(Backend):
         self._environment = None
         # also if an interrupt has kept the environment from being noted here
         release(self)
-
-
-def _layout(environment: Environment, txn: lmdb.Transaction) -> Layout:
-    """The bytes of the file that nothing refers to, in the state before a transaction that has written nothing."""
-    file = environment.path / "data.mdb"
-    try:
-        layout = walk(environment.env, txn, environment.databases.values(), file)
-    except DamageError as error:
-        raise damaged(file, str(error)) from error
-    if layout is None:
-        raise UnavailableError(f"{file} has a layout unknown to this prefixstore; copy the pages into a new store")
-    return layout
-
-
-def _overwrite(handle: int, start: int, end: int) -> int:
-    """Overwrite a range of a file with zeros where it holds anything else; returns the bytes written."""
-    written = 0
-    for at in range(start, end, len(ZEROS)):
-        found = os.pread(handle, min(len(ZEROS), end - at), at)
-        # what is zero already may be a hole, which stays one
-        if found != ZEROS[: len(found)]:
-            written += os.pwrite(handle, ZEROS[: len(found)], at)
-    return written
-
-
-def _punch(handle: int, start: int, end: int) -> int:
-    """Punch a hole into a file, which then reads as zeros; returns the freed bytes.
-
-    Raises
-    ------
-    UnavailableError
-        If the operating system or the file system does not support it.
-    """
-    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None) if sys.platform == "linux" else None
-    if fallocate is None:
-        raise UnavailableError("this system cannot free parts of a file; copy the store and delete the old one")
-    fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]
-    if fallocate(handle, PUNCH_HOLE | KEEP_SIZE, start, end - start) != 0:
-        reason = os.strerror(ctypes.get_errno())
-        raise UnavailableError(f"the file system cannot free parts of a file ({reason}); copy the store instead")
-    return end - start
 
 
 def _costs(page_size: int) -> Costs:
