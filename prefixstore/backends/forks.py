@@ -15,30 +15,16 @@ from __future__ import annotations
 import logging  # noqa: F401
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from enum import IntEnum
-from typing import Protocol
 from weakref import ref
 
 # numpy imports it at the first `np.unique`: a child that is forked while another thread does that would wait forever
 # for the lock of the module.
 import numpy.ma  # noqa: F401
 
-__all__ = ["ForkLevel", "ForkLock", "ForkParticipant", "register_at_fork"]
-
-
-class ForkParticipant(Protocol):
-    """Something that must be idle while the process forks. Each method may do nothing."""
-
-    def before_fork(self) -> None:
-        """Wait until no other thread is in the middle of something, and let none begin."""
-
-    def after_fork_in_parent(self) -> None:
-        """Undo `before_fork`, or what it has done before it failed; nothing if it was not called."""
-
-    def after_fork_in_child(self) -> None:
-        """Drop what belongs to the parent, also if `before_fork` has failed. No other thread runs."""
+__all__ = ["ForkLevel", "ForkLock", "register_at_fork"]
 
 
 class ForkLevel(IntEnum):
@@ -58,11 +44,17 @@ class ForkLevel(IntEnum):
 
 # held by the thread that forks, from before the fork until after it
 _forking = threading.RLock()
-_levels: dict[ref[ForkParticipant], ForkLevel] = {}
+_levels: dict[ref[object], ForkLevel] = {}
 
 
-def register_at_fork(participant: ForkParticipant, level: ForkLevel) -> None:
+def register_at_fork(participant: object, level: ForkLevel) -> None:
     """Hold this participant during each fork, for as long as it lives; the registry does not keep it alive.
+
+    Those of these methods are called that it has. One that fails does not keep the others from their turn.
+
+    - ``before_fork()`` waits until no other thread is in the middle of something, and lets none begin.
+    - ``after_fork_in_parent()`` undoes that, or what it has done before it failed; nothing if it was not called.
+    - ``after_fork_in_child()`` drops what belongs to the parent, also if `before_fork` has failed. No other thread runs.
 
     Participants of one level are held in no particular order. Handles are opened under a `ForkLock`, so none is
     while the process forks.
@@ -70,7 +62,7 @@ def register_at_fork(participant: ForkParticipant, level: ForkLevel) -> None:
     _levels[ref(participant, _forget)] = level
 
 
-def _forget(gone: ref[ForkParticipant], levels: dict[ref[ForkParticipant], ForkLevel] = _levels) -> None:
+def _forget(gone: ref[object], levels: dict[ref[object], ForkLevel] = _levels) -> None:
     levels.pop(gone, None)
 
 
@@ -99,16 +91,16 @@ class ForkLock:
         self.held = threading.RLock()
 
 
-def _each(levels: Iterable[ForkLevel], work: Callable[[ForkParticipant], None]) -> None:
-    """Do this for all that live, level by level, and raise the first error in the end."""
+def _each(levels: Iterable[ForkLevel], method: str) -> None:
+    """Call this method of all that live, level by level, and raise the first error in the end."""
     failures: list[BaseException] = []
     for level in levels:
         # in one step: the garbage collector, and other threads, change the dictionary
         for weak in list(_levels):
             participant = weak()
-            if participant is not None and _levels.get(weak) == level:
+            if _levels.get(weak) == level and hasattr(participant, method):
                 try:
-                    work(participant)
+                    getattr(participant, method)()
                 except BaseException as error:  # noqa: BLE001 - raised when all are done
                     failures.append(error)
     if failures:
@@ -117,7 +109,7 @@ def _each(levels: Iterable[ForkLevel], work: Callable[[ForkParticipant], None]) 
 
 def _before_fork() -> None:
     _forking.acquire()
-    _each(reversed(ForkLevel), lambda participant: participant.before_fork())
+    _each(reversed(ForkLevel), "before_fork")
 
 
 def _after_fork_in_parent() -> None:
@@ -125,7 +117,7 @@ def _after_fork_in_parent() -> None:
     if not _forking._is_owned():  # type: ignore[attr-defined]  # noqa: SLF001 - as `threading.Condition` does
         return
     try:
-        _each(ForkLevel, lambda participant: participant.after_fork_in_parent())
+        _each(ForkLevel, "after_fork_in_parent")
     finally:
         _forking.release()
 
@@ -133,7 +125,7 @@ def _after_fork_in_parent() -> None:
 def _after_fork_in_child() -> None:
     global _forking
     _forking = threading.RLock()
-    _each(ForkLevel, lambda participant: participant.after_fork_in_child())
+    _each(ForkLevel, "after_fork_in_child")
 
 
 if hasattr(os, "register_at_fork"):
