@@ -43,21 +43,12 @@ UPGRADE_LOCK = APPLICATION_ID
 
 _NAMED = ", ".join(f"'{name}'" for name in (*TABLES, VERSION_TABLE))
 
-# Sent on each new connection. The schema is the first of the search path that has one of the tables, or the first one
-# if none has. The server looks into pg_catalog before it; temporary tables come last, or they would hide those of the
-# store.
-_SET_SEARCH_PATH = f"""
-SELECT pg_catalog.set_config('search_path', pg_catalog.concat_ws(', ', (
-    SELECT pg_catalog.quote_ident(path.name)
-    FROM pg_catalog.unnest(pg_catalog.current_schemas(false)) WITH ORDINALITY AS path (name, place)
-    WHERE path.name <> 'pg_catalog'
-    ORDER BY NOT EXISTS (
-        SELECT FROM pg_catalog.pg_class AS c JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace
-        WHERE n.nspname = path.name AND c.relname IN ({_NAMED})
-    ), path.place
-    LIMIT 1
-), 'pg_temp'), false)
-"""  # noqa: S608 - constants
+# Sent on each new connection: all tables are in the first schema of the search path. The server looks into pg_catalog
+# before it; temporary tables come last, or they would hide those of the store.
+_SET_SEARCH_PATH = (
+    "SELECT pg_catalog.set_config('search_path', "
+    "pg_catalog.concat_ws(', ', pg_catalog.quote_ident(pg_catalog.current_schema()), 'pg_temp'), false)"
+)
 
 # The tables of the schema that is on the search path: name, owner, and whether that owner is trusted: who could change
 # them anyway, of whose role this one is a member (but a superuser is one of every role), or who owns a schema that was
