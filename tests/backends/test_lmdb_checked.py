@@ -33,9 +33,9 @@ def walks(monkeypatch):
     found = []
     walk = checked.require_sound
 
-    def counted(path, databases):
+    def counted(path):
         found.append(path)
-        walk(path, databases)
+        walk(path)
 
     with monkeypatch.context() as patch:
         patch.setattr(checked, "require_sound", counted)

@@ -1,7 +1,8 @@
 """Rows in an LMDB environment: a directory that many processes share.
 
-Two databases: the rows, and the payloads beside some of them. A payload is one value, so it is contiguous in the memory
-map and a restore reads it from there. LMDB never overwrites what an open view can see, so the map is safe to read while
+Rows, and the payloads beside some of them, are in one database, under keys that begin with different bytes: a database
+with a name could not be opened without the lock of those that write. A payload is one value, so it is contiguous in the
+memory map and a restore reads it from there. LMDB never overwrites what an open view can see, so the map is safe to read while
 others delete. The size of the map bounds the file: it never grows beyond `FILE_FACTOR` times the budget plus
 `FILE_EXTRA`, whatever the churn. If it was filled with a larger budget, it may grow by up to `FILE_EXTRA` after it is
 opened, within the bound of that budget.
@@ -24,13 +25,16 @@ import lmdb
 from prefixstore.backends import refusals
 from prefixstore.backends.contract import LONGEST_KEY, Backend, Change, Costs, Draft, Range, Row, View
 from prefixstore.backends.files import absolute
-from prefixstore.backends.lmdb.environment import DATABASES, FILE_EXTRA, Environment, acquire, release
+from prefixstore.backends.lmdb.environment import FILE_EXTRA, META, Environment, acquire, release
 from prefixstore.backends.location import path_of
 from prefixstore.format.record import Buffer
 
 __all__ = ["LMDBBackend", "open_lmdb"]
 
 FILE_FACTOR = 1.25
+# what the keys of payloads and of rows begin with
+PAYLOAD, ROW = b"p", b"r"
+PASSED = META + b"passed"
 
 # Pages of the file that an update leaves. To delete what belongs together takes some 40 of them at most, a commit
 # some 10.
@@ -40,56 +44,54 @@ LEFT_BY_RECLAIM = 32
 
 # bytes before the first of a payload in its pages
 PAGE_HEADER = 16
-# the pages of LMDB itself: two heads, and the roots of the databases and of the free pages
+# the pages of LMDB itself: two heads, and some for the list of free pages
 OWN_PAGES = 4
 
 
 class _View(View):
     def __init__(self, txn: lmdb.Transaction, environment: Environment) -> None:
         self._txn = txn
-        self._databases = environment.databases
-        self._rows = self._databases[b"rows"]
-        self._payloads = self._databases[b"payloads"]
+        self._database = environment.database
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        get = self._txn.cursor(self._rows).get
-        return [None if (value := get(key)) is None else bytes(value) for key in keys]
+        get = self._txn.cursor().get
+        return [None if (value := get(ROW + key)) is None else bytes(value) for key in keys]
 
     def ranges(self, wanted: Sequence[Range]) -> list[list[Row]]:
-        cursor = self._txn.cursor(self._rows)
+        cursor = self._txn.cursor()
         return [_rows_of(cursor, one) for one in wanted]
 
     def payloads(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, Buffer | None] | None]:
         for key in keys:
-            value = self._txn.get(key, db=self._rows)
-            yield None if value is None else (bytes(value), self._txn.get(key, db=self._payloads))
+            value = self._txn.get(ROW + key)
+            yield None if value is None else (bytes(value), self._txn.get(PAYLOAD + key))
 
     @property
     def used(self) -> int:
-        stats = [self._txn.stat(self._databases[name]) for name in DATABASES]
-        pages = sum(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in stats)
-        return int((OWN_PAGES + pages) * stats[0]["psize"])
+        stat = self._txn.stat(self._database)
+        pages = stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
+        return int((OWN_PAGES + pages) * stat["psize"])
 
 
 def _rows_of(cursor: lmdb.Cursor, wanted: Range) -> list[Row]:
     """The rows of a range."""
-    start, stop, limit, is_reverse = wanted
+    start, stop = ROW + wanted.start, ROW + wanted.stop
     # LMDB looks for no longer key
-    if is_reverse:
-        found = cursor.set_range(stop[:LONGEST_KEY]) or cursor.last()
+    if wanted.reverse:
+        found = cursor.set_range(stop[: LONGEST_KEY + 1]) or cursor.last()
         if found and bytes(cursor.key()) >= stop:
             found = cursor.prev()
     else:
-        found = cursor.set_range(start[:LONGEST_KEY])
+        found = cursor.set_range(start[: LONGEST_KEY + 1])
         if found and bytes(cursor.key()) < start:
             found = cursor.next()
     rows: list[Row] = []
     if found:
-        for view, value in islice(cursor.iterprev() if is_reverse else cursor.iternext(), limit):
+        for view, value in islice(cursor.iterprev() if wanted.reverse else cursor.iternext(), wanted.limit):
             key = bytes(view)
             if not start <= key < stop:
                 break
-            rows.append(Row(key, bytes(value)))
+            rows.append(Row(key[len(ROW) :], bytes(value)))
     return rows
 
 
@@ -118,13 +120,13 @@ class _Writing(_View):
         with self._environment.translated():
             for key, value, payload in changes:
                 if value is None:
-                    self._txn.delete(key, db=self._payloads)
-                    self._txn.delete(key, db=self._rows)
+                    self._txn.delete(PAYLOAD + key)
+                    self._txn.delete(ROW + key)
                     continue
                 if payload is not None:
-                    self._txn.put(key, payload, db=self._payloads)
+                    self._txn.put(PAYLOAD + key, payload)
                     self.to_leave = LEFT_BY_PAYLOADS
-                self._txn.put(key, value, db=self._rows)
+                self._txn.put(ROW + key, value)
 
 
 class LMDBBackend(Backend):
@@ -189,7 +191,7 @@ class LMDBBackend(Backend):
         environment = self._writable()
         with environment.begin(write=True) as txn:
             writing = _Writing(txn, environment)
-            draft = Draft(writing, _costs(txn.stat(environment.databases[b"rows"])["psize"]), writing.apply)
+            draft = Draft(writing, _costs(txn.stat(environment.database)["psize"]), writing.apply)
             yield draft
             draft.flush()
             environment.require_free(txn, writing.to_leave)
@@ -206,8 +208,7 @@ class LMDBBackend(Backend):
         environment.free_readers()
         for _ in range(2):
             with environment.begin(write=True) as txn:
-                passed = txn.get(b"passed", default=b"\0", db=environment.databases[b"meta"])
-                txn.put(b"passed", bytes([passed[0] ^ 1]), db=environment.databases[b"meta"])
+                txn.put(PASSED, bytes([txn.get(PASSED, default=b"\0")[0] ^ 1]))
                 environment.require_free(txn, LEFT_BY_RECLAIM)
 
     def compact(self, *, erase: bool = False) -> int:

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.spawn import get_executable
 from pathlib import Path
@@ -59,7 +59,7 @@ def damaged(path: Path, why: str) -> CorruptError:
     )
 
 
-def require_sound(path: Path, databases: Iterable[bytes]) -> None:
+def require_sound(path: Path) -> None:
     """Have a child process read a data file.
 
     Raises
@@ -76,7 +76,7 @@ def require_sound(path: Path, databases: Iterable[bytes]) -> None:
         raise UnavailableError(f"{path} cannot be read: {error.strerror}") from error
     packages, walk = Path(lmdb.__file__ or "").parents[1], Path(__file__).with_name("walk.py")
     command = [get_executable() or sys.executable or "", "-I", "-S", "-c", SCRIPT, str(packages)]
-    command += [str(walk), str(path.parent), *(name.decode() for name in databases)]
+    command += [str(walk), str(path.parent)]
     try:
         # in a session of its own: the signals of a terminal are not for it
         done = subprocess.run(  # noqa: S603
@@ -120,13 +120,11 @@ class CheckedFile:
         self._is_sound = True
         self.was_noted = False
 
-    def enter(self, databases: Iterable[bytes], *, is_new: bool) -> None:
+    def enter(self, *, is_new: bool) -> None:
         """Before the data are opened: have them read if necessary. Raises as `require_sound` does.
 
         Parameters
         ----------
-        databases
-            Those to read.
         is_new
             Whether this process has just created the data.
         """
@@ -136,7 +134,7 @@ class CheckedFile:
         self._is_sound = True
         try:
             if is_alone and not is_new and not self._says_sound():
-                require_sound(self._path, databases)
+                require_sound(self._path)
             if self._handle is not None:
                 _lock(self._handle, fcntl.LOCK_SH)
         except BaseException:

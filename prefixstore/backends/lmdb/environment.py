@@ -22,25 +22,26 @@ from prefixstore.backends.forks import ForkLevel, ForkLock, register_at_fork
 from prefixstore.backends.handle_lock import HandleLock
 from prefixstore.backends.lmdb.checked import CheckedFile, damaged, require_sound
 from prefixstore.backends.lmdb.errors import not_opened, prepare_directory, translate
-from prefixstore.backends.lmdb.walk import MAX_READERS
+from prefixstore.backends.lmdb.walk import MAGIC, MAX_READERS
 from prefixstore.backends.trusted import require_trusted_directory, require_trusted_files
 from prefixstore.errors import CorruptError, LocationError, UnavailableError
 
-__all__ = ["DATABASES", "FILE_EXTRA", "LMDB_VERSION", "Environment", "acquire", "release"]
+__all__ = ["FILE_EXTRA", "FORMAT", "LMDB_VERSION", "META", "Environment", "acquire", "release"]
 
 SMALLEST_MAP = 1 << 20
 # what the file may have more than its budget needs, so that there is space to delete
 FILE_EXTRA = 256 * mmap.PAGESIZE
 DATA, LOCK = "data.mdb", "lock.mdb"
-MAGIC = b"prefixstore"
-DATABASES = (b"meta", b"rows", b"payloads")
+# what the keys begin with that are not a row's or a payload's; the key of the version, beside that of `MAGIC`
+META = b"m"
+FORMAT = META + b"format"
 # a file that was replaced, until it is overwritten; new files are in directories that begin with the other name
 OLD, NEW = ".old.mdb", ".new."
 # bytes that are copied in one transaction
 COPIED_AT_ONCE = 64 << 20
 ZEROS = bytes(1 << 20)
-# version of the databases; what is in the rows has versions of its own
-LMDB_VERSION = 5
+# version of the database; what is in the rows has versions of its own
+LMDB_VERSION = 6
 META_FORMAT = struct.Struct("<I")
 
 
@@ -65,7 +66,6 @@ class Environment:
     def _open(self, *, is_new: bool = False) -> None:
         """Open the file, and create it if it is not there; one that this process has just written is `is_new`."""
         path, file, read_only = self.path, self.path / DATA, self.read_only
-        self.databases: dict[bytes, Any] = {}
         with ExitStack() as failed:
             failed.callback(self._forget)
             try:
@@ -80,12 +80,11 @@ class Environment:
                 found = file.stat()
                 # a handle that is replaced was used until now
                 if self._identity != (found.st_dev, found.st_ino):
-                    self._checked.enter(DATABASES, is_new=is_new)
+                    self._checked.enter(is_new=is_new)
                 self._identity, self._size = (found.st_dev, found.st_ino), found.st_size
                 self.env = lmdb.open(
                     str(path),
                     map_size=0,  # that of the last writer
-                    max_dbs=len(DATABASES),
                     max_readers=MAX_READERS,
                     # a cached one would hold a reader slot for as long as the handle is open
                     max_spare_txns=0,
@@ -105,7 +104,9 @@ class Environment:
             try:
                 if not read_only:
                     self.env.reader_check()
-                self.databases = self._open_databases()
+                self.database = self.env.open_db(None)
+                with self.begin(write=False) as txn:
+                    self._require_format(txn)
             except lmdb.Error as error:
                 raise translate(error, path) from error
             self._checked.use()
@@ -125,27 +126,14 @@ class Environment:
         needed = (self._size + FILE_EXTRA) // mmap.PAGESIZE * mmap.PAGESIZE
         return max(self._map_size, SMALLEST_MAP, min(self.env.info()["map_size"], needed))
 
-    def _open_databases(self) -> dict[bytes, Any]:
-        # by a transaction that reads: otherwise py-lmdb waits for the lock of those that write
-        with self.begin(write=False) as txn:
-            names = {bytes(name) for name, _ in txn.cursor()}
-            databases = {name: self.env.open_db(name, txn, create=False) for name in DATABASES if name in names}
-            self._require_format(txn, databases)
-        return databases
-
-    def _require_format(self, txn: lmdb.Transaction, databases: dict[bytes, Any]) -> None:
-        """Refuse an environment with these databases if it is not a store of this version. Nothing is written to it."""
-        foreign = refusals.foreign(self.path, "LMDB database")
-        if b"meta" not in databases:
-            raise foreign
-        magic, version = (bytes(txn.get(name, b"", db=databases[b"meta"])) for name in (b"magic", b"format"))
-        if magic != MAGIC or len(version) != META_FORMAT.size:
-            raise foreign
+    def _require_format(self, txn: lmdb.Transaction) -> None:
+        """Refuse an environment that is not a store of this version. Nothing is written to it."""
+        magic, version = (bytes(txn.get(key, b"")) for key in (MAGIC[0], FORMAT))
+        if magic != MAGIC[1] or len(version) != META_FORMAT.size:
+            raise refusals.foreign(self.path, "LMDB database")
         found = META_FORMAT.unpack(version)[0]
         if found != LMDB_VERSION:
             raise refusals.other_format(self.path, found, LMDB_VERSION)
-        if len(databases) < len(DATABASES):
-            raise foreign
 
     @contextmanager
     def begin(self, *, write: bool) -> Iterator[lmdb.Transaction]:
@@ -204,10 +192,10 @@ class Environment:
         if n_pages:
             # a value that takes a page of the file of its own
             page = bytes(self.env.stat()["psize"] - 96)
-            trial = self.env.begin(write=True, parent=txn, db=self.databases[b"meta"])
+            trial = self.env.begin(write=True, parent=txn)
             try:
                 for number in range(n_pages):
-                    trial.put(b"trial:%d" % number, page)
+                    trial.put(META + b"trial:%d" % number, page)
             finally:
                 trial.abort()
 
@@ -250,7 +238,7 @@ class Environment:
     def check(self) -> None:
         """Have a child process walk the file. Raises `CorruptError`."""
         with self.translated():
-            require_sound(self.path / DATA, DATABASES)
+            require_sound(self.path / DATA)
 
     def resize(self, map_size: int) -> None:
         """Make the map at least this large (0: as large as another process has made it)."""
@@ -307,12 +295,11 @@ class Environment:
         map_size = self.env.info()["map_size"]
         with (
             self.begin(write=False) as txn,
-            lmdb.open(directory, map_size=map_size, max_dbs=len(DATABASES), mode=0o600) as new,
+            lmdb.open(directory, map_size=map_size, mode=0o600) as new,
         ):
-            for name, database in self.databases.items():
-                rows, copy = iter(txn.cursor(database)), new.open_db(name)
-                while _put_some(new, copy, rows):
-                    pass
+            rows = iter(txn.cursor())
+            while _put_some(new, rows):
+                pass
 
     def _remove_rests(self, *, erase: bool) -> None:
         """Delete what is left of files that were replaced, or were to replace this one."""
@@ -370,20 +357,16 @@ def _create(path: Path) -> None:
     LMDB does not flush the first pages of a new file before a commit: after a loss of power it may refuse the file.
     """
     with TemporaryDirectory(dir=path, prefix=NEW) as directory:
-        new = lmdb.open(directory, map_size=SMALLEST_MAP, max_dbs=len(DATABASES), mode=0o600)
-        with new, new.begin(write=True) as txn:
-            for name in DATABASES:
-                new.open_db(name, txn)
-            meta = new.open_db(b"meta", txn)
-            txn.put(b"magic", MAGIC, db=meta)
-            txn.put(b"format", META_FORMAT.pack(LMDB_VERSION), db=meta)
+        with lmdb.open(directory, map_size=SMALLEST_MAP, mode=0o600) as new, new.begin(write=True) as txn:
+            txn.put(*MAGIC)
+            txn.put(FORMAT, META_FORMAT.pack(LMDB_VERSION))
         publish(Path(directory) / DATA, path / DATA)
 
 
-def _put_some(env: lmdb.Environment, database: Any, rows: Iterator[tuple[Any, Any]]) -> bool:
+def _put_some(env: lmdb.Environment, rows: Iterator[tuple[Any, Any]]) -> bool:
     """Write some more rows in one transaction; whether there may be others."""
     n_bytes = 0
-    with env.begin(write=True, db=database) as txn:
+    with env.begin(write=True) as txn:
         for key, value in rows:
             txn.put(key, value, append=True)
             n_bytes += len(value)

@@ -1,8 +1,8 @@
 """Reads all of an LMDB file by LMDB's own means: a child process runs this module as a script.
 
 LMDB trusts what it reads: a changed byte can end the process. So a file that may have been changed is read by a child
-process first; if that ends the child, the file is damaged. A cursor follows each tree to its end, which shows its keys
-and sizes. Then LMDB copies the file to nowhere, and compares how many pages its trees, its large values and its list of
+process first; if that ends the child, the file is damaged. A cursor follows the tree to its end, which shows its keys
+and sizes. Then LMDB copies the file to nowhere, and compares how many pages the tree, its large values and the list of
 free pages have with those of the file. Contents of keys and values are not looked at: they have their own checksums.
 
 This module imports nothing of prefixstore.
@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import lmdb
 
-__all__ = ["DAMAGED", "MAX_READERS", "SOUND"]
+__all__ = ["DAMAGED", "MAGIC", "MAX_READERS", "SOUND"]
 
 # exit code of the script, and what it prints if the file is not damaged
 DAMAGED = 3
 SOUND = b"sound"
 MAX_READERS = 512
+# key and value of the row by which a store is known
+MAGIC = b"mmagic", b"prefixstore"
 # bytes before a large value in its pages, and before a key in its node
 PAGE_HEADER, NODE_HEADER = 16, 8
 
@@ -32,14 +32,14 @@ class DamageError(Exception):
     """The file is not as LMDB writes it."""
 
 
-def _read(txn: lmdb.Transaction, database: Any) -> None:
-    """Have a cursor follow a tree, and compare it with what LMDB has counted."""
-    stat = txn.stat(database)
+def _read(env: lmdb.Environment, txn: lmdb.Transaction) -> None:
+    """Have a cursor follow the tree, and compare it with what LMDB has counted."""
+    stat = txn.stat(env.open_db(None, txn))
     size = stat["psize"]
     # LMDB keeps no larger node in a page of a tree
     largest = ((size - PAGE_HEADER) // 2 & ~1) - 2 - NODE_HEADER
     before, n_rows, n_pages = b"", 0, 0
-    for view, value in txn.cursor(database):
+    for view, value in txn.cursor():
         key = bytes(view)
         if key <= before:
             raise DamageError("keys are out of order")
@@ -49,31 +49,29 @@ def _read(txn: lmdb.Transaction, database: Any) -> None:
         if len(key) + len(value) > largest:
             n_pages += -(-(PAGE_HEADER + len(value)) // size)
     if n_rows != stat["entries"]:
-        raise DamageError("a tree has not as many rows as are counted")
+        raise DamageError("the tree has not as many rows as are counted")
     if n_pages > stat["overflow_pages"]:
         raise DamageError("values are larger than the pages that are counted")
 
 
-def _main(directory: str, names: Sequence[str]) -> str | None:
-    """Read those of these databases that there are; says what is wrong."""
+def _main(directory: str) -> str | None:
+    """Read a store; says what is wrong."""
     if not (Path(directory) / "data.mdb").stat().st_size:
         # LMDB initializes an empty file
         return None
     try:
         env = lmdb.open(
-            directory, readonly=True, create=False, map_size=0, max_dbs=len(names), max_readers=MAX_READERS, mode=0o600
+            directory, readonly=True, create=False, map_size=0, max_readers=MAX_READERS, mode=0o600
         )
     except (lmdb.InvalidError, lmdb.InvalidParameterError, lmdb.VersionMismatchError):
         # not an LMDB file, or of another version: opening it raises the error
         return None
     try:
         with env.begin(buffers=True) as txn:
-            found = {bytes(name).decode(errors="replace") for name, _ in txn.cursor()}
-            # databases of another application are refused when the store is opened
-            if found != set(names):
+            # that of another application is refused when the store is opened
+            if txn.get(MAGIC[0]) != MAGIC[1]:
                 return None
-            for name in names:
-                _read(txn, env.open_db(name.encode(), txn=txn, create=False))
+            _read(env, txn)
         with Path(os.devnull).open("wb") as nowhere:
             env.copyfd(nowhere.fileno(), compact=True)
     except DamageError as error:
@@ -84,7 +82,7 @@ def _main(directory: str, names: Sequence[str]) -> str | None:
 
 
 if __name__ == "__main__":
-    if why := _main(sys.argv[1], sys.argv[2:]):
+    if why := _main(sys.argv[1]):
         sys.stdout.write(why)
         sys.stdout.flush()
         os._exit(DAMAGED)
