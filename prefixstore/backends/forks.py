@@ -54,7 +54,7 @@ def register_at_fork(participant: object, level: ForkLevel) -> None:
 
     - ``before_fork()`` waits until no other thread is in the middle of something, and lets none begin.
     - ``after_fork_in_parent()`` undoes that, or what it has done before it failed; nothing if it was not called.
-    - ``after_fork_in_child()`` drops what belongs to the parent, also if `before_fork` has failed. No other thread runs.
+    - ``after_fork_in_child()`` drops what belongs to the parent, also if `before_fork` has failed.
 
     Participants of one level are held in no particular order. Handles are opened under a `ForkLock`, so none is
     while the process forks.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from contextlib import closing, contextmanager, suppress
 
 import pytest
@@ -196,8 +195,8 @@ def test_a_child_uses_what_its_parent_has_open_and_takes_no_lock_from_it(kv, mon
 
 
 def test_a_file_that_another_process_has_read_is_waited_for(kv, monkeypatch):
-    code = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, 2); print('held', flush=True); sys.stdin.readline()"
-    with python(code, kv / "data.mdb") as process:
+    lock = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True)"
+    with python(f"{lock}; sys.stdin.readline()", kv / "data.mdb") as process:
         assert process.stdout.readline() == "held\n"
         opened = []
         thread = in_thread(lambda: opened.append(n_walks(monkeypatch, kv)))

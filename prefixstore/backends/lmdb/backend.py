@@ -2,10 +2,9 @@
 
 Rows, and the payloads beside some of them, are in one database, under keys that begin with different bytes: a database
 with a name could not be opened without the lock of those that write. A payload is one value, so it is contiguous in the
-memory map and a restore reads it from there. LMDB never overwrites what an open view can see, so the map is safe to read while
-others delete. The size of the map bounds the file: it never grows beyond `FILE_FACTOR` times the budget plus
-`FILE_EXTRA`, whatever the churn. If it was filled with a larger budget, it may grow by up to `FILE_EXTRA` after it is
-opened, within the bound of that budget.
+memory map and a restore reads it from there. LMDB never overwrites what an open view can see, so the map is safe to
+read while others delete. The size of the map bounds the file: it never grows beyond `FILE_FACTOR` times the largest
+budget plus `FILE_EXTRA`, whatever the churn.
 
 LMDB writes a changed page of the file to another place, and reuses what a transaction freed only two commits later. So
 deleting takes space, too, and a commit that leaves none would be the last one. Each update therefore leaves a number of

@@ -96,7 +96,8 @@ class Environment:
                 )
                 failed.callback(self.env.close)
                 if not read_only:
-                    self.env.set_mapsize(self._size_to_delete())
+                    # within the map that it was filled through, transactions have left space to delete
+                    self.env.set_mapsize(max(self._map_size, SMALLEST_MAP, self.env.info()["map_size"]))
             except (lmdb.Error, OSError) as error:
                 if isinstance(error, (lmdb.InvalidError, lmdb.InvalidParameterError)) and self._checked.was_noted:
                     raise damaged(file, str(error)) from error
@@ -117,14 +118,6 @@ class Environment:
         """The file is not open: when it is opened, it is another one."""
         self._identity = None
         self._checked.drop()
-
-    def _size_to_delete(self) -> int:
-        """The map that the file needs so that something can be deleted from it, if it was filled with a larger budget.
-
-        Within the map that it was filled through, transactions have left space to delete. Never more than that map.
-        """
-        needed = (self._size + FILE_EXTRA) // mmap.PAGESIZE * mmap.PAGESIZE
-        return max(self._map_size, SMALLEST_MAP, min(self.env.info()["map_size"], needed))
 
     def _require_format(self, txn: lmdb.Transaction) -> None:
         """Refuse an environment that is not a store of this version. Nothing is written to it."""
@@ -292,11 +285,9 @@ class Environment:
 
     def _copy(self, directory: str) -> None:
         """Copy all rows, in order, into a new file: no page of it has ever held a row that was deleted."""
-        map_size = self.env.info()["map_size"]
-        with (
-            self.begin(write=False) as txn,
-            lmdb.open(directory, map_size=map_size, mode=0o600) as new,
-        ):
+        # with a smaller budget than it was filled with, no more than it needs
+        map_size = max(self._map_size, (self._size + FILE_EXTRA) // mmap.PAGESIZE * mmap.PAGESIZE)
+        with self.begin(write=False) as txn, lmdb.open(directory, map_size=map_size, mode=0o600) as new:
             rows = iter(txn.cursor())
             while _put_some(new, rows):
                 pass

@@ -60,9 +60,7 @@ def _main(directory: str) -> str | None:
         # LMDB initializes an empty file
         return None
     try:
-        env = lmdb.open(
-            directory, readonly=True, create=False, map_size=0, max_readers=MAX_READERS, mode=0o600
-        )
+        env = lmdb.open(directory, readonly=True, create=False, map_size=0, max_readers=MAX_READERS, mode=0o600)
     except (lmdb.InvalidError, lmdb.InvalidParameterError, lmdb.VersionMismatchError):
         # not an LMDB file, or of another version: opening it raises the error
         return None

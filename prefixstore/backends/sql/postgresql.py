@@ -266,8 +266,8 @@ class PostgreSQL(Database[_Connection]):
         before = self.disk_bytes()
         if warnings := self._vacuum("VACUUM FULL"):
             raise LocationError(
-                f"{self.location}: no space was returned, and deleted data is still in the files, since the server says: "
-                f"{warnings[0]}; compact as the owner of the tables"
+                f"{self.location}: no space was returned, and deleted data is still in the files, since the server "
+                f"says: {warnings[0]}; compact as the owner of the tables"
             )
         return max(before - self.disk_bytes(), 0)
 
