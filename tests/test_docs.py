@@ -18,6 +18,7 @@ import pytest
 import prefixstore
 from benchmarks import readme, report
 from prefixstore import results
+from prefixstore.backends.lmdb import backend as lmdb_backend
 from prefixstore.backends.lmdb import environment as lmdb_environment
 from prefixstore.cli import main
 from prefixstore.engine import policy
@@ -93,8 +94,9 @@ def test_the_worked_example_matches_what_is_written():
 def test_the_format_document_names_version_databases_and_codecs():
     assert f"version {FORMAT_VERSION}" in FORMAT.splitlines()[0]
     in_lmdb = FORMAT.split("## What is in an LMDB location", 1)[1].split("\n## ", 1)[0]
-    named = set(re.findall(r"^\| `(\w+)` \|", in_lmdb, re.MULTILINE))
-    assert named == {name.decode() for name in lmdb_environment.DATABASES}
+    named = set(re.findall(r"^\| `(\w)` \|", in_lmdb, re.MULTILINE))
+    assert {name.encode() for name in named} == {lmdb_environment.META, lmdb_backend.PAYLOAD, lmdb_backend.ROW}
+    assert f"u32: {lmdb_environment.LMDB_VERSION}" in in_lmdb
     assert "0 raw, 1 zstd, 2 planes" in FORMAT
     assert CODECS == {"raw": 0, "zstd": 1, "planes": 2}
     assert PLANES_HEADER.format == "<Q"

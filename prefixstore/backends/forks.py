@@ -4,43 +4,27 @@ A child inherits memory, locks and file descriptors, but only the thread that fo
 never released there, and a file handle still belongs to the parent. So each participant is held before a fork, and
 released after it in the parent and in the child.
 
-`os.fork` reports an exception in one of these hooks and forks nevertheless. So a participant that could not be held, as
-when a Ctrl-C ends the wait for it, is released and renewed like all others.
+`os.fork` reports an exception in one of these hooks and forks nevertheless. So one that could not be held, as when a
+Ctrl-C ends the wait for it, does not keep the others from their turn, and is released and renewed like them.
 """
 
 from __future__ import annotations
 
-# Imported for their fork hooks: hooks before a fork run in reverse order, so these two take their locks after that of
-# prefixstore has waited for threads that use a handle. Such a thread may start a job in an executor, or log, and needs
-# these locks.
-import concurrent.futures.thread  # noqa: F401
+# Imported for its fork hooks: hooks before a fork run in reverse order, so this one takes its lock after that of
+# prefixstore has waited for threads that use a handle. Such a thread may log, and needs the lock.
 import logging  # noqa: F401
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import suppress
 from enum import IntEnum
-from typing import Protocol
 from weakref import ref
 
 # numpy imports it at the first `np.unique`: a child that is forked while another thread does that would wait forever
 # for the lock of the module.
 import numpy.ma  # noqa: F401
 
-__all__ = ["ForkLevel", "ForkLock", "ForkParticipant", "register_at_fork"]
-
-
-class ForkParticipant(Protocol):
-    """Something that must be idle while the process forks. Each method may do nothing."""
-
-    def before_fork(self) -> None:
-        """Wait until no other thread is in the middle of something, and let none begin."""
-
-    def after_fork_in_parent(self) -> None:
-        """Undo `before_fork`, or what it has done before it failed."""
-
-    def after_fork_in_child(self) -> None:
-        """Drop what belongs to the parent, also if `before_fork` has failed. No other thread runs."""
+__all__ = ["ForkLevel", "ForkLock", "register_at_fork"]
 
 
 class ForkLevel(IntEnum):
@@ -60,13 +44,17 @@ class ForkLevel(IntEnum):
 
 # held by the thread that forks, from before the fork until after it
 _forking = threading.RLock()
-# those whose `before_fork` it has called, in this order
-_asked: list[ForkParticipant] = []
-_levels: dict[ref[ForkParticipant], ForkLevel] = {}
+_levels: dict[ref[object], ForkLevel] = {}
 
 
-def register_at_fork(participant: ForkParticipant, level: ForkLevel) -> None:
+def register_at_fork(participant: object, level: ForkLevel) -> None:
     """Hold this participant during each fork, for as long as it lives; the registry does not keep it alive.
+
+    Those of these methods are called that it has. One that fails does not keep the others from their turn.
+
+    - ``before_fork()`` waits until no other thread is in the middle of something, and lets none begin.
+    - ``after_fork_in_parent()`` undoes that, or what it has done before it failed; nothing if it was not called.
+    - ``after_fork_in_child()`` drops what belongs to the parent, also if `before_fork` has failed.
 
     Participants of one level are held in no particular order. Handles are opened under a `ForkLock`, so none is
     while the process forks.
@@ -74,15 +62,8 @@ def register_at_fork(participant: ForkParticipant, level: ForkLevel) -> None:
     _levels[ref(participant, _forget)] = level
 
 
-def _forget(gone: ref[ForkParticipant], levels: dict[ref[ForkParticipant], ForkLevel] = _levels) -> None:
+def _forget(gone: ref[object], levels: dict[ref[object], ForkLevel] = _levels) -> None:
     levels.pop(gone, None)
-
-
-def _participants(level: ForkLevel) -> list[ForkParticipant]:
-    """Those of a level that live."""
-    # in one step: the garbage collector, and other threads, change the dictionary
-    found = list(_levels)
-    return [one for weak in found if _levels.get(weak) == level and (one := weak()) is not None]
 
 
 class ForkLock:
@@ -110,56 +91,42 @@ class ForkLock:
         self.held = threading.RLock()
 
 
-def _before_fork() -> None:
-    _forking.acquire()
+def _each(levels: Iterable[ForkLevel], method: str) -> None:
+    """Call this method of all that live, level by level, and raise the first error in the end."""
     failures: list[BaseException] = []
-    for level in sorted(ForkLevel, reverse=True):
-        for participant in _participants(level):
-            _asked.append(participant)
-            _call(participant.before_fork, failures)
+    for level in levels:
+        # in one step: the garbage collector, and other threads, change the dictionary
+        for weak in list(_levels):
+            participant = weak()
+            if _levels.get(weak) == level and hasattr(participant, method):
+                try:
+                    getattr(participant, method)()
+                except BaseException as error:  # noqa: BLE001 - raised when all are done
+                    failures.append(error)
     if failures:
         raise failures[0]
+
+
+def _before_fork() -> None:
+    _forking.acquire()
+    _each(reversed(ForkLevel), "before_fork")
 
 
 def _after_fork_in_parent() -> None:
     # not if an interrupt has ended the wait for another thread that forks
     if not _forking._is_owned():  # type: ignore[attr-defined]  # noqa: SLF001 - as `threading.Condition` does
         return
-    failures: list[BaseException] = []
-    while _asked:
-        # it may be released twice, and is, if this is interrupted
-        release = _asked[-1].after_fork_in_parent
-        if not _call(release, failures):
-            _call(release, failures)
-        _asked.pop()
-    _forking.release()
-    if failures:
-        raise failures[0]
+    try:
+        _each(ForkLevel, "after_fork_in_parent")
+    finally:
+        _forking.release()
 
 
 def _after_fork_in_child() -> None:
     global _forking
-    failures: list[BaseException] = []
-    for level in sorted(ForkLevel):
-        for participant in _participants(level):
-            _call(participant.after_fork_in_child, failures)
-    _asked.clear()
     _forking = threading.RLock()
-    if failures:
-        raise failures[0]
-
-
-def _call(work: Callable[[], None], failures: list[BaseException]) -> bool:
-    """Do this; an error in it, or an interrupt, does not keep the others from their turn. `os.fork` reports it."""
-    try:
-        work()
-    except BaseException as error:  # noqa: BLE001 - raised when all are done
-        failures.append(error)
-        return False
-    return True
+    _each(ForkLevel, "after_fork_in_child")
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
-    # what an interrupt has kept the first one from
-    os.register_at_fork(after_in_parent=_after_fork_in_parent)

@@ -44,27 +44,17 @@ class HandleLock:
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Hold it shared. Waits while another thread waits for exclusive use, unless this thread holds it already."""
-        entry = object()
+        is_held, entry, me = self.is_held, object(), caller()
         try:
-            self._enter(entry)
+            self._inside[entry] = me
+            # a thread that waits to be alone comes first, or it would wait forever
+            while self._alone and not is_held:
+                self._inside.pop(entry, None)
+                _wait(lambda: not self._alone)
+                self._inside[entry] = me
             yield
         finally:
             self._inside.pop(entry, None)
-
-    def _enter(self, entry: object) -> None:
-        me = caller()
-        self._inside[entry] = me
-        # a thread that waits to be alone comes first, or it would wait forever
-        while self._alone and not self._holds(me, entry):
-            self._inside.pop(entry, None)
-            _wait(lambda: not self._alone)
-            self._inside[entry] = me
-
-    def _holds(self, me: Caller, entry: object) -> bool:
-        """Whether this thread holds it by anything but this entry."""
-        return me.key in _keys(self._alone) or any(
-            each.key == me.key and other is not entry for other, each in list(self._inside.items())
-        )
 
     def acquire_exclusive(self, hold: object) -> None:
         """Wait until no thread is inside, and let none in until `release_exclusive`. May be nested, with other holds.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -15,12 +14,9 @@ __all__ = ["LazyBackend"]
 
 log = logging.getLogger("prefixstore")
 
-# Between two attempts requests fail immediately.
-PAUSE_SECONDS = 1.0
-
 
 class LazyBackend(Backend):
-    """A backend that is opened when it is first used, and again after each failure to do so.
+    """A backend that is opened when it is first used, and again after each failure: the circuit breaker makes pauses.
 
     Parameters
     ----------
@@ -35,7 +31,6 @@ class LazyBackend(Backend):
         self._open_it = open_it
         self._backend: Backend | None = None
         self._closed = False
-        self._failed_at: float | None = None
         self._opening = threading.Lock()
 
     def _opened(self) -> Backend:
@@ -64,15 +59,11 @@ class LazyBackend(Backend):
             self._opening.release()
 
     def _open(self) -> Backend:
-        if self._failed_at is not None and time.monotonic() - self._failed_at < PAUSE_SECONDS:
-            raise UnavailableError(f"{self._location} could not be opened a second ago")
         try:
             return self._open_it()
         except StorageError:
-            self._failed_at = time.monotonic()
             raise
         except PrefixStoreError as error:
-            self._failed_at = time.monotonic()
             raise UnavailableError(f"{self._location} cannot be opened: {error}") from error
 
     @property

@@ -179,12 +179,6 @@ class Engine:
             self._priority,
         )
 
-    def before_fork(self) -> None:
-        """Nothing to hold: the handles are held by the backends."""
-
-    def after_fork_in_parent(self) -> None:
-        """Nothing to release."""
-
     def after_fork_in_child(self) -> None:
         """Start over with new locks, threads and handles. What the parent has captured, the parent writes."""
         if not self.is_closed:

@@ -69,12 +69,6 @@ class Sessions:
         engine.sessions = weakref.WeakMethod(self.stats)
         register_at_fork(self, ForkLevel.ENGINE)
 
-    def before_fork(self) -> None:
-        """Nothing to hold: in the child, nothing is left of what another thread has begun."""
-
-    def after_fork_in_parent(self) -> None:
-        """Nothing to release."""
-
     def after_fork_in_child(self) -> None:
         """Start over: those who wait, or have the ``Llama``, are in the parent."""
         self.queue.restart()

@@ -286,7 +286,7 @@ def test_another_store_put_in_place_is_used_from_then_on(scheme, llama, tmp_path
 
 READERS = """
 import lmdb, sys
-env = lmdb.open(sys.argv[1], max_dbs=8, map_size=1 << 30, readonly=True)
+env = lmdb.open(sys.argv[1], map_size=1 << 30, readonly=True)
 held = []
 try:
     while True: held.append(env.begin())

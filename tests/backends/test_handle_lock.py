@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -25,31 +24,6 @@ def is_free(handle):
     thread = in_thread(hold_alone)
     thread.join(PATIENCE)
     return not thread.is_alive()
-
-
-def test_a_thread_is_alone_when_all_others_have_left():
-    handle, order = HandleLock(), []
-    inside, leave = threading.Event(), threading.Event()
-
-    def use():
-        with handle.shared(), handle.shared():
-            inside.set()
-            leave.wait(PATIENCE)
-            order.append("used")
-
-    def replace():
-        with handle.exclusive():
-            order.append("replaced")
-
-    user = in_thread(use)
-    inside.wait(PATIENCE)
-    replacer = in_thread(replace)
-    replacer.join(0.1)
-    assert order == []
-    leave.set()
-    user.join(PATIENCE)
-    replacer.join(PATIENCE)
-    assert order == ["used", "replaced"]
 
 
 def test_a_thread_that_waits_to_hold_alone_comes_before_those_that_arrive_later():
@@ -128,23 +102,6 @@ def wait_at(ready):
     thread = in_thread(use)
     assert inside.wait(PATIENCE)
     return thread, leave
-
-
-def test_a_child_does_not_wait_for_threads_of_its_parent():
-    handle = HandleLock()
-    thread, leave = wait_at(handle.shared)
-    waiting = in_thread(lambda: handle.exclusive().__enter__())
-    while not handle._alone:
-        time.sleep(0.001)
-    pid = os.fork()
-    if pid == 0:
-        handle.renew()
-        with handle.exclusive(), handle.shared():
-            os._exit(7)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-    leave.set()
-    thread.join(PATIENCE)
-    waiting.join(PATIENCE)
 
 
 def test_a_thread_that_uses_the_handle_cannot_wait_for_itself():

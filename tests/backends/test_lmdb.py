@@ -13,7 +13,7 @@ import lmdb
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.backends.lmdb.environment import DATABASES, LMDB_VERSION
+from prefixstore.backends.lmdb.environment import FORMAT, LMDB_VERSION
 from prefixstore.errors import FullError, LocationError, StorageError, UnavailableError
 from prefixstore.testing import PersistentBackendContract
 from tests.support import PATIENCE, python
@@ -125,8 +125,8 @@ def test_payloads_are_memory_of_the_file(backend):
 def test_files_and_directory_are_for_their_owner_only(tmp_path):
     before = os.umask(0)
     try:
-        with closing(LMDBBackend(tmp_path / "new" / "kv", MIB)):
-            modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "new" / "kv").iterdir()}
+        LMDBBackend(tmp_path / "new" / "kv", MIB).close()
+        modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "new" / "kv").iterdir()}
     finally:
         os.umask(before)
     assert modes == {"data.mdb": 0o600, "lock.mdb": 0o600, "checked": 0o600}
@@ -172,11 +172,14 @@ def test_a_file_with_a_page_size_that_lmdb_cannot_have_is_refused_and_untouched(
     assert (tmp_path / "data.mdb").read_bytes() == data
 
 
-@pytest.mark.parametrize("names", [(), (b"theirs",), (b"meta", b"rows"), DATABASES])
-def test_the_database_of_another_application_is_refused_and_untouched(tmp_path, names):
+@pytest.mark.parametrize("keys", [(), (b"theirs",), (b"mmagic", b"mformat"), (b"a database",)])
+def test_the_database_of_another_application_is_refused_and_untouched(tmp_path, keys):
     with lmdb.open(str(tmp_path), max_dbs=8) as env, env.begin(write=True) as txn:
-        for name in names:
-            txn.put(b"format", b"mine", db=env.open_db(name, txn))
+        for key in keys:
+            if b" " in key:
+                env.open_db(key, txn)
+            else:
+                txn.put(key, b"mine")
     before = (tmp_path / "data.mdb").read_bytes()
     for options in ({}, {"read_only": True}):
         assert refusal(tmp_path, **options).startswith("IncompatibleError: ")
@@ -187,8 +190,8 @@ def test_the_database_of_another_application_is_refused_and_untouched(tmp_path, 
 @pytest.mark.parametrize(("step", "says"), [(1, f"up to {LMDB_VERSION}"), (-1, f"reads {LMDB_VERSION} only")])
 def test_another_format_is_refused_with_both_versions(tmp_path, step, says):
     LMDBBackend(tmp_path, MIB).close()
-    with lmdb.open(str(tmp_path), max_dbs=8) as env, env.begin(write=True) as txn:
-        txn.put(b"format", (LMDB_VERSION + step).to_bytes(4, "little"), db=env.open_db(b"meta", txn))
+    with lmdb.open(str(tmp_path)) as env, env.begin(write=True) as txn:
+        txn.put(FORMAT, (LMDB_VERSION + step).to_bytes(4, "little"))
     before = (tmp_path / "data.mdb").read_bytes()
     message = refusal(tmp_path)
     assert message.startswith("IncompatibleError: ")
@@ -260,7 +263,7 @@ def test_a_crash_while_a_store_is_created_leaves_a_location_that_can_be_used(tmp
 import sys
 from prefixstore.backends.lmdb import backend as lmdb
 from prefixstore.backends.lmdb import environment as lmdb_environment
-lmdb_environment.MAGIC = "text"  # no value that LMDB could write: the end, in the middle of it
+lmdb_environment.MAGIC = b"key", "text"  # no value that LMDB could write: the end, in the middle of it
 lmdb.LMDBBackend(sys.argv[1], 1 << 24)
 """
     with python(code, tmp_path, stderr=subprocess.DEVNULL) as process:
@@ -271,6 +274,25 @@ lmdb.LMDBBackend(sys.argv[1], 1 << 24)
 
 
 # -- LMDB: processes ---------------------------------------------------------------------------------------------------
+
+
+HOLDING = """
+import sys
+from prefixstore.backends.lmdb.backend import LMDBBackend
+with LMDBBackend(sys.argv[1], 1 << 20).update():
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_opening_does_not_wait_for_a_writer_and_a_killed_one_holds_nothing(tmp_path):
+    with python(HOLDING, tmp_path) as other:
+        assert other.stdout.readline() == "held\n"
+        with closing(LMDBBackend(tmp_path, MIB)) as backend:
+            assert rows_of(backend) == {}
+            other.kill()
+            other.wait(PATIENCE)
+            assert rows_of(backend).keys() == {write(backend, 1)}
 
 
 @pytest.mark.slow

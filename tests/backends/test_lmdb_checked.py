@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from contextlib import closing, contextmanager, suppress
 
 import pytest
@@ -14,7 +13,7 @@ from prefixstore.backends.lmdb import checked
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.lmdb.checked import NOTE
 from prefixstore.errors import CorruptError, UnavailableError
-from tests.support import ROOT
+from tests.support import PATIENCE, in_thread, python
 from tests.support.rows import delete, key_of, rows_of
 from tests.support.rows import put as put_row
 
@@ -33,9 +32,9 @@ def walks(monkeypatch):
     found = []
     walk = checked.require_sound
 
-    def counted(path, databases):
+    def counted(path):
         found.append(path)
-        walk(path, databases)
+        walk(path)
 
     with monkeypatch.context() as patch:
         patch.setattr(checked, "require_sound", counted)
@@ -109,7 +108,7 @@ def test_any_other_note_is_none(kv, monkeypatch):
     """One that is truncated, too long, of another state, older than the data, or no file."""
     note = kv / NOTE
     sound = note.read_bytes()
-    for other in (b"", sound[:-2], sound + b"x", b"in use" + sound[6:]):
+    for other in (b"", sound[:-2], sound + b"x", b"1" + sound):
         note.write_bytes(other)
         assert n_walks(monkeypatch, kv, read_only=True) == 1
     note.write_bytes(sound)
@@ -120,12 +119,12 @@ def test_any_other_note_is_none(kv, monkeypatch):
     note.write_bytes(sound)
     note.chmod(0o666)
     assert n_walks(monkeypatch, kv, read_only=True) == 1
-    note.unlink()
-    for make in (os.mkfifo, os.mkdir, lambda path: path.symlink_to("elsewhere")):
+    for make in (os.mkfifo, lambda path: path.symlink_to("elsewhere"), os.mkdir):
+        note.unlink()
         make(note)
-        for _ in range(2):
-            assert n_walks(monkeypatch, kv) == 1
-        note.rmdir() if note.is_dir() else note.unlink()
+        assert n_walks(monkeypatch, kv) == 1
+        assert n_walks(monkeypatch, kv) == note.is_dir()
+    assert {path.name for path in kv.iterdir()} == {"data.mdb", "lock.mdb", NOTE}
 
 
 def test_the_note_has_the_mode_of_the_data_and_a_reader_writes_none(kv, monkeypatch):
@@ -151,10 +150,8 @@ backend.close()
 
 
 def writer(path):
-    process = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
-    )
-    assert process.stdout.readline() == b"ready\n"
+    process = python(WRITER, path)
+    assert process.stdout.readline() == "ready\n"
     return process
 
 
@@ -197,19 +194,17 @@ def test_a_child_uses_what_its_parent_has_open_and_takes_no_lock_from_it(kv, mon
     assert n_walks(monkeypatch, kv) == 0
 
 
-def test_a_file_that_another_process_walks_is_waited_for(kv, monkeypatch):
-    code = (
-        "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, 2); print('held', flush=True); sys.stdin.readline()"
-    )
-    command = [sys.executable, "-c", code, str(kv / NOTE)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b"held\n"
-        with monkeypatch.context() as patch:
-            patch.setattr(checked, "WALK_SECONDS", 0.1)
-            with pytest.raises(UnavailableError, match="is being checked by another process"):
-                LMDBBackend(kv, 16 * MIB)
+def test_a_file_that_another_process_has_read_is_waited_for(kv, monkeypatch):
+    lock = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True)"
+    with python(f"{lock}; sys.stdin.readline()", kv / "data.mdb") as process:
+        assert process.stdout.readline() == "held\n"
+        opened = []
+        thread = in_thread(lambda: opened.append(n_walks(monkeypatch, kv)))
+        thread.join(0.1)
+        assert opened == []
         process.stdin.close()
-        assert n_walks(monkeypatch, kv) == 0
+        thread.join(PATIENCE)
+        assert opened == [0]
 
 
 def test_a_file_that_cannot_be_walked_is_not_used_and_nothing_is_said_of_damage(kv, monkeypatch):
@@ -251,20 +246,3 @@ def test_a_damaged_value_has_the_file_walked_at_the_next_opening(kv, monkeypatch
     with walks(monkeypatch) as found:
         LMDBBackend(kv, 16 * MIB).close()
     assert len(found) == 1
-
-
-def test_a_page_that_is_free_and_in_use_is_damage(kv):
-    """What no cursor shows: the list of free pages."""
-    with closing(LMDBBackend(kv, 16 * MIB)) as backend:
-        delete(backend, *map(key_of, range(5)))
-        backend.check()
-        with backend.view(), (kv / "data.mdb").open("r+b") as file:
-            raw = file.read()
-            metas = sorted((int.from_bytes(raw[at + 144 : at + 152], "little"), at) for at in (0, 4096))
-            root, used = (int.from_bytes(raw[metas[-1][1] + at :][:8], "little") for at in (80, 128))
-            first = int.from_bytes(raw[root * 4096 + 16 :][:2], "little")
-            # the first number in the first list is that of the root of another tree
-            file.seek(root * 4096 + first + 8 + 8 + 8)
-            file.write(used.to_bytes(8, "little"))
-        with pytest.raises(CorruptError, match="and delete data"):
-            backend.check()

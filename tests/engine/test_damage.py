@@ -16,20 +16,18 @@ from tests.support.fragile import Fragile, assert_true
 from tests.support.newer import newer
 
 
-def flip(path, database, key, at):
+def flip(path, key, at):
     """Flip a bit of a stored value, past the store."""
-    with lmdb.open(str(path), max_dbs=8, map_size=64 * MIB) as env:
-        handle = env.open_db(database)
-        with env.begin(write=True) as txn:
-            value = bytearray(txn.get(key, db=handle))
-            value[at] ^= 16
-            txn.put(key, bytes(value), db=handle)
+    with lmdb.open(str(path), map_size=64 * MIB) as env, env.begin(write=True) as txn:
+        value = bytearray(txn.get(key))
+        value[at] ^= 16
+        txn.put(key, bytes(value))
 
 
-def raw_keys(path, database, kind):
-    """The keys of the pages that have rows of a kind."""
-    with lmdb.open(str(path), max_dbs=8, readonly=True) as env, env.begin(db=env.open_db(database)) as txn:
-        return {bytes(key)[1:] for key, _ in txn.cursor() if key[:1] == kind}
+def raw_keys(path, kind):
+    """The keys of the pages that have rows, or payloads, of a kind."""
+    with lmdb.open(str(path), readonly=True) as env, env.begin() as txn:
+        return {key[2:] for key, _ in txn.cursor() if key[:2] == kind}
 
 
 @pytest.mark.parametrize("damage", ["payload", "no payload", "record", "other tokens"])
@@ -40,16 +38,15 @@ def test_a_damaged_page_ends_the_restore_and_is_deleted_with_its_descendants(tmp
         store.put(tokens)
         store.put([7] * 8)
     if damage == "payload":
-        flip(tmp_path, b"payloads", b"r" + keys[1], 500)
+        flip(tmp_path, b"pr" + keys[1], 500)
     elif damage == "record":
-        flip(tmp_path, b"rows", b"r" + keys[1], RECORD.size + 1)
+        flip(tmp_path, b"rr" + keys[1], RECORD.size + 1)
     else:
-        with lmdb.open(str(tmp_path), max_dbs=8) as env, env.begin(write=True) as txn:
+        with lmdb.open(str(tmp_path)) as env, env.begin(write=True) as txn:
             if damage == "no payload":
-                assert txn.delete(b"r" + keys[1], db=env.open_db(b"payloads", txn))
+                assert txn.delete(b"pr" + keys[1])
             else:
-                rows = env.open_db(b"rows", txn)
-                txn.put(b"r" + keys[1], txn.get(b"r" + keys[2], db=rows), db=rows)
+                txn.put(b"rr" + keys[1], txn.get(b"rr" + keys[2]))
     with store_of(Pages(LMDBBackend(tmp_path, MIB))) as store:
         assert {violation.key for violation in store.engine.upkeep.check()} >= {keys[1].hex()}
         # a record is read when the store is opened, a payload when it is fetched
@@ -64,8 +61,8 @@ def test_a_damaged_page_ends_the_restore_and_is_deleted_with_its_descendants(tmp
         assert store.match([7] * 8) == 8
         assert store.put(tokens) == 3
         assert store.fetch(tokens) == 4
-    records = raw_keys(tmp_path, b"rows", b"r")
-    assert raw_keys(tmp_path, b"payloads", b"r") == records == raw_keys(tmp_path, b"rows", b"u")
+    records = raw_keys(tmp_path, b"rr")
+    assert raw_keys(tmp_path, b"pr") == records == raw_keys(tmp_path, b"ru")
     assert len(records) == 6
 
 
@@ -73,7 +70,7 @@ def test_a_damaged_record_is_replaced_when_its_page_is_captured_again(tmp_path):
     with store_of(Pages(LMDBBackend(tmp_path, MIB))) as store:
         store.put(A[:4])
     key = page_keys(NS, as_tokens(A), P)[0]
-    flip(tmp_path, b"rows", b"r" + key, 20)
+    flip(tmp_path, b"rr" + key, 20)
     with store_of(Pages(LMDBBackend(tmp_path, MIB))) as store:
         # without a match first, the index is empty and the page is captured again
         batch = store.announce(A) + store.announce(B)
@@ -101,9 +98,8 @@ def test_a_page_of_a_newer_version_is_not_changed(tmp_path):
         store.put(A)
         store.put(B)
     keys = page_keys(NS, as_tokens(A), P)
-    with lmdb.open(str(tmp_path), max_dbs=8) as env, env.begin(write=True) as txn:
-        rows = env.open_db(b"rows", txn)
-        txn.put(b"r" + keys[1], newer(txn.get(b"r" + keys[1], db=rows)), db=rows)
+    with lmdb.open(str(tmp_path)) as env, env.begin(write=True) as txn:
+        txn.put(b"rr" + keys[1], newer(txn.get(b"rr" + keys[1])))
     with store_of(Pages(LMDBBackend(tmp_path, MIB))) as store:
         assert store.match(A) == 4
         batch = store.pages(A)
@@ -120,7 +116,7 @@ def test_the_children_that_another_engine_adds_to_a_damaged_page_are_deleted_too
     with store_of(Pages(LMDBBackend(tmp_path, MIB))) as one:
         one.put(tokens[:4])
         key = page_keys(NS, as_tokens(tokens), P)[0]
-    flip(tmp_path, b"payloads", b"r" + key, 3)
+    flip(tmp_path, b"pr" + key, 3)
     with store_of(Pages(LMDBBackend(tmp_path, MIB))) as one, store_of(Pages(LMDBBackend(tmp_path, MIB))) as two:
         assert one.match(tokens) == two.match(tokens) == 4
         assert one.fetch(tokens) == 0
@@ -136,7 +132,7 @@ def test_a_page_that_another_engine_has_repaired_is_not_deleted(tmp_path):
     with store_of(Pages(LMDBBackend(tmp_path, MIB))) as one:
         one.put(tokens)
         key = page_keys(NS, as_tokens(tokens), P)[0]
-    flip(tmp_path, b"payloads", b"r" + key, 3)
+    flip(tmp_path, b"pr" + key, 3)
     with store_of(Pages(LMDBBackend(tmp_path, MIB))) as one, store_of(Pages(LMDBBackend(tmp_path, MIB))) as two:
         assert one.fetch(tokens) == two.fetch(tokens) == 0
         two.engine.commit([])

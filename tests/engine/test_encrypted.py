@@ -477,12 +477,10 @@ def test_a_store_restores_from_an_encrypted_location_and_counts_what_it_cannot_d
         PrefixStore(location)
     monkeypatch.setenv("PREFIXSTORE_KEY", "env:MINE")
     monkeypatch.setenv("MINE", KEY.read())
-    env = lmdb.open(location, max_dbs=3)
-    with env.begin(write=True) as transaction:
-        payloads = env.open_db(b"payloads", transaction)
-        for key, value in list(transaction.cursor(payloads)):
-            transaction.put(key, value[:-1] + bytes([value[-1] ^ 1]), db=payloads)
-    env.close()
+    with lmdb.open(location) as env, env.begin(write=True) as transaction:
+        for key, value in list(transaction.cursor()):
+            if key[:1] == b"p":
+                transaction.put(key, value[:-1] + bytes([value[-1] ^ 1]))
     llm = llama("llama", n_ctx=1024)
     with PrefixStore(location, llm) as store:
         assert store.restore(tokens) == 0

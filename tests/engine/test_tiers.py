@@ -557,8 +557,7 @@ def test_a_far_location_that_cannot_be_reached_at_first_is_opened_later(near):
 
     lazy = LazyBackend("valkey://h/0", open_it)
     far = Pages(lazy)
-    with pytest.MonkeyPatch.context() as patch, tiers(near, far) as store:
-        patch.setattr("prefixstore.backends.lazy.PAUSE_SECONDS", 0.0)
+    with tiers(near, far) as store:
         store.capture(LONG)
         store.engine.flush()
         wait_for(lambda: store.match([*LONG, *A]) and lazy._backend is not None, "the far location is opened")

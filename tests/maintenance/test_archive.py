@@ -192,12 +192,10 @@ def test_a_page_is_pinned_with_its_ancestors_and_unpinned_except_those_that_othe
 def damage(location, key):
     """Flip a byte of a payload, past the store."""
     if location.startswith("lmdb"):
-        with lmdb.open(location.removeprefix("lmdb://"), max_dbs=6, map_size=1 << 26) as env:
-            payloads = env.open_db(b"payloads")
-            with env.begin(write=True) as txn:
-                stored = bytearray(txn.get(b"r" + key, db=payloads))
-                stored[7] ^= 1
-                txn.put(b"r" + key, bytes(stored), db=payloads)
+        with lmdb.open(location.removeprefix("lmdb://"), map_size=1 << 26) as env, env.begin(write=True) as txn:
+            stored = bytearray(txn.get(b"pr" + key))
+            stored[7] ^= 1
+            txn.put(b"pr" + key, bytes(stored))
         return
     with closing(sqlite3.connect(location.removeprefix("sqlite:///"))) as connection, connection:
         row, stored = connection.execute(

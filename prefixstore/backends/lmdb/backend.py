@@ -1,10 +1,10 @@
 """Rows in an LMDB environment: a directory that many processes share.
 
-Two databases: the rows, and the payloads beside some of them. A payload is one value, so it is contiguous in the memory
-map and a restore reads it from there. LMDB never overwrites what an open view can see, so the map is safe to read while
-others delete. The size of the map bounds the file: it never grows beyond `FILE_FACTOR` times the budget plus
-`FILE_EXTRA`, whatever the churn. If it was filled with a larger budget, it may grow by up to `FILE_EXTRA` after it is
-opened, within the bound of that budget.
+Rows, and the payloads beside some of them, are in one database, under keys that begin with different bytes: a database
+with a name could not be opened without the lock of those that write. A payload is one value, so it is contiguous in the
+memory map and a restore reads it from there. LMDB never overwrites what an open view can see, so the map is safe to
+read while others delete. The size of the map bounds the file: it never grows beyond `FILE_FACTOR` times the largest
+budget plus `FILE_EXTRA`, whatever the churn.
 
 LMDB writes a changed page of the file to another place, and reuses what a transaction freed only two commits later. So
 deleting takes space, too, and a commit that leaves none would be the last one. Each update therefore leaves a number of
@@ -14,11 +14,8 @@ written can be deleted.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
@@ -27,16 +24,16 @@ import lmdb
 from prefixstore.backends import refusals
 from prefixstore.backends.contract import LONGEST_KEY, Backend, Change, Costs, Draft, Range, Row, View
 from prefixstore.backends.files import absolute
-from prefixstore.backends.lmdb.checked import damaged
-from prefixstore.backends.lmdb.environment import DATABASES, FILE_EXTRA, SCRUBS, Environment, acquire, release
-from prefixstore.backends.lmdb.walk import DamageError, Layout, walk
+from prefixstore.backends.lmdb.environment import FILE_EXTRA, META, Environment, acquire, release
 from prefixstore.backends.location import path_of
-from prefixstore.errors import UnavailableError
 from prefixstore.format.record import Buffer
 
 __all__ = ["LMDBBackend", "open_lmdb"]
 
 FILE_FACTOR = 1.25
+# what the keys of payloads and of rows begin with
+PAYLOAD, ROW = b"p", b"r"
+PASSED = META + b"passed"
 
 # Pages of the file that an update leaves. To delete what belongs together takes some 40 of them at most, a commit
 # some 10.
@@ -46,62 +43,54 @@ LEFT_BY_RECLAIM = 32
 
 # bytes before the first of a payload in its pages
 PAGE_HEADER = 16
-# the pages of LMDB itself: two heads, and the roots of the databases and of the free pages
+# the pages of LMDB itself: two heads, and some for the list of free pages
 OWN_PAGES = 4
-# seconds that `compact` waits for readers of an older state, and bytes that it clears at a time while writers wait
-READERS_WITHIN = 10.0
-CLEARED_AT_ONCE = 256 << 20
-ZEROS = bytes(1 << 20)
-# of fallocate(2)
-KEEP_SIZE, PUNCH_HOLE = 0x01, 0x02
 
 
 class _View(View):
     def __init__(self, txn: lmdb.Transaction, environment: Environment) -> None:
         self._txn = txn
-        self._databases = environment.databases
-        self._rows = self._databases[b"rows"]
-        self._payloads = self._databases[b"payloads"]
+        self._database = environment.database
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        get = self._txn.cursor(self._rows).get
-        return [None if (value := get(key)) is None else bytes(value) for key in keys]
+        get = self._txn.cursor().get
+        return [None if (value := get(ROW + key)) is None else bytes(value) for key in keys]
 
     def ranges(self, wanted: Sequence[Range]) -> list[list[Row]]:
-        cursor = self._txn.cursor(self._rows)
+        cursor = self._txn.cursor()
         return [_rows_of(cursor, one) for one in wanted]
 
     def payloads(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, Buffer | None] | None]:
         for key in keys:
-            value = self._txn.get(key, db=self._rows)
-            yield None if value is None else (bytes(value), self._txn.get(key, db=self._payloads))
+            value = self._txn.get(ROW + key)
+            yield None if value is None else (bytes(value), self._txn.get(PAYLOAD + key))
 
     @property
     def used(self) -> int:
-        stats = [self._txn.stat(self._databases[name]) for name in DATABASES]
-        pages = sum(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in stats)
-        return int((OWN_PAGES + pages) * stats[0]["psize"])
+        stat = self._txn.stat(self._database)
+        pages = stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
+        return int((OWN_PAGES + pages) * stat["psize"])
 
 
 def _rows_of(cursor: lmdb.Cursor, wanted: Range) -> list[Row]:
     """The rows of a range."""
-    start, stop, limit, is_reverse = wanted
+    start, stop = ROW + wanted.start, ROW + wanted.stop
     # LMDB looks for no longer key
-    if is_reverse:
-        found = cursor.set_range(stop[:LONGEST_KEY]) or cursor.last()
+    if wanted.reverse:
+        found = cursor.set_range(stop[: LONGEST_KEY + 1]) or cursor.last()
         if found and bytes(cursor.key()) >= stop:
             found = cursor.prev()
     else:
-        found = cursor.set_range(start[:LONGEST_KEY])
+        found = cursor.set_range(start[: LONGEST_KEY + 1])
         if found and bytes(cursor.key()) < start:
             found = cursor.next()
     rows: list[Row] = []
     if found:
-        for view, value in islice(cursor.iterprev() if is_reverse else cursor.iternext(), limit):
+        for view, value in islice(cursor.iterprev() if wanted.reverse else cursor.iternext(), wanted.limit):
             key = bytes(view)
             if not start <= key < stop:
                 break
-            rows.append(Row(key, bytes(value)))
+            rows.append(Row(key[len(ROW) :], bytes(value)))
     return rows
 
 
@@ -130,13 +119,13 @@ class _Writing(_View):
         with self._environment.translated():
             for key, value, payload in changes:
                 if value is None:
-                    self._txn.delete(key, db=self._payloads)
-                    self._txn.delete(key, db=self._rows)
+                    self._txn.delete(PAYLOAD + key)
+                    self._txn.delete(ROW + key)
                     continue
                 if payload is not None:
-                    self._txn.put(key, payload, db=self._payloads)
+                    self._txn.put(PAYLOAD + key, payload)
                     self.to_leave = LEFT_BY_PAYLOADS
-                self._txn.put(key, value, db=self._rows)
+                self._txn.put(ROW + key, value)
 
 
 class LMDBBackend(Backend):
@@ -201,7 +190,7 @@ class LMDBBackend(Backend):
         environment = self._writable()
         with environment.begin(write=True) as txn:
             writing = _Writing(txn, environment)
-            draft = Draft(writing, _costs(txn.stat(environment.databases[b"rows"])["psize"]), writing.apply)
+            draft = Draft(writing, _costs(txn.stat(environment.database)["psize"]), writing.apply)
             yield draft
             draft.flush()
             environment.require_free(txn, writing.to_leave)
@@ -218,93 +207,19 @@ class LMDBBackend(Backend):
         environment.free_readers()
         for _ in range(2):
             with environment.begin(write=True) as txn:
-                passed = txn.get(b"passed", default=b"\0", db=environment.databases[b"meta"])
-                txn.put(b"passed", bytes([passed[0] ^ 1]), db=environment.databases[b"meta"])
+                txn.put(PASSED, bytes([txn.get(PASSED, default=b"\0")[0] ^ 1]))
                 environment.require_free(txn, LEFT_BY_RECLAIM)
 
     def compact(self, *, erase: bool = False) -> int:
-        """Return the free pages of the file to the disk, or overwrite all its free bytes; returns how many bytes.
+        """Put a copy of all rows in the place of the file, and with `erase` overwrite the old one.
 
-        The file keeps its length, and gets holes; where files cannot have any, it raises `UnavailableError`. To
-        erase, also the gaps inside pages are overwritten with zeros. Servers keep running: from then on they write
-        through new handles, because LMDB's buffers of the old ones hold what they have written. Views that see what
-        was deleted must end first, for which this waits some seconds. What may be left is the key of a payload.
+        Needs as much disk space again as the rows take, and that no other process has the store open. What may be left
+        is on the disk, outside of the file: in blocks that the file system, or an SSD, has moved elsewhere.
         """
-        if not erase:
-            return self._clear_free_space(_punch, gaps=False)
-        self._write_rows_again()
-        return self._clear_free_space(_overwrite, gaps=True)
-
-    def _write_rows_again(self) -> None:
-        """Write all rows again, in order: the branches of their tree hold keys that were deleted."""
-        environment = self._writable()
-        # they need space: that of what was deleted
-        self.reclaim()
-        # what was committed last is read while it is written again
-        with environment.begin(write=True) as txn, environment.env.begin(buffers=True) as before:
-            meta, rows = environment.databases[b"meta"], environment.databases[b"rows"]
-            txn.drop(rows, delete=False)
-            for key, value in before.cursor(rows):
-                txn.put(key, value, db=rows, append=True)
-            scrubs = int.from_bytes(txn.get(SCRUBS, default=b"", db=meta), "little")
-            txn.put(SCRUBS, (scrubs + 1).to_bytes(8, "little"), db=meta)
-            environment.require_free(txn, LEFT_BY_RECLAIM)
+        return self._writable().rewrite(erase=erase)
 
     def check(self) -> None:
         self._open().check()
-
-    def _clear_free_space(self, clear: Callable[[int, int, int], int], *, gaps: bool) -> int:
-        """Call `clear(handle, start, end)` for all bytes that nothing refers to; returns the sum of its results."""
-        environment = self._writable()
-        # after this, neither of the two states that LMDB keeps refers to what was deleted before
-        self.reclaim()
-        self.sync()
-        path = self._path / "data.mdb"
-        # up to here it is clear
-        at = cleared = 0
-        is_done = False
-        handle = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
-        try:
-            while not is_done:
-                # others wait for this transaction, so it is short; the next one reads the layout again
-                with self._alone_with_the_newest(environment) as txn:
-                    layout = _layout(environment, txn)
-                    if gaps and at == 0:
-                        cleared += sum(clear(handle, *gap) for gap in layout.gaps)
-                    left = CLEARED_AT_ONCE
-                    for first, end in layout.free:
-                        start = max(first, at)
-                        at = max(at, min(end, start + left))
-                        if start < at:
-                            cleared += clear(handle, start, at)
-                            left -= at - start
-                        if left == 0:
-                            break
-                    is_done = left > 0
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-        return cleared
-
-    @contextmanager
-    def _alone_with_the_newest(self, environment: Environment) -> Iterator[lmdb.Transaction]:
-        """Hold the write lock while there is no reader of a state older than the last commit, which is durable."""
-        deadline = time.monotonic() + READERS_WITHIN
-        while True:
-            with environment.begin(write=True) as txn:
-                newest = txn.id() - 1
-                readers = [pid for pid, transaction in environment.readers().items() if transaction < newest]
-                if not readers:
-                    # until it is on disk, a loss of power restores the state before it, which has other free pages
-                    environment.env.sync(True)
-                    yield txn
-                    return
-            if time.monotonic() > deadline:
-                raise UnavailableError(
-                    f"{self._path}: process {readers[0]} still reads deleted pages; try again, or stop it first"
-                )
-            time.sleep(0.05)
-            environment.free_readers()
 
     def after_fork(self) -> None:
         self._environment = None
@@ -314,47 +229,6 @@ class LMDBBackend(Backend):
         self._environment = None
         # also if an interrupt has kept the environment from being noted here
         release(self)
-
-
-def _layout(environment: Environment, txn: lmdb.Transaction) -> Layout:
-    """The bytes of the file that nothing refers to, in the state before a transaction that has written nothing."""
-    file = environment.path / "data.mdb"
-    try:
-        layout = walk(environment.env, txn, environment.databases.values(), file)
-    except DamageError as error:
-        raise damaged(file, str(error)) from error
-    if layout is None:
-        raise UnavailableError(f"{file} has a layout unknown to this prefixstore; copy the pages into a new store")
-    return layout
-
-
-def _overwrite(handle: int, start: int, end: int) -> int:
-    """Overwrite a range of a file with zeros where it holds anything else; returns the bytes written."""
-    written = 0
-    for at in range(start, end, len(ZEROS)):
-        found = os.pread(handle, min(len(ZEROS), end - at), at)
-        # what is zero already may be a hole, which stays one
-        if found != ZEROS[: len(found)]:
-            written += os.pwrite(handle, ZEROS[: len(found)], at)
-    return written
-
-
-def _punch(handle: int, start: int, end: int) -> int:
-    """Punch a hole into a file, which then reads as zeros; returns the freed bytes.
-
-    Raises
-    ------
-    UnavailableError
-        If the operating system or the file system does not support it.
-    """
-    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None) if sys.platform == "linux" else None
-    if fallocate is None:
-        raise UnavailableError("this system cannot free parts of a file; copy the store and delete the old one")
-    fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]
-    if fallocate(handle, PUNCH_HOLE | KEEP_SIZE, start, end - start) != 0:
-        reason = os.strerror(ctypes.get_errno())
-        raise UnavailableError(f"the file system cannot free parts of a file ({reason}); copy the store instead")
-    return end - start
 
 
 def _costs(page_size: int) -> Costs:

@@ -1,13 +1,13 @@
-"""Knows whether an LMDB file was sound and only LMDB has written to it since; if not, a child process walks it first.
+"""Knows whether an LMDB file was sound and only LMDB has written to it since; if not, a child process reads it first.
 
-A file beside it, `checked`, says so. Processes that have the store open hold a shared lock on it. A writer notes
-in it that it has opened the store, and when it closes the store the inode number, size and times of the data. So
-a process that opens the store does not walk the data if another one has it open, or if what was written is what the
-data still shows: then nothing has written to them since. It does walk them after any other program has written to them,
-in a copy or a restored backup, and if a process was killed, or has crashed, before it closed the store.
+Processes that have the store open hold a shared lock on the data. A writer removes the file `checked` beside them when
+it opens the store, and when it closes it notes there the inode number, size and times of the data. So a process that
+opens the store has the data read unless another one has them open, or what was noted is what they still show: then
+nothing has written to them since. They are read after any other program has written to them, in a copy or a restored
+backup, and if a process was killed, or has crashed, before it closed the store.
 
-File systems record times in steps of some milliseconds. So what was written counts only if it has a later time than the
-data: whatever is written to them after that has another time than was noted. The file needs no protection: who can
+File systems record times in steps of some milliseconds. So what was noted counts only if it has a later time than the
+data: whatever is written to them after that has another time than was noted. The note needs no protection: who can
 write it can write the data as well.
 """
 
@@ -18,14 +18,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.spawn import get_executable
 from pathlib import Path
 from stat import S_IMODE
 
 import lmdb
-import numpy as np
 
 from prefixstore.backends.lmdb.walk import DAMAGED, SOUND
 from prefixstore.backends.trusted import require_trusted_files
@@ -38,19 +37,15 @@ __all__ = ["NOTE", "CheckedFile", "damaged", "require_sound"]
 
 # the name of the file
 NOTE = "checked"
-# what it begins with while a writer has the store open
-IN_USE = b"in use"
 # what ends a process that follows a wrong pointer; other signals come from outside
 CRASHES = {-signal.SIGSEGV, -getattr(signal, "SIGBUS", signal.SIGSEGV), -signal.SIGABRT, -signal.SIGFPE, -signal.SIGILL}
-# how long a store waits for another process that walks the data
-WALK_SECONDS = 60.0
 # how often the time of what was written is compared, and seconds between: the clocks of most file systems have gone on
 ATTEMPTS, STEP = 5, 0.005
 
-# run by the child: finds LMDB and NumPy without the start-up files of the packages
+# run by the child: finds LMDB without the start-up files of the packages
 SCRIPT = (
-    "import os, runpy, sys\n"
-    "sys.path += sys.argv[1].split(os.pathsep)\n"
+    "import runpy, sys\n"
+    "sys.path.append(sys.argv[1])\n"
     "del sys.argv[:2]\n"
     "runpy.run_path(sys.argv[0], run_name='__main__')\n"
 )
@@ -64,26 +59,24 @@ def damaged(path: Path, why: str) -> CorruptError:
     )
 
 
-def require_sound(path: Path, databases: Iterable[bytes]) -> None:
-    """Have a child process walk a data file.
+def require_sound(path: Path) -> None:
+    """Have a child process read a data file.
 
     Raises
     ------
     CorruptError
         If the file is damaged.
     UnavailableError
-        If it could not be walked.
+        If it could not be read.
     """
     try:
         path.open("rb").close()
     except OSError as error:
         # this process may have changed its user since it opened the store
         raise UnavailableError(f"{path} cannot be read: {error.strerror}") from error
-    packages = {str(Path(module.__file__ or "").parents[1]) for module in (lmdb, np)}
-    walk = Path(__file__).with_name("walk.py")
-    command = [get_executable() or sys.executable or "", "-I", "-S", "-c", SCRIPT, os.pathsep.join(packages)]
+    packages, walk = Path(lmdb.__file__ or "").parents[1], Path(__file__).with_name("walk.py")
+    command = [get_executable() or sys.executable or "", "-I", "-S", "-c", SCRIPT, str(packages)]
     command += [str(walk), str(path.parent)]
-    command += [name.decode() for name in databases]
     try:
         # in a session of its own: the signals of a terminal are not for it
         done = subprocess.run(  # noqa: S603
@@ -115,118 +108,123 @@ class CheckedFile:
     Attributes
     ----------
     was_noted
-        Whether it was a store's when it was entered.
+        Whether a store had closed it when it was entered.
     """
 
     def __init__(self, path: Path, *, read_only: bool) -> None:
         self._path = path
         self._note = path.with_name(NOTE)
         self._read_only = read_only
-        # the open note, which this process has locked
+        # the open data, which this process has locked
         self._handle: int | None = None
         self._is_sound = True
-        # whether a store has noted anything before
         self.was_noted = False
 
-    def enter(self, databases: Iterable[bytes], *, is_new: bool) -> None:
-        """Before the data are opened: walk them if necessary. Raises as `require_sound` does.
+    def enter(self, *, is_new: bool) -> None:
+        """Before the data are opened: have them read if necessary. Raises as `require_sound` does.
 
         Parameters
         ----------
-        databases
-            Those to walk.
         is_new
             Whether this process has just created the data.
         """
-        self.drop()
+        self.was_noted = self._note.exists()
+        # who is alone has locked the data exclusively, and who shares the lock has data that were sound
+        is_alone = self._lock_it()
         self._is_sound = True
-        self._handle = handle = self._open()
-        self.was_noted = handle is not None and os.fstat(handle).st_size > 0
         try:
-            # who has locked it exclusively is alone, and who shares the lock has data that were sound
-            is_alone = handle is None or self._locked(handle)
-            if is_alone and not is_new and not (handle is not None and self._says_sound(handle)):
-                require_sound(self._path, databases)
-            if handle is not None:
-                if not self._read_only:
-                    # not truncated: some file systems wait for the disk then
-                    os.pwrite(handle, IN_USE, 0)
-                _lock(handle, fcntl.LOCK_SH)
+            if is_alone and not is_new and not self._says_sound():
+                require_sound(self._path)
+            if self._handle is not None:
+                _lock(self._handle, fcntl.LOCK_SH)
         except BaseException:
             self.drop()
             raise
 
-    def _locked(self, handle: int) -> bool:
-        """Lock the note; whether exclusively."""
-        deadline = time.monotonic() + WALK_SECONDS
-        while time.monotonic() < deadline:
-            if _lock(handle, fcntl.LOCK_EX):
+    def _lock_it(self) -> bool:
+        """Lock the data; whether exclusively. Waits while another process has them read, or replaces them."""
+        while True:
+            self.drop()
+            if sys.platform == "win32":
                 return True
-            if _lock(handle, fcntl.LOCK_SH):
-                return False
-            time.sleep(0.02)
-        raise UnavailableError(f"{self._path} is being checked by another process; try again")
+            self._handle = handle = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            is_alone = _lock(handle, fcntl.LOCK_EX)
+            if not is_alone:
+                fcntl.flock(handle, fcntl.LOCK_SH)
+            # those that were replaced meanwhile are not the data any more
+            if os.path.samestat(os.fstat(handle), self._path.stat()):
+                return is_alone
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """A block in which no other process has the data open, or can open them. Raises `UnavailableError`."""
+        if self._handle is not None and not _lock(self._handle, fcntl.LOCK_EX):
+            # it may have lost the other one
+            fcntl.flock(self._handle, fcntl.LOCK_SH)
+            raise UnavailableError(f"{self._path} is open in another process; stop all that use it, and try again")
+        try:
+            yield
+        finally:
+            if self._handle is not None:
+                _lock(self._handle, fcntl.LOCK_SH)
+
+    def use(self) -> None:
+        """The data are a store's, and are about to be used: until they are closed, nothing is noted of them."""
+        if not self._read_only:
+            self._unlink()
 
     def forget(self) -> None:
-        """Something in the data is damaged: the next process that opens them walks them. Readers note that, too."""
+        """Something in the data is damaged: the next process that opens them has them read. Readers note that, too."""
         self._is_sound = False
+        self._unlink()
+
+    def _unlink(self) -> None:
         with suppress(OSError):
             self._note.unlink(missing_ok=True)
 
-    def refuse(self) -> None:
-        """The data cannot be opened: leave nothing beside those of another application."""
-        if self._handle is not None and not self.was_noted and not self._read_only:
-            with suppress(OSError):
-                self._note.unlink(missing_ok=True)
-        self.drop()
-
     def leave(self) -> None:
-        """The data are closed: say that they are sound."""
+        """The data are closed: note that they are sound."""
         try:
-            if self._handle is not None and self._is_sound and not self._read_only:
-                self._say_sound(self._handle)
+            if self._is_sound and not self._read_only:
+                self._say_sound()
         except OSError:
-            pass  # they are walked once more
+            pass  # they are read once more
         finally:
             self.drop()
 
     def drop(self) -> None:
-        """Unlock the note; in a forked child, only the child's own copy of the lock."""
+        """Unlock the data; in a forked child, only the child's own copy of the lock."""
         handle, self._handle = self._handle, None
         if handle is not None:
             os.close(handle)
 
-    def _open(self) -> int | None:
-        """Open the note; None if it cannot be used."""
-        flags = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
-        flags |= os.O_RDONLY if self._read_only else os.O_RDWR | os.O_CREAT
-        if sys.platform == "win32":
-            return None
+    def _says_sound(self) -> bool:
         try:
             require_trusted_files(self._note)
-            handle = os.open(self._note, flags, 0o600)
+            data, note = self._path.stat(), self._note.stat()
+            is_later = note.st_mtime_ns > max(data.st_mtime_ns, data.st_ctime_ns)
+            return is_later and self._note.read_bytes() == _state(data)
         except (LocationError, OSError):
-            return None
-        if not self._read_only:
-            # who may use the data may use the note
-            with suppress(OSError):
-                os.fchmod(handle, S_IMODE(self._path.stat().st_mode) & 0o660)
-        return handle
+            return False
 
-    def _says_sound(self, handle: int) -> bool:
-        data, note = self._path.stat(), os.fstat(handle)
-        return os.pread(handle, 200, 0) == _state(data) and note.st_mtime_ns > max(data.st_mtime_ns, data.st_ctime_ns)
-
-    def _say_sound(self, handle: int) -> None:
-        for _ in range(ATTEMPTS):
-            os.pwrite(handle, _state(self._path.stat()), 0)
-            if self._says_sound(handle):
-                return
-            time.sleep(STEP)
+    def _say_sound(self) -> None:
+        new = self._note.with_name(f".{NOTE}.{os.getpid()}")
+        try:
+            for _ in range(ATTEMPTS):
+                data = self._path.stat()
+                new.write_bytes(_state(data))
+                # who may use the data may use the note
+                new.chmod(S_IMODE(data.st_mode) & 0o660)
+                new.replace(self._note)
+                if self._says_sound():
+                    return
+                time.sleep(STEP)
+        finally:
+            new.unlink(missing_ok=True)
 
 
 def _state(data: os.stat_result) -> bytes:
-    return b"%20d %20d %20d %20d\n" % (data.st_ino, data.st_size, data.st_mtime_ns, data.st_ctime_ns)
+    return b"%d %d %d %d\n" % (data.st_ino, data.st_size, data.st_mtime_ns, data.st_ctime_ns)
 
 
 def _lock(handle: int, kind: int) -> bool:

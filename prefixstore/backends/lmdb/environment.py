@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import struct
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -17,30 +17,31 @@ from weakref import WeakSet
 import lmdb
 
 from prefixstore.backends import refusals
-from prefixstore.backends.files import publish
+from prefixstore.backends.files import publish, sync_path
 from prefixstore.backends.forks import ForkLevel, ForkLock, register_at_fork
 from prefixstore.backends.handle_lock import HandleLock
 from prefixstore.backends.lmdb.checked import CheckedFile, damaged, require_sound
 from prefixstore.backends.lmdb.errors import not_opened, prepare_directory, translate
-from prefixstore.backends.lmdb.lock_file import writer_of
-from prefixstore.backends.lmdb.walk import MAX_READERS
+from prefixstore.backends.lmdb.walk import MAGIC, MAX_READERS
 from prefixstore.backends.trusted import require_trusted_directory, require_trusted_files
 from prefixstore.errors import CorruptError, LocationError, UnavailableError
 
-__all__ = ["DATABASES", "FILE_EXTRA", "LMDB_VERSION", "SCRUBS", "Environment", "acquire", "release"]
+__all__ = ["FILE_EXTRA", "FORMAT", "LMDB_VERSION", "META", "Environment", "acquire", "release"]
 
 SMALLEST_MAP = 1 << 20
 # what the file may have more than its budget needs, so that there is space to delete
 FILE_EXTRA = 256 * mmap.PAGESIZE
 DATA, LOCK = "data.mdb", "lock.mdb"
-# how long opening a store waits for another process that writes to it
-OPEN_SECONDS = 10.0
-MAGIC = b"prefixstore"
-# in the database meta: changes with each scrub
-SCRUBS = b"scrubs"
-DATABASES = (b"meta", b"rows", b"payloads")
-# version of the databases; what is in the rows has versions of its own
-LMDB_VERSION = 5
+# what the keys begin with that are not a row's or a payload's; the key of the version, beside that of `MAGIC`
+META = b"m"
+FORMAT = META + b"format"
+# a file that was replaced, until it is overwritten; new files are in directories that begin with the other name
+OLD, NEW = ".old.mdb", ".new."
+# bytes that are copied in one transaction
+COPIED_AT_ONCE = 64 << 20
+ZEROS = bytes(1 << 20)
+# version of the database; what is in the rows has versions of its own
+LMDB_VERSION = 6
 META_FORMAT = struct.Struct("<I")
 
 
@@ -62,32 +63,28 @@ class Environment:
             self._open()
         register_at_fork(self, ForkLevel.HANDLE)
 
-    def _open(self) -> None:
+    def _open(self, *, is_new: bool = False) -> None:
+        """Open the file, and create it if it is not there; one that this process has just written is `is_new`."""
         path, file, read_only = self.path, self.path / DATA, self.read_only
-        self.databases: dict[bytes, Any] = {}
-        self._scrubs = b""
         with ExitStack() as failed:
             failed.callback(self._forget)
             try:
                 prepare_directory(path, read_only=read_only)
                 require_trusted_directory(path)
                 require_trusted_files(file, path / LOCK)
-                is_new = not file.exists()
-                if is_new and read_only:
-                    raise refusals.no_store(path)
-                if not read_only:
-                    self._wait_for_writer()
-                if is_new:
+                if not file.exists():
+                    if read_only:
+                        raise refusals.no_store(path)
                     _create(path)
+                    is_new = True
                 found = file.stat()
                 # a handle that is replaced was used until now
                 if self._identity != (found.st_dev, found.st_ino):
-                    self._checked.enter(DATABASES, is_new=is_new)
+                    self._checked.enter(is_new=is_new)
                 self._identity, self._size = (found.st_dev, found.st_ino), found.st_size
                 self.env = lmdb.open(
                     str(path),
                     map_size=0,  # that of the last writer
-                    max_dbs=len(DATABASES),
                     max_readers=MAX_READERS,
                     # a cached one would hold a reader slot for as long as the handle is open
                     max_spare_txns=0,
@@ -99,7 +96,8 @@ class Environment:
                 )
                 failed.callback(self.env.close)
                 if not read_only:
-                    self.env.set_mapsize(self._size_to_delete())
+                    # within the map that it was filled through, transactions have left space to delete
+                    self.env.set_mapsize(max(self._map_size, SMALLEST_MAP, self.env.info()["map_size"]))
             except (lmdb.Error, OSError) as error:
                 if isinstance(error, (lmdb.InvalidError, lmdb.InvalidParameterError)) and self._checked.was_noted:
                     raise damaged(file, str(error)) from error
@@ -107,66 +105,28 @@ class Environment:
             try:
                 if not read_only:
                     self.env.reader_check()
-                self.databases = self._open_databases()
+                self.database = self.env.open_db(None)
+                with self.begin(write=False) as txn:
+                    self._require_format(txn)
             except lmdb.Error as error:
                 raise translate(error, path) from error
+            self._checked.use()
             failed.pop_all()
         self._is_broken = False
 
     def _forget(self) -> None:
         """The file is not open: when it is opened, it is another one."""
         self._identity = None
-        self._checked.refuse()
+        self._checked.drop()
 
-    def _size_to_delete(self) -> int:
-        """The map that the file needs so that something can be deleted from it, if it was filled with a larger budget.
-
-        Within the map that it was filled through, transactions have left space to delete. Never more than that map.
-        """
-        needed = (self._size + FILE_EXTRA) // mmap.PAGESIZE * mmap.PAGESIZE
-        return max(self._map_size, SMALLEST_MAP, min(self.env.info()["map_size"], needed))
-
-    def _open_databases(self) -> dict[bytes, Any]:
-        with self.begin(write=False) as txn:
-            names = {bytes(name) for name, _ in txn.cursor()}
-        databases = {name: self.env.open_db(name, create=False) for name in DATABASES if name in names}
-        with self.begin(write=False) as txn:
-            self._require_format(txn, databases)
-            self._scrubs = bytes(txn.get(SCRUBS, b"", db=databases[b"meta"]))
-        return databases
-
-    def _require_format(self, txn: lmdb.Transaction, databases: dict[bytes, Any]) -> None:
-        """Refuse an environment with these databases if it is not a store of this version. Nothing is written to it."""
-        foreign = refusals.foreign(self.path, "LMDB database")
-        if b"meta" not in databases:
-            raise foreign
-        magic, version = (bytes(txn.get(name, b"", db=databases[b"meta"])) for name in (b"magic", b"format"))
-        if magic != MAGIC or len(version) != META_FORMAT.size:
-            raise foreign
+    def _require_format(self, txn: lmdb.Transaction) -> None:
+        """Refuse an environment that is not a store of this version. Nothing is written to it."""
+        magic, version = (bytes(txn.get(key, b"")) for key in (MAGIC[0], FORMAT))
+        if magic != MAGIC[1] or len(version) != META_FORMAT.size:
+            raise refusals.foreign(self.path, "LMDB database")
         found = META_FORMAT.unpack(version)[0]
         if found != LMDB_VERSION:
             raise refusals.other_format(self.path, found, LMDB_VERSION)
-        if len(databases) < len(DATABASES):
-            raise foreign
-
-    def _wait_for_writer(self) -> None:
-        """Wait until no process holds the write lock, but not for long: who opens a store may be able to go on without.
-
-        Before the handle is open: closing a file drops the POSIX locks of this process on it, and LMDB needs its own.
-        """
-        with suppress(OSError):
-            found = (self.path / DATA).stat()
-            identity = found.st_dev, found.st_ino
-            others = (one for one in _open.values() if one is not self)
-            if any(one._identity == identity for one in others):  # noqa: SLF001 - of the same class
-                return  # it is open under another name
-        deadline = time.monotonic() + OPEN_SECONDS
-        while (pid := writer_of(self.path / LOCK)) is not None:
-            if time.monotonic() > deadline:
-                raise UnavailableError(
-                    f"{self.path}: process {pid} has held the write lock for {OPEN_SECONDS:.0f} s; try again, or end it"
-                )
-            time.sleep(0.02)
 
     @contextmanager
     def begin(self, *, write: bool) -> Iterator[lmdb.Transaction]:
@@ -199,10 +159,9 @@ class Environment:
             with self._handle_lock.shared():
                 try:
                     with self.env.begin(write=write, buffers=True) as txn:
-                        if not write or not self._was_scrubbed(txn):
-                            begun = True
-                            yield txn
-                            return
+                        begun = True
+                        yield txn
+                        return
                 except lmdb.MapResizedError:
                     repair = partial(self.resize, 0)  # raised by begin only: another process has let the file grow
                 except lmdb.PanicError:
@@ -226,20 +185,12 @@ class Environment:
         if n_pages:
             # a value that takes a page of the file of its own
             page = bytes(self.env.stat()["psize"] - 96)
-            trial = self.env.begin(write=True, parent=txn, db=self.databases[b"meta"])
+            trial = self.env.begin(write=True, parent=txn)
             try:
                 for number in range(n_pages):
-                    trial.put(b"trial:%d" % number, page)
+                    trial.put(META + b"trial:%d" % number, page)
             finally:
                 trial.abort()
-
-    def _was_scrubbed(self, txn: lmdb.Transaction) -> bool:
-        """Whether the file was scrubbed after the handle was opened.
-
-        LMDB reuses the buffers of pages that it has written, and writes what is left in them into the gaps of other
-        pages: nothing may be written through a handle that has seen what was scrubbed.
-        """
-        return bool(self.databases) and bytes(txn.get(SCRUBS, b"", db=self.databases[b"meta"])) != self._scrubs
 
     def _is_current(self) -> bool:
         """Whether the open file is the one at the path: if not, no other process would see what is written.
@@ -280,7 +231,7 @@ class Environment:
     def check(self) -> None:
         """Have a child process walk the file. Raises `CorruptError`."""
         with self.translated():
-            require_sound(self.path / DATA, DATABASES)
+            require_sound(self.path / DATA)
 
     def resize(self, map_size: int) -> None:
         """Make the map at least this large (0: as large as another process has made it)."""
@@ -290,21 +241,68 @@ class Environment:
             elif map_size == 0 or map_size > self.env.info()["map_size"]:
                 self.env.set_mapsize(map_size)
 
-    def readers(self) -> dict[int, int]:
-        """The oldest transaction that each process reads, by process id."""
-        oldest: dict[int, int] = {}
-        for line in self.env.readers().splitlines():
-            words = line.split()
-            if len(words) == 3 and words[0].isdecimal() and words[2].isdecimal():
-                pid, transaction = int(words[0]), int(words[2])
-                oldest[pid] = min(transaction, oldest.get(pid, transaction))
-        return oldest
-
     def free_readers(self) -> None:
         """Free what readers hold whose processes have ended."""
         # inside a transaction: the handle is open then, and is not replaced
         with self.begin(write=False):
             self.env.reader_check()
+
+    def rewrite(self, *, erase: bool) -> int:
+        """Put a copy of all rows in the place of the file; returns by how many bytes it is smaller.
+
+        With `erase` the old file is overwritten, and so is what an attempt has left that was killed.
+
+        Raises
+        ------
+        UnavailableError
+            If another process has the store open, or the file cannot be replaced.
+        """
+        file, old = self.path / DATA, self.path / OLD
+        with self.translated(), self._handle_lock.exclusive():
+            if self._is_broken or not self._is_current():
+                self._renew()
+            before = file.stat()
+            try:
+                with self._checked.alone():
+                    self._remove_rests(erase=erase)
+                    with TemporaryDirectory(dir=self.path, prefix=NEW) as directory:
+                        self._copy(directory)
+                        new = Path(directory) / DATA
+                        shutil.copymode(file, new)
+                        with suppress(PermissionError):
+                            shutil.chown(new, before.st_uid, before.st_gid)
+                        self._is_broken = True
+                        self.env.close()
+                        # so that it is found by the next attempt if this one is killed before it is overwritten
+                        os.link(file, old)
+                        new.replace(file)
+                    sync_path(self.path)
+                    self._remove_rests(erase=erase)
+            except OSError as error:
+                raise UnavailableError(f"{file} cannot be replaced by a copy: {error.strerror}") from error
+            self._open(is_new=True)
+            return max(before.st_size - self._size, 0)
+
+    def _copy(self, directory: str) -> None:
+        """Copy all rows, in order, into a new file: no page of it has ever held a row that was deleted."""
+        # with a smaller budget than it was filled with, no more than it needs
+        map_size = max(self._map_size, (self._size + FILE_EXTRA) // mmap.PAGESIZE * mmap.PAGESIZE)
+        with self.begin(write=False) as txn, lmdb.open(directory, map_size=map_size, mode=0o600) as new:
+            rows = iter(txn.cursor())
+            while _put_some(new, rows):
+                pass
+
+    def _remove_rests(self, *, erase: bool) -> None:
+        """Delete what is left of files that were replaced, or were to replace this one."""
+        old, directories = self.path / OLD, list(self.path.glob(f"{NEW}*"))
+        if old.exists() and old.samefile(self.path / DATA):
+            old.unlink()
+        for rest in (old, *(directory / DATA for directory in directories)):
+            if erase and rest.exists():
+                _overwrite(rest)
+            rest.unlink(missing_ok=True)
+        for directory in directories:
+            shutil.rmtree(directory, ignore_errors=True)
 
     def close(self) -> None:
         """Close the handle once no transaction is open."""
@@ -349,15 +347,33 @@ def _create(path: Path) -> None:
 
     LMDB does not flush the first pages of a new file before a commit: after a loss of power it may refuse the file.
     """
-    with TemporaryDirectory(dir=path, prefix=".new.") as directory:
-        new = lmdb.open(directory, map_size=SMALLEST_MAP, max_dbs=len(DATABASES), mode=0o600)
-        with new, new.begin(write=True) as txn:
-            for name in DATABASES:
-                new.open_db(name, txn)
-            meta = new.open_db(b"meta", txn)
-            txn.put(b"magic", MAGIC, db=meta)
-            txn.put(b"format", META_FORMAT.pack(LMDB_VERSION), db=meta)
+    with TemporaryDirectory(dir=path, prefix=NEW) as directory:
+        with lmdb.open(directory, map_size=SMALLEST_MAP, mode=0o600) as new, new.begin(write=True) as txn:
+            txn.put(*MAGIC)
+            txn.put(FORMAT, META_FORMAT.pack(LMDB_VERSION))
         publish(Path(directory) / DATA, path / DATA)
+
+
+def _put_some(env: lmdb.Environment, rows: Iterator[tuple[Any, Any]]) -> bool:
+    """Write some more rows in one transaction; whether there may be others."""
+    n_bytes = 0
+    with env.begin(write=True) as txn:
+        for key, value in rows:
+            txn.put(key, value, append=True)
+            n_bytes += len(value)
+            if n_bytes >= COPIED_AT_ONCE:
+                return True
+    return False
+
+
+def _overwrite(path: Path) -> None:
+    """Overwrite a file with zeros."""
+    with path.open("r+b") as file:
+        left = path.stat().st_size
+        while left > 0:
+            left -= file.write(ZEROS[:left])
+        file.flush()
+        os.fsync(file.fileno())
 
 
 # handles of a parent process that must not be closed

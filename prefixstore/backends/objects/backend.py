@@ -319,12 +319,6 @@ class ObjectsBackend(Backend):
     def close(self) -> None:
         self._client.close()
 
-    def before_fork(self) -> None:
-        """Nothing to wait for: what is known is replaced as a whole, and the child has connections of its own."""
-
-    def after_fork_in_parent(self) -> None:
-        """Nothing to release."""
-
     def after_fork_in_child(self) -> None:
         self._client.inherited()
         self._store.renew_locks()

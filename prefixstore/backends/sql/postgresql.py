@@ -17,7 +17,6 @@ from sqlalchemy.dialects.postgresql.psycopg import dialect
 
 from prefixstore.backends.contract import Draft, View
 from prefixstore.backends.location import require_plain_password, without_password
-from prefixstore.backends.sql.compaction import compact
 from prefixstore.backends.sql.database import APPLICATION_ID, TABLES, Database, parse_url
 from prefixstore.backends.sql.migrations import VERSION_TABLE
 from prefixstore.backends.sql.postgresql_rows import COSTS, COUNT_AGAIN, META_ROW, PostgreSQLView, write
@@ -44,21 +43,12 @@ UPGRADE_LOCK = APPLICATION_ID
 
 _NAMED = ", ".join(f"'{name}'" for name in (*TABLES, VERSION_TABLE))
 
-# Sent on each new connection. The schema is the first of the search path that has one of the tables, or the first one
-# if none has. The server looks into pg_catalog before it; temporary tables come last, or they would hide those of the
-# store.
-_SET_SEARCH_PATH = f"""
-SELECT pg_catalog.set_config('search_path', pg_catalog.concat_ws(', ', (
-    SELECT pg_catalog.quote_ident(path.name)
-    FROM pg_catalog.unnest(pg_catalog.current_schemas(false)) WITH ORDINALITY AS path (name, place)
-    WHERE path.name <> 'pg_catalog'
-    ORDER BY NOT EXISTS (
-        SELECT FROM pg_catalog.pg_class AS c JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace
-        WHERE n.nspname = path.name AND c.relname IN ({_NAMED})
-    ), path.place
-    LIMIT 1
-), 'pg_temp'), false)
-"""  # noqa: S608 - constants
+# Sent on each new connection: all tables are in the first schema of the search path. The server looks into pg_catalog
+# before it; temporary tables come last, or they would hide those of the store.
+_SET_SEARCH_PATH = (
+    "SELECT pg_catalog.set_config('search_path', "
+    "pg_catalog.concat_ws(', ', pg_catalog.quote_ident(pg_catalog.current_schema()), 'pg_temp'), false)"
+)
 
 # The tables of the schema that is on the search path: name, owner, and whether that owner is trusted: who could change
 # them anyway, of whose role this one is a member (but a superuser is one of every role), or who owns a schema that was
@@ -266,19 +256,19 @@ class PostgreSQL(Database[_Connection]):
             )
 
     def compact(self, *, erase: bool = False) -> int:
-        """Rewrite payloads, some at a time, so that a vacuum can cut off the end of the table.
+        """Have the server rewrite all tables, while all others wait; its log and its backups are not covered.
 
-        With `erase` the server rewrites all tables, and all others wait; its log and its backups are not covered. Only
-        the owner of the tables can do either. First what was counted is counted again.
+        Only the owner of the tables can do that. First what was counted is counted again.
         """
         with self.turn() as (driver, _), self.translated():
             driver.silence = None
             driver.execute(COUNT_AGAIN)
         before = self.disk_bytes()
-        if erase:
-            self._vacuum("VACUUM FULL", "deleted data is still in the files")
-        else:
-            compact(self, lambda: self._vacuum("VACUUM", "no space was returned"))
+        if warnings := self._vacuum("VACUUM FULL"):
+            raise LocationError(
+                f"{self.location}: no space was returned, and deleted data is still in the files, since the server "
+                f"says: {warnings[0]}; compact as the owner of the tables"
+            )
         return max(before - self.disk_bytes(), 0)
 
     def disk_bytes(self) -> int:
@@ -290,14 +280,8 @@ class PostgreSQL(Database[_Connection]):
         self.require_writable()
         self._vacuum("VACUUM")
 
-    def _vacuum(self, command: str, otherwise: str | None = None) -> None:
-        """Vacuum all tables.
-
-        Raises
-        ------
-        LocationError
-            With `otherwise`, which says what follows, if the server skips a table: it calls that a success, and warns.
-        """
+    def _vacuum(self, command: str) -> list[str]:
+        """Vacuum all tables; the warnings of the server, which skips a table that it may not vacuum."""
         warnings: list[str] = []
 
         def note(diagnostic: psycopg.errors.Diagnostic) -> None:
@@ -311,11 +295,7 @@ class PostgreSQL(Database[_Connection]):
                 driver.execute(f"{command} {', '.join(TABLES)}")
             finally:
                 driver.remove_notice_handler(note)
-        if otherwise and warnings:
-            raise LocationError(
-                f"{self.location}: {otherwise}, since the server says: {warnings[0]}; compact as "
-                "the owner of the tables"
-            )
+        return warnings
 
     def after_fork(self) -> None:
         self.renew()

@@ -7,7 +7,6 @@ this memory believes that it holds them. So the connections are closed before a 
 from __future__ import annotations
 
 import os
-import shutil
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -31,18 +30,16 @@ from prefixstore.backends.sql.sqlite_file import (
     recognize,
     require_trusted,
 )
-from prefixstore.backends.sql.sqlite_rows import COSTS, SQLiteView, space_of, write
-from prefixstore.errors import CorruptError, FullError, LocationError, StorageError, UnavailableError
+from prefixstore.backends.sql.sqlite_rows import COSTS, SQLiteView, write
+from prefixstore.errors import CorruptError, LocationError, UnavailableError
 
 __all__ = ["SQLite"]
 
 # the most that SQLite maps, unless it was built with another limit; the rest is read
 MAP_BYTES = 0x7FFF0000
 LOG_BYTES = 64 << 20
-# What is in the log is moved into the file after so many bytes. If the disk is full before that, neither can grow.
+# what is in the log is moved into the file after so many bytes
 CHECKPOINT_BYTES = 1 << 20
-# what deletions may write on a disk that is full for everything else
-RESERVE_BYTES = 4 << 20
 OLDEST = (3, 35, 0)
 
 # before the tables of a new file are created, and after that
@@ -227,51 +224,15 @@ class SQLite(Database[sqlite3.Connection]):
 
             def apply(changes: Sequence[Change]) -> None:
                 with self.translated():
-                    write(driver, changes, lambda n_bytes: self._require_space(driver, n_bytes))
+                    write(driver, changes)
 
             draft = Draft(SQLiteView(self, driver, is_cached=False), COSTS, apply)
             yield draft
             draft.flush()
 
-    @contextmanager
-    def writing(self) -> Iterator[sqlite3.Connection]:
-        try:
-            with super().writing() as driver:
-                yield driver
-        except FullError:
-            # free some disk space
-            with suppress(StorageError), self.connection() as driver, self.translated():
-                wait_for_locks(driver, READ_SECONDS)
-                driver.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-            raise
-
     def begin(self, driver: sqlite3.Connection) -> None:
         wait_for_locks(driver, BUSY_SECONDS)
         driver.execute("BEGIN IMMEDIATE")
-
-    def _require_space(self, driver: sqlite3.Connection, n_bytes: int) -> None:
-        """Raise `FullError` if the disk has no space for so many bytes, and for deletions afterwards."""
-        if not n_bytes:
-            return
-        used, _ = space_of(driver)
-        try:
-            log = Path(f"{self.path}-wal")
-            growth = max(used + n_bytes - self.path.stat().st_size, 0)
-            log_bytes = log.stat().st_size if log.exists() else 0
-            left = shutil.disk_usage(self.path.parent).free
-        except OSError:
-            return  # deleted; the next transaction finds out
-        log_growth = max(n_bytes - log_bytes, 0)
-        # Deletions, and what replaces deleted pages, need space in the log only, which is used again and again. So the
-        # log that this leaves is a part of the reserve; but while another process reads an older state, it has to grow.
-        in_log = log_bytes + log_growth if growth else RESERVE_BYTES
-        reserve = max(RESERVE_BYTES - in_log, RESERVE_BYTES // 2)
-        if growth + log_growth and left < growth + log_growth + reserve:
-            raise FullError(
-                f"{self.location}: the disk is nearly full; free some space, or evict pages",
-                asked=n_bytes,
-                available=left,
-            )
 
     def sync(self) -> None:
         if self.read_only:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from itertools import chain
 from typing import Any, cast
@@ -16,7 +16,7 @@ from prefixstore.backends.sql.database import PIECE_BYTES, Database, pieces_of
 from prefixstore.backends.sql.sqlite_file import PAGE_BYTES
 from prefixstore.format.record import Buffer
 
-__all__ = ["COSTS", "SQLiteView", "space_of", "write"]
+__all__ = ["COSTS", "SQLiteView", "write"]
 
 # keys in one statement; SQLite takes no more than 32,766 parameters
 MOST_KEYS = 10_000
@@ -64,29 +64,12 @@ class _Costs(Costs):
 COSTS = _Costs()
 
 
-def space_of(driver: sqlite3.Connection) -> tuple[int, int]:
-    """The bytes of the pages that are used, and of those that are free, as the open transaction sees them."""
-    pages, free, size = driver.execute(_SPACE).fetchone()
-    return (pages - free) * size, free * size
-
-
-def write(driver: sqlite3.Connection, changes: Sequence[Change], require_space: Callable[[int], None]) -> None:
-    """Write changes into the open transaction.
-
-    Parameters
-    ----------
-    driver
-        The connection that it is open on.
-    changes
-        Where a key has two of them, the first deletes its row.
-    require_space
-        Called with the number of bytes that are about to be written, after everything was deleted; may raise.
-    """
+def write(driver: sqlite3.Connection, changes: Sequence[Change]) -> None:
+    """Write changes into the open transaction; where a key has two of them, the first deletes its row."""
     kept = [change for change in changes if change.value is not None]
     driver.executemany(_DELETE_PAYLOAD, [(c.key,) for c in changes if c.value is None or c.payload is not None])
     driver.executemany(_DELETE, [(change.key,) for change in changes if change.value is None])
     sizes = [None if change.payload is None else memoryview(change.payload).nbytes for change in kept]
-    require_space(sum(len(change.value or b"") for change in kept) + sum(size or 0 for size in sizes))
     driver.executemany(_PUT, ((c.key, c.value, size) for c, size in zip(kept, sizes, strict=True)))
     driver.executemany(_PUT_PIECE, pieces_of(kept))
 
@@ -173,4 +156,5 @@ class SQLiteView(View):
     @property
     def used(self) -> int:
         with self._database.translated():
-            return space_of(self._driver)[0]
+            pages, free, size = self._driver.execute(_SPACE).fetchone()
+        return int((pages - free) * size)
