@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from prefixstore.engine.index import Page
+from prefixstore.engine.waiting import DropReason
 from prefixstore.errors import MisuseError
 from prefixstore.format.keys import Tokens
 from prefixstore.stats import Purpose
@@ -27,7 +27,7 @@ from prefixstore.warming.report import Progress, WarmReport
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-__all__ = ["Job", "Survey", "warm"]
+__all__ = ["Job", "missing_tokens", "warm"]
 
 # How often a job checks whether another one has finished the part it waits for.
 POLL_SECONDS = 0.2
@@ -37,6 +37,7 @@ BYTES_SECONDS = 0.5
 SNAPSHOT_BATCHES = 8
 # A page may be replaced by a longer one between its lookup and its restore; the next attempt finds the longer one.
 ATTEMPTS = 3
+NO_SPACE = (DropReason.BUDGET, DropReason.QUOTA, DropReason.FULL)
 
 
 def warm(
@@ -103,50 +104,30 @@ def warm(
         trie = PromptTrie(itertools.takewhile(lambda _: not is_stopped(), found), store.min_tokens)
         job = Job(llm, store, trie, show, is_stopped, pin=pin)
         job.run(lease_seconds)
-        after = Survey(store, trie, llm)
-        new = after.pages.keys() - job.survey.pages.keys()
-        missing = () if job.interrupted else (i for i, tokens in enumerate(after.missing) if tokens)
+        after = () if job.interrupted else missing_tokens(store, trie, llm)
         return WarmReport(
             prompts=trie.prompts,
             prompt_tokens=trie.prompt_tokens,
             unique_tokens=trie.unique_tokens,
-            missing_tokens=job.survey.missing_tokens,
+            missing_tokens=job.progress.missing_tokens,
             evaluated_tokens=job.progress.evaluated_tokens,
-            stored_bytes=sum(after.pages[key].stored_bytes for key in new),
+            stored_bytes=job.progress.stored_bytes,
             seconds=time.perf_counter() - started,
             short=trie.short,
-            unstored=tuple(trie.where(i) for i in missing),
+            unstored=tuple(trie.where(i) for i, n_tokens in enumerate(after) if n_tokens),
             problems=tuple(problems),
             interrupted=job.interrupted,
+            full=job.is_full,
         )
     finally:
         if not was_attached:
             store.detach(llm)
 
 
-class Survey:
-    """What a store has of the prompts in a trie.
-
-    Attributes
-    ----------
-    pages
-        The stored pages of the prompts, by key.
-    missing
-        For each prompt, how many of its tokens are neither stored nor shared with the prompt before it.
-    """
-
-    def __init__(self, store: PrefixStore, trie: PromptTrie, llm: Llama | None = None) -> None:
-        self.pages: dict[bytes, Page] = {}
-        self.missing: list[int] = []
-        for i in range(len(trie)):
-            path = store.path(trie.tokens(i), llm)
-            self.pages |= {page.key: page for page in path.pages}
-            self.missing.append(max(0, trie.length(i) - max(trie.shared[i], path.n_tokens)))
-
-    @property
-    def missing_tokens(self) -> int:
-        """How many tokens a job has to evaluate."""
-        return sum(self.missing)
+def missing_tokens(store: PrefixStore, trie: PromptTrie, llm: Llama | None = None) -> list[int]:
+    """For each prompt, how many of its tokens are neither stored nor shared with the prompt before it."""
+    stored = (store.path(trie.tokens(i), llm).n_tokens for i in range(len(trie)))
+    return [max(0, trie.length(i) - max(trie.shared[i], n)) for i, n in enumerate(stored)]
 
 
 @dataclass
@@ -168,12 +149,12 @@ class Job:
 
     Attributes
     ----------
-    survey
-        What was stored before the job.
     progress
         How far the job is.
     interrupted
         Whether it was stopped.
+    is_full
+        Whether it ended since the store does not keep what it has computed.
     """
 
     llm: Llama
@@ -186,7 +167,7 @@ class Job:
     def __post_init__(self) -> None:
         hook = self.store.hook_of(self.llm)
         self._namespace = hook.context.namespace.key
-        self.survey = Survey(self.store, self.trie, self.llm)
+        self._missing = missing_tokens(self.store, self.trie, self.llm)
         # recurrent memory can be resumed only at the positions of its snapshots
         self._stops = hook.kind.has_snapshots
         # rows that leave a sliding window are overwritten: their pages are captured before that
@@ -197,7 +178,8 @@ class Job:
             self._overwrites_window, self._step = False, self.llm.n_batch * SNAPSHOT_BATCHES
         elif self._overwrites_window:
             self._step = min(self.llm.n_batch, self.llm.context_params.n_ubatch)
-        self.interrupted = False
+        self.interrupted = self.is_full = False
+        self._n_lost = self._lost()
         self._finished = self._in_work = 0
         self._asked_at = 0.0
         self._bytes_before = self.store.engine.used()[1]
@@ -206,26 +188,28 @@ class Job:
             "evaluating",
             prompts=self.trie.prompts,
             unique_tokens=self.trie.unique_tokens,
-            missing_tokens=self.survey.missing_tokens,
+            missing_tokens=sum(self._missing),
         )
 
     def run(self, lease_seconds: float) -> None:
         """Do every part that no other job does; afterwards all parts are done, or the job was interrupted."""
         parts = self.trie.parts()
         left = dict(enumerate(parts))
-        last = -1
+        last, done = -1, list[Part]()
         self._show()
         engine = self.store.engine
         counting = engine.counters.counting(Purpose.WARMING)
         with counting, engine.storing_all(), Leases(engine, seconds=lease_seconds) as leases:
             try:
-                while left and not self._is_stopped():
+                while left and not self.is_full and not self._is_stopped():
                     found = len(left)
                     claimed = self._claim(left, last, leases)
                     if claimed is not None:
                         last = claimed
                         self._do(left.pop(claimed))
                         self._keep(parts[claimed], leases)
+                        done.append(parts[claimed])
+                        self.is_full = not self.interrupted and self._loses(done)
                     elif len(left) == found:
                         self._show("waiting")
                         time.sleep(POLL_SECONDS)
@@ -233,11 +217,23 @@ class Job:
                 # whatever ends the job: what was computed is stored before other jobs may claim the part
                 self.store.capture(self.llm)
                 self.store.flush()
+        self._asked_at = 0.0
         self._show()
 
     def _is_stopped(self) -> bool:
         self.interrupted = self.interrupted or self.stop()
         return self.interrupted
+
+    def _loses(self, done: list[Part]) -> bool:
+        """Whether something of these parts is not stored any more, or was never, because there was no space."""
+        before, self._n_lost = self._n_lost, self._lost()
+        return self._n_lost > before and not all(map(self._is_stored, done))
+
+    def _lost(self) -> int:
+        """How many pages were evicted, or left out, for space."""
+        counters = self.store.engine.counters
+        dropped = counters.group("dropped")
+        return counters["evictions"] + sum(dropped.get(reason.value, 0) for reason in NO_SPACE)
 
     # -- which part is next -------------------------------------------------------------------------------------------
 
@@ -342,7 +338,7 @@ class Job:
     # -- progress -----------------------------------------------------------------------------------------------------
 
     def _note_done(self, i: int) -> None:
-        self._finished += self.survey.missing[i]
+        self._finished += self._missing[i]
         self._in_work = 0
         self.progress = replace(self.progress, walked_tokens=self.progress.walked_tokens + self.trie.length(i))
 

@@ -478,6 +478,8 @@ def test_a_page_is_shown_in_words(store, run, as_json):
     assert rows["position"] == f"{tokens} of its sequence, page 2 of its path"
     assert rows["expires"] == "never"
     assert rows["bytes"] == "intact"
+    # where it is not known, as of warmed pages
+    assert "computed in" not in rows
     assert "compute us" not in out
     code, _, err = run("show", store, "ffff")
     assert (code, err) == (2, f"prefixstore: {store}: no page begins with 'ffff'; prefixstore tree lists them\n")

@@ -18,7 +18,7 @@ from prefixstore.llama.hook import Hook
 from prefixstore.stats import Kind
 from prefixstore.warming import prompt_trie as trie
 from prefixstore.warming.estimate import estimate
-from prefixstore.warming.job import Job, Survey, warm
+from prefixstore.warming.job import Job, missing_tokens, warm
 from prefixstore.warming.leases import PREFIX, Leases
 from prefixstore.warming.report import Progress
 from tests.support.models import answer, logits, prompt
@@ -64,7 +64,7 @@ def test_as_many_tokens_are_evaluated_as_the_trie_has(llama, tmp_path, arch, opt
         assert report.prompt_tokens == sum(map(len, PROMPTS))
         assert report.unique_tokens == report.missing_tokens == report.evaluated_tokens == UNIQUE
         assert report.evaluated_tokens == store.stats().tokens_computed
-        assert (report.problems, report.unstored, report.interrupted) == ((), (), False)
+        assert (report.problems, report.unstored, report.interrupted, report.full) == ((), (), False, False)
         assert report.stored_bytes > UNIQUE * 100
         assert holds_all(store)
     with PrefixStore(tmp_path, llm) as store:
@@ -163,10 +163,16 @@ def test_a_full_queue_loses_nothing(llama, tmp_path, options):
 
 
 @pytest.mark.slow
-def test_prompts_beyond_the_budget_are_reported_and_the_job_ends(llama, tmp_path):
+@pytest.mark.parametrize("pin", [False, True])
+def test_a_job_stops_when_the_store_is_full_and_reports_what_is_not_stored(llama, tmp_path, pin):
     llm = llama()
     with PrefixStore(tmp_path, llm, max_bytes="6MB") as store:
-        report = warm(llm, store, PROMPTS)
+        # what others have stored is evicted, and is no reason to stop
+        warm(llm, store, [prompt(900, 7)])
+        report = warm(llm, store, PROMPTS, pin=pin)
+        assert report.full
+        assert not report.interrupted
+        assert 0 < report.evaluated_tokens < 0.9 * UNIQUE
         assert 0 < len(report.unstored) < len(PROMPTS)
         assert report.unstored[0].startswith("prompt ")
         assert store.check() == []
@@ -434,7 +440,7 @@ def test_a_job_waits_until_the_lease_of_another_one_expires(llama, tmp_path, mon
         report = warm(llm, store, [prompt(600)], progress=tell)
         assert report.evaluated_tokens == 600
         assert phases.count("waiting") >= 3
-        assert Survey(store, prompts).missing_tokens == 0
+        assert not any(missing_tokens(store, prompts))
 
 
 @pytest.mark.slow
