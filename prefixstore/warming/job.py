@@ -104,7 +104,7 @@ def warm(
         trie = PromptTrie(itertools.takewhile(lambda _: not is_stopped(), found), store.min_tokens)
         job = Job(llm, store, trie, show, is_stopped, pin=pin)
         job.run(lease_seconds)
-        after = () if job.interrupted else missing_tokens(store, trie, llm)
+        after = [] if job.interrupted else missing_tokens(store, trie, llm)
         return WarmReport(
             prompts=trie.prompts,
             prompt_tokens=trie.prompt_tokens,

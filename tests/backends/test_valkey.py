@@ -488,14 +488,6 @@ def test_what_is_stored_instead_of_a_payload_is_for_others_to_verify(url, client
             assert [pair and pair[0] for pair in view.payloads([b"a", b"b"])] == [None, b"2"]
 
 
-def test_rows_out_of_order_end_every_walk(url, client):
-    with rows_of(url) as backend:
-        change_rows(backend, a=(b"1",), b=(b"2",), c=(b"3",))
-        client.zadd(named(url, "order"), {"a": 1})
-        with backend.view() as view, pytest.raises(CorruptError, match="order"):
-            view.ranges([ALL])
-
-
 def used_memory(client):
     """What the server uses, once it has freed what was deleted: it does that in a thread."""
     wait_for(lambda: client.info("memory")["lazyfree_pending_objects"] == 0, "the end of freeing")

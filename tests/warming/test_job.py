@@ -290,21 +290,25 @@ def test_progress_without_data_has_no_estimate():
 
 
 @pytest.mark.slow
-def test_an_estimate_predicts_the_job_and_stores_nothing(llama, tmp_path):
-    llm = llama()
+@pytest.mark.parametrize(
+    ("arch", "n", "error"), [("llama", 32, 0.1), ("gemma3", 32, 0.5), ("mamba", 24, 0.5), ("lfm2", 3, 0.5)]
+)
+def test_an_estimate_predicts_the_job_and_stores_nothing(llama, tmp_path, arch, n, error):
+    llm = llama(arch)
+    prompts = PROMPTS[:n] if n > 3 else [prompt(400)[:end] for end in (100, 250, 400)]
     with PrefixStore(tmp_path, llm, codec="raw") as store:
         llm.set_cache(store)
-        warm(llm, store, PROMPTS[:10])
+        warm(llm, store, prompts[: n // 3])
         before = store.stats().entries
-        expected = estimate(llm, store, [*PROMPTS, {"prompt": ""}])
+        expected = estimate(llm, store, [*prompts, {"prompt": ""}])
         assert (store.stats().entries, store.llm, llm.cache) == (before, llm, store)
-        report = warm(llm, store, PROMPTS)
-        assert expected.missing_tokens == report.evaluated_tokens
+        report = warm(llm, store, prompts)
+        assert expected.missing_tokens == report.evaluated_tokens or arch in ("mamba", "lfm2")
         assert (expected.prompts, expected.unique_tokens) == (report.prompts, report.unique_tokens)
-        assert expected.bytes == pytest.approx(report.stored_bytes, rel=0.1)
+        assert expected.bytes == pytest.approx(report.stored_bytes, rel=error)
         assert expected.seconds > 0
         assert len(expected.problems) == 1
-        nothing = estimate(llm, store, PROMPTS)
+        nothing = estimate(llm, store, prompts)
         assert (nothing.missing_tokens, nothing.bytes, nothing.seconds) == (0, 0, 0)
 
 
