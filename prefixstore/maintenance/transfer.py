@@ -16,8 +16,6 @@ from prefixstore.maintenance.archive import Archive
 
 __all__ = ["Moved", "chosen", "copy_store", "export_store", "import_store"]
 
-# A view is closed after this many bytes: as long as it is open, pages that others delete keep their space.
-VIEW_BYTES = 64 << 20
 # Size of a commit. Each one costs one flush of the disk, for which nothing else can be done in LMDB.
 BATCH_BYTES = 64 << 20
 # what is known of a namespace beside its settings
@@ -62,7 +60,7 @@ def chosen(archive: Archive, namespaces: Collection[bytes] | None, keys: Collect
 
 
 class _Source:
-    """The chosen pages of an archive, read in views of bounded length."""
+    """The chosen pages of an archive."""
 
     def __init__(self, archive: Archive, namespaces: Collection[bytes] | None, keys: Collection[bytes] | None) -> None:
         self._archive = archive
@@ -79,29 +77,24 @@ class _Source:
         A view of the archive is open meanwhile: do not use the archive for anything else.
         """
         lost: set[bytes] = set()
-        waiting = iter(self._pages)
-        page = next(waiting, None)
-        while page is not None:
-            size = 0
+        for page in self._pages:
+            # not longer than for one page: as long as it is open, pages that others delete keep their space
             with self._archive.backend.view() as view:
-                while page is not None and size < VIEW_BYTES:
-                    try:
-                        usage = view.usage(page.key)
-                        record, payload = next(iter(view.fetch([page.key])), (None, None))
-                        if page.parent in lost or record is None or payload is None or usage is None:
-                            lost.add(page.key)  # deleted meanwhile, or without its parent
-                        elif not is_same(page, record) or page.start != record.start:
-                            raise CorruptError(f"page {page.key.hex()} has tokens that do not match its key")
-                        elif len(payload) != record.stored_bytes or checksum(payload) != record.checksum:
-                            raise CorruptError(f"page {page.key.hex()}: checksum mismatch")
-                        else:
-                            size += len(payload)
-                            yield StoredPage(page.key, record, usage, payload)
-                    except (CorruptError, IncompatibleError):
-                        # not an error of the location: an outage says nothing about its pages
-                        lost.add(page.key)
-                        self.damaged += 1
-                    page = next(waiting, None)
+                try:
+                    usage = view.usage(page.key)
+                    record, payload = next(iter(view.fetch([page.key])), (None, None))
+                    if page.parent in lost or record is None or payload is None or usage is None:
+                        lost.add(page.key)  # deleted meanwhile, or without its parent
+                    elif not is_same(page, record) or page.start != record.start:
+                        raise CorruptError(f"page {page.key.hex()} has tokens that do not match its key")
+                    elif len(payload) != record.stored_bytes or checksum(payload) != record.checksum:
+                        raise CorruptError(f"page {page.key.hex()}: checksum mismatch")
+                    else:
+                        yield StoredPage(page.key, record, usage, payload)
+                except (CorruptError, IncompatibleError):
+                    # not an error of the location: an outage says nothing about its pages
+                    lost.add(page.key)
+                    self.damaged += 1
 
 
 def _write(pages: Iterable[StoredPage], settings: Mapping[bytes, bytes], target: Archive) -> Moved:

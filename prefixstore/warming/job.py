@@ -35,8 +35,7 @@ POLL_SECONDS = 0.2
 BYTES_SECONDS = 0.5
 # A snapshot is taken at the end of an evaluation, so its length bounds the delay of a signal.
 SNAPSHOT_BATCHES = 8
-# A page may be replaced by a longer one between its lookup and its restore; the next attempt finds the longer one.
-ATTEMPTS = 3
+# why pages are left out in a store that is full
 NO_SPACE = (DropReason.BUDGET, DropReason.QUOTA, DropReason.FULL)
 
 
@@ -248,14 +247,10 @@ class Job:
             # the part before this one stores what both share at its beginning
             if (i - 1 in left and not self._has_shared(part.first)) or not leases.is_free(name):
                 continue
-            if not self._is_stored(part):
-                if not leases.acquire(name):
-                    continue
-                # another job may have stored it before the lease was acquired
-                if not self._is_stored(part):
-                    return i
-                leases.release(name)
-            self._note_stored(left.pop(i))
+            if self._is_stored(part):
+                self._note_stored(left.pop(i))
+            elif leases.acquire(name):
+                return i
         return None
 
     def _has_shared(self, i: int) -> bool:
@@ -305,7 +300,7 @@ class Job:
             # warming a stored prompt again counts as a use, like a restore, and extends its time to live
             self.store.engine.touch(self._namespace, path.pages, len(tokens))
             return
-        at = self._restore(tokens, path.n_tokens)
+        at = self.store.restore(tokens, self.llm, always=True)
         stops = self.trie.stops(i, at, depth) if self._stops else ()
         while at < len(tokens) and not self._is_stopped():
             end = self._end_of_batch(at, len(tokens), stops)
@@ -317,16 +312,6 @@ class Job:
                 self.store.capture(self.llm)
             self._show()
         self.store.capture(self.llm)
-
-    def _restore(self, tokens: Tokens, stored: int) -> int:
-        """Bring the longest known prefix of the tokens into the context; its length."""
-        live = 0
-        for _ in range(ATTEMPTS):
-            live = self.store.restore(tokens, self.llm, always=True)
-            if live >= min(stored, len(tokens) - 1):
-                break
-            stored = self.store.path(tokens, self.llm).n_tokens
-        return live
 
     def _end_of_batch(self, at: int, n: int, stops: tuple[int, ...]) -> int:
         end = min([at + self._step, n, *(stop for stop in stops if stop > at)])

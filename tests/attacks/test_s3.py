@@ -145,7 +145,7 @@ def test_a_server_that_does_not_answer_is_given_up_in_time(seaweedfs, at_once):
         store.put(A)
         proxy.decide = lambda *_: HANG
         # as opened with a short timeout, which holds only while the server hangs
-        client, usual = store.backend.rows.client, store.backend.rows.client._address
+        client, usual = store.backend.rows._client, store.backend.rows._client._address
         client._address = Address.parse(f"{url}&timeout=1")
         client.renew()
         started = time.monotonic()
@@ -190,7 +190,7 @@ def test_without_credentials_opening_fails_soon(seaweedfs, monkeypatch):
 def is_tidy(backend):
     """Whether there is nothing that belongs to no page, after it was removed."""
     backend.scrub()
-    names, folder = [one.name for one in backend.rows.client.list()], backend.rows.state.store
+    names, folder = [one.name for one in backend.rows._client.list()], backend.rows._store.state.store
     with backend.view() as view:
         is_whole = list(flaws(view)) == [] and sum("/payloads/" in name for name in names) == view.used.entries
     return is_whole and all(name == STORE or name.startswith(f"{folder}/") for name in names)

@@ -81,7 +81,7 @@ def rows_at(url):
 
 def names(backend):
     """The names of all objects of a location."""
-    return {one.name for one in backend.client.list()}
+    return {one.name for one in backend._client.list()}
 
 
 def payloads(backend):
@@ -209,8 +209,8 @@ def test_a_damaged_row_has_another_value(new_prefix):
     with rows_at(new_prefix()) as backend:
         write(backend, 1)
         write(backend, 2)
-        state = backend.state
-        backend.client.put(state.row_name(key_of(1)), b"\x18damaged")
+        state = backend._store.state
+        backend._client.put(state.row_name(key_of(1)), b"\x18damaged")
         state.known.clear()
         assert rows_of(backend)[key_of(1)] == (b"", None)
 
@@ -256,7 +256,7 @@ def test_opening_takes_four_requests_and_rows_that_are_known_need_none_but_the_f
         for number in range(3):
             ((key, *_),) = fill(backend, space(), [[number] * 5])
     with opened(url) as backend:
-        client = backend.rows.client
+        client = backend.rows._client
         # the store, and what the server has to refuse; and in a view whether it is encrypted
         assert client.n_requests == 4
         for most in (5, 2):
@@ -287,7 +287,7 @@ def test_other_objects_among_the_rows_are_no_rows(new_prefix):
     with rows_at(new_prefix()) as backend:
         key = write(backend, 1)
         for name in ("a", "ä(/b", "README.md"):
-            backend.client.put(f"{backend.state.rows}/{name}", b"")
+            backend._client.put(f"{backend._store.state.rows}/{name}", b"")
         assert rows_of(backend).keys() >= {key}
 
 
@@ -295,7 +295,7 @@ def test_other_objects_among_the_rows_are_no_rows(new_prefix):
 def test_a_store_that_was_deleted_is_made_again_by_those_who_use_it(new_prefix):
     url = new_prefix()
     with store_of(open_pages(url, max_bytes=MIB)) as store, opened(url, read_only=True) as reader:
-        client = store.backend.rows.client
+        client = store.backend.rows._client
 
         def delete():
             client.delete([one.name for one in client.list()])
@@ -325,11 +325,11 @@ def test_a_store_that_was_deleted_is_made_again_by_those_who_use_it(new_prefix):
 def test_a_store_that_was_restored_from_a_backup_is_read_from_the_beginning(new_prefix):
     with rows_at(new_prefix()) as backend:
         write(backend, 1)
-        backup = {name: bytes(backend.client.get(name)[0]) for name in names(backend)}
+        backup = {name: bytes(backend._client.get(name)[0]) for name in names(backend)}
         write(backend, 2)
-        backend.client.delete(sorted(names(backend) - backup.keys()))
+        backend._client.delete(sorted(names(backend) - backup.keys()))
         for name, stored in backup.items():
-            backend.client.put(name, stored)
+            backend._client.put(name, stored)
         assert set(rows_of(backend)) == {key_of(1)}
         write(backend, 3)
         assert set(rows_of(backend)) == {key_of(1), key_of(3)}
@@ -345,7 +345,7 @@ def test_an_update_whose_turn_another_process_has_taken_is_refused_and_leaves_no
 
         def overtaken(self, name, *arguments):
             written = put(self, name, *arguments)
-            if self is one.client and "/payloads/" in name and not is_first:
+            if self is one._client and "/payloads/" in name and not is_first:
                 is_first.append(name)
                 with monkeypatch.context() as impatient:
                     impatient.setattr(store_module, "TURN_SECONDS", 0.0)
@@ -375,7 +375,7 @@ def test_writers_take_turns_and_nobody_starves(new_prefix):
 
         together(lambda: add(one, 0.2, 8), lambda: add(two, 0.0, 40))
         assert rows_of(one) == {b"n": (b"48", None)}
-        assert one.state.turn == ""
+        assert one._store.state.turn == ""
 
 
 def test_a_writer_that_dies_in_its_turn_keeps_the_others_waiting_for_a_while_only(new_prefix, monkeypatch):
@@ -410,15 +410,15 @@ def test_what_a_writer_has_committed_and_not_written_is_seen_and_written_by_the_
         expected = {key_of(2): (b"new", expected[key_of(2)][1]), key_of(3): (b"3", b"payload")}
         with rows_at(url) as three:
             for backend in (one, two, three):
-                assert not backend.state.is_written or backend is two
+                assert not backend._store.state.is_written or backend is two
                 assert rows_of(backend) == expected
                 with backend.view() as view:
                     (found,) = view.ranges([Range(b"k", b"l", 1)])
                     assert [row.key for row in found] == [key_of(2)]
-        assert two.client.get(two.state.row_name(key_of(3))) is None
+        assert two._client.get(two._store.state.row_name(key_of(3))) is None
         write(two, 4)
-        assert two.client.get(two.state.row_name(key_of(3))) is not None
-        assert two.client.get(two.state.row_name(key_of(1))) is None
+        assert two._client.get(two._store.state.row_name(key_of(3))) is not None
+        assert two._client.get(two._store.state.row_name(key_of(1))) is None
         delete(two, key_of(4))
         assert rows_of(one) == rows_of(two) == expected
 
@@ -431,7 +431,7 @@ def test_a_turn_lasts_while_its_writer_works(new_prefix, monkeypatch):
         put = Client.put
 
         def slow(self, name, *arguments):
-            time.sleep(0.5 if "/payloads/" in name and self is one.client else 0)
+            time.sleep(0.5 if "/payloads/" in name and self is one._client else 0)
             return put(self, name, *arguments)
 
         monkeypatch.setattr(read_ahead_module, "AT_ONCE", 1)
@@ -476,17 +476,17 @@ def test_payloads_of_deleted_rows_are_deleted_at_once_or_by_the_next_compaction(
 
 def test_what_writers_that_died_have_left_is_deleted_and_the_size_is_counted_again(new_prefix):
     with rows_at(new_prefix()) as backend:
-        key, folder = write(backend, 1), backend.state.payloads
+        key, folder = write(backend, 1), backend._store.state.payloads
         left = [f"{folder}/{payload_name(of, new_payload(1))}" for of in (key, b"a", b"z" * 400)]
         left += ["0123456789abcdef/rows/a", "0123456789abcdef/payloads/a"]
-        before, known, used = rows_of(backend), names(backend), backend.state.used
+        before, known, used = rows_of(backend), names(backend), backend._store.state.used
         for name in [*left, "else", "folder/else"]:
-            backend.client.put(name, b"left by a writer that died")
+            backend._client.put(name, b"left by a writer that died")
         with monkeypatched_used(backend, 12345):
             assert backend.compact() == len(left) * 26
         assert names(backend) == {*known, "else", "folder/else"}
         assert rows_of(backend) == before
-        assert backend.state.used == used
+        assert backend._store.state.used == used
 
 
 @contextmanager
@@ -494,7 +494,7 @@ def monkeypatched_used(backend, used):
     """As if the size had been counted wrongly."""
     backend._store.begin()
     backend._store.end(used=used)
-    assert backend.state.used == used
+    assert backend._store.state.used == used
     yield
 
 
@@ -508,7 +508,7 @@ def test_nothing_of_a_purged_page_is_left_after_a_scrub(new_prefix):
             transaction.delete(path[0])
         backend.scrub()
         for name in names(backend.rows):
-            stored = bytes(backend.rows.client.get(name)[0])
+            stored = bytes(backend.rows._client.get(name)[0])
             if name == STORE:
                 assert json.loads(stored)["changes"] == {}
             assert as_tokens(secret).tobytes() not in stored

@@ -186,16 +186,6 @@ class ObjectsBackend(Backend):
     def location(self) -> str:
         return self._address.shown
 
-    @property
-    def client(self) -> Client:
-        """The requests."""
-        return self._client
-
-    @property
-    def state(self) -> State:
-        """What was last known of the store."""
-        return self._store.state
-
     def _current(self, read: Callable[[], State]) -> State:
         """What is committed, as this reads it. A store that was deleted is made again, as when it is opened."""
         try:
