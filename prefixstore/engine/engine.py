@@ -92,6 +92,8 @@ class Engine(Upkeep, Closing):
     ----------
     wants_all
         Whether what is captured now is stored even if the policy finds it worth less than what is evicted for it.
+    stores_all
+        In how many blocks of `storing_all` callers are.
     budget, read_only, ram_budget
         As given; the last as `ram_bytes`.
     peak_bytes
@@ -136,7 +138,7 @@ class Engine(Upkeep, Closing):
         self._housekeeping = housekeeping
         self._clock = clock
         self._sizes = (0, 0)
-        self._stores_all = 0
+        self.stores_all = 0
         self.wants_all = False
         # what counts the sessions of its store; kept by a weak reference
         self.sessions: Callable[[], Callable[[], SessionCounts] | None] = lambda: None
@@ -318,7 +320,7 @@ class Engine(Upkeep, Closing):
         """As `announce`; what became of the page."""
         page = new.page
         page.priority = self._priority
-        new.is_wanted = new.is_wanted or self._stores_all > 0 or self.wants_all
+        new.is_wanted = new.is_wanted or self.stores_all > 0 or self.wants_all
         # one that comes from another location may have been used, and so renewed, there
         page.expires = max(page.expires, page.created + self._ttl_ns) if self._ttl_ns is not None else 0
         return self._catalog.announce(new)
@@ -326,11 +328,11 @@ class Engine(Upkeep, Closing):
     @contextmanager
     def storing_all(self) -> Iterator[None]:
         """In this block, captured pages are stored even if the policy ranks them below what is evicted for them."""
-        self._stores_all += 1
+        self.stores_all += 1
         try:
             yield
         finally:
-            self._stores_all -= 1
+            self.stores_all -= 1
 
     @handed_over
     def commit(self, batch: Sequence[PendingPage]) -> int:

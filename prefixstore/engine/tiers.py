@@ -164,7 +164,7 @@ class TieredEngine(Engine):
 
         `n_tokens` have to be computed without it.
         """
-        is_patient = self._max_delay is None or self._stores_all > 0
+        is_patient = self._max_delay is None or self.stores_all > 0
         # read once: another thread may set it to None
         overdue = self._overdue
         if not is_patient and overdue is not None and not overdue.is_there:

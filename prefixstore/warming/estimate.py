@@ -86,7 +86,6 @@ def _trial(llm: Llama, store: PrefixStore, trie: PromptTrie, missing: list[int],
     """What the missing tokens take, in bytes and in seconds, by the first tokens of the longest of their prompts."""
     prompts = [i for i, n in enumerate(missing) if n]
     tokens = trie.tokens(max(prompts, key=trie.length))[:n_tokens].tolist()
-    page_tokens = store.hook_of(llm).page_tokens
     with _scratch(llm, store) as scratch:
         batches = [tokens[at : at + llm.n_batch] for at in range(0, len(tokens), llm.n_batch)]
         taken = []
@@ -102,20 +101,13 @@ def _trial(llm: Llama, store: PrefixStore, trie: PromptTrie, missing: list[int],
     seconds = sum(missing) * sum(took for took, _ in timed) / sum(n for _, n in timed)
     pages = [page for page in found if page.form == PAGE]
     snapshots = [page for page in found if page.form == SNAPSHOT]
+    for_a_token = sum(page.stored_bytes for page in pages) / max(sum(page.n_tokens for page in pages), 1)
+    page_tokens = max((page.n_tokens for page in pages), default=1)
+    # a prompt that branches off inside a page stores that page again
+    n_stored = sum(missing[i] + (trie.length(i) - missing[i]) % page_tokens for i in prompts)
+    # recurrent and hybrid memory: one snapshot at the end of each prompt
     snapshot = sum(page.stored_bytes for page in snapshots)
-    if not pages:
-        # recurrent memory: one snapshot at the end of each prompt
-        return snapshot * len(prompts), seconds
-    for_a_token = sum(page.stored_bytes for page in pages) / sum(page.n_tokens for page in pages)
-    # hybrid memory has the tokens after the last page in the snapshot
-    snapshot -= round(for_a_token * sum(page.n_tokens for page in snapshots))
-    page_tokens = max(page.n_tokens for page in pages) if snapshots else page_tokens
-    stored = 0
-    for i in prompts:
-        # a prompt that branches off inside a page stores that page again
-        start = trie.length(i) - missing[i]
-        stored += missing[i] + start % page_tokens
-    return round(stored * for_a_token) + max(0, snapshot) * len(prompts), seconds
+    return round(n_stored * for_a_token) + snapshot * len(prompts), seconds
 
 
 @contextmanager

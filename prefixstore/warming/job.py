@@ -169,14 +169,7 @@ class Job:
         self._missing = missing_tokens(self.store, self.trie, self.llm)
         # recurrent memory can be resumed only at the positions of its snapshots
         self._stops = hook.kind.has_snapshots
-        # rows that leave a sliding window are overwritten: their pages are captured before that
-        self._overwrites_window = hook.context.memory.overwrites_window
-        self._step = self.llm.n_batch
-        self._page_tokens = hook.page_tokens
-        if self._stops:
-            self._overwrites_window, self._step = False, self.llm.n_batch * SNAPSHOT_BATCHES
-        elif self._overwrites_window:
-            self._step = min(self.llm.n_batch, self.llm.context_params.n_ubatch)
+        self._step = self.llm.n_batch * (SNAPSHOT_BATCHES if self._stops else 1)
         self.interrupted = self.is_full = False
         self._n_lost = self._lost()
         self._finished = self._in_work = 0
@@ -303,22 +296,15 @@ class Job:
         at = self.store.restore(tokens, self.llm, always=True)
         stops = self.trie.stops(i, at, depth) if self._stops else ()
         while at < len(tokens) and not self._is_stopped():
-            end = self._end_of_batch(at, len(tokens), stops)
+            end = min([at + self._step, len(tokens), *(stop for stop in stops if stop > at)])
             self.llm.eval(tokens[at:end].tolist())
             self._in_work += end - at
             self.progress = replace(self.progress, evaluated_tokens=self.progress.evaluated_tokens + end - at)
             at = end
-            if at in stops or (self._overwrites_window and at % self._page_tokens == 0):
+            if at in stops:
                 self.store.capture(self.llm)
             self._show()
         self.store.capture(self.llm)
-
-    def _end_of_batch(self, at: int, n: int, stops: tuple[int, ...]) -> int:
-        end = min([at + self._step, n, *(stop for stop in stops if stop > at)])
-        if self._overwrites_window and end < n:
-            aligned = end - end % self._page_tokens
-            end = aligned if aligned > at else end
-        return end
 
     # -- progress -----------------------------------------------------------------------------------------------------
 

@@ -153,20 +153,26 @@ class Connections:
         """As `use`, but the caller gets the connection: `give_back` it when all replies are read, or disconnected."""
         with translated(self.location):
             for left in reversed(range(ATTEMPTS)):
-                # also when this is closed: what another thread has begun ends, and gives back its lock
-                connection = self._pool.get_connection("")
                 try:
-                    return connection, work(connection)
-                except BaseException as error:
-                    if not isinstance(error, ResponseError):
-                        # what it has not read yet would be taken for the answer to the next command
-                        connection.disconnect()
-                    self.give_back(connection)
+                    # also when this is closed: what another thread has begun ends, and gives back its lock
+                    connection = self._pool.get_connection("")
+                    return connection, self._use(connection, work)
+                except (LostError, ResponseError, SilentError) as error:
                     if not left or not self._is_elsewhere(error):
                         raise
             raise AssertionError("the last attempt raises")
 
-    def _is_elsewhere(self, error: BaseException) -> bool:
+    def _use(self, connection: Any, work: Callable[[Any], T]) -> T:
+        try:
+            return work(connection)
+        except BaseException as error:
+            if not isinstance(error, ResponseError):
+                # what it has not read yet would be taken for the answer to the next command
+                connection.disconnect()
+            self.give_back(connection)
+            raise
+
+    def _is_elsewhere(self, error: Exception) -> bool:
         """Whether another server may do what this one did not."""
         if isinstance(error, MovedError) and self._address.kind is not UnixDomainSocketConnection:
             # without a host it is that of the node that has answered
