@@ -198,7 +198,7 @@ def _in_words(
         "namespace": page.namespace.hex()[:SHORT],
         **{name: visible(value) for name, value in named.items() if value},
         "size": size if packed == 1.0 else f"{size}, packed from {format_bytes(page.raw_bytes)}",
-        "computed in": format_seconds(page.compute_us / 1e6),
+        **({"computed in": format_seconds(page.compute_us / 1e6)} if page.compute_us else {}),
         "restored": counted(page.hits, "time") if page.hits else "never",
         "created": f"{ago(page.created)}, {iso(page.created)}",
         "last used": f"{ago(page.last_used)}, {iso(page.last_used)}",

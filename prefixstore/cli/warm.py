@@ -154,7 +154,7 @@ def _warm(settings: Config, sources: list[str], *, generation_prompt: bool, pin:
     if not report.prompts and not report.problems:
         say(f"note: there are no prompts in {', '.join(sources)}")
     print_problems(report.problems)
-    print_unstored(report.unstored, dropped)
+    print_unstored(report, dropped)
     code = FAILED if report.problems or report.unstored else DONE
     return Result(
         {"location": location, "n_ctx": n_ctx, **asdict(report), "seconds": round(report.seconds, 3)},

@@ -33,7 +33,10 @@ UNUSUAL = {
     "unstored": "not completely stored",
     "problems": "problems",
     "interrupted": "interrupted",
+    "full": "stopped",
 }
+# what a summary says of them if they are true
+TRUE = {"interrupted": "yes; run it again for the rest", "full": "the store is full"}
 # How often a line is printed where there is no terminal.
 LINE_SECONDS = 10.0
 
@@ -79,16 +82,18 @@ def _grouped(problems: Sequence[Problem]) -> Iterator[str]:
             yield f"{len(group):,} times, {where}: {group[0].reason}"
 
 
-def print_unstored(unstored: tuple[str, ...], dropped: dict[str, int]) -> None:
+def print_unstored(report: WarmReport, dropped: dict[str, int]) -> None:
     """Print which prompts are not completely stored, and why."""
-    for where in unstored[:LISTED]:
+    unstored = report.unstored
+    for where in unstored[:LISTED] if not report.full else ():
         say(f"{where}: not completely stored")
     if unstored:
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(dropped.items())) or "evicted since"
         are = "is" if len(unstored) == 1 else "are"
         say(
+            f"{'the store is full, so this has stopped: ' if report.full else ''}"
             f"{counted(len(unstored), 'prompt')} {are} not completely stored (pages left out: {reasons}); "
-            "consider a larger --max-bytes"
+            "pass a larger --max-bytes, or fewer prompts"
         )
 
 
@@ -99,7 +104,7 @@ def rows_of(found: WarmReport | Estimate) -> dict[str, object]:
         n = len(value) if isinstance(value, tuple) else value
         if n or name not in UNUSUAL:
             text = format_bytes(n) if name.endswith("bytes") else f"{n:,.1f}" if isinstance(n, float) else f"{n:,}"
-            rows[UNUSUAL.get(name, name.replace("_", " "))] = "yes; run it again for the rest" if n is True else text
+            rows[UNUSUAL.get(name, name.replace("_", " "))] = TRUE[name] if n is True else text
     return rows
 
 

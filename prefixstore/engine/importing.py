@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from prefixstore.backends.threads import handed_over
 from prefixstore.engine.commit import Committer
-from prefixstore.engine.index import Page, is_same
+from prefixstore.engine.index import is_same
 from prefixstore.engine.part import Part, Shared
 from prefixstore.engine.pending import PendingPage
 from prefixstore.engine.relatives import siblings_of
@@ -55,21 +55,6 @@ class Importer(Part):
         self._committer = committer
 
     @handed_over
-    def holds(self, record: Record) -> bool | None:
-        """Whether the page of a record is here; None if another one is under its key.
-
-        Then neither it nor its descendants can be here.
-        """
-        known: Page | Record | None = self._catalog.get(record.key)
-        if known is None:
-            with self._backend.view() as view:
-                stored, _ = view.records([record.key]).get(record.key, (None, None))
-            known = stored if isinstance(stored, Record) else None
-        if known is None:
-            return False
-        return True if is_same(known, record) else None
-
-    @handed_over
     def import_pages(self, batch: Sequence[StoredPage], settings: Mapping[bytes, bytes]) -> Imported:
         """Write pages that were stored elsewhere, parents before their children. Until then they cannot be restored.
 
@@ -95,11 +80,15 @@ class Importer(Part):
                 record = one.record
                 if not record.follows(known.get(record.parent)):
                     places.append(Placement.REFUSED)
-                elif one.key in known and is_same(known[one.key], record):
+                elif one.key not in known:
+                    places.append(self._catalog.announce(new))
+                    known[one.key] = record
+                elif is_same(known[one.key], record):
                     places.append(Placement.KNOWN)
                 else:
-                    places.append(self._catalog.announce(new))
-                    known.setdefault(one.key, record)
+                    # another page has its key: neither it nor its descendants can be here
+                    places.append(Placement.REFUSED)
+                    del known[one.key]
             added = [new for new, place in zip(news, places, strict=True) if place is Placement.ADDED]
             written = self._committer.commit(added)
             with self._backend.view() as view:

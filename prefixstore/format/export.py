@@ -10,7 +10,7 @@ import mmap
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import xxhash
 
@@ -47,6 +47,8 @@ PAGE_HEAD = struct.Struct(f"<{KEY_BYTES}s{USAGE.size}s")
 END_HEAD = struct.Struct(f"<QQQ{CHECKSUM_BYTES}s")
 LARGEST_HEAD, LARGEST_BODY = 1 << 28, 1 << 36
 READ_AT_ONCE = 16 << 20
+
+T = TypeVar("T", bytes, memoryview)
 
 
 class ExportWriter:
@@ -98,7 +100,7 @@ class ExportReader:
     Parameters
     ----------
     file
-        A binary file, open for reading; need not be seekable, but if it is, pages that are not wanted are skipped.
+        A binary file, open for reading; need not be seekable.
     name
         The name of the file in messages.
     decrypt
@@ -127,7 +129,6 @@ class ExportReader:
             header = file.read(HEADER.size)
         self._file = file
         self._name = name
-        self._seekable = file.seekable()
         self._mapped = _mapped(file)
         self._seals = xxhash.xxh3_128()
         self.pages = 0
@@ -154,8 +155,8 @@ class ExportReader:
             self.namespaces[key] = settings
             self._next = self._entry()
 
-    def entries(self, wants: Callable[[Record], bool]) -> Iterator[StoredPage | None]:
-        """The pages whose records are wanted; None for each of the others.
+    def entries(self) -> Iterator[StoredPage]:
+        """The pages.
 
         Raises
         ------
@@ -170,16 +171,11 @@ class ExportReader:
             record = Record.unpack(key, head[PAGE_HEAD.size :])
             if record.stored_bytes != n_bytes or record.namespace not in self.namespaces:
                 raise CorruptError(f"{self._name}: page {key.hex()} has a wrong length, or its namespace is missing")
-            if wants(record):
-                payload = self._payload(n_bytes)
-                if checksum(payload) != record.checksum:
-                    raise CorruptError(f"{self._name}: page {key.hex()}: checksum mismatch")
-                entry: StoredPage | None = StoredPage(key, record, Usage.unpack(usage), payload)
-            else:
-                entry = None
-                self._skip(n_bytes)
+            payload = self._payload(n_bytes)
+            if checksum(payload) != record.checksum:
+                raise CorruptError(f"{self._name}: page {key.hex()}: checksum mismatch")
             self.pages, self._bytes = self.pages + 1, self._bytes + n_bytes
-            yield entry
+            yield StoredPage(key, record, Usage.unpack(usage), payload)
             kind, head, n_bytes = self._entry()
         if (
             kind != END
@@ -205,26 +201,20 @@ class ExportReader:
         if self._mapped is None:
             return self._read(n_bytes)
         at = self._file.tell()
-        self._skip(n_bytes)
-        return self._mapped[at : at + n_bytes]
+        self._file.seek(at + n_bytes)
+        return self._whole(self._mapped[at : at + n_bytes], n_bytes)
 
     def _read(self, n_bytes: int) -> bytes:
         # piece by piece: a false length allocates no memory
         pieces = [self._file.read(min(n_bytes, READ_AT_ONCE))]
         while pieces[-1] and (left := n_bytes - sum(map(len, pieces))) > 0:
             pieces.append(self._file.read(min(left, READ_AT_ONCE)))
-        found = b"".join(pieces) if len(pieces) > 1 else pieces[0]
+        return self._whole(b"".join(pieces) if len(pieces) > 1 else pieces[0], n_bytes)
+
+    def _whole(self, found: T, n_bytes: int) -> T:
         if len(found) < n_bytes:
             raise CorruptError(f"{self._name}: truncated after {self.pages} pages; import again when it is complete")
         return found
-
-    def _skip(self, n_bytes: int) -> None:
-        if self._seekable and n_bytes:
-            # read the last byte, to see that the file has it
-            self._file.seek(n_bytes - 1, 1)
-            n_bytes = 1
-        while n_bytes > 0:
-            n_bytes -= len(self._read(min(n_bytes, 1 << 20)))
 
 
 def _mapped(file: BinaryIO) -> memoryview | None:

@@ -453,7 +453,8 @@ class Hook:
 
     def _capture(self, *, tail: bool) -> None:
         with self.guard():
-            self._write(tail=tail)
+            # where all is to be stored, it is worth waiting for
+            self._write(tail=tail, wait=self.context.engine.captures.stores_all > 0)
 
     def before_leaving(self) -> None:
         """Capture what the context still has, before it moves to other tokens."""

@@ -25,7 +25,7 @@ from prefixstore.format.codec import decode
 from prefixstore.format.figures import History
 from prefixstore.format.keys import TokenSequence
 from prefixstore.maintenance.holdings import Holding, holdings_of, only_one
-from prefixstore.maintenance.purge import choices_of, purge, string_of, unmatched
+from prefixstore.maintenance.purge import choices_of, string_of, unmatched
 from prefixstore.parameters import Parameters
 from prefixstore.stats import Counters, Purpose
 from prefixstore.units import parse_bytes, parse_target, shown
@@ -378,16 +378,27 @@ class Archive(AbstractContextManager["Archive"]):
         Whose pages they are is in the settings of their namespace. If those are missing or damaged, `salt` does not
         choose them, and a warning is logged with the key of the namespace.
         """
-        return purge(
-            self,
-            namespace=namespace,
-            salt=salt,
-            older_than=older_than,
-            tokens=tokens,
-            page=page,
-            everything=everything,
-            dry_run=dry_run,
-        )
+        if not everything and all(choice is None for choice in (namespace, salt, older_than, tokens, page)):
+            raise InvalidParameterError(
+                "purge() needs at least one of namespace=, salt=, older_than=, tokens=, page=, or everything=True"
+            )
+        namespaces = None
+        if namespace is not None or salt is not None:
+            salt = None if salt is None else string_of(salt, "salt")
+            namespaces = {one.key for one in self.holdings(namespace, salt)}
+        choices = choices_of(self, namespaces, older_than, tokens, page)
+        deleter = self.engine.deleter
+        if dry_run:
+            keys = set(deleter.select(choices))
+            return Removed(len(keys), sum(one.stored_bytes for one in self.pages() if one.key in keys))
+        # first: a page that such a one follows could not be deleted
+        removed = deleter.delete_strays(newer=not choices) + deleter.delete(choices)
+        deleter.drop_empty_namespaces()
+        if older_than is None and tokens is None and page is None:
+            self.engine.threads.call(self.engine.keeper.forget, namespaces, salt)
+        for left in self.unmatched(salt):
+            log.warning("%s: %s", self.location, left)
+        return removed
 
     def unmatched(self, salt: str | None = None) -> list[str]:
         """What a purge, of this tenant or of all, leaves since it is not known whether it matches: sentences."""

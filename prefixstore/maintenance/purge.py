@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Collection
 from functools import partial
 from typing import TYPE_CHECKING
 
-from prefixstore.engine.delete import Choice, Removed, beginning_with, of_namespaces, subtree, unused_since
+from prefixstore.engine.delete import Choice, beginning_with, of_namespaces, subtree, unused_since
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import TokenSequence, as_tokens
 from prefixstore.units import counted, parse_seconds, shown
@@ -16,48 +15,7 @@ from prefixstore.units import counted, parse_seconds, shown
 if TYPE_CHECKING:
     from prefixstore.maintenance.archive import Archive
 
-__all__ = ["choices_of", "purge", "string_of", "unmatched"]
-
-log = logging.getLogger("prefixstore")
-
-
-def purge(
-    archive: Archive,
-    *,
-    namespace: str | None,
-    salt: str | None,
-    older_than: float | None,
-    tokens: TokenSequence | None,
-    page: str | None,
-    everything: bool,
-    dry_run: bool,
-) -> Removed:
-    """Delete pages; see `Archive.purge`."""
-    if not everything and all(choice is None for choice in (namespace, salt, older_than, tokens, page)):
-        raise InvalidParameterError(
-            "purge() needs at least one of namespace=, salt=, older_than=, tokens=, page=, or everything=True"
-        )
-    if salt is not None:
-        salt = string_of(salt, "salt")
-    if older_than is not None:
-        older_than = parse_seconds(older_than, "older_than")
-    namespaces: set[bytes] | None = None
-    if namespace is not None or salt is not None:
-        namespaces = {one.key for one in archive.holdings(namespace, salt)}
-    before = time.time_ns() - round(older_than * 1e9) if older_than is not None else None
-    choices = choices_of(archive, namespaces, before, tokens, page)
-    if dry_run:
-        keys = set(archive.engine.deleter.select(choices))
-        return Removed(len(keys), sum(one.stored_bytes for one in archive.pages() if one.key in keys))
-    # first: a page that such a one follows could not be deleted
-    removed = archive.engine.deleter.delete_strays(newer=not choices)
-    removed += archive.engine.deleter.delete(choices)
-    archive.engine.deleter.drop_empty_namespaces()
-    if older_than is None and tokens is None and page is None:
-        archive.engine.threads.call(archive.engine.keeper.forget, namespaces, salt)
-    for left in archive.unmatched(salt):
-        log.warning("%s: %s", archive.location, left)
-    return removed
+__all__ = ["choices_of", "string_of", "unmatched"]
 
 
 def unmatched(archive: Archive, salt: str | None = None) -> list[str]:
@@ -79,15 +37,16 @@ def unmatched(archive: Archive, salt: str | None = None) -> list[str]:
 def choices_of(
     archive: Archive,
     namespaces: Collection[bytes] | None,
-    before: int | None,
+    older_than: float | None,
     tokens: TokenSequence | None,
     page: str | None,
 ) -> list[Choice]:
-    """What pages have to be to be chosen: all of what is given. `before` is a time of use, in nanoseconds."""
+    """What pages have to be to be chosen: all of what is given."""
     choices: list[Choice] = []
     if namespaces is not None:
         choices.append(partial(of_namespaces, namespaces=namespaces))
-    if before is not None:
+    if older_than is not None:
+        before = time.time_ns() - round(parse_seconds(older_than, "older_than") * 1e9)
         choices.append(partial(unused_since, before=before))
     if tokens is not None:
         wanted = as_tokens(tokens)

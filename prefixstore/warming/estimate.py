@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from prefixstore.format.keys import PAGE, SNAPSHOT
 from prefixstore.store import PrefixStore
-from prefixstore.warming.job import Survey
+from prefixstore.warming.job import missing_tokens
 from prefixstore.warming.prompt_trie import PromptTrie
 from prefixstore.warming.prompts import Problem, PromptLike, tokenized
 
@@ -67,26 +67,25 @@ def estimate(llm: Llama, store: PrefixStore, prompts: Iterable[PromptLike], *, i
     """
     problems: list[Problem] = []
     trie = PromptTrie(tokenized(llm, prompts, problems), store.min_tokens)
-    survey = Survey(store, trie, llm)
+    missing = missing_tokens(store, trie, llm)
     found = Estimate(
         trie.prompts,
         trie.prompt_tokens,
         trie.unique_tokens,
-        survey.missing_tokens,
+        sum(missing),
         short=trie.short,
         problems=tuple(problems),
     )
-    if not survey.missing_tokens or not store.hook_of(llm).kind.is_stored:
+    if not any(missing) or not store.hook_of(llm).kind.is_stored:
         return found
-    n_bytes, seconds = _trial(llm, store, trie, survey, TRIAL_BATCHES * llm.n_batch if is_timed else SHORT_TRIAL)
+    n_bytes, seconds = _trial(llm, store, trie, missing, TRIAL_BATCHES * llm.n_batch if is_timed else SHORT_TRIAL)
     return replace(found, bytes=n_bytes, seconds=seconds)
 
 
-def _trial(llm: Llama, store: PrefixStore, trie: PromptTrie, survey: Survey, n_tokens: int) -> tuple[int, float]:
+def _trial(llm: Llama, store: PrefixStore, trie: PromptTrie, missing: list[int], n_tokens: int) -> tuple[int, float]:
     """What the missing tokens take, in bytes and in seconds, by the first tokens of the longest of their prompts."""
-    missing = [i for i, n in enumerate(survey.missing) if n]
-    tokens = trie.tokens(max(missing, key=trie.length))[:n_tokens].tolist()
-    page_tokens = store.hook_of(llm).page_tokens
+    prompts = [i for i, n in enumerate(missing) if n]
+    tokens = trie.tokens(max(prompts, key=trie.length))[:n_tokens].tolist()
     with _scratch(llm, store) as scratch:
         batches = [tokens[at : at + llm.n_batch] for at in range(0, len(tokens), llm.n_batch)]
         taken = []
@@ -99,23 +98,16 @@ def _trial(llm: Llama, store: PrefixStore, trie: PromptTrie, survey: Survey, n_t
         found = scratch.path(tokens).pages
     # llama.cpp allocates its buffers in the first one
     timed = taken[1:] or taken
-    seconds = survey.missing_tokens * sum(took for took, _ in timed) / sum(n for _, n in timed)
+    seconds = sum(missing) * sum(took for took, _ in timed) / sum(n for _, n in timed)
     pages = [page for page in found if page.form == PAGE]
     snapshots = [page for page in found if page.form == SNAPSHOT]
+    for_a_token = sum(page.stored_bytes for page in pages) / max(sum(page.n_tokens for page in pages), 1)
+    page_tokens = max((page.n_tokens for page in pages), default=1)
+    # a prompt that branches off inside a page stores that page again
+    n_stored = sum(missing[i] + (trie.length(i) - missing[i]) % page_tokens for i in prompts)
+    # recurrent and hybrid memory: one snapshot at the end of each prompt
     snapshot = sum(page.stored_bytes for page in snapshots)
-    if not pages:
-        # recurrent memory: one snapshot at the end of each prompt
-        return snapshot * len(missing), seconds
-    for_a_token = sum(page.stored_bytes for page in pages) / sum(page.n_tokens for page in pages)
-    # hybrid memory has the tokens after the last page in the snapshot
-    snapshot -= round(for_a_token * sum(page.n_tokens for page in snapshots))
-    page_tokens = max(page.n_tokens for page in pages) if snapshots else page_tokens
-    stored = 0
-    for i in missing:
-        # a prompt that branches off inside a page stores that page again
-        start = trie.length(i) - survey.missing[i]
-        stored += survey.missing[i] + start % page_tokens
-    return round(stored * for_a_token) + max(0, snapshot) * len(missing), seconds
+    return round(n_stored * for_a_token) + snapshot * len(prompts), seconds
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from prefixstore.engine.index import Page
+from prefixstore.engine.waiting import DropReason
 from prefixstore.errors import MisuseError
 from prefixstore.format.keys import Tokens
 from prefixstore.stats import Purpose
@@ -27,7 +27,7 @@ from prefixstore.warming.report import Progress, WarmReport
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-__all__ = ["Job", "Survey", "warm"]
+__all__ = ["Job", "missing_tokens", "warm"]
 
 # How often a job checks whether another one has finished the part it waits for.
 POLL_SECONDS = 0.2
@@ -35,8 +35,8 @@ POLL_SECONDS = 0.2
 BYTES_SECONDS = 0.5
 # A snapshot is taken at the end of an evaluation, so its length bounds the delay of a signal.
 SNAPSHOT_BATCHES = 8
-# A page may be replaced by a longer one between its lookup and its restore; the next attempt finds the longer one.
-ATTEMPTS = 3
+# why pages are left out in a store that is full
+NO_SPACE = (DropReason.BUDGET, DropReason.QUOTA, DropReason.FULL)
 
 
 def warm(
@@ -103,50 +103,30 @@ def warm(
         trie = PromptTrie(itertools.takewhile(lambda _: not is_stopped(), found), store.min_tokens)
         job = Job(llm, store, trie, show, is_stopped, pin=pin)
         job.run(lease_seconds)
-        after = Survey(store, trie, llm)
-        new = after.pages.keys() - job.survey.pages.keys()
-        missing = () if job.interrupted else (i for i, tokens in enumerate(after.missing) if tokens)
+        after = [] if job.interrupted else missing_tokens(store, trie, llm)
         return WarmReport(
             prompts=trie.prompts,
             prompt_tokens=trie.prompt_tokens,
             unique_tokens=trie.unique_tokens,
-            missing_tokens=job.survey.missing_tokens,
+            missing_tokens=job.progress.missing_tokens,
             evaluated_tokens=job.progress.evaluated_tokens,
-            stored_bytes=sum(after.pages[key].stored_bytes for key in new),
+            stored_bytes=job.progress.stored_bytes,
             seconds=time.perf_counter() - started,
             short=trie.short,
-            unstored=tuple(trie.where(i) for i in missing),
+            unstored=tuple(trie.where(i) for i, n_tokens in enumerate(after) if n_tokens),
             problems=tuple(problems),
             interrupted=job.interrupted,
+            full=job.is_full,
         )
     finally:
         if not was_attached:
             store.detach(llm)
 
 
-class Survey:
-    """What a store has of the prompts in a trie.
-
-    Attributes
-    ----------
-    pages
-        The stored pages of the prompts, by key.
-    missing
-        For each prompt, how many of its tokens are neither stored nor shared with the prompt before it.
-    """
-
-    def __init__(self, store: PrefixStore, trie: PromptTrie, llm: Llama | None = None) -> None:
-        self.pages: dict[bytes, Page] = {}
-        self.missing: list[int] = []
-        for i in range(len(trie)):
-            path = store.path(trie.tokens(i), llm)
-            self.pages |= {page.key: page for page in path.pages}
-            self.missing.append(max(0, trie.length(i) - max(trie.shared[i], path.n_tokens)))
-
-    @property
-    def missing_tokens(self) -> int:
-        """How many tokens a job has to evaluate."""
-        return sum(self.missing)
+def missing_tokens(store: PrefixStore, trie: PromptTrie, llm: Llama | None = None) -> list[int]:
+    """For each prompt, how many of its tokens are neither stored nor shared with the prompt before it."""
+    stored = (store.path(trie.tokens(i), llm).n_tokens for i in range(len(trie)))
+    return [max(0, trie.length(i) - max(trie.shared[i], n)) for i, n in enumerate(stored)]
 
 
 @dataclass
@@ -168,12 +148,12 @@ class Job:
 
     Attributes
     ----------
-    survey
-        What was stored before the job.
     progress
         How far the job is.
     interrupted
         Whether it was stopped.
+    is_full
+        Whether it ended since the store does not keep what it has computed.
     """
 
     llm: Llama
@@ -186,18 +166,12 @@ class Job:
     def __post_init__(self) -> None:
         hook = self.store.hook_of(self.llm)
         self._namespace = hook.context.namespace.key
-        self.survey = Survey(self.store, self.trie, self.llm)
+        self._missing = missing_tokens(self.store, self.trie, self.llm)
         # recurrent memory can be resumed only at the positions of its snapshots
         self._stops = hook.kind.has_snapshots
-        # rows that leave a sliding window are overwritten: their pages are captured before that
-        self._overwrites_window = hook.context.memory.overwrites_window
-        self._step = self.llm.n_batch
-        self._page_tokens = hook.page_tokens
-        if self._stops:
-            self._overwrites_window, self._step = False, self.llm.n_batch * SNAPSHOT_BATCHES
-        elif self._overwrites_window:
-            self._step = min(self.llm.n_batch, self.llm.context_params.n_ubatch)
-        self.interrupted = False
+        self._step = self.llm.n_batch * (SNAPSHOT_BATCHES if self._stops else 1)
+        self.interrupted = self.is_full = False
+        self._n_lost = self._lost()
         self._finished = self._in_work = 0
         self._asked_at = 0.0
         self._bytes_before = self.store.engine.upkeep.used()[1]
@@ -206,26 +180,28 @@ class Job:
             "evaluating",
             prompts=self.trie.prompts,
             unique_tokens=self.trie.unique_tokens,
-            missing_tokens=self.survey.missing_tokens,
+            missing_tokens=sum(self._missing),
         )
 
     def run(self, lease_seconds: float) -> None:
         """Do every part that no other job does; afterwards all parts are done, or the job was interrupted."""
         parts = self.trie.parts()
         left = dict(enumerate(parts))
-        last = -1
+        last, done = -1, list[Part]()
         self._show()
         engine = self.store.engine
         counting = engine.counters.counting(Purpose.WARMING)
         with counting, engine.captures.storing_all(), Leases(engine.upkeep, seconds=lease_seconds) as leases:
             try:
-                while left and not self._is_stopped():
+                while left and not self.is_full and not self._is_stopped():
                     found = len(left)
                     claimed = self._claim(left, last, leases)
                     if claimed is not None:
                         last = claimed
                         self._do(left.pop(claimed))
                         self._keep(parts[claimed], leases)
+                        done.append(parts[claimed])
+                        self.is_full = not self.interrupted and self._loses(done)
                     elif len(left) == found:
                         self._show("waiting")
                         time.sleep(POLL_SECONDS)
@@ -233,11 +209,23 @@ class Job:
                 # whatever ends the job: what was computed is stored before other jobs may claim the part
                 self.store.capture(self.llm)
                 self.store.flush()
+        self._asked_at = 0.0
         self._show()
 
     def _is_stopped(self) -> bool:
         self.interrupted = self.interrupted or self.stop()
         return self.interrupted
+
+    def _loses(self, done: list[Part]) -> bool:
+        """Whether something of these parts is not stored any more, or was never, because there was no space."""
+        before, self._n_lost = self._n_lost, self._lost()
+        return self._n_lost > before and not all(map(self._is_stored, done))
+
+    def _lost(self) -> int:
+        """How many pages were evicted, or left out, for space."""
+        counters = self.store.engine.counters
+        dropped = counters.group("dropped")
+        return counters["evictions"] + sum(dropped.get(reason.value, 0) for reason in NO_SPACE)
 
     # -- which part is next -------------------------------------------------------------------------------------------
 
@@ -252,14 +240,10 @@ class Job:
             # the part before this one stores what both share at its beginning
             if (i - 1 in left and not self._has_shared(part.first)) or not leases.is_free(name):
                 continue
-            if not self._is_stored(part):
-                if not leases.acquire(name):
-                    continue
-                # another job may have stored it before the lease was acquired
-                if not self._is_stored(part):
-                    return i
-                leases.release(name)
-            self._note_stored(left.pop(i))
+            if self._is_stored(part):
+                self._note_stored(left.pop(i))
+            elif leases.acquire(name):
+                return i
         return None
 
     def _has_shared(self, i: int) -> bool:
@@ -309,40 +293,23 @@ class Job:
             # warming a stored prompt again counts as a use, like a restore, and extends its time to live
             self.store.engine.touch(self._namespace, path.pages, len(tokens))
             return
-        at = self._restore(tokens, path.n_tokens)
+        at = self.store.restore(tokens, self.llm, always=True)
         stops = self.trie.stops(i, at, depth) if self._stops else ()
         while at < len(tokens) and not self._is_stopped():
-            end = self._end_of_batch(at, len(tokens), stops)
+            end = min([at + self._step, len(tokens), *(stop for stop in stops if stop > at)])
             self.llm.eval(tokens[at:end].tolist())
             self._in_work += end - at
             self.progress = replace(self.progress, evaluated_tokens=self.progress.evaluated_tokens + end - at)
             at = end
-            if at in stops or (self._overwrites_window and at % self._page_tokens == 0):
+            if at in stops:
                 self.store.capture(self.llm)
             self._show()
         self.store.capture(self.llm)
 
-    def _restore(self, tokens: Tokens, stored: int) -> int:
-        """Bring the longest known prefix of the tokens into the context; its length."""
-        live = 0
-        for _ in range(ATTEMPTS):
-            live = self.store.restore(tokens, self.llm, always=True)
-            if live >= min(stored, len(tokens) - 1):
-                break
-            stored = self.store.path(tokens, self.llm).n_tokens
-        return live
-
-    def _end_of_batch(self, at: int, n: int, stops: tuple[int, ...]) -> int:
-        end = min([at + self._step, n, *(stop for stop in stops if stop > at)])
-        if self._overwrites_window and end < n:
-            aligned = end - end % self._page_tokens
-            end = aligned if aligned > at else end
-        return end
-
     # -- progress -----------------------------------------------------------------------------------------------------
 
     def _note_done(self, i: int) -> None:
-        self._finished += self.survey.missing[i]
+        self._finished += self._missing[i]
         self._in_work = 0
         self.progress = replace(self.progress, walked_tokens=self.progress.walked_tokens + self.trie.length(i))
 

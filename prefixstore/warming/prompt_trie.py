@@ -44,8 +44,7 @@ class PromptTrie:
     Parameters
     ----------
     prompts
-        Token arrays and their origins. Each is kept once, four bytes a token. A prompt that is a prefix of another one
-        is not kept: storing the longer one stores both.
+        Token arrays and their origins. Each is kept once, four bytes a token.
     min_tokens
         Prompts shorter than this cannot be stored.
 
@@ -70,19 +69,8 @@ class PromptTrie:
             else:
                 # big-endian bytes sort in the order of the tokens
                 kept.setdefault(tokens.astype(">i4").tobytes(), where)
-        self._keys: list[bytes] = []
-        self._where: list[str] = []
-        self._ends: list[tuple[int, ...]] = []
-        ordered = sorted(kept)
-        ends: list[int] = []
-        for i, key in enumerate(ordered):
-            if i + 1 < len(ordered) and ordered[i + 1].startswith(key):
-                ends.append(len(key) // TOKEN_BYTES)
-                continue
-            self._keys.append(key)
-            self._where.append(kept[key])
-            self._ends.append(tuple(ends))
-            ends = []
+        self._keys = sorted(kept)
+        self._where = [kept[key] for key in self._keys]
         self.shared = [0] * len(self._keys)
         for i in range(1, len(self._keys)):
             self.shared[i] = common_prefix(self._raw(i - 1), self._raw(i))
@@ -111,20 +99,18 @@ class PromptTrie:
         return sum(self.length(i) - self.shared[i] for i in range(len(self)))
 
     def stops(self, i: int, start: int, end: int) -> tuple[int, ...]:
-        """Positions of prompt `i` between `start` and `end`, ascending, at which other prompts branch off or end.
+        """Positions of prompt `i` between `start` and `end`, ascending, at which later prompts branch off.
 
         A job that cannot cut its context must take a snapshot at each of them.
         """
-        found = set(self._ends[i])
-        for others in (range(i + 1, len(self)), range(i - 1, -1, -1)):
-            common = end
-            for j in others:
-                # a prefix shared with a prompt is shared with all prompts between
-                common = min(common, self.shared[j + (j < i)])
-                if common <= start:
-                    break
-                found |= {common, *(n for n in self._ends[j] if n <= common)}
-        return tuple(sorted(n for n in found if start < n < end))
+        found, common = set[int](), end
+        for shared in self.shared[i + 1 :]:
+            # a prefix shared with a prompt is shared with all prompts between
+            common = min(common, shared)
+            if common <= start:
+                break
+            found.add(common)
+        return tuple(sorted(found - {end}))
 
     # -- dividing -----------------------------------------------------------------------------------------------------
 

@@ -73,17 +73,19 @@ class WarmReport:
     evaluated_tokens
         Tokens that this job has evaluated.
     stored_bytes
-        Stored bytes of the pages that hold the prompts and were not there before.
+        Growth of the store, in bytes of pages.
     seconds
         From the first prompt read to the last page written.
     short
         Prompts with fewer tokens than the store keeps (`min_tokens`); they are skipped.
     unstored
-        Origins of prompts that are not completely stored although the job ran to its end: there was no space.
+        Origins of prompts that are not completely stored, since there was no space; if the job was not interrupted.
     problems
         Prompts that could not be used.
     interrupted
         Whether the job was stopped before its end.
+    full
+        Whether it ended before its end because the store does not keep what it computed: it is full.
     """
 
     prompts: int
@@ -97,3 +99,4 @@ class WarmReport:
     unstored: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
     interrupted: bool = False
+    full: bool = False

@@ -31,7 +31,7 @@ def read_ahead():
         arrived(1)
         return number
 
-    return [found for _, found in ahead(range(4), lambda _: 1, read, Window())]
+    return list(ahead([1] * 4, read, Window()))
 
 
 def upload():
@@ -41,7 +41,7 @@ def upload():
         time.sleep(0.0005)
         made.append(number)
 
-    at_once(range(4), create, lambda _: 1)
+    at_once(range(4), create)
     return sorted(made)
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import ExitStack, closing, suppress
@@ -20,7 +17,6 @@ from prefixstore.backends.objects.store import STORE
 from prefixstore.engine.invariants import flaws
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import LocationError, StorageError, UnavailableError
-from tests.support import PATIENCE, ROOT
 from tests.support.engines import MIB, A, B, C, Store, store_of
 from tests.support.http_proxy import CUT, DROP, HANG, LOSE, PASS, HTTPProxy
 from tests.support.models import TORTURE
@@ -149,7 +145,7 @@ def test_a_server_that_does_not_answer_is_given_up_in_time(seaweedfs, at_once):
         store.put(A)
         proxy.decide = lambda *_: HANG
         # as opened with a short timeout, which holds only while the server hangs
-        client, usual = store.backend.rows.client, store.backend.rows.client._address
+        client, usual = store.backend.rows._client, store.backend.rows._client._address
         client._address = Address.parse(f"{url}&timeout=1")
         client.renew()
         started = time.monotonic()
@@ -191,87 +187,10 @@ def test_without_credentials_opening_fails_soon(seaweedfs, monkeypatch):
     assert time.monotonic() - started < 60
 
 
-WRITER = """
-import random, sys
-from contextlib import suppress
-from prefixstore.engine.pages import open_pages
-from prefixstore.backends.objects import store as store_module
-from prefixstore.errors import StorageError
-from tests.support.engines import Store
-from tests.support.timeouts import disable_timeouts
-disable_timeouts()
-store_module.TURN_SECONDS = 5.0
-chance = random.Random(int(sys.argv[2]))
-store = Store(open_pages(sys.argv[1], max_bytes=1 << 20), max_bytes=60_000)
-print("open", flush=True)
-sys.stdin.readline()
-stored = 0
-for turn in range(int(sys.argv[3])):
-    tokens = [chance.randrange(4)] * 4 + [chance.randrange(4)] * 4 + [chance.randrange(100)] * 4
-    with suppress(StorageError):
-        stored += store.put(tokens, chance.choice([100, 3000]))
-    with suppress(StorageError):
-        store.fetch(tokens)
-    if chance.random() < 0.05:
-        with suppress(StorageError):
-            store.backend.rows.compact(erase=True)
-print(stored, store.counters.group("dropped"), flush=True)
-store.engine.close()
-"""
-
-
-def writers(url, count, turns):
-    command = [sys.executable, "-c", WRITER, url]
-    found = [
-        subprocess.Popen(
-            [*command, str(seed), str(turns)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        for seed in range(count)
-    ]
-    for one in found:
-        assert one.stdout.readline() == "open\n"
-    return found
-
-
-def test_three_writers_at_once_leave_a_sound_store(seaweedfs):
-    """They put the same and different pages, evict and scrub."""
-    url = prefix_on(seaweedfs)
-    processes = writers(url, 3, 60 * TORTURE)
-    for one in processes:
-        one.stdin.write("\n")
-        one.stdin.flush()
-    outputs = [one.communicate(timeout=5 * PATIENCE)[0] for one in processes]
-    assert [one.returncode for one in processes] == [0, 0, 0]
-    assert all(int(output.split()[0]) > 20 for output in outputs), outputs
-    with store_of(open_pages(url, max_bytes=MIB)) as store:
-        assert len(store.stored_keys()) > 5
-        payloads = [one.name for one in store.backend.rows.client.list() if "/payloads/" in one.name]
-        assert len(payloads) == len(store.stored_keys())
-
-
-def test_writers_that_are_killed_leave_a_sound_store(seaweedfs, monkeypatch):
-    chance = random.Random(3)
-    url = prefix_on(seaweedfs)
-    for _ in range(3):
-        processes = writers(url, 2, 10_000)
-        for one in processes:
-            one.stdin.write("\n")
-            one.stdin.flush()
-        for one in processes:
-            time.sleep(chance.random())  # how far it comes is left to chance
-            one.send_signal(signal.SIGKILL)
-            one.communicate()
-        with store_of(open_pages(url, max_bytes=MIB)) as store:
-            assert store.put(A) + store.match(A) >= 3
-    with opened(url) as backend:
-        # what they had sent may arrive after their end
-        wait_for(lambda: is_tidy(backend), "a location with nothing but its pages")
-
-
 def is_tidy(backend):
     """Whether there is nothing that belongs to no page, after it was removed."""
     backend.rows.compact(erase=True)
-    names, folder = [one.name for one in backend.rows.client.list()], backend.rows.state.store
+    names, folder = [one.name for one in backend.rows._client.list()], backend.rows._store.state.store
     with backend.view() as view:
         is_whole = list(flaws(view)) == [] and sum("/payloads/" in name for name in names) == view.used.entries
     return is_whole and all(name == STORE or name.startswith(f"{folder}/") for name in names)

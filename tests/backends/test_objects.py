@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import random
 import threading
@@ -14,27 +13,17 @@ import pytest
 
 from prefixstore.backends import open_backend
 from prefixstore.backends.contract import ConflictError, Range
-from prefixstore.backends.objects import library as library_module
+from prefixstore.backends.objects import client as client_module
 from prefixstore.backends.objects import read_ahead as read_ahead_module
 from prefixstore.backends.objects import store as store_module
 from prefixstore.backends.objects.address import Address
 from prefixstore.backends.objects.client import Client
-from prefixstore.backends.objects.rows import (
-    LARGEST_UPDATE,
-    Stored,
-    key_in,
-    name_of,
-    new_payload,
-    pack_changes,
-    payload_name,
-    unpack_changes,
-)
+from prefixstore.backends.objects.rows import Stored, key_in, name_of, new_payload, payload_name
 from prefixstore.backends.objects.store import STORE
 from prefixstore.backends.objects.store import Store as RowStore
 from prefixstore.engine.invariants import flaws
 from prefixstore.engine.pages import open_pages, retried
 from prefixstore.errors import (
-    CorruptError,
     InvalidParameterError,
     LocationError,
     MissingExtraError,
@@ -55,7 +44,9 @@ pytest.importorskip("obstore")
 
 
 class _Objects(PersistentBackendContract):
-    kills = 3
+    # obstore does not work in a forked child; writers that are killed: see the attacks, and the model
+    test_a_child_forked_while_a_thread_writes_uses_it_and_leaves_the_parent_alone = None
+    test_a_process_killed_while_it_writes_leaves_whole_updates_only = None
 
     def url(self):
         raise NotImplementedError
@@ -90,16 +81,12 @@ def rows_at(url):
 
 def names(backend):
     """The names of all objects of a location."""
-    return {one.name for one in backend.client.list()}
+    return {one.name for one in backend._client.list()}
 
 
 def payloads(backend):
     """The names of all payloads of a location."""
     return {name for name in names(backend) if "/payloads/" in name}
-
-
-def names_in(url):
-    return {one.name for one in Client(Address.parse(url)).list()}
 
 
 # -- addresses ---------------------------------------------------------------------------------------------------------
@@ -149,8 +136,7 @@ def test_an_address_of_every_kind_is_accepted_and_shown_as_it_was_given():
 
 
 def test_without_obstore_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr(library_module, "_loaded", None)
-    monkeypatch.setattr(library_module, "NAME", "_not_there")
+    monkeypatch.setattr(client_module, "LIBRARY", "obstore._not_there")
     with pytest.raises(MissingExtraError, match=r'needs obstore, .*; pip install "prefixstore\[s3\]"'):
         open_backend("s3://bucket/prefix", max_bytes=MIB)
 
@@ -177,25 +163,19 @@ def test_a_bucket_that_does_not_exist_is_a_clear_error(moto, credentials):
     assert "create the bucket" in refusal(f"s3://nowhere/a?endpoint={moto.endpoint}")
 
 
-def test_a_server_that_ignores_conditions_is_refused_and_nothing_is_left(moto, credentials):
+def test_a_server_that_ignores_conditions_is_refused(moto, credentials):
     with closing(HTTPProxy(moto.endpoint, drop_headers=("if-",))) as proxy:
         url = prefix_on(moto, proxy.endpoint)
         message = refusal(url)
         assert message.startswith("LocationError: ")
         assert "ignores conditions" in message
-        assert names_in(url.replace(proxy.endpoint, moto.endpoint)) == set()
-
-
-def test_a_server_is_tried_once_and_another_one_again(seaweedfs, credentials):
-    with closing(HTTPProxy(seaweedfs.endpoint)) as proxy:
-        url = prefix_on(seaweedfs, proxy.endpoint)
-        for _ in range(2):
-            open_backend(url, max_bytes=MIB).close()
-        tried = [path for method, path in proxy.requests if "/probes/" in path and method == "PUT"]
-        assert len(tried) == 4
-        direct = url.replace(proxy.endpoint, seaweedfs.endpoint)
-        with opened(direct) as backend:
-            assert len(backend.rows.state.tried) == 2
+        # not a store that was made through another endpoint either
+        direct = url.replace(proxy.endpoint, moto.endpoint)
+        with rows_at(direct) as backend:
+            write(backend, 1)
+            assert "ignores conditions" in refusal(url)
+            assert set(rows_of(backend)) == {key_of(1)}
+            write(backend, 2)
 
 
 def test_a_directory_is_refused_because_its_writes_have_no_conditions(tmp_path):
@@ -212,11 +192,9 @@ def test_a_directory_is_refused_because_its_writes_have_no_conditions(tmp_path):
         (b'{"magic":"other","format":1}', "another application"),
         (b'{"magic":"prefixstore","format":1}', "delete this one"),
         (b'{"magic":"prefixstore","format":9}', "upgrade"),
-        (b'{"magic":"prefixstore","format":3}', "is damaged"),
-        (
-            b'{"magic":"prefixstore","format":3,"store":"a","number":1e999,"changes":"KLUv/QAAAQAA"}',
-            "is damaged",
-        ),
+        (b'{"magic":"prefixstore","format":4}', "is damaged"),
+        (b'{"magic":"prefixstore","format":4,"store":"a","number":1e999,"changes":{}}', "is damaged"),
+        (b'{"magic":"prefixstore","format":4,"store":"a","number":1,"changes":{"a":"x"}}', "is damaged"),
     ],
 )
 def test_what_is_not_ours_or_damaged_is_refused_and_untouched(new_prefix, head, says):
@@ -227,32 +205,14 @@ def test_what_is_not_ours_or_damaged_is_refused_and_untouched(new_prefix, head, 
     assert bytes(client.get(STORE)[0]) == head
 
 
-def test_changes_that_are_damaged_are_found_and_a_damaged_row_has_another_value(new_prefix):
+def test_a_damaged_row_has_another_value(new_prefix):
     with rows_at(new_prefix()) as backend:
         write(backend, 1)
         write(backend, 2)
-        backend.check()
-        state = backend.state
-        backend.client.put(state.row_name(key_of(1)), b"\x18damaged")
+        state = backend._store.state
+        backend._client.put(state.row_name(key_of(1)), b"\x18damaged")
         state.known.clear()
         assert rows_of(backend)[key_of(1)] == (b"", None)
-        stored = bytes(backend.client.get(STORE)[0])
-        backend.client.put(STORE, stored.replace(b'"changes":"', b'"changes":"AAAA'))
-        with pytest.raises(CorruptError, match="is damaged"):
-            backend.check()
-        with pytest.raises(CorruptError, match="is damaged"):
-            rows_of(backend)
-
-
-@pytest.mark.parametrize("size", [1 << 62, LARGEST_UPDATE + 1, None])
-def test_an_update_does_not_say_how_much_memory_is_reserved(size):
-    # a frame of zstd with one segment: what it claims to hold, and nothing
-    head = b"\xe0" + size.to_bytes(8, "little") if size is not None else b"\0\x40"
-    frame = b"\x28\xb5\x2f\xfd" + head + b"\x01\0\0"
-    with pytest.raises(CorruptError, match="damaged"):
-        unpack_changes("here", frame)
-    changes = {b"a": Stored(b"1"), b"b": None, b"c": Stored(b"", new_payload(3))}
-    assert unpack_changes("here", pack_changes(changes)) == changes
 
 
 def test_names_are_in_the_order_of_the_keys_and_fit_into_every_server():
@@ -290,15 +250,15 @@ def test_processes_that_make_a_store_at_once_all_get_it(new_prefix):
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def test_opening_takes_three_requests_and_rows_that_are_known_need_none_but_the_first(new_prefix):
+def test_opening_takes_four_requests_and_rows_that_are_known_need_none_but_the_first(new_prefix):
     url = new_prefix()
     with opened(url) as backend:
         for number in range(3):
             ((key, *_),) = fill(backend, space(), [[number] * 5])
     with opened(url) as backend:
-        client = backend.rows.client
-        # the store, and in a view whether it is encrypted
-        assert client.n_requests == 3
+        client = backend.rows._client
+        # the store, and what the server has to refuse; and in a view whether it is encrypted
+        assert client.n_requests == 4
         for most in (5, 2):
             before = client.n_requests
             with backend.view() as view:
@@ -327,7 +287,7 @@ def test_other_objects_among_the_rows_are_no_rows(new_prefix):
     with rows_at(new_prefix()) as backend:
         key = write(backend, 1)
         for name in ("a", "ä(/b", "README.md"):
-            backend.client.put(f"{backend.state.rows}/{name}", b"")
+            backend._client.put(f"{backend._store.state.rows}/{name}", b"")
         assert rows_of(backend).keys() >= {key}
 
 
@@ -335,7 +295,7 @@ def test_other_objects_among_the_rows_are_no_rows(new_prefix):
 def test_a_store_that_was_deleted_is_made_again_by_those_who_use_it(new_prefix):
     url = new_prefix()
     with store_of(open_pages(url, max_bytes=MIB)) as store, opened(url, read_only=True) as reader:
-        client = store.backend.rows.client
+        client = store.backend.rows._client
 
         def delete():
             client.delete([one.name for one in client.list()])
@@ -365,11 +325,11 @@ def test_a_store_that_was_deleted_is_made_again_by_those_who_use_it(new_prefix):
 def test_a_store_that_was_restored_from_a_backup_is_read_from_the_beginning(new_prefix):
     with rows_at(new_prefix()) as backend:
         write(backend, 1)
-        backup = {name: bytes(backend.client.get(name)[0]) for name in names(backend)}
+        backup = {name: bytes(backend._client.get(name)[0]) for name in names(backend)}
         write(backend, 2)
-        backend.client.delete(sorted(names(backend) - backup.keys()))
+        backend._client.delete(sorted(names(backend) - backup.keys()))
         for name, stored in backup.items():
-            backend.client.put(name, stored)
+            backend._client.put(name, stored)
         assert set(rows_of(backend)) == {key_of(1)}
         write(backend, 3)
         assert set(rows_of(backend)) == {key_of(1), key_of(3)}
@@ -385,7 +345,7 @@ def test_an_update_whose_turn_another_process_has_taken_is_refused_and_leaves_no
 
         def overtaken(self, name, *arguments):
             written = put(self, name, *arguments)
-            if self is one.client and "/payloads/" in name and not is_first:
+            if self is one._client and "/payloads/" in name and not is_first:
                 is_first.append(name)
                 with monkeypatch.context() as impatient:
                     impatient.setattr(store_module, "TURN_SECONDS", 0.0)
@@ -415,7 +375,7 @@ def test_writers_take_turns_and_nobody_starves(new_prefix):
 
         together(lambda: add(one, 0.2, 8), lambda: add(two, 0.0, 40))
         assert rows_of(one) == {b"n": (b"48", None)}
-        assert one.state.turn == ""
+        assert one._store.state.turn == ""
 
 
 def test_a_writer_that_dies_in_its_turn_keeps_the_others_waiting_for_a_while_only(new_prefix, monkeypatch):
@@ -450,15 +410,15 @@ def test_what_a_writer_has_committed_and_not_written_is_seen_and_written_by_the_
         expected = {key_of(2): (b"new", expected[key_of(2)][1]), key_of(3): (b"3", b"payload")}
         with rows_at(url) as three:
             for backend in (one, two, three):
-                assert not backend.state.is_written or backend is two
+                assert not backend._store.state.is_written or backend is two
                 assert rows_of(backend) == expected
                 with backend.view() as view:
                     (found,) = view.ranges([Range(b"k", b"l", 1)])
                     assert [row.key for row in found] == [key_of(2)]
-        assert two.client.get(two.state.row_name(key_of(3))) is None
+        assert two._client.get(two._store.state.row_name(key_of(3))) is None
         write(two, 4)
-        assert two.client.get(two.state.row_name(key_of(3))) is not None
-        assert two.client.get(two.state.row_name(key_of(1))) is None
+        assert two._client.get(two._store.state.row_name(key_of(3))) is not None
+        assert two._client.get(two._store.state.row_name(key_of(1))) is None
         delete(two, key_of(4))
         assert rows_of(one) == rows_of(two) == expected
 
@@ -471,10 +431,10 @@ def test_a_turn_lasts_while_its_writer_works(new_prefix, monkeypatch):
         put = Client.put
 
         def slow(self, name, *arguments):
-            time.sleep(0.5 if "/payloads/" in name and self is one.client else 0)
+            time.sleep(0.5 if "/payloads/" in name and self is one._client else 0)
             return put(self, name, *arguments)
 
-        monkeypatch.setattr(read_ahead_module, "HELD_BYTES", 1)
+        monkeypatch.setattr(read_ahead_module, "AT_ONCE", 1)
         monkeypatch.setattr(Client, "put", slow)
         is_inside = threading.Event()
 
@@ -516,17 +476,17 @@ def test_payloads_of_deleted_rows_are_deleted_at_once_or_by_the_next_compaction(
 
 def test_what_writers_that_died_have_left_is_deleted_and_the_size_is_counted_again(new_prefix):
     with rows_at(new_prefix()) as backend:
-        key, folder = write(backend, 1), backend.state.payloads
+        key, folder = write(backend, 1), backend._store.state.payloads
         left = [f"{folder}/{payload_name(of, new_payload(1))}" for of in (key, b"a", b"z" * 400)]
-        left += ["0123456789abcdef/rows/a", "0123456789abcdef/payloads/a", "probes/0000"]
-        before, known, used = rows_of(backend), names(backend), backend.state.used
+        left += ["0123456789abcdef/rows/a", "0123456789abcdef/payloads/a"]
+        before, known, used = rows_of(backend), names(backend), backend._store.state.used
         for name in [*left, "else", "folder/else"]:
-            backend.client.put(name, b"left by a writer that died")
+            backend._client.put(name, b"left by a writer that died")
         with monkeypatched_used(backend, 12345):
             assert backend.compact() == len(left) * 26
         assert names(backend) == {*known, "else", "folder/else"}
         assert rows_of(backend) == before
-        assert backend.state.used == used
+        assert backend._store.state.used == used
 
 
 @contextmanager
@@ -534,7 +494,7 @@ def monkeypatched_used(backend, used):
     """As if the size had been counted wrongly."""
     backend._store.begin()
     backend._store.end(used=used)
-    assert backend.state.used == used
+    assert backend._store.state.used == used
     yield
 
 
@@ -548,9 +508,9 @@ def test_nothing_of_a_purged_page_is_left_after_a_scrub(new_prefix):
             transaction.delete(path[0])
         backend.scrub()
         for name in names(backend.rows):
-            stored = bytes(backend.rows.client.get(name)[0])
+            stored = bytes(backend.rows._client.get(name)[0])
             if name == STORE:
-                assert unpack_changes("", base64.b64decode(json.loads(stored)["changes"])) == {}
+                assert json.loads(stored)["changes"] == {}
             assert as_tokens(secret).tobytes() not in stored
             assert payload not in stored
         assert len(contents(backend)) == 1
@@ -579,35 +539,38 @@ def test_a_row_that_is_deleted_or_written_again_while_it_is_read_is_missing_or_n
 FORKS = """
 import os, sys
 from prefixstore.engine.pages import open_pages
-from tests.support.places import contents, fill, space
+from tests.support.places import contents, fill, refusal, space
 backend = open_pages(sys.argv[1], max_bytes=1 << 20)
 fill(backend, space(), [[1] * 4])
-for use in (False, True):
-    child = os.fork()
-    if child == 0:
-        if use:
-            fill(backend, space(), [[2] * 4])
-        del backend
-        sys.exit(3)  # what it has inherited goes with the interpreter
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-    print(len(contents(backend)), flush=True)
+child = os.fork()
+if child == 0:
+    backend.after_fork()
+    for use in (lambda: contents(backend), lambda: fill(backend, space(), [[2] * 4])):
+        try:
+            use()
+        except Exception as error:
+            print(error, flush=True)
+    print(refusal(sys.argv[1]), flush=True)
+    del backend
+    sys.exit(3)  # what it has inherited goes with the interpreter
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+print(len(contents(backend)), flush=True)
 backend.close()
 """
 
 
 @pytest.mark.slow
-def test_children_that_end_as_a_program_does_leave_the_parent_alone(new_prefix):
+def test_a_forked_child_is_told_that_it_cannot_use_it_and_leaves_the_parent_alone(new_prefix):
     with python(FORKS, new_prefix()) as process:
         out, _ = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, out) == (0, "1\n2\n")
+    *told, found = out.splitlines()
+    assert (process.returncode, found) == (0, "1")
+    assert ["start processes by spawn" in line for line in told] == [True] * 3
 
 
 @pytest.mark.slow
-def test_without_an_endpoint_it_is_said_that_aws_was_asked(credentials, monkeypatch):
+def test_if_nobody_answers_it_is_said_how_another_server_is_named(credentials, monkeypatch):
     for name in ("HTTPS_PROXY", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")  # nobody listens there
-    with pytest.raises(UnavailableError, match=r"no answer.*the request went to AWS.*endpoint="):
+    with pytest.raises(UnavailableError, match=r"no answer.*endpoint="):
         open_backend("s3://bucket/kv", max_bytes=MIB)
-    with pytest.raises(UnavailableError) as caught:
-        open_backend("s3://bucket/kv?endpoint=http://127.0.0.1:1", max_bytes=MIB)
-    assert "AWS" not in str(caught.value)

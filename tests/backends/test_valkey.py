@@ -20,7 +20,6 @@ from prefixstore.backends.valkey import backend as backend_module
 from prefixstore.backends.valkey import connections, open_valkey
 from prefixstore.backends.valkey import view as view_module
 from prefixstore.backends.valkey.address import Address
-from prefixstore.backends.valkey.scripts import COSTS
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.invariants import violations
 from prefixstore.engine.keyspace import record_row
@@ -375,27 +374,6 @@ def test_a_lock_is_renewed_while_its_update_works(url, client, monkeypatch):
             assert client.pttl(named(url, "lock")) > 5000
 
 
-def test_a_commit_whose_answer_is_lost_is_sent_again_and_counts_once(url, monkeypatch):
-    with rows_of(url) as backend:
-        with backend.view() as view:
-            before = view.used
-        real, cut = connections.Connections._use, []
-
-        def use(self, connection, work):
-            answer = real(self, connection, work)
-            if answer == b"committed" and not cut:
-                cut.append(1)
-                raise valkey.ConnectionError("cut")
-            return answer
-
-        monkeypatch.setattr(connections.Connections, "_use", use)
-        change_rows(backend, a=(b"1", b"payload"))
-        assert cut
-        assert stored(backend) == {b"a": (b"1", b"payload")}
-        with backend.view() as view:
-            assert view.used == before + COSTS.of(b"a", b"1", 7)
-
-
 def test_what_was_sent_and_is_evicted_is_not_committed(url, client, monkeypatch):
     with rows_of(url) as backend:
 
@@ -510,14 +488,6 @@ def test_what_is_stored_instead_of_a_payload_is_for_others_to_verify(url, client
             assert [pair and pair[0] for pair in view.payloads([b"a", b"b"])] == [None, b"2"]
 
 
-def test_rows_out_of_order_end_every_walk(url, client):
-    with rows_of(url) as backend:
-        change_rows(backend, a=(b"1",), b=(b"2",), c=(b"3",))
-        client.zadd(named(url, "order"), {"a": 1})
-        with backend.view() as view, pytest.raises(CorruptError, match="order"):
-            view.ranges([ALL])
-
-
 def used_memory(client):
     """What the server uses, once it has freed what was deleted: it does that in a thread."""
     wait_for(lambda: client.info("memory")["lazyfree_pending_objects"] == 0, "the end of freeing")
@@ -535,7 +505,7 @@ def test_what_is_counted_is_about_what_the_server_uses(url, client):
         with backend.view() as view:
             counted = view.used.bytes - empty
     # allocators round up, some more than others; connections take some, too
-    assert 0.9 * grown < counted < 1.4 * grown
+    assert 0.75 * grown < counted < 1.2 * grown
 
 
 # -- replicas ----

@@ -18,7 +18,7 @@ from prefixstore.llama.hook import Hook
 from prefixstore.stats import Kind
 from prefixstore.warming import prompt_trie as trie
 from prefixstore.warming.estimate import estimate
-from prefixstore.warming.job import Job, Survey, warm
+from prefixstore.warming.job import Job, missing_tokens, warm
 from prefixstore.warming.leases import PREFIX, Leases
 from prefixstore.warming.report import Progress
 from tests.support.models import answer, logits, prompt
@@ -64,7 +64,7 @@ def test_as_many_tokens_are_evaluated_as_the_trie_has(llama, tmp_path, arch, opt
         assert report.prompt_tokens == sum(map(len, PROMPTS))
         assert report.unique_tokens == report.missing_tokens == report.evaluated_tokens == UNIQUE
         assert report.evaluated_tokens == store.stats().tokens_computed
-        assert (report.problems, report.unstored, report.interrupted) == ((), (), False)
+        assert (report.problems, report.unstored, report.interrupted, report.full) == ((), (), False, False)
         assert report.stored_bytes > UNIQUE * 100
         assert holds_all(store)
     with PrefixStore(tmp_path, llm) as store:
@@ -163,10 +163,16 @@ def test_a_full_queue_loses_nothing(llama, tmp_path, options):
 
 
 @pytest.mark.slow
-def test_prompts_beyond_the_budget_are_reported_and_the_job_ends(llama, tmp_path):
+@pytest.mark.parametrize("pin", [False, True])
+def test_a_job_stops_when_the_store_is_full_and_reports_what_is_not_stored(llama, tmp_path, pin):
     llm = llama()
     with PrefixStore(tmp_path, llm, max_bytes="6MB") as store:
-        report = warm(llm, store, PROMPTS)
+        # what others have stored is evicted, and is no reason to stop
+        warm(llm, store, [prompt(900, 7)])
+        report = warm(llm, store, PROMPTS, pin=pin)
+        assert report.full
+        assert not report.interrupted
+        assert 0 < report.evaluated_tokens < 0.9 * UNIQUE
         assert 0 < len(report.unstored) < len(PROMPTS)
         assert report.unstored[0].startswith("prompt ")
         assert store.check() == []
@@ -284,21 +290,25 @@ def test_progress_without_data_has_no_estimate():
 
 
 @pytest.mark.slow
-def test_an_estimate_predicts_the_job_and_stores_nothing(llama, tmp_path):
-    llm = llama()
+@pytest.mark.parametrize(
+    ("arch", "n", "error"), [("llama", 32, 0.1), ("gemma3", 32, 0.5), ("mamba", 24, 0.5), ("lfm2", 3, 0.5)]
+)
+def test_an_estimate_predicts_the_job_and_stores_nothing(llama, tmp_path, arch, n, error):
+    llm = llama(arch)
+    prompts = PROMPTS[:n] if n > 3 else [prompt(400)[:end] for end in (100, 250, 400)]
     with PrefixStore(tmp_path, llm, codec="raw") as store:
         llm.set_cache(store)
-        warm(llm, store, PROMPTS[:10])
+        warm(llm, store, prompts[: n // 3])
         before = store.stats().entries
-        expected = estimate(llm, store, [*PROMPTS, {"prompt": ""}])
+        expected = estimate(llm, store, [*prompts, {"prompt": ""}])
         assert (store.stats().entries, store.llm, llm.cache) == (before, llm, store)
-        report = warm(llm, store, PROMPTS)
-        assert expected.missing_tokens == report.evaluated_tokens
+        report = warm(llm, store, prompts)
+        assert expected.missing_tokens == report.evaluated_tokens or arch in ("mamba", "lfm2")
         assert (expected.prompts, expected.unique_tokens) == (report.prompts, report.unique_tokens)
-        assert expected.bytes == pytest.approx(report.stored_bytes, rel=0.1)
+        assert expected.bytes == pytest.approx(report.stored_bytes, rel=error)
         assert expected.seconds > 0
         assert len(expected.problems) == 1
-        nothing = estimate(llm, store, PROMPTS)
+        nothing = estimate(llm, store, prompts)
         assert (nothing.missing_tokens, nothing.bytes, nothing.seconds) == (0, 0, 0)
 
 
@@ -434,7 +444,7 @@ def test_a_job_waits_until_the_lease_of_another_one_expires(llama, tmp_path, mon
         report = warm(llm, store, [prompt(600)], progress=tell)
         assert report.evaluated_tokens == 600
         assert phases.count("waiting") >= 3
-        assert Survey(store, prompts).missing_tokens == 0
+        assert not any(missing_tokens(store, prompts))
 
 
 @pytest.mark.slow

@@ -51,18 +51,13 @@ def test_no_token_is_in_two_parts_however_fine_the_division(prompts):
 
 
 @given(PROMPTS)
-def test_a_prefix_of_another_prompt_is_not_kept(prompts):
+def test_each_prompt_is_kept_once_in_the_order_of_a_walk_through_the_trie(prompts):
     made = plan_of(prompts)
-    kept = [made.tokens(i).tolist() for i in range(len(made))]
-    assert kept == sorted(kept)
-    for tokens in prompts:
-        assert any(other[: len(tokens)] == tokens for other in kept)
-    for tokens in kept:
-        assert [other[: len(tokens)] for other in kept].count(tokens) == 1
+    assert [tuple(made.tokens(i)) for i in range(len(made))] == sorted(set(map(tuple, prompts)))
 
 
 @given(PROMPTS, st.integers(0, 6), st.integers(1, 12))
-def test_stops_are_where_other_prompts_branch_off_or_end(prompts, start, end):
+def test_stops_are_where_later_prompts_branch_off(prompts, start, end):
     made = plan_of(prompts)
 
     def common(one, other):
@@ -71,8 +66,9 @@ def test_stops_are_where_other_prompts_branch_off_or_end(prompts, start, end):
 
     for i in range(len(made)):
         row = made.tokens(i)
-        shared = {common(row, as_tokens(other)) for other in prompts}
-        assert made.stops(i, start, end) == tuple(sorted(n for n in shared if start < n < min(end, len(row))))
+        shared = {common(row, made.tokens(j)) for j in range(i + 1, len(made))}
+        last = min(end, len(row))
+        assert made.stops(i, start, last) == tuple(sorted(n for n in shared if start < n < last))
 
 
 def test_it_keeps_the_origin_of_a_prompt():

@@ -13,12 +13,12 @@ from operator import itemgetter
 
 from prefixstore.backends import refusals
 from prefixstore.backends.contract import Backend, Change, ConflictError, Draft, Range, Row, View
-from prefixstore.backends.forks import ForkLevel, register_at_fork
+from prefixstore.backends.objects import read_ahead
 from prefixstore.backends.objects.address import Address
 from prefixstore.backends.objects.client import Client, GoneError, Listed
 from prefixstore.backends.objects.read_ahead import SMALL_AT_ONCE, Arrived, ahead, at_once
 from prefixstore.backends.objects.rows import COSTS, MARK, Stored, key_in, listing, new_payload
-from prefixstore.backends.objects.store import PROBES, State, Store
+from prefixstore.backends.objects.store import State, Store
 from prefixstore.errors import StorageError
 from prefixstore.format.record import Buffer
 
@@ -66,7 +66,7 @@ class ObjectsView(View):
 
     def ranges(self, wanted: Sequence[Range]) -> list[list[Row]]:
         def read(state: State) -> dict[bytes, Stored | None]:
-            in_order[:] = at_once(wanted, lambda one: self._keys(state, one), lambda _: 0)
+            in_order[:] = at_once(wanted, lambda one: self._keys(state, one))
             return self._read(state, [key for keys in in_order for key in keys])
 
         in_order: list[list[bytes]] = []
@@ -97,7 +97,7 @@ class ObjectsView(View):
             stored = self._client.get(state.row_name(key))
             return None if stored is None else Stored.unpack(stored[0])
 
-        return found | dict(zip(missing, at_once(missing, ask, lambda _: 0), strict=True))
+        return found | dict(zip(missing, at_once(missing, ask), strict=True))
 
     def _keys(self, state: State, wanted: Range) -> list[bytes]:
         """The keys of the rows in a range."""
@@ -128,20 +128,23 @@ class ObjectsView(View):
     def _payloads(self, rows: Sequence[tuple[bytes, Stored | None]]) -> Iterator[tuple[bytes, Buffer | None] | None]:
         self.arrived = 0
         there = [(key, row) for key, row in rows if row is not None and row.payload_bytes]
-        window = self._client.window
-        with closing(ahead(there, lambda one: one[1].payload_bytes, self._receive, window, self._note)) as arriving:
+
+        def read(number: int, arrived: Arrived) -> tuple[bytes, Buffer | None] | None:
+            return self._receive(*there[number], arrived)
+
+        sizes = [row.payload_bytes for _, row in there]
+        with closing(ahead(sizes, read, self._client.window, self._note)) as arriving:
             for _, row in rows:
                 if row is not None and row.payload_bytes:
-                    yield next(arriving)[1]
+                    yield next(arriving)
                 else:
                     yield None if row is None else _without_bytes(row)
 
     def _note(self, n_bytes: int) -> None:
         self.arrived = n_bytes
 
-    def _receive(self, wanted: tuple[bytes, Stored], arrived: Arrived) -> tuple[bytes, Buffer | None] | None:
+    def _receive(self, key: bytes, row: Stored, arrived: Arrived) -> tuple[bytes, Buffer | None] | None:
         """Value and payload of a row, as they are now if that was replaced; the payload is None if it is missing."""
-        key, row = wanted
         state = self._state
         while row.payload_bytes:
             found = self._client.receive(state.payload_name(key, row.payload), arrived)
@@ -178,21 +181,10 @@ class ObjectsBackend(Backend):
         self._store = Store(self._client, read_only=read_only)
         self._writing = threading.Lock()
         self._store.open()
-        register_at_fork(self, ForkLevel.HANDLE)
 
     @property
     def location(self) -> str:
         return self._address.shown
-
-    @property
-    def client(self) -> Client:
-        """The requests."""
-        return self._client
-
-    @property
-    def state(self) -> State:
-        """What was last known of the store."""
-        return self._store.state
 
     def _current(self, read: Callable[[], State]) -> State:
         """What is committed, as this reads it. A store that was deleted is made again, as when it is opened."""
@@ -207,7 +199,7 @@ class ObjectsBackend(Backend):
 
     @contextmanager
     def view(self) -> Iterator[View]:
-        self._client.ready()
+        self._client.require_open()
         yield ObjectsView(self._store, self._client, self._current(self._store.refresh))
 
     @contextmanager
@@ -223,8 +215,8 @@ class ObjectsBackend(Backend):
         """Be the only one who writes."""
         if self._read_only:
             raise refusals.read_only(self.location)
+        self._client.require_open()
         with self._writing:
-            self._client.ready()
             try:
                 state = self._current(self._store.begin)
                 yield ObjectsView(self._store, self._client, state, is_alone=True)
@@ -247,7 +239,7 @@ class ObjectsBackend(Backend):
         before = {key: before[key] for key in after}
         used = state.used + _cost(after) - _cost(before)
         try:
-            at_once(uploads, self._upload, lambda one: len(one[1]))
+            at_once(uploads, lambda one: self._client.put(*one), read_ahead.AT_ONCE)
         except BaseException:
             self._delete([name for name, _ in uploads])
             raise
@@ -267,10 +259,6 @@ class ObjectsBackend(Backend):
             if row is not None and row.payload_bytes and ((new := after[key]) is None or new.payload != row.payload)
         ])  # fmt: skip
 
-    def _upload(self, payload: tuple[str, Buffer]) -> None:
-        self._store.require_turn()
-        self._client.put(*payload, "create")
-
     def _delete(self, names: Sequence[str]) -> None:
         """Delete payloads that no row leads to. If that fails, `compact` does it."""
         try:
@@ -287,7 +275,7 @@ class ObjectsBackend(Backend):
             state = self._store.state
             used, dead = self._count(state)
             for folder in self._client.folders():
-                if (STORE_ID.fullmatch(folder) and folder != state.store) or folder == PROBES:
+                if STORE_ID.fullmatch(folder) and folder != state.store:
                     dead += self._client.list(folder)
             # what others have uploaded meanwhile, had they taken the turn, must stay
             self._store.require_turn(1.0)
@@ -313,16 +301,13 @@ class ObjectsBackend(Backend):
         return used, dead
 
     def check(self) -> None:
-        self._client.ready()
         Store(self._client, read_only=True).open()
 
     def close(self) -> None:
         self._client.close()
 
-    def after_fork_in_child(self) -> None:
+    def after_fork(self) -> None:
         self._client.inherited()
-        self._store.renew_locks()
-        self._writing = threading.Lock()
 
 
 def _cost(rows: Mapping[bytes, Stored | None]) -> int:

@@ -6,21 +6,22 @@ server's reply may repeat credentials, and a URL may hold a signature.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from prefixstore.backends import refusals
 from prefixstore.backends.objects.address import Address
-from prefixstore.backends.objects.library import library, never_destroy
 from prefixstore.backends.objects.read_ahead import Arrived, Window
-from prefixstore.errors import LocationError, UnavailableError
+from prefixstore.errors import LocationError, MissingExtraError, UnavailableError
 from prefixstore.format.record import Buffer
 
 __all__ = ["Client", "GoneError", "Listed", "Version"]
@@ -37,9 +38,10 @@ RETRY_SECONDS = 15.0
 LISTED_AT_ONCE = 1000
 DELETED_AT_ONCE = 1000
 
-# what obstore raises where it gives up
+# obstore, and what it raises where it gives up
+LIBRARY = "obstore._obstore"
 PANIC = "PanicException"
-NO_ANSWER = "no answer"
+FORKED = "obstore does not work in a process that was forked from one that uses it; start processes by spawn"
 # of a payload, received at a time
 PIECE_BYTES = 256 << 10
 
@@ -76,11 +78,15 @@ class Client:
         How many payloads are requested at a time.
     """
 
+    # the process that was the first to use obstore: its threads do not exist in a forked child
+    _user: int | None = None
+
     def __init__(self, address: Address) -> None:
         self._address = address
         self.n_requests = 0
-        self._library: Any = None
-        self._store: Any = None
+        self._library = _obstore()
+        Client._user = Client._user or os.getpid()
+        self._require_no_fork()
         self.renew()
 
     @property
@@ -88,46 +94,23 @@ class Client:
         """The location, as it may be shown."""
         return self._address.shown
 
-    @property
-    def server(self) -> str:
-        """What is written to: scheme, endpoint and bucket."""
-        return f"{self._address.scheme} {self._endpoint()} {self._address.bucket}"
-
-    def _hint(self, error: Exception) -> str:
-        """What to do about a service that cannot be reached; the usual one, if none was named."""
-        if not _reason(error).startswith(NO_ANSWER) or self._address.scheme != "s3" or self._endpoint():
-            return ""
-        return (
-            "; the request went to AWS: to use another server, set ?endpoint=http://host:port in the URL, "
-            "or AWS_ENDPOINT_URL"
-        )
-
-    def _endpoint(self) -> str:
-        named = str(self._address.options.get("endpoint", ""))
-        return named or (_environment_endpoint() if self._address.scheme == "s3" else "")
-
-    def inherited(self) -> None:
-        """In a forked child: leave what belongs to the parent as it is. `ready` connects again."""
-        never_destroy(self._store)
-        self._is_inherited = self._store is not None
-
-    def ready(self) -> None:
-        """Called before requests, which may be the first ones of a forked child."""
-        # two threads may do it at once: the last one counts
-        if self._is_inherited:
-            self.renew()
-
     def close(self) -> None:
         """End all connections that are not in use."""
-        self._store, self._is_inherited = None, False
+        self._store = None
+
+    def inherited(self) -> None:
+        """In a forked child: what belongs to the parent is not destroyed either, also when the interpreter ends."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._store))
+
+    def _require_no_fork(self) -> None:
+        if Client._user != os.getpid():
+            raise UnavailableError(f"{self.where}: {FORKED}")
 
     def renew(self) -> None:
         """Connect."""
         self.window = Window()
-        self._library = library()
         with self._translated():
-            self._store = self._connect()
-        self._is_inherited = False
+            self._store: Any = self._connect()
 
     def _connect(self) -> Any:
         address, stores = self._address, self._library._store  # noqa: SLF001 - where obstore has its classes
@@ -135,12 +118,11 @@ class Client:
         timeouts = {"connect_timeout": CONNECT_SECONDS, "timeout": REQUEST_SECONDS, **address.timeouts}
         client_options = {name: timedelta(seconds=seconds) for name, seconds in timeouts.items()}
         client_options["read_timeout"] = timedelta(seconds=min(SILENCE_SECONDS, timeouts["timeout"]))
-        more: dict[str, Any] = {"allow_http": True} if self._endpoint().startswith("http://") else {}
         kind = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}[address.scheme]
         return kind(
             address.bucket,
             prefix=prefix,
-            client_options=client_options | more,
+            client_options={"allow_http": True, **client_options},
             retry_config={"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_SECONDS)},
             **address.options,
         )
@@ -215,7 +197,12 @@ class Client:
         found = self._asked(lambda: self._library.list_with_delimiter(self._opened())["common_prefixes"], "")
         return found or ()
 
+    def require_open(self) -> None:
+        """Raise `UnavailableError` if it was closed, or inherited."""
+        self._opened()
+
     def _opened(self) -> Any:
+        self._require_no_fork()
         store = self._store
         if store is None:
             raise refusals.closed(self.where)
@@ -249,7 +236,7 @@ class Client:
                 raise GoneError(f"{self.where}: {name} is missing; the store was deleted") from None
             raise LocationError(f"{self.where}: {_reason(error)}; create the bucket first") from None
         except (errors.BaseError, OSError, ValueError) as error:
-            raise UnavailableError(f"{self.where}: {_reason(error)}{self._hint(error)}") from None
+            raise UnavailableError(f"{self.where}: {_reason(error)}") from None
         except BaseException as error:
             # not an exception for Python, as an endpoint that is none in the environment raises it
             if type(error).__name__ != PANIC:
@@ -257,9 +244,12 @@ class Client:
             raise UnavailableError(f"{self.where}: obstore has panicked; see AWS_ENDPOINT_URL") from None
 
 
-def _environment_endpoint() -> str:
-    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-    return next((value for name in names if (value := os.environ.get(name))), "")
+def _obstore() -> Any:
+    """The module with obstore's functions, its `_store` and its `exceptions`."""
+    try:
+        return import_module(LIBRARY)
+    except ImportError as error:
+        raise MissingExtraError.of_location(error, "s3") from error
 
 
 def _version(found: Mapping[str, str | None]) -> Version:
@@ -276,4 +266,5 @@ def _reason(error: Exception) -> str:
     if status is not None or code is not None:
         return ", ".join(found[1] for found in (status, code) if found is not None)
     cause = re.search(r"HTTP error: ([a-z ]{1,80})", text)
-    return f"{NO_ANSWER} ({cause[1].strip() if cause is not None else type(error).__name__})"
+    why = cause[1].strip() if cause is not None else type(error).__name__
+    return f"no answer ({why}); a server other than the usual one is set by ?endpoint= in the URL, or AWS_ENDPOINT_URL"

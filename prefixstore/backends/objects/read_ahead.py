@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from queue import SimpleQueue
 from typing import Generic, TypeAlias, TypeVar
 
@@ -22,10 +20,10 @@ from prefixstore.errors import UnavailableError
 
 __all__ = ["AT_ONCE", "HELD_BYTES", "SMALL_AT_ONCE", "Arrived", "Window", "ahead", "at_once"]
 
-# requests at a time, and bytes of payloads that they may hold, beside one payload of any size
+# payloads at a time, and bytes that those may hold which are read, beside one of any size
 AT_ONCE = 8
 HELD_BYTES = 64 << 20
-# as many as that where they are mostly small, or written: what takes time then is the way to the server and back
+# rows at a time: what takes time is the way to the server and back
 SMALL_AT_ONCE = 32
 # of the threads
 NAME = "prefixstore-objects"
@@ -99,153 +97,101 @@ class Window:
             self._learned, self._changed = max(self.bytes // 2, LEAST_BYTES), now
 
 
-def at_once(
-    items: Sequence[T],
-    work: Callable[[T], R],
-    size_of: Callable[[T], int],
-) -> list[R]:
+def at_once(items: Sequence[T], work: Callable[[T], R], most: int = SMALL_AT_ONCE) -> list[R]:
     """Do work on items, several at a time, and return the results; none is being worked on when this ends, or fails."""
     if len(items) < 2:
         return [work(item) for item in items]
-    threads, held, found = Threads(NAME, SMALL_AT_ONCE), 0, list[R]()
-    waiting: deque[tuple[T, Answer[R]]] = deque()
-    has_failed = False
+    threads, has_failed = Threads(NAME, most), False
 
     def unless_failed(item: T) -> R:
         if has_failed:
             raise UnavailableError("another one has failed")
         return work(item)
 
-    def take() -> int:
-        item, answer = waiting.popleft()
-        found.append(answer.get())
-        return size_of(item)
-
+    waiting: deque[Answer[R]] = deque()
     try:
-        for item in items:
-            held += size_of(item)
-            while held > HELD_BYTES and waiting:
-                held -= take()
-            waiting.append((item, threads.start_or_run(unless_failed, item)))
-        while waiting:
-            take()
-        return found
+        waiting.extend(threads.start_or_run(unless_failed, item) for item in items)
+        return [waiting.popleft().get() for _ in items]
     finally:
         has_failed = True
-        for _, answer in waiting:
+        for answer in waiting:
             with suppress(Exception):
                 answer.get()
         threads.close()
 
 
-@dataclass(eq=False)
-class _Request(Generic[T]):
-    """A payload that was asked for, and how much of it is still to come."""
-
-    item: T
-    size: int
-    to_come: int
-    is_first: bool
-    is_done: bool = False
-
-
 def ahead(
-    items: Iterable[T],
-    size_of: Callable[[T], int],
-    read: Callable[[T, Arrived], R],
-    window: Window,
-    told: Arrived = lambda _: None,
-) -> Generator[tuple[T, R], None, None]:
-    """Read items ahead of the one in use, and yield them in order. An error is raised in its turn.
+    sizes: Sequence[int], read: Callable[[int, Arrived], R], window: Window, told: Arrived = lambda _: None
+) -> Generator[R, None, None]:
+    """Read payloads of these sizes ahead of the one in use, and yield them in order. An error is raised in its turn.
 
-    `told` hears how many bytes of the one that is waited for are there.
+    `read` gets the number of a payload. `told` hears how many bytes of the one that is waited for are there. Closing
+    this waits for nothing: requests that have begun end with the next bytes that arrive.
     """
-    requests = _Requests(items, size_of, read, window, told)
+    requests = _Requests(sizes, read, window)
     try:
-        while (first := requests.wait_for_first()) is not None:
-            request, answer = first
-            found = answer.get()
-            yield request.item, found
-            del first, found, answer
+        for first in range(len(sizes)):
+            yield requests.take(first, told)
     finally:
         requests.close()
 
 
-class _Requests(Generic[T, R]):
+class _Requests(Generic[R]):
     """What was asked for, in order. Parameters as for `ahead`."""
 
-    def __init__(
-        self,
-        items: Iterable[T],
-        size_of: Callable[[T], int],
-        read: Callable[[T, Arrived], R],
-        window: Window,
-        told: Arrived,
-    ) -> None:
-        self._size_of, self._read, self._window, self._told = size_of, read, window, told
-        self._left = iter(items)
-        self._next: list[T] = []
-        self._waiting: deque[tuple[_Request[T], Answer[R]]] = deque()
-        self._held = 0
-        # from the threads: bytes that have arrived, None at the end
-        self._news: SimpleQueue[tuple[_Request[T], int | None]] = SimpleQueue()
-        self._is_first, self._is_over, self._is_closed = True, False, False
-        self._readers = Threads(NAME, AT_ONCE)
+    def __init__(self, sizes: Sequence[int], read: Callable[[int, Arrived], R], window: Window) -> None:
+        self._sizes, self._read, self._window = sizes, read, window
+        self._to_come, self._done = list(sizes), set[int]()
+        self._n_asked, self._is_closed = 0, False
+        self._answers: deque[Answer[R]] = deque()
+        # from the threads: bytes of a payload that have arrived, None at its end
+        self._news: SimpleQueue[tuple[int, int | None]] = SimpleQueue()
+        self._threads = Threads(NAME, AT_ONCE)
         window.begin()
 
-    def wait_for_first(self) -> tuple[_Request[T], Answer[R]] | None:
-        """The next request, when it is done; None if there is none left."""
-        self._ask()
-        while self._waiting and not (first := self._waiting[0][0]).is_done:
-            self._told(first.size - first.to_come)
-            request, n_bytes = self._news.get()
-            request.is_done = n_bytes is None
-            request.to_come = 0 if n_bytes is None else max(request.to_come - n_bytes, 0)
-            self._ask()
-        if not self._waiting:
-            return None
-        self._is_first = False
-        found = self._waiting.popleft()
-        self._held -= found[0].size
-        return found
+    def take(self, first: int, told: Arrived) -> R:
+        """The next payload, when it is there."""
+        self._ask(first)
+        while first not in self._done:
+            told(self._sizes[first] - self._to_come[first])
+            number, n_bytes = self._news.get()
+            if n_bytes is None:
+                self._done.add(number)
+            self._to_come[number] = 0 if n_bytes is None else max(self._to_come[number] - n_bytes, 0)
+            self._ask(first)
+        return self._answers.popleft().get()
 
-    def _ask(self) -> None:
-        """Send as many requests as may be on their way."""
-        while not self._is_over and len(self._waiting) < AT_ONCE:
-            if not self._next:
-                self._next = list(islice(self._left, 1))
-            self._is_over = not self._next
-            if self._is_over or not self._may_ask(size := self._size_of(self._next[0])):
-                return
-            request = _Request(self._next.pop(), size, size, self._is_first and not self._waiting)
-            self._held += size
-            self._waiting.append((request, self._readers.start_or_run(self._work, request)))
+    def _ask(self, first: int) -> None:
+        """Send as many requests as may be on their way while the first one is waited for."""
+        while self._n_asked < len(self._sizes) and self._may_ask(first):
+            self._answers.append(self._threads.start_or_run(self._work, self._n_asked))
+            self._n_asked += 1
 
-    def _may_ask(self, size: int) -> bool:
-        if not self._waiting:
+    def _may_ask(self, first: int) -> bool:
+        if self._n_asked == first:
             return True
-        window, first = self._window, self._waiting[0][0]
-        most = window.before_first(first.size) if self._is_first else window.bytes
-        to_come = sum(request.to_come for request, _ in self._waiting)
-        return to_come <= most and self._held + size <= HELD_BYTES
+        window, asked = self._window, slice(first, self._n_asked)
+        most = window.bytes if first else window.before_first(self._sizes[0])
+        held = sum(self._sizes[asked]) + self._sizes[self._n_asked]
+        return self._n_asked - first < AT_ONCE and sum(self._to_come[asked]) <= most and held <= HELD_BYTES
 
-    def _work(self, request: _Request[T]) -> R:
+    def _work(self, number: int) -> R:
         started = time.perf_counter()
         try:
-            self._arrived(request, 0)
-            found = self._read(request.item, partial(self._arrived, request))
-            seconds = time.perf_counter() - started
-            self._window.received(request.size, seconds, is_full=not (request.is_first or self._is_over))
+            self._arrived(number, 0)
+            found = self._read(number, partial(self._arrived, number))
+            is_full = number > 0 and self._n_asked < len(self._sizes)
+            self._window.received(self._sizes[number], time.perf_counter() - started, is_full=is_full)
             return found
         finally:
-            self._news.put((request, None))
+            self._news.put((number, None))
 
-    def _arrived(self, request: _Request[T], n_bytes: int) -> None:
+    def _arrived(self, number: int, n_bytes: int) -> None:
         if self._is_closed:
             raise UnavailableError("this payload is no longer needed")
-        self._news.put((request, n_bytes))
+        self._news.put((number, n_bytes))
 
     def close(self) -> None:
-        """Wait for nothing: requests that have begun end with the next bytes that arrive."""
+        """Wait for nothing."""
         self._is_closed = True
-        self._readers.close()
+        self._threads.close()

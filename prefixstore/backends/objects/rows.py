@@ -8,27 +8,12 @@ from __future__ import annotations
 import base64
 import os
 import struct
-from collections.abc import Mapping
 from typing import NamedTuple
 
-import zstandard
-
 from prefixstore.backends.contract import Costs, Range
-from prefixstore.errors import CorruptError
 from prefixstore.format.record import Buffer
 
-__all__ = [
-    "COSTS",
-    "FOLDER_BYTES",
-    "Stored",
-    "key_in",
-    "listing",
-    "name_of",
-    "new_payload",
-    "pack_changes",
-    "payload_name",
-    "unpack_changes",
-]
+__all__ = ["COSTS", "FOLDER_BYTES", "MARK", "Stored", "key_in", "listing", "name_of", "new_payload", "payload_name"]
 
 # Of a key: what the first folder of an object's name says, which is all that can be listed on its own, and each further
 # part. Servers that keep objects in files have names of at most 255 bytes, and payloads have more in theirs.
@@ -45,10 +30,6 @@ _TO_NAME, _TO_KEY = bytes.maketrans(_STANDARD, _IN_ORDER), bytes.maketrans(_IN_O
 
 # the random part of the name of a payload's object, and its size
 _PAYLOAD = struct.Struct(f"<{NONCE_BYTES}sQ")
-# of a changed row: bytes of its key, and of what is stored, or -1 if it is deleted
-_ITEM = struct.Struct("<Hi")
-# the changes of the largest update
-LARGEST_UPDATE = 4 << 30
 
 COSTS = Costs(row=1, payload=_PAYLOAD.size)
 
@@ -131,30 +112,3 @@ class Stored(NamedTuple):
         if size not in (0, _PAYLOAD.size) or len(packed) < 1 + size:
             return cls(b"")
         return cls(packed[1 + size :], packed[1 : 1 + size])
-
-
-def pack_changes(changes: Mapping[bytes, Stored | None]) -> bytes:
-    """What an update has changed, as one piece: rows by key, None if they were deleted."""
-    parts: list[bytes] = []
-    for key, stored in changes.items():
-        packed = None if stored is None else stored.pack()
-        parts += _ITEM.pack(len(key), -1 if packed is None else len(packed)), key, packed or b""
-    return zstandard.ZstdCompressor(level=1, write_checksum=True).compress(b"".join(parts))
-
-
-def unpack_changes(where: str, packed: bytes) -> dict[bytes, Stored | None]:
-    """Read what `pack_changes` has packed. Raises `CorruptError` if a byte differs."""
-    changes: dict[bytes, Stored | None] = {}
-    try:
-        # a size that is claimed, or none, is not memory that is reserved
-        if zstandard.frame_content_size(packed) not in range(LARGEST_UPDATE + 1):
-            raise ValueError("its size is not valid")
-        body, at = zstandard.ZstdDecompressor().decompress(packed, max_output_size=LARGEST_UPDATE), 0
-        while at < len(body):
-            n_key, n_stored = _ITEM.unpack_from(body, at)
-            stored_at = at + _ITEM.size + n_key
-            key, at = body[at + _ITEM.size : stored_at], stored_at + max(n_stored, 0)
-            changes[key] = Stored.unpack(body[stored_at:at]) if n_stored >= 0 else None
-    except (zstandard.ZstdError, struct.error, ValueError) as error:
-        raise CorruptError(f"{where}: the last update is damaged ({error}); delete the store") from None
-    return changes

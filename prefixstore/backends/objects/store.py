@@ -12,7 +12,6 @@ turn, which a writer takes before it reads anything, and renews while it works.
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import os
 import random
@@ -27,16 +26,17 @@ from prefixstore.backends import refusals
 from prefixstore.backends.contract import ConflictError
 from prefixstore.backends.objects.client import Client, Version
 from prefixstore.backends.objects.read_ahead import at_once
-from prefixstore.backends.objects.rows import Stored, name_of, pack_changes, payload_name, unpack_changes
+from prefixstore.backends.objects.rows import Stored, name_of, payload_name
 from prefixstore.backends.threads import start_thread
 from prefixstore.errors import CorruptError, LocationError, StorageError, UnavailableError
 from prefixstore.format.record import Buffer
 
-__all__ = ["PROBES", "STORE", "State", "Store"]
+__all__ = ["STORE", "State", "Store"]
 
 STORE = "prefixstore.json"
-PROBES = "probes"
-FORMAT = 3
+FORMAT = 4
+# a version that the object never has
+NO_VERSION: Version = {"e_tag": '"0"', "version": "0"}
 # fields of the object, beside the changes
 FIELDS: dict[str, Callable[[Any], Any]] = {
     "store": str,
@@ -44,12 +44,9 @@ FIELDS: dict[str, Callable[[Any], Any]] = {
     "used": int,
     "is_written": bool,
     "turn": str,
-    "tried": tuple,
     "write": str,
 }
 
-# how often a server is tried
-TRIALS = 3
 # between two looks at whose turn it is, seconds
 LONGEST_PAUSE = 0.25
 # A writer that stops in its turn keeps the others waiting no longer than this. One that works renews it.
@@ -80,8 +77,6 @@ class State:
         Whether their own objects say so, too.
     turn
         Which writer the others wait for; empty if they do not.
-    tried
-        Servers that are known to keep to conditional writes, as hashes.
     write
         A random id of this version, and so a tag of its own: that may be a hash of the bytes.
     version
@@ -96,7 +91,6 @@ class State:
     changes: Mapping[bytes, Stored | None] = field(default_factory=dict)
     is_written: bool = True
     turn: str = ""
-    tried: tuple[str, ...] = ()
     write: str = ""
     version: Version = field(default_factory=dict)
     known: dict[bytes, Stored | None] = field(default_factory=dict)
@@ -129,7 +123,7 @@ class State:
         """The stored form."""
         value = {name: getattr(self, name) for name in FIELDS}
         value |= {"magic": "prefixstore", "format": FORMAT}
-        value["changes"] = base64.b64encode(pack_changes(self.changes)).decode()
+        value["changes"] = {_text(key): None if row is None else _text(row.pack()) for key, row in self.changes.items()}
         return json.dumps(value, separators=(",", ":")).encode()
 
     @classmethod
@@ -154,9 +148,12 @@ class State:
         if known != FORMAT:
             raise refusals.other_format(where, known, FORMAT)
         try:
-            changes = unpack_changes(where, base64.b64decode(value["changes"], validate=True))
+            changes = {
+                _bytes(key): None if row is None else Stored.unpack(_bytes(row))
+                for key, row in value["changes"].items()
+            }
             return cls(changes=changes, version=version, **{name: kind(value[name]) for name, kind in FIELDS.items()})
-        except (ValueError, KeyError, TypeError, OverflowError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             raise CorruptError(damaged) from None
 
 
@@ -180,10 +177,6 @@ class Store:
         self._client = client
         self._read_only = read_only
         self.state = State("")
-        self.renew_locks()
-
-    def renew_locks(self) -> None:
-        """Drop what belongs to the parent of a forked child, such as its turn."""
         # held while a state is entered, and while the turn is renewed
         self._entering, self._renewing = threading.Lock(), threading.Lock()
         # the turn that this process has, when it was certain of it, and what its end opens
@@ -194,49 +187,27 @@ class Store:
     # -- opening ------------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Read the object, or create the store. A server is tested once: it has to refuse writes that must fail.
+        """Read the object, or create the store.
 
         Raises
         ------
         LocationError
             If there is no store to read, or the server ignores conditional writes.
         """
-        server = hashlib.blake2b(self._client.server.encode(), digest_size=8).hexdigest()
         if (found := self._client.get(STORE)) is not None:
             self._enter(State.unpack(self._client.where, *found), self.state)
         elif self._read_only:
             raise refusals.no_store(self._client.where)
         else:
-            self._require_conditional_writes()
             # if another process is faster, its store is used
-            self._client.put(STORE, State(_random_id(), tried=(server,)).pack(), "create")
+            self._client.put(STORE, State(_random_id()).pack(), "create")
             self.refresh()
-        if not self._read_only and server not in self.state.tried:
-            self._require_conditional_writes()
-            while not self._replace(self.state, tried=(*self.state.tried, server)):
-                pass
-
-    def _require_conditional_writes(self) -> None:
-        # more than once: a reply may be lost, and what is sent again then is refused by a server that does it right
-        if not any(self._keeps_conditions() for _ in range(TRIALS)):
+        # what the server has to refuse; one that does not writes what is there already
+        if not self._read_only and self._client.put(STORE, self.state.pack(), NO_VERSION) is not None:
             raise LocationError(
-                f"{self._client.where}: the server ignores conditions of writes (If-None-Match, If-Match), so that "
-                "processes would overwrite each other's pages; choose a server that supports them"
+                f"{self._client.where}: the server ignores conditions of writes (If-Match), so that processes would "
+                "overwrite each other's pages; choose a server that supports them"
             )
-
-    def _keeps_conditions(self) -> bool:
-        name, client = f"{PROBES}/{_random_id()}", self._client
-        try:
-            first = client.put(name, b"1", "create")
-            again = client.put(name, b"2", "create")
-            changed = client.put(name, b"3", first) if first else None
-            outdated = client.put(name, b"4", first) if first else None
-            found = client.get(name)
-        finally:
-            with suppress(StorageError):
-                client.delete([name])
-        is_refused = again is None and outdated is None
-        return is_refused and changed is not None and found is not None and bytes(found[0]) == b"3"
 
     # -- reading and replacing it -------------------------------------------------------------------------------------
 
@@ -324,7 +295,7 @@ class Store:
             self._renewed = time.monotonic()
             state = self.refresh()
         self._end = end = threading.Event()
-        # at the end of the process no thread starts: uploads, and writes of rows, renew it as well
+        # at the end of the process no thread starts: writes of rows renew it as well
         with suppress(RuntimeError):
             start_thread(self._keep, self._turn, end, name="prefixstore-turn")
         if not self.state.is_written:
@@ -374,7 +345,7 @@ class Store:
             self._client.put(*row)
 
         there = [(state.row_name(key), row.pack()) for key, row in state.changes.items() if row is not None]
-        at_once(there, write, lambda row: len(row[1]))
+        at_once(there, write)
         self.require_turn()
         self._client.delete([state.row_name(key) for key, row in state.changes.items() if row is None])
         self._written = state.number
@@ -392,3 +363,11 @@ class Store:
 
 def _random_id() -> str:
     return os.urandom(8).hex()
+
+
+def _text(some: bytes) -> str:
+    return base64.b64encode(some).decode()
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)

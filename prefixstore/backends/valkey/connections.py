@@ -1,13 +1,11 @@
 """Connections to a Valkey server, and what is done when one of them fails.
 
-Everything that is sent may be sent again: reads change nothing, payloads have temporary names until they are committed,
-and a writer is known to the server by a number, not by its connection. So when a connection turns out to be dead, the
-command is sent once more on a new one, if that was found out quickly.
+A connection that is dead is replaced before it is used; one that fails meanwhile fails what it was used for. Only if
+another server has the keys by now, the command is sent again, to that one.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -17,7 +15,6 @@ from valkey.cluster import ClusterParser
 from valkey.connection import ConnectionPool, UnixDomainSocketConnection
 from valkey.exceptions import (
     AuthenticationError,
-    BusyLoadingError,
     MovedError,
     NoPermissionError,
     OutOfMemoryError,
@@ -40,10 +37,8 @@ T = TypeVar("T")
 CONNECT_SECONDS = 5.0
 # A server that works sends something within so many seconds. TCP alone would wait for a quarter of an hour.
 SILENT_SECONDS = 5.0
-# a connection that the server has closed is known to be dead within so many seconds
-AT_ONCE = 1.0
-# a connection may be dead, another node of a cluster may have the keys, and another server may be the primary by then
-ATTEMPTS = 4
+# another node of a cluster may have the keys, and another server may be the primary by then
+ATTEMPTS = 3
 # what a server says of a command that it does not know ends with the arguments: of AUTH, with the password
 ARGUMENTS = ", with args beginning with"
 TOO_OLD = "Valkey 7.2 or Redis 7.0 is needed"
@@ -149,7 +144,7 @@ class Connections:
         return self.call("EVAL", script, len(self.names), *self.names, *arguments)
 
     def use(self, work: Callable[[Any], T]) -> T:
-        """Do some work on a connection, and retry on another one if that may help. It must read all replies."""
+        """Do some work on a connection. It must read all replies."""
         connection, result = self.take(work)
         self.give_back(connection)
         return result
@@ -157,33 +152,15 @@ class Connections:
     def take(self, work: Callable[[Any], T]) -> tuple[Any, T]:
         """As `use`, but the caller gets the connection: `give_back` it when all replies are read, or disconnected."""
         with translated(self.location):
-            started = time.monotonic()
             for left in reversed(range(ATTEMPTS)):
                 try:
                     # also when this is closed: what another thread has begun ends, and gives back its lock
                     connection = self._pool.get_connection("")
                     return connection, self._use(connection, work)
                 except (LostError, ResponseError, SilentError) as error:
-                    if not left or not self._may_help(error, time.monotonic() - started):
+                    if not left or not self._is_elsewhere(error):
                         raise
             raise AssertionError("the last attempt raises")
-
-    def _may_help(self, error: Exception, seconds: float) -> bool:
-        """Whether another connection may do what this one did not, after so many seconds."""
-        if isinstance(error, MovedError) and self._address.kind is not UnixDomainSocketConnection:
-            # without a host it is that of the node that has answered
-            self._pool = self._pool_of({"port": error.port} | ({"host": error.host} if error.host else {}))
-            return True
-        if isinstance(error, AuthenticationError | BusyLoadingError):
-            # the server has said something
-            return False
-        if isinstance(error, ResponseError) and not isinstance(error, ReadOnlyError):
-            return False
-        # The others are as old; and the address of a server that has become a replica, or the node of the cluster, may
-        # be that of another one by now.
-        self._pool = self._pool_of({})
-        # not if it took long to find out: a caller waits
-        return not isinstance(error, SilentError) and seconds <= AT_ONCE
 
     def _use(self, connection: Any, work: Callable[[Any], T]) -> T:
         try:
@@ -194,6 +171,18 @@ class Connections:
                 connection.disconnect()
             self.give_back(connection)
             raise
+
+    def _is_elsewhere(self, error: Exception) -> bool:
+        """Whether another server may do what this one did not."""
+        if isinstance(error, MovedError) and self._address.kind is not UnixDomainSocketConnection:
+            # without a host it is that of the node that has answered
+            self._pool = self._pool_of({"port": error.port} | ({"host": error.host} if error.host else {}))
+            return True
+        if isinstance(error, LostError | SilentError | ReadOnlyError):
+            # The others are as old; and the address of a server that has become a replica, or the node of the cluster,
+            # may be that of another one by now.
+            self._pool = self._pool_of({})
+        return isinstance(error, ReadOnlyError)
 
     def give_back(self, connection: Any) -> None:
         """Return a connection to the pool."""
