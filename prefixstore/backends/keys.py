@@ -203,7 +203,7 @@ class Keys:
             return cls.parse(provider.read(), str(provider))
         except StorageError:
             raise
-        except Exception as error:  # an object is the user's, and may raise anything
+        except Exception as error:  # noqa: BLE001 - an object is the user's, and may raise anything
             wrong = LocationError if isinstance(provider, _Source) else UnavailableError
             # the text of an error may have the command, and so a password
             reason = getattr(error, "strerror", None) or type(error).__name__
@@ -230,14 +230,12 @@ def provider_of(key: Key | None) -> KeyProvider | None:
         return key
     if key == NONE:
         return None
-    if not isinstance(key, str):
-        raise InvalidParameterError(f"key must be a string or a KeyProvider, not {type(key).__name__}")
-    kind, _, rest = key.partition(":")
+    kind, _, rest = key.partition(":") if isinstance(key, str) else ("", "", "")
     if kind not in ("file", "env", "command") or not rest.strip():
         # what was given may be the key itself
         raise InvalidParameterError(
-            "key (PREFIXSTORE_KEY, --from-key, --to-key) must begin with file:, env: or command:, as in "
-            '"file:/etc/kv.key"; "none" is for no encryption'
+            "key (PREFIXSTORE_KEY, --from-key, --to-key) must be a KeyProvider, or begin with file:, env: or command:, "
+            'as in "file:/etc/kv.key"; "none" is for no encryption'
         )
     return _Source(kind, rest)
 

@@ -1,7 +1,7 @@
 """How a location is encrypted, whatever backend keeps it: its header, its keys, and new ones for all of it.
 
-`encrypted_rows` reads and writes the rows. The header says which keys are needed, and has the secret of the location; it
-is sealed under the newest of them. What that protects from is in ``docs/security.md``.
+`encrypted_rows` reads and writes the rows. The header says which keys are needed, and has the secret of the location;
+it is sealed under the newest of them. What that protects from is in ``docs/security.md``.
 """
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ GENERATION = b"g"
 GENERATION_BYTES = 8
 TENANT_BYTES = 16
 _OF_TENANT = b"prefixstore salt"
-# By the kind of a row: where the parts of its key end; an encrypted location hides them one by one. Ranges of rows begin
-# and end between parts, or after a key. Rows of other kinds are only asked for by their keys.
+# By the kind of a row: where the parts of its key end; an encrypted location hides them one by one. Ranges of rows
+# begin and end between parts, or after a key. Rows of other kinds are only asked for by their keys.
 PARTS: dict[bytes, Sequence[int]] = {
     RECORD: (33,),
     USAGE: (33,),
