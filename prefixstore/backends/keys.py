@@ -23,7 +23,6 @@ import stat
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Protocol, TypeAlias, runtime_checkable
 from urllib.parse import quote, unquote
@@ -97,7 +96,6 @@ def new_key() -> bytes:
     return secrets.token_bytes(SECRET_BYTES)
 
 
-@lru_cache(10_000)
 def key_id(key: bytes) -> bytes:
     """By which a location says that it needs this key: it tells nothing of it."""
     return hashlib.blake2b(key, digest_size=ID_BYTES, person=_OF_ID).digest()

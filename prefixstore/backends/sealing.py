@@ -75,15 +75,14 @@ class Sealer:
         key = _derived(self._keys[name], self._salt)
         return AESGCM(hashlib.blake2b(random, key=key, person=_OF_MESSAGE, digest_size=32).digest())
 
-    def seal(self, name: bytes, bound_to: bytes, message: Buffer) -> bytearray:
+    def seal(self, name: bytes, bound_to: bytes, message: Buffer) -> memoryview:
         """A message sealed under the key with this id, and bound to what these bytes stand for."""
         head = HEAD.pack(name, os.urandom(RANDOM_BYTES))
         cipher, plain = self._cipher(head), memoryview(message).cast("B")
-        found = bytearray(sealed_size(len(plain)))
+        found = memoryview(bytearray(sealed_size(len(plain))))
         found[: HEAD.size] = head
-        into = memoryview(found)
         for nonce, inside, outside in _segments(len(plain)):
-            cipher.encrypt_into(nonce, plain[inside], bound_to, into[outside])
+            cipher.encrypt_into(nonce, plain[inside], bound_to, found[outside])
         return found
 
     def unseal(self, bound_to: bytes, stored: Buffer) -> memoryview:

@@ -9,25 +9,25 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import TypeVar
+from contextlib import contextmanager
 
 from prefixstore.backends.contract import Backend, Range, Row, View
 from prefixstore.backends.keys import HEADER, KeyProvider, Keys, key_of
 from prefixstore.engine.encrypted_rows import SECRET_BYTES, EncryptedUpdate, EncryptedView, RowCipher, keys_for
+from prefixstore.engine.keyspace import RECORD
 from prefixstore.engine.pages import retried
 from prefixstore.errors import FullError, IncompatibleError, LocationError, UndecryptableError
 
 __all__ = ["Encrypted"]
 
-_V = TypeVar("_V", bound=EncryptedView)
-
 # a view looks at the header again after so many seconds: another process may have replaced the location
 CHECKED_SECONDS = 60.0
 # so long at least between two attempts to find a key that is missing
 AGAIN_SECONDS = 10.0
-# how many rows are looked at together, and how many are written again, of which each may have a payload
-ROWS_AT_ONCE, AGAIN_AT_ONCE = 256, 8
+# how many rows are read at a time, of all that there are
+ROWS_AT_ONCE = 256
+# all keys of rows are before this
+LAST = b"\xff"
 
 
 class Encrypted:
@@ -104,7 +104,7 @@ class Encrypted:
         """How a location is encrypted, by its header; one that is empty will be as this says."""
         found = self._found
         [header] = rows.get([HEADER])
-        if header is None and not rows.ranges([Range(b"", b"\xff", 1)])[0]:
+        if header is None and not rows.ranges([Range(b"", LAST, 1)])[0]:
             return RowCipher(secrets.token_bytes(SECRET_BYTES), (), self.keys)
         if header is None or key_of(header) is None:
             raise LocationError(
@@ -160,11 +160,40 @@ class Encrypted:
         """
         with self.view() as view:
             older = set(view.cipher.needed) - set(self.keys.current)
-        n_done = self._count(self.update, EncryptedUpdate.put_again, AGAIN_AT_ONCE)
-        n_left = self.undecryptable()
+        n_done = n_left = 0
+        for cipher, rows in self._all():
+            n_left += sum(found is None for _, found in rows)
+            old = [
+                found[1].key
+                for row, found in rows
+                if found is not None and not row.value.startswith(cipher.name_for(found[0]))
+            ]
+            # what has a payload one by one, so that little is in memory
+            some = [key for key in old if key[:1] != RECORD]
+            for keys in [*([key] for key in old if key[:1] == RECORD), some]:
+                try:
+                    self._put_again(keys)
+                    n_done += len(keys)
+                except UndecryptableError:
+                    n_left += 1
         if older and not n_left:
             self._replace(older)
         return n_done, n_left
+
+    def _put_again(self, keys: Sequence[bytes]) -> None:
+        """Encrypt rows again. One that has a payload was put with it: both are under the same key."""
+        try:
+            self._put_once(keys)
+        except FullError:
+            self._backend.reclaim()
+            self._put_once(keys)
+
+    @retried
+    def _put_once(self, keys: Sequence[bytes]) -> None:
+        with self.update() as update:
+            for key, found in zip(keys, update.payloads(keys), strict=True):
+                if found is not None:
+                    update.put(key, *found)
 
     @retried
     def _replace(self, older: Collection[bytes]) -> None:
@@ -176,31 +205,30 @@ class Encrypted:
 
     def undecryptable(self, *, delete: bool = False) -> int:
         """How many rows cannot be decrypted, or are of a forgotten tenant; with `delete` they are deleted."""
-        if delete:
-            return self._count(self.update, EncryptedUpdate.drop_lost)
-        return self._count(self.view, EncryptedView.is_lost)
+        n_found = 0
+        for _, rows in self._all():
+            lost = [row for row, found in rows if found is None]
+            n_found += len(lost)
+            if lost and delete:
+                self._drop(lost)
+        return n_found
 
-    def _count(
-        self,
-        opened: Callable[[], AbstractContextManager[_V]],
-        is_counted: Callable[[_V, Row], bool],
-        at_once: int = ROWS_AT_ONCE,
-    ) -> int:
-        """How many rows are such, of all that are stored, some at a time."""
+    @retried
+    def _drop(self, lost: Sequence[Row]) -> None:
+        """Delete these stored rows, if nobody has written them since."""
+        with self._backend.update() as update:
+            for row, value in zip(lost, update.get([row.key for row in lost]), strict=True):
+                if value == row.value:
+                    update.delete(row.key)
 
-        @retried
-        def some(start: bytes) -> tuple[list[Row], int]:
-            with opened() as view:
-                rows = view.stored_rows(start, at_once)
-                return rows, sum(is_counted(view, row) for row in rows if row.key != HEADER)
-
-        start, n_found = b"", 0
+    def _all(self) -> Iterator[tuple[RowCipher, list[tuple[Row, tuple[bytes, Row] | None]]]]:
+        """All stored rows but the header, some at a time, each with what `RowCipher.opened` returns."""
+        start = b""
         while True:
-            try:
-                rows, n_more = some(start)
-            except FullError:
-                self._backend.reclaim()
-                rows, n_more = some(start)
+            with self._backend.view() as view:
+                cipher = self._cipher_in(view)
+                [rows] = view.ranges([Range(start, LAST, ROWS_AT_ONCE)])
             if not rows:
-                return n_found
-            start, n_found = rows[-1].key + b"\0", n_found + n_more
+                return
+            yield cipher, [(row, cipher.opened(row)) for row in rows if row.key != HEADER]
+            start = rows[-1].key + b"\0"

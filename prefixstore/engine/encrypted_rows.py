@@ -15,7 +15,7 @@ from dataclasses import replace
 from prefixstore.backends.contract import Costs, Range, Row, Update, View, after_all
 from prefixstore.backends.keys import ID_BYTES, MAGIC, Keys
 from prefixstore.backends.sealing import Sealer, sealed_size
-from prefixstore.engine.keyspace import CHILD, PARTS, RECORD, TENANT_BYTES, tenant_of
+from prefixstore.engine.keyspace import CHILD, PARTS, TENANT_BYTES, tenant_of
 from prefixstore.errors import UndecryptableError
 from prefixstore.format.keys import TOKEN_BYTES
 from prefixstore.format.record import Buffer
@@ -103,6 +103,16 @@ class RowCipher:
         """The id of the key under which the rows of a tenant are put."""
         return self._names.get(owner, self.keys.newest)
 
+    def opened(self, stored: Row) -> tuple[bytes, Row] | None:
+        """A stored row, decrypted, and whose it is before it; None if that is not possible."""
+        try:
+            text = bytes(self.sealer.unseal(ROW + stored.key, stored.value))
+        except UndecryptableError:
+            return None
+        owner, size = OWNER.unpack_from(text)
+        end = OWNER.size + size
+        return owner, Row(text[OWNER.size : end], text[end:])
+
 
 class EncryptedView(View):
     """The rows of a view, decrypted.
@@ -132,15 +142,11 @@ class EncryptedView(View):
         return self._view.used
 
     def opened(self, stored: Row) -> tuple[bytes, Row] | None:
-        """A stored row, decrypted, and whose it is; None if that is not possible."""
-        try:
-            text = bytes(self.cipher.sealer.unseal(ROW + stored.key, stored.value))
-        except UndecryptableError:
+        """As `RowCipher.opened`; counts what cannot be decrypted."""
+        found = self.cipher.opened(stored)
+        if found is None:
             self._told()
-            return None
-        owner, size = OWNER.unpack_from(text)
-        end = OWNER.size + size
-        return owner, Row(text[OWNER.size : end], text[end:])
+        return found
 
     def _value(self, key: bytes, stored_key: bytes, stored: bytes | None) -> bytes | None:
         """The value of a row; an empty one, as if it was damaged, if it cannot be decrypted."""
@@ -173,14 +179,6 @@ class EncryptedView(View):
                     self._told()
                     raise
             yield None if value is None else (value, payload)
-
-    def is_lost(self, stored: Row) -> bool:
-        """Whether a stored row cannot be decrypted."""
-        return self.opened(stored) is None
-
-    def stored_rows(self, start: bytes, limit: int) -> list[Row]:
-        """The next rows from a stored key on, as they are stored."""
-        return self._view.ranges([Range(start, b"\xff", limit)])[0]
 
 
 class EncryptedUpdate(EncryptedView, Update):
@@ -222,23 +220,3 @@ class EncryptedUpdate(EncryptedView, Update):
 
     def delete(self, key: bytes, *, replaced: int | None = None) -> None:
         self._view.delete(self.cipher.stored_key(key), replaced=replaced)
-
-    def put_again(self, stored: Row) -> bool:
-        """Encrypt a stored row as it would be now, with its payload; whether it was not. One that is lost stays."""
-        found = self.opened(stored)
-        if found is None or stored.value.startswith(self.cipher.name_for(found[0])):
-            return False
-        key, value = found[1]
-        try:
-            both = next(self.payloads([key])) if key[:1] == RECORD else None
-        except UndecryptableError:
-            return False
-        self.put(key, value, None if both is None else both[1])
-        return True
-
-    def drop_lost(self, stored: Row) -> bool:
-        """Delete a stored row if it is lost; whether it was."""
-        is_lost = self.is_lost(stored)
-        if is_lost:
-            self._view.delete(stored.key)
-        return is_lost
