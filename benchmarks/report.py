@@ -12,6 +12,7 @@ from benchmarks import (
     codecs,
     comparison,
     conversation,
+    encryption,
     eviction,
     generation,
     lookup,
@@ -31,6 +32,7 @@ from benchmarks.tables import paragraph
 BENCHMARKS: dict[str, Any] = {
     "comparison": comparison,
     "restore": restore,
+    "encryption": encryption,
     "sweep": sweep,
     "capture": capture,
     "conversation": conversation,

@@ -5,13 +5,10 @@ The limit is one ``llama_state_seq_set_data`` of the same state from a warm buff
 
 from __future__ import annotations
 
-import base64
-import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import llama_cpp
 
@@ -29,7 +26,6 @@ from benchmarks.common import (
 )
 from benchmarks.tables import megabytes, met, milliseconds, paragraph, table
 from prefixstore import PrefixStore
-from prefixstore.backends.keys import ENVIRONMENT
 
 N_TOKENS = 4096
 ROUNDS = 15
@@ -77,19 +73,11 @@ def between(model: Path, flash: bool, codec: str, n_tokens: int) -> dict[str, An
         return measure(model, location, flash, codec, n_tokens)
 
 
-def encrypted(model: Path, flash: bool, n_tokens: int) -> dict[str, Any]:
-    """As `between`, raw, in a location with a key."""
-    variables = {ENVIRONMENT: "env:BENCHMARK_KEY", "BENCHMARK_KEY": base64.b64encode(bytes(32)).decode()}
-    with patch.dict(os.environ, variables):
-        return between(model, flash, "raw", n_tokens)
-
-
 def run() -> dict[str, Any]:
     found = {}
     for flash, context in ((True, "flash attention"), (False, "V transposed")):
         for codec in ("raw", "auto", "planes"):
             found[f"{context}, {codec}"] = between(model_path(), flash, codec, N_TOKENS)
-        found[f"{context}, encrypted"] = encrypted(model_path(), flash, N_TOKENS)
     return found
 
 
@@ -130,8 +118,7 @@ def section(result: dict[str, Any]) -> list[str]:
             """The limit is one `llama_state_seq_set_data` of the same state from a warm buffer; `Llama.load_state` is
             what the stock caches call. All three are timed in turns, medians of 15 rounds; a share is the median of the
             rounds' ratios. `auto` leaves pages raw in a file that the system keeps in memory; `planes` saves
-            15 % of the bytes and costs the time to unpack them on two cores; encrypted pages are raw within the
-            encryption, and cannot be read where they lie in the map. Pages of 256 tokens alone, without a
+            15 % of the bytes and costs the time to unpack them on two cores. Pages of 256 tokens alone, without a
             checksum, are loaded at 0.77-0.85 of the limit with flash attention and at 0.70-0.79 with V transposed:
             see [design.md](design.md), what llama.cpp does, point 8."""
         ),

@@ -1,11 +1,12 @@
 """The keys of encrypted locations, and where they come from.
 
-A file of keys is text. Each line has a key, the newest last, or the key of one tenant; all are 32 random bytes::
+A file of keys is text. Each line has a key of the store, or of one tenant; the newest of each are the last ones. All
+are 32 random bytes::
 
     key 9uK1…=
     key Jz0c…=
     tenant alice 4mQx…=
-    forgotten bob 2f1c8a90d4b6e735
+    tenant bob forgotten:2f1c8a90d4b6e735
 
 A key alone, without the word, is one too. Names of tenants are percent-encoded. Of a key that was forgotten its id is
 left.
@@ -20,9 +21,8 @@ import secrets
 import shlex
 import stat
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
 from pathlib import Path
 from typing import Protocol, TypeAlias, runtime_checkable
 from urllib.parse import quote, unquote
@@ -33,6 +33,7 @@ from prefixstore.errors import InvalidParameterError, LocationError, StorageErro
 
 __all__ = [
     "ENVIRONMENT",
+    "FORGOTTEN",
     "HEADER",
     "ID_BYTES",
     "MAGIC",
@@ -44,7 +45,6 @@ __all__ = [
     "line_of",
     "new_key",
     "provider_of",
-    "tenant_in",
     "use_by_default",
 ]
 
@@ -54,6 +54,8 @@ NONE = "none"
 SECRET_BYTES = 32
 ID_BYTES = 8
 _OF_ID = b"prefixstore key"
+# what stands before the id of a key that was forgotten
+FORGOTTEN = "forgotten:"
 COMMAND_SECONDS = 60
 # The row that says that a location is encrypted: these words, and a sealed message. In one that is not, it has 8 bytes
 # (it is `engine.keyspace.GENERATION`), so a store without a key finds out.
@@ -94,7 +96,6 @@ def new_key() -> bytes:
     return secrets.token_bytes(SECRET_BYTES)
 
 
-@lru_cache(10_000)
 def key_id(key: bytes) -> bytes:
     """By which a location says that it needs this key: it tells nothing of it."""
     return hashlib.blake2b(key, digest_size=ID_BYTES, person=_OF_ID).digest()
@@ -104,11 +105,6 @@ def line_of(key: bytes, tenant: str | None = None) -> str:
     """The line of a file of keys with this key."""
     word = "key" if tenant is None else f"tenant {quote(tenant, errors='surrogatepass')}"
     return f"{word} {base64.b64encode(key).decode()}\n"
-
-
-def tenant_in(word: str) -> str:
-    """The name of a tenant that a word in a file of keys is."""
-    return unquote(word, errors="surrogatepass")
 
 
 def key_of(stored: bytes | None) -> bytes | None:
@@ -122,32 +118,31 @@ class Keys:
 
     Attributes
     ----------
-    masters
-        The keys by their ids, the newest first.
-    tenants
-        The keys of tenants that have one of their own, by the name of the tenant (its salt).
+    secrets
+        All keys, by their ids.
+    ids
+        The ids of those of the store (None), and of each tenant that has any, by its name (its salt). The newest last.
     forgotten
         Names of tenants whose key was deleted, by its id: what was stored under it counts as deleted.
     """
 
-    masters: Mapping[bytes, bytes]
-    tenants: Mapping[str, bytes] = field(default_factory=dict)
+    secrets: Mapping[bytes, bytes] = field(default_factory=dict)
+    ids: Mapping[str | None, Sequence[bytes]] = field(default_factory=dict)
     forgotten: Mapping[bytes, str] = field(default_factory=dict)
 
     @property
     def newest(self) -> bytes:
-        """The id of the key under which everything is written."""
-        return next(iter(self.masters))
+        """The id of the key under which everything is written that belongs to no tenant with a key."""
+        return self.ids[None][-1]
 
     @property
-    def of_tenants(self) -> list[bytes]:
-        """Ids of the keys of tenants."""
-        return list(map(key_id, self.tenants.values()))
+    def current(self) -> tuple[bytes, ...]:
+        """The ids of all keys under which something is written: the newest ones, that of the store first."""
+        return (self.newest, *(names[-1] for tenant, names in self.ids.items() if tenant is not None))
 
-    @property
-    def known(self) -> set[bytes]:
-        """Ids of all keys, including those that were forgotten, which are not missing."""
-        return {*self.masters, *self.of_tenants, *self.forgotten}
+    def missing(self, needed: Sequence[bytes]) -> list[bytes]:
+        """Those of these keys, by their ids, that are not there; one that was forgotten is not missing."""
+        return [name for name in needed if name not in self.secrets and name not in self.forgotten]
 
     @classmethod
     def parse(cls, text: str, source: str) -> Keys:
@@ -158,28 +153,38 @@ class Keys:
         LocationError
             If it is not one. The message names `source` and the line, and repeats nothing of it.
         """
-        masters: list[bytes] = []
-        tenants: dict[str, bytes] = {}
+        found: dict[bytes, bytes] = {}
+        ids: dict[str | None, list[bytes]] = {}
         forgotten: dict[bytes, str] = {}
         for number, line in enumerate(text.splitlines(), 1):
             match line.partition("#")[0].split():
                 case []:
-                    pass
-                case ["forgotten", name, known_by] if gone := _decoded(bytes.fromhex, known_by, ID_BYTES):
-                    forgotten[gone] = tenant_in(name)
-                case ["tenant", name, key] if secret := _decoded(_base64, key, SECRET_BYTES):
-                    if tenants.setdefault(tenant_in(name), secret) != secret:
-                        raise LocationError(f"line {number} of {source} has another key of a tenant that has one")
-                case ["key", key] | [key] if secret := _decoded(_base64, key, SECRET_BYTES):
-                    masters.insert(0, secret)
+                    continue
+                case ["tenant", quoted, word]:
+                    tenant: str | None = unquote(quoted, errors="surrogatepass")
+                case ["key", word] | [word]:
+                    tenant = None
                 case _:
-                    raise LocationError(
-                        f"line {number} of {source} is no key: write 32 bytes in base64, after the word key, or after "
-                        "tenant and a name; prefixstore key new makes one"
-                    )
-        if not masters:
+                    word = ""
+            try:
+                gone = bytes.fromhex(word.removeprefix(FORGOTTEN)) if word.startswith(FORGOTTEN) else b""
+                key = b"" if gone else base64.b64decode(word, validate=True)
+            except ValueError:
+                gone = key = b""
+            name = key_id(key)
+            if len(key) == SECRET_BYTES and name not in found:
+                found[name] = key
+                ids.setdefault(tenant, []).append(name)
+            elif len(gone) == ID_BYTES and tenant is not None:
+                forgotten[gone] = tenant
+            else:
+                raise LocationError(
+                    f"line {number} of {source} is no key, or one that another line has: write 32 bytes in base64, "
+                    "after the word key, or after tenant and a name; prefixstore key new makes one"
+                )
+        if None not in ids:
             raise LocationError(f"{source} has no key; prefixstore key new makes one")
-        return cls({key_id(key): key for key in masters}, tenants, forgotten)
+        return cls(found, ids, forgotten)
 
     @classmethod
     def read(cls, provider: KeyProvider) -> Keys:
@@ -188,28 +193,19 @@ class Keys:
         Raises
         ------
         LocationError
-            As `parse` does.
+            As `parse` does, or if nothing is where the keys should be.
         UnavailableError
-            If the provider raises an error that is none of a location.
+            If an object raises an error that is none of a location.
         """
         try:
             return cls.parse(provider.read(), str(provider))
         except StorageError:
             raise
-        except Exception as error:  # a provider is the user's, and may raise anything
-            raise UnavailableError(f"{provider} gives no keys: {type(error).__name__}") from error
-
-
-_base64 = partial(base64.b64decode, validate=True)
-
-
-def _decoded(decode: Callable[[str], bytes], word: str, size: int) -> bytes | None:
-    """The bytes that a word stands for; None if it does not, or they are not so many."""
-    try:
-        found = decode(word)
-    except ValueError:
-        return None
-    return found if len(found) == size else None
+        except Exception as error:  # noqa: BLE001 - an object is the user's, and may raise anything
+            wrong = LocationError if isinstance(provider, _Source) else UnavailableError
+            # the text of an error may have the command, and so a password
+            reason = getattr(error, "strerror", None) or type(error).__name__
+            raise wrong(f"{provider} gives no keys: {reason}; prefixstore key new makes a file of them") from None
 
 
 def provider_of(key: Key | None) -> KeyProvider | None:
@@ -232,14 +228,12 @@ def provider_of(key: Key | None) -> KeyProvider | None:
         return key
     if key == NONE:
         return None
-    if not isinstance(key, str):
-        raise InvalidParameterError(f"key must be a string or a KeyProvider, not {type(key).__name__}")
-    kind, _, rest = key.partition(":")
-    if kind not in SOURCES or not rest.strip():
+    kind, _, rest = key.partition(":") if isinstance(key, str) else ("", "", "")
+    if kind not in ("file", "env", "command") or not rest.strip():
         # what was given may be the key itself
         raise InvalidParameterError(
-            "key (PREFIXSTORE_KEY, --from-key, --to-key) must begin with file:, env: or command:, as in "
-            '"file:/etc/kv.key"; "none" is for no encryption'
+            "key (PREFIXSTORE_KEY, --from-key, --to-key) must be a KeyProvider, or begin with file:, env: or command:, "
+            'as in "file:/etc/kv.key"; "none" is for no encryption'
         )
     return _Source(kind, rest)
 
@@ -251,45 +245,32 @@ class _Source:
     kind: str
     rest: str
 
-    def read(self) -> str:
-        return SOURCES[self.kind](self.rest)
-
     def __str__(self) -> str:
         return {"file": self.rest, "env": f"the variable {self.rest}"}.get(self.kind, "the command for the keys")
 
-
-def _file(name: str) -> str:
-    name = expanded(name)
-    try:
-        # Kubernetes mounts a secret as a link
-        path = Path(name).resolve(strict=True)
-        require_trusted_files(path)
-        if os.name == "posix" and path.stat().st_mode & stat.S_IRWXO:
-            raise LocationError(f"{path} can be read by every user; run: chmod o= '{path}'")
-        return path.read_text("utf-8-sig")
-    except (OSError, RuntimeError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or ("it is not text" if isinstance(error, UnicodeError) else error)
-        raise LocationError(f"the keys in {name} cannot be read: {reason}; prefixstore key new makes one") from None
+    def read(self) -> str:
+        match self.kind:
+            case "file":
+                return _in_file(Path(expanded(self.rest)))
+            case "env":
+                return os.environ.get(self.rest, "")
+            case _:
+                return _printed_by(self.rest)
 
 
-def _variable(name: str) -> str:
-    text = os.environ.get(name)
-    if not text:
-        raise LocationError(f"the variable {name}, which should have the keys, is not set")
-    return text
+def _in_file(path: Path) -> str:
+    # Kubernetes mounts a secret as a link
+    path = path.resolve(strict=True)
+    require_trusted_files(path)
+    if os.name == "posix" and path.stat().st_mode & stat.S_IRWXO:
+        raise LocationError(f"{path} can be read by every user; run: chmod o= '{path}'")
+    return path.read_text("utf-8-sig")
 
 
-def _command(line: str) -> str:
-    try:
-        done = subprocess.run(  # noqa: S603 - the user's own command
-            shlex.split(line), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=COMMAND_SECONDS, check=True
-        )
-    except subprocess.CalledProcessError as error:
-        raise LocationError(f"the command for the keys has ended with code {error.returncode}") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise LocationError(f"the command for the keys cannot be run: {reason}") from None
+def _printed_by(command: str) -> str:
+    done = subprocess.run(  # noqa: S603 - the user's own command
+        shlex.split(command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=COMMAND_SECONDS, check=False
+    )
+    if done.returncode:
+        raise LocationError(f"the command for the keys has ended with code {done.returncode}")
     return done.stdout.decode()
-
-
-SOURCES: dict[str, Callable[[str], str]] = {"file": _file, "env": _variable, "command": _command}

@@ -1,16 +1,16 @@
 """Sealed messages: AES-256-GCM, each under a key of its own. The format is in ``docs/format.md``.
 
 A message is a head, which says under which key it is, and segments. Nobody can change, shorten or lengthen it, or have
-it taken for one that is bound to something else. A file is sealed as a series of messages, bound to their places.
+it taken for one that is bound to something else. A file is sealed as a chain of messages, each bound to the one before.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import BinaryIO, cast
 
@@ -26,7 +26,7 @@ from prefixstore.errors import CorruptError, LocationError, UndecryptableError
 from prefixstore.format.export import ENCRYPTED
 from prefixstore.format.record import Buffer
 
-__all__ = ["Sealer", "derive_key", "sealed_size", "sealing", "unsealed"]
+__all__ = ["Sealer", "sealed_size", "sealing", "unsealed"]
 
 RANDOM_BYTES = 24
 # the id of the key, and a random number
@@ -34,17 +34,16 @@ HEAD = struct.Struct(f"<{ID_BYTES}s{RANDOM_BYTES}s")
 TAG_BYTES = 16
 # a message is encrypted in segments, so that two threads can decrypt one
 SEGMENT = 1 << 20
-# of a file, so many bytes are one message
+# of a file, at most so many bytes are one message, after its size when it is sealed
 MESSAGE_BYTES = 4 << 20
-# and its beginning has so many random ones
-STREAM_BYTES = 8
+SIZE = struct.Struct("<I")
+_OF_KEYS = b"prefixstore 1"
 _OF_MESSAGE = b"prefixstore mesg"
 
 
 @lru_cache(10_000)
-def derive_key(secret: bytes, salt: bytes, purpose: str) -> bytes:
-    """A key of 32 bytes: HKDF-SHA256."""
-    return HKDF(SHA256(), 32, salt, f"prefixstore {purpose} 1".encode()).derive(secret)
+def _derived(secret: bytes, salt: bytes) -> bytes:
+    return HKDF(SHA256(), 32, salt, _OF_KEYS).derive(secret)
 
 
 def sealed_size(size: int) -> int:
@@ -53,47 +52,40 @@ def sealed_size(size: int) -> int:
 
 
 class Sealer:
-    """Seals messages for one purpose.
+    """Seals messages.
 
     Parameters
     ----------
     keys
         By their ids.
-    salt, purpose
-        What the keys of messages are derived with, so that they are keys of nothing else.
+    salt
+        With which the keys of messages are derived: other ones open nothing that was sealed with this.
     """
 
-    def __init__(self, keys: Mapping[bytes, bytes], salt: bytes, purpose: str) -> None:
-        self._keys = keys
-        self._salt, self._purpose = salt, purpose
+    def __init__(self, keys: Mapping[bytes, bytes], salt: bytes = b"") -> None:
+        self._keys, self._salt = keys, salt
         self._memory = ReceivedMemory()
         self._threads = Threads("prefixstore-decrypt")
-
-    def has_key_of(self, stored: Buffer) -> bool:
-        """Whether the key is there under which a message was sealed."""
-        return bytes(stored[:ID_BYTES]) in self._keys
 
     def _cipher(self, head: bytes) -> AESGCM:
         """The cipher of the message with this head. Raises `UndecryptableError` if its key is not there."""
         name, random = HEAD.unpack(head)
         if name not in self._keys:
-            raise UndecryptableError(f"it needs the key {name.hex()}, which is not given or was replaced")
-        key = derive_key(self._keys[name], self._salt, self._purpose)
+            raise UndecryptableError(f"it needs the key {name.hex()}, which is not given")
+        key = _derived(self._keys[name], self._salt)
         return AESGCM(hashlib.blake2b(random, key=key, person=_OF_MESSAGE, digest_size=32).digest())
 
-    def seal(self, name: bytes, bound_to: bytes, message: Buffer) -> Buffer:
+    def seal(self, name: bytes, bound_to: bytes, message: Buffer) -> memoryview:
         """A message sealed under the key with this id, and bound to what these bytes stand for."""
         head = HEAD.pack(name, os.urandom(RANDOM_BYTES))
         cipher, plain = self._cipher(head), memoryview(message).cast("B")
-        if len(plain) <= SEGMENT:
-            return head + cipher.encrypt(_nonce(0, is_last=True), plain, bound_to)
         found = memoryview(bytearray(sealed_size(len(plain))))
         found[: HEAD.size] = head
         for nonce, inside, outside in _segments(len(plain)):
             cipher.encrypt_into(nonce, plain[inside], bound_to, found[outside])
         return found
 
-    def unseal(self, bound_to: bytes, stored: Buffer) -> Buffer:
+    def unseal(self, bound_to: bytes, stored: Buffer) -> memoryview:
         """The message in what was sealed.
 
         Raises
@@ -107,15 +99,6 @@ class Sealer:
         if size < 0 or sealed_size(size) != len(given):
             raise UndecryptableError("it has a length that nothing has that was sealed")
         cipher = self._cipher(bytes(given[: HEAD.size]))
-        try:
-            if n_segments == 1:
-                return cipher.decrypt(_nonce(0, is_last=True), given[HEAD.size :], bound_to)
-            return self._unsealed(cipher, bound_to, given, size)
-        except InvalidTag:
-            raise UndecryptableError("it was changed, or belongs elsewhere") from None
-
-    def _unsealed(self, cipher: AESGCM, bound_to: bytes, given: memoryview, size: int) -> memoryview:
-        """A message of so many bytes, in several segments."""
         found, segments = self._memory.take(size), list(_segments(size))
 
         def decrypt(some: Sequence[tuple[bytes, slice, slice]]) -> None:
@@ -124,104 +107,91 @@ class Sealer:
 
         # half of it by another thread, which has ended when this returns: the memory is the location's
         half = len(segments) // 2
-        other = self._threads.start_or_run(decrypt, segments[:half])
+        others = [self._threads.start_or_run(decrypt, segments[:half])] if half else []
         try:
-            decrypt(segments[half:])
-        finally:
-            other.get()
+            try:
+                decrypt(segments[half:])
+            finally:
+                for other in others:
+                    other.get()
+        except InvalidTag:
+            raise UndecryptableError("it was changed, or belongs elsewhere") from None
         return found
 
 
-def _nonce(i: int, *, is_last: bool) -> bytes:
-    """The nonce of a segment: its number is enough, since no other message has the key."""
-    return i.to_bytes(11, "big") + bytes([is_last])
-
-
 def _segments(size: int) -> Iterator[tuple[bytes, slice, slice]]:
-    """For each segment of a message its nonce, where its bytes are, and where they are when they are encrypted."""
-    for i, start in enumerate(range(0, size, SEGMENT)):
+    """For each segment of a message its nonce, where its bytes are, and where they are when they are encrypted.
+
+    The number of the segment is enough for a nonce, since no other message has the key; and whether it is the last.
+    """
+    for i, start in enumerate(range(0, max(size, 1), SEGMENT)):
         end = min(start + SEGMENT, size)
         at = HEAD.size + start + i * TAG_BYTES
-        yield _nonce(i, is_last=end == size), slice(start, end), slice(at, at + end - start + TAG_BYTES)
+        nonce = i.to_bytes(11, "big") + bytes([end == size])
+        yield nonce, slice(start, end), slice(at, at + end - start + TAG_BYTES)
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-class _Stream:
-    """What is sealed in a file: messages, each bound to its place, and one of them to be the last."""
+class _Chain(io.RawIOBase):
+    """What is sealed in a file: messages, each bound to the tag of the one before, the first one to the beginning.
 
-    def __init__(self, file: BinaryIO, stream: bytes, keys: Keys) -> None:
-        self._file, self._stream, self._keys = file, stream, keys
-        self._sealer = Sealer(keys.masters, b"", "export")
-        # what was written and is not yet sealed, or was unsealed and is not yet read
-        self._plain = bytearray()
-        self._n = 0
+    Who reads notices if the end is missing: an export has one.
+    """
 
-    def _place(self, *, is_last: bool) -> bytes:
-        self._n += 1
-        return self._stream + self._n.to_bytes(8, "big") + bytes([is_last])
+    def __init__(self, file: BinaryIO, begin: bytes, keys: Keys, name: str = "") -> None:
+        self._file, self._before, self._key, self._name = file, begin, begin[len(ENCRYPTED) :], name
+        self._sealer = Sealer(keys.secrets)
+        # what was unsealed and is not yet read
+        self._plain = memoryview(b"")
 
-    def _taken(self, size: int) -> bytes:
-        found = bytes(self._plain[:size])
-        del self._plain[:size]
-        return found
+    def writable(self) -> bool:
+        return True
 
+    def write(self, data: Buffer) -> int:  # type: ignore[override]  # a narrower type is enough
+        plain = memoryview(data)[:MESSAGE_BYTES]
+        sealed = self._sealer.seal(self._key, self._before, plain)
+        self._before = bytes(sealed[-TAG_BYTES:])
+        self._file.write(SIZE.pack(len(sealed)) + sealed)
+        return len(plain)
 
-class _Writer(_Stream):
-    def write(self, data: bytes) -> int:
-        self._plain += data
-        while len(self._plain) > MESSAGE_BYTES:
-            self.put(is_last=False)
-        return len(data)
+    def readable(self) -> bool:
+        return True
 
-    def put(self, *, is_last: bool) -> None:
-        """Write a message."""
-        message = self._taken(MESSAGE_BYTES)
-        self._file.write(self._sealer.seal(self._keys.newest, self._place(is_last=is_last), message))
-
-
-class _Reader(_Stream):
-    def __init__(self, file: BinaryIO, stream: bytes, keys: Keys, name: str) -> None:
-        super().__init__(file, stream, keys)
-        self._name = name
-        self._next = file.read(sealed_size(MESSAGE_BYTES))
-        if self._next and not self._sealer.has_key_of(self._next):
-            wanted = self._next[:ID_BYTES].hex()
-            raise LocationError(f"{name} needs the key {wanted}; give it by --from-key or PREFIXSTORE_KEY")
-
-    def seekable(self) -> bool:
-        return False
-
-    def read(self, size: int) -> bytes:
-        while len(self._plain) < size and self._next:
-            sealed, self._next = self._next, self._file.read(sealed_size(MESSAGE_BYTES))
+    def readinto(self, into: memoryview) -> int:  # type: ignore[override]  # a narrower type is enough
+        if not self._plain and len(size := self._file.read(SIZE.size)) == SIZE.size:
+            sealed = self._file.read(min(SIZE.unpack(size)[0], sealed_size(MESSAGE_BYTES)))
             try:
-                self._plain += self._sealer.unseal(self._place(is_last=not self._next), sealed)
+                self._plain = self._sealer.unseal(self._before, sealed)
             except UndecryptableError as error:
                 what = f"{self._name} is not complete, or was changed: {error}"
                 raise CorruptError(f"{what}; import again when it is complete") from None
-        return self._taken(size)
+            self._before = sealed[-TAG_BYTES:]
+        n_read = min(len(into), len(self._plain))
+        into[:n_read] = self._plain[:n_read]
+        self._plain = self._plain[n_read:]
+        return n_read
 
 
-@contextmanager
-def sealing(file: BinaryIO, keys: Keys) -> Iterator[BinaryIO]:
-    """A file for what is sealed in `file`, under the newest of these keys."""
-    stream = os.urandom(STREAM_BYTES)
-    file.write(ENCRYPTED + stream)
-    writer = _Writer(file, stream, keys)
-    yield cast("BinaryIO", writer)
-    writer.put(is_last=True)
+def sealing(file: BinaryIO, keys: Keys) -> BinaryIO:
+    """A file for what is sealed in `file`, under the newest of these keys. It has to be closed."""
+    begin = ENCRYPTED + keys.newest
+    file.write(begin)
+    return cast("BinaryIO", io.BufferedWriter(_Chain(file, begin, keys), MESSAGE_BYTES))
 
 
 def unsealed(begin: bytes, file: BinaryIO, keys: Keys, name: str) -> BinaryIO:
     """A file for what is sealed in one of which the beginning was read already. It has no place to seek to.
 
-    Reading raises `CorruptError` where anything was changed, or if the end is missing.
+    Reading raises `CorruptError` where anything was changed.
 
     Raises
     ------
     LocationError
         If the key is not there.
     """
-    return cast("BinaryIO", _Reader(file, begin[len(ENCRYPTED) :], keys, name))
+    wanted = begin[len(ENCRYPTED) :]
+    if wanted not in keys.secrets:
+        raise LocationError(f"{name} needs the key {wanted.hex()}; give it by --from-key or PREFIXSTORE_KEY")
+    return cast("BinaryIO", io.BufferedReader(_Chain(file, begin, keys, name)))

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import os
-from codecs import BOM_UTF8
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, cast
 
 from prefixstore.backends.files import expanded
-from prefixstore.backends.keys import ENVIRONMENT, Keys, key_id, line_of, new_key, provider_of, tenant_in
+from prefixstore.backends.keys import ENVIRONMENT, FORGOTTEN, Keys, key_id, line_of, new_key, provider_of
 from prefixstore.cli.command import Result
 from prefixstore.cli.files import writing
 from prefixstore.cli.output import DONE, FAILED, confirmed, table
@@ -52,17 +49,17 @@ def add(key_file: str, *, tenant: str | None = None) -> Result:
     Example: prefixstore key add /etc/prefixstore.key --tenant alice
     """
     path, key = _path(key_file), new_key()
-    keys = _read(path)
+    _read(path)
     if tenant is not None and not tenant.strip():
         raise InvalidParameterError("--tenant is empty")
-    if tenant in keys.tenants:
-        raise InvalidParameterError(f"--tenant {tenant!r} has a key in {path} already, which cannot be replaced")
-    with _changing(path, "ab") as file:
-        # one write, at the end wherever that is then: another one may add a key, too
-        file.write(b"\n" * (not path.read_bytes().endswith(b"\n")) + line_of(key, tenant).encode())
-    what = f"the key {key_id(key).hex()}" if tenant is None else f"a key of {tenant!r}"
-    data = {"file": str(path), "key": key_id(key).hex() if tenant is None else None, "tenant": tenant}
-    return Result(data, f"{path} has {what} now; prefixstore key rotate STORE encrypts what is stored already")
+    # one write, at the end wherever that is then: another one may add a key, too
+    _write(path, "ab", b"\n" * (not path.read_bytes().endswith(b"\n")) + line_of(key, tenant).encode())
+    name = key_id(key).hex()
+    text = f"{path} has the key {name}" + ("" if tenant is None else f" of {tenant!r}")
+    return Result(
+        {"file": str(path), "key": name, "tenant": tenant},
+        f"{text} now; prefixstore key rotate STORE encrypts what is stored already",
+    )
 
 
 def list_(key_file: str) -> Result:
@@ -73,16 +70,13 @@ def list_(key_file: str) -> Result:
     Example: prefixstore key list /etc/prefixstore.key
     """
     keys = _read(_path(key_file))
-    masters = [name.hex() for name in keys.masters][::-1]
-    tenants = {tenant: key_id(key).hex() for tenant, key in keys.tenants.items()}
-    data = {
-        "keys": masters,
-        "tenants": tenants,
-        "forgotten": {tenant: name.hex() for name, tenant in keys.forgotten.items()},
-    }
-    rows = [["key", name, "the newest" if name == masters[-1] else ""] for name in masters]
-    rows += [["tenant", name, tenant] for tenant, name in tenants.items()]
-    rows += [["forgotten", name.hex(), tenant] for name, tenant in keys.forgotten.items()]
+    forgotten = {name.hex(): tenant for name, tenant in keys.forgotten.items()}
+    tenants = {tenant: [name.hex() for name in names] for tenant, names in keys.ids.items() if tenant is not None}
+    names = [name.hex() for name in keys.ids[None]]
+    rows = [["key", name, "the newest" if name == names[-1] else ""] for name in names]
+    rows += [["tenant", name, tenant] for tenant, of_tenant in tenants.items() for name in of_tenant]
+    rows += [["forgotten", name, tenant] for name, tenant in forgotten.items()]
+    data = {"keys": names, "tenants": tenants, "forgotten": forgotten}
     return Result(data, lambda: table(["what", "id", "name"], rows))
 
 
@@ -115,7 +109,7 @@ def forget(key_file: str, tenant: str, *, dry_run: bool = False, yes: bool = Fal
     Example: prefixstore key forget /etc/prefixstore.key alice
     """
     path = _path(key_file)
-    if tenant not in _read(path).tenants:
+    if tenant not in _read(path).ids:
         raise InvalidParameterError(f"{path} has no key of {tenant!r}; prefixstore key list shows what it has")
     overwrite = partial(_overwrite, path, tenant)
     question = f"{path}: delete the key of {tenant!r} for ever?"
@@ -137,12 +131,11 @@ def _read(path: Path) -> Keys:
     return Keys.read(provider)
 
 
-@contextmanager
-def _changing(path: Path, mode: str) -> Iterator[BinaryIO]:
-    """A file of keys, to be changed in its place: it keeps its owner and its mode. Raises `LocationError`."""
+def _write(path: Path, mode: str, data: bytes) -> None:
+    """Write into a file of keys, which keeps its owner and its mode. Raises `LocationError`."""
     try:
-        with open(path, mode) as file:  # noqa: PTH123 - its type follows from the mode
-            yield cast("BinaryIO", file)
+        with path.open(mode) as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -150,21 +143,13 @@ def _changing(path: Path, mode: str) -> Iterator[BinaryIO]:
 
 
 def _overwrite(path: Path, tenant: str, *, dry_run: bool) -> bool:
-    """Overwrite the key of a tenant by its id, in its place. Raises `LocationError` if it is there all the same."""
-    if dry_run:
-        return True
-    name = key_id(_read(path).tenants[tenant]).hex().encode()
-    with _changing(path, "rb+") as file:
-        lines = file.read().splitlines(keepends=True)
-        mark = BOM_UTF8 if lines[:1] and lines[0].startswith(BOM_UTF8) else b""
-        lines[:1] = [lines[0].removeprefix(mark)]
-        for i, line in enumerate(lines):
-            words = line.split()
-            if words[:1] == [b"tenant"] and tenant_in(words[1].decode()) == tenant:
-                gone = b" ".join([b"forgotten", words[1], name])
-                lines[i] = line.replace(line.strip(), gone.ljust(len(line.strip())))
-        file.seek(0)
-        file.write(mark + b"".join(lines))
-    if tenant in _read(path).tenants:
-        raise LocationError(f"{path} still has a key of {tenant!r}; delete its line")
+    """Overwrite the keys of a tenant by their ids, in their place. Raises `LocationError` if that is not possible."""
+    keys, text = _read(path), path.read_bytes()
+    for name in keys.ids[tenant]:
+        key = base64.b64encode(keys.secrets[name])
+        text = text.replace(key, f"{FORGOTTEN}{name.hex()}".encode().ljust(len(key)))
+    if tenant in Keys.parse(text.decode("utf-8-sig"), str(path)).ids:
+        raise LocationError(f"{path} has a key of {tenant!r} that is not written as it should be; delete its line")
+    if not dry_run:
+        _write(path, "rb+", text)
     return True

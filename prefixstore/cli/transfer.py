@@ -156,7 +156,7 @@ def _unsealed(key: str | None, name: str, begin: bytes, file: BinaryIO) -> Binar
         from prefixstore.backends.sealing import unsealed  # noqa: PLC0415 - the extra "encryption"
     except ImportError as error:
         raise MissingExtraError(f'{name} is encrypted; pip install "prefixstore[encryption]"') from error
-    return unsealed(begin, file, Keys.read(provider) if provider is not None else Keys({}), name)
+    return unsealed(begin, file, Keys.read(provider) if provider is not None else Keys(), name)
 
 
 def _warn_of_a_small_budget(source: str, size: int, archive: Archive) -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from operator import add
 from typing import NamedTuple
@@ -75,16 +75,16 @@ GENERATION = b"g"
 GENERATION_BYTES = 8
 TENANT_BYTES = 16
 _OF_TENANT = b"prefixstore salt"
-# By the kind of a row: how many bytes each part of its key has; an encrypted location hides them one by one. Ranges of
-# rows begin and end between parts, or after a key. Rows of other kinds are only asked for by their keys.
-PARTS = {
-    RECORD: (KEY_BYTES,),
-    USAGE: (KEY_BYTES,),
+# By the kind of a row: where the parts of its key end; an encrypted location hides them one by one. Ranges of rows
+# begin and end between parts, or after a key. Rows of other kinds are only asked for by their keys.
+PARTS: dict[bytes, Sequence[int]] = {
+    RECORD: (33,),
+    USAGE: (33,),
     # the first 15 bytes of a node, its last one, and up to 112 tokens
-    CHILD: (15, 1, *[TOKEN_BYTES] * 112),
-    NAMESPACE: (KEY_BYTES,),
-    LEAF: (KEY_BYTES, KEY_BYTES),
-    COUNT: (TENANT_BYTES, KEY_BYTES),
+    CHILD: (16, *range(17, 17 + 113 * TOKEN_BYTES, TOKEN_BYTES)),
+    NAMESPACE: (33,),
+    LEAF: (33, 65),
+    COUNT: (17, 49),
 }
 # rows that a walk reads at a time
 AT_ONCE = 1024

@@ -25,7 +25,7 @@ from prefixstore.engine.trie import Trie
 from prefixstore.errors import FullError, IncompatibleError, LocationError, MissingExtraError, StorageError
 
 if TYPE_CHECKING:
-    from prefixstore.engine.encrypted import EncryptedBackend
+    from prefixstore.engine.encrypted import Encrypted
 
 __all__ = ["CONFLICTS", "Pages", "fewer", "open_pages", "retried"]
 
@@ -91,23 +91,25 @@ class Pages:
     trie
         Pages that were read lately.
     encrypted
-        The backend, if it is one that encrypts.
+        How the rows are encrypted, if they are.
     """
 
-    encrypted: EncryptedBackend | None = None
+    encrypted: Encrypted | None = None
 
     def __init__(self, rows: contract.Backend) -> None:
         self._backend = rows
+        # opens the rows
+        self._source: contract.Backend | Encrypted = rows
         self.trie = Trie()
         self._is_torn = False
 
     def encrypt(self, provider: KeyProvider, keys: Keys, on_undecryptable: Callable[[], object]) -> None:
-        """Have everything encrypted; see `EncryptedBackend`, also for what is raised."""
+        """Have everything encrypted; see `Encrypted`, also for what is raised."""
         try:
-            from prefixstore.engine.encrypted import EncryptedBackend  # noqa: PLC0415 - the extra "encryption"
+            from prefixstore.engine.encrypted import Encrypted  # noqa: PLC0415 - the extra "encryption"
         except ImportError as error:
             raise MissingExtraError('a key needs cryptography; pip install "prefixstore[encryption]"') from error
-        self._backend = self.encrypted = EncryptedBackend(self._backend, provider, keys, on_undecryptable)
+        self._source = self.encrypted = Encrypted(self._backend, provider, keys, on_undecryptable)
 
     @property
     def rows(self) -> contract.Backend:
@@ -127,7 +129,7 @@ class Pages:
     @contextmanager
     def view(self) -> Iterator[View]:
         """Read the committed state. Raises `UnavailableError` or `CorruptError`."""
-        with self._backend.view() as rows:
+        with self._source.view() as rows:
             yield View(rows, is_local=self._backend.is_local, check=self._backend.check, trie=self.trie)
 
     @contextmanager
@@ -136,7 +138,7 @@ class Pages:
 
         If it has deleted a page whose record does not say where it was, `mend` is to be called.
         """
-        with self._backend.update() as rows:
+        with self._source.update() as rows:
             transaction = Transaction(rows, is_local=self._backend.is_local, check=self._backend.check)
             yield transaction
             transaction.finish()
@@ -208,6 +210,8 @@ class Pages:
 
         What takes part in forks by itself (`backends.forks`), such as an open handle, has been renewed by then.
         """
+        if self.encrypted is not None:
+            self.encrypted.after_fork()
         self._backend.after_fork()
 
     def close(self) -> None:

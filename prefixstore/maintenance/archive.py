@@ -165,7 +165,7 @@ class Archive(AbstractContextManager["Archive"]):
         return f"AES-256-GCM, key {newest}" + (f"; older: {', '.join(older)}" if older else "")
 
     def rotate_keys(self) -> tuple[str, int, int]:
-        """Have everything encrypted under the newest key: its id, and what `EncryptedBackend.rotate` returns.
+        """Have everything encrypted under the newest key: its id, and what `Encrypted.rotate` returns.
 
         Raises
         ------

@@ -12,10 +12,15 @@ from prefixstore import InvalidParameterError, KeyProvider, LocationError, Unava
 from prefixstore.backends.keys import ENVIRONMENT, Keys, key_id, line_of, provider_of
 
 KEY, OLDER, OF_ALICE = bytes(range(32)), bytes(range(32, 64)), bytes(range(64, 96))
-NAMES = {"alice": OF_ALICE, "bob & co %#": KEY, "\udcff": OLDER}
-KEYS = Keys({key_id(KEY): KEY, key_id(OLDER): OLDER}, NAMES, {bytes(8): "carol"})
-TEXT = "".join(["# keys\n", line_of(OLDER), *(line_of(key, name) for name, key in NAMES.items()), line_of(KEY)])
-TEXT += f"forgotten carol {bytes(8).hex()}  \n"
+BOB = "bob & co %#\udcff"
+OWNED = [(OLDER, None), (OF_ALICE, "alice"), (bytes(32), BOB), (bytes([1] * 32), "alice"), (KEY, None)]
+TEXT = "".join(["# keys\n", *(line_of(key, name) for key, name in OWNED), "tenant carol forgotten:00112233aabbccdd \n"])
+GONE = bytes.fromhex("00112233aabbccdd")
+KEYS = Keys(
+    {key_id(key): key for key, _ in OWNED},
+    {owner: [key_id(key) for key, name in OWNED if name == owner] for owner in (None, "alice", BOB)},
+    {GONE: "carol"},
+)
 
 
 def written(tmp_path, text=None, mode=0o600):
@@ -27,7 +32,9 @@ def written(tmp_path, text=None, mode=0o600):
 
 def test_a_file_of_keys_comes_back_with_the_newest_first():
     assert Keys.parse(TEXT, "file") == KEYS
-    assert Keys.parse(TEXT, "file").newest == key_id(KEY)
+    assert KEYS.newest == key_id(KEY)
+    assert set(KEYS.current) == {key_id(key) for key, _ in OWNED[2:]}
+    assert KEYS.missing([key_id(OLDER), GONE, b"unknown."]) == [b"unknown."]
 
 
 def test_keys_come_from_a_file_a_variable_a_command_or_an_object(tmp_path, monkeypatch):
@@ -42,7 +49,7 @@ def test_keys_come_from_a_file_a_variable_a_command_or_an_object(tmp_path, monke
     assert isinstance(Mine(), KeyProvider)
     for source in (f"file:{path}", f"command:{command}", Mine()):
         assert Keys.read(provider_of(source)) == KEYS
-    assert Keys.read(provider_of("env:MY_KEYS")).masters == {key_id(KEY): KEY}
+    assert Keys.read(provider_of("env:MY_KEYS")).secrets == {key_id(KEY): KEY}
     monkeypatch.setenv(ENVIRONMENT, f"file:{path}")
     assert Keys.read(provider_of(None)) == KEYS
     assert provider_of("none") is None
@@ -74,8 +81,10 @@ def test_a_file_that_others_can_read_is_refused(tmp_path):
         "word " + base64.b64encode(KEY).decode(),
         "tenant alice\n",
         "key\n",
-        "forgotten bob\n",
-        "forgotten bob 00\n",
+        "forgotten:0011223344556677\n",
+        "tenant bob forgotten:00\n",
+        # one key of two
+        line_of(KEY) + line_of(KEY, "alice"),
     ],
 )
 def test_what_is_no_key_is_said_without_repeating_it(tmp_path, text):
@@ -89,11 +98,10 @@ def test_what_gives_no_keys_says_why(tmp_path, monkeypatch):
     monkeypatch.delenv("NOT_SET", raising=False)
     reasons = {
         f"file:{tmp_path}/none": "No such file",
-        "env:NOT_SET": "NOT_SET",
+        "env:NOT_SET": "NOT_SET has no key",
         "command:false": "ended with code 1",
-        f"file:{tmp_path}/a\0b": "null",
         "command:/no/such/program secret": "No such file",
-        'command:"': "quotation",
+        'command:"secret': "ValueError",
     }
     for source, reason in reasons.items():
         with pytest.raises(LocationError, match=reason) as raised:
