@@ -193,15 +193,15 @@ class TieredEngine(Engine):
 
     def _keep(self, page: Page, state: memoryview) -> bool:
         """Keep a page, unless it is here; whether pages after it can be kept."""
-        if self.captures.needs_no_capture(page.key):
+        if self.lookups.has(page.key):
             return True
         settings = self._settings.get(page.namespace)
         if settings is None:
             return False
         # pages of recurrent memory have only tokens: they are never fetched
-        is_first = page.parent == page.namespace or self.captures.needs_no_capture(page.parent)
+        is_first = page.parent == page.namespace or self.lookups.has(page.parent)
         path = [] if is_first else self.far.lookups.path(page)[:-1]
-        before = [one for one in path if not self.captures.needs_no_capture(one.key)]
+        before = [one for one in path if not self.lookups.has(one.key)]
         if not all(one.raw_bytes == 0 and self._keep_one(one, memoryview(b""), settings) for one in before):
             return False
         return self._keep_one(page, state, settings)
