@@ -810,10 +810,9 @@ class PrefixStore:
         )
 
     def history(self) -> History:
-        """How the location was used, by all its processes: by hour for a week, and by day for a year.
+        """How the location was used on each of the last 31 days, by all its processes, in each namespace.
 
-        Kept by namespace (with its model and tenant) and by purpose: serving, warming, maintenance. Figures that this
-        process has not written yet are included.
+        Prompts of warming jobs do not count. Figures that this process has not written yet are included.
 
         Raises
         ------
@@ -823,7 +822,7 @@ class PrefixStore:
         Examples
         --------
         >>> history = store.history()  # doctest: +SKIP
-        >>> history.total(3600).hit_rate, history.total().seconds_saved  # doctest: +SKIP
+        >>> history.total(1).hit_rate, history.total().seconds_saved  # of today, of all days  # doctest: +SKIP
         """
         self._alive()
         return self._engine.history()

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, suppress
 from prefixstore.backends.handle_lock import release_interrupted_frames
 from prefixstore.backends.threads import Threads, handed_over
 from prefixstore.engine.breaker import CircuitBreaker
-from prefixstore.engine.figures import FigureKeeper
 from prefixstore.engine.pages import Pages
 from prefixstore.engine.queue import WriteQueue
 from prefixstore.engine.ram import RamTier
@@ -29,7 +28,6 @@ log = logging.getLogger("prefixstore")
 class Closing(ABC):
     """Writes what is left, and releases the location; see `Engine`, which has the parts."""
 
-    keeper: FigureKeeper
     read_only: bool
     tap: Tap | None
     threads: Threads
@@ -80,7 +78,6 @@ class Closing(ABC):
             if self._closed or self._queue.is_on_its_own:
                 return
             try:
-                self.keeper.hurry()
                 self._queue.close()
                 if not self.read_only and not self._queue.is_on_its_own:
                     self._notes.save(closing=True)

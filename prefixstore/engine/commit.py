@@ -17,7 +17,6 @@ from prefixstore.engine.batch import Batch
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.delete import Deleter
-from prefixstore.engine.figures import FigureKeeper
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import Used
 from prefixstore.engine.pages import CONFLICTS, Pages
@@ -61,8 +60,6 @@ class Committer:
         Packs states.
     counters
         Counts what is evicted, dropped and repaired.
-    keeper
-        Keeps in the location what was counted.
     on_used
         Called after each transaction with what the location holds then.
     housekeeping
@@ -82,7 +79,6 @@ class Committer:
         budget: Budget,
         encode: Encoder,
         counters: Counters,
-        keeper: FigureKeeper,
         *,
         on_used: Callable[[Used], None],
         housekeeping: bool,
@@ -94,7 +90,6 @@ class Committer:
         self._evictor = Evictor(catalog, budget, counters)
         self._encode = encode
         self._counters = counters
-        self._keeper = keeper
         self._on_used = on_used
         self._housekeeping = housekeeping
         self._max_bytes = budget.max_bytes
@@ -144,21 +139,16 @@ class Committer:
         """Write; if the location is full before its budget is, make more space, and write fewer pages at a time."""
         written: list[PendingPage] = []
         waiting, at_once, failures, conflicts = packed, max(len(packed), 1), 0, 0
-        was_full = False
         while True:
             some = waiting[:at_once]
             try:
-                # figures wait where they may be why it fails; not if this may be the last commit
-                insists = self._keeper.hurries and conflicts < CONFLICTS - 1
-                written += self._write(some, with_figures=not was_full and (not conflicts or insists))
+                written += self._write(some)
             except ConflictError:
-                self._keeper.conflicted()
                 conflicts += 1
                 if conflicts == CONFLICTS:
                     raise
                 continue
             except FullError as error:
-                was_full = True
                 # fewer pages may fit: only what fails with one of them counts
                 failures += len(some) <= 1
                 if error.asked is None:
@@ -193,14 +183,13 @@ class Committer:
             used = view.used.bytes
         self._evictor.shrink(self._backend, max(used - max(n_bytes, 1), 0))
 
-    def _write(self, packed: Sequence[PackedPage], *, with_figures: bool) -> list[PendingPage]:
+    def _write(self, packed: Sequence[PackedPage]) -> list[PendingPage]:
         catalog = self._catalog
         deferred, n_damaged = Deferred(), 0
         shortage: Shortage | None = None
 
         def committed() -> None:
             catalog.committed(batch.written, deferred)
-            self._keeper.committed()
             if shortage is not None:
                 self.shortage = shortage
                 log.info("%s", shortage)
@@ -230,16 +219,16 @@ class Committer:
                     transaction.delete(new.page.key)
             if batch.written and self._housekeeping:
                 note_policy(transaction, catalog.policy.name)
-            n_bytes = sum(one.pending.n_bytes for one in packed)
-            spaces = {new.page.namespace for new in batch.written}
-            self._keeper.write(transaction, len(packed), n_bytes, spaces, is_wanted=with_figures and self._housekeeping)
             self._evictor.used = used = transaction.used
             transaction.after_commit.append(committed)
         self._on_used(used)
         self._choose_packing(used.bytes, sum(len(one.payload) for one in packed))
         self._counters.count("corrupt", n_damaged)
-        self._counters.count("allocations", len(batch.put))
-        self._counters.count("packed", sum(one.record.key in batch.put and one.record.codec != RAW for one in packed))
+        for one in [one for one in packed if one.record.key in batch.put]:
+            namespace = one.pending.page.namespace
+            self._counters.count("allocations", namespace=namespace)
+            self._counters.count("bytes_written", len(one.payload), namespace=namespace)
+            self._counters.count("packed", one.record.codec != RAW)
         return batch.written
 
     def _choose_packing(self, used: int, written: int) -> None:

@@ -25,7 +25,6 @@ from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.closing import Closing
 from prefixstore.engine.commit import Committer
 from prefixstore.engine.delete import Deleter
-from prefixstore.engine.figures import FigureKeeper
 from prefixstore.engine.importing import Importer
 from prefixstore.engine.index import Page
 from prefixstore.engine.page_view import Used
@@ -42,7 +41,7 @@ from prefixstore.engine.upkeep import Upkeep
 from prefixstore.engine.waiting import Placement
 from prefixstore.errors import StorageError
 from prefixstore.format.autocodec import Encoder
-from prefixstore.format.figures import History
+from prefixstore.format.figures import DIGITS, History
 from prefixstore.format.namespace import Namespace
 from prefixstore.results import SessionCounts, Shortage, TierStats
 from prefixstore.stats import Counters
@@ -96,8 +95,8 @@ class Engine(Upkeep, Closing):
         As given; the last as `ram_bytes`.
     peak_bytes
         The largest size of the location that this process has seen, in bytes.
-    keeper, deleter, importer, bookmarks
-        Keep in the location what was counted; delete pages and mend the index; import pages; name sequences.
+    deleter, importer, bookmarks
+        Delete pages and mend the index; import pages; name sequences.
     tap
         Receives lookups, uses and captures; None for no listener.
     token_seconds
@@ -136,6 +135,8 @@ class Engine(Upkeep, Closing):
         self._housekeeping = housekeeping
         self._clock = clock
         self._sizes = (0, 0)
+        # for the figures
+        self._models: dict[str, str] = {}
         self._stores_all = 0
         self.wants_all = False
         # what counts the sessions of its store; kept by a weak reference
@@ -163,9 +164,6 @@ class Engine(Upkeep, Closing):
         # what the location was seen to hold: last, and at most
         self._last_used = Used(0, 0)
         self.peak_bytes = 0
-        self.keeper = FigureKeeper(
-            backend, counters, self.budget, self._waiting, notes_budget=self._housekeeping and not self.read_only
-        )
         self._committer = Committer(
             backend,
             catalog,
@@ -173,11 +171,16 @@ class Engine(Upkeep, Closing):
             self.budget,
             self._encode,
             counters,
-            self.keeper,
             on_used=self._saw,
             housekeeping=self._housekeeping,
         )
-        self._notes = SavedNotes(backend, Evictor(catalog, self.budget, counters))
+        self._notes = SavedNotes(
+            backend,
+            Evictor(catalog, self.budget, counters),
+            counters,
+            self._models,
+            notes_budget=self._housekeeping,
+        )
         self.bookmarks = Bookmarks(self.threads, backend, self.budget, lambda: catalog.has_pending)
         self.importer = Importer(self.threads, backend, catalog, self._committer, self._load_policy)
         self._queue = WriteQueue(
@@ -200,9 +203,7 @@ class Engine(Upkeep, Closing):
         if not self._closed:
             self._backend.after_fork()
             self.counters = self.counters.copy()
-            before = self.keeper
             self._start()
-            self.keeper.succeed(before)
 
     @property
     def is_closed(self) -> bool:
@@ -230,27 +231,14 @@ class Engine(Upkeep, Closing):
     @handed_over
     def history(self) -> History:
         """How the location was used, by all processes; see `History`. Raises `StorageError`."""
-        return self.keeper.read()
+        return self._notes.history()
 
     @handed_over
-    def keep_history(self) -> None:
-        """Write what was counted, for an engine without housekeeping. What cannot be written is lost."""
-        self.keeper.hurry()
-        try:
-            if self.keeper.has_unwritten and not self.read_only:
-                with self._catalog.update(self._backend) as transaction:
-                    self.keeper.write(transaction)
-                    transaction.after_commit.append(self.keeper.committed)
-        except StorageError as error:
-            log.warning("figures were not written: %s", error)
-
-    @handed_over
-    def describe(self, namespace: Namespace, names: Mapping[str, str | None] | None = None) -> None:
-        """Have the settings and names of a namespace kept in the location, with one of the next commits."""
-        self.keeper.describe(namespace, names)
-
-    def _waiting(self) -> tuple[int, int]:
-        return sum(self.pending), self.queued_bytes
+    def describe(self, namespace: Namespace, model: str | None = None) -> None:
+        """Have the name of the model of a namespace kept in the location, with the figures."""
+        digest = namespace.settings.get("model")
+        if model and isinstance(digest, str):
+            self._models[digest[:DIGITS]] = model
 
     # -- names of sequences -------------------------------------------------------------------------------------------
 
@@ -354,9 +342,8 @@ class Engine(Upkeep, Closing):
 
     @property
     def has_deferred(self) -> bool:
-        """Whether uses, bookmarks, figures, or pages to be deleted wait for the next commit."""
-        is_kept = self._housekeeping and (self._catalog.has_deferred or self.keeper.is_due)
-        return is_kept or self.bookmarks.has_pending
+        """Whether uses, bookmarks, or pages to be deleted wait for the next commit."""
+        return (self._housekeeping and self._catalog.has_deferred) or self.bookmarks.has_pending
 
     # -- the queue ----------------------------------------------------------------------------------------------------
 
@@ -405,9 +392,9 @@ class Engine(Upkeep, Closing):
     @handed_over
     def flush(self) -> None:
         """Return when everything submitted so far is durable. Raises `StorageError`."""
-        self.keeper.hurry()
         self.drain()
         if not self.read_only:
+            self._notes.save_figures()
             self.sync()
 
     @handed_over

@@ -342,14 +342,14 @@ class TieredEngine(Engine):
         return n_near
 
     @handed_over
-    def describe(self, namespace: Namespace, names: Mapping[str, str | None] | None = None) -> None:
+    def describe(self, namespace: Namespace, model: str | None = None) -> None:
         """As `Engine.describe`, in both locations."""
         self._settings.pop(namespace.key, None)
         self._settings[namespace.key] = namespace.canonical
         while len(self._settings) > KEPT_SETTINGS:
             del self._settings[next(iter(self._settings))]
-        super().describe(namespace, names)
-        self.far.describe(namespace, names)
+        super().describe(namespace, model)
+        self.far.describe(namespace, model)
 
     @handed_over
     def namespaces(self) -> list[Namespace]:

@@ -45,7 +45,7 @@ from prefixstore.llama.paged_memory import PagedMemory
 from prefixstore.llama.pages import PageStrategy
 from prefixstore.llama.snapshots import SnapshotStrategy
 from prefixstore.llama.strategy import Strategy
-from prefixstore.models.file import model_names
+from prefixstore.models.file import model_name
 from prefixstore.parameters import Parameters
 from prefixstore.results import PromptMeter
 from prefixstore.stats import Kind
@@ -95,7 +95,7 @@ class Hook:
         self.strategy: Strategy[ContextMemory] = _strategy(llm, engine, parameters)
         self.context = self.strategy.context
         namespace = self.context.namespace
-        engine.describe(namespace, model_names(llm.metadata, namespace.settings))
+        engine.describe(namespace, model_name(llm.metadata))
         self.attachment = Attachment(self.context)
         self.saved = SavedStates()
         self.reads = self.writes = True
@@ -320,8 +320,7 @@ class Hook:
         try:
             yield
         finally:
-            source = "store" if prompt.restored else prompt.miss or "live"
-            context.engine.counters.asked(context.lineage.namespace, len(tokens), prompt.restored, source)
+            context.engine.counters.count("prompt_tokens", len(tokens), namespace=context.lineage.namespace)
             prompt.looked_up(len(tokens), context.live_prefix(tokens), time.perf_counter() - started)
 
     def cut(self, n: int) -> None:

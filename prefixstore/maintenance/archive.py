@@ -27,7 +27,7 @@ from prefixstore.format.keys import TokenSequence
 from prefixstore.maintenance.holdings import Holding, holdings_of, only_one
 from prefixstore.maintenance.purge import choices_of, purge, string_of, unmatched
 from prefixstore.parameters import Parameters
-from prefixstore.stats import Counters, Purpose
+from prefixstore.stats import Counters
 from prefixstore.units import parse_bytes, parse_target, shown
 
 __all__ = ["DEFAULT_BYTES", "Archive"]
@@ -189,7 +189,7 @@ class Archive(AbstractContextManager["Archive"]):
             return view.used
 
     def history(self) -> History:
-        """How the location was used, by all its processes: by hour for a week, and by day for a year.
+        """How the location was used on each of the last 31 days, by all its processes.
 
         Raises
         ------
@@ -199,7 +199,7 @@ class Archive(AbstractContextManager["Archive"]):
         Examples
         --------
         >>> history = archive.history()  # doctest: +SKIP
-        >>> {history.describe(one.namespace).title: one.figures.hits for one in history.days}  # doctest: +SKIP
+        >>> {name: figures.hits for (_, name), figures in history.days.items()}  # doctest: +SKIP
         """
         return self.engine.history()
 
@@ -323,10 +323,7 @@ class Archive(AbstractContextManager["Archive"]):
             If `to` is not valid, or a share of what was not given.
         """
         target = parse_target(to, self._max_bytes, "to")
-        with self.engine.counters.counting(Purpose.MAINTENANCE):
-            evicted = self.engine.evict(target, dry_run=dry_run)
-        self.engine.keep_history()
-        return evicted
+        return self.engine.evict(target, dry_run=dry_run)
 
     def evict_to(self, max_bytes: int) -> Removed:
         """As `evict`; returns how much was deleted."""

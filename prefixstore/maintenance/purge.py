@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from prefixstore.engine.delete import Choice, Removed, beginning_with, of_namespaces, subtree, unused_since
 from prefixstore.errors import InvalidParameterError
+from prefixstore.format.figures import NOTE
 from prefixstore.format.keys import TokenSequence, as_tokens
 from prefixstore.units import counted, parse_seconds, shown
 
@@ -53,8 +54,8 @@ def purge(
     removed = archive.engine.deleter.delete_strays(newer=not choices)
     removed += archive.engine.delete(choices)
     archive.engine.deleter.drop_empty_namespaces()
-    if older_than is None and tokens is None and page is None:
-        archive.engine.threads.call(archive.engine.keeper.forget, namespaces, salt)
+    if not choices:
+        archive.engine.change_note(NOTE, lambda _: None)
     for left in archive.unmatched(salt):
         log.warning("%s: %s", archive.location, left)
     return removed

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from prefixstore.engine.index import Page
 from prefixstore.errors import MisuseError
 from prefixstore.format.keys import Tokens
-from prefixstore.stats import Purpose
 from prefixstore.store import PrefixStore
 from prefixstore.warming.leases import SECONDS, Leases
 from prefixstore.warming.prompt_trie import Part, PromptTrie
@@ -216,8 +215,7 @@ class Job:
         last = -1
         self._show()
         engine = self.store.engine
-        counting = engine.counters.counting(Purpose.WARMING)
-        with counting, engine.storing_all(), Leases(engine, seconds=lease_seconds) as leases:
+        with engine.counters.not_serving(), engine.storing_all(), Leases(engine, seconds=lease_seconds) as leases:
             try:
                 while left and not self._is_stopped():
                     found = len(left)
