@@ -127,9 +127,7 @@ class _Tally:
 
 
 # What is kept in a location, by day and namespace: of the prompts that it serves, and of its pages. Misses are one.
-OF_PROMPTS = frozenset(
-    {"hits", "misses", "prompt_tokens", "tokens_restored", "tokens_computed", "saved_microseconds"}
-)
+OF_PROMPTS = frozenset({"hits", "misses", "prompt_tokens", "tokens_restored", "tokens_computed", "saved_microseconds"})
 OF_PAGES = frozenset({"allocations", "bytes_written", "evictions"})
 # misses of prompts that were to bypass the store: they say nothing about it
 PASSED = frozenset({"bypassed", "session"})

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import select
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +37,6 @@ HOTTEST_SHARE = 0.05
 # pages among which they are looked for: those of a long prefix are used together
 CONSIDERED = 4096
 SLICE = 10_000
-QUIT = "qQ"
 # of the lists on the screen
 MOST_SHOWN = 8
 # what is the latest while it is watched: processes write their figures every ten seconds
@@ -51,55 +47,32 @@ def top(location: str, *, once: bool = False, seconds: float = 2.0) -> None:
     """Watch how a store is used.
 
     It shows lookups, hit rate, the busiest tenants and the hottest prefixes: of the last minute, if it is watched for
-    as long, of today (UTC) and of 31 days. Processes write the figures every ten seconds. Press q to quit. With
+    as long, of today (UTC) and of 31 days. Processes write the figures every ten seconds. Ctrl-C ends it. With
     --once, or without a terminal, it is printed once; `prefixstore stats --json` has the same figures as JSON.
 
     Example: prefixstore top lmdb:///var/cache/kv
     """
     with Archive(location, read_only=True) as archive:
+        screen = Screen(archive.location)
         if once or not sys.stdout.isatty():
-            screen = Screen(archive.location)
             screen.read(archive)
-            screen.hottest = _hottest(archive, lambda: False)
             for line in lines(screen, columns_shown(), None):
                 typer.echo(line)
         else:
-            _watch(archive, seconds)
+            _watch(screen, archive, seconds)
 
 
-def _watch(archive: Archive, seconds: float) -> None:
+def _watch(screen: Screen, archive: Archive, seconds: float) -> None:
     console = Console(file=sys.stdout, highlight=False)
-    screen = Screen(archive.location)
-    is_over = False
-    with ThreadPoolExecutor(1) as thread, _keys() as key:
-        search: Future[tuple[list[Any], float]] | None = None
-        next_search = 0.0
-
-        def search_once() -> tuple[list[Any], float]:
-            started = time.monotonic()
-            return _hottest(archive, lambda: is_over), time.monotonic() - started
-
-        try:
-            with Live(console=console, screen=True, auto_refresh=False) as live:
-                while True:
-                    try:
-                        screen.read(archive)
-                        screen.fault = None
-                    except StorageError as error:
-                        screen.fault = str(error)
-                    if search is not None and search.done():
-                        found, took = search.result()
-                        screen.hottest, search = found, None
-                        next_search = time.monotonic() + max(HOTTEST_SECONDS, took / HOTTEST_SHARE)
-                    if search is None and time.monotonic() >= next_search:
-                        search = thread.submit(search_once)
-                    shown = lines(screen, console.width, console.height - 1)
-                    live.update(_styled(shown), refresh=True)
-                    # the first time, until the hottest prefixes are found
-                    if key(0.2 if search is not None and not screen.hottest else seconds) in QUIT:
-                        return
-        finally:
-            is_over = True
+    with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            try:
+                screen.read(archive)
+                screen.fault = None
+            except StorageError as error:
+                screen.fault = str(error)
+            live.update(_styled(lines(screen, console.width, console.height - 1)), refresh=True)
+            time.sleep(seconds)
 
 
 def _styled(shown: Sequence[str]) -> Text:
@@ -110,59 +83,14 @@ def _styled(shown: Sequence[str]) -> Text:
     return text
 
 
-def _hottest(archive: Archive, stop: Callable[[], bool]) -> list[Any]:
-    try:
-        with archive.backend.view() as view:
-            return hottest(view, MOST_SHOWN, stop)
-    except StorageError:
-        return []
-
-
-@contextmanager
-def _keys() -> Iterator[Callable[[float], str]]:
-    """A function that waits so many seconds for a key, and returns it; ``"-"`` if none is pressed.
-
-    Where standard input is no terminal, it waits.
-    """
-
-    def wait(seconds: float) -> str:
-        time.sleep(seconds)
-        return "-"
-
-    try:
-        import termios  # noqa: PLC0415 - not on every system
-        import tty  # noqa: PLC0415 - as above
-
-        number = sys.stdin.fileno()
-        before = termios.tcgetattr(number)
-    except (ImportError, OSError, ValueError, termios.error):
-        yield wait
-        return
-
-    def pressed(seconds: float) -> str:
-        if select.select([number], [], [], seconds)[0]:
-            # not through a buffer, of which select knows nothing; at the end of the input there is nothing to wait for
-            keys = os.read(number, 64).decode("ascii", "replace") or QUIT
-            return next((key for key in keys if key in QUIT), keys[0])
-        return "-"
-
-    try:
-        # Ctrl-C is a signal still
-        tty.setcbreak(number)
-        yield pressed
-    finally:
-        termios.tcsetattr(number, termios.TCSADRAIN, before)
-
-
-def hottest(view: View, n: int, stop: Callable[[], bool] = lambda: False) -> list[Any]:
+def hottest(view: View, n: int) -> list[Any]:
     """The `n` prefixes that are used most, each as long as it is used as often: the facts of their last pages.
 
-    A page counts its uses since it was stored, those by warming jobs too.
-    It looks at all pages, in slices; `stop` is called after each, and ends that if it returns True.
+    A page counts its uses since it was stored, those by warming jobs too. It looks at all pages, in slices.
     """
     best = np.empty(0, FACTS)
     after = b""
-    while not stop() and len(facts := view.facts(after, SLICE)):
+    while len(facts := view.facts(after, SLICE)):
         after = facts["key"][-1].tobytes()
         used = facts[facts["is_readable"] & (facts["hits"] > 0) & (facts["form"] == PAGE)]
         best = np.concatenate([best, used])
@@ -194,6 +122,8 @@ class Screen:
         What was counted in all until a time, in seconds: each time that it was read in the last minute.
     hottest
         The prefixes that are used most; see `hottest`.
+    next_search
+        When they are looked for again.
     fault
         Why the location cannot be read; None if it can.
     """
@@ -204,6 +134,7 @@ class Screen:
     titles: dict[str, str] = field(default_factory=dict)
     totals: list[tuple[float, Figures]] = field(default_factory=list)
     hottest: Sequence[Any] = ()
+    next_search: float = 0.0
     fault: str | None = None
 
     def read(self, archive: Archive) -> None:
@@ -211,6 +142,10 @@ class Screen:
         self.history = archive.history()
         with archive.backend.view() as view:
             self.used, spaces = view.used, view.namespaces()
+            if (started := time.monotonic()) >= self.next_search:
+                self.hottest = hottest(view, MOST_SHOWN)
+                took = time.monotonic() - started
+                self.next_search = started + max(HOTTEST_SECONDS, took / HOTTEST_SHARE)
         for key, settings in spaces.items():
             if short(key) not in self.titles:
                 self.titles[short(key)] = _title(settings, self.history)
@@ -247,7 +182,7 @@ def lines(screen: Screen, columns: int, rows: int | None) -> list[str]:
     shown = [visible(line) for part in parts if part for line in ["", *part]][1:]
     if rows is not None:
         # the last line says how to leave
-        shown = [*shown[: rows - 1], "q quits"]
+        shown = [*shown[: rows - 1], "Ctrl-C ends this"]
     return [line if len(line) <= columns else f"{line[: columns - 1]}…" for line in shown]
 
 

@@ -17,6 +17,7 @@ import termios
 import time
 
 import pytest
+from prefixstore.format.figure_note import NOTE
 
 import prefixstore
 from prefixstore import PrefixStore
@@ -24,7 +25,6 @@ from prefixstore.cli import output
 from prefixstore.cli.output import emit, grid
 from prefixstore.cli.top import Screen, _last, hottest, lines
 from prefixstore.errors import LocationError
-from prefixstore.format.figure_note import NOTE
 from prefixstore.format.figures import DAY, HOUR, Figures, History, Period, Writer
 from prefixstore.format.saved_state import pack_state
 from prefixstore.maintenance.archive import Archive

@@ -10,13 +10,13 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+from prefixstore.engine.figures import read_history
+from prefixstore.format.figure_note import NOTE, FigureNote
 
 from prefixstore import stats as stats_module
 from prefixstore.backends.contract import ConflictError
-from prefixstore.engine.figures import read_history
 from prefixstore.engine.keyspace import everything
 from prefixstore.errors import FullError, UnavailableError
-from prefixstore.format.figure_note import NOTE, FigureNote
 from prefixstore.format.figures import DAY, HOUR, OTHERS, WEEK, Figures
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import checksum

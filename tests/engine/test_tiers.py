@@ -6,6 +6,7 @@ import time
 from contextlib import closing, contextmanager, suppress
 
 import pytest
+from prefixstore.engine.figures import read_history
 
 from prefixstore.backends.lazy import LazyBackend
 from prefixstore.backends.memory import MemoryBackend
@@ -14,7 +15,6 @@ from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.far import FarEngine
-from prefixstore.engine.figures import read_history
 from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.tiers import TieredEngine
 from prefixstore.errors import MisuseError, UnavailableError
