@@ -34,7 +34,8 @@ THINKING = re.compile(
 )
 # where the definition of a tool has its name: JSON, or the types of the harmony format. A call has arguments instead
 TOOL = re.compile(
-    r'"name"\s*:\s*"([^"\n]{1,128})"\s*,\s*"(?:description|parameters|input_schema|inputSchema)"|^type (\w{1,128}) = \(',
+    r'"name"\s*:\s*"([^"\n]{1,128})"\s*,\s*"(?:description|parameters|input_schema|inputSchema)"'
+    r"|^type (\w{1,128}) = \(",
     re.MULTILINE,
 )
 # tools that are compared
