@@ -30,7 +30,6 @@ ORDERS = {
     "tokens": lambda one: -one.tokens,
     "stored": lambda one: -one.stored_bytes,
     "uses": lambda one: -one.hits,
-    "hits": lambda one: -one.hits,  # as it was called
 }
 
 

@@ -32,7 +32,6 @@ NARROW = 24  # with less room than this, a text gets a line of its own
 ORDERS: dict[str, Callable[[Page], float]] = {
     "used": lambda page: -page.last_used,
     "uses": lambda page: -page.hits,
-    "hits": lambda page: -page.hits,  # as it was called
     "stored": lambda page: -page.stored_bytes,
     "tokens": lambda page: -page.end,
     "created": lambda page: page.created,
