@@ -138,7 +138,7 @@ def _lines(
     yield ""
     yield from _served(history, columns)
     for name, some in groups.items():
-        if any(one[name] for one in some):
+        if any(one[name] not in ("", GONE) for one in some):
             yield from _table(name, some, columns)
 
 

@@ -208,8 +208,11 @@ def _value(texts: Texts) -> Culprit | None:
 
 def _word(text: str, start: int, end: int) -> str:
     """A part of a text, from the beginning of its first word to the end of its last one."""
-    before, after = re.search(r"\S{0,60}\Z", text[max(start - SHOWN, 0) : start]), re.match(r"\w{0,60}", text[end:])
-    return (before[0] if before else "") + text[start:end] + (after[0] if after else "")
+    before = re.search(r"\S*\Z", text[max(start - SHOWN, 0) : start])
+    after = re.match(r"[\w./:-]*", text[end : end + SHOWN])
+    assert before is not None, "nothing is found, too"
+    assert after is not None, "as above"
+    return before[0] + text[start:end] + after[0].rstrip(".:")
 
 
 def _common(one: str, other: str) -> int:
