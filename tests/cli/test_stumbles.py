@@ -22,7 +22,7 @@ from prefixstore.cli import warm_report as progress_module
 from prefixstore.cli.files import chat_in, text_in
 from prefixstore.cli.warm import _signals
 from prefixstore.cli.warm_report import progress_shown as shown
-from prefixstore.config import Config, load_config
+from prefixstore.config import load_config
 from prefixstore.maintenance.archive import Archive
 from prefixstore.warming.estimate import estimate
 from prefixstore.warming.report import Progress
@@ -194,7 +194,6 @@ def test_init_writes_a_config_that_everything_accepts(tmp_path, run, models, as_
     code, _, err = run("init")
     assert (code, "prefixstore.toml exists" in err) == (1, True)
     assert (run("init", "--yes")[0], load_config("prefixstore.toml").model["n_ctx"]) == (0, 4096)
-    assert run("init", "no/folder.toml")[0] == 2
 
 
 def test_a_file_of_settings_may_begin_with_a_bom(tmp_path):
@@ -218,14 +217,6 @@ def test_a_tilde_in_a_file_of_settings_is_the_home_directory(tmp_path, run):
         str(home / "m.gguf"),
         str(home / "kv"),
     ]
-
-
-def test_a_quantized_v_without_flash_attention_says_what_it_needs(models):
-    with pytest.raises(InvalidParameterError, match="a quantized type_v needs flash_attn = true"):
-        Config(str(models("llama")), {"n_ctx": 64, "type_v": "q8_0"}).open_llama()
-    with pytest.raises(InvalidParameterError, match=r"known are bf16, f16, f32") as caught:
-        Config(str(models("llama")), {"type_k": "q9"}).open_llama()
-    assert "count" not in str(caught.value)
 
 
 def test_a_prompt_in_a_file_has_no_bom(tmp_path):
@@ -364,9 +355,6 @@ def test_a_script_does_not_delete_from_the_default_location_by_mistake(store, ru
     assert n_pages(store) == 0
 
 
-# -- locations that cannot be used ------------------------------------------------------------------------------------
-
-
 # -- looking ----------------------------------------------------------------------------------------------------------
 
 
@@ -385,8 +373,6 @@ def test_lists_are_sorted_limited_filtered_and_come_as_tables_for_programs(tmp_p
     assert (head.split("\t")[0], len(rows), {row.count("\t") for row in rows}) == ("page", 15, {head.count("\t")})
     assert len(as_json("tree", path, "--limit", 3)[1]) == 3
     assert len(as_json("tree", path, "--salt", "tenant-4")[1]) == 5
-    for arguments in (["ls", path, "--sort", "colour"], ["tree", path, "--sort", "colour"]):
-        assert run(*arguments)[0] == 2
     assert run("ls", path, "--json", "--format", "csv") == run("ls", path, "--format", "json")
 
 
@@ -479,8 +465,6 @@ def test_a_page_is_shown_in_words(store, run, as_json):
     assert rows["expires"] == "never"
     assert rows["bytes"] == "intact"
     assert "compute us" not in out
-    code, _, err = run("show", store, "ffff")
-    assert (code, err) == (2, f"prefixstore: {store}: no page begins with 'ffff'; prefixstore tree lists them\n")
 
 
 @pytest.mark.parametrize("width", [40, 140])

@@ -17,7 +17,6 @@ import termios
 import time
 
 import pytest
-from prefixstore.format.figure_note import NOTE
 
 import prefixstore
 from prefixstore import PrefixStore
@@ -25,8 +24,7 @@ from prefixstore.cli import output
 from prefixstore.cli.output import emit, grid
 from prefixstore.cli.top import Screen, hottest, lines
 from prefixstore.errors import LocationError
-from prefixstore.format.figures import DAY, HOUR, Figures, History, Period, Writer
-from prefixstore.format.saved_state import pack_state
+from prefixstore.format.figures import NOTE, Figures, History
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.verify import verify
 from prefixstore.models.file import FILE_TYPES, model_title

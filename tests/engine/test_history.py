@@ -231,7 +231,9 @@ def test_damaged_figures_are_replaced_with_a_warning(kind, caplog):
         assert kept(store.backend).total().lookups == 5
 
 
-@pytest.mark.parametrize(("error", "times"), [(UnavailableError("no"), 1), (FullError("no"), 1), (ConflictError("no"), 6)])
+@pytest.mark.parametrize(
+    ("error", "times"), [(UnavailableError("no"), 1), (FullError("no"), 1), (ConflictError("no"), 6)]
+)
 def test_a_commit_that_fails_loses_no_figures(error, times):
     inner = MemoryPages()
     with store_of(FaultyBackend(inner, "commit", error, times=times)) as store:

@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 from contextlib import closing, contextmanager, suppress
 
 import pytest
