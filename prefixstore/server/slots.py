@@ -178,7 +178,8 @@ class SlotStore:
         assert self.layout is not None, "something is stored"
         page_tokens = self.identity.page_tokens(self.layout, self.store.page_tokens)
         place = Place(self.identity.namespace(self.layout, page_tokens=page_tokens, salt=salt), page_tokens)
-        self._model_name = self._model_name or self.identity.model_name()
+        if self._model_name is None:
+            self._model_name = self.identity.model_name() or ""
         for way in self.ways:
             self.engine.describe(way.place(place).namespace, self._model_name)
         return place
