@@ -124,12 +124,9 @@ class SavedNotes:
         """Add what was counted here to the figures of the location; what cannot be written waits."""
         with self._adding:
             kept = self._counters.unwritten()
-            if kept and self._write(NOTE, lambda old, _: self._figures(old, kept).pack(self._most_rows)):
+            most_rows = min(self._evictor.budget.max_bytes // BYTES_FOR_A_ROW, MOST_ROWS)
+            if kept and self._write(NOTE, lambda old, n: _fitting(self._figures(old, kept).pack(most_rows), n)):
                 self._counters.written(kept)
-
-    @property
-    def _most_rows(self) -> int:
-        return min(self._evictor.budget.max_bytes // BYTES_FOR_A_ROW, MOST_ROWS)
 
     def history(self) -> History:
         """How the location was used, what is not written yet included. Raises `StorageError`."""
@@ -156,16 +153,18 @@ class SavedNotes:
         return True
 
     def _write(self, name: bytes, pack: Callable[[bytes | None, int], bytes]) -> bool:
-        """Write a note: what `pack` makes of the one that is there, and of the bytes it may take. Whether it is."""
+        """Write a note: what `pack` makes of the one that is there, and of the bytes it may take. Whether it is there.
+
+        Nothing is written if that is empty.
+        """
         try:
-            self._replace(name, pack)
+            return self._replace(name, pack)
         except StorageError as error:
             log.warning("a note of the engine was not saved: %s", error)
             return False
-        return True
 
     @retried
-    def _replace(self, name: bytes, pack: Callable[[bytes | None, int], bytes]) -> None:
+    def _replace(self, name: bytes, pack: Callable[[bytes | None, int], bytes]) -> bool:
         max_bytes = self._evictor.budget.max_bytes
         with self._catalog.update(self._backend) as transaction:
             old = transaction.note(name)
@@ -173,6 +172,7 @@ class SavedNotes:
             if new and new != old:
                 Space(self._evictor, transaction).shrink(max_bytes - len(new) + len(old or b""))
                 transaction.put_note(name, new)
+        return bool(new)
 
 
 def _fitting(note: bytes, at_most: int) -> bytes:
