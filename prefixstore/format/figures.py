@@ -20,8 +20,10 @@ log = logging.getLogger("prefixstore")
 # the name of the note
 NOTE = b"figures"
 DAYS_KEPT = 31
-# names of models that are kept, their length, and the first digits of their digests, by which they are known
-MOST_MODELS, LONGEST_NAME, DIGITS = 64, 200, 12
+# names of models that are kept, and their length
+MOST_MODELS, LONGEST_NAME = 64, 200
+# the first ones of the digest of a model, by which it is known
+DIGITS = 12
 # no store has counted as much
 LARGEST = 2**62
 

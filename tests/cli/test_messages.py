@@ -82,7 +82,7 @@ def store(tmp_path_factory):
         (3, "import {store} three.toml", "not written by prefixstore"),
         (1, "purge {store} --salt mien", "there is no tenant 'mien'; prefixstore tenants lists them"),
         # a URL where something else is expected is repeated without its password
-        (3, f"import lmdb:kv {SECRET}", "host"),
+        (2, f"import lmdb:kv {SECRET}", "host"),
         (2, f"init {SOCKET}", "cannot be written"),
         (2, f"show {SECRET}", "is not the key of a page"),
         (2, f"stats --config {SOCKET}", "No such file"),
