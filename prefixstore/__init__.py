@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from prefixstore.engine.invariants import Violation
     from prefixstore.engine.queue import Drained
     from prefixstore.format.namespace import Namespace
-    from prefixstore.results import LastPrompt, Shortage, Stats
-    from prefixstore.store import Match, PrefixStore
+    from prefixstore.results import LastPrompt, Match, Shortage, Stats
+    from prefixstore.store import PrefixStore
     from prefixstore.warming.job import warm
     from prefixstore.warming.prompts import Problem
     from prefixstore.warming.report import Progress, WarmReport
@@ -79,7 +79,7 @@ _HOMES = {
     "Explanation": "diagnosis.explanation",
     "KeyProvider": "backends.keys",
     "LastPrompt": "results",
-    "Match": "store",
+    "Match": "results",
     "Namespace": "format.namespace",
     "PrefixStore": "store",
     "Problem": "warming.prompts",

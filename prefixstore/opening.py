@@ -1,25 +1,37 @@
-"""Opens the engine of a location, or of two, one in front of the other."""
+"""Opens a location, or two, one in front of the other: `OpenLocation`, what a store is without a ``Llama``."""
 
 from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import partial
-from typing import Any, TypeAlias
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from prefixstore.backends.keys import Key
 from prefixstore.backends.lazy import LazyBackend
 from prefixstore.backends.location import text_of, without_password
+from prefixstore.engine.budget import Evicted
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.far import FarEngine
+from prefixstore.engine.invariants import Violation
 from prefixstore.engine.pages import Pages, open_pages
+from prefixstore.engine.queue import Drained
 from prefixstore.engine.tiers import TieredEngine
-from prefixstore.errors import InvalidParameterError, UnavailableError
+from prefixstore.errors import ClosedError, InvalidParameterError, MisuseError, StorageError, UnavailableError
+from prefixstore.format.figures import History
 from prefixstore.parameters import Parameters
-from prefixstore.stats import Counters
+from prefixstore.results import Stats
+from prefixstore.stats import Counters, Kind
+from prefixstore.units import parse_bytes, parse_seconds, parse_target, shown
 
-__all__ = ["Location", "Locations", "locations_of", "open_engine"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Location", "Locations", "OpenLocation", "locations_of", "open_engine"]
 
 log = logging.getLogger("prefixstore")
 
@@ -107,3 +119,298 @@ def _open_far(
         queue_bytes=parameters.queue_bytes,
         read_only=parameters.read_only,
     )
+
+
+class OpenLocation:
+    """A location that is open: what can be done with it, whichever ``Llama`` uses it. The base of a `PrefixStore`.
+
+    Parameters
+    ----------
+    location
+        As for `PrefixStore`.
+    parameters
+        Of the store.
+
+    Attributes
+    ----------
+    location
+        Its URL.
+
+    Raises
+    ------
+    LocationError, IncompatibleError
+        If it cannot be opened.
+    """
+
+    def __init__(self, location: Locations, parameters: Parameters) -> None:
+        self._parameters = parameters
+        self._engine = open_engine(location, parameters)
+        self.location = self._engine.location
+        # at the end of the process, or on garbage collection: what was captured is written
+        self._finalizer = weakref.finalize(self, _finalize, weakref.ref(self), self._engine)
+
+    def __reduce__(self) -> NoReturn:
+        # also what `copy` calls
+        raise MisuseError(
+            f"a store cannot be pickled or copied: it holds threads and an open location; pass the location on, and "
+            f"open it there: PrefixStore({self.location!r})"
+        )
+
+    def close(self) -> None:
+        """Write queued pages, make them durable, and release the location. A second call does nothing.
+
+        Raises
+        ------
+        StorageError
+            If something cannot be written, or made durable. The store is closed all the same.
+        """
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        self._alive()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _alive(self) -> None:
+        if not self._finalizer.alive:
+            raise ClosedError("the store is closed; open a new PrefixStore")
+
+    @property
+    def kind(self) -> Kind:
+        """What is stored; unbound without a ``Llama``."""
+        return Kind.UNBOUND
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, for jobs that iterate over pages or leave notes for each other."""
+        self._alive()
+        return self._engine
+
+    @property
+    def parameters(self) -> Parameters:
+        """The validated parameters, for code that works on the engine itself."""
+        return self._parameters
+
+    @property
+    def read_only(self) -> bool:
+        """Whether the store never writes."""
+        return self._parameters.read_only
+
+    @property
+    def min_tokens(self) -> int:
+        """Shorter prompts are neither stored nor restored."""
+        return self._parameters.min_tokens
+
+    def flush(self) -> None:
+        """Return when everything captured so far is durable.
+
+        Raises
+        ------
+        StorageError
+            If the location fails, or writes nothing for half a minute.
+        """
+        self._alive()
+        self._engine.flush()
+
+    def drain(
+        self,
+        limit: int | None = None,
+        *,
+        max_bytes: int | str | None = None,
+        seconds: float | str | timedelta | None = None,
+    ) -> Drained:
+        """Wait until captured pages are written, or some of them; written pages may not be durable yet (see `flush`).
+
+        The background thread writes up to 64 MiB of waiting pages in one transaction. So when a limit is reached,
+        more pages than the limit may have been written.
+
+        Parameters
+        ----------
+        limit
+            Return as soon as so many pages and snapshots were written, or dropped, since this call.
+        max_bytes
+            The same for bytes of states: bytes, or text such as ``"64MiB"``.
+        seconds
+            Return after this time at the latest: seconds, a `timedelta`, or text such as ``"2s"``.
+
+        Returns
+        -------
+        Drained
+            ``pages`` and ``bytes`` that were written or dropped meanwhile, and how many are ``left``.
+
+        Raises
+        ------
+        InvalidParameterError
+            If a limit is not valid.
+        UnavailableError
+            If nothing can be written to the location for half a minute.
+        """
+        self._alive()
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
+            raise InvalidParameterError(f"limit={shown(limit)} must be a number of pages, 0 or more")
+        return self._engine.drain(
+            limit,
+            None if max_bytes is None else parse_bytes(max_bytes, "max_bytes"),
+            None if seconds is None else parse_seconds(seconds, "seconds"),
+        )
+
+    def check(self) -> list[Violation]:
+        """Verify every invariant and every checksum of the location; the violations found."""
+        self._alive()
+        self._engine.drain()
+        return self._engine.check()
+
+    def evict(self, to: float | str, *, dry_run: bool = False) -> Evicted:
+        """Evict pages until the location holds no more than `to`, in the order of the store's policy.
+
+        Only leaves are evicted, as always: pages on which no other page depends. Pinned pages and their ancestors stay,
+        and so do pages that are being written, or that another process has used meanwhile. Queued pages are written
+        first.
+
+        Parameters
+        ----------
+        to
+            A share of `max_bytes` (a float from 0.0 to 1.0, or ``"80%"``), or a size (an int, or ``"5GiB"``).
+        dry_run
+            Only report what would be evicted. The eviction runs in one transaction that is rolled back;
+            other writers wait meanwhile.
+
+        Returns
+        -------
+        Evicted
+            The ``pages`` and ``bytes``, the ``policy`` that chose them, and what is left.
+
+        Raises
+        ------
+        InvalidParameterError
+            If `to` is not valid.
+        MisuseError
+            If the store is open with ``read_only=True``.
+        StorageError
+            If the location fails. Pages evicted until then stay evicted.
+        """
+        self._alive()
+        self._writable("evict")
+        target = parse_target(to, self._parameters.budget.max_bytes, "to")
+        self._engine.drain()
+        return self._engine.evict(target, dry_run=dry_run)
+
+    def _writable(self, name: str) -> None:
+        if self._parameters.read_only:
+            raise MisuseError(f"{name}() writes, and the store is open with read_only=True")
+
+    def stats(self) -> Stats:
+        """What the store has done since it was opened, and what its location holds now."""
+        self._alive()
+        count = self._engine.counters
+        try:
+            used, stored, raw = self._engine.used()
+        except StorageError:
+            # a failing location is when the counters are needed
+            used, stored, raw = self._engine.last_used()
+        pending = self._engine.pending
+        return Stats(
+            hits=count["hits"],
+            live_hits=count["live_hits"],
+            misses=count.group("miss"),
+            unreadable=count.group("unreadable"),
+            prompt_tokens=count["prompt_tokens"],
+            tokens_restored=count["tokens_restored"],
+            tokens_computed=count["tokens_computed"],
+            pages_captured=count["pages_captured"],
+            snapshots_captured=count["snapshots_captured"],
+            dropped=count.group("dropped"),
+            shortage=self._engine.shortage,
+            outdated=count.group("outdated"),
+            evictions=count["evictions"],
+            expired=count["expired"],
+            corrupt=count["corrupt"],
+            packed=count["packed"],
+            restore_seconds=count.seconds("restore"),
+            capture_seconds=count.seconds("capture"),
+            lost_seconds=count.seconds("lost"),
+            outages=count["outages"],
+            seconds_saved=count.seconds("saved"),
+            entries=used.entries,
+            bytes_used=used.bytes,
+            bytes_stored=stored,
+            bytes_raw=raw,
+            bytes_in_ram=self._engine.ram_bytes,
+            queued_bytes=self._engine.queued_bytes,
+            pending_pages=pending[0],
+            pending_snapshots=pending[1],
+            capacity_bytes=self._parameters.budget.max_bytes,
+            capacity_entries=self._parameters.budget.max_entries,
+            peak_bytes=self._engine.peak_bytes,
+            allocations=count["allocations"],
+            frees=count["frees"],
+            kind=self.kind,
+            sessions=self._engine.session_counts(),
+            late=self._engine.late,
+            tiers=self._engine.tiers(),
+        )
+
+    def history(self) -> History:
+        """How the location was used on each of the last 31 days, by all its processes, in each namespace.
+
+        Prompts of warming jobs do not count. Figures that this process has not written yet are included.
+
+        Raises
+        ------
+        StorageError
+            If the location fails.
+
+        Examples
+        --------
+        >>> history = store.history()  # doctest: +SKIP
+        >>> history.total(1).hit_rate, history.total().seconds_saved  # of today, of all days  # doctest: +SKIP
+        """
+        self._alive()
+        return self._engine.history()
+
+    def metrics(self) -> str:
+        """What `stats` says, with histograms, as a text for Prometheus: see docs/metrics.md.
+
+        While the location fails, the sizes are the last known ones.
+
+        Raises
+        ------
+        MissingExtraError
+            If prometheus_client is not installed.
+        """
+        self._alive()
+        from prefixstore.metrics import store_text  # noqa: PLC0415 - the extra "server"
+
+        return store_text(self._engine)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The budget, in bytes."""
+        return self._parameters.budget.max_bytes
+
+    @property
+    def cache_size(self) -> int:
+        """What the location holds, in bytes, index included."""
+        self._alive()
+        return self._engine.used()[0].bytes
+
+    def __len__(self) -> int:
+        """How many pages the location holds."""
+        self._alive()
+        return self._engine.used()[0].entries
+
+    def __bool__(self) -> bool:
+        # llama-cpp-python asks `if self.cache:` and means `is not None`; an empty store is no missing one
+        return True
+
+
+def _finalize(store: weakref.ref[OpenLocation], engine: Engine) -> None:
+    """Close the engine of a store: immediately if it is closed or the process ends; otherwise it is being collected."""
+    if store() is not None:
+        engine.close()
+    else:
+        engine.close_soon()

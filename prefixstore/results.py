@@ -6,7 +6,26 @@ from dataclasses import dataclass, field
 
 from prefixstore.units import counted, format_bytes, format_seconds
 
-__all__ = ["LastPrompt", "PromptMeter", "SessionCounts", "Shortage", "Stats", "TierStats"]
+__all__ = ["LastPrompt", "Match", "PromptMeter", "SessionCounts", "Shortage", "Stats", "TierStats"]
+
+
+@dataclass(frozen=True)
+class Match:
+    """What is stored of a prompt.
+
+    Attributes
+    ----------
+    n_tokens
+        Length of the longest stored prefix, in tokens.
+    pages
+        Keys of the pages that hold it, in order; the last one may reach beyond the prefix.
+    bytes
+        Size of these pages as stored.
+    """
+
+    n_tokens: int
+    pages: tuple[str, ...]
+    bytes: int
 
 
 @dataclass(frozen=True)

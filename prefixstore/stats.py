@@ -14,15 +14,14 @@ from typing import TypeAlias
 
 __all__ = [
     "AGE_BUCKETS",
+    "DAY",
     "HISTOGRAMS",
+    "OTHERS",
     "SECONDS_BUCKETS",
     "Counters",
     "Histogram",
+    "Kept",
     "Kind",
-    "Ledger",
-    "Purpose",
-    "Request",
-    "Rows",
     "short",
 ]
 
@@ -88,46 +87,6 @@ class Kind(str, Enum):
         return self.value.removeprefix(_NONE) if self.value.startswith(_NONE) else None
 
 
-class Purpose(str, Enum):
-    """What a store is used for. A member is a string: ``Purpose.SERVING == "serving"``."""
-
-    SERVING = "serving"
-    """To answer prompts."""
-    WARMING = "warming"
-    """To be filled by a job, which restores what is stored to go on from there."""
-    MAINTENANCE = "maintenance"
-    """To be checked, or made smaller, by a command."""
-
-    def __str__(self) -> str:
-        return self.value
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt that was looked up.
-
-    Attributes
-    ----------
-    at
-        When, in seconds since the epoch.
-    namespace
-        The `short` name of its namespace.
-    purpose
-        ``"serving"``, ``"warming"`` or ``"maintenance"``.
-    source
-        ``"store"``, ``"live"``, or why nothing came from the store: a name in ``Stats.misses``.
-    prompt_tokens, restored_tokens
-        Tokens of the prompt, and those that were restored.
-    """
-
-    at: float
-    namespace: str
-    purpose: str
-    source: str
-    prompt_tokens: int
-    restored_tokens: int
-
-
 @dataclass(frozen=True)
 class Histogram:
     """How many values there were up to each of some bounds.
@@ -167,23 +126,19 @@ class _Tally:
         self.total += max(value, 0.0)
 
 
-# what is kept in a location, beside the misses
-KEPT = frozenset(
-    {"hits", "live_hits", "prompt_tokens", "tokens_restored", "tokens_computed", "evictions", "saved_microseconds"}
-)
+# What is kept in a location, by day and namespace: of the prompts that it serves, and of its pages. Misses are one.
+OF_PROMPTS = frozenset({"hits", "misses", "prompt_tokens", "tokens_restored", "tokens_computed", "saved_microseconds"})
+OF_PAGES = frozenset({"allocations", "bytes_written", "evictions"})
+# misses of prompts that were to bypass the store: they say nothing about it
+PASSED = frozenset({"bypassed", "session"})
 # seconds
-MINUTE, HOUR, DAY = 60, 3600, 86_400
-# how many periods of each length are kept
-MINUTES_KEPT = 60
-PERIODS_KEPT = {MINUTE: MINUTES_KEPT, HOUR: 169, DAY: 385}
-# namespaces in one period; those beyond are counted together, under no namespace
-MOST_ROWS = 1024
-# rows that may wait to be written
-MOST_WAITING = 4096
-REQUESTS_KEPT = 16
+DAY = 86_400
+# figures that may wait to be written; those of further namespaces are counted together, under no namespace
+MOST_WAITING = 32_768
+OTHERS = ""
 
-Rows: TypeAlias = dict[tuple[str, str], "Counter[str]"]
-"""Counts by namespace (see `short`; empty for several together) and purpose."""
+Kept: TypeAlias = "Counter[tuple[int, str, str]]"
+"""Counts by the number of a day since the epoch (UTC), the `short` name of a namespace, and their name."""
 
 
 def short(key: bytes) -> str:
@@ -191,70 +146,20 @@ def short(key: bytes) -> str:
     return key.hex()[:16]
 
 
-class Ledger:
-    """Counts by period. The caller holds a lock.
-
-    Attributes
-    ----------
-    periods
-        What was counted, by the length of a period in seconds, and its number since the epoch: in days, in hours, and
-        in minutes, which have serving only, of all namespaces together.
-    requests
-        The last prompts.
-    """
-
-    def __init__(self) -> None:
-        self.periods: dict[tuple[int, int], Rows] = {}
-        self.requests: list[Request] = []
-
-    def count(self, name: str, by: int, namespace: bytes, purpose: Purpose) -> None:
-        """Raise a count, if it is one that is kept."""
-        if not by or (name not in KEPT and not name.startswith("miss:")):
-            return
-        now, counts = time.time(), Counter({name: by})
-        row = short(namespace), purpose.value
-        if row not in self.periods.get((HOUR, int(now // HOUR)), {}):
-            self.forget_old(now)
-            if sum(map(len, self.periods.values())) >= MOST_WAITING:
-                row = "", purpose.value
-        for seconds in (DAY, HOUR):
-            self._add((seconds, int(now // seconds)), row, counts)
-        if purpose is Purpose.SERVING:
-            self._add((MINUTE, int(now // MINUTE)), ("", purpose.value), counts)
-
-    def add(self, other: Ledger) -> None:
-        """Add what another ledger has."""
-        for period, rows in other.periods.items():
-            for row, counts in rows.items():
-                self._add(period, row, counts)
-        self.requests = sorted([*self.requests, *other.requests], key=lambda one: one.at)[-REQUESTS_KEPT:]
-
-    def _add(self, period: tuple[int, int], row: tuple[str, str], counts: Counter[str]) -> None:
-        rows = self.periods.setdefault(period, {})
-        kept = row if row in rows or len(rows) < MOST_ROWS else ("", row[1])
-        rows.setdefault(kept, Counter()).update(counts)
-
-    def forget_old(self, now: float) -> None:
-        """Leave out what is too old; what a clock that jumped has counted is as far away."""
-        self.periods = {
-            (seconds, number): rows
-            for (seconds, number), rows in self.periods.items()
-            if abs(now // seconds - number) < PERIODS_KEPT.get(seconds, 0)
-        }
-
-    def __bool__(self) -> bool:
-        return bool(self.periods)
-
-
 class Counters:
     """Counts, times and histograms by name, safe to raise from many threads.
 
-    What is counted with the key of a namespace is also collected for the location: see `Ledger`.
+    What is counted with the key of a namespace is also collected for the location.
+
+    Attributes
+    ----------
+    collected
+        The names that are: `OF_PROMPTS` and `OF_PAGES`, or fewer.
     """
 
     def __init__(self) -> None:
-        self._ledger = Ledger()
-        self._purpose = Purpose.SERVING
+        self.collected = OF_PROMPTS | OF_PAGES
+        self._kept: Kept = Counter()
         self._counts: Counter[str] = Counter()
         # how many pages were dropped, for any reason
         self.n_dropped = 0
@@ -270,7 +175,7 @@ class Counters:
         What the parent has collected for the location, the parent writes.
         """
         copied = Counters()
-        copied._purpose = self._purpose
+        copied.collected = self.collected
         copied._counts |= self._counts
         copied._seconds |= self._seconds
         copied._gained |= self._gained
@@ -286,51 +191,36 @@ class Counters:
             self._counts[name] += by
             self.n_dropped += by * name.startswith("dropped:")
             if namespace is not None:
-                self._ledger.count(name, by, namespace, self._purpose)
+                self._keep(name, by, namespace)
 
-    def asked(self, namespace: bytes | None, n_tokens: int, n_restored: int, source: str) -> None:
-        """Note that a prompt of so many tokens was looked up; for `source`, see `Request`."""
-        with self._lock:
-            self._counts["prompt_tokens"] += n_tokens
-            if namespace is None:
-                return
-            self._ledger.count("prompt_tokens", n_tokens, namespace, self._purpose)
-            at = round(time.time(), 3)
-            one = Request(at, short(namespace), self._purpose.value, source, n_tokens, n_restored)
-            self._ledger.requests = [*self._ledger.requests[-REQUESTS_KEPT + 1 :], one]
+    def _keep(self, name: str, by: int, namespace: bytes) -> None:
+        """Collect a count for the location, if it is one that is kept."""
+        group, _, reason = name.partition(":")
+        if group == "miss" and reason not in PASSED:
+            name = "misses"
+        if by and name in self.collected:
+            whose = short(namespace) if len(self._kept) < MOST_WAITING else OTHERS
+            self._kept[int(time.time() // DAY), whose, name] += by
 
     @contextmanager
-    def counting(self, purpose: Purpose) -> Iterator[None]:
-        """In this block, counts are kept in the location under this purpose."""
-        before, self._purpose = self._purpose, purpose
+    def not_serving(self) -> Iterator[None]:
+        """In this block, prompts are those of a job or a check: they are not kept in the location."""
+        before, self.collected = self.collected, self.collected - OF_PROMPTS
         try:
             yield
         finally:
-            self._purpose = before
+            self.collected = before
 
-    @property
-    def has_unwritten(self) -> bool:
-        """Whether something was counted that is not in the location yet."""
-        return bool(self._ledger)
-
-    def unwritten(self) -> Ledger:
-        """A copy of what was counted and is not in the location yet."""
-        copied = Ledger()
+    def unwritten(self) -> Kept:
+        """What was counted for the location, and is not there yet."""
         with self._lock:
-            copied.add(self._ledger)
-        return copied
+            return self._kept.copy()
 
-    def take(self) -> Ledger:
-        """What was counted since the last call, to be written into the location."""
+    def written(self, kept: Kept) -> None:
+        """Note that this is in the location now."""
         with self._lock:
-            taken, self._ledger = self._ledger, Ledger()
-        return taken
-
-    def give_back(self, taken: Ledger) -> None:
-        """What `take` returned was not written."""
-        with self._lock:
-            taken.add(self._ledger)
-            self._ledger = taken
+            self._kept.subtract(kept)
+            self._kept = Counter({row: n for row, n in self._kept.items() if n})
 
     def time(self, name: str, seconds: float, *, namespace: bytes | None = None) -> None:
         """Add to a time, and to the histogram of this name, if there is one.
@@ -339,7 +229,7 @@ class Counters:
         """
         with self._lock:
             if namespace is not None:
-                self._ledger.count(f"{name}_microseconds", round(seconds * 1e6), namespace, self._purpose)
+                self._keep(f"{name}_microseconds", round(seconds * 1e6), namespace)
             self._seconds[name] += seconds
             if seconds > 0:
                 self._gained[name] += seconds

@@ -1,78 +1,37 @@
-"""`PrefixStore`, the public class: an engine, and the hook that connects it to a ``Llama``."""
+"""`PrefixStore`, the public class: a location that Llamas use as their cache, and what to ask of it with a prompt."""
 
 from __future__ import annotations
 
 import logging
 import os
-import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from datetime import timedelta
-from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from prefixstore.backends.keys import Key
-from prefixstore.backends.threads import close_soon
-from prefixstore.engine.budget import Evicted
-from prefixstore.engine.engine import Engine
-from prefixstore.engine.index import Path
-from prefixstore.engine.invariants import Violation
 from prefixstore.engine.miss import bypassing
-from prefixstore.engine.queue import Drained
-from prefixstore.errors import (
-    ClosedError,
-    InvalidParameterError,
-    MisuseError,
-    NotAttachedError,
-    StorageError,
-)
-from prefixstore.format.figures import History
+from prefixstore.errors import InvalidParameterError, NotAttachedError
 from prefixstore.format.keys import Tokens, TokenSequence, as_tokens
-from prefixstore.format.namespace import Namespace
-from prefixstore.llama.hooks import Hooks
-from prefixstore.opening import Locations, open_engine
+from prefixstore.llama.cache import LlamaCache
+from prefixstore.opening import Locations
 from prefixstore.parameters import Parameters
-from prefixstore.results import LastPrompt, PromptMeter, Stats
-from prefixstore.stats import Kind
-from prefixstore.units import parse_bytes, parse_seconds, parse_target, shown
+from prefixstore.results import Match
+from prefixstore.units import shown
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
-    from llama_cpp.llama import LlamaState
-    from typing_extensions import Self
 
     from prefixstore.diagnosis.explanation import Explanation
-    from prefixstore.llama.hook import Hook
-    from prefixstore.sessions.sessions import Sessions
     from prefixstore.traces.recorder import Recorder
     from prefixstore.warming.prompts import PromptLike
 
-__all__ = ["Match", "PrefixStore"]
+__all__ = ["PrefixStore"]
 
 log = logging.getLogger("prefixstore")
 
 
-@dataclass(frozen=True)
-class Match:
-    """What is stored of a prompt.
-
-    Attributes
-    ----------
-    n_tokens
-        Length of the longest stored prefix, in tokens.
-    pages
-        Keys of the pages that hold it, in order; the last one may reach beyond the prefix.
-    bytes
-        Size of these pages as stored.
-    """
-
-    n_tokens: int
-    pages: tuple[str, ...]
-    bytes: int
-
-
-class PrefixStore:
+class PrefixStore(LlamaCache):
     """A persistent prefix cache for llama-cpp-python.
 
     Parameters
@@ -202,17 +161,7 @@ class PrefixStore:
                 f"location is a {type(location).__name__}; the location comes first: "
                 'PrefixStore("kv", llm), or PrefixStore(None, llm) for the default one'
             )
-        self._parameters = parameters = Parameters.parse(**given)
-        # what becomes of the last prompt, and of the last one of each Llama
-        self._last = PromptMeter()
-        self._last_of: weakref.WeakKeyDictionary[Llama, PromptMeter] = weakref.WeakKeyDictionary()
-        self._sessions: weakref.WeakKeyDictionary[Hook, weakref.ref[Sessions]] = weakref.WeakKeyDictionary()
-        self._warned_closed = False
-        self._engine = open_engine(location, parameters)
-        self._hooks = Hooks(self._engine, parameters)
-        self.location = self._engine.location
-        # at the end of the process, or on garbage collection: what was captured is written
-        self._finalizer = weakref.finalize(self, _finalize, weakref.ref(self), self._engine)
+        super().__init__(location, Parameters.parse(**given))
         self._trace_as_told()
         try:
             if llm is not None:
@@ -223,115 +172,6 @@ class PrefixStore:
 
     def __repr__(self) -> str:
         return f"PrefixStore({self.location!r}, kind={self.kind.value!r})"
-
-    def __reduce__(self) -> NoReturn:
-        # also what `copy` calls
-        raise MisuseError(
-            f"a store cannot be pickled or copied: it holds threads and an open location; pass the location on, and "
-            f"open it there: PrefixStore({self.location!r})"
-        )
-
-    # -- lifetime -----------------------------------------------------------------------------------------------------
-
-    def attach(self, llm: Llama) -> None:
-        """Attach the store to a ``Llama``: its pages are captured as it evaluates tokens.
-
-        A completion of a ``Llama`` whose cache is this store attaches it by itself. If another thread is still in a
-        call of an earlier session of this ``Llama``, this waits for its end.
-
-        Raises
-        ------
-        MisuseError
-            If this store, or another one, is attached to this ``Llama`` already.
-        """
-        self._alive()
-        self._hooks.attach(llm, self)
-
-    def detach(self, llm: Llama | None = None) -> None:
-        """Restore the own methods of a ``Llama``, by default of all, and remove this store as its cache.
-
-        Does nothing to one that is not attached.
-        """
-        for hook in self._hooks.all:
-            if llm is not None and hook.context.llm_or_none is not llm:
-                continue
-            sessions = self._sessions_of(hook)
-            with sessions.queue.unless_in_use() if sessions is not None else nullcontext(True) as is_free:
-                self._hooks.detach(hook, self, settles=is_free)
-
-    def _sessions_of(self, hook: Hook) -> Sessions | None:
-        found = self._sessions.get(hook)
-        return found() if found is not None else None
-
-    def close(self) -> None:
-        """Detach, write queued pages, make them durable, and release the location. A second call does nothing.
-
-        Raises
-        ------
-        StorageError
-            If something cannot be written, or made durable. The store is closed all the same.
-        """
-        self.detach()
-        self._finalizer()
-
-    def __enter__(self) -> Self:
-        self._alive()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _alive(self) -> None:
-        if not self._finalizer.alive:
-            raise ClosedError("the store is closed; open a new PrefixStore")
-
-    def hook_of(self, llm: Llama | None) -> Hook:
-        """For jobs: the hook of a Llama, or one for this call if it is not attached; without a Llama, that of `llm`."""
-        self._alive()
-        return self._hooks.of(llm)
-
-    def sessions(self, llm: Llama | None = None, *, max_sessions: int = 64) -> Sessions:
-        """Many conversations on an attached ``Llama``, one at a time; see `Sessions.admit`.
-
-        Parameters
-        ----------
-        llm
-            The attached ``Llama``; by default the only one, or of several the one that was used last.
-        max_sessions
-            How many are kept: above that, the least recently used ones are evicted.
-
-        Returns
-        -------
-        Sessions
-            The same one at each call, as long as it is in use.
-
-        Raises
-        ------
-        NotAttachedError
-            If no Llama is attached.
-        ContextError
-            If states of this context cannot be stored.
-        MisuseError
-            If they exist with a different `max_sessions`.
-        """
-        from prefixstore.sessions.sessions import Sessions  # noqa: PLC0415 - imported where it is used
-
-        self._alive()
-        hook = self._hooks.current if llm is None else self._hooks.find(llm)
-        if hook is None:
-            raise NotAttachedError("sessions need an attached Llama; call attach(llm) first")
-        found = self._sessions_of(hook)
-        if found is None or not found.is_usable:
-            found = Sessions(self, hook, self._engine, max_sessions)
-            # they keep the store, not the other way round
-            self._sessions[hook] = weakref.ref(found)
-        elif found.max_sessions != max_sessions:
-            raise MisuseError(
-                f"the sessions of this store have max_sessions={found.max_sessions}; pass the same, or drop them first"
-            )
-        return found
 
     def trace(
         self,
@@ -403,63 +243,6 @@ class PrefixStore:
 
     # -- looking up, restoring, capturing -----------------------------------------------------------------------------
 
-    @property
-    def kind(self) -> Kind:
-        """What is stored of the context of `llm`, or why nothing is."""
-        hook = self._hooks.current
-        return hook.kind if hook is not None else Kind.UNBOUND
-
-    @property
-    def llm(self) -> Llama | None:
-        """The attached Llama; of several, the one that was attached or used last.
-
-        `kind`, `namespace` and `page_tokens` are those of this one, and methods that take a Llama take it by default.
-        """
-        hook = self._hooks.current
-        return hook.context.llm_or_none if hook is not None else None
-
-    def is_attached(self, llm: Llama) -> bool:
-        """Whether the store is attached to this Llama."""
-        return self._hooks.find(llm) is not None
-
-    @property
-    def engine(self) -> Engine:
-        """The engine, for jobs that iterate over pages or leave notes for each other."""
-        self._alive()
-        return self._engine
-
-    @property
-    def parameters(self) -> Parameters:
-        """The validated parameters, for code that works on the engine itself."""
-        return self._parameters
-
-    @property
-    def read_only(self) -> bool:
-        """Whether the store never writes."""
-        return self._parameters.read_only
-
-    @property
-    def min_tokens(self) -> int:
-        """Shorter prompts are neither stored nor restored."""
-        return self._parameters.min_tokens
-
-    @property
-    def page_tokens(self) -> int:
-        """Tokens per page; fewer than the parameter if the model has a shorter sliding window."""
-        hook = self._hooks.current
-        return hook.page_tokens if hook is not None else self._parameters.page_tokens
-
-    @property
-    def namespace(self) -> Namespace:
-        """The namespace of `llm`.
-
-        Raises
-        ------
-        NotAttachedError
-            If no Llama is attached.
-        """
-        return self.hook_of(None).context.namespace
-
     def match(self, tokens: TokenSequence, llm: Llama | None = None) -> Match:
         """The longest stored prefix of `tokens`. Changes nothing, neither in the store nor in the context.
 
@@ -473,11 +256,6 @@ class PrefixStore:
         path = self.path(tokens, llm)
         pages = tuple(page.key.hex() for page in path.pages)
         return Match(path.n_tokens, pages, sum(page.stored_bytes or page.raw_bytes for page in path.pages))
-
-    def path(self, tokens: TokenSequence, llm: Llama | None = None) -> Path:
-        """As `match`, with the pages themselves, for jobs."""
-        wanted = as_tokens(tokens)
-        return self.hook_of(llm).strategy.path(wanted, len(wanted))
 
     def explain(self, prompt: PromptLike, llm: Llama | None = None, *, generation_prompt: bool = True) -> Explanation:
         """Explain what is stored of a prompt, and why not more. Changes nothing.
@@ -564,65 +342,6 @@ class PrefixStore:
         self._engine.drain()
         return self._engine.upkeep.pin(hook.context.namespace.key, wanted, hook.page_tokens, pinned=pinned)
 
-    def flush(self) -> None:
-        """Return when everything captured so far is durable.
-
-        Raises
-        ------
-        StorageError
-            If the location fails, or writes nothing for half a minute.
-        """
-        self._alive()
-        self._engine.flush()
-
-    def drain(
-        self,
-        limit: int | None = None,
-        *,
-        max_bytes: int | str | None = None,
-        seconds: float | str | timedelta | None = None,
-    ) -> Drained:
-        """Wait until captured pages are written, or some of them; written pages may not be durable yet (see `flush`).
-
-        The background thread writes up to 64 MiB of waiting pages in one transaction. So when a limit is reached,
-        more pages than the limit may have been written.
-
-        Parameters
-        ----------
-        limit
-            Return as soon as so many pages and snapshots were written, or dropped, since this call.
-        max_bytes
-            The same for bytes of states: bytes, or text such as ``"64MiB"``.
-        seconds
-            Return after this time at the latest: seconds, a `timedelta`, or text such as ``"2s"``.
-
-        Returns
-        -------
-        Drained
-            ``pages`` and ``bytes`` that were written or dropped meanwhile, and how many are ``left``.
-
-        Raises
-        ------
-        InvalidParameterError
-            If a limit is not valid.
-        UnavailableError
-            If nothing can be written to the location for half a minute.
-        """
-        self._alive()
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
-            raise InvalidParameterError(f"limit={shown(limit)} must be a number of pages, 0 or more")
-        return self._engine.drain(
-            limit,
-            None if max_bytes is None else parse_bytes(max_bytes, "max_bytes"),
-            None if seconds is None else parse_seconds(seconds, "seconds"),
-        )
-
-    def check(self) -> list[Violation]:
-        """Verify every invariant and every checksum of the location; the violations found."""
-        self._alive()
-        self._engine.drain()
-        return self._engine.upkeep.check()
-
     def clear(self, *, everything: bool = False) -> int:
         """Delete the pages in the namespaces of all attached Llamas, pinned ones too; how many were deleted.
 
@@ -649,45 +368,6 @@ class PrefixStore:
         if everything:
             return self._engine.upkeep.clear(None)
         return sum(self._engine.upkeep.clear(key) for key in {hook.context.namespace.key for hook in hooks})
-
-    def evict(self, to: float | str, *, dry_run: bool = False) -> Evicted:
-        """Evict pages until the location holds no more than `to`, in the order of the store's policy.
-
-        Only leaves are evicted, as always: pages on which no other page depends. Pinned pages and their ancestors stay,
-        and so do pages that are being written, or that another process has used meanwhile. Queued pages are written
-        first.
-
-        Parameters
-        ----------
-        to
-            A share of `max_bytes` (a float from 0.0 to 1.0, or ``"80%"``), or a size (an int, or ``"5GiB"``).
-        dry_run
-            Only report what would be evicted. The eviction runs in one transaction that is rolled back;
-            other writers wait meanwhile.
-
-        Returns
-        -------
-        Evicted
-            The ``pages`` and ``bytes``, the ``policy`` that chose them, and what is left.
-
-        Raises
-        ------
-        InvalidParameterError
-            If `to` is not valid.
-        MisuseError
-            If the store is open with ``read_only=True``.
-        StorageError
-            If the location fails. Pages evicted until then stay evicted.
-        """
-        self._alive()
-        self._writable("evict")
-        target = parse_target(to, self._parameters.budget.max_bytes, "to")
-        self._engine.drain()
-        return self._engine.upkeep.evict(target, dry_run=dry_run)
-
-    def _writable(self, name: str) -> None:
-        if self._parameters.read_only:
-            raise MisuseError(f"{name}() writes, and the store is open with read_only=True")
 
     def bypass(self) -> AbstractContextManager[None]:
         """Let requests in the block bypass the store: they are neither looked up nor captured.
@@ -744,193 +424,3 @@ class PrefixStore:
         others = [prefix for prefix in prefixes if not isinstance(prefix, int)]
         texts = [tokens_of(self.hook_of(llm).llm, prefix, generation_prompt=False) for prefix in others]
         return asking_for([*lengths, *texts])
-
-    @property
-    def last(self) -> LastPrompt | None:
-        """How the last prompt was served, by any ``Llama``; None before the first one.
-
-        While the prompt is evaluated, it shows the progress. With several threads, use `last_of` to get the one of a
-        given ``Llama``.
-        """
-        return self._last.record()
-
-    def last_of(self, llm: Llama) -> LastPrompt | None:
-        """As `last`, for the last prompt of this ``Llama``."""
-        meter = self._last_of.get(llm)
-        return meter.record() if meter is not None else None
-
-    def stats(self) -> Stats:
-        """What the store has done since it was opened, and what its location holds now."""
-        self._alive()
-        count = self._engine.counters
-        try:
-            used, stored, raw = self._engine.upkeep.used()
-        except StorageError:
-            # a failing location is when the counters are needed
-            used, stored, raw = self._engine.upkeep.last_used()
-        pending = self._engine.captures.pending
-        return Stats(
-            hits=count["hits"],
-            live_hits=count["live_hits"],
-            misses=count.group("miss"),
-            unreadable=count.group("unreadable"),
-            prompt_tokens=count["prompt_tokens"],
-            tokens_restored=count["tokens_restored"],
-            tokens_computed=count["tokens_computed"],
-            pages_captured=count["pages_captured"],
-            snapshots_captured=count["snapshots_captured"],
-            dropped=count.group("dropped"),
-            shortage=self._engine.captures.shortage,
-            outdated=count.group("outdated"),
-            evictions=count["evictions"],
-            expired=count["expired"],
-            corrupt=count["corrupt"],
-            packed=count["packed"],
-            restore_seconds=count.seconds("restore"),
-            capture_seconds=count.seconds("capture"),
-            lost_seconds=count.seconds("lost"),
-            outages=count["outages"],
-            seconds_saved=count.seconds("saved"),
-            entries=used.entries,
-            bytes_used=used.bytes,
-            bytes_stored=stored,
-            bytes_raw=raw,
-            bytes_in_ram=self._engine.ram_bytes,
-            queued_bytes=self._engine.queued_bytes,
-            pending_pages=pending[0],
-            pending_snapshots=pending[1],
-            capacity_bytes=self._parameters.budget.max_bytes,
-            capacity_entries=self._parameters.budget.max_entries,
-            peak_bytes=self._engine.upkeep.peak_bytes,
-            allocations=count["allocations"],
-            frees=count["frees"],
-            kind=self.kind,
-            sessions=self._engine.session_counts(),
-            late=self._engine.late,
-            tiers=self._engine.tiers(),
-        )
-
-    def history(self) -> History:
-        """How the location was used, by all its processes: by hour for a week, and by day for a year.
-
-        Kept by namespace (with its model and tenant) and by purpose: serving, warming, maintenance. Figures that this
-        process has not written yet are included.
-
-        Raises
-        ------
-        StorageError
-            If the location fails.
-
-        Examples
-        --------
-        >>> history = store.history()  # doctest: +SKIP
-        >>> history.total(3600).hit_rate, history.total().seconds_saved  # doctest: +SKIP
-        """
-        self._alive()
-        return self._engine.keeper.read()
-
-    def metrics(self) -> str:
-        """What `stats` says, with histograms, as a text for Prometheus: see docs/metrics.md.
-
-        While the location fails, the sizes are the last known ones.
-
-        Raises
-        ------
-        MissingExtraError
-            If prometheus_client is not installed.
-        """
-        self._alive()
-        from prefixstore.metrics import store_text  # noqa: PLC0415 - the extra "server"
-
-        return store_text(self._engine)
-
-    # -- as llama-cpp-python calls a cache ----------------------------------------------------------------------------
-
-    @property
-    def capacity_bytes(self) -> int:
-        """The budget, in bytes."""
-        return self._parameters.budget.max_bytes
-
-    @property
-    def cache_size(self) -> int:
-        """What the location holds, in bytes, index included."""
-        self._alive()
-        return self._engine.upkeep.used()[0].bytes
-
-    def __len__(self) -> int:
-        """How many pages the location holds."""
-        self._alive()
-        return self._engine.upkeep.used()[0].entries
-
-    def __bool__(self) -> bool:
-        # llama-cpp-python asks `if self.cache:` and means `is not None`; an empty store is no missing one
-        return True
-
-    def __contains__(self, tokens: TokenSequence) -> bool:
-        return self.match(tokens).n_tokens > 0
-
-    def __getitem__(self, tokens: TokenSequence) -> LlamaState:
-        llm, state = self._asking(), None
-        if llm is not None and self._is_closed("miss:closed"):
-            raise KeyError("the store is closed")
-        hook = self.hook_of(None) if llm is None else self._hooks.asking(llm, self)
-        if hook is not None:
-            wanted = as_tokens(tokens)
-            try:
-                state = hook.lookup(wanted)
-            finally:
-                self._note(hook)
-        if state is None:
-            raise KeyError("no prefix of this prompt is stored")
-        return state
-
-    def __setitem__(self, tokens: TokenSequence, state: LlamaState) -> None:
-        llm = self._asking()
-        if llm is None:
-            self._alive()
-            hooks = self._hooks.attached
-            if not hooks:
-                raise NotAttachedError("no Llama is attached whose states could be stored; call attach(llm) first")
-            from prefixstore.llama.llama_state import store_state  # noqa: PLC0415 - the extra "llama"
-
-            store_state(hooks, state)
-        elif not self._is_closed("dropped:closed"):
-            # the key does not say what the context holds: the key includes sampled tokens that were never evaluated
-            hook = self._hooks.find(llm)
-            if hook is not None:
-                hook.completed()
-
-    @staticmethod
-    def _asking() -> Llama | None:
-        """The Llama whose completion asks, if one does."""
-        try:
-            from prefixstore.llama.binding import running_completion  # noqa: PLC0415 - the extra "llama"
-        except ImportError:
-            return None
-        return running_completion().get("self")
-
-    def _note(self, hook: Hook) -> None:
-        """A prompt was looked up."""
-        meter, llm = hook.context.prompt, hook.context.llm_or_none
-        if meter.n_tokens is not None:
-            self._last = meter
-            if llm is not None:
-                self._last_of[llm] = meter
-
-    def _is_closed(self, count: str) -> bool:
-        """Whether a completion uses the store after it was closed, which is counted, and logged once."""
-        if self._finalizer.alive:
-            return False
-        self._engine.counters.count(count)
-        if not self._warned_closed:
-            self._warned_closed = True
-            log.warning("a completion uses a closed store; call llm.set_cache(None), or open a new store")
-        return True
-
-
-def _finalize(store: weakref.ref[PrefixStore], engine: Engine) -> None:
-    """Close the engine of a store: immediately if it is closed or the process ends; otherwise it is being collected."""
-    if store() is not None:
-        engine.close()
-    else:
-        close_soon(engine)

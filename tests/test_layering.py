@@ -41,7 +41,8 @@ NEEDS = {
 }
 # what is imported inside the functions that need it, or for type checkers
 LAZY = {
-    "store": {"llama_cpp", "typing_extensions"},
+    "opening": {"typing_extensions"},
+    "store": {"llama_cpp"},
     "sessions": {"llama_cpp", "typing_extensions"},
     "config": {"llama_cpp"},
     "metrics": {"prometheus_client"},  # the extra "server"

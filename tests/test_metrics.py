@@ -527,7 +527,7 @@ def everything():
         for reason in ("lora", "version"):
             requests.passed("/completion", reason)
         text = text_of(registry)
-    location = location_text(Used(1, 1), [holding("model", "label", 1)], 1, History(0.0))
+    location = location_text(Used(1, 1), [holding("model", "label", 1)], 1, History())
     families = re.split(r"(?=^# HELP )", location, flags=re.MULTILINE)
     only = [family for family in families if re.search("prefixstore_(model|kept)_", family)]
     return text + "".join(only)

@@ -6,21 +6,18 @@ import builtins
 import copy
 import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
-import prefixstore
 from prefixstore import (
     ClosedError,
     InvalidParameterError,
     LocationError,
     MissingExtraError,
     MisuseError,
-    NotAttachedError,
     PrefixStore,
     PrefixStoreError,
 )
@@ -121,13 +118,6 @@ def test_a_store_is_not_copied_and_not_sent_to_another_process(tmp_path, duplica
         duplicate(store)
 
 
-def test_without_a_llama_there_is_nothing_to_restore_into(tmp_path):
-    with PrefixStore(tmp_path, namespace="n") as store:
-        for use in (store.capture, lambda: store.restore([1, 2])):
-            with pytest.raises(NotAttachedError, match="attach"):
-                use()
-
-
 def test_a_missing_package_names_its_extra(monkeypatch, llama):
     llm = llama()
     real = builtins.__import__
@@ -152,23 +142,6 @@ def test_a_model_is_not_written_without_the_packages_and_one_message_says_so(mon
         models.write_model(tmp_path / "m.gguf", models.TINY["llama"])
     assert caught.value.__suppress_context__
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_default_location_is_lmdb_in_the_users_cache_directory(llama):
-    with PrefixStore(namespace="n") as store:
-        assert store.location == f"lmdb://{os.environ['XDG_CACHE_HOME']}/prefixstore/kv"
-
-
-def test_importing_prefixstore_imports_no_llama(tmp_path):
-    script = "import prefixstore, sys; print('llama_cpp' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        check=True,
-        capture_output=True,
-        text=True,
-        cwd=Path(prefixstore.__file__).parents[1],
-    )
-    assert done.stdout == "False\n"
 
 
 def test_every_error_is_in_the_documented_tree():

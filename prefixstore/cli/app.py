@@ -135,7 +135,8 @@ app = typer.Typer(
     "valkey://host/0 or s3://bucket/prefix; without it, PREFIXSTORE_LOCATION, then the file of --config, then the "
     "user's cache directory. PREFIXSTORE_KEY=file:PATH has the keys of an encrypted one (see key).\n\n"
     "Exit codes: 0 done; 1 the command ran, but found a problem or left something out (see its --help); "
-    "2 wrong usage; 3 the store, or the server, cannot be used; 130 and 143 interrupted.",
+    "2 wrong usage, or a file that cannot be read or written; 3 the store, or the server, cannot be used; "
+    "130 and 143 interrupted.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

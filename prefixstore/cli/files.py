@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from prefixstore.backends.files import sync_path
-from prefixstore.errors import InvalidParameterError, LocationError
+from prefixstore.errors import InvalidParameterError
 from prefixstore.units import format_bytes
 
 __all__ = ["STANDARD", "chat_in", "reading", "text_in", "writing"]
@@ -24,21 +24,21 @@ MAX_PROMPT = 64 << 20
 
 @contextmanager
 def reading(path: str) -> Iterator[BinaryIO]:
-    """An open file; stdin for ``-``. Raises `LocationError`."""
+    """An open file; stdin for ``-``. Raises `InvalidParameterError`."""
     if path == STANDARD:
         yield sys.stdin.buffer
         return
     try:
         opened = Path(path).open("rb")  # noqa: SIM115 - closed below; an OSError in the block does not come from the file
     except OSError as error:
-        raise LocationError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise InvalidParameterError(f"{path} cannot be read: {error.strerror or error}") from error
     with opened:
         yield opened
 
 
 @contextmanager
 def writing(path: str, *, mode: int = 0o600, replace: bool = True) -> Iterator[BinaryIO]:
-    """A file that gets its name when it is complete, or stdout for ``-``. Raises `LocationError`.
+    """A file that gets its name when it is complete, or stdout for ``-``. Raises `InvalidParameterError`.
 
     By default only its owner can read it, since most of them contain prompts. Without `replace`, a file that has
     appeared in the meantime is left as it is.
@@ -51,7 +51,7 @@ def writing(path: str, *, mode: int = 0o600, replace: bool = True) -> Iterator[B
     try:
         if target.exists() and not target.is_file():
             # a device would be replaced, and a pipe waited for
-            raise LocationError(f"{path} exists and is not a file; choose another name")
+            raise InvalidParameterError(f"{path} exists and is not a file; choose another name")
         # a new name: an existing file may be a link, or readable by others
         new = target.with_name(f".{target.name}.{secrets.token_hex(6)}.part") if replace else target
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:  # noqa: PTH123 - it is open
@@ -63,7 +63,9 @@ def writing(path: str, *, mode: int = 0o600, replace: bool = True) -> Iterator[B
         part = None
         sync_path(target.absolute().parent)
     except OSError as error:
-        raise LocationError(f"{path} cannot be written: {error.strerror or error}; choose another name") from error
+        raise InvalidParameterError(
+            f"{path} cannot be written: {error.strerror or error}; choose another name"
+        ) from error
     finally:
         if part is not None:
             part.unlink(missing_ok=True)
@@ -78,8 +80,6 @@ def text_in(path: Path) -> str:
             raise InvalidParameterError(f"{path} is longer than {format_bytes(MAX_PROMPT)}")
         # without a BOM, as in a warming job
         return raw.decode("utf-8-sig")
-    except LocationError as error:
-        raise InvalidParameterError(str(error)) from None
     except OSError as error:
         raise InvalidParameterError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:

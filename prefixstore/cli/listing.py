@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,14 @@ from prefixstore.cli.model import text_of_tokens
 from prefixstore.cli.output import DONE, FAILED, Form, ago, iso, rows_of, say, table, tell, visible_lines
 from prefixstore.engine.index import Page
 from prefixstore.errors import InvalidParameterError
-from prefixstore.format.figures import Described, History
+from prefixstore.format.figures import DIGITS
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.holdings import Holding
-from prefixstore.models.file import model_names, setting_text
+from prefixstore.models.file import model_title, setting_text
 from prefixstore.report.labels import Words, visible
 from prefixstore.units import counted, format_bytes, format_seconds
 
-__all__ = ["SHORT", "chosen_namespaces", "described_of", "ls", "page_facts", "show", "text_of_pages"]
+__all__ = ["SHORT", "chosen_namespaces", "ls", "page_facts", "show", "text_of_pages"]
 
 SHORT = 12  # digits shown of a key
 ORDERS = {
@@ -29,18 +30,7 @@ ORDERS = {
     "tokens": lambda one: -one.tokens,
     "stored": lambda one: -one.stored_bytes,
     "uses": lambda one: -one.hits,
-    "hits": lambda one: -one.hits,  # as it was called
 }
-
-
-def described_of(history: History, holding: Holding) -> Described:
-    """What the namespace of a holding is: as the figures describe it, or else by its settings."""
-    name = holding.key.hex()[:16]
-    if name in history.described:
-        return history.described[name]
-    if holding.namespace is None:
-        return Described(name)
-    return Described.of(holding.namespace, model_names({}, holding.namespace.settings))
 
 
 def holdings_of(archive: Archive, namespace: str | None, salt: str | None) -> list[Holding]:
@@ -77,10 +67,10 @@ def ls(
     if sort not in ORDERS:
         raise InvalidParameterError(f"--sort {sort} is unknown; choose used, pages, tokens, stored or uses")
     with Archive(location, read_only=True) as archive:
-        where, history = archive.location, archive.history()
+        where, names = archive.location, archive.history().models
         holdings = holdings_of(archive, namespace, salt)
     shown = sorted(holdings, key=ORDERS[sort])[:limit]
-    facts = [_facts(one, history) for one in shown]
+    facts = [_facts(one, names) for one in shown]
 
     def show() -> None:
         if form is not Form.TEXT:
@@ -92,9 +82,9 @@ def ls(
         rows = [
             [
                 one.key.hex()[:SHORT],
-                visible(_model(described_of(history, one))),
-                visible(str(_settings(one).get("label") or "")),
-                visible(str(_settings(one).get("salt") or "")),
+                visible(model_title(one.settings, names)),
+                visible(str(one.settings.get("label") or "")),
+                visible(str(one.settings.get("salt") or "")),
                 visible(differ[one.key]),
                 f"{one.pages:,}",
                 f"{one.tokens:,}",
@@ -112,41 +102,32 @@ def ls(
     return Result(facts, show)
 
 
-def _model(one: Described) -> str:
-    """The model by its name, if that is known, or else the first digits of the digest of its file."""
-    return one.title if one.name else one.model or ""
-
-
-def _settings(holding: Holding) -> dict[str, object]:
-    return dict(holding.namespace.settings) if holding.namespace is not None else {}
-
-
 def _differences(holdings: list[Holding]) -> dict[bytes, str]:
     """The settings in which namespaces of one model differ, as text, by the key of each; not what has a column."""
     of_model: dict[object, list[Holding]] = {}
     for one in holdings:
-        of_model.setdefault(_settings(one).get("model"), []).append(one)
+        of_model.setdefault(one.settings.get("model"), []).append(one)
     found = {}
     for same in of_model.values():
-        names = {name for one in same for name in _settings(one)} - {"label", "salt"}
-        differ = sorted(name for name in names if len({repr(_settings(one).get(name)) for one in same}) > 1)
+        names = {name for one in same for name in one.settings} - {"label", "salt"}
+        differ = sorted(name for name in names if len({repr(one.settings.get(name)) for one in same}) > 1)
         for one in same:
-            values = [(name, _settings(one).get(name)) for name in differ]
+            values = [(name, one.settings.get(name)) for name in differ]
             texts = (f"{name} {setting_text(name, value)[:SHORT]}" for name, value in values)
             found[one.key] = ", ".join(texts)
     return found
 
 
-def _facts(holding: Holding, history: History) -> dict[str, object]:
+def _facts(holding: Holding, names: Mapping[str, str]) -> dict[str, object]:
     return {
         "namespace": holding.key.hex(),
-        "model_name": described_of(history, holding).name,
-        "settings": _settings(holding) if holding.namespace is not None else None,
+        "model_name": names.get(str(holding.settings.get("model"))[:DIGITS]),
+        "settings": dict(holding.settings) if holding.namespace is not None else None,
         "pages": holding.pages,
         "tokens": holding.tokens,
         "stored_bytes": holding.stored_bytes,
         "raw_bytes": holding.raw_bytes,
-        "hits": holding.hits,
+        "page_uses": holding.hits,
         "pinned_pages": holding.pinned,
         "created": iso(holding.created),
         "last_used": iso(holding.last_used),
@@ -173,30 +154,30 @@ def show(location: str, digits: str, *, model: Path | None = None, tokenizer: Pa
         page = archive.find(digits)
         damage = archive.damage(page)
         path = archive.path(page)
-        namespace = next((one for one in archive.holdings() if one.key == page.namespace), None)
-        about = described_of(archive.history(), namespace) if namespace is not None else Described("")
+        settings = next((one.settings for one in archive.holdings() if one.key == page.namespace), {})
+        model_called = model_title(settings, archive.history().models)
+        named = {"model": model_called, "tenant": settings.get("salt"), "label": settings.get("label")}
         more = {"path": [one.key.hex() for one in path], "children": [one.key.hex() for one in page.children]}
         return Result(
             page_facts(page, words) | more | {"damage": damage},
-            {"location": archive.location} | _in_words(page, path, about, damage, words),
+            {"location": archive.location} | _in_words(page, path, named, damage, words),
             FAILED if damage else DONE,
         )
 
 
 def _in_words(
-    page: Page, path: list[Page], about: Described, damage: str | None, words: Words | None
+    page: Page, path: list[Page], named: Mapping[str, object], damage: str | None, words: Words | None
 ) -> dict[str, object]:
     packed = page.stored_bytes / page.raw_bytes if page.raw_bytes else 1.0
     size = format_bytes(page.stored_bytes)
     n_after = len(page.children)
-    named = {"model": _model(about), "tenant": about.tenant, "label": about.label}
     facts: dict[str, object] = {
         "page": page.key.hex(),
         "position": f"tokens {page.start + 1:,} to {page.end:,} of its sequence, page {len(path)} of its path",
         "follows": path[-2].key.hex()[:SHORT] if len(path) > 1 else "nothing: a sequence begins here",
         "followed by": counted(n_after, "page") if n_after else "nothing: a sequence ends here",
         "namespace": page.namespace.hex()[:SHORT],
-        **{name: visible(value) for name, value in named.items() if value},
+        **{name: visible(str(value)) for name, value in named.items() if value},
         "size": size if packed == 1.0 else f"{size}, packed from {format_bytes(page.raw_bytes)}",
         **({"computed in": format_seconds(page.compute_us / 1e6)} if page.compute_us else {}),
         "restored": counted(page.hits, "time") if page.hits else "never",
@@ -236,7 +217,7 @@ def page_facts(page: Page, words: Words | None) -> dict[str, object]:
         "stored_bytes": page.stored_bytes,
         "raw_bytes": page.raw_bytes,
         "compute_us": page.compute_us,
-        "hits": page.hits,
+        "page_uses": page.hits,
         "pinned": page.pinned,
         "priority": page.priority,
         "created": iso(page.created),

@@ -219,28 +219,20 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         fields({column.rstrip(">"): value for column, value in zip(columns, row, strict=True) if value})
 
 
-def grid(
-    rows: Sequence[Sequence[str]], columns: int, header: Sequence[str] = (), *, keeps_all: bool = False
-) -> list[str]:
+def grid(rows: Sequence[Sequence[str]], columns: int, header: Sequence[str]) -> list[str]:
     """The lines of a table whose first column is text, and whose others are numbers.
 
-    Columns without any value are left out, unless it `keeps_all`. If it is wider than `columns`, the texts are
-    shortened, and then the last numbers left out; nothing is broken in two.
+    If it is wider than `columns`, the texts are shortened, and then the last numbers left out; nothing is broken in
+    two.
     """
-    kept = [i for i in range(len(header or rows[0])) if not i or keeps_all or any(_has_value(row[i]) for row in rows)]
-    label = max((len(row[0]) for row in [header, *rows] if row), default=0)
-    while True:
-        names = [header[i] if header else "" for i in kept]
-        cells = [[visible(row[i]) for i in kept] for row in rows]
-        shown = _table([names[0], *(f"{name}>" for name in names[1:])], cells, is_one_line=True)
+    label = max(len(row[0]) for row in [header, *rows])
+    for n in range(len(header), 0, -1):
+        cells = [[visible(cell) for cell in row[:n]] for row in rows]
+        shown = _table([header[0], *(f"{name}>" for name in header[1:n])], cells, is_one_line=True)
         shown.columns[0].min_width = min(label, NARROWEST_LABEL)
-        if len(kept) < 3 or Console(width=WIDE).measure(shown).minimum <= columns:
-            return _rendered(shown, columns)
-        kept.pop()
-
-
-def _has_value(cell: str) -> bool:
-    return cell not in ("", "-", "0")
+        if n < 3 or Console(width=WIDE).measure(shown).minimum <= columns:
+            break
+    return _rendered(shown, columns)
 
 
 def _table(

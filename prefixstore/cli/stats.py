@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any
@@ -14,32 +13,34 @@ import typer
 
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
-from prefixstore.cli.listing import described_of
 from prefixstore.cli.output import ago, columns_shown, grid, iso, listed, say
 from prefixstore.engine.index import Page
 from prefixstore.engine.page_view import Used
-from prefixstore.format.figures import DAY, HOUR, OTHERS, Described, Figures, History
+from prefixstore.format.figures import Figures, History
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.holdings import Holding
 from prefixstore.metrics import location_text
+from prefixstore.models.file import model_title
 from prefixstore.report.labels import visible
-from prefixstore.stats import Purpose
+from prefixstore.stats import short
 from prefixstore.units import format_bytes, format_number, format_seconds, format_share
 
 __all__ = ["stats"]
 
 # rows of a table on the screen; --json has all of them
 MOST_SHOWN = 10
-SPANS = {"last_hour": HOUR, "last_day": DAY, "all": None}
+# days, today included
+SPANS = {"today": 1, "last_7_days": 7, "last_31_days": None}
+# whose namespace has been deleted, or has never had a page
+GONE = "(gone)"
 
 
 def stats(location: str, *, prometheus: bool = False, max_bytes: str | None = None) -> Result:
     """Show what a store holds, and how much it helps.
 
-    Hit rate, tokens and time saved, by model and tenant, are for the last hour, the last day (the current hour and the
-    24 before), and since the store was created, at most a year. Processes write them with their commits, so the last
-    seconds may be missing. Warming jobs and maintenance are counted separately. The size limit is that of the process
-    that was the last to begin writing, or --max-bytes.
+    Hit rate, tokens and time saved are for today (UTC), the last 7 and the last 31 days; by model and tenant for 31
+    days. Processes write them every ten seconds, and when they end. Prompts of warming jobs do not count. The size
+    limit is that of the process that was the last to write, or --max-bytes.
 
     Example: prefixstore stats lmdb:///var/cache/kv
     """
@@ -59,15 +60,15 @@ def stats(location: str, *, prometheus: bool = False, max_bytes: str | None = No
     if history.max_entries is not None:
         numbers["capacity_pages"] = history.max_entries
     groups = {
-        "model": _groups(history, holdings, "model", lambda one: one.title),
+        "model": _groups(history, holdings, "model", lambda one: model_title(one.settings, history.models)),
         # pages without one are those of the tenant ""
-        "tenant": _groups(history, holdings, "tenant", lambda one: one.tenant or ""),
+        "tenant": _groups(history, holdings, "tenant", lambda one: str(one.settings.get("salt") or "")),
     }
 
     def show() -> None:
         for line in _lines(numbers, history, groups, columns_shown()):
             typer.echo(visible(line))
-        if not is_local and not any(history.total(span).lookups for span in SPANS.values()):
+        if not is_local and not history.total().lookups:
             say("note: prompts of processes that use this as a far location are counted in their nearer location")
 
     return Result(numbers | _usage(history) | {f"by_{name}": some for name, some in groups.items()}, show)
@@ -99,32 +100,22 @@ def _numbers(
 def _usage(history: History) -> dict[str, object]:
     """How the location was used, for JSON."""
     since = history.since
-    return {
-        "since": iso(since * 10**9) if since is not None else None,
-        **{
-            purpose.value: {name: history.total(span, purpose=purpose).as_dict() for name, span in SPANS.items()}
-            for purpose in Purpose
-        },
-        "requests": [asdict(one) for one in history.requests],
-        "writers": [asdict(one) for one in history.writers],
-    }
+    spans = {name: history.total(days).as_dict() for name, days in SPANS.items()}
+    return {"since": iso(since * 10**9) if since is not None else None, **spans}
 
 
 def _groups(
-    history: History, holdings: Iterable[Holding], kind: str, title: Callable[[Described], str]
+    history: History, holdings: Iterable[Holding], kind: str, title: Callable[[Holding], str]
 ) -> list[dict[str, Any]]:
     """What is stored and was counted of each model or tenant, with its title as `kind`; the largest first."""
     figures: defaultdict[str, list[Figures]] = defaultdict(list)
     held: defaultdict[str, list[Holding]] = defaultdict(list)
-    known = dict(history.described)
+    titles: dict[str, str] = {}
     for holding in holdings:
-        one = described_of(history, holding)
-        known[one.namespace] = one
-        held[title(one)].append(holding)
-    for period in history.days:
-        if period.purpose == "serving":
-            one = known.get(period.namespace) or Described(period.namespace)
-            figures["others" if period.namespace == OTHERS else title(one)].append(period.figures)
+        titles[short(holding.key)] = title(holding)
+        held[title(holding)].append(holding)
+    for (_, namespace), counted in history.days.items():
+        figures[titles.get(namespace, GONE)].append(counted)
     found: list[dict[str, Any]] = [
         {
             kind: name,
@@ -133,7 +124,7 @@ def _groups(
         }
         for name in dict.fromkeys([*held, *figures])
     ]
-    return sorted(found, key=lambda one: (-one["stored_bytes"], -one["lookups"], one[kind]))
+    return sorted(found, key=lambda one: (-one["stored_bytes"], -one["prompt_tokens"], one[kind]))
 
 
 # -- text -------------------------------------------------------------------------------------------------------------
@@ -146,9 +137,8 @@ def _lines(
     yield from listed(_held(numbers), columns)
     yield ""
     yield from _served(history, columns)
-    yield from _prepared(history, columns)
     for name, some in groups.items():
-        if any(one[name] for one in some):
+        if any(one[name] not in ("", GONE) for one in some):
             yield from _table(name, some, columns)
 
 
@@ -171,39 +161,28 @@ def _held(numbers: dict[str, Any]) -> Iterator[str]:
 
 
 def _served(history: History, columns: int) -> Iterator[str]:
-    figures = [history.total(span) for span in SPANS.values()]
-    if not any(one.lookups for one in figures):
+    figures = [history.total(days) for days in SPANS.values()]
+    if not figures[-1].prompt_tokens:
         yield "no prompt has been looked up yet"
         return
     texts: dict[str, Callable[[Figures], str]] = {
         "hit rate": lambda one: format_share(one.hit_rate),
         "hits": lambda one: format_number(one.hits),
-        "misses": lambda one: format_number(sum(one.misses.values())),
-        "still in context": lambda one: format_number(one.live_hits),
+        "misses": lambda one: format_number(one.misses),
         "tokens of prompts": lambda one: format_number(one.prompt_tokens),
         "tokens restored": lambda one: format_number(one.tokens_restored),
         "tokens computed": lambda one: format_number(one.tokens_computed),
         "time saved": lambda one: format_seconds(one.seconds_saved),
+        "pages written": lambda one: format_number(one.allocations),
+        "bytes written": lambda one: format_bytes(one.bytes_written),
         "pages evicted": lambda one: format_number(one.evictions),
     }
     rows = [[name, *map(text, figures)] for name, text in texts.items()]
-    rows = [row for row in rows if row[0] == "hit rate" or {*row[1:]} - {"0", "0 s"}]
-    yield from grid(rows, columns, [_since(history), "last hour", "last day", "all"])
-    misses = sorted(figures[-1].misses.items(), key=lambda each: -each[1])
-    yield from listed([f"{name.replace('_', ' ')} {format_number(n)}" for name, n in misses], columns, "misses: ")
+    yield from grid(rows, columns, [_since(history), *(name.replace("_", " ") for name in SPANS)])
 
 
 def _since(history: History) -> str:
     return f"since {datetime.fromtimestamp(history.since, timezone.utc):%Y-%m-%d}" if history.since else ""
-
-
-def _prepared(history: History, columns: int) -> Iterator[str]:
-    """What was done beside serving."""
-    for purpose in (Purpose.WARMING, Purpose.MAINTENANCE):
-        one = history.total(purpose=purpose)
-        counts = {"restores": one.hits, "tokens computed": one.tokens_computed, "pages evicted": one.evictions}
-        parts = [f"{format_number(n)} {what}" for what, n in counts.items() if n]
-        yield from listed(parts, columns, f"{purpose.value}: ")
 
 
 def _table(name: str, groups: Sequence[dict[str, Any]], columns: int) -> Iterator[str]:

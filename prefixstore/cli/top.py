@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import select
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,16 +15,19 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from prefixstore.cli.listing import SHORT
 from prefixstore.cli.output import ago, columns_shown, grid
 from prefixstore.engine.facts import FACTS
 from prefixstore.engine.page_view import Used, View
-from prefixstore.errors import StorageError
-from prefixstore.format.figures import MINUTE, Figures, History
+from prefixstore.errors import CorruptError, StorageError
+from prefixstore.format.figures import Figures, History
 from prefixstore.format.keys import PAGE
+from prefixstore.format.namespace import Namespace
 from prefixstore.maintenance.archive import Archive
+from prefixstore.models.file import model_title
 from prefixstore.report.labels import visible
-from prefixstore.stats import MINUTES_KEPT, Purpose
-from prefixstore.units import counted, format_bytes, format_number, format_seconds, format_share
+from prefixstore.stats import DAY, short
+from prefixstore.units import format_bytes, format_number, format_seconds, format_share
 
 __all__ = ["Screen", "hottest", "lines", "top"]
 
@@ -37,69 +37,42 @@ HOTTEST_SHARE = 0.05
 # pages among which they are looked for: those of a long prefix are used together
 CONSIDERED = 4096
 SLICE = 10_000
-QUIT = "qQ"
 # of the lists on the screen
 MOST_SHOWN = 8
-WINDOWS = (1, 10, 60)
-# what a process has left in its queue is told for so long
-RECENT_SECONDS = 30
-BARS = " ▁▂▃▄▅▆▇█"
+# what is the latest while it is watched: processes write their figures every ten seconds
+LATEST_SECONDS = 60.0
 
 
 def top(location: str, *, once: bool = False, seconds: float = 2.0) -> None:
     """Watch how a store is used.
 
-    It shows requests, hit rate, the latest prompts and the hottest prefixes. Processes write the figures with their
-    commits, so they are some seconds old. Press q to quit. The last 1, 10 and 60 minutes are whole minutes; the current
-    minute is added to the first two. With --once, or without a terminal, it is printed once; `prefixstore stats --json`
-    has the same figures as JSON.
+    It shows lookups, hit rate, the busiest tenants and the hottest prefixes: of the last minute, if it is watched for
+    as long, of today (UTC) and of 31 days. Processes write the figures every ten seconds. Ctrl-C ends it. With
+    --once, or without a terminal, it is printed once; `prefixstore stats --json` has the same figures as JSON.
 
     Example: prefixstore top lmdb:///var/cache/kv
     """
     with Archive(location, read_only=True) as archive:
+        screen = Screen(archive.location)
         if once or not sys.stdout.isatty():
-            screen = Screen(archive.location)
             screen.read(archive)
-            screen.hottest = _hottest(archive, lambda: False)
             for line in lines(screen, columns_shown(), None):
                 typer.echo(line)
         else:
-            _watch(archive, seconds)
+            _watch(screen, archive, seconds)
 
 
-def _watch(archive: Archive, seconds: float) -> None:
+def _watch(screen: Screen, archive: Archive, seconds: float) -> None:
     console = Console(file=sys.stdout, highlight=False)
-    screen = Screen(archive.location)
-    is_over = False
-    with ThreadPoolExecutor(1) as thread, _keys() as key:
-        search: Future[tuple[list[Any], float]] | None = None
-        next_search = 0.0
-
-        def search_once() -> tuple[list[Any], float]:
-            started = time.monotonic()
-            return _hottest(archive, lambda: is_over), time.monotonic() - started
-
-        try:
-            with Live(console=console, screen=True, auto_refresh=False) as live:
-                while True:
-                    try:
-                        screen.read(archive)
-                        screen.fault = None
-                    except StorageError as error:
-                        screen.fault = str(error)
-                    if search is not None and search.done():
-                        found, took = search.result()
-                        screen.hottest, search = found, None
-                        next_search = time.monotonic() + max(HOTTEST_SECONDS, took / HOTTEST_SHARE)
-                    if search is None and time.monotonic() >= next_search:
-                        search = thread.submit(search_once)
-                    shown = lines(screen, console.width, console.height - 1)
-                    live.update(_styled(shown), refresh=True)
-                    # the first time, until the hottest prefixes are found
-                    if key(0.2 if search is not None and not screen.hottest else seconds) in QUIT:
-                        return
-        finally:
-            is_over = True
+    with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            try:
+                screen.read(archive)
+                screen.fault = None
+            except StorageError as error:
+                screen.fault = str(error)
+            live.update(_styled(lines(screen, console.width, console.height - 1)), refresh=True)
+            time.sleep(seconds)
 
 
 def _styled(shown: Sequence[str]) -> Text:
@@ -110,59 +83,14 @@ def _styled(shown: Sequence[str]) -> Text:
     return text
 
 
-def _hottest(archive: Archive, stop: Callable[[], bool]) -> list[Any]:
-    try:
-        with archive.backend.view() as view:
-            return hottest(view, MOST_SHOWN, stop)
-    except StorageError:
-        return []
-
-
-@contextmanager
-def _keys() -> Iterator[Callable[[float], str]]:
-    """A function that waits so many seconds for a key, and returns it; ``"-"`` if none is pressed.
-
-    Where standard input is no terminal, it waits.
-    """
-
-    def wait(seconds: float) -> str:
-        time.sleep(seconds)
-        return "-"
-
-    try:
-        import termios  # noqa: PLC0415 - not on every system
-        import tty  # noqa: PLC0415 - as above
-
-        number = sys.stdin.fileno()
-        before = termios.tcgetattr(number)
-    except (ImportError, OSError, ValueError, termios.error):
-        yield wait
-        return
-
-    def pressed(seconds: float) -> str:
-        if select.select([number], [], [], seconds)[0]:
-            # not through a buffer, of which select knows nothing; at the end of the input there is nothing to wait for
-            keys = os.read(number, 64).decode("ascii", "replace") or QUIT
-            return next((key for key in keys if key in QUIT), keys[0])
-        return "-"
-
-    try:
-        # Ctrl-C is a signal still
-        tty.setcbreak(number)
-        yield pressed
-    finally:
-        termios.tcsetattr(number, termios.TCSADRAIN, before)
-
-
-def hottest(view: View, n: int, stop: Callable[[], bool] = lambda: False) -> list[Any]:
+def hottest(view: View, n: int) -> list[Any]:
     """The `n` prefixes that are used most, each as long as it is used as often: the facts of their last pages.
 
-    A page counts its uses since it was stored, those by warming jobs too.
-    It looks at all pages, in slices; `stop` is called after each, and ends that if it returns True.
+    A page counts its uses since it was stored, those by warming jobs too. It looks at all pages, in slices.
     """
     best = np.empty(0, FACTS)
     after = b""
-    while not stop() and len(facts := view.facts(after, SLICE)):
+    while len(facts := view.facts(after, SLICE)):
         after = facts["key"][-1].tobytes()
         used = facts[facts["is_readable"] & (facts["hits"] > 0) & (facts["form"] == PAGE)]
         best = np.concatenate([best, used])
@@ -188,34 +116,73 @@ class Screen:
         The location.
     history, used
         How it was used, and what it holds.
+    titles
+        Whose the namespaces are, by their names in the history: their tenants and models.
+    totals
+        What was counted in all until a time, in seconds: each time that it was read in the last minute.
     hottest
         The prefixes that are used most; see `hottest`.
+    next_search
+        When they are looked for again.
     fault
         Why the location cannot be read; None if it can.
     """
 
     location: str
-    history: History = field(default_factory=lambda: History(time.time()))
+    history: History = field(default_factory=History)
     used: Used = field(default_factory=lambda: Used(0, 0))
+    titles: dict[str, str] = field(default_factory=dict)
+    totals: list[tuple[float, Figures]] = field(default_factory=list)
     hottest: Sequence[Any] = ()
+    next_search: float = 0.0
     fault: str | None = None
 
     def read(self, archive: Archive) -> None:
         """Read what changes. Raises `StorageError`."""
-        self.history, self.used = archive.history(), archive.used()
+        self.history = archive.history()
+        with archive.backend.view() as view:
+            self.used, spaces = view.used, view.namespaces()
+            if (started := time.monotonic()) >= self.next_search:
+                self.hottest = hottest(view, MOST_SHOWN)
+                took = time.monotonic() - started
+                self.next_search = started + max(HOTTEST_SECONDS, took / HOTTEST_SHARE)
+        for key, settings in spaces.items():
+            if short(key) not in self.titles:
+                self.titles[short(key)] = _title(settings, self.history)
+        at = self.history.at
+        self.totals = [one for one in self.totals if one[0] >= at - LATEST_SECONDS] + [(at, self.history.total())]
+
+    def latest(self) -> Figures:
+        """What was counted since the first of the `totals`. Days that are no longer kept may be missing from it."""
+        (_, before), (_, now) = self.totals[0], self.totals[-1]
+        return Figures(*(max(n - m, 0) for n, m in zip(now, before, strict=True)))
+
+    def busiest(self) -> list[tuple[str, Figures]]:
+        """What was counted today of each namespace, the one with most tokens first."""
+        today = int(self.history.at // DAY)
+        found = [(name, figures) for (day, name), figures in self.history.days.items() if day == today]
+        return sorted(found, key=lambda one: -one[1].prompt_tokens)
+
+
+def _title(settings: bytes, history: History) -> str:
+    """The tenant and the model of a namespace."""
+    try:
+        found = Namespace.parse(settings).settings
+    except CorruptError:
+        return "unknown"
+    return ", ".join(filter(None, [str(found.get("salt") or ""), model_title(found, history.models)]))
 
 
 def lines(screen: Screen, columns: int, rows: int | None) -> list[str]:
     """What is shown, in so many columns and rows; None for as many rows as it takes."""
-    history = screen.history
-    title = f"{time.strftime('%H:%M:%S', time.localtime(history.at))}  {screen.location}"
+    title = f"{time.strftime('%H:%M:%S', time.localtime(screen.history.at))}  {screen.location}"
     fault = [] if screen.fault is None else [f"the location cannot be read: {screen.fault}"]
-    tables = [_rates(history, columns), _requests(history, columns), _hot(screen, columns)]
+    tables = [_rates(screen, columns), _busiest(screen, columns), _hot(screen, columns)]
     parts = [[title, *_used(screen, columns)], fault, *tables]
     shown = [visible(line) for part in parts if part for line in ["", *part]][1:]
     if rows is not None:
         # the last line says how to leave
-        shown = [*shown[: rows - 1], "q quits"]
+        shown = [*shown[: rows - 1], "Ctrl-C ends this"]
     return [line if len(line) <= columns else f"{line[: columns - 1]}…" for line in shown]
 
 
@@ -230,78 +197,45 @@ def _used(screen: Screen, columns: int) -> list[str]:
     return [f"[{'#' * full}{'.' * (n - full)}] {used} of {format_bytes(budget)} ({format_share(share)}), {pages}"]
 
 
-def _rates(history: History, columns: int) -> list[str]:
-    known = [(figures, span) for figures, span in (_last(history, n) for n in WINDOWS)]
-    if not known[-1][0].lookups:
-        return ["no prompt was looked up in the last hour"]
+def _rates(screen: Screen, columns: int) -> list[str]:
+    known = {"today": screen.history.total(1), "31 days": screen.history.total()}
+    if len(screen.totals) > 1:
+        seconds = round(screen.totals[-1][0] - screen.totals[0][0])
+        known = {f"last {seconds} s": screen.latest(), **known}
+    if not known["31 days"].prompt_tokens:
+        return ["no prompt has been looked up yet"]
+    figures = known.values()
     rows = [
-        ["requests a minute", *(format_number(one.lookups * MINUTE / span) for one, span in known)],
-        ["hit rate", *(format_share(one.hit_rate) for one, _ in known)],
-        ["of prompt restored", *(format_share(one.restored_share) for one, _ in known)],
-        ["tokens restored/s", *(format_number(one.tokens_restored / span) for one, span in known)],
-        ["tokens computed/s", *(format_number(one.tokens_computed / span) for one, span in known)],
-        ["time saved", *(format_seconds(one.seconds_saved) for one, _ in known)],
-        ["pages evicted", *(format_number(one.evictions) for one, _ in known)],
+        ["lookups", *(format_number(one.lookups) for one in figures)],
+        ["hit rate", *(format_share(one.hit_rate) for one in figures)],
+        ["of prompt restored", *(format_share(one.restored_share) for one in figures)],
+        ["tokens restored", *(format_number(one.tokens_restored) for one in figures)],
+        ["tokens computed", *(format_number(one.tokens_computed) for one in figures)],
+        ["time saved", *(format_seconds(one.seconds_saved) for one in figures)],
+        ["pages written", *(format_number(one.allocations) for one in figures)],
+        ["pages evicted", *(format_number(one.evictions) for one in figures)],
     ]
-    header = ["last", *(f"{n} min" for n in WINDOWS)]
-    # all columns, so that nothing moves
-    found = grid(rows, columns, header, keeps_all=True)
-    found += _bars(history, min(MINUTES_KEPT, columns))
-    waiting = [one for one in history.writers if history.at - one.at < RECENT_SECONDS]
-    if waiting:
-        pages = sum(one.pending_pages for one in waiting)
-        size = format_bytes(sum(one.queued_bytes for one in waiting))
-        latest = ago(round(max(one.at for one in waiting) * 1e9))
-        queue = f"{counted(pages, 'page')} ({size})" if pages else "nothing waits to be written"
-        found.append(f"queue: {queue}, {counted(len(waiting), 'process', 'processes')}, as of {latest}")
-    return found
+    return grid(rows, columns, ["", *known])
 
 
-def _last(history: History, minutes: int) -> tuple[Figures, float]:
-    """What was counted in the running minute and so many before it, and how many seconds that is."""
-    first = int(history.at // MINUTE - min(minutes, MINUTES_KEPT - 1)) * MINUTE
-    return Figures.sum(one.figures for one in history.minutes if one.start >= first), history.at - first
-
-
-def _bars(history: History, n: int) -> list[str]:
-    """Lookups of each of the last minutes as bars, the running one at the end, under their scale."""
-    counts = {one.start // MINUTE: one.figures.lookups for one in history.minutes}
-    now = int(history.at // MINUTE)
-    shown = [max(counts.get(minute, 0), 0) for minute in range(now - n + 1, now + 1)]
-    most = max(*shown, 1)
-    bars = "".join(BARS[-(-count * (len(BARS) - 1) // most)] for count in shown)
-    return [f"requests in each of the last {n} min, {BARS[-1]} is {format_number(most)}:", bars]
-
-
-def _requests(history: History, columns: int) -> list[str]:
+def _busiest(screen: Screen, columns: int) -> list[str]:
     rows = [
         [
-            _whose(history, one.namespace)
-            if one.purpose == Purpose.SERVING
-            else f"{one.purpose}: {_whose(history, one.namespace)}",
-            ago(round(one.at * 1e9)),
-            one.source.replace("_", " "),
+            screen.titles.get(name, "others"),
+            format_number(one.lookups),
+            format_share(one.hit_rate),
             format_number(one.prompt_tokens),
-            format_number(one.restored_tokens),
+            format_number(one.tokens_restored),
         ]
-        for one in history.requests[::-1][:MOST_SHOWN]
+        for name, one in screen.busiest()[:MOST_SHOWN]
     ]
-    return grid(rows, columns, ["latest prompts", "when", "from", "tokens", "restored"]) if rows else []
+    return grid(rows, columns, ["busiest today", "lookups", "hit rate", "tokens", "restored"]) if rows else []
 
 
 def _hot(screen: Screen, columns: int) -> list[str]:
     rows = []
     for one in screen.hottest:
-        whose = _whose(screen.history, one["namespace"].tobytes().hex()[:16])
+        whose = screen.titles.get(short(one["namespace"].tobytes()), "unknown")
         uses, tokens = format_number(int(one["hits"])), format_number(int(one["start"]) + int(one["n_tokens"]))
-        rows.append([whose, uses, tokens, ago(int(one["last_used"])), one["key"].tobytes().hex()[:12]])
+        rows.append([whose, uses, tokens, ago(int(one["last_used"])), one["key"].tobytes().hex()[:SHORT]])
     return grid(rows, columns, ["hottest prefixes", "uses", "tokens", "last used", "page"]) if rows else []
-
-
-def _whose(history: History, namespace: str) -> str:
-    """The tenant and the model of a prompt; the model only if there are several, or no tenant."""
-    known = history.describe(namespace)
-    has_models = len({one.title for one in history.described.values()}) > 1
-    if not known.tenant:
-        return known.title
-    return f"{known.tenant}, {known.title}" if has_models else known.tenant

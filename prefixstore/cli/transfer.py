@@ -87,14 +87,16 @@ def _is_replaced(target: Path) -> bool:
     """Whether an export is there already. Refuses a file that is no export: it was named by mistake."""
     if target.exists() and not target.is_file():
         # a device would be replaced, and a pipe waited for
-        raise LocationError(f"{target} exists and is not a file; choose another name, or - for stdout")
+        raise InvalidParameterError(f"{target} exists and is not a file; choose another name, or - for stdout")
     try:
         with target.open("rb") as file:
             begin = file.read(len(MAGIC))
     except OSError:
         return target.exists()  # writing it says why
     if begin and not begin.startswith((MAGIC, ENCRYPTED)):
-        raise LocationError(f"{target} exists and is not an export of prefixstore; choose another name, or delete it")
+        raise InvalidParameterError(
+            f"{target} exists and is not an export of prefixstore; choose another name, or delete it"
+        )
     return True
 
 

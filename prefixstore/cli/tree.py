@@ -11,14 +11,14 @@ import numpy as np
 import typer
 
 from prefixstore.cli.command import Result
-from prefixstore.cli.listing import SHORT, chosen_namespaces, described_of, page_facts, text_of_pages
+from prefixstore.cli.listing import SHORT, chosen_namespaces, page_facts, text_of_pages
 from prefixstore.cli.model import text_of_tokens
 from prefixstore.cli.output import DONE, FAILED, Form, ago, columns_shown, listed, rows_of, say, tell
 from prefixstore.engine.index import Page
 from prefixstore.errors import InvalidParameterError
-from prefixstore.format.figures import Described
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import chosen
+from prefixstore.models.file import model_title
 from prefixstore.report.labels import Words, divergence, visible
 from prefixstore.units import counted, format_bytes, parse_seconds
 
@@ -32,7 +32,6 @@ NARROW = 24  # with less room than this, a text gets a line of its own
 ORDERS: dict[str, Callable[[Page], float]] = {
     "used": lambda page: -page.last_used,
     "uses": lambda page: -page.hits,
-    "hits": lambda page: -page.hits,  # as it was called
     "stored": lambda page: -page.stored_bytes,
     "tokens": lambda page: -page.end,
     "created": lambda page: page.created,
@@ -82,14 +81,14 @@ def tree(
                 archive, pages, lambda page: containing in text_of_pages(archive.path(page)[-2:], words)
             )
         shown = _Shown(pages, words, depth, limit, ORDERS[sort] if sort is not None else None)
-        where, described = archive.location, _described(archive) if form is Form.TEXT else {}
+        where, headings = archive.location, _headings(archive) if form is Form.TEXT else {}
     is_lost = containing is not None and not pages
 
     def show() -> None:
         if form is not Form.TEXT:
             rows_of(shown.facts(), form)
             return
-        shown.print(described)
+        shown.print(headings)
         if not is_lost:
             tell(f"{where}: {counted(len(pages), 'page')}")
 
@@ -98,10 +97,14 @@ def tree(
     return Result(shown.facts, show, FAILED if is_lost else DONE)
 
 
-def _described(archive: Archive) -> dict[bytes, Described]:
-    """What is known of each namespace."""
-    history = archive.history()
-    return {one.key: described_of(history, one) for one in archive.holdings()}
+def _headings(archive: Archive) -> dict[bytes, str]:
+    """The first digits of each namespace, which say enough for ``--namespace``, and what it is."""
+    names, found = archive.history().models, {}
+    for one in archive.holdings():
+        tenant = one.settings.get("salt")
+        known = [model_title(one.settings, names), *([f"tenant {tenant}"] if tenant else [])]
+        found[one.key] = visible(f"namespace {one.key.hex()[:SHORT]}  {', '.join(known)}")
+    return found
 
 
 def _leading_to(archive: Archive, pages: list[Page], is_wanted: Callable[[Page], bool]) -> list[Page]:
@@ -146,8 +149,8 @@ class _Shown:
         """These pages as data."""
         return [page_facts(page, self.words) for page in self.pages()[: self.limit]]
 
-    def print(self, described: Mapping[bytes, Described]) -> None:
-        """Print the tree, under what is known of its namespaces."""
+    def print(self, headings: Mapping[bytes, str]) -> None:
+        """Print the tree, under the headings of its namespaces."""
         namespace = b""
         has_bar = False
         for level, chain, shared, left_out in self._branches(self.limit):
@@ -157,7 +160,7 @@ class _Shown:
                 continue
             if chain[0].namespace != namespace:
                 namespace = chain[0].namespace
-                tell(_heading(namespace, described.get(namespace)))
+                tell(headings.get(namespace, f"namespace {namespace.hex()[:SHORT]}"))
             parts = [
                 f"{chain[-1].key.hex()[:SHORT]}  tokens {chain[0].start + 1:,}-{chain[-1].end:,}",
                 counted(len(chain), "page"),
@@ -212,12 +215,6 @@ class _Shown:
                 yield level, chain, shared, left_out
                 if len(children) > 1:
                     add(level + 1, children)
-
-
-def _heading(namespace: bytes, about: Described | None) -> str:
-    """The first digits of a namespace, which say enough for ``--namespace``, and what it is."""
-    known = [] if about is None else [about.title, f"tenant {about.tenant}" if about.tenant else ""]
-    return visible(f"namespace {namespace.hex()[:SHORT]}  {', '.join(filter(None, known))}".rstrip())
 
 
 def _with_text(line: str, indent: str, text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,10 +22,8 @@ from prefixstore.warming.report import Progress, WarmReport
 
 __all__ = ["print_budget_note", "print_problems", "print_unstored", "progress_shown", "rows_of"]
 
-# How many prompts that did not fit are listed one by one.
+# How many problems, and prompts that did not fit, are listed one by one.
 LISTED = 10
-# More equal problems than this are one line.
-ALIKE = 3
 # What a summary has only if there is any, and how it is called there.
 UNUSUAL = {
     "short": "too short to store",
@@ -60,26 +57,11 @@ def print_budget_note(store: PrefixStore, location: str, expected: int) -> bool:
 
 
 def print_problems(problems: Sequence[Problem]) -> None:
-    """Print problems to stderr; many that are alike are one line."""
-    for line in _grouped(problems):
-        say(line)
-
-
-def _grouped(problems: Sequence[Problem]) -> Iterator[str]:
-    groups: dict[str, list[Problem]] = {}
-    for problem in problems:
-        groups.setdefault(re.sub(r"[0-9][0-9,]*", "#", problem.reason), []).append(problem)
-    for group in groups.values():
-        if len(group) <= ALIKE:
-            yield from map(str, group)
-            continue
-        where = f"{group[0].where} … {group[-1].where}"
-        if all(problem.tokens is not None for problem in group):
-            longest = max(group, key=lambda problem: problem.tokens or 0)
-            needed = f"{len(group):,} prompts need up to {longest.tokens:,} tokens ({where})"
-            yield f"{needed}; the longest: {longest.reason}"
-        else:
-            yield f"{len(group):,} times, {where}: {group[0].reason}"
+    """Print problems to stderr; of many, the first ones."""
+    for problem in problems[:LISTED]:
+        say(str(problem))
+    if len(problems) > LISTED:
+        say(f"and {counted(len(problems) - LISTED, 'more problem')}; --json has all")
 
 
 def print_unstored(report: WarmReport, dropped: dict[str, int]) -> None:

@@ -12,46 +12,34 @@ from dataclasses import dataclass
 
 __all__ = ["Culprit", "Texts", "find_culprit", "repeated_start"]
 
-# characters that have to be the same in both after a value that differs
-WORTH = 80
-# of text that is the same in other tokens, or but for white space
+# characters that have to be the same in both after a value that differs, and how long that is at most
+WORTH, LONGEST = 80, 48
+# of text that is the same in other tokens, or but for white space or thinking
 SEAM = 12
 # characters of a value, or of a name, that are shown
 SHOWN = 60
 
-MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
-DAY = r"(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day|(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)\b"
-CLOCK = r"\d{1,2}:\d{2}(?::\d{2}(?:[.,]\d+)?)?(?:\s?[AaPp][Mm])?(?:\s?(?:Z|UTC|GMT|[+-]\d{2}:?\d{2}))?"
-DATE = (
-    rf"\d{{4}}-\d{{2}}-\d{{2}}|\d{{1,2}}[./]\d{{1,2}}[./]\d{{2,4}}|\d{{4}}/\d{{2}}/\d{{2}}"
-    rf"|\d{{1,2}}(?:st|nd|rd|th)?\.? {MONTH},? \d{{4}}|{MONTH} \d{{1,2}}(?:st|nd|rd|th)?,? \d{{4}}"
-    rf"|{MONTH} \d{{1,2}} \d{{2}}:\d{{2}}:\d{{2}}(?: [A-Z]+)? \d{{4}}|{MONTH} \d{{4}}"
-)
+# clocks, dates in numbers, seconds since the epoch (or parts of them), names of months and days
 TIMESTAMP = re.compile(
-    rf"(?:(?:{DAY}),? ?)?(?:(?:{DATE})(?:[T, ]+(?:at )?(?:{CLOCK}))?|{CLOCK})"
-    rf"|(?:{DAY})|\b1\d{{9}}(?:\d{{3}}){{0,3}}\b"
+    r"\d:\d\d|\d{1,4}[-/.]\d{1,2}[-/.]\d{2,4}|\b1\d{9}(?:\d{3}){0,3}\b"
+    r"|\b(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec|Mon|Tue|Wed|Thu|Fri|Sat|Sun)[a-z]*\b"
 )
-ID = re.compile(
-    r"\b[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}\b"
-    r"|\b(?=[0-9a-fA-F]*\d)[0-9a-fA-F]{8,}\b"
-    r"|\b[A-Za-z]{2,12}[_:#-](?=[A-Za-z0-9_-]*\d)[A-Za-z0-9_-]{4,}"
-    r"|\b(?=[A-Za-z0-9]*[A-Za-z])(?=(?:[A-Za-z]*\d){3})[A-Za-z0-9]{10,}\b"
-    r"|\b\d{5,}\b"
+ID = re.compile(r"(?=[\w-]*\d)[\w-]{5,}")
+# what the harmony format puts between thinking and the answer belongs to the block
+THINKING = re.compile(
+    r"<(think|thinking|thought|reasoning|seed:think)>.*?</\1>\s*|\[THINK\].*?\[/THINK\]\s*"
+    r"|<\|START_THINKING\|>.*?<\|END_THINKING\|>\s*"
+    r"|<\|channel\|>analysis<\|message\|>.*?<\|end\|>(?:<\|start\|>assistant)?",
+    re.DOTALL,
 )
-THINKING = [
-    (re.compile(r"<(think|thinking|thought|reasoning|seed:think)>"), "</{}>"),
-    (re.compile(r"\[(THINK)\]"), "[/{}]"),
-    (re.compile(r"<\|(START_THINKING)\|>"), "<|END_THINKING|>"),
-    (re.compile(r"<\|channel\|>(analysis)<\|message\|>"), "<|end|>"),
-]
-# what the harmony format puts between thinking and the answer
-HARMONY = "<|start|>assistant"
-# where the definition of a tool has its name: JSON, or the types of the harmony format
-TOOL = re.compile(r'"name"\s*:\s*"([^"\n]{1,128})"|^type (\w{1,128}) = \(', re.MULTILINE)
-DEFINES = re.compile(r'"(?:parameters|input_schema|inputSchema|description)"\s*:|^type \w+ = \(', re.MULTILINE)
-CALLS = re.compile(r'"arguments"\s*:')
-# tools that are compared, and characters of a definition that are looked at
-TOOLS, DEFINITION = 256, 4000
+# where the definition of a tool has its name: JSON, or the types of the harmony format. A call has arguments instead
+TOOL = re.compile(
+    r'"name"\s*:\s*"([^"\n]{1,128})"\s*,\s*"(?:description|parameters|input_schema|inputSchema)"'
+    r"|^type (\w{1,128}) = \(",
+    re.MULTILINE,
+)
+# tools that are compared
+TOOLS = 256
 
 
 @dataclass(frozen=True)
@@ -61,9 +49,9 @@ class Culprit:
     Attributes
     ----------
     name
-        ``"timestamp"``, ``"id"``, ``"tools"`` (in another order), ``"thinking"`` (blocks dropped from the history),
-        ``"seam"`` (the same text in other tokens, as where generated text is read again), ``"white space"`` or
-        ``"bos"`` (a token that begins sequences, twice).
+        ``"timestamp"``, ``"id"`` or another ``"value"``, ``"tools"`` (in another order), ``"thinking"`` (blocks dropped
+        from the history), ``"seam"`` (the same text in other tokens, as where generated text is read again),
+        ``"white space"`` or ``"bos"`` (a token that begins sequences, twice).
     what
         What was found, as a sentence.
     advice
@@ -148,61 +136,42 @@ def _seam(texts: Texts) -> Culprit | None:
 
 
 def _thinking(texts: Texts) -> Culprit | None:
-    """A thinking block that one of the two does not have, with the same text after it."""
-    if _has_more_thinking(texts.there, texts.here, texts.same):
-        what = "A thinking block is stored that this prompt does not have"
-    elif _has_more_thinking(texts.here, texts.there, texts.same):
-        what = "This prompt has a thinking block that is not stored"
-    else:
+    """A thinking block at the fork that one of the two does not have, or has empty, with the same text after it."""
+    both = texts.here, texts.there
+    blocks = [_spanning(THINKING, text, texts.same) for text in both]
+    start = min((block.start() for block in blocks if block is not None), default=None)
+    if start is None:
+        return None
+    rests = [text[block.end() if block else start :].lstrip() for text, block in zip(both, blocks, strict=True)]
+    if _common(*rests) < SEAM:
         return None
     return Culprit(
         "thinking",
-        f"{what}; the text after it is the same.",
+        "Thinking differs, or is missing in one of the two; the text after it is the same.",
         "The chat template, or the client, drops thinking from the history, so the turn is computed again."
         " Keep the thinking in the messages (reasoning_content, if the template takes it), or switch it off.",
     )
 
 
-def _has_more_thinking(has: str, lacks: str, same: int) -> bool:
-    for opening, closing_form in THINKING:
-        # the fork may be inside the block: after an opening tag that both have, if one of them is empty
-        for found in opening.finditer(has, max(same - SHOWN, 0)):
-            closing = closing_form.format(found[1])
-            end = has.find(closing, found.end())
-            if found.start() > same:
-                break
-            if end < same or not has[found.end() : end].strip():
-                continue
-            rest = has[end + len(closing) :].removeprefix(HARMONY).lstrip()
-            other = _without_block(lacks, found.start(), closing).lstrip()
-            n = _common(rest, other)
-            if n and n >= min(SEAM, len(rest), len(other)):
-                return True
-    return False
-
-
-def _without_block(text: str, at: int, closing: str) -> str:
-    """The text from here on, without a thinking block that is empty."""
-    for opening, _ in THINKING:
-        found = opening.match(text, at)
-        if found is not None:
-            end = text.find(closing, found.end())
-            if end >= 0 and not text[found.end() : end].strip():
-                return text[end + len(closing) :]
-    return text[at:]
+def _spanning(pattern: re.Pattern[str], text: str, at: int) -> re.Match[str] | None:
+    """The match that this place is in, or at the end of which it is."""
+    for found in pattern.finditer(text, max(at - SHOWN, 0)):
+        if found.start() > at:
+            return None
+        if at <= found.end():
+            return found
+    return None
 
 
 def _tools(texts: Texts) -> Culprit | None:
     """The same tools in another order."""
-    here, there = _definitions(texts.here), _definitions(texts.there)
-    i = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a[0] != b[0]), None)
-    if i is None:
-        return None
+    here, there = ([*TOOL.finditer(text)] for text in (texts.here, texts.there))
+    names = [[one[1] or one[2] for one in some] for some in (here, there)]
+    i = next((i for i, (mine, other) in enumerate(zip(*names, strict=False)) if mine != other), None)
     # the first one that differs is the one at the fork
-    after = here[i - 1][1] if i else 0
-    if not after <= texts.same <= max(here[i][1], there[i][1]):
+    if i is None or not (here[i - 1].end() if i else 0) <= texts.same <= max(here[i].end(), there[i].end()):
         return None
-    mine, theirs = ([name for name, _ in some[i : i + TOOLS]] for some in (here, there))
+    mine, theirs = (some[i : i + TOOLS] for some in names)
     for n in range(2, min(len(mine), len(theirs)) + 1):
         if sorted(mine[:n]) == sorted(theirs[:n]):
             return Culprit(
@@ -214,58 +183,41 @@ def _tools(texts: Texts) -> Culprit | None:
     return None
 
 
-def _definitions(text: str) -> list[tuple[str, int]]:
-    """The names of the tools that a text defines, and where each of them ends."""
-    found = list(TOOL.finditer(text))
-    ends = [one.start() for one in found[1:]] + [len(text)]
-    defined = []
-    for one, end in zip(found, ends, strict=False):
-        # some write the name after the description
-        about = text[max(one.start() - 2, 0) : min(end, one.end() + DEFINITION)]
-        if DEFINES.search(about) and not CALLS.search(about):
-            defined.append((one[1] or one[2], one.end()))
-    return defined
+def _value(texts: Texts) -> Culprit | None:
+    """A short piece that differs, while what follows is the same."""
+    here, there = texts.here[texts.same :], texts.there[texts.same :]
+    for i in range(LONGEST):
+        same = here[i : i + WORTH]
+        j = there.find(same, 0, LONGEST + WORTH) if len(same) == WORTH else -1
+        if j >= 0:
+            break
+    else:
+        return None
+    pieces = _word(texts.here, texts.same, texts.same + i), _word(texts.there, texts.same, texts.same + j)
+    kinds = {"timestamp": (TIMESTAMP, "A date or time"), "id": (ID, "An id or number")}
+    name = next((name for name, (pattern, _) in kinds.items() if all(map(pattern.search, pieces))), "value")
+    what = kinds[name][1] if name in kinds else "A value"
+    return Culprit(
+        name,
+        f"{what} differs: {_short(pieces[0])} here, {_short(pieces[1])} stored. What follows is the same in both, for"
+        f" at least {_common(here[i:], there[j:]):,} characters.",
+        "Leave it out, round it, or put it at the end of the prompt, into the last message: everything after it is"
+        " computed again.",
+    )
 
 
-def _value(name: str, pattern: re.Pattern[str], what: str, advice: str) -> Callable[[Texts], Culprit | None]:
-    """Finds a value of one kind that differs, while what follows is the same."""
-
-    def find(texts: Texts) -> Culprit | None:
-        here, there = (_spanning(pattern, text, texts.same) for text in (texts.here, texts.there))
-        if here is None or there is None or here[0] == there[0]:
-            return None
-        # other values of these kinds may differ as well
-        rest = [_masked(one.string[one.end() :]) for one in (here, there)]
-        n = _common(*rest)
-        if n < WORTH:
-            return None
-        return Culprit(
-            name,
-            f"{what}: {_short(here[0])} here, {_short(there[0])} stored. What follows is the same in both, for at"
-            f" least {n:,} characters.",
-            advice,
-        )
-
-    return find
-
-
-def _spanning(pattern: re.Pattern[str], text: str, at: int) -> re.Match[str] | None:
-    """The value that this place is in, or at the end of which it is."""
-    for found in pattern.finditer(text, max(at - SHOWN, 0)):
-        if found.start() > at:
-            return None
-        if at <= found.end():
-            return found
-    return None
+def _word(text: str, start: int, end: int) -> str:
+    """A part of a text, from the beginning of its first word to the end of its last one."""
+    before = re.search(r"\S*\Z", text[max(start - SHOWN, 0) : start])
+    after = re.match(r"[\w./:-]*", text[end : end + SHOWN])
+    assert before is not None, "nothing is found, too"
+    assert after is not None, "as above"
+    return before[0] + text[start:end] + after[0].rstrip(".:")
 
 
 def _common(one: str, other: str) -> int:
     """How many characters two texts begin with."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
-def _masked(text: str) -> str:
-    return ID.sub("…", TIMESTAMP.sub("…", text))
 
 
 def _white_space(texts: Texts) -> Culprit | None:
@@ -292,21 +244,4 @@ def _short(text: str) -> str:
 
 
 # in the order of how certain they are
-FINDERS: list[Callable[[Texts], Culprit | None]] = [
-    _seam,
-    _thinking,
-    _tools,
-    _value(
-        "timestamp",
-        TIMESTAMP,
-        "A date or time differs",
-        "Put it at the end of the prompt, into the last message, or round it: everything after it is computed again.",
-    ),
-    _value(
-        "id",
-        ID,
-        "An id or number differs",
-        "Leave it out, or put it at the end of the prompt: everything after it is computed again.",
-    ),
-    _white_space,
-]
+FINDERS: list[Callable[[Texts], Culprit | None]] = [_seam, _thinking, _tools, _white_space, _value]

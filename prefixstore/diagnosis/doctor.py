@@ -22,7 +22,7 @@ from prefixstore.config import Config
 from prefixstore.config import explain as explain_settings
 from prefixstore.diagnosis.file_system import NETWORK, VOLATILE, existing, mount_of
 from prefixstore.errors import LocationError, PrefixStoreError
-from prefixstore.format.figures import DAY, History
+from prefixstore.format.figures import History
 from prefixstore.maintenance.archive import DEFAULT_BYTES, Archive
 from prefixstore.maintenance.bench import measure_read_rate
 from prefixstore.maintenance.holdings import Holding
@@ -177,11 +177,11 @@ def _sampled(archive: Archive) -> Iterator[Finding]:
 
 
 def _use(history: History) -> Iterator[Finding]:
-    """Whether prompts of the last day found something."""
-    day = history.total(DAY)
+    """Whether prompts of today and yesterday found something."""
+    day = history.total(2)
     if day.hit_rate is None:
         return
-    found = f"hit rate {format_share(day.hit_rate)}, {counted(day.evictions, 'page')} evicted, in the last day"
+    found = f"hit rate {format_share(day.hit_rate)}, {counted(day.evictions, 'page')} evicted, since yesterday"
     if day.lookups < FEW_LOOKUPS or day.hit_rate > LOW_HIT_RATE:
         yield _found("use", found)
     elif day.evictions:

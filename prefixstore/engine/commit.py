@@ -15,7 +15,6 @@ from dataclasses import replace
 from prefixstore.backends.contract import ConflictError
 from prefixstore.engine.batch import Batch
 from prefixstore.engine.delete import Deleter
-from prefixstore.engine.figures import FigureKeeper
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.pages import CONFLICTS
 from prefixstore.engine.part import Part, Shared
@@ -49,7 +48,7 @@ class Committer(Part):
 
     Parameters
     ----------
-    shared, deleter, keeper, upkeep, notes
+    shared, deleter, upkeep, notes
         Of the engine.
     encode
         Packs states.
@@ -66,7 +65,6 @@ class Committer(Part):
         self,
         shared: Shared,
         deleter: Deleter,
-        keeper: FigureKeeper,
         upkeep: Upkeep,
         notes: SavedNotes,
         encode: Encoder,
@@ -79,7 +77,6 @@ class Committer(Part):
         self._deleter = deleter
         self._evictor = Evictor(shared.catalog, budget, shared.counters)
         self._encode = encode
-        self._keeper = keeper
         self._upkeep = upkeep
         self._notes = notes
         self._housekeeping = housekeeping
@@ -91,7 +88,7 @@ class Committer(Part):
     @property
     def has_deferred(self) -> bool:
         """Whether uses, figures, or pages to be deleted wait for the next commit."""
-        return self._housekeeping and (self._catalog.has_deferred or self._keeper.is_due)
+        return self._housekeeping and self._catalog.has_deferred
 
     def commit(self, batch: Sequence[PendingPage]) -> list[PendingPage]:
         """Write announced pages, and what is deferred.
@@ -136,21 +133,16 @@ class Committer(Part):
         """Write; if the location is full before its budget is, make more space, and write fewer pages at a time."""
         written: list[PendingPage] = []
         waiting, at_once, failures, conflicts = packed, max(len(packed), 1), 0, 0
-        was_full = False
         while True:
             some = waiting[:at_once]
             try:
-                # figures wait where they may be why it fails; not if this may be the last commit
-                insists = self._keeper.hurries and conflicts < CONFLICTS - 1
-                written += self._write(some, with_figures=not was_full and (not conflicts or insists))
+                written += self._write(some)
             except ConflictError:
-                self._keeper.conflicted()
                 conflicts += 1
                 if conflicts == CONFLICTS:
                     raise
                 continue
             except FullError as error:
-                was_full = True
                 # fewer pages may fit: only what fails with one of them counts
                 failures += len(some) <= 1
                 if error.asked is None:
@@ -185,14 +177,13 @@ class Committer(Part):
             used = view.used.bytes
         self._evictor.shrink(self._backend, max(used - max(n_bytes, 1), 0))
 
-    def _write(self, packed: Sequence[PackedPage], *, with_figures: bool) -> list[PendingPage]:
+    def _write(self, packed: Sequence[PackedPage]) -> list[PendingPage]:
         catalog = self._catalog
         deferred, n_damaged = Deferred(), 0
         shortage: Shortage | None = None
 
         def committed() -> None:
             catalog.committed(batch.written, deferred)
-            self._keeper.committed()
             if shortage is not None:
                 self.shortage = shortage
                 log.info("%s", shortage)
@@ -222,16 +213,16 @@ class Committer(Part):
                     transaction.delete(new.page.key)
             if batch.written and self._housekeeping:
                 note_policy(transaction, catalog.policy.name)
-            n_bytes = sum(one.pending.n_bytes for one in packed)
-            spaces = {new.page.namespace for new in batch.written}
-            self._keeper.write(transaction, len(packed), n_bytes, spaces, is_wanted=with_figures and self._housekeeping)
             self._evictor.used = used = transaction.used
             transaction.after_commit.append(committed)
         self._upkeep.saw(used)
         self._choose_packing(used.bytes, sum(len(one.payload) for one in packed))
         self._counters.count("corrupt", n_damaged)
-        self._counters.count("allocations", len(batch.put))
-        self._counters.count("packed", sum(one.record.key in batch.put and one.record.codec != RAW for one in packed))
+        for one in [one for one in packed if one.record.key in batch.put]:
+            namespace = one.pending.page.namespace
+            self._counters.count("allocations", namespace=namespace)
+            self._counters.count("bytes_written", len(one.payload), namespace=namespace)
+            self._counters.count("packed", one.record.codec != RAW)
         return batch.written
 
     def _choose_packing(self, used: int, written: int) -> None:

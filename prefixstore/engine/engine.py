@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -26,7 +26,6 @@ from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.commit import Committer
 from prefixstore.engine.delete import Deleter
 from prefixstore.engine.fetch import Deadline, States, fetch
-from prefixstore.engine.figures import FigureKeeper
 from prefixstore.engine.importing import Importer
 from prefixstore.engine.index import Page, Path
 from prefixstore.engine.lookups import Lookups
@@ -45,6 +44,7 @@ from prefixstore.engine.tap import Tap
 from prefixstore.engine.upkeep import Upkeep
 from prefixstore.errors import MisuseError, StorageError
 from prefixstore.format.autocodec import Encoder
+from prefixstore.format.figures import DIGITS, History
 from prefixstore.format.keys import Tokens
 from prefixstore.format.namespace import Namespace
 from prefixstore.results import SessionCounts, TierStats
@@ -95,9 +95,9 @@ class Engine:
     ----------
     budget, read_only, ram_budget
         As given; the last as `ram_bytes`.
-    lookups, captures, upkeep, deleter, importer, keeper, bookmarks
+    lookups, captures, upkeep, deleter, importer, bookmarks
         Find pages; take captured ones; check the location, pin, clear and evict; delete pages and mend the index;
-        import pages; keep in the location what was counted; name sequences.
+        import pages; name sequences.
     tap
         Receives lookups, uses and captures; None for no listener.
     is_closed
@@ -136,6 +136,8 @@ class Engine:
         self.read_only = read_only
         self._housekeeping = housekeeping
         self._clock = clock
+        # for the figures
+        self._models: dict[str, str] = {}
         # what counts the sessions of its store; kept by a weak reference
         self.sessions: Callable[[], Callable[[], SessionCounts] | None] = lambda: None
         self.tap: Tap | None = None
@@ -159,11 +161,11 @@ class Engine:
         self.lookups = Lookups(shared)
         self.bookmarks = Bookmarks(shared)
         self.deleter = Deleter(shared, self.lookups, self.bookmarks)
-        self._notes = SavedNotes(backend, Evictor(catalog, self.budget, counters))
+        evictor = Evictor(catalog, self.budget, counters)
+        self._notes = SavedNotes(backend, evictor, counters, self._models, notes_budget=self._housekeeping)
         self.upkeep = Upkeep(shared, self.lookups, self.deleter, self._notes)
-        self.keeper = FigureKeeper(shared, self._waiting, housekeeping=self._housekeeping)
         committer = Committer(
-            shared, self.deleter, self.keeper, self.upkeep, self._notes, self._encode, housekeeping=self._housekeeping
+            shared, self.deleter, self.upkeep, self._notes, self._encode, housekeeping=self._housekeeping
         )
         self.importer = Importer(shared, committer)
         self._queue = WriteQueue(self, self._queue_bytes, in_background=self._write_behind, on_released=self._end)
@@ -184,9 +186,7 @@ class Engine:
         if not self.is_closed:
             self._backend.after_fork()
             self.counters = self.counters.copy()
-            before = self.keeper
             self._start()
-            self.keeper.succeed(before)
 
     @property
     def location(self) -> str:
@@ -212,12 +212,16 @@ class Engine:
         return self._ram.used
 
     @handed_over
-    def describe(self, namespace: Namespace, names: Mapping[str, str | None] | None = None) -> None:
-        """Have the settings and names of a namespace kept in the location, with one of the next commits."""
-        self.keeper.describe(namespace, names)
+    def history(self) -> History:
+        """How the location was used, by all processes; see `History`. Raises `StorageError`."""
+        return self._notes.history()
 
-    def _waiting(self) -> tuple[int, int]:
-        return sum(self.captures.pending), self.queued_bytes
+    @handed_over
+    def describe(self, namespace: Namespace, model: str | None = None) -> None:
+        """Have the name of the model of a namespace kept in the location, with the figures."""
+        digest = namespace.settings.get("model")
+        if model and isinstance(digest, str):
+            self._models[digest[:DIGITS]] = model
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -355,9 +359,9 @@ class Engine:
     @handed_over
     def flush(self) -> None:
         """Return when everything submitted so far is durable. Raises `StorageError`."""
-        self.keeper.hurry()
         self.drain()
         if not self.read_only:
+            self._notes.save_figures()
             self.sync()
 
     @handed_over
@@ -406,7 +410,6 @@ class Engine:
             if self.is_closed or self._queue.is_on_its_own:
                 return
             try:
-                self.keeper.hurry()
                 self._queue.close()
                 if not self.read_only and not self._queue.is_on_its_own:
                     self._notes.save(closing=True)

@@ -1,4 +1,4 @@
-"""What an engine saves as notes in its location: what its policy has learned, and which pages were evicted lately.
+"""What an engine saves as notes in its location: what its policy has learned, which pages were evicted lately, figures.
 
 Several processes have one note. What cannot be read is ignored, and what cannot be saved is lost: that costs hits, or a
 diagnosis, and nothing else.
@@ -7,15 +7,18 @@ diagnosis, and nothing else.
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from prefixstore.engine.eviction_log import EVICTIONS_NOTE, KEY_PART, Eviction, parsed
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import View
-from prefixstore.engine.pages import Pages
+from prefixstore.engine.pages import Pages, retried
 from prefixstore.engine.space import Evictor, Space
 from prefixstore.errors import StorageError
+from prefixstore.format.figures import NOTE, History
+from prefixstore.stats import Counters, Kept
 
 __all__ = ["POLICY_NOTE", "SavedNotes", "note_policy", "noted_policy"]
 
@@ -26,6 +29,8 @@ PART_OF_BUDGET = 1 / 256
 # what the policy has learned is saved so often at most, and only after so many lookups; evictions so often at most
 POLICY_SECONDS, POLICY_LOOKUPS = 600.0, 50
 EVICTION_SECONDS = 60.0
+# figures are saved so often at most; for so many bytes of the budget they may have a row, and there are so many at most
+FIGURE_SECONDS, BYTES_FOR_A_ROW, MOST_ROWS = 10.0, 1 << 16, 2048
 # the name of the policy by which pages are evicted
 POLICY_NOTE = b"policy"
 
@@ -43,7 +48,7 @@ def noted_policy(view: View) -> str | None:
 
 
 class SavedNotes:
-    """Saves the two notes at intervals, if enough has happened, and at the end. Each takes a small part of the budget.
+    """Saves the notes at intervals, if enough has happened, and at the end. Each takes a small part of the budget.
 
     Parameters
     ----------
@@ -51,17 +56,37 @@ class SavedNotes:
         Of the engine.
     evictor
         Makes space for the notes.
+    counters
+        Have the figures of this process.
+    models
+        The names of models to keep with them; see `History`.
+    notes_budget
+        Whether the budget is kept with them: not that of an `Archive`, which serves no prompts.
     clock
         Seconds.
     """
 
-    def __init__(self, backend: Pages, evictor: Evictor, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        backend: Pages,
+        evictor: Evictor,
+        counters: Counters,
+        models: Mapping[str, str] | None = None,
+        *,
+        notes_budget: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._backend = backend
+        self._counters = counters
+        self._models = models if models is not None else {}
+        self._notes_budget = notes_budget
+        # figures are added to the note by one thread at a time
+        self._adding = threading.Lock()
         self._catalog = evictor.catalog
         self._evictor = evictor
         self._clock = clock
         self._is_loaded = self._has_warned = False
-        self._started = clock()
+        self._started = self._figures_at = clock()
         # when each was saved, and how much had happened until then
         self._saved: dict[bytes, tuple[float, int]] = {}
 
@@ -96,6 +121,32 @@ class SavedNotes:
             self._write(name, lambda _, at_most: _fitting(catalog.learned(), at_most))
         if self._is_due(EVICTIONS_NOTE, evictions.n_added, 1, EVICTION_SECONDS, closing):
             self._write(EVICTIONS_NOTE, evictions.pack)
+        if closing or self._clock() >= self._figures_at + FIGURE_SECONDS:
+            self._figures_at = self._clock()
+            self.save_figures()
+
+    def save_figures(self) -> None:
+        """Add what was counted here to the figures of the location; what cannot be written waits."""
+        with self._adding:
+            kept = self._counters.unwritten()
+            most_rows = min(self._evictor.budget.max_bytes // BYTES_FOR_A_ROW, MOST_ROWS)
+            if kept and self._write(NOTE, lambda old, n: _fitting(self._figures(old, kept).pack(most_rows), n)):
+                self._counters.written(kept)
+
+    def history(self) -> History:
+        """How the location was used, what is not written yet included. Raises `StorageError`."""
+        with self._backend.view() as view:
+            note = view.note(NOTE)
+        return self._figures(note, self._counters.unwritten())
+
+    def _figures(self, note: bytes | None, kept: Kept) -> History:
+        """The figures of a note, and what was counted here."""
+        history, budget = History.of(note), self._evictor.budget
+        history.add(kept)
+        history.models |= self._models
+        if self._notes_budget:
+            history.max_bytes, history.max_entries = budget.max_bytes, budget.max_entries
+        return history
 
     def _is_due(self, name: bytes, n: int, least: int, seconds: float, closing: bool) -> bool:
         """Whether so much has happened since a note was saved, and long enough ago; if so, it is saved now."""
@@ -106,17 +157,27 @@ class SavedNotes:
         self._saved[name] = now, n
         return True
 
-    def _write(self, name: bytes, pack: Callable[[bytes | None, int], bytes]) -> None:
-        max_bytes = self._evictor.budget.max_bytes
+    def _write(self, name: bytes, pack: Callable[[bytes | None, int], bytes]) -> bool:
+        """Write a note: what `pack` makes of the one that is there, and of the bytes it may take. Whether it is there.
+
+        Nothing is written if that is empty.
+        """
         try:
-            with self._catalog.update(self._backend) as transaction:
-                old = transaction.note(name)
-                new = pack(old, int(max_bytes * PART_OF_BUDGET))
-                if new and new != old:
-                    Space(self._evictor, transaction).shrink(max_bytes - len(new) + len(old or b""))
-                    transaction.put_note(name, new)
+            return self._replace(name, pack)
         except StorageError as error:
             log.warning("a note of the engine was not saved: %s", error)
+            return False
+
+    @retried
+    def _replace(self, name: bytes, pack: Callable[[bytes | None, int], bytes]) -> bool:
+        max_bytes = self._evictor.budget.max_bytes
+        with self._catalog.update(self._backend) as transaction:
+            old = transaction.note(name)
+            new = pack(old, int(max_bytes * PART_OF_BUDGET))
+            if new and new != old:
+                Space(self._evictor, transaction).shrink(max_bytes - len(new) + len(old or b""))
+                transaction.put_note(name, new)
+        return bool(new)
 
 
 def _fitting(note: bytes, at_most: int) -> bytes:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from queue import Empty
@@ -264,14 +264,14 @@ class TieredEngine(Engine):
     # -- notes, statistics --------------------------------------------------------------------------------------------
 
     @handed_over
-    def describe(self, namespace: Namespace, names: Mapping[str, str | None] | None = None) -> None:
+    def describe(self, namespace: Namespace, model: str | None = None) -> None:
         """As `Engine.describe`, in both locations."""
         self._settings.pop(namespace.key, None)
         self._settings[namespace.key] = namespace.canonical
         while len(self._settings) > KEPT_SETTINGS:
             del self._settings[next(iter(self._settings))]
-        super().describe(namespace, names)
-        self.far.describe(namespace, names)
+        super().describe(namespace, model)
+        self.far.describe(namespace, model)
 
     @property
     def late(self) -> int:

@@ -30,6 +30,7 @@ __all__ = [
     "REPLACED",
     "ContextClass",
     "adapter_of",
+    "asks_for_prompt_logits",
     "check",
     "context_of",
     "is_closed",
@@ -148,6 +149,12 @@ def running_completion(llm: llama_cpp.Llama | None = None) -> Mapping[str, Any]:
             return frame.f_locals
         frame = frame.f_back
     return {}
+
+
+def asks_for_prompt_logits(llm: llama_cpp.Llama) -> bool:
+    """Whether this runs inside a completion of a ``Llama`` that returns the logits of its prompt: none are stored."""
+    asked = running_completion(llm)
+    return asked.get("logprobs") is not None and bool(asked.get("echo"))
 
 
 def only_reads(frame: FrameType) -> bool:

@@ -27,6 +27,7 @@ from prefixstore.errors import ContextError
 from prefixstore.format.keys import Tokens, as_tokens
 from prefixstore.llama.attachment import Attachment
 from prefixstore.llama.binding import (
+    asks_for_prompt_logits,
     check,
     is_closed,
     is_completion,
@@ -45,7 +46,7 @@ from prefixstore.llama.paged_memory import PagedMemory
 from prefixstore.llama.pages import PageStrategy
 from prefixstore.llama.snapshots import SnapshotStrategy
 from prefixstore.llama.strategy import Strategy
-from prefixstore.models.file import model_names
+from prefixstore.models.file import model_name
 from prefixstore.parameters import Parameters
 from prefixstore.results import PromptMeter
 from prefixstore.stats import Kind
@@ -95,7 +96,7 @@ class Hook:
         self.strategy: Strategy[ContextMemory] = _strategy(llm, engine, parameters)
         self.context = self.strategy.context
         namespace = self.context.namespace
-        engine.describe(namespace, model_names(llm.metadata, namespace.settings))
+        engine.describe(namespace, model_name(llm.metadata))
         self.attachment = Attachment(self.context)
         self.saved = SavedStates()
         self.reads = self.writes = True
@@ -175,7 +176,7 @@ class Hook:
     def _unscored(self) -> list[int]:
         """The live tokens, if a completion asks for the logits of its prompt and some of them were never computed."""
         llm = self.context.llm
-        if not (self.context.lineage.unscored and keeps_all_logits(llm)) or not _asks_for_prompt_logits(llm):
+        if not (self.context.lineage.unscored and keeps_all_logits(llm)) or not asks_for_prompt_logits(llm):
             return []
         live: list[int] = live_tokens(llm).tolist()
         # what is not a token cannot be computed again
@@ -320,8 +321,7 @@ class Hook:
         try:
             yield
         finally:
-            source = "store" if prompt.restored else prompt.miss or "live"
-            context.engine.counters.asked(context.lineage.namespace, len(tokens), prompt.restored, source)
+            context.engine.counters.count("prompt_tokens", len(tokens), namespace=context.lineage.namespace)
             prompt.looked_up(len(tokens), context.live_prefix(tokens), time.perf_counter() - started)
 
     def cut(self, n: int) -> None:
@@ -368,7 +368,7 @@ class Hook:
     def restore_up_to(self, tokens: Tokens, limit: int, *, always: bool = False) -> bool:
         """Restore at most `limit` tokens of a prompt; for `always`, and what is returned, see `Strategy.restore`."""
         context, llm = self.context, self.llm
-        reason = context.skip_reason() or ("logprobs" if _asks_for_prompt_logits(llm) else None)
+        reason = context.skip_reason() or ("logprobs" if asks_for_prompt_logits(llm) else None)
         if reason is not None:
             context.count_miss(reason)
             if reason in (BYPASSED, "logprobs"):
@@ -383,7 +383,7 @@ class Hook:
         with guard:
             context.catch_up()
             unknown = context.lineage.unknown
-            if unknown is not None and self._is_kept(unknown, tokens, limit):
+            if unknown is not None and self.strategy.keeps(unknown, tokens, limit):
                 context.count_miss(unknown.value)
                 return False
             if not self.reads:
@@ -409,34 +409,6 @@ class Hook:
             else:
                 context.reusable_prefix(tokens)
 
-    def _is_kept(self, unknown: Unknown, tokens: Tokens, limit: int) -> bool:
-        """Whether an unknown context stays for this prompt; if not, it is emptied.
-
-        It stays if user code has prepared it since the last completion, and it has more of the prompt than the store.
-        llama-cpp-python then continues from it, as it does without a store. It stays for one prompt only, since
-        nothing that is computed after it can be stored; but always where it has what cannot be computed again.
-        """
-        context, llm, lineage = self.context, self.llm, self.context.lineage
-        is_fresh, lineage.is_fresh = lineage.is_fresh, False
-        if context.has_placeholders(tokens):
-            return True
-        live = context.live_prefix(tokens)
-        is_prepared = {
-            # it may be continued from its middle
-            Unknown.LOADED_STATE: live >= context.parameters.min_tokens,
-            # what a handler has put together is continued from its end
-            Unknown.CHANGED: 0 < live == llm.n_tokens == context.memory.end(),
-        }
-        if (
-            is_fresh
-            and is_prepared.get(unknown, False)
-            and context.memory.holds(live)
-            and live > self.strategy.stored(tokens, limit)
-        ):
-            return True
-        context.empty()
-        return False
-
     @property
     def _is_written(self) -> bool:
         """Whether anything is captured."""
@@ -461,12 +433,6 @@ class Hook:
         if self.is_attached and self._is_written and self.context.bypass_reason() is None:
             with self.guard():
                 self.strategy.before_leaving()
-
-
-def _asks_for_prompt_logits(llm: llama_cpp.Llama) -> bool:
-    """Whether this runs inside a completion of a ``Llama`` that returns the logits of its prompt: none are stored."""
-    asked = running_completion(llm)
-    return asked.get("logprobs") is not None and bool(asked.get("echo"))
 
 
 def _batches(tokens: Sequence[int], stops: Sequence[int], step: int) -> Iterator[Sequence[int]]:

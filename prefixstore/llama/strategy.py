@@ -13,6 +13,7 @@ from prefixstore.engine.miss import miss_reason
 from prefixstore.format.keys import Tokens
 from prefixstore.llama.capture import Place
 from prefixstore.llama.context import Context, M_co
+from prefixstore.llama.lineage import Unknown
 from prefixstore.llama.restore import Restore, of_sequence
 from prefixstore.llama.state.form import Form
 from prefixstore.stats import Kind
@@ -122,6 +123,34 @@ class Strategy(ABC, Generic[M_co]):
     @abstractmethod
     def live_prefix(self, tokens: Tokens) -> int:
         """How much of a prompt the context holds and can continue from."""
+
+    def keeps(self, unknown: Unknown, tokens: Tokens, limit: int) -> bool:
+        """Whether an unknown context stays for this prompt; if not, it is emptied.
+
+        It stays if user code has prepared it since the last completion, and it has more of the prompt than the store.
+        llama-cpp-python then continues from it, as it does without a store. It stays for one prompt only, since
+        nothing that is computed after it can be stored; but always where it has what cannot be computed again.
+        """
+        context, llm, lineage = self.context, self.llm, self.context.lineage
+        is_fresh, lineage.is_fresh = lineage.is_fresh, False
+        if context.has_placeholders(tokens):
+            return True
+        live = context.live_prefix(tokens)
+        is_prepared = {
+            # it may be continued from its middle
+            Unknown.LOADED_STATE: live >= context.parameters.min_tokens,
+            # what a handler has put together is continued from its end
+            Unknown.CHANGED: 0 < live == llm.n_tokens == context.memory.end(),
+        }
+        if (
+            is_fresh
+            and is_prepared.get(unknown, False)
+            and context.memory.holds(live)
+            and live > self.stored(tokens, limit)
+        ):
+            return True
+        context.empty()
+        return False
 
     def _without_restore(
         self, place: Place, tokens: Tokens, limit: int, n_matched: int, n: int, used: Sequence[Page], live: int

@@ -22,12 +22,12 @@ from prefixstore.engine.saved_notes import noted_policy
 from prefixstore.errors import IncompatibleError, InvalidParameterError, LocationError, StorageError
 from prefixstore.format.autocodec import FixedCodec
 from prefixstore.format.codec import decode
-from prefixstore.format.figures import History
+from prefixstore.format.figures import NOTE, History
 from prefixstore.format.keys import TokenSequence
 from prefixstore.maintenance.holdings import Holding, holdings_of, only_one
 from prefixstore.maintenance.purge import choices_of, string_of, unmatched
 from prefixstore.parameters import Parameters
-from prefixstore.stats import Counters, Purpose
+from prefixstore.stats import Counters
 from prefixstore.units import parse_bytes, parse_target, shown
 
 __all__ = ["DEFAULT_BYTES", "Archive"]
@@ -189,7 +189,7 @@ class Archive(AbstractContextManager["Archive"]):
             return view.used
 
     def history(self) -> History:
-        """How the location was used, by all its processes: by hour for a week, and by day for a year.
+        """How the location was used on each of the last 31 days, by all its processes.
 
         Raises
         ------
@@ -199,9 +199,9 @@ class Archive(AbstractContextManager["Archive"]):
         Examples
         --------
         >>> history = archive.history()  # doctest: +SKIP
-        >>> {history.describe(one.namespace).title: one.figures.hits for one in history.days}  # doctest: +SKIP
+        >>> {name: figures.hits for (_, name), figures in history.days.items()}  # doctest: +SKIP
         """
-        return self.engine.keeper.read()
+        return self.engine.history()
 
     def holdings(self, namespace: str | None = None, salt: str | None = None) -> list[Holding]:
         """What the location holds of each namespace, the most recently used first.
@@ -325,10 +325,7 @@ class Archive(AbstractContextManager["Archive"]):
             If `to` is not valid, or a share of what was not given.
         """
         target = parse_target(to, self._max_bytes, "to")
-        with self.engine.counters.counting(Purpose.MAINTENANCE):
-            evicted = self.engine.upkeep.evict(target, dry_run=dry_run)
-        self.engine.keeper.write_alone()
-        return evicted
+        return self.engine.upkeep.evict(target, dry_run=dry_run)
 
     def evict_to(self, max_bytes: int) -> Removed:
         """As `evict`; returns how much was deleted."""
@@ -394,8 +391,8 @@ class Archive(AbstractContextManager["Archive"]):
         # first: a page that such a one follows could not be deleted
         removed = deleter.delete_strays(newer=not choices) + deleter.delete(choices)
         deleter.drop_empty_namespaces()
-        if older_than is None and tokens is None and page is None:
-            self.engine.threads.call(self.engine.keeper.forget, namespaces, salt)
+        if not choices:
+            self.engine.upkeep.change_note(NOTE, lambda _: None)
         for left in self.unmatched(salt):
             log.warning("%s: %s", self.location, left)
         return removed

@@ -134,7 +134,7 @@ def measure_break_even(llm: Llama, store: PrefixStore, archive: Archive, longest
         Tokens of the longest prompt.
     """
     # what is measured is no use of the location: it must not be in its figures, nor the limit of this store
-    store.engine.keeper.is_on = False
+    store.engine.counters.collected = frozenset()
     lengths = [n for n in (2**i for i in range(5, 20)) if n < longest] + [longest]
     rng = np.random.default_rng(int.from_bytes(os.urandom(4), "little"))
     prompts = [rng.integers(llm.n_vocab() // 4, llm.n_vocab() // 2, n).tolist() for n in lengths]

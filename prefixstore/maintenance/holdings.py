@@ -45,6 +45,11 @@ class Holding:
     created: int
     last_used: int
 
+    @property
+    def settings(self) -> Mapping[str, str | int | float | bool | None]:
+        """The settings of the namespace; none if they are missing or damaged."""
+        return self.namespace.settings if self.namespace is not None else {}
+
 
 def holdings_of(settings: Mapping[bytes, bytes], pages: Iterable[Page]) -> list[Holding]:
     """What there is of each namespace, the most recently used first; `settings` are the stored ones, by its key."""

@@ -11,7 +11,6 @@ import numpy as np
 
 from prefixstore.engine.index import Page
 from prefixstore.maintenance.archive import Archive
-from prefixstore.stats import Purpose
 from prefixstore.store import PrefixStore
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ def verify(llm: Llama, store: PrefixStore, archive: Archive, n: int, *, seed: in
         stored = b"".join(one.tokens for one in archive.path(page))
         tokens = np.frombuffer(stored, "<i4")[: llm.n_ctx() - 1].tolist()
         llm.reset()
-        with store.engine.counters.counting(Purpose.MAINTENANCE):
+        with store.engine.counters.not_serving():
             restored = store.restore(tokens, llm, always=True)
         llm.eval(tokens[restored:])
         warm = last_logits(llm)

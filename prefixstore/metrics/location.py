@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from prefixstore.engine.page_view import Used
-from prefixstore.format.figures import DAY, HOUR, History
+from prefixstore.format.figures import History
 from prefixstore.metrics.exposition import OTHER, import_prometheus, new_registry, render
 from prefixstore.metrics.stores import METRICS
-from prefixstore.stats import Purpose
 
 if TYPE_CHECKING:
     from prefixstore.maintenance.holdings import Holding
@@ -32,13 +31,17 @@ HOLDINGS = {
 }
 # by the name of the gauge: what the figures call it
 FIGURES = {
+    "kept_hits": ("hits", "Prompts of which something was restored, as recorded in the location."),
+    "kept_misses": ("misses", "Prompts for which the store had nothing, as recorded in the location."),
     "kept_prompt_tokens": ("prompt_tokens", "Tokens of the prompts that were looked up, as recorded in the location."),
     "kept_restored_tokens": ("tokens_restored", "Tokens that were restored, as recorded in the location."),
     "kept_computed_tokens": ("tokens_computed", "Tokens that were computed, as recorded in the location."),
     "kept_saved_seconds": ("seconds_saved", "Time saved by restoring, as recorded in the location."),
+    "kept_written_pages": ("allocations", "Pages that were written, as recorded in the location."),
     "kept_evicted_pages": ("evictions", "Pages that were evicted, as recorded in the location."),
 }
-WINDOWS = {"hour": HOUR, "day": DAY, "year": None}
+# days, today included
+WINDOWS = {"day": 1, "week": 7, "month": None}
 
 
 def location_text(
@@ -55,7 +58,7 @@ def location_text(
     max_bytes
         What it may hold, if that is known.
     history
-        How it was used: of the last hour, day and year, by purpose.
+        How it was used: today, and in the last 7 and 31 days.
 
     Raises
     ------
@@ -79,17 +82,10 @@ def location_text(
         for labels, held in models.items():
             made.labels(*labels).set(held[field])
     if history is not None:
-        text = "Lookups by the source of the reused prefix, as recorded in the location."
-        lookups = gauge("kept_lookups", text, "window", "purpose", "source")
-        gauges = {field: gauge(name, text, "window", "purpose") for name, (field, text) in FIGURES.items()}
-        for window, seconds in WINDOWS.items():
-            for purpose in Purpose:
-                found, where = history.total(seconds, purpose=purpose), (window, purpose.value)
-                lookups.labels(*where, "store").set(found.hits)
-                lookups.labels(*where, "live").set(found.live_hits)
-                lookups.labels(*where, "none").set(sum(found.misses.values()))
-                for field, made in gauges.items():
-                    made.labels(*where).set(getattr(found, field))
+        for name, (field, text) in FIGURES.items():
+            made = gauge(name, text, "window")
+            for window, days in WINDOWS.items():
+                made.labels(window).set(getattr(history.total(days), field))
     return render(registry)[0].decode()
 
 

@@ -24,8 +24,9 @@ __all__ = [
     "file_digest",
     "file_identity",
     "is_gguf",
-    "model_names",
+    "model_name",
     "model_parts",
+    "model_title",
     "read_gguf",
     "read_metadata",
     "setting_text",
@@ -155,26 +156,27 @@ def _remember(path: Path, identity: list[int], digest: str) -> None:
             file.write(f"{identity} {digest}")
 
 
-def model_names(metadata: Mapping[str, object], settings: Mapping[str, object]) -> dict[str, str | None]:
-    """The names of a model for people: its name and quantization, and the types of its KV cache.
+def model_name(metadata: Mapping[str, object]) -> str | None:
+    """The name of a model for people, with its quantization, from the metadata of its GGUF file."""
+    name, kind = str(metadata.get("general.name") or "").strip(), str(metadata.get("general.file_type", ""))
+    quantization = FILE_TYPES[int(kind)] if kind.isdecimal() and int(kind) < len(FILE_TYPES) else "-"
+    return name if not name or quantization == "-" or quantization.lower() in name.lower() else f"{name} {quantization}"
+
+
+def model_title(settings: Mapping[str, object], names: Mapping[str, str]) -> str:
+    """What a model is called, with the types of its KV cache if they are not f16.
 
     Parameters
     ----------
-    metadata
-        Of its GGUF file.
     settings
         Of its namespace.
+    names
+        Of models, by the first digits of their digests; see `History`.
     """
-    kind = str(metadata.get("general.file_type", ""))
-    quantization = FILE_TYPES[int(kind)] if kind.isdecimal() and int(kind) < len(FILE_TYPES) else "-"
-    names: dict[str, str | None] = {
-        "name": str(metadata.get("general.name") or "").strip() or None,
-        "quantization": quantization if quantization != "-" else None,
-    }
-    for one in ("type_k", "type_v"):
-        number = settings.get(one)
-        names[one] = CACHE_TYPE_NAMES.get(number, f"type {number}") if isinstance(number, int) else None
-    return names
+    digest = str(settings.get("model") or "")[:12]
+    name = names.get(digest) or str(settings.get("label") or settings.get("server") or digest or "unknown")
+    kinds = [setting_text(one, settings[one]) for one in ("type_k", "type_v") if settings.get(one) is not None]
+    return name if set(kinds) <= {"f16"} else f"{name} (KV {'/'.join(dict.fromkeys(kinds))})"
 
 
 def setting_text(name: str, value: object) -> str:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from prefixstore.engine.facts import Facts
-from prefixstore.engine.figures import read_history
 from prefixstore.engine.page_view import View
 from prefixstore.engine.saved_notes import noted_policy
 from prefixstore.errors import CorruptError
-from prefixstore.format.figures import DAY, HOUR, PASSED, Figures, Period
+from prefixstore.format.figures import NOTE, Figures, History
 from prefixstore.format.namespace import Namespace
-from prefixstore.models.file import CACHE_TYPE_NAMES
+from prefixstore.models.file import model_title
 from prefixstore.report.labels import Words, labels_of, visible
 from prefixstore.report.runs import MOST_RUNS, USES, Column, limited, read_facts, runs_of
-from prefixstore.stats import Purpose
+from prefixstore.stats import DAY
 
 __all__ = ["Content", "content_of"]
 
@@ -29,7 +28,7 @@ Content: TypeAlias = dict[str, Any]
 # facts are not verified: what claims more is damaged
 LARGEST = 1 << 50
 # Bands of ages in seconds, the shortest last: more than 30 days, up to 30, 7, 1 day, 6 hours, 1 hour.
-AGES = (30 * DAY, 7 * DAY, DAY, 6 * HOUR, HOUR)
+AGES = (30 * DAY, 7 * DAY, DAY, DAY // 4, DAY // 24)
 # digits of a key
 DIGITS = 12
 # columns of runs that are in the report as they are
@@ -80,8 +79,7 @@ def content_of(
         models = [_model(settings.get(key)) for key in spaces]
         known = {model: len({*models} - {""}) < 2 or not model or is_of(model) for model in {*models}}
         labels, shared = labels_of(view, facts, runs, [words if known[model] else None for model in models])
-    history = read_history(view, now / 1e9)
-    titles = {name: one.title for name, one in history.described.items()}
+    history = History.of(view.note(NOTE))
     used = view.used
     keys = "".join(bytes(facts["key"][head]).hex()[:DIGITS] if head >= 0 else " " * DIGITS for head in runs["head"])
     return {
@@ -96,9 +94,9 @@ def content_of(
         "tokens": int(facts["n_tokens"].sum()),
         "stored_bytes": int(facts["stored_bytes"].sum()),
         "raw_bytes": int(facts["raw_bytes"].sum()),
-        "hits": int(facts["hits"].sum()),
+        "page_uses": int(facts["hits"].sum()),
         "pinned": int(facts["pinned"].sum()),
-        "spaces": [_space(key, settings.get(key), titles.get(key.hex()[:16])) for key in spaces],
+        "spaces": [_space(key, settings.get(key), history.models) for key in spaces],
         "runs": {
             **{name: runs[name].tolist() for name in SHOWN},
             "start": (runs["start"] + np.array(shared, np.int64)).tolist(),
@@ -108,8 +106,7 @@ def content_of(
             "labels": labels,
         },
         "bands": _bands(facts, now),
-        "hours": _asked(history.hours),
-        "days": _asked(history.days),
+        "days": _asked(history),
     }
 
 
@@ -129,40 +126,31 @@ def _model(stored: bytes | None) -> str:
     return str(_settings(stored).get("model") or "")
 
 
-def _space(key: bytes, settings: bytes | None, title: str | None) -> dict[str, str]:
+def _space(key: bytes, settings: bytes | None, names: Mapping[str, str]) -> dict[str, str]:
     """What a namespace is called. Its settings are those that a user gave, or a model has."""
     found = _settings(settings)
-    model = str(found.get("model") or "")[:DIGITS]
-    # a title has them
-    types = [found[name] for name in ("type_k", "type_v") if name in found and title is None]
-    names = [CACHE_TYPE_NAMES.get(one, str(one)) if isinstance(one, int) else str(one) for one in types]
     return {
         "key": key.hex()[:DIGITS],
-        "model": visible(title or str(found.get("label") or model or "unknown model")),
-        "digest": visible(model),
-        "types": visible("/".join(names)),
+        "model": visible(model_title(found, names)),
+        "digest": visible(str(found.get("model") or "")[:DIGITS]),
         "tenant": visible(str(found.get("salt") or "")),
     }
 
 
-def _asked(periods: Iterable[Period]) -> list[tuple[int, ...]]:
-    """What was asked of all namespaces while they served, in each hour or day, oldest first.
+def _asked(history: History) -> list[tuple[int, ...]]:
+    """What was asked of all namespaces on each day, the first one first.
 
     When it began; prompts of which something was restored, and of which nothing was; their tokens: all, restored, and
     computed; evicted pages.
     """
     found: defaultdict[int, list[Figures]] = defaultdict(list)
-    for period in periods:
-        if period.purpose == Purpose.SERVING.value:
-            found[period.start].append(period.figures)
-    rows: list[tuple[int, ...]] = []
-    for began, some in sorted(found.items()):
-        one = Figures.sum(some)
-        misses = sum(n for reason, n in one.misses.items() if reason not in PASSED)
-        rows.append(
-            (began, one.hits, misses, one.prompt_tokens, one.tokens_restored, one.tokens_computed, one.evictions)
-        )
-    return rows
+    for (day, _), figures in history.days.items():
+        found[day].append(figures)
+    days = {day: Figures.sum(some) for day, some in sorted(found.items())}
+    return [
+        (day * DAY, one.hits, one.misses, one.prompt_tokens, one.tokens_restored, one.tokens_computed, one.evictions)
+        for day, one in days.items()
+    ]
 
 
 def _seconds(now: int, times: Column) -> Column:

@@ -23,7 +23,7 @@ from prefixstore.errors import (
 from prefixstore.format.namespace import Namespace, parted
 from prefixstore.llama.state.form import Window
 from prefixstore.llama.state.shape import PAIR, U32, StateShape
-from prefixstore.models.file import file_identity, model_names, read_metadata
+from prefixstore.models.file import file_identity, model_name, read_metadata
 from prefixstore.server.arguments import Arguments, config_files, parse_arguments
 from prefixstore.server.client import LlamaServer, Props
 from prefixstore.server.find_process import RunningProcess, running_process, start_ticks
@@ -230,8 +230,8 @@ class ServerIdentity:
             settings["streams"] = self.props.n_slots
         return Namespace(settings)
 
-    def names(self, namespace: Namespace) -> dict[str, str | None]:
-        """The names of the model, for people; see `model_names`."""
+    def model_name(self) -> str | None:
+        """The name of the model, for people."""
         path = next(iter(self.files), None)
         try:
             metadata = read_metadata(path) if path is not None else {}
@@ -239,7 +239,7 @@ class ServerIdentity:
             metadata = {}
         if path is None and self.props.model_path:
             metadata["general.name"] = Path(self.props.model_path).stem
-        return model_names(metadata, namespace.settings)
+        return model_name(metadata)
 
     def is_running(self) -> bool:
         """Whether the process of the server still runs; False if it is not known."""

@@ -146,13 +146,12 @@ class StoredSequences:
             n = self._find(states, states.text_of(prompt)[: max(len(prompt) - 1, 0)]).n_tokens
             is_found = n >= max(least, 1)
             if is_new:
-                reason = "store"
                 if not is_found:
                     engine.touch(key, (), len(prompt))
                     step = states.place.page_tokens
                     reason = miss_reason(engine, key, prompt, step, n_matched=n, min_tokens=least)
                     engine.counters.count(f"miss:{reason}", namespace=key)
-                engine.counters.asked(key, len(prompt), n if is_found else 0, reason)
+                engine.counters.count("prompt_tokens", len(prompt), namespace=key)
             if is_found:
                 return self._protocol.Match(tokens=tuple(tokens[:n]), has_prompt_logits=False)
         return None

@@ -349,8 +349,7 @@ class ServerSession:
             counters.count("tokens_computed", usage.computed_tokens, namespace=namespace)
             if is_counted:
                 n = usage.cached_tokens + usage.computed_tokens
-                source = "store" if claim.n_restored else claim.reason or ("live" if usage.cached_tokens else "none")
-                counters.asked(namespace, n, claim.n_restored, source)
+                counters.count("prompt_tokens", n, namespace=namespace)
                 # the store has counted what became of a restore
                 if claim.restored_seconds is None or claim.reason == "error":
                     if claim.reason is not None:

@@ -112,7 +112,7 @@ class SlotStore:
         self.layout: SlotLayout | None = None
         self.ways: tuple[Way, ...] = ()
         self.place = lru_cache(MOST_PLACES)(self._place)
-        self._names: dict[str, str | None] = {}
+        self._model_name: str | None = None
         # the label has no effect here: the identity has the namespace
         self.store = PrefixStore(location, namespace="server", **store_options)
         self.rate = ComputeRate(self.store.parameters.max_delay)
@@ -178,9 +178,10 @@ class SlotStore:
         assert self.layout is not None, "something is stored"
         page_tokens = self.identity.page_tokens(self.layout, self.store.page_tokens)
         place = Place(self.identity.namespace(self.layout, page_tokens=page_tokens, salt=salt), page_tokens)
-        self._names = self._names or self.identity.names(place.namespace)
+        if self._model_name is None:
+            self._model_name = self.identity.model_name() or ""
         for way in self.ways:
-            self.engine.describe(way.place(place).namespace, self._names)
+            self.engine.describe(way.place(place).namespace, self._model_name)
         return place
 
     def _learn(self) -> None:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from prefixstore.engine.waiting import DropReason
 from prefixstore.errors import MisuseError
 from prefixstore.format.keys import Tokens
-from prefixstore.stats import Purpose
 from prefixstore.store import PrefixStore
 from prefixstore.warming.leases import SECONDS, Leases
 from prefixstore.warming.prompt_trie import Part, PromptTrie
@@ -190,8 +189,7 @@ class Job:
         last, done = -1, list[Part]()
         self._show()
         engine = self.store.engine
-        counting = engine.counters.counting(Purpose.WARMING)
-        with counting, engine.captures.storing_all(), Leases(engine.upkeep, seconds=lease_seconds) as leases:
+        with engine.counters.not_serving(), engine.captures.storing_all(), Leases(engine.upkeep, seconds=lease_seconds) as leases:
             try:
                 while left and not self.is_full and not self._is_stopped():
                     found = len(left)

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from prefixstore.cli.files import writing
-from prefixstore.errors import LocationError
+from prefixstore.errors import InvalidParameterError
 
 
 def write(path, text, *, replace=False):
@@ -20,13 +20,13 @@ def test_a_file_is_written_for_its_owner_only_and_replaces_nothing_unasked(tmp_p
     write(path, "one")
     assert path.read_text() == "one"
     assert path.stat().st_mode & 0o777 == 0o600
-    with pytest.raises(LocationError, match="File exists; choose another name"):
+    with pytest.raises(InvalidParameterError, match="File exists; choose another name"):
         write(path, "two")
     assert path.read_text() == "one"
     write(path, "two", replace=True)
     assert path.read_text() == "two"
     for wrong in (tmp_path / "none" / "r.html", tmp_path / ("x" * 300)):
-        with pytest.raises(LocationError, match="cannot be written"):
+        with pytest.raises(InvalidParameterError, match="cannot be written"):
             write(wrong, "x")
     assert [one.name for one in tmp_path.iterdir()] == ["r.html"]
 
@@ -35,7 +35,7 @@ def test_what_is_no_file_is_not_replaced(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for path in (pipe, tmp_path):
-        with pytest.raises(LocationError, match="is not a file"):
+        with pytest.raises(InvalidParameterError, match="is not a file"):
             write(path, "text", replace=True)
     assert pipe.is_fifo()
     assert list(tmp_path.iterdir()) == [pipe]
@@ -52,7 +52,7 @@ def test_what_cannot_be_written_as_a_whole_leaves_nothing(tmp_path, monkeypatch,
         raise fault
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises((LocationError, KeyboardInterrupt)):
+    with pytest.raises((InvalidParameterError, KeyboardInterrupt)):
         write(path, "new", replace=replace)
     assert [one.name for one in tmp_path.iterdir()] == ["r.html"] * replace
     assert not replace or path.read_text() == "old"

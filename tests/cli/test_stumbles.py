@@ -22,7 +22,7 @@ from prefixstore.cli import warm_report as progress_module
 from prefixstore.cli.files import chat_in, text_in
 from prefixstore.cli.warm import _signals
 from prefixstore.cli.warm_report import progress_shown as shown
-from prefixstore.config import Config, load_config
+from prefixstore.config import load_config
 from prefixstore.maintenance.archive import Archive
 from prefixstore.warming.report import Progress
 from tests.cli.conftest import SEQUENCES, filled, n_pages
@@ -193,7 +193,6 @@ def test_init_writes_a_config_that_everything_accepts(tmp_path, run, models, as_
     code, _, err = run("init")
     assert (code, "prefixstore.toml exists" in err) == (1, True)
     assert (run("init", "--yes")[0], load_config("prefixstore.toml").model["n_ctx"]) == (0, 4096)
-    assert run("init", "no/folder.toml")[0] == 3
 
 
 def test_a_file_of_settings_may_begin_with_a_bom(tmp_path):
@@ -217,14 +216,6 @@ def test_a_tilde_in_a_file_of_settings_is_the_home_directory(tmp_path, run):
         str(home / "m.gguf"),
         str(home / "kv"),
     ]
-
-
-def test_a_quantized_v_without_flash_attention_says_what_it_needs(models):
-    with pytest.raises(InvalidParameterError, match="a quantized type_v needs flash_attn = true"):
-        Config(str(models("llama")), {"n_ctx": 64, "type_v": "q8_0"}).open_llama()
-    with pytest.raises(InvalidParameterError, match=r"known are bf16, f16, f32") as caught:
-        Config(str(models("llama")), {"type_k": "q9"}).open_llama()
-    assert "count" not in str(caught.value)
 
 
 def test_a_prompt_in_a_file_has_no_bom(tmp_path):
@@ -312,7 +303,7 @@ def test_init_writes_no_file_through_a_link_that_leads_nowhere(run, monkeypatch)
     assert run("init", link)[0] == 1
     # one that appears after it was looked for
     monkeypatch.setattr(os.path, "lexists", lambda _: False)
-    assert run("init", link)[0] == 3
+    assert run("init", link)[0] == 2
     assert not elsewhere.exists()
 
 
@@ -363,9 +354,6 @@ def test_a_script_does_not_delete_from_the_default_location_by_mistake(store, ru
     assert n_pages(store) == 0
 
 
-# -- locations that cannot be used ------------------------------------------------------------------------------------
-
-
 # -- looking ----------------------------------------------------------------------------------------------------------
 
 
@@ -384,8 +372,6 @@ def test_lists_are_sorted_limited_filtered_and_come_as_tables_for_programs(tmp_p
     assert (head.split("\t")[0], len(rows), {row.count("\t") for row in rows}) == ("page", 15, {head.count("\t")})
     assert len(as_json("tree", path, "--limit", 3)[1]) == 3
     assert len(as_json("tree", path, "--salt", "tenant-4")[1]) == 5
-    for arguments in (["ls", path, "--sort", "colour"], ["tree", path, "--sort", "colour"]):
-        assert run(*arguments)[0] == 2
     assert run("ls", path, "--json", "--format", "csv") == run("ls", path, "--format", "json")
 
 
@@ -451,7 +437,7 @@ def test_a_namespace_is_listed_by_the_name_of_its_model_and_with_the_uses_of_its
     code, (one,) = as_json("ls", tmp_path / "kv")
     name = one["model_name"]
     assert (code, len(one["settings"]["model"]), bool(name)) == (0, 64, True)
-    assert one["hits"] >= 3
+    assert one["page_uses"] >= 3
     header, _, row = [line for line in run("ls", tmp_path / "kv")[1].splitlines() if line.strip()][:3]
     assert header.split()[-2:] == ["uses", "used"]
     assert name in row
@@ -480,8 +466,6 @@ def test_a_page_is_shown_in_words(store, run, as_json):
     # where it is not known, as of warmed pages
     assert "computed in" not in rows
     assert "compute us" not in out
-    code, _, err = run("show", store, "ffff")
-    assert (code, err) == (2, f"prefixstore: {store}: no page begins with 'ffff'; prefixstore tree lists them\n")
 
 
 @pytest.mark.parametrize("width", [40, 140])
@@ -502,15 +486,13 @@ def test_progress_is_one_line_in_every_terminal(monkeypatch, width):
 # -- warming ----------------------------------------------------------------------------------------------------------
 
 
-def test_equal_problems_are_one_line(tmp_path, run, models):
-    lines = [{"tokens": prompt(500 + i)} for i in range(40)] + [{"prompt": ""}] * 5 + [{"tokens": prompt(100)}]
+def test_of_many_problems_the_first_are_listed(tmp_path, run, models):
+    lines = [{"tokens": prompt(500 + i)} for i in range(40)] + [{"tokens": prompt(100)}]
     file = write_jsonl(tmp_path / "p.jsonl", lines)
     code, out, err = run("warm", "--model", models("llama"), "--store", tmp_path / "kv", "--n-ctx", 256, file)
     assert code == 1
-    assert f"40 prompts need up to 539 tokens ({file}:1 … {file}:40)" in err
-    assert f"5 times, {file}:41 … {file}:45: the prompt has no tokens" in err
-    # but for the lines that a slow machine adds while it computes
-    assert len([line for line in err.splitlines() if not line.startswith("evaluating: ")]) < 10
+    assert f"{file}:1: 500 tokens do not fit" in err
+    assert "and 30 more problems; --json has all" in err
     assert re.search(rf"location +lmdb://{tmp_path}/kv", out)
 
 

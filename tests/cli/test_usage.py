@@ -22,15 +22,13 @@ import prefixstore
 from prefixstore import PrefixStore
 from prefixstore.cli import output
 from prefixstore.cli.output import emit, grid
-from prefixstore.cli.top import Screen, _last, hottest, lines
+from prefixstore.cli.top import Screen, hottest, lines
 from prefixstore.errors import LocationError
-from prefixstore.format.figure_note import NOTE
-from prefixstore.format.figures import DAY, HOUR, Figures, History, Period, Writer
-from prefixstore.format.saved_state import pack_state
+from prefixstore.format.figures import NOTE, Figures, History
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.verify import verify
-from prefixstore.models.file import FILE_TYPES
-from prefixstore.stats import Request, short
+from prefixstore.models.file import FILE_TYPES, model_title
+from prefixstore.stats import DAY, short
 from tests.support import ROOT
 from tests.support.models import answer, load, prompt
 from tests.support.places import fill, space
@@ -67,19 +65,19 @@ def test_the_history_of_a_store_is_what_its_stats_say(models, tmp_path):
         answer(llm, prompt(20, 5), 8)
         stats, history = store.stats(), store.history()
         figures = history.total()
-        assert (figures.hits, figures.live_hits, figures.misses) == (stats.hits, stats.live_hits, stats.misses)
+        assert (figures.hits, figures.misses) == (stats.hits, sum(stats.misses.values()))
         assert figures.prompt_tokens == stats.prompt_tokens
         assert (figures.tokens_restored, figures.tokens_computed) == (stats.tokens_restored, stats.tokens_computed)
         assert figures.seconds_saved == pytest.approx(stats.seconds_saved, abs=1e-4)
-        key = short(store.namespace.key)
+        namespace = store.namespace
     with Archive(tmp_path / "kv", read_only=True) as archive:
         kept = archive.history()
-    assert kept.total() == figures
-    assert [one.source for one in kept.requests] == ["not_found", "store", "not_found"]
-    assert {one.namespace for one in kept.days} == {key}
-    known = kept.describe(key)
-    assert (known.tenant, known.type_k, known.type_v) == ("mine", "f16", "f16")
-    assert known.title == f"{llm.metadata['general.name']} {known.quantization}"
+    assert {name for _, name in kept.days} == {short(namespace.key)}
+    assert kept.total()._replace(allocations=0, bytes_written=0) == figures._replace(allocations=0, bytes_written=0)
+    assert kept.total().allocations == stats.entries + stats.pending_pages
+    title = model_title(namespace.settings, kept.models)
+    assert title.startswith(llm.metadata["general.name"])
+    assert "KV" not in title
 
 
 @pytest.mark.slow
@@ -94,14 +92,13 @@ def test_warming_and_verifying_are_no_hits(used, models, tmp_path):
     with Archive(location, read_only=True) as archive:
         history = archive.history()
         uses = sum(page.hits for page in archive.pages())
-    assert history.total().lookups == 0
-    assert history.total(purpose="warming").lookups > 0
-    assert history.total(purpose="maintenance").hits == 2
+    assert (history.total().lookups, history.total().prompt_tokens) == (0, 0)
+    assert history.total().allocations > 0
     assert uses > 0
     assert used
 
 
-def test_a_purged_tenant_is_not_named_any_more(models, tmp_path):
+def test_a_purged_tenant_is_not_named_any_more(models, tmp_path, run):
     location, llm = str(tmp_path / "kv"), load(models("llama"))
     for tenant in ("one", "two"):
         with PrefixStore(location, llm, salt=tenant) as store:
@@ -110,8 +107,10 @@ def test_a_purged_tenant_is_not_named_any_more(models, tmp_path):
             llm.reset()
     with Archive(location) as archive:
         archive.purge(salt="one")
-        assert {one.tenant for one in archive.history().described.values()} == {"two"}
         assert archive.history().total().lookups == 2
+    found = json.loads(run("stats", location, "--json")[1])
+    assert {one["tenant"]: one["misses"] for one in found["by_tenant"]} == {"two": 1, "(gone)": 1}
+    with Archive(location) as archive:
         archive.purge(everything=True)
         assert archive.history().total().lookups == 0
 
@@ -127,13 +126,12 @@ def test_stats_fit_the_terminal(used, run, columns, monkeypatch):
     # a location cannot be shortened
     shown = out.splitlines()[1:]
     assert max(map(len, shown)) <= columns
-    for words in ("hit rate", "tokens restored", "time saved", "last hour", "last day", "1.0 GiB used", "not found 2"):
+    for words in ("hit rate", "tokens restored", "time saved", "today", "last 7 days", "1.0 GiB used"):
         assert words in out, words
     assert re.search(r"^hit rate +67 % +67 % +67 %$", out, re.MULTILINE)
     assert re.search(r"^hits +4 +4 +4$", out, re.MULTILINE)
     assert re.search(r"^a tenant .* 75 % +3 ", out, re.MULTILINE)
-    assert re.search(r"^warming: .* tokens computed", out, re.MULTILINE)
-    for internal in ("compute us", "<namespace>", "None", "evicted", "page_uses"):
+    for internal in ("compute us", "<namespace>", "None", "page_uses"):
         assert internal not in out, internal
 
 
@@ -142,12 +140,11 @@ def test_stats_as_json_are_complete(used, run):
     found = json.loads(out)
     assert (code, found["hits"], found["capacity_bytes"], found["tenants"]) == (0, 4, 1 << 30, 2)
     assert found["page_uses"] > 3
-    assert found["serving"]["all"]["hit_rate"] == 0.6667
-    assert found["serving"]["last_hour"] == found["serving"]["last_day"] == found["serving"]["all"]
-    assert found["warming"]["all"]["tokens_computed"] > 0
+    assert found["today"]["hit_rate"] == 0.6667
+    assert found["today"] == found["last_7_days"] == found["last_31_days"]
+    assert found["today"]["bytes_written"] > found["today"]["allocations"] > 3
     assert {one["tenant"]: one["hits"] for one in found["by_tenant"]} == {"a tenant with a long name": 3, "b": 1}
     assert [one["hits"] for one in found["by_model"]] == [4]
-    assert len(found["requests"]) >= 6
 
 
 def test_stats_of_a_store_that_no_one_has_asked(tmp_path, run):
@@ -157,7 +154,7 @@ def test_stats_of_a_store_that_no_one_has_asked(tmp_path, run):
     assert code == 0
     assert "no prompt has been looked up yet" in out
     assert "hit rate" not in out
-    assert json.loads(run("stats", tmp_path / "kv", "--json")[1])["serving"]["all"]["hit_rate"] is None
+    assert json.loads(run("stats", tmp_path / "kv", "--json")[1])["today"]["hit_rate"] is None
 
 
 def test_stats_of_a_shared_location_say_where_prompts_are_counted(new_valkey, models, tmp_path, run):
@@ -176,7 +173,7 @@ def test_stats_for_prometheus_have_the_budget_and_the_kept_figures(used, run):
     code, out, _ = run("stats", used[0], "--prometheus")
     assert code == 0
     assert 'prefixstore_budget_bytes{tier="location"} 1.073741824e+09' in out
-    assert 'prefixstore_kept_lookups{purpose="serving",source="store",window="day"} 4.0' in out
+    assert 'prefixstore_kept_hits{window="day"} 4.0' in out
     assert "tenant" not in out
 
 
@@ -190,12 +187,12 @@ def test_top_is_printed_once_without_a_terminal(used, run, columns, monkeypatch)
         code, out, _ = run("top", used[0], *arguments)
         assert code == 0
         assert max(map(len, out.splitlines())) <= columns
-        for words in ("requests a minute", "hit rate", "latest prompts", "hottest prefixes", "warming: b"):
+        for words in ("lookups", "hit rate", "31 days", "busiest today", "hottest prefixes"):
             assert words in out, words
 
 
 @pytest.mark.slow
-def test_top_in_a_terminal_refreshes_itself_until_q_is_pressed(used):
+def test_top_in_a_terminal_refreshes_itself_until_it_is_interrupted(used):
     location, llm = used
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "PYTHONUTF8": "1"}
     for name in ("COLUMNS", "LINES"):
@@ -219,7 +216,7 @@ def test_top_in_a_terminal_refreshes_itself_until_q_is_pressed(used):
 
     try:
         read_until(b"hottest prefixes")
-        assert b"q quits" in seen
+        assert b"Ctrl-C ends this" in seen
         assert b"\x1b[?1049h" in seen  # the screen is another one, and the shell's comes back
         seen = b""
         # another process serves a prompt meanwhile
@@ -228,8 +225,7 @@ def test_top_in_a_terminal_refreshes_itself_until_q_is_pressed(used):
             answer(llm, prompt(777, 9), 4)
         read_until(b"later")
         read_until(b"777")
-        os.write(terminal, b"x")
-        os.write(terminal, b"q")
+        os.write(terminal, b"\x03")
         read_until(b"\x1b[?1049l")
         assert os.waitpid(child, 0)[1] == 0
         child = None
@@ -246,37 +242,23 @@ def test_top_says_so_if_the_location_cannot_be_read():
 
 
 def test_the_screen_of_top_is_cut_to_the_terminal():
-    now = 1_800_000_030.0
-    figures = Figures(30, 5, {"not_found": 10}, 40_000, 30_000, 12_000, 95.0, 2)
-    history = History(
-        now,
-        minutes=tuple(Period(int(now) - 30 - 60 * n, 60, "", "serving", figures) for n in range(3)),
-        requests=tuple(Request(now - n, "a" * 16, "serving", "store", 1000, 900) for n in range(20)),
-        writers=(Writer("w", now - 1, 12, 5 << 20),),
-        max_bytes=10 << 30,
-    )
-    screen = Screen("lmdb:///kv", history)
+    history, counted = History(max_bytes=10 << 30), Figures(30, 10, 40_000, 30_000, 12_000, 95_000_000, 7, 7000, 2)
+    today = int(history.at // DAY)
+    history.days = {(today, name * 16): counted for name in "abcdefghijkl"} | {(today - 9, "a" * 16): counted}
+    earlier, now = history.total()._replace(hits=350), history.total()
+    screen = Screen("lmdb:///kv", history, totals=[(history.at - 60, earlier), (history.at, now)])
+    screen.titles = {"a" * 16: "a tenant, a model"}
     for columns in (40, 60, 80, 200):
         for rows in (5, 12, 24, 50):
             shown = lines(screen, columns, rows)
             assert len(shown) <= rows
             assert max(map(len, shown)) <= columns
-            assert shown[-1] == "q quits"
+            assert shown[-1] == "Ctrl-C ends this"
     text = "\n".join(lines(screen, 80, None))
-    assert "queue: 12 pages (5.0 MiB), 1 process" in text
-    at = lines(screen, 80, None).index("requests in each of the last 60 min, █ is 45:")
-    assert lines(screen, 80, None)[at + 1] == " " * 57 + "███"
-    # 90 lookups in the running half minute and the one before
-    assert re.search(r"requests a minute +60 ", text)
-
-
-def test_the_hour_of_top_is_that_of_the_minutes_that_are_kept():
-    one = Figures(hits=1)
-    for second in (0.0, 59.9):
-        at = 1_800_000_000.0 + second
-        history = History(at, minutes=tuple(Period(1_800_000_000 - 60 * n, 60, "", "serving", one) for n in range(60)))
-        figures, seconds = _last(history, 60)
-        assert (figures.hits, seconds) == (60, pytest.approx(59 * 60 + second))
+    assert re.search(r"last 60 s +today +31 days", text)
+    assert re.search(r"^lookups +40 +480 +520$", text, re.MULTILINE)
+    assert re.search(r"^hit rate +100 % +75 % +75 %$", text, re.MULTILINE)
+    assert "a tenant, a model" in text
 
 
 def test_the_hottest_prefixes_are_as_long_as_they_are_used(used):
@@ -295,7 +277,7 @@ def test_the_hottest_prefixes_are_as_long_as_they_are_used(used):
 
 def test_names_of_tenants_do_not_command_a_terminal(tmp_path, run):
     name = "\x1b]0;a title\x07\x9b2Jtenant"
-    assert grid([[name, "1"]], 80) == ["·]0;a title··2Jtenant  1"]
+    assert grid([[name, "1"]], 80, ["", ""]) == ["·]0;a title··2Jtenant  1"]
     with Archive(tmp_path / "kv", create=True) as archive:
         ((*_, key),) = fill(archive.backend, space(name), [[1, 2, 3, 4]])
     for command in (["ls"], ["stats"], ["top", "--once"], ["show"]):
@@ -319,28 +301,15 @@ def test_what_has_no_tenant_is_shared_and_purged_by_its_namespace(tmp_path, run)
     assert ("ann" in out, "(shared)" in out) == (True, False)
 
 
-def test_figures_with_damaged_names_and_counts_are_told(tmp_path, run):
-    now = time.time()
-    name = "\ud800\x1b[31m"
-    figures = {
-        "requests": [[now, name, "serving", name, 1, 1]],
-        "writers": [],
-        "described": [{"namespace": "a", "tenant": name}],
-        "max_bytes": 0,
-        "max_entries": None,
-    }
-    rows = [["a", "serving", {"hits": 3, f"miss:{name}": 2}]]
-    periods = [[seconds, int(now // seconds), rows] for seconds in (HOUR, DAY)]
-    minutes = [[60, int(now // 60) - n, [["", "serving", {"hits": hits}]]] for n, hits in ((1, -4), (0, 6))]
-    figures["periods"] = [*periods, *minutes]
+def test_names_of_models_that_are_not_text_are_told(tmp_path, run):
+    figures = History(models={"a" * 12: "\ud800\x1b[31m"})
     with Archive(tmp_path / "kv", create=True) as archive:
-        fill(archive.backend, space("t"), [[1, 2, 3, 4]])
+        fill(archive.backend, space("t", model="a" * 64), [[1, 2, 3, 4]])
         with archive.backend.update() as transaction:
-            transaction.put_note(NOTE, pack_state({"2": json.dumps(figures).encode()}))
-    for command in (["ls"], ["stats"], ["top", "--once"], ["stats", "--json"]):
+            transaction.put_note(NOTE, figures.pack(9))
+    for command in (["ls"], ["stats"], ["top", "--once"], ["tree"]):
         code, out, _ = run(command[0], tmp_path / "kv", *command[1:])
         assert (code, "\x1b" in out) == (0, False)
-    assert json.loads(out)["requests"][0]["source"] == name
 
 
 def test_json_is_valid_where_the_output_has_few_characters(monkeypatch):
@@ -384,18 +353,6 @@ def test_streams_that_are_closed_are_no_fault_and_no_file_of_the_store_takes_the
     assert "data.mdb" not in seen
 
 
-def test_figures_of_an_hour_by_namespace():
-    one, two = Figures(hits=1), Figures(hits=2, misses={"bypassed": 5})
-    history = History(
-        10_000.0, hours=(Period(0, HOUR, "a", "serving", one), Period(2 * HOUR, HOUR, "b", "serving", two))
-    )
-    assert history.total(HOUR, namespaces=["a", "b"]).hits == 2
-    assert history.total(4 * HOUR, namespaces=["a"]).hits == 1
-    # what was to bypass the store says nothing about it
-    assert two.hit_rate == 1.0
-    assert two.lookups == 7
-
-
 def test_the_types_of_files_are_those_of_llama_cpp():
     import llama_cpp
 
@@ -407,15 +364,13 @@ def test_the_types_of_files_are_those_of_llama_cpp():
 
 
 # the last one that uses what `used` has
-def test_pages_that_a_command_evicts_are_counted_as_maintenance(used, run):
-    budget = json.loads(run("stats", used[0], "--json")[1])["capacity_bytes"]
+def test_pages_that_a_command_evicts_are_counted_and_its_budget_is_not_that_of_the_stores(used, run):
+    before = json.loads(run("stats", used[0], "--json")[1])
     with Archive(used[0], read_only=True) as archive:
         n_pages, size = len(archive.pages()), archive.used().bytes
     assert run("evict", used[0], "--to", f"{size - 200_000}B", "--dry-run")[0] == 0
     assert run("evict", used[0], "--to", f"{size - 200_000}B")[0] == 0
     with Archive(used[0], read_only=True) as archive:
         n_left, history = len(archive.pages()), archive.history()
-    assert history.total(purpose="maintenance").evictions == n_pages - n_left > 0
-    assert history.total().evictions == 0
-    # that of the stores
-    assert history.max_bytes == budget == 1 << 30
+    assert history.total().evictions - before["today"]["evictions"] == n_pages - n_left > 0
+    assert history.max_bytes == before["capacity_bytes"] == 1 << 30

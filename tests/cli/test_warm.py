@@ -199,23 +199,6 @@ def test_a_dry_run_estimates_the_cost_and_stores_nothing(warm, file, tmp_path):
     assert "missing tokens 0" in {" ".join(line.split()) for line in table.stdout.splitlines()}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "no prompts are given"),
-        (["--type-k", "q9", "p.txt"], "not a value known to llama.cpp"),
-        (["--model", "nowhere.gguf", "p.txt"], "model file not found"),
-        (["--config", "nowhere.toml", "p.txt"], "No such file"),
-        (["--ttl", "soon", "p.txt"], "not a valid duration"),
-        (["--page-tokens", "0", "p.txt"], "page_tokens=0"),
-    ],
-)
-def test_misuse_is_reported_and_ends_with_2(warm, arguments, message):
-    result = warm(*arguments)
-    assert result.exit_code == 2
-    assert message in result.stderr
-
-
 @pytest.mark.slow
 def test_a_signal_keeps_what_is_computed(models, tmp_path):
     file = write_jsonl(tmp_path / "prompts.jsonl", [{"tokens": prompt(3000, seed)} for seed in range(120)])

@@ -59,7 +59,8 @@ def test_a_note_that_cannot_be_read_says_nothing(note):
 
 
 def note_of(store, max_bytes=64 << 20, **options):
-    return SavedNotes(store.backend, Evictor(store.engine._catalog, Budget(max_bytes), store.counters), **options)
+    evictor = Evictor(store.engine._catalog, Budget(max_bytes), store.counters)
+    return SavedNotes(store.backend, evictor, store.counters, **options)
 
 
 def test_it_is_written_at_the_end_and_not_too_often():

@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import os
-from collections import Counter
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from prefixstore import stats as stats_module
 from prefixstore.backends.contract import ConflictError
-from prefixstore.engine.figures import read_history
 from prefixstore.engine.keyspace import everything
 from prefixstore.errors import FullError, UnavailableError
-from prefixstore.format.figure_note import NOTE, FigureNote
-from prefixstore.format.figures import DAY, HOUR, OTHERS, WEEK, Figures
+from prefixstore.format.figures import DAYS_KEPT, NOTE, Figures, History
 from prefixstore.format.namespace import Namespace
-from prefixstore.format.record import checksum
-from prefixstore.format.saved_state import pack_state
-from prefixstore.stats import PERIODS_KEPT, Purpose, short
+from prefixstore.format.saved_state import pack_state, unpack_state
+from prefixstore.stats import DAY, OTHERS, short
 from tests.support.engines import MIB, NS, A, B, MemoryPages, Store, store_of, two_stores
 from tests.support.faults import FaultyBackend
 from tests.support.places import opened
 
-NOW = 1_800_000_000.0  # within an hour and a day
+NOW = time.time()
+TODAY = int(NOW // DAY)
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The time, to be set; of counters, and of the stores that `told` has told."""
-    time = SimpleNamespace(now=NOW)
-    monkeypatch.setattr(stats_module, "time", SimpleNamespace(time=lambda: time.now))
-    time.told = lambda store: setattr(store.engine.keeper, "_clock", lambda: time.now)
-    return time
+    """The time by which counters count, to be set."""
+    found = SimpleNamespace(now=NOW)
+    monkeypatch.setattr(stats_module, "time", SimpleNamespace(time=lambda: found.now))
+    return found
 
 
 def key_of(n):
@@ -50,7 +45,7 @@ def ask(store, n=1, *, hits=0, namespace=NS):
         counters.count("hits" if is_hit else "miss:not_found", namespace=namespace)
         counters.count("tokens_restored", 90 * is_hit, namespace=namespace)
         counters.time("saved", 0.5 * is_hit, namespace=namespace)
-        counters.asked(namespace, 100, 90 * is_hit, "store" if is_hit else "not_found")
+        counters.count("prompt_tokens", 100, namespace=namespace)
 
 
 def keep(store):
@@ -58,17 +53,9 @@ def keep(store):
     store.engine.flush()
 
 
-def note(store, name):
-    with store.backend.view() as view:
-        return view.note(name)
-
-
-def put_note(store, name, value):
-    with store.backend.update() as transaction:
-        transaction.put_note(name, value)
-
-
-# -- kept and merged --------------------------------------------------------------------------------------------------
+def kept(backend):
+    with backend.view() as view:
+        return History.of(view.note(NOTE))
 
 
 def notes_of(store):
@@ -77,27 +64,30 @@ def notes_of(store):
         return {row.key[1:]: row.value for row in rows.ranges([everything(b"o")])[0]}
 
 
+# -- kept and merged --------------------------------------------------------------------------------------------------
+
+
 def test_what_was_counted_is_there_after_a_restart():
     with store_of() as store:
         ask(store, 3, hits=1)
         store.put(A)
+        keep(store)
         store.open()
-        figures = store.engine.keeper.read().total()
-        assert figures == Figures(1, 0, {"not_found": 2}, 300, 90, 0, 0.5, 0)
+        figures = store.engine.history().total()
+        assert figures._replace(bytes_written=0) == Figures(1, 2, 300, 90, 0, 500_000, allocations=3)
+        assert figures.bytes_written == 3 * 1000
         assert (figures.hit_rate, figures.restored_share, figures.lookups) == (1 / 3, 0.3, 3)
-        assert [one.source for one in store.engine.keeper.read().requests] == ["store", "not_found", "not_found"]
 
 
 def test_what_is_not_written_yet_is_told_by_the_store_that_has_counted_it():
     with store_of() as store:
         ask(store, 2)
-        assert store.engine.keeper.read().total(HOUR).lookups == 2
-        assert note(store, NOTE) is None
+        assert store.engine.history().total().lookups == 2
+        assert NOTE not in notes_of(store)
         keep(store)
         ask(store, 1)
-        assert store.engine.keeper.read().total().lookups == 3
-        with store.backend.view() as view:
-            assert read_history(view, NOW).total().lookups == 2
+        assert store.engine.history().total().lookups == 3
+        assert kept(store.backend).total().lookups == 2
 
 
 def test_two_stores_add_to_each_others_figures(tmp_path):
@@ -106,285 +96,168 @@ def test_two_stores_add_to_each_others_figures(tmp_path):
             ask(store, 5, hits=2)
             keep(store)
         for store in (one, two):
-            assert store.engine.keeper.read().total() == Figures(8, 0, {"not_found": 12}, 2000, 720, 0, 4.0, 0)
-            assert len(store.engine.keeper.read().writers) == 2
+            assert store.engine.history().total() == Figures(8, 12, 2000, 720, 0, 4_000_000)
 
 
 def test_a_forked_child_does_not_count_again_what_its_parent_has_counted(tmp_path):
     with opened(f"sqlite:///{tmp_path}/kv.db") as backend:
         store = Store(backend)
         ask(store, 3)
-        preloaded = Namespace({"salt": "of the child"})
-        store.engine.keeper.describe(preloaded)
+        store.engine.describe(Namespace({"model": "b" * 64}), "a model")
         child = os.fork()
         if child == 0:
-            ask(store, 1, namespace=preloaded.key)
+            ask(store, 1)
             store.engine.close()
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
+        assert kept(backend).models == {"b" * 12: "a model"}
         keep(store)
-        assert store.engine.keeper.read().total().lookups == 4
-        with backend.view() as view:
-            assert [one.tenant for one in read_history(view, NOW).described.values()] == ["of the child"]
+        assert store.engine.history().total().lookups == 4
 
 
-def test_purposes_are_counted_apart():
-    with store_of() as store:
-        with store.engine.counters.counting(Purpose.WARMING):
-            ask(store, 4, hits=4)
-        ask(store, 1)
-        keep(store)
-        history = store.engine.keeper.read()
-        assert (history.total().hits, history.total(purpose="warming").hits) == (0, 4)
-        assert [one.purpose for one in history.requests] == ["warming"] * 4 + ["serving"]
-
-
-def test_evictions_are_counted_for_the_namespace_of_the_page(clock):
+def test_prompts_of_a_job_and_those_that_bypass_the_store_do_not_count_and_pages_do():
     with store_of(max_bytes=4500) as store:
-        clock.told(store)
-        store.put(A)
-        store.put(B)
-        (found,) = store.engine.keeper.read().days
-        assert (found.namespace, found.figures.evictions) == (short(NS), store.counters["evictions"])
-        assert found.figures.evictions > 0
-
-
-def test_misses_alone_are_written_after_a_while(monkeypatch):
-    with store_of() as store:
+        with store.engine.counters.not_serving():
+            ask(store, 4, hits=4)
+            store.put(A)
+            store.put(B)
         ask(store, 1)
-        assert not store.engine.captures.has_deferred
-        monkeypatch.setattr("prefixstore.engine.figures.ALONE_SECONDS", 0.0)
-        assert store.engine.captures.has_deferred
-        store.engine.commit([])
-        assert note(store, NOTE) is not None
-        assert not store.engine.captures.has_deferred
-
-
-# -- hours and days ---------------------------------------------------------------------------------------------------
-
-
-def test_what_waited_is_counted_in_the_hour_in_which_it_happened(clock):
-    with store_of() as store:
-        clock.told(store)
-        ask(store, 2)
-        clock.now += 3 * HOUR
-        ask(store, 1)
+        store.engine.counters.count("miss:bypassed", namespace=NS)
         keep(store)
-        hours = {one.start: one.figures.lookups for one in store.engine.keeper.read().hours}
-        first = int(NOW // HOUR) * HOUR
-        assert hours == {first: 2, first + 3 * HOUR: 1}
+        figures = store.engine.history().total()
+        assert (figures.hits, figures.misses, figures.prompt_tokens) == (0, 1, 100)
+        assert (figures.allocations, figures.evictions) == (
+            store.counters["allocations"],
+            store.counters["evictions"],
+        )
+        assert figures.evictions > 0
 
 
-def test_a_clock_that_was_ahead_for_a_while_costs_nothing(clock):
+def test_figures_are_written_while_a_store_goes_on(monkeypatch):
+    monkeypatch.setattr("prefixstore.engine.saved_notes.FIGURE_SECONDS", 0.0)
     with store_of() as store:
-        clock.told(store)
-        for jump in (0, 365 * DAY, -HOUR, 10 * DAY, 0):
+        ask(store, 1)
+        store.put(A)
+        assert kept(store.backend).total().lookups == 1
+
+
+# -- days -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_waited_is_counted_on_the_day_on_which_it_happened_and_kept_for_a_month(clock):
+    with store_of() as store:
+        for ago in range(40):
+            clock.now = NOW - ago * DAY
+            ask(store, 1)
+        keep(store)
+        history = store.engine.history()
+        assert sorted(day for day, _ in history.days) == list(range(TODAY - DAYS_KEPT + 1, TODAY + 1))
+        assert (history.total(1).lookups, history.total(7).lookups, history.total().lookups) == (1, 7, DAYS_KEPT)
+        assert history.since == (TODAY - DAYS_KEPT + 1) * DAY
+        assert set(notes_of(store)) == {NOTE}
+
+
+def test_a_clock_that_was_wrong_costs_what_it_has_counted(clock):
+    with store_of() as store:
+        for jump in (0, 365 * DAY, -DAY, 10 * DAY, -365 * DAY):
             clock.now = NOW + jump
             ask(store, 2)
             keep(store)
-        history = store.engine.keeper.read()
-        assert history.total().lookups == 10
-        # the hours that are wrong do not push out those that are right
-        for hour in range(30):
-            clock.now = NOW + HOUR * hour
-            ask(store, 1)
-            keep(store)
-        assert store.engine.keeper.read().total().lookups == 40
-        assert store.engine.keeper.read().total(DAY).lookups >= 24
-        assert store.engine.keeper.read().total(HOUR).lookups == 1
-
-
-def test_minutes_hours_and_days_are_kept_for_so_long(clock):
-    with store_of() as store:
-        clock.told(store)
-        for step, n in ((DAY, 400), (HOUR, 180), (60, 90)):
-            for _ in range(n):
-                ask(store, 1)
-                clock.now += step
-        keep(store)
-        history = store.engine.keeper.read()
-        assert len(history.minutes) == history.total(HOUR).lookups == 59
-        assert history.total(600).lookups == 10
-        assert history.total(WEEK).lookups == sum(one.figures.lookups for one in history.hours)
-        assert 166 <= len(history.hours) <= 169
-        assert 365 <= len(history.days) <= PERIODS_KEPT[DAY]
-        assert {one.figures.lookups for one in history.days[:300]} == {1}
-        assert set(notes_of(store)) == {NOTE}
+        assert store.engine.history().total().lookups == 6
 
 
 # -- bounded ----------------------------------------------------------------------------------------------------------
 
 
-def test_of_more_namespaces_than_there_may_be_the_others_are_one(monkeypatch, clock):
-    monkeypatch.setattr(stats_module, "MOST_ROWS", 10)
-    with store_of() as store:
-        clock.told(store)
-        for n in range(30):
-            ask(store, 1, namespace=key_of(n))
-        keep(store)
-        days = store.engine.keeper.read().days
-        assert len(days) == 11
-        assert sum(one.figures.lookups for one in days if one.namespace == OTHERS) == 20
-
-
-def with_period(number):
-    note = FigureNote()
-    note.periods[HOUR, number] = {("a", "serving"): Counter(hits=1)}
-    return note
-
-
-def filled(n, rows):
-    """A note of so many hours with these rows."""
-    note = FigureNote()
-    note.periods = {(HOUR, hour): {row: counts.copy() for row, counts in rows.items()} for hour in range(n)}
-    return note
-
-
-def test_a_note_that_is_too_large_adds_namespaces_up_and_then_loses_the_first_periods():
-    rows = {(short(checksum(bytes([n]))), "serving"): Counter(hits=n + 1, saved_microseconds=-5) for n in range(64)}
-    found = FigureNote.parse(filled(1, rows).pack(800)).periods[HOUR, 0]
-    assert 2 <= len(found) < 64
-    assert sum(found.values(), Counter())["hits"] == sum(range(65))
-    assert sum(counts["saved_microseconds"] for counts in found.values()) == -320
-    # the busiest ones have rows of their own
-    assert (short(checksum(bytes([63]))), "serving") in found
-    kept = FigureNote.parse(filled(4000, {(OTHERS, "serving"): Counter(hits=1)}).pack(1600)).periods
-    assert sorted(kept) == [(HOUR, n) for n in range(4000 - len(kept), 4000)] != []
-    assert filled(1, rows).pack(10) is None
+def test_of_more_namespaces_than_there_may_be_those_of_the_first_days_and_with_least_are_one():
+    history = History()
+    for day in (TODAY - 1, TODAY):
+        history.add({(day, short(key_of(n)), "prompt_tokens"): n for n in range(1, 31)})
+    before, limited = history.total(), History.of(history.pack(40))
+    assert (limited.total(), limited.total(1)) == (before, Figures(prompt_tokens=sum(range(31))))
+    assert sorted(limited.days)[:2] == [(TODAY - 1, OTHERS), (TODAY - 1, short(key_of(21)))]
+    assert {name for day, name in limited.days if day == TODAY} == {short(key_of(n)) for n in range(1, 31)}
+    assert set(History.of(history.pack(0)).days) == {(TODAY - 1, OTHERS), (TODAY, OTHERS)}
 
 
 def test_what_cannot_be_written_is_bounded_in_memory(monkeypatch):
     monkeypatch.setattr(stats_module, "MOST_WAITING", 100)
     with store_of() as store:
         for n in range(200):
-            ask(store, 1, namespace=checksum(n.to_bytes(32, "big")))
-        ledger = store.engine.counters.unwritten()
-        assert sum(map(len, ledger.periods.values())) <= 105
-        assert store.engine.keeper.read().total().lookups == 200
+            ask(store, 1, namespace=key_of(n))
+        assert len(store.engine.counters.unwritten()) <= 105
+        assert store.engine.history().total().lookups == 200
 
 
-def test_figures_never_evict_a_page_and_never_exceed_the_budget():
+def test_figures_never_exceed_the_budget():
     with store_of(max_bytes=1 << 20, options={"write_behind": False}) as store:
         while store.counters["evictions"] == 0:
             store.put([store.counters["allocations"] + 1] * 40, 5000)
+        for n in range(1000):
+            ask(store, 1, namespace=key_of(n))
         keep(store)
-        before, kept = store.stored_keys(), note(store, NOTE)
-        ask(store, 3)
-        store.engine.keeper._budget = SimpleNamespace(max_bytes=0, max_entries=None)
-        keep(store)
-        assert store.stored_keys() == before
-        assert store.engine.counters.has_unwritten
-        assert note(store, NOTE) == kept is not None
+        assert kept(store.backend).total().lookups == 1000
+        assert store.engine.used()[0].bytes <= 1 << 20
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("damage", ["flipped", "short", "of another version", "other json", "not json", "no dates"])
-def test_damaged_figures_are_replaced_with_one_warning(damage, caplog, clock):
+def damaged(kind, whole):
+    """A note in which something is wrong."""
+    parts = unpack_state(whole)
+    return {
+        "flipped": whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:],
+        "short": whole[:9],
+        "of another version": pack_state({"2": b"{}"}),
+        "cut": pack_state(parts | {"days": parts["days"][:-1]}),
+        "too large": pack_state(parts | {"days": b"\x7f" * 84}),
+        "no budget": pack_state(parts | {"budget": b""}),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["flipped", "short", "of another version", "cut", "too large", "no budget"])
+def test_damaged_figures_are_replaced_with_a_warning(kind, caplog):
     with store_of() as store:
-        clock.told(store)
         ask(store, 2)
         keep(store)
-        whole = note(store, NOTE)
-        damaged = {
-            "flipped": whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:],
-            "short": whole[:9],
-            "of another version": pack_state({"1": b"{}"}),
-            "other json": pack_state({"2": json.dumps({"rows": 3}).encode()}),
-            "not json": pack_state({"2": b"{"}),
-            "no dates": with_period(1 << 62).pack(MIB),
-        }[damage]
-        put_note(store, NOTE, damaged)
-        store.open()
-        clock.told(store)
-        store.engine.keeper.describe(Namespace({"salt": "b"}))
+        with store.backend.update() as transaction:
+            transaction.put_note(NOTE, damaged(kind, transaction.note(NOTE)))
         with caplog.at_level(logging.WARNING, "prefixstore"):
             assert store.put(A) == 3
-            ask(store, 5, namespace=Namespace({"salt": "b"}).key)
+            ask(store, 5)
             keep(store)
             keep(store)
-        assert [record.message.count("figures kept in") for record in caplog.records] == [1]
-        history = store.engine.keeper.read()
-        assert history.total().lookups == 5
-        assert history.describe(short(Namespace({"salt": "b"}).key)).tenant == "b"
+        assert [record.message.count("figures cannot be used") for record in caplog.records] == [1]
+        assert kept(store.backend).total().lookups == 5
 
 
-@pytest.mark.parametrize("error", [UnavailableError("no"), FullError("no")])
-def test_a_commit_that_fails_loses_no_figures(error):
+@pytest.mark.parametrize(
+    ("error", "times"), [(UnavailableError("no"), 1), (FullError("no"), 1), (ConflictError("no"), 6)]
+)
+def test_a_commit_that_fails_loses_no_figures(error, times):
     inner = MemoryPages()
-    with store_of(FaultyBackend(inner, "commit", error)) as store:
+    with store_of(FaultyBackend(inner, "commit", error, times=times)) as store:
         ask(store, 2)
         keep(store)
         keep(store)
-        with inner.view() as view:
-            assert read_history(view, NOW).total().lookups == 2
-        assert not store.engine.counters.has_unwritten
+        assert kept(inner).total().lookups == 2
+        assert not store.engine.counters.unwritten()
 
 
-@pytest.mark.parametrize("n", [1, 6])
-def test_figures_are_written_although_other_processes_commit_first(n):
-    inner = MemoryPages()
-    with store_of(FaultyBackend(inner, "commit", ConflictError("no"), times=n)) as store:
-        ask(store, 2)
-        keep(store)
-        with inner.view() as view:
-            assert read_history(view, NOW).total().lookups == 2
-
-
-class NotesFail(MemoryPages):
-    """A location that takes pages and no figures."""
-
-    def __init__(self, error):
-        super().__init__()
-        self.error = error
-
-    @contextlib.contextmanager
-    def update(self):
-        with super().update() as transaction:
-            put = transaction.put_note
-
-            def put_note(name, *rest):
-                if name == NOTE:
-                    raise self.error
-                put(name, *rest)
-
-            transaction.put_note = put_note
-            yield transaction
-
-
-@pytest.mark.parametrize("error", [FullError("no space"), ValueError("a fault of the store")])
-def test_pages_are_written_where_figures_cannot_be(error):
-    with store_of(NotesFail(error)) as store:
-        ask(store, 2)
-        assert store.put(A) == 3
-        assert store.match(A) == 12
-        assert store.engine.counters.has_unwritten
-
-
-def test_a_store_that_only_reads_writes_no_figures(tmp_path):
+def test_a_store_that_only_reads_writes_no_figures():
     with store_of() as store:
         store.put(A)
         store.open(read_only=True)
         ask(store, 2)
         keep(store)
-        assert note(store, NOTE) is None
-        assert store.engine.keeper.read().total().lookups == 2
+        assert NOTE not in notes_of(store)
+        assert store.engine.history().total().lookups == 2
+        assert store.engine.counters.unwritten()
 
 
-def test_names_are_forgotten_and_counts_stay():
-    tenants = [Namespace({"salt": name}) for name in ("a", "b")]
-    with store_of() as store:
-        for one in tenants:
-            store.engine.keeper.describe(one)
-            ask(store, 1, namespace=one.key)
+def test_figures_are_of_the_store_that_was_the_last_to_write():
+    with store_of(max_bytes=8 * MIB, max_entries=7) as store:
+        ask(store, 1)
         keep(store)
-        store.open()
-        store.engine.keeper.forget([tenants[0].key])
-        assert set(store.engine.keeper.read().described) == {short(tenants[1].key)}
-        store.engine.keeper.forget((), "b")
-        assert not store.engine.keeper.read().described
-        assert store.engine.keeper.read().total().lookups == 2
-        store.engine.keeper.forget(None)
-        assert store.engine.keeper.read().days == ()
-        assert not [name for name in notes_of(store) if name.startswith(NOTE)]
+        assert (kept(store.backend).max_bytes, kept(store.backend).max_entries) == (8 * MIB, 7)

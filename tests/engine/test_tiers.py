@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 from contextlib import closing, contextmanager, suppress
 
 import pytest
@@ -13,11 +12,11 @@ from prefixstore.engine import breaker
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.far import FarEngine
-from prefixstore.engine.figures import read_history
 from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.tiers import TieredEngine
 from prefixstore.errors import MisuseError, UnavailableError
 from prefixstore.format.autocodec import pick
+from prefixstore.format.figures import NOTE, History
 from prefixstore.format.keys import as_tokens, page_keys
 from prefixstore.format.namespace import Namespace
 from prefixstore.stats import Counters
@@ -133,15 +132,15 @@ def test_neither_location_is_closed_in_the_block_of_a_restore():
 
 def test_the_far_location_is_told_what_it_holds():
     with tiers(far_bytes=32 * MIB) as store:
-        store.engine.describe(SPACE, {"name": "a model"})
-        store.engine.describe(Namespace({"n": 2}), {"name": "a model without pages"})
+        store.engine.describe(Namespace({"model": "a" * 64}), "a model")
         # nothing is written for that alone
         assert not store.far.captures.has_deferred
         store.capture(A)
         store.engine.flush()
         with store.far_backend.view() as view:
-            history = read_history(view, time.time())
-        assert {key: one.name for key, one in history.described.items()} == {SPACE.key.hex()[:16]: "a model"}
+            history = History.of(view.note(NOTE))
+        assert history.models == {"a" * 12: "a model"}
+        assert history.total().allocations > 0
         assert history.max_bytes == 32 * MIB
 
 

@@ -18,7 +18,7 @@ from prefixstore.testing.models import TINY, write_model
 from tests.report.test_in_browser import ENTER, ESCAPE
 from tests.support import ROOT
 from tests.support.browser import DESKTOP, MISSING, PHONE, Browser, programs
-from tests.support.forest import DAY, HOUR, lived_in
+from tests.support.forest import DAY, lived_in
 
 TO = ROOT / "docs" / "pictures"
 # 22 November 2026
@@ -41,10 +41,8 @@ def content(folder: Path) -> Content:
         n, rate = round(prompts * (0.9 + 0.2 * rng.random())), 0.72 + 0.15 * rng.random()
         return (began, round(n * rate), n - round(n * rate), 900 * n, round(700 * n * rate), round(500 * n), n // 60)
 
-    this_hour = NOW // HOUR * HOUR
-    hours = (this_hour - i * HOUR for i in range(167, -1, -1))
-    made["hours"] = [asked(began, 32 + 26 * math.sin(2 * math.pi * (began / DAY - 0.35))) for began in hours]
-    made["days"] = [asked(this_hour - i * DAY, 760) for i in range(60, -1, -1)]
+    today = NOW // DAY * DAY
+    made["days"] = [asked(today - i * DAY, 760 + 200 * math.sin(i)) for i in range(30, -1, -1)]
     return made
 
 

@@ -184,9 +184,9 @@ def test_bands_and_totals_agree_with_the_location(backend):
     for band in content["bands"].values():
         assert sum(band["pages"]) == n
         assert sum(band["bytes"]) == content["stored_bytes"]
-    assert {(one["model"], one["types"], one["tenant"]) for one in content["spaces"]} == {
-        ("assistant-8B", "q8_0/q8_0", ""),
-        ("assistant-8B", "f16/f16", ""),
-        ("coder-32B", "q8_0/q8_0", "tools"),
-        ("coder-32B", "q8_0/q8_0", "research"),
+    assert {(one["model"], one["tenant"]) for one in content["spaces"]} == {
+        ("assistant-8B (KV q8_0)", ""),
+        ("assistant-8B", ""),
+        ("coder-32B (KV q8_0)", "tools"),
+        ("coder-32B (KV q8_0)", "research"),
     }

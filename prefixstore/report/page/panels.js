@@ -45,39 +45,31 @@ function overview(content) {
     return element("div", { class: "fact" }, element("div", { class: "name" }, name), element("div", { class: "value" }, value), meter, element("div", { class: "note" }, note));
   };
   const { max_bytes: most, used_bytes: used, raw_bytes: raw, stored_bytes: stored } = content;
-  const share = most ? used / most : undefined, hours = content.hours;
-  const day = hours.filter((hour) => hour[0] > content.made - 86400), sum = (some, at) => some.reduce((n, one) => n + one[at], 0);
-  const asked = sum(day, 1) + sum(day, 2), models = new Set(content.spaces.map((space) => space.model + space.digest)).size;
+  const share = most ? used / most : undefined, sum = (at) => content.days.reduce((n, day) => n + day[at], 0);
+  const asked = sum(1) + sum(2), models = new Set(content.spaces.map((space) => space.model + space.digest)).size;
   const tenants = new Set(content.spaces.map((space) => space.tenant).filter(Boolean)).size;
   const packed = raw > stored * 1.02 ? `; states of ${bytes(raw)}, packed` : "";
   return [
     fact("Stored", bytes(used), most ? `${percent(share)} of ${bytes(most)}${packed}` : `size limit not known${packed}`, share),
     fact("Pages", count(content.pages), `${short(content.tokens)} tokens${content.pinned ? `, ${count(content.pinned)} pinned` : ""}`),
-    hours.length
-      ? fact("Hit rate, last day", asked ? percent(sum(day, 1) / asked) : "–", `${plural(asked, "prompt")}, ${short(sum(day, 4))} tokens restored`)
-      : fact("Restored", `${short(content.hits)} pages`, "by all prompts so far"),
+    asked
+      ? fact("Hit rate, 31 days", percent(sum(1) / asked), `${plural(asked, "prompt")}, ${short(sum(4))} tokens restored`)
+      : fact("Restored", `${short(content.page_uses)} pages`, "by all prompts so far"),
     fact("Models", count(models), tenants ? plural(tenants, "tenant") : "no tenants"),
   ];
 }
 
 function hitPanel(content) {
-  if (!content.hours.length && !content.days.length) return panel("Hit rate", "No history yet: this store keeps no statistics by hour.");
-  const lead = element("p", { class: "lead" }), place = element("div"), choice = element("select", { "aria-label": "Time" }, element("option", { value: "hours" }, "Week"), element("option", { value: "days" }, "Year"));
-  const fill = () => {
-    const some = content[choice.value], sum = (at) => some.reduce((n, one) => n + one[at], 0), asked = sum(1) + sum(2);
-    lead.textContent = asked ? `${percent(sum(1) / asked)} of ${plural(asked, "prompt")} found something; ${short(sum(4))} tokens were restored and ${short(sum(5))} computed. ${plural(sum(6), "page")} evicted.` : "Nothing was asked.";
-    place.replaceChildren(...(asked ? [hitChart(some, choice.value === "hours" ? 3600 : 86400)] : []));
-  };
-  if (!content.hours.length) choice.value = "days";
-  choice.addEventListener("change", fill);
-  fill();
+  const sum = (at) => content.days.reduce((n, one) => n + one[at], 0), asked = sum(1) + sum(2);
+  if (!asked) return panel("Hit rate", "No prompt was looked up in the last 31 days, as far as this store tells.");
+  const lead = element("p", { class: "lead" }, `${percent(sum(1) / asked)} of ${plural(asked, "prompt")} found something; ${short(sum(4))} tokens were restored and ${short(sum(5))} computed.`);
   const swatch = (colour) => { const made = element("i", { class: "swatch" }); made.style.background = `var(${colour})`; return made; };
-  return element("section", { class: "panel" }, element("div", { class: "row" }, element("h2", {}, "Hit rate"), choice), lead, place,
+  return element("section", { class: "panel" }, element("h2", {}, "Hit rate"), lead, hitChart(content.days),
     element("div", { class: "key" }, element("span", {}, swatch("--accent"), "prompts with a hit"), element("span", {}, swatch("--b0"), "without")));
 }
 
-function hitChart(some, step) {
-  const width = 560, height = 150, left = 34, low = height - 20, first = some[0][0], last = Math.max(some[some.length - 1][0], first + 23 * step);
+function hitChart(some) {
+  const step = 86400, width = 560, height = 150, left = 34, low = height - 20, first = some[0][0], last = Math.max(some[some.length - 1][0], first + 23 * step);
   const each = (width - left) / (Math.round((last - first) / step) + 1), most = Math.max(...some.map((one) => one[1] + one[2]), 1), scale = (low - 10) / most;
   const chart = drawing("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "Prompts over time, and how many of them found something stored" });
   for (const share of [0, .5, 1]) {
@@ -97,23 +89,23 @@ function hitChart(some, step) {
 
 function sizePanel(tree) {
   const { content, below } = tree;
-  const rows = (key, detail) => {
+  const rows = (key) => {
     const found = new Map();
     content.spaces.forEach((space, i) => {
-      const name = key(space), one = found.get(name) || [0, 0, new Set()];
-      one[0] += below.bytes[i + 1]; one[1] += below.pages[i + 1]; one[2].add(detail(space));
+      const name = key(space), one = found.get(name) || [0, 0];
+      one[0] += below.bytes[i + 1]; one[1] += below.pages[i + 1];
       found.set(name, one);
     });
     const listed = [...found].sort((a, b) => b[1][0] - a[1][0]), most = listed.length ? listed[0][1][0] : 1, rest = listed.slice(8);
-    const shown = listed.slice(0, 8).map(([name, [size, pages, more]]) => [name, [...more].filter(Boolean).join(", "), size / most, bytes(size), plural(pages, "page")]);
+    const shown = listed.slice(0, 8).map(([name, [size, pages]]) => [name, "", size / most, bytes(size), plural(pages, "page")]);
     if (rest.length) {
       const size = rest.reduce((n, one) => n + one[1][0], 0);
       shown.push([`${count(rest.length)} others`, "", size / most, bytes(size), ""]);
     }
     return bars(shown);
   };
-  const made = panel("Models and tenants", "", element("h3", {}, "By model"), rows((space) => space.model, (space) => space.types));
-  if (content.spaces.some((space) => space.tenant)) made.append(element("h3", {}, "By tenant"), rows((space) => space.tenant || "no tenant", () => ""));
+  const made = panel("Models and tenants", "", element("h3", {}, "By model"), rows((space) => space.model));
+  if (content.spaces.some((space) => space.tenant)) made.append(element("h3", {}, "By tenant"), rows((space) => space.tenant || "no tenant"));
   return made;
 }
 

@@ -63,7 +63,7 @@ function nameOf(tree, i) {
   if (i === 0) return "All";
   if (i < first) {
     const space = content.spaces[i - 1];
-    return [space.model, space.types, space.tenant && `tenant ${space.tenant}`].filter(Boolean).join(" · ");
+    return [space.model, space.tenant && `tenant ${space.tenant}`].filter(Boolean).join(" · ");
   }
   const r = i - first, runs = content.runs;
   if (isRest(tree, i)) return `${count(runs.runs[r])} smaller branches`;

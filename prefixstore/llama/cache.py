@@ -1,0 +1,249 @@
+"""`LlamaCache`: the Llamas that use a location as their cache, and how llama-cpp-python calls it."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+from prefixstore.engine.index import Path
+from prefixstore.errors import MisuseError, NotAttachedError
+from prefixstore.format.keys import TokenSequence, as_tokens
+from prefixstore.format.namespace import Namespace
+from prefixstore.llama.hooks import Hooks
+from prefixstore.opening import Locations, OpenLocation
+from prefixstore.parameters import Parameters
+from prefixstore.results import LastPrompt, PromptMeter
+from prefixstore.stats import Kind
+
+if TYPE_CHECKING:
+    from llama_cpp import Llama
+    from llama_cpp.llama import LlamaState
+
+    from prefixstore.llama.hook import Hook
+    from prefixstore.sessions.sessions import Sessions
+
+__all__ = ["LlamaCache"]
+
+log = logging.getLogger("prefixstore")
+
+
+class LlamaCache(OpenLocation):
+    """A location that any number of Llamas use as their cache, each in its namespace. Parameters as `OpenLocation`."""
+
+    def __init__(self, location: Locations, parameters: Parameters) -> None:
+        super().__init__(location, parameters)
+        self._hooks = Hooks(self._engine, parameters)
+        # what becomes of the last prompt, and of the last one of each Llama
+        self._last = PromptMeter()
+        self._last_of: weakref.WeakKeyDictionary[Llama, PromptMeter] = weakref.WeakKeyDictionary()
+        self._sessions: weakref.WeakKeyDictionary[Hook, weakref.ref[Sessions]] = weakref.WeakKeyDictionary()
+        self._warned_closed = False
+
+    # -- the Llamas ---------------------------------------------------------------------------------------------------
+
+    def attach(self, llm: Llama) -> None:
+        """Attach the store to a ``Llama``: its pages are captured as it evaluates tokens.
+
+        A completion of a ``Llama`` whose cache is this store attaches it by itself. If another thread is still in a
+        call of an earlier session of this ``Llama``, this waits for its end.
+
+        Raises
+        ------
+        MisuseError
+            If this store, or another one, is attached to this ``Llama`` already.
+        """
+        self._alive()
+        self._hooks.attach(llm, self)
+
+    def detach(self, llm: Llama | None = None) -> None:
+        """Restore the own methods of a ``Llama``, by default of all, and remove this store as its cache.
+
+        Does nothing to one that is not attached.
+        """
+        for hook in self._hooks.all:
+            if llm is not None and hook.context.llm_or_none is not llm:
+                continue
+            sessions = self._sessions_of(hook)
+            with sessions.queue.unless_in_use() if sessions is not None else nullcontext(True) as is_free:
+                self._hooks.detach(hook, self, settles=is_free)
+
+    def _sessions_of(self, hook: Hook) -> Sessions | None:
+        found = self._sessions.get(hook)
+        return found() if found is not None else None
+
+    def close(self) -> None:
+        """Detach, write queued pages, make them durable, and release the location. A second call does nothing.
+
+        Raises
+        ------
+        StorageError
+            If something cannot be written, or made durable. The store is closed all the same.
+        """
+        self.detach()
+        super().close()
+
+    def hook_of(self, llm: Llama | None) -> Hook:
+        """For jobs: the hook of a Llama, or one for this call if it is not attached; without a Llama, that of `llm`."""
+        self._alive()
+        return self._hooks.of(llm)
+
+    def sessions(self, llm: Llama | None = None, *, max_sessions: int = 64) -> Sessions:
+        """Many conversations on an attached ``Llama``, one at a time; see `Sessions.admit`.
+
+        Parameters
+        ----------
+        llm
+            The attached ``Llama``; by default the only one, or of several the one that was used last.
+        max_sessions
+            How many are kept: above that, the least recently used ones are evicted.
+
+        Returns
+        -------
+        Sessions
+            The same one at each call, as long as it is in use.
+
+        Raises
+        ------
+        NotAttachedError
+            If no Llama is attached.
+        ContextError
+            If states of this context cannot be stored.
+        MisuseError
+            If they exist with a different `max_sessions`.
+        """
+        from prefixstore.sessions.sessions import Sessions  # noqa: PLC0415 - imported where it is used
+
+        self._alive()
+        hook = self._hooks.current if llm is None else self._hooks.find(llm)
+        if hook is None:
+            raise NotAttachedError("sessions need an attached Llama; call attach(llm) first")
+        found = self._sessions_of(hook)
+        if found is None or not found.is_usable:
+            found = Sessions(self, hook, self._engine, max_sessions)
+            # they keep the store, not the other way round
+            self._sessions[hook] = weakref.ref(found)
+        elif found.max_sessions != max_sessions:
+            raise MisuseError(
+                f"the sessions of this store have max_sessions={found.max_sessions}; pass the same, or drop them first"
+            )
+        return found
+
+    @property
+    def kind(self) -> Kind:
+        """What is stored of the context of `llm`, or why nothing is."""
+        hook = self._hooks.current
+        return hook.kind if hook is not None else Kind.UNBOUND
+
+    @property
+    def llm(self) -> Llama | None:
+        """The attached Llama; of several, the one that was attached or used last.
+
+        `kind`, `namespace` and `page_tokens` are those of this one, and methods that take a Llama take it by default.
+        """
+        hook = self._hooks.current
+        return hook.context.llm_or_none if hook is not None else None
+
+    def is_attached(self, llm: Llama) -> bool:
+        """Whether the store is attached to this Llama."""
+        return self._hooks.find(llm) is not None
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens per page; fewer than the parameter if the model has a shorter sliding window."""
+        hook = self._hooks.current
+        return hook.page_tokens if hook is not None else self._parameters.page_tokens
+
+    @property
+    def namespace(self) -> Namespace:
+        """The namespace of `llm`.
+
+        Raises
+        ------
+        NotAttachedError
+            If no Llama is attached.
+        """
+        return self.hook_of(None).context.namespace
+
+    def path(self, tokens: TokenSequence, llm: Llama | None = None) -> Path:
+        """As `match`, with the pages themselves, for jobs."""
+        wanted = as_tokens(tokens)
+        return self.hook_of(llm).strategy.path(wanted, len(wanted))
+
+    @property
+    def last(self) -> LastPrompt | None:
+        """How the last prompt was served, by any ``Llama``; None before the first one.
+
+        While the prompt is evaluated, it shows the progress. With several threads, use `last_of` to get the one of a
+        given ``Llama``.
+        """
+        return self._last.record()
+
+    def last_of(self, llm: Llama) -> LastPrompt | None:
+        """As `last`, for the last prompt of this ``Llama``."""
+        meter = self._last_of.get(llm)
+        return meter.record() if meter is not None else None
+
+    # -- as llama-cpp-python calls a cache ----------------------------------------------------------------------------
+
+    def __contains__(self, tokens: TokenSequence) -> bool:
+        return self.path(tokens).n_tokens > 0
+
+    def __getitem__(self, tokens: TokenSequence) -> LlamaState:
+        llm, state = self._asking(), None
+        if llm is not None and self._is_closed("miss:closed"):
+            raise KeyError("the store is closed")
+        hook = self.hook_of(None) if llm is None else self._hooks.asking(llm, self)
+        if hook is not None:
+            wanted = as_tokens(tokens)
+            try:
+                state = hook.lookup(wanted)
+            finally:
+                self._note(hook)
+        if state is None:
+            raise KeyError("no prefix of this prompt is stored")
+        return state
+
+    def __setitem__(self, tokens: TokenSequence, state: LlamaState) -> None:
+        llm = self._asking()
+        if llm is None:
+            self._alive()
+            hooks = self._hooks.attached
+            if not hooks:
+                raise NotAttachedError("no Llama is attached whose states could be stored; call attach(llm) first")
+            from prefixstore.llama.llama_state import store_state  # noqa: PLC0415 - the extra "llama"
+
+            store_state(hooks, state)
+        elif not self._is_closed("dropped:closed"):
+            # the key does not say what the context holds: the key includes sampled tokens that were never evaluated
+            hook = self._hooks.find(llm)
+            if hook is not None:
+                hook.completed()
+
+    @staticmethod
+    def _asking() -> Llama | None:
+        """The Llama whose completion asks, if one does."""
+        try:
+            from prefixstore.llama.binding import running_completion  # noqa: PLC0415 - the extra "llama"
+        except ImportError:
+            return None
+        return running_completion().get("self")
+
+    def _note(self, hook: Hook) -> None:
+        """A prompt was looked up."""
+        meter, llm = hook.context.prompt, hook.context.llm_or_none
+        if meter.n_tokens is not None:
+            self._last = meter
+            if llm is not None:
+                self._last_of[llm] = meter
+
+    def _is_closed(self, count: str) -> bool:
+        """Whether a completion uses the store after it was closed, which is counted, and logged once."""
+        if self._finalizer.alive:
+            return False
+        self._engine.counters.count(count)
+        if not self._warned_closed:
+            self._warned_closed = True
+            log.warning("a completion uses a closed store; call llm.set_cache(None), or open a new store")
+        return True
