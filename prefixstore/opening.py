@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 from prefixstore.backends.keys import Key
 from prefixstore.backends.lazy import LazyBackend
 from prefixstore.backends.location import text_of, without_password
+from prefixstore.backends.threads import close_soon
 from prefixstore.engine.budget import Evicted
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.far import FarEngine
@@ -262,7 +263,7 @@ class OpenLocation:
         """Verify every invariant and every checksum of the location; the violations found."""
         self._alive()
         self._engine.drain()
-        return self._engine.check()
+        return self._engine.upkeep.check()
 
     def evict(self, to: float | str, *, dry_run: bool = False) -> Evicted:
         """Evict pages until the location holds no more than `to`, in the order of the store's policy.
@@ -297,7 +298,7 @@ class OpenLocation:
         self._writable("evict")
         target = parse_target(to, self._parameters.budget.max_bytes, "to")
         self._engine.drain()
-        return self._engine.evict(target, dry_run=dry_run)
+        return self._engine.upkeep.evict(target, dry_run=dry_run)
 
     def _writable(self, name: str) -> None:
         if self._parameters.read_only:
@@ -308,11 +309,11 @@ class OpenLocation:
         self._alive()
         count = self._engine.counters
         try:
-            used, stored, raw = self._engine.used()
+            used, stored, raw = self._engine.upkeep.used()
         except StorageError:
             # a failing location is when the counters are needed
-            used, stored, raw = self._engine.last_used()
-        pending = self._engine.pending
+            used, stored, raw = self._engine.upkeep.last_used()
+        pending = self._engine.captures.pending
         return Stats(
             hits=count["hits"],
             live_hits=count["live_hits"],
@@ -324,7 +325,7 @@ class OpenLocation:
             pages_captured=count["pages_captured"],
             snapshots_captured=count["snapshots_captured"],
             dropped=count.group("dropped"),
-            shortage=self._engine.shortage,
+            shortage=self._engine.captures.shortage,
             outdated=count.group("outdated"),
             evictions=count["evictions"],
             expired=count["expired"],
@@ -345,7 +346,7 @@ class OpenLocation:
             pending_snapshots=pending[1],
             capacity_bytes=self._parameters.budget.max_bytes,
             capacity_entries=self._parameters.budget.max_entries,
-            peak_bytes=self._engine.peak_bytes,
+            peak_bytes=self._engine.upkeep.peak_bytes,
             allocations=count["allocations"],
             frees=count["frees"],
             kind=self.kind,
@@ -396,12 +397,12 @@ class OpenLocation:
     def cache_size(self) -> int:
         """What the location holds, in bytes, index included."""
         self._alive()
-        return self._engine.used()[0].bytes
+        return self._engine.upkeep.used()[0].bytes
 
     def __len__(self) -> int:
         """How many pages the location holds."""
         self._alive()
-        return self._engine.used()[0].entries
+        return self._engine.upkeep.used()[0].entries
 
     def __bool__(self) -> bool:
         # llama-cpp-python asks `if self.cache:` and means `is not None`; an empty store is no missing one
@@ -413,4 +414,4 @@ def _finalize(store: weakref.ref[OpenLocation], engine: Engine) -> None:
     if store() is not None:
         engine.close()
     else:
-        engine.close_soon()
+        close_soon(engine)

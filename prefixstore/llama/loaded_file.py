@@ -25,7 +25,7 @@ from prefixstore.models.file import read_gguf
 __all__ = ["adapter_is_from", "changed_since_start", "model_is_from"]
 
 SAMPLE = 4096
-# Buffers whose bytes can be read, and are those of the file. Others are repacked for a kind of processor; the one for AMX
+# Buffers whose bytes can be read, and are those of the file. Others are repacked for a kind of processor; that for AMX
 # repacks only quantized tensors, but has no function that reads: its memory is read directly.
 DIRECT = "AMX"
 NOT_QUANTIZED = (0, 1, 30)  # ggml_type: F32, F16, BF16

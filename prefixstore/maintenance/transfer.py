@@ -10,6 +10,7 @@ from prefixstore.engine.importing import Imported
 from prefixstore.engine.index import Page, is_same
 from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.export import ExportReader, ExportWriter
+from prefixstore.format.figures import DIGITS
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import StoredPage, checksum
 from prefixstore.maintenance.archive import Archive
@@ -18,8 +19,6 @@ __all__ = ["Moved", "chosen", "copy_store", "export_store", "import_store"]
 
 # Size of a commit. Each one costs one flush of the disk, for which nothing else can be done in LMDB.
 BATCH_BYTES = 64 << 20
-# what is known of a namespace beside its settings
-NAMES = ("name", "quantization", "type_k", "type_v")
 
 
 @dataclass(frozen=True)
@@ -148,12 +147,12 @@ def copy_store(
         If one of the locations fails. What was copied until then stays.
     """
     pages = _Source(source, namespaces, keys)
-    known = source.history().described
-    for key, settings in pages.settings.items():
-        if (one := known.get(key.hex()[:16])) is not None:
-            target.engine.describe(Namespace.parse(settings), {name: getattr(one, name) for name in NAMES})
+    known = source.history().models
+    for settings in pages.settings.values():
+        space = Namespace.parse(settings)
+        target.engine.describe(space, known.get(str(space.settings.get("model"))[:DIGITS]))
     moved = _write((page._replace(payload=bytes(page.payload)) for page in pages), pages.settings, target)
-    target.engine.keep_history()
+    target.engine.flush()
     return replace(moved, damaged=pages.damaged)
 
 

@@ -189,7 +189,11 @@ class Job:
         last, done = -1, list[Part]()
         self._show()
         engine = self.store.engine
-        with engine.counters.not_serving(), engine.captures.storing_all(), Leases(engine.upkeep, seconds=lease_seconds) as leases:
+        with (
+            engine.counters.not_serving(),
+            engine.captures.storing_all(),
+            Leases(engine.upkeep, seconds=lease_seconds) as leases,
+        ):
             try:
                 while left and not self.is_full and not self._is_stopped():
                     found = len(left)
