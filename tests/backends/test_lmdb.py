@@ -292,7 +292,8 @@ def test_opening_does_not_wait_for_a_writer_and_a_killed_one_holds_nothing(tmp_p
             assert rows_of(backend) == {}
             other.kill()
             other.wait(PATIENCE)
-            assert rows_of(backend).keys() == {write(backend, 1)}
+            key = write(backend, 1)
+            assert rows_of(backend).keys() == {key}
 
 
 @pytest.mark.slow

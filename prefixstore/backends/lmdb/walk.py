@@ -67,7 +67,7 @@ def _main(directory: str) -> str | None:
     try:
         with env.begin(buffers=True) as txn:
             # that of another application is refused when the store is opened
-            if txn.get(MAGIC[0]) != MAGIC[1]:
+            if bytes(txn.get(MAGIC[0], b"")) != MAGIC[1]:
                 return None
             _read(env, txn)
         with Path(os.devnull).open("wb") as nowhere:
