@@ -31,9 +31,7 @@ _SECONDS = re.compile(r"[0-9]{1,5}(\.[0-9]+)?")
 # what can be a part of the URL of a request: for anything else obstore panics
 _BUCKET = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._-]*")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]*")
-_ENDPOINT = re.compile(
-    r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9][A-Za-z0-9._-]*)(:(?P<port>[0-9]{1,5}))?(/[A-Za-z0-9._~/-]*)?"
-)
+_ENDPOINT = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9][A-Za-z0-9._-]*)(:[0-9]{1,5})?(/[A-Za-z0-9._~/-]*)?")
 
 
 @dataclass(frozen=True)
@@ -71,10 +69,9 @@ class Address:
         shown = without_password(location)
         try:
             parts = urlsplit(location)
-            has_login = parts.username is not None or parts.password is not None
         except ValueError:
             raise InvalidParameterError(f"location={shown!r} is not a valid URL") from None
-        if has_login or "@" in parts.netloc:
+        if "@" in parts.netloc:
             raise InvalidParameterError(
                 "location has a user name or a password in it; leave credentials to the environment "
                 "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a role, ...)"
@@ -116,14 +113,9 @@ def _read_options(scheme: str, shown: str, query: str) -> tuple[dict[str, str | 
                 raise InvalidParameterError(f"location={shown!r}: {name} must be true or false")
             options[_OPTIONS[scheme][name]] = value.lower() == "true"
         else:
-            if name == "endpoint" and not _is_endpoint(value):
+            if name == "endpoint" and not _ENDPOINT.fullmatch(value):
                 raise InvalidParameterError("location: endpoint must be http://host:port or https://host:port")
             if name != "endpoint" and not _NAME.fullmatch(value):
                 raise InvalidParameterError(f"location={shown!r}: {name} must have letters, digits and - only")
             options[_OPTIONS[scheme][name]] = value
     return options, timeouts
-
-
-def _is_endpoint(text: str) -> bool:
-    found = _ENDPOINT.fullmatch(text)
-    return found is not None and int(found["port"] or 1) in range(1, 1 << 16)
