@@ -135,8 +135,12 @@ class Encrypted:
 
     def key_ids(self) -> list[str]:
         """The ids of the keys under which the location is encrypted, the newest first."""
-        with self.view() as view:
-            return [name.hex() for name in view.cipher.needed if name in self.keys.ids[None]]
+        return [name.hex() for name in self._needed() if name in self.keys.ids[None]]
+
+    def _needed(self) -> Sequence[bytes]:
+        """The ids of the keys that the location needs now, those of tenants included."""
+        with self._backend.view() as rows:
+            return self._cipher_in(rows).needed or self.keys.current
 
     # -- all rows -----------------------------------------------------------------------------------------------------
 
@@ -158,8 +162,7 @@ class Encrypted:
         FullError
             If there is no space for what is written before the old rows are gone.
         """
-        with self.view() as view:
-            older = set(view.cipher.needed) - set(self.keys.current)
+        older = set(self._needed()) - set(self.keys.current)
         n_done = n_left = 0
         for cipher, rows in self._all():
             n_left += sum(found is None for _, found in rows)
