@@ -131,7 +131,7 @@ class Strategy(ABC, Generic[M_co]):
         llama-cpp-python then continues from it, as it does without a store. It stays for one prompt only, since
         nothing that is computed after it can be stored; but always where it has what cannot be computed again.
         """
-        context, llm, lineage = self.context, self.llm, self.context.lineage
+        context, llm, lineage = self.context, self.context.llm, self.context.lineage
         is_fresh, lineage.is_fresh = lineage.is_fresh, False
         if context.has_placeholders(tokens):
             return True
