@@ -288,38 +288,6 @@ class PrefixStore(LlamaCache):
 
         return explain_prompt(self._engine, self.hook_of(llm), prompt, generation_prompt=generation_prompt)
 
-    def restore(self, tokens: TokenSequence, llm: Llama | None = None, *, always: bool = False) -> int:
-        """Restore the stored prefix of a prompt into the context, to continue with ``eval`` or ``generate``.
-
-        Parameters
-        ----------
-        tokens
-            The prompt, shape ``(n,)``. Its last token is always left to evaluate.
-        llm
-            The Llama; by default the attached one.
-        always
-            Restore even if computing was measured to be faster.
-
-        Returns
-        -------
-        int
-            How many tokens of the prompt are live now: continue with ``llm.eval(tokens[n:])``. At most one less than
-            the context has places.
-
-        Raises
-        ------
-        ClosedError
-            If the store is closed, also while it restores: ``llm.n_tokens`` says what the context holds then.
-        """
-        hook, wanted = self.hook_of(llm), as_tokens(tokens)
-        self._hooks.use(hook)
-        try:
-            live = hook.restore(wanted, always=always)
-        finally:
-            self._note(hook)
-        self._alive()
-        return live
-
     def capture(self, llm: Llama | None = None) -> int:
         """Capture all pages of the context that are not stored, the tail included; the number of pages.
 

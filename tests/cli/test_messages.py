@@ -51,8 +51,6 @@ def store(tmp_path_factory):
         (2, "warm --model {gguf} --store new", "no prompts are given"),
         (2, "warm --model none.gguf --store new p.txt", "model file not found"),
         (2, "warm --model {gguf} --store new --type-k q9 three.toml", "not a value known to llama.cpp"),
-        (2, "warm --model {gguf} --store new --page-tokens 0 three.toml", "page_tokens=0"),
-        (2, "warm --model {gguf} --store new --ttl soon three.toml", "not a valid duration"),
         # a size or an age without a unit, or none at all
         (2, "purge {store} --older-than 30", "--older-than='30' has no unit; pass one, as in"),
         (2, "evict {store} --to 1000", "--to='1000' has no unit"),
