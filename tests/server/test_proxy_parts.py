@@ -909,6 +909,9 @@ def test_a_store_that_could_not_be_opened_is_opened_by_a_later_request(monkeypat
             self._last_opened = asyncio.get_running_loop().time()
             opened.append(self._last_opened)
 
+        async def _ask_props(self) -> None:
+            """It says nothing about itself."""
+
     async def scene() -> None:
         settings, nothing = ServeSettings(location="memory:"), Path("/nowhere")
         session = Ready(Upstream("http://server", timeout=60), settings, nothing, ServerIdentity)
