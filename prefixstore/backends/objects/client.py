@@ -96,7 +96,7 @@ class Client:
 
     def close(self) -> None:
         """End all connections that are not in use."""
-        self._store = None
+        self._store: Any = None
 
     def inherited(self) -> None:
         """In a forked child: what belongs to the parent is not destroyed either, also when the interpreter ends."""
@@ -110,7 +110,7 @@ class Client:
         """Connect."""
         self.window = Window()
         with self._translated():
-            self._store: Any = self._connect()
+            self._store = self._connect()
 
     def _connect(self) -> Any:
         address, stores = self._address, self._library._store  # noqa: SLF001 - where obstore has its classes
