@@ -99,12 +99,13 @@ def test_pages_move_between_all_backends_unchanged(one, other, tmp_path, request
 
 
 def test_a_copy_knows_what_the_models_are_called(source, tmp_path):
-    source.engine.describe(MINE, {"name": "Llama 3", "quantization": "Q4_K_M"})
+    named = Namespace({**MINE.settings, "model": "a" * 64})
+    fill(source.backend, named, SEQUENCES)
+    source.engine.describe(named, "Llama 3 Q4_K_M")
     with Archive(tmp_path / "target", create=True) as target:
-        copy_store(source, target, namespaces={MINE.key})
+        copy_store(source, target, namespaces={named.key})
     with Archive(tmp_path / "target", read_only=True) as target:
-        (about,) = target.history().described.values()
-        assert (about.title, about.tenant) == ("Llama 3 Q4_K_M", "mine")
+        assert target.history().models == {"a" * 12: "Llama 3 Q4_K_M"}
 
 
 def test_only_the_chosen_pages_are_exported_with_their_ancestors(source, tmp_path):
