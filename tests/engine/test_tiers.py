@@ -114,7 +114,7 @@ class Tiers(Store):
 
     def given(self):
         near, far = self.engine.tiers()
-        return near.pages, far.lookups.pages
+        return near.pages, far.pages
 
 
 def test_neither_location_is_closed_in_the_block_of_a_restore():
