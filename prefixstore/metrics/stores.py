@@ -84,7 +84,7 @@ METRICS: dict[str, Metric] = {
     # first: it brings the sizes up to date
     "location_up": _gauge(
         "1 if the location answers, 0 if it failed or is closed; then sizes are the last known ones.",
-        lambda engine: engine.upkeep.measure(),
+        lambda engine: not engine.is_closed and engine.upkeep.measure(),
     ),
     "lookups": Metric("Counter", "Lookups, by the source of the reused prefix.", "source", _lookups),
     "misses": _group(

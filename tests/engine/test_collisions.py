@@ -47,7 +47,7 @@ def test_nothing_is_captured_after_a_page_that_another_one_displaces():
         for tokens in (THEIRS, THEIRS + NEXT):
             with pytest.raises(CorruptError, match="tokens that do not match its key"):
                 missing(store, tokens)
-        assert missing(store, MINE + NEXT) == [1]
+        assert missing(store, MINE + NEXT) == [(P, 2 * P)]
         store.put(MINE + NEXT)
         with pytest.raises(CorruptError, match="tokens that do not match its key"):
             missing(store, THEIRS + NEXT)

@@ -17,7 +17,7 @@ from tests.support.timeouts import wait_for
 @pytest.fixture
 def notes():
     with PrefixStore("memory:") as store:
-        yield store.engine
+        yield store.engine.upkeep
 
 
 @pytest.fixture
