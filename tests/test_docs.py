@@ -166,8 +166,8 @@ def test_the_worked_examples_of_contributing_work(tmp_path):
     for block in blocks:
         exec(compile(block, "CONTRIBUTING.md", "exec", dont_inherit=True), names)
     leaves = np.zeros(3, LEAVES)
-    leaves["stored_bytes"] = [2, 3, 1]
-    assert names["largest_first"]().ranks(leaves).argsort().tolist() == [1, 0, 2]
+    leaves["last_used"] = [2, 3, 1]
+    assert names["newest_first"]().ranks(leaves).argsort().tolist() == [1, 0, 2]
     contract = names["TestTimed"]()
     tests = [name for name in dir(contract) if name.startswith("test_")]
     assert len(tests) > 10

@@ -17,7 +17,6 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,9 +51,6 @@ ENOUGH = 0.97
 PROMPT_NS = 10**10
 # the clock starts here: pages from before the start are older than it
 EPOCH = 1 << 24
-# pages of which it is known to which prompt they belong, and namespaces of which the latest prompt is known: pages may
-# still be added to these
-PAGES_KEPT, PROMPTS_KEPT = 4096, 64
 # at least so many prompts are told apart by their times
 TIMES_KEPT = 1 << 16
 CLOCK_MASK = (1 << 32) - 1
@@ -69,13 +65,6 @@ SAVED = struct.Struct("<Bd")
 MANY = 1e18
 
 
-class _Prompt(NamedTuple):
-    """One lookup: its clock, and the position of its end, as far as it is known."""
-
-    clock: int
-    end: int | None
-
-
 class Adaptive(Policy):
     """Pages with the fewest expected hits for their space are evicted first."""
 
@@ -87,8 +76,6 @@ class Adaptive(Policy):
         # when each of the last prompts began, from the one with the clock `_first` on; the start counts as one
         self._times = array("q", [time.time_ns()])
         self._first = EPOCH
-        self._prompts: OrderedDict[bytes, _Prompt] = OrderedDict()
-        self._latest: OrderedDict[bytes, _Prompt] = OrderedDict()
         self._ghosts = Ghosts()
         self._hazards = Hazards()
         self._duel = Duel()
@@ -101,6 +88,8 @@ class Adaptive(Policy):
         # how many prompts the store would reach back if it were in the order of last use
         self._reach = 1.0
         self._page_tokens = 1.0
+        # the position of the end of the last prompt, to which captured pages are taken to belong; None if not known
+        self._end: int | None = None
 
     @property
     def mode(self) -> Mode:
@@ -109,25 +98,22 @@ class Adaptive(Policy):
 
     # -- observing ----------------------------------------------------------------------------------------------------
 
-    def looked_up(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None, now: int) -> None:
+    def looked_up(self, pages: Sequence[Page], n_tokens: int | None, now: int) -> None:
         clocks = self._clocks(np.array([page.last_used for page in pages], np.int64)).tolist()
         self._clock += 1
         self._times.append(now)
         if len(self._times) == 2 * TIMES_KEPT:
             del self._times[:TIMES_KEPT]
             self._first += TIMES_KEPT
-        prompt = _Prompt(self._clock, n_tokens)
-        _note(self._latest, namespace, prompt, PROMPTS_KEPT)
+        self._end = n_tokens
         for page, clock in zip(pages, clocks, strict=True):
-            self._use(page, prompt, page.uses + 1, self._clock - clock)
+            self._use(page, page.uses + 1, self._clock - clock)
 
-    def added(self, namespace: bytes, page: Page) -> None:
+    def added(self, page: Page) -> None:
         self._page_tokens = max(self._page_tokens * 0.999, page.n_tokens)
         ghost = self._ghosts.recall(page.key)
         uses, clock = ghost if ghost is not None else (0, self._clock)
-        # the prompt of its parent: several may be computed at the same time
-        prompt = self._prompts.get(page.parent) or self._latest.get(namespace, _Prompt(self._clock, None))
-        self._use(page, prompt, max(uses + 1, page.uses), max(prompt.clock - clock, 0))
+        self._use(page, max(uses + 1, page.uses), self._clock - clock)
 
     def _clocks(self, times: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The clock at each time: of the prompt that began last; before those that are known, by their mean rate."""
@@ -137,31 +123,27 @@ class Adaptive(Policy):
         before = self._first - 1 - np.rint(np.maximum(known[0] - times, 0) / rate).astype(np.int64)
         return np.where(n > 0, self._first + n - 1, np.maximum(before, 0))
 
-    def _use(self, page: Page, prompt: _Prompt, uses: int, gap: int) -> None:
-        page_class = self._class_of(page, prompt, uses, gap)
+    def _use(self, page: Page, uses: int, gap: int) -> None:
+        if uses == 1:
+            where = level((page.end - 1) // self._page_tokens, 2, 8, 32)
+        else:
+            where = level(gap / self._reach, 0.5, 2, 8)
+        after = 2 if self._end is None else level((self._end - page.end) / self._page_tokens, 0.01, 4.01, 16.01)
+        page_class = use_level(uses) * CLASSES_PER_LEVEL + where + 4 * after
         page.uses = uses = min(uses, MOST_COUNTED)
         page.page_class = page_class + 1
-        _note(self._prompts, page.key, prompt, PAGES_KEPT)
         number = int.from_bytes(page.key[:8], "little")
         if number >> 32 < self._share:
             last = self._samples.pop(number, None)
             if last is not None:
-                self._hazards.observe(last >> 32, prompt.clock - (last & CLOCK_MASK), hit=True)
-            self._samples[number] = page_class << 32 | prompt.clock
+                self._hazards.observe(last >> 32, self._clock - (last & CLOCK_MASK), hit=True)
+            self._samples[number] = page_class << 32 | self._clock
             if len(self._samples) > min(max(self._pages, SAMPLES), MOST_SAMPLES):
                 _, last = self._samples.popitem(last=False)
                 self._hazards.observe(last >> 32, self._clock - (last & CLOCK_MASK), hit=False)
         if self._duel.samples(page.key):
             gain = page.n_tokens / (page.stored_bytes or page.raw_bytes or 1)
-            self._duel.access(Access(number, page_class, uses, prompt.clock, page.end, gain), self._worth)
-
-    def _class_of(self, page: Page, prompt: _Prompt, uses: int, gap: int) -> int:
-        if uses == 1:
-            where = level((page.end - 1) // self._page_tokens, 2, 8, 32)
-        else:
-            where = level(gap / self._reach, 0.5, 2, 8)
-        after = level((prompt.end - page.end) / self._page_tokens, 0.01, 4.01, 16.01) if prompt.end is not None else 2
-        return use_level(uses) * CLASSES_PER_LEVEL + where + 4 * after
+            self._duel.access(Access(number, page_class, uses, self._clock, page.end, gain), self._worth)
 
     def evicted(self, key: bytes, uses: int, last_used: int) -> None:
         self._ghosts.remember(key, uses, int(self._clocks(np.array([last_used]))[0]))
@@ -189,10 +171,10 @@ class Adaptive(Policy):
         self._learned = self._clock
         classes, ages = self._followed()
         self._hazards.learn(classes, ages)
+        self._worth = self._hazards.worth
         if len(ages):
             within = max(self._pages * self._share // WHOLE, 1)
             self._reach = max(float(ages[-within]), 1.0) if within <= len(ages) else max(float(ages[0]), self._reach)
-        self._worth = self._hazards.worth
         if self._hazards.share_of_hits_before(self._reach) > ENOUGH:
             self._worth = np.tile(np.arange(AGES, 0, -1, dtype=np.float64), CLASSES)
 
@@ -245,11 +227,3 @@ class Adaptive(Policy):
         self._duel.mode, self._hazards, self._reach = mode, hazards, reach
         self._learn()
         return True
-
-
-def _note(prompts: OrderedDict[bytes, _Prompt], key: bytes, prompt: _Prompt, at_most: int) -> None:
-    """Keep the latest prompt of a page, or namespace, and forget the oldest one beyond so many."""
-    prompts[key] = prompt
-    prompts.move_to_end(key)
-    if len(prompts) > at_most:
-        prompts.popitem(last=False)

@@ -51,7 +51,7 @@ class Catalog(Chooser):
         with self._lock:
             now = self.time_of_use()
             expires = time.time_ns() + ttl_ns if ttl_ns is not None else 0
-            self.policy.looked_up(namespace, pages, n_tokens, now)
+            self.policy.looked_up(pages, n_tokens, now)
             self.n_lookups += 1
             uses = self._deferred.uses
             for page in reversed(pages):

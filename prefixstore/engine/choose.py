@@ -127,7 +127,7 @@ class Chooser(WaitingPages):
         with self._lock:
             place = super().announce(new)
             if place is Placement.ADDED:
-                self.policy.added(new.page.namespace, new.page)
+                self.policy.added(new.page)
             return place
 
     def refuse(self, new: PendingPage, reason: DropReason) -> None:

@@ -93,9 +93,7 @@ class _Cache:
         """Whose place the new page takes; None if it is not admitted."""
         last = self._last
         if self._mode is Mode.LEARNED:
-            # prompts overlap: what belongs to an earlier one may be computed after a use by a later one
-            ages = np.maximum(new.clock - last["clock"], 0)
-            ranks = worth[last["page_class"] * AGES + age_bins(ages)] * last["gain"]
+            ranks = worth[last["page_class"] * AGES + age_bins(new.clock - last["clock"])] * last["gain"]
             at = int(ranks.argmin())
             return at if worth[new.page_class * AGES] * new.gain >= ranks[at] else None
         if self._mode is Mode.LFU:

@@ -41,15 +41,13 @@ class Policy:
         """Whether a new page is worth more than a victim: otherwise it is not stored."""
         return True
 
-    def looked_up(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None, now: int) -> None:
+    def looked_up(self, pages: Sequence[Page], n_tokens: int | None, now: int) -> None:
         """A prompt began with these stored pages, restored or already live; there are none after a miss.
 
         It sets the `uses` and the `page_class` of these, as `added` does.
 
         Parameters
         ----------
-        namespace
-            Of the prompt.
         pages
             The pages, from the first one on. Their uses, and the time of the last one, do not count this one yet.
         n_tokens
@@ -60,7 +58,7 @@ class Policy:
         for page in pages:
             page.uses = min(page.uses + 1, MOST_USES)
 
-    def added(self, namespace: bytes, page: Page) -> None:
+    def added(self, page: Page) -> None:
         """A page was captured by this engine."""
         return
 
@@ -112,7 +110,7 @@ class Counting(Ordering):
         super().__init__("lfu", lambda leaves: leaves["uses"])
         self._ghosts = Ghosts()
 
-    def added(self, namespace: bytes, page: Page) -> None:
+    def added(self, page: Page) -> None:
         ghost = self._ghosts.recall(page.key)
         if ghost is not None:
             page.uses = ghost.uses + 1

@@ -27,7 +27,6 @@ COLLECTIONS = (dict, list, set, deque, bytearray)
 BOUNDS = {
     "Adaptive._samples": SAMPLES,
     "Adaptive._times": 2 * adaptive_policy.TIMES_KEPT,
-    "Adaptive._prompts": adaptive_policy.PAGES_KEPT,
     "EvictionLog._found": REMEMBERED,
     "Trie._read": MOST_KEPT,
 }
