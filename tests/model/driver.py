@@ -274,7 +274,8 @@ class Store:
         """Make what is derived from pages again, and overwrite what was deleted."""
         for backend in self._backends:
             backend.inner.reindex()
-        self._store.engine.upkeep.scrub()
+        with suppress(UnavailableError):  # an LMDB location that another process has open, too
+            self._store.engine.upkeep.scrub()
 
     def purge(self, **choice: Any) -> None:
         for location in self._locations:
