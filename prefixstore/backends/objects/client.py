@@ -85,6 +85,7 @@ class Client:
         self._address = address
         self.n_requests = 0
         self._library = _obstore()
+        self._store: Any = None
         Client._user = Client._user or os.getpid()
         self._require_no_fork()
         self.renew()
@@ -110,7 +111,7 @@ class Client:
         """Connect."""
         self.window = Window()
         with self._translated():
-            self._store: Any = self._connect()
+            self._store = self._connect()
 
     def _connect(self) -> Any:
         address, stores = self._address, self._library._store  # noqa: SLF001 - where obstore has its classes
