@@ -34,7 +34,7 @@ class Estimate:
     prompts, prompt_tokens, unique_tokens, missing_tokens
         As in `prefixstore.WarmReport`; `missing_tokens` would be evaluated.
     bytes
-        Size of these tokens in the store.
+        Size of these tokens in the store. Recurrent memory may get more snapshots, up to three times as many.
     seconds
         Time to evaluate them. Tokens at the end of a long prompt take longer than those of the trial.
     short, problems
@@ -105,9 +105,11 @@ def _trial(llm: Llama, store: PrefixStore, trie: PromptTrie, missing: list[int],
     page_tokens = max((page.n_tokens for page in pages), default=1)
     # a prompt that branches off inside a page stores that page again
     n_stored = sum(missing[i] + (trie.length(i) - missing[i]) % page_tokens for i in prompts)
-    # recurrent and hybrid memory: one snapshot at the end of each prompt
+    # recurrent and hybrid memory: a snapshot at the end of each prompt, and where others branch off
     snapshot = sum(page.stored_bytes for page in snapshots)
-    return round(n_stored * for_a_token) + snapshot * len(prompts), seconds
+    ends = [(i, trie.length(i)) for i in prompts]
+    n_snapshots = sum(1 + len(trie.stops(i, end - missing[i], end)) for i, end in ends) if snapshots else 0
+    return round(n_stored * for_a_token) + snapshot * n_snapshots, seconds
 
 
 @contextmanager

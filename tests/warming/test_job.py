@@ -291,7 +291,7 @@ def test_progress_without_data_has_no_estimate():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arch", "n", "error"), [("llama", 32, 0.1), ("gemma3", 32, 0.5), ("mamba", 24, 0.5), ("lfm2", 3, 0.5)]
+    ("arch", "n", "error"), [("llama", 32, 0.1), ("gemma3", 32, 0.5), ("mamba", 24, 0.7), ("lfm2", 3, 0.5)]
 )
 def test_an_estimate_predicts_the_job_and_stores_nothing(llama, tmp_path, arch, n, error):
     llm = llama(arch)

@@ -85,6 +85,7 @@ class Client:
         self._address = address
         self.n_requests = 0
         self._library = _obstore()
+        self._store: Any = None
         Client._user = Client._user or os.getpid()
         self._require_no_fork()
         self.renew()
