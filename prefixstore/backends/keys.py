@@ -131,6 +131,11 @@ class Keys:
     forgotten: Mapping[bytes, str] = field(default_factory=dict)
 
     @property
+    def masters(self) -> Mapping[bytes, bytes]:
+        """Those of the store: what they seal is no tenant's to forge."""
+        return {name: self.secrets[name] for name in self.ids.get(None, ())}
+
+    @property
     def newest(self) -> bytes:
         """The id of the key under which everything is written that belongs to no tenant with a key."""
         return self.ids[None][-1]

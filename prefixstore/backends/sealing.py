@@ -142,7 +142,7 @@ class _Chain(io.RawIOBase):
 
     def __init__(self, file: BinaryIO, begin: bytes, keys: Keys, name: str = "") -> None:
         self._file, self._before, self._key, self._name = file, begin, begin[len(ENCRYPTED) :], name
-        self._sealer = Sealer(keys.secrets)
+        self._sealer = Sealer(keys.masters)
         # what was unsealed and is not yet read
         self._plain = memoryview(b"")
 
@@ -192,6 +192,6 @@ def unsealed(begin: bytes, file: BinaryIO, keys: Keys, name: str) -> BinaryIO:
         If the key is not there.
     """
     wanted = begin[len(ENCRYPTED) :]
-    if wanted not in keys.secrets:
+    if wanted not in keys.masters:
         raise LocationError(f"{name} needs the key {wanted.hex()}; give it by --from-key or PREFIXSTORE_KEY")
     return cast("BinaryIO", io.BufferedReader(_Chain(file, begin, keys, name)))

@@ -173,7 +173,7 @@ class Encrypted:
             ]
             # what has a payload one by one, so that little is in memory
             some = [key for key in old if key[:1] != RECORD]
-            for keys in [*([key] for key in old if key[:1] == RECORD), some]:
+            for keys in filter(None, [*([key] for key in old if key[:1] == RECORD), some]):
                 try:
                     self._put_again(keys)
                     n_done += len(keys)

@@ -67,13 +67,13 @@ class RowCipher:
     @classmethod
     def of(cls, header: bytes, keys: Keys) -> RowCipher:
         """Of the location with this header. Raises `UndecryptableError`."""
-        secret = Sealer(keys.secrets).unseal(MAGIC + header[IDS_AT:], header[len(MAGIC) : IDS_AT])
+        secret = Sealer(keys.masters).unseal(MAGIC + header[IDS_AT:], header[len(MAGIC) : IDS_AT])
         return cls(bytes(secret), keys_for(header), keys)
 
     def header(self) -> bytes:
         """The header of the location."""
         ids = b"".join(self.needed)
-        return MAGIC + Sealer(self.keys.secrets).seal(self.needed[0], MAGIC + ids, self.secret) + ids
+        return MAGIC + Sealer(self.keys.masters).seal(self.needed[0], MAGIC + ids, self.secret) + ids
 
     def stored_key(self, key: bytes) -> bytes:
         """The stored key of a row.

@@ -245,15 +245,18 @@ def test_no_byte_of_a_header_can_be_changed_and_nobody_else_can_write_one(tmp_pa
     with opened(url, NEW) as pages:
         fill(pages, ALICE, SEQUENCES)
         whole = dict(plain_rows(pages))[HEADER]
-        name = key_id(NEW)
-        forged = MAGIC + bytes(Sealer({name: LATER}).seal(name, MAGIC + name, bytes(32))) + name
+    # with another key under this id, and with the key of a tenant
+    forged = [
+        MAGIC + bytes(Sealer({name: key}).seal(name, MAGIC + name, bytes(32))) + name
+        for name, key in ((key_id(NEW), LATER), (key_id(OF_ALICE), OF_ALICE))
+    ]
     changed = [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in (0, len(MAGIC), len(MAGIC) + 8, -1)]
-    for wrong in (*changed, whole[:-1], whole[: len(MAGIC) + 3], whole + b"\0", forged):
-        with opened(url, NEW) as pages:
+    for wrong in (*changed, whole[:-1], whole[: len(MAGIC) + 3], whole + b"\0", *forged):
+        with opened(url, NEW, **TENANT) as pages:
             change_row(pages, HEADER, lambda _, wrong=wrong: wrong)
             with pytest.raises((IncompatibleError, LocationError)):
                 fill(pages, ALICE, [[50, 51]])
-            said = refusal(url, key=Given(NEW)), refusal(url, key="none")
+            said = refusal(url, key=Given(NEW, **TENANT)), refusal(url, key="none")
             change_row(pages, HEADER, lambda _: whole)
         assert said[0].startswith(("IncompatibleError", "LocationError"))
         assert wrong[0] != whole[0] or "LocationError: lmdb" in said[1]

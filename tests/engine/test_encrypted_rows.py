@@ -16,14 +16,7 @@ from prefixstore.engine.encrypted_rows import RowCipher, keys_for
 from prefixstore.format.keys import PAGE
 
 NEW = bytes(range(32, 64))
-SECRET = bytes(range(100, 132))
-
-
-def cipher_of(secret=SECRET):
-    return RowCipher(secret, (key_id(NEW),), Keys.parse(line_of(NEW), ""))
-
-
-CIPHER = cipher_of()
+CIPHER = RowCipher(bytes(range(100, 132)), (key_id(NEW),), Keys.parse(line_of(NEW), ""))
 TOKENS = st.lists(st.integers(0, 2), max_size=40)
 
 
@@ -35,9 +28,6 @@ def child(tokens, parent=b"p" * 32):
 
 def in_common(a, b):
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
-
-
-# -- names ------------------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(TOKENS, min_size=1, max_size=30), TOKENS)
@@ -83,15 +73,6 @@ def test_the_rows_of_a_namespace_and_a_walk_are_ranges(keys, space):
     if after is not None:
         there = CIPHER.stored_range(Range(after + b"\0", keyspace.everything(keyspace.LEAF).stop))
         assert [place for place in rest if there.start <= place < there.stop] == rest
-
-
-def test_names_tell_nothing_without_the_secret_of_the_location():
-    row = child([5, 6, 7])
-    assert CIPHER.stored_key(row) != cipher_of(secret=bytes(32)).stored_key(row)
-    assert CIPHER.stored_key(row)[:1] == b"c"
-    # 16 bytes for those that stand for the parent, 4 for the form and for each token
-    assert len(CIPHER.stored_key(row)) == 1 + 16 + 4 * 4
-    assert row[1:] not in CIPHER.stored_key(row)
 
 
 def test_the_example_in_the_documents_which_another_tool_has_computed():
