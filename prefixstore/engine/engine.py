@@ -361,12 +361,12 @@ class Engine:
         """Return when everything submitted so far is durable. Raises `StorageError`."""
         self.drain()
         if not self.read_only:
-            self._notes.save_figures()
             self.sync()
 
     @handed_over
     def sync(self) -> None:
-        """Return when everything committed so far is durable."""
+        """Return when everything committed so far is durable, and what was counted until then."""
+        self._notes.save_figures()
         self._backend.sync()
 
     @property

@@ -126,12 +126,17 @@ class SavedNotes:
             self.save_figures()
 
     def save_figures(self) -> None:
-        """Add what was counted here to the figures of the location; what cannot be written waits."""
-        with self._adding:
+        """Add what was counted here to the figures of the location, unless another thread does; or that waits."""
+        # not one that waits for itself: closed in its own transaction, as a finalizer may do
+        if not self._adding.acquire(blocking=False):
+            return
+        try:
             kept = self._counters.unwritten()
             most_rows = min(self._evictor.budget.max_bytes // BYTES_FOR_A_ROW, MOST_ROWS)
             if kept and self._write(NOTE, lambda old, n: _fitting(self._figures(old, kept).pack(most_rows), n)):
                 self._counters.written(kept)
+        finally:
+            self._adding.release()
 
     def history(self) -> History:
         """How the location was used, what is not written yet included. Raises `StorageError`."""
