@@ -39,8 +39,10 @@ log = logging.getLogger("prefixstore.server")
 # Saves are deferred while a slot is busy, and large ones take long.
 SERVER_SECONDS = 60.0
 STOP_SECONDS = 60.0
-# a server may have gone to sleep, and lost its slots, when it had nothing to do for this long, or be another one
+# a server may have gone to sleep, and lost its slots, when it had nothing to do for this long
 MAY_SLEEP_AFTER = 1.0
+# how often a server whose process is not known is asked whether it is the same
+LOOK_SECONDS = 1.0
 # how long a request waits for another server to be known
 READY_SECONDS = 10.0
 # between two attempts to open a store that could not be opened
@@ -107,7 +109,7 @@ class ServerSession:
         self._failure = ""
         self._last_opened = 0.0
         self._saving: asyncio.Task[None] | None = None
-        self._last_use = 0.0
+        self._last_use = self._last_look = 0.0
         self._kinds: asyncio.Future[Callable[[int], TokenKind]] | None = None
 
     @property
@@ -290,7 +292,7 @@ class ServerSession:
 
         Or it has closed the connection, as it does with some requests that it refuses.
         """
-        self._last_use = 0.0
+        self._last_look = 0.0
         if not self.is_ready:
             return
         if self.is_child:
@@ -311,7 +313,9 @@ class ServerSession:
         manager, store = self.manager, self.store
         has_process = store is not None and store.identity.process is not None
         is_other = has_process and not self.is_certainly_alive()
-        if not is_other and idle >= MAY_SLEEP_AFTER:
+        may_be_other = not has_process and not self.is_child and now >= self._last_look + LOOK_SECONDS
+        if not is_other and (idle >= MAY_SLEEP_AFTER or may_be_other):
+            self._last_look = now
             try:
                 props = await self._ask_props()
             except UpstreamLostError:
