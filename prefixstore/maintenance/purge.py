@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from prefixstore.engine.delete import Choice, beginning_with, of_namespaces, subtree, unused_since
 from prefixstore.errors import InvalidParameterError
-from prefixstore.format.figures import NOTE
 from prefixstore.format.keys import TokenSequence, as_tokens
 from prefixstore.units import counted, parse_seconds, shown
 
