@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from dataclasses import replace
 
 import llama_cpp
 import pytest
@@ -216,21 +214,6 @@ def test_the_most_similar_namespace_is_explained_and_the_same_model_comes_first(
     assert explain(here, [other, far]) == explain(here, [far])
     (line,) = explain(here, [other])
     assert line.startswith("model is ")
-
-
-def test_without_differences_there_is_nothing_to_explain(models):
-    here = namespace(models)
-    assert explain(here, []) == []
-    assert explain(here, [namespace(models, type_k="q8_0"), here]) == []
-
-
-def test_types_have_names_without_llama_cpp(models, monkeypatch):
-    here = namespace(models)
-    there = replace(here, settings={**here.settings, "type_k": 8})
-
-    # a server does not load it only for names
-    monkeypatch.delitem(sys.modules, "llama_cpp")
-    assert explain(here, [there]) == ["type_k is f16 here, q8_0 in the store"]
 
 
 def test_of_a_model_only_its_own_pages_are_explained_and_those_of_any_tenant():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -24,30 +23,6 @@ def is_free(handle):
     thread = in_thread(hold_alone)
     thread.join(PATIENCE)
     return not thread.is_alive()
-
-
-def test_a_thread_that_waits_to_hold_alone_comes_before_those_that_arrive_later():
-    handle, order = HandleLock(), []
-
-    def use():
-        with handle.shared():
-            order.append("used")
-
-    def replace():
-        with handle.exclusive():
-            order.append("replaced")
-
-    with handle.shared():
-        replacer = in_thread(replace)
-        while not handle._alone:
-            time.sleep(0.001)
-        user = in_thread(use)
-        user.join(0.1)
-        with handle.shared():  # a thread that is inside already goes on
-            assert order == []
-    replacer.join(PATIENCE)
-    user.join(PATIENCE)
-    assert order == ["replaced", "used"]
 
 
 def test_a_thread_that_is_alone_may_enter_and_lock_again():

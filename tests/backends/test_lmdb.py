@@ -332,24 +332,6 @@ def test_the_map_is_not_replaced_while_a_view_is_open(tmp_path):
         assert seen == [{key, new}]
 
 
-def test_a_child_that_drops_the_inherited_handle_takes_no_view_from_its_parent(tmp_path):
-    with closing(LMDBBackend(tmp_path, 16 * MIB)) as backend, Process(tmp_path, 16 * MIB) as other:
-        key = write(backend, 1, 500_000)
-        with backend.view() as ended:
-            pass
-        pid = os.fork()
-        if pid == 0:
-            os._exit(0)
-        os.waitpid(pid, 0)
-        with backend.view() as view:
-            [(_, payload)] = view.payloads([key])
-            # py-lmdb frees the reader slot of a transaction when nothing refers to it any more
-            del ended
-            for number in range(6):
-                other.write(number % 3, 500_000 - number)
-            assert payload == payload_of(1, 500_000)
-
-
 @pytest.mark.parametrize("work", ["reclaim", "compact", "check", "sync"])
 def test_what_frees_space_opens_a_handle_again_that_could_not_be_opened(tmp_path, work):
     path, aside = tmp_path / "kv", tmp_path / "aside"

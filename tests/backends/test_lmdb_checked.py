@@ -127,17 +127,6 @@ def test_any_other_note_is_none(kv, monkeypatch):
     assert {path.name for path in kv.iterdir()} == {"data.mdb", "lock.mdb", NOTE}
 
 
-def test_the_note_has_the_mode_of_the_data_and_a_reader_writes_none(kv, monkeypatch):
-    assert (kv / NOTE).stat().st_mode & 0o777 == 0o600
-    (kv / NOTE).unlink()
-    assert n_walks(monkeypatch, kv, read_only=True) == 1
-    assert not (kv / NOTE).exists()
-    (kv / "data.mdb").chmod(0o660)
-    assert n_walks(monkeypatch, kv) == 1
-    assert (kv / NOTE).stat().st_mode & 0o777 == 0o660
-    assert {path.name for path in kv.iterdir()} == {"data.mdb", "lock.mdb", NOTE}
-
-
 WRITER = """
 import sys
 from tests.backends.test_lmdb_checked import LMDBBackend, MIB, write
@@ -163,34 +152,6 @@ def test_a_file_that_another_process_has_open_is_not_walked_and_after_a_kill_it_
     # it has written after the last one who closed the file
     (kv / NOTE).write_bytes(b"")
     assert n_walks(monkeypatch, kv) == 1
-    assert n_walks(monkeypatch, kv) == 0
-
-
-def test_a_crash_of_a_process_that_has_only_read_has_the_file_walked(kv, monkeypatch):
-    pid = os.fork()
-    if pid == 0:
-        with LMDBBackend(kv, 16 * MIB).view():
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(pid, 0)
-    assert n_walks(monkeypatch, kv) == 1
-
-
-def test_a_child_uses_what_its_parent_has_open_and_takes_no_lock_from_it(kv, monkeypatch):
-    with closing(LMDBBackend(kv, 16 * MIB)) as backend:
-        with walks(monkeypatch) as found:
-            pid = os.fork()
-            if pid == 0:
-                # a handle of its own
-                backend.after_fork()
-                with backend.view():
-                    pass
-                backend.close()
-                os._exit(len(found))
-            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        (kv / NOTE).write_bytes(b"")
-        with writer(kv) as process:
-            process.stdin.close()
-        assert rows_of(backend)
     assert n_walks(monkeypatch, kv) == 0
 
 
@@ -237,12 +198,3 @@ def test_damage_that_a_check_finds_is_found_by_the_next_opening_too(kv, read_onl
     assert not (kv / NOTE).exists()
     with pytest.raises(CorruptError, match="and delete data"):
         LMDBBackend(kv, 16 * MIB)
-
-
-def test_a_damaged_value_has_the_file_walked_at_the_next_opening(kv, monkeypatch):
-    """Whoever reads the rows finds it out, and says so before the view closes."""
-    with closing(LMDBBackend(kv, 16 * MIB)) as backend, pytest.raises(CorruptError), backend.view():
-        raise CorruptError("a checksum")
-    with walks(monkeypatch) as found:
-        LMDBBackend(kv, 16 * MIB).close()
-    assert len(found) == 1

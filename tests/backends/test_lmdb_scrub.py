@@ -103,16 +103,6 @@ def test_a_scrub_leaves_nothing_of_deleted_rows_and_all_others_unchanged(tmp_pat
         assert len(rows_of(backend)) == 220
 
 
-def test_an_empty_store_and_one_that_becomes_empty_are_scrubbed(tmp_path):
-    with closing(LMDBBackend(tmp_path, 16 * MIB)) as backend:
-        backend.compact(erase=True)
-        write(backend, range(20))
-        delete(backend, range(20))
-        backend.compact(erase=True)
-        assert readable(tmp_path, range(20)) == 0
-        assert rows_of(backend) == {}
-
-
 SERVER = """
 import sys
 from contextlib import closing

@@ -283,14 +283,6 @@ def test_a_range_asks_for_its_folder_only(seaweedfs, credentials):
             assert len(listed) <= 2
 
 
-def test_other_objects_among_the_rows_are_no_rows(new_prefix):
-    with rows_at(new_prefix()) as backend:
-        key = write(backend, 1)
-        for name in ("a", "ä(/b", "README.md"):
-            backend._client.put(f"{backend._store.state.rows}/{name}", b"")
-        assert rows_of(backend).keys() >= {key}
-
-
 @pytest.mark.slow
 def test_a_store_that_was_deleted_is_made_again_by_those_who_use_it(new_prefix):
     url = new_prefix()

@@ -13,12 +13,11 @@ import numpy as np
 import psycopg
 import pytest
 
-from prefixstore.backends.contract import Range, Row
+from prefixstore.backends.contract import Range
 from prefixstore.backends.sql import postgresql, postgresql_rows, sqlite, sqlite_rows
 from prefixstore.backends.sql.database import APPLICATION_ID
-from prefixstore.errors import CorruptError, IncompatibleError, LocationError, UnavailableError
+from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
 from prefixstore.format.record import FORMAT_VERSION
-from tests.support import PATIENCE, in_thread, outcome
 from tests.support.sql_rows import (
     MIB,
     before_statements,
@@ -34,7 +33,6 @@ from tests.support.sql_rows import (
     row,
     statements,
 )
-from tests.support.timeouts import wait_for
 from tests.support.worker import in_fork
 
 
@@ -97,14 +95,6 @@ def test_a_sqlite_file_that_is_truncated_does_not_end_the_process(tmp_path, shar
 # -- what is stored ----------------------------------------------------------------------------------------------------
 
 
-def test_payloads_are_stored_in_pieces_of_a_mebibyte(url):
-    with opened(url) as backend:
-        put(backend, row(1, 3 * MIB + 5), row(2, 0))
-        with backend.connection() as connection:
-            sizes = connection.execute("SELECT length(data) FROM prefixstore_payloads ORDER BY key, piece")
-            assert sizes.fetchall() == [(MIB,), (MIB,), (MIB,), (5,)]
-
-
 def spoil(path, statement, *parameters):
     """Change a SQLite file whose columns may be NULL from now on."""
     with closing(sqlite3.connect(path)) as connection, connection:
@@ -112,21 +102,6 @@ def spoil(path, statement, *parameters):
         connection.execute("UPDATE sqlite_master SET sql = replace(sql, ' NOT NULL', '')")
         connection.execute("PRAGMA writable_schema=RESET")
         connection.execute(statement, parameters)
-
-
-@pytest.mark.parametrize("wrong", ["text", "CAST(x'ff00' AS TEXT)", 5, None])
-def test_a_sqlite_value_that_is_something_else_than_bytes_is_read_as_other_bytes(tmp_path, wrong):
-    """There any column may hold anything."""
-    url = f"sqlite:///{tmp_path}/kv.db"
-    with opened(url) as backend:
-        keys = put(backend, row(1), row(2))
-    spoil(tmp_path / "kv.db", "UPDATE prefixstore_rows SET value = ? WHERE key = ?", wrong, keys[0])
-    with opened(url) as backend, backend.view() as view:
-        value, other = view.get(keys)
-        assert type(value) is bytes
-        assert value != other == row(2)[1]
-        assert view.ranges([Range(b"r", b"s")]) == [[Row(keys[0], value), Row(keys[1], other)]]
-        assert held(view, keys) == [(value, row(1)[2]), (other, row(2)[2])]
 
 
 def test_a_payload_with_missing_or_extra_pieces_is_what_there_is_of_it(url):
@@ -168,27 +143,6 @@ def test_what_was_counted_is_counted_again_by_compacting(new_database):
                 assert view.used == used
 
 
-def test_only_the_owner_of_the_tables_compacts(new_database):
-    url = new_database()
-    with opened(url) as backend:
-        put(backend, row(1))
-        with backend.connection() as connection:
-            connection.execute("CREATE ROLE compaction_guest LOGIN")
-            connection.execute(
-                "GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA public TO compaction_guest"
-            )
-        try:
-            with (
-                opened(url.replace("postgres@", "compaction_guest@")) as guest,
-                pytest.raises(LocationError, match="compact as the owner"),
-            ):
-                guest.compact()
-        finally:
-            with backend.connection() as connection:
-                connection.execute("DROP OWNED BY compaction_guest")
-                connection.execute("DROP ROLE compaction_guest")
-
-
 def test_a_damaged_index_of_a_sqlite_file_is_reported(tmp_path):
     with opened(f"sqlite:///{tmp_path}/kv.db") as backend:
         put(backend, *(row(i, 10) for i in range(5)))
@@ -206,24 +160,6 @@ def test_a_damaged_index_of_a_sqlite_file_is_reported(tmp_path):
 # -- round trips and plans ---------------------------------------------------------------------------------------------
 
 
-def test_each_question_is_one_round_trip(new_database):
-    with opened(new_database()) as backend:
-        keys = put(backend, *(row(i) for i in range(30)))
-        unknown = [bytes([i % 256, i // 256]) * 8 for i in range(5000)]
-        ranges = [Range(key, b"s", 2, bool(i % 2)) for i, key in enumerate(keys)]
-        asked = {
-            "rows": lambda view: None not in view.get(keys),
-            "thousands": lambda view: view.get(keys + unknown)[30:] == [None] * 5000,
-            "ranges": lambda view: [len(rows) for rows in view.ranges(ranges)] == [2] * 29 + [1],
-            "payloads": lambda view: len(held(view, keys)) == 30,
-            "what is used": lambda view: view.used > 30_000,
-        }
-        for what, ask in asked.items():
-            with statements() as sent, backend.view() as view:
-                assert ask(view), what
-            assert len(sent) == 1, what
-
-
 def test_a_commit_is_few_statements_however_many_rows_it_writes(new_database):
     with opened(new_database()) as backend:
         for n in (1, 300):
@@ -234,14 +170,6 @@ def test_a_commit_is_few_statements_however_many_rows_it_writes(new_database):
         with statements() as sent:
             delete(backend, [row(i)[0] for i in range(300)])
         assert len(sent) <= 7
-
-
-def test_more_keys_than_sqlite_takes_in_one_statement_are_read(tmp_path):
-    with opened(f"sqlite:///{tmp_path}/kv.db") as backend:
-        keys = put(backend, *(row(i, 10) for i in range(10)))
-        unknown = [i.to_bytes(32, "big") for i in range(100_000)]
-        with backend.view() as view:
-            assert view.get([*unknown, *keys])[-10:] == [row(i)[1] for i in range(10)]
 
 
 def explained(backend, statement, parameters):
@@ -322,32 +250,6 @@ def test_an_interrupt_stays_one_although_the_connection_is_lost(new_database):
         with pytest.raises(KeyboardInterrupt):
             interrupted()
         assert keys_of(backend) == set()
-
-
-def test_a_view_in_another_thread_goes_on_while_the_location_is_closed(url):
-    with opened(url) as backend:
-        (key,) = put(backend, row(1))
-        with backend.view() as view:
-            closing_it = in_thread(backend.close)
-            # that of a SQLite file waits for the view
-            wait_for(lambda: backend._closed or backend._handle_lock._alone, "the thread that closes it")
-            assert outcome(lambda: view.get([key]), "a reader") == [row(1)[1]]
-            assert outcome(lambda: held(view, [key]), "a reader") == [row(1)[1:]]
-        closing_it.join(PATIENCE)
-        with pytest.raises(UnavailableError), backend.view():
-            pass
-        assert not backend.idle
-
-
-def test_a_closed_sqlite_location_does_not_make_a_file_again_that_was_deleted(tmp_path):
-    with opened(f"sqlite:///{tmp_path}/kv.db") as backend:
-        put(backend, row(1))
-    for file in tmp_path.iterdir():
-        file.unlink()
-    for use in (backend.view, backend.update):
-        with pytest.raises(UnavailableError), use():
-            pass
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

@@ -127,13 +127,6 @@ def test_commands_that_only_read_do_not_need_llama_cpp_also_to_show_text(store, 
     subprocess.run(given, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
-def test_without_typer_the_message_names_the_extra():
-    code = "import sys; sys.modules['typer'] = None; from prefixstore.cli import main; sys.exit(main(['ls', 'x']))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert 'pip install "prefixstore[cli]"' in done.stderr
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_a_command_with_its_code_and_leaves_no_partial_file(store, tmp_path, number, code):
@@ -398,42 +391,4 @@ def test_migrate_reports_the_state_of_the_schema(tmp_path, as_json, run):
     assert run("migrate", f"sqlite:///{tmp_path}/new.db", "--sql")[1]
 
 
-@pytest.mark.slow
-def test_migrating_what_is_no_database_does_not_ask_for_an_extra(tmp_path):
-    code = (
-        "import sys; sys.modules['sqlalchemy'] = None; from prefixstore.cli import main; sys.exit(main(sys.argv[1:]))"
-    )
-    for location, says in (
-        (tmp_path / "kv", "is not a SQL database, and other locations need no migration"),
-        ("sqlite:///x.db", "prefixstore[sql]"),
-    ):
-        command = [sys.executable, "-c", code, "migrate", str(location)]
-        done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
-        assert done.returncode == 2
-        assert says in done.stderr
-
-
 # -- measuring --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_bench_measures_and_leaves_the_store_unchanged(served, tmp_path, as_json, run):
-    model, location = served
-    copy = str(tmp_path / "copy")
-    assert run("copy", location, copy)[0] == 0
-    with Archive(copy, read_only=True) as archive:
-        before, figures = contents(archive.backend), archive.history()
-    config = tmp_path / "c.toml"
-    config.write_text(f'[model]\npath = "{model}"\nn_threads = 1\nn_threads_batch = 1\n')
-    code, found = as_json("bench", copy, "--config", config, "--tokens", 300)
-    assert code == 0
-    assert found["read_bytes_per_second"] > 0
-    assert found["written_bytes_per_second"] > 0
-    assert [one["tokens"] for one in found["prompts"]] == [32, 64, 128, 256, 300]
-    with Archive(copy, read_only=True) as archive:
-        assert contents(archive.backend).keys() == before.keys()
-        assert len(archive.holdings()) == 1
-        # nothing was counted, and the limit of the measurement is not that of the store
-        history = archive.history()
-        assert (history.days, history.max_bytes) == (figures.days, None)
-    assert run("bench", copy)[0] == 0

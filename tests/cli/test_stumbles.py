@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import logging
 import os
 import re
 import signal
@@ -13,13 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from rich.console import Console
 
 from prefixstore import InvalidParameterError, PrefixStore, load
 from prefixstore.cli import warm_report as progress_module
-from prefixstore.cli.files import chat_in, text_in
 from prefixstore.cli.warm import _signals
 from prefixstore.cli.warm_report import progress_shown as shown
 from prefixstore.config import load_config
@@ -195,37 +192,6 @@ def test_init_writes_a_config_that_everything_accepts(tmp_path, run, models, as_
     assert (run("init", "--yes")[0], load_config("prefixstore.toml").model["n_ctx"]) == (0, 4096)
 
 
-def test_a_file_of_settings_may_begin_with_a_bom(tmp_path):
-    file = tmp_path / "windows.toml"
-    file.write_bytes(b'\xef\xbb\xbf[model]\r\nn_ctx = 512\r\n[store]\r\nlocation = "kv"\r\n')
-    settings = load_config(file)
-    assert (settings.model["n_ctx"], settings.location) == (512, str(tmp_path / "kv"))
-
-
-def test_a_tilde_in_a_file_of_settings_is_the_home_directory(tmp_path, run):
-    home = tmp_path / "home"
-    file = tmp_path / "work" / "own.toml"
-    file.write_text('[model]\npath = "~/m.gguf"\n[store]\nlocation = "~/kv"\n[warm]\nprompts = ["~/p.jsonl"]\n')
-    settings = load_config(file)
-    assert (settings.path, settings.location) == (str(home / "m.gguf"), str(home / "kv"))
-    assert settings.warm["prompts"] == [str(home / "p.jsonl")]
-    # the shell leaves it as it is after "--store="
-    assert run("init", "new.toml", "--store=~/kv", "--model=~/m.gguf")[0] == 0
-    settings = load_config("new.toml")
-    assert [os.path.normpath(one) for one in (settings.path, settings.location)] == [
-        str(home / "m.gguf"),
-        str(home / "kv"),
-    ]
-
-
-def test_a_prompt_in_a_file_has_no_bom(tmp_path):
-    text, chat = tmp_path / "p.txt", tmp_path / "chat.json"
-    text.write_bytes(b"\xef\xbb\xbfHello\r\n")
-    chat.write_bytes(b'\xef\xbb\xbf[{"role": "user", "content": "Hello"}]')
-    assert text_in(text) == "Hello\r\n"
-    assert chat_in(chat)["messages"][0]["content"] == "Hello"
-
-
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_ctrl_c_is_answered_before_the_batch_ends(capfd, monkeypatch, is_terminal):
     monkeypatch.setattr("prefixstore.cli.warm.has_terminal", lambda: is_terminal)
@@ -247,13 +213,6 @@ def test_serve_says_which_settings_it_ignores(tmp_path, run, monkeypatch):
         file.write('ttl = "30d"\nsalt = "tenant-7"\nnamespace = "chat"\n')
     code, _, err = run("serve", "--config", config, "--", "llama-server")
     assert (code, "serve ignores namespace, salt in [store]" in " ".join(err.split())) == (0, True)
-
-
-def test_a_file_of_settings_keeps_its_mode(run, tmp_path):
-    written = tmp_path / "mine.toml"
-    written.touch(0o640)
-    assert run("init", written, "--yes", "--store", tmp_path / "kv")[0] == 0
-    assert written.stat().st_mode & 0o777 == 0o640
 
 
 def test_a_file_of_settings_with_a_password_is_its_owners(run, tmp_path):
@@ -295,22 +254,6 @@ def test_an_export_is_not_written_to_a_terminal(store, run, monkeypatch):
     code, out, err = run("export", store, "--out", "-")
     assert (code, out, "stdout, which is a terminal; redirect it" in " ".join(err.split())) == (2, "", True)
     assert run("export", store, "--out", "-", "--dry-run")[0] == 0
-
-
-def test_init_writes_no_file_through_a_link_that_leads_nowhere(run, monkeypatch):
-    link, elsewhere = Path("link.toml"), Path("elsewhere")
-    link.symlink_to(elsewhere)
-    assert run("init", link)[0] == 1
-    # one that appears after it was looked for
-    monkeypatch.setattr(os.path, "lexists", lambda _: False)
-    assert run("init", link)[0] == 2
-    assert not elsewhere.exists()
-
-
-def test_init_writes_valid_settings_whatever_is_in_a_path(run):
-    file, model = "a\x1b\n\x7f.toml", "m\x7f\x1b\n.gguf"
-    assert run("init", file, "--model", model)[0] == 0
-    assert str(load_config(file).path).endswith(model)
 
 
 @pytest.mark.slow
@@ -388,91 +331,6 @@ def test_no_cell_of_a_table_for_programs_is_a_formula(tmp_path, run, as_json, na
     assert as_json("ls", path)[1][0]["settings"]["salt"] == name
 
 
-@pytest.mark.slow
-def test_a_tree_has_a_depth_a_limit_and_filters(tmp_path, run, as_json):
-    path = tmp_path / "branches"
-    location = filled(path, [[1, 2, 3, 4, i, i, i, i, 5, 5, 5, i] for i in range(10, 20)])
-    assert len(run("tree", path)[1].splitlines()) == 1 + 1 + 10 + 1
-    assert len(run("tree", path, "--depth", 1)[1].splitlines()) == 1 + 1 + 1
-    limited = run("tree", path, "--limit", 3)[1].splitlines()
-    assert limited[-2:] == ["    … 7 more", f"{location}: 21 pages"]
-    assert len(as_json("tree", path, "--depth", 1)[1]) == 1
-    page = as_json("tree", path)[1][-1]["page"]
-    run("pin", path, page)
-    assert len(as_json("tree", path, "--pinned")[1]) == 3
-    assert len(as_json("tree", path, "--older-than", "1h")[1]) == 21
-    run("export", path, "--out", tmp_path / "f.pstore")
-
-
-def test_the_text_of_a_tree_begins_where_branches_part(tmp_path, models, run):
-    llm = load_model(models("llama"))
-    start = prompt(300)
-    ends = [[400 + i, *prompt(60, i)] for i in (1, 2)]
-    with PrefixStore(tmp_path / "kv", llm, page_tokens=256) as opened:
-        for end in ends:
-            opened.restore([*start, *end])
-            llm.eval([*start, *end][llm.n_tokens :])
-            opened.capture()
-    out = run("tree", tmp_path / "kv", "--model", models("llama"))[1]
-    texts = [line.split('"', 1)[1] for line in out.splitlines() if '"' in line]
-    expected = [repr(llm.detokenize(end[:4]).decode(errors="replace"))[1:-1] for end in ends]
-    assert len(texts) == 3
-    assert not texts[0].startswith("…")
-    for text, wanted in zip(sorted(text.split("│")[1] for text in texts[1:]), sorted(expected), strict=True):
-        assert text.startswith(wanted[:8])
-    assert all(text.startswith("…") for text in texts[1:])
-    *_, mark, summary = out.splitlines()
-    assert mark == "│: here the text differs from that of the sibling branches"
-    assert summary.endswith("3 pages")
-    assert "│:" not in run("tree", tmp_path / "kv")[1]
-
-
-def test_a_namespace_is_listed_by_the_name_of_its_model_and_with_the_uses_of_its_pages(tmp_path, models, run, as_json):
-    for _ in range(2):
-        llm = load_model(models("llama"))
-        with PrefixStore(tmp_path / "kv", llm, salt="acme") as opened:
-            llm.set_cache(opened)
-            llm(prompt(600), max_tokens=1)
-        llm.close()
-    code, (one,) = as_json("ls", tmp_path / "kv")
-    name = one["model_name"]
-    assert (code, len(one["settings"]["model"]), bool(name)) == (0, 64, True)
-    assert one["page_uses"] >= 3
-    header, _, row = [line for line in run("ls", tmp_path / "kv")[1].splitlines() if line.strip()][:3]
-    assert header.split()[-2:] == ["uses", "used"]
-    assert name in row
-    assert one["settings"]["model"][:12] not in row
-    rows = [line.split(",") for line in run("ls", tmp_path / "kv", "--format", "csv")[1].splitlines()]
-    assert [(row[0], row[-1]) for row in rows] == [("namespace", "model_name"), (one["namespace"], name)]
-    heading, branch, *_ = run("tree", tmp_path / "kv")[1].splitlines()
-    assert heading.startswith(f"namespace {one['namespace'][:12]}  {name}")
-    assert heading.endswith(", tenant acme")
-    assert "tokens 1-" in branch
-    assert " use" in branch
-    page = as_json("tree", tmp_path / "kv")[1][0]["page"]
-    assert re.search(f"^model +{re.escape(name)}", run("show", tmp_path / "kv", page)[1], re.MULTILINE)
-
-
-@pytest.mark.parametrize("compute_us", [0, 1000])
-def test_a_page_is_shown_in_words(store, run, as_json, compute_us):
-    page = as_json("tree", store)[1][1]
-    with Archive(store) as archive, archive.backend.update() as transaction:
-        key = bytes.fromhex(page["page"])
-        record = replace(transaction.record(key), compute_us=compute_us)
-        transaction.put(key, record, transaction.usage(key), transaction.payload(key))
-    code, out, _ = run("show", store, page["page"][:10])
-    rows = {line.split("  ")[0]: line.split("  ", 1)[1].strip() for line in out.splitlines()}
-    assert code == 0
-    assert rows["location"] == store
-    tokens = f"tokens {page['start'] + 1} to {page['start'] + page['tokens']}"
-    assert rows["position"] == f"{tokens} of its sequence, page 2 of its path"
-    assert rows["expires"] == "never"
-    assert rows["bytes"] == "intact"
-    # of some pages it is not known
-    assert ("computed in" in rows) == (compute_us > 0)
-    assert "compute us" not in out
-
-
 @pytest.mark.parametrize("width", [40, 140])
 def test_progress_is_one_line_in_every_terminal(monkeypatch, width):
     written = io.StringIO()
@@ -501,48 +359,7 @@ def test_of_many_problems_the_first_are_listed(tmp_path, run, models):
     assert re.search(rf"location +lmdb://{tmp_path}/kv", out)
 
 
-@pytest.mark.slow
-def test_a_budget_that_is_too_small_is_told_before_anything_is_computed(tmp_path, run, models):
-    file = write_jsonl(tmp_path / "p.jsonl", [{"tokens": prompt(900, i)} for i in range(8)])
-    given = ["warm", "--model", models("llama"), "--store", tmp_path / "kv", file]
-    note = r"note: the prompts need about [\d.]+ MiB, and lmdb://\S+ may hold 2.0 MiB: not all will be stored"
-    code, _, err = run(*given, "--max-bytes", "2MiB", "--dry-run")
-    assert (code, re.search(note, err) is not None) == (1, True)
-    code, _, err = run(*given, "--max-bytes", "2MiB")
-    assert code == 1
-    assert re.search(note, err).start() < err.index("evaluating: ")
-    assert "not completely stored" in err
-    assert "note: the prompts need" not in run(*given)[2]
-    with Archive(tmp_path / "kv") as archive:
-        held = archive.used().bytes
-    write_jsonl(file, [{"tokens": prompt(900, i)} for i in range(50, 54)])
-    err = run(*given, "--max-bytes", f"{held + (1 << 20)}B", "--dry-run")[2]
-    assert "other pages will be evicted" in err
-
-
 # -- moving -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_an_import_into_a_small_budget_warns_first_and_its_figures_add_up(tmp_path, run, as_json):
-    source = filled(tmp_path / "source", [list(np.arange(40) + 100 * i) for i in range(60)])
-    file = tmp_path / "f.pstore"
-    run("export", source, "--out", file)
-    target = filled(tmp_path / "target")
-    before, total = n_pages(target), n_pages(source)
-    code, out, err = run("import", target, file, "--max-bytes", "300KiB")
-    assert code == 1
-    assert "or other pages be evicted; pass a larger --max-bytes" in err
-    found = re.findall(r"^([\d,]+) pages (imported|did|evicted)", out, re.MULTILINE)
-    numbers = {what: int(n.replace(",", "")) for n, what in found}
-    assert numbers["imported"] + numbers["did"] == total
-    assert before + numbers["imported"] - numbers.get("evicted", 0) == n_pages(target)
-    # what is there already needs no space
-    assert run("import", filled(tmp_path / "large"), file)[2] == ""
-    assert run("import", tmp_path / "large", file, "--max-bytes", "4MiB")[2] == ""
-    code, found = as_json("copy", source, tmp_path / "small", "--max-bytes", "300KiB")
-    assert (code, found["pages"] + found["refused"]) == (1, total)
-    assert found["pages"] == n_pages(tmp_path / "small")
 
 
 # -- from Python ------------------------------------------------------------------------------------------------------
@@ -555,19 +372,3 @@ def test_arguments_in_the_wrong_order_and_wrapped_models_are_recognized(tmp_path
     wrapped = SimpleNamespace(client=llm)
     with pytest.raises(InvalidParameterError, match=r"is its attribute \.client: pass llm\.client"):
         PrefixStore(tmp_path / "kv", wrapped)
-
-
-def test_no_message_is_said_twice(tmp_path, run, caplog):
-    """What the log of the archive says, which is printed, the command does not say again."""
-    with Archive(tmp_path / "kv", create=True) as archive:
-        namespace = space("mine")
-        fill(archive.backend, namespace, SEQUENCES)
-        with archive.backend.update() as transaction:
-            transaction.put_namespace(namespace.key, b"damaged")
-    with caplog.at_level(logging.WARNING, "prefixstore"):
-        code, _, err = run("purge", tmp_path / "kv", "--salt", "mine")
-    assert (code, namespace.key.hex() in err) == (1, False)
-    assert sum(namespace.key.hex() in one.getMessage() for one in caplog.records) == 1
-    (tmp_path / "c.toml").write_text("[model]\nn_ctxx = 1\n")
-    err = run("ls", "--config", tmp_path / "c.toml")[2]
-    assert (err.count("c.toml"), err.count("config")) == (1, 1)

@@ -40,15 +40,3 @@ def test_lines_are_broken_between_words(monkeypatch, columns):
     assert " ".join(line.strip() for line in lines) == text
     assert max(map(len, lines)) <= columns
     assert [line[:3].count(" ") for line in lines[1:]] == [2] * (len(lines) - 1)
-
-
-def test_a_path_stays_whole_and_a_label_stands_alone_in_front(monkeypatch):
-    monkeypatch.setattr(output, "terminal_width", lambda _: 30)
-    assert wrapped(f"it is in {PATH} now", label="ok  ") == f"ok  it is in\n    {PATH}\n    now"
-    assert wrapped("one\n  two", label="  - ") == "  - one\n      two"
-
-
-def test_a_line_in_a_file_stays_one_whatever_a_parent_process_has_set(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "60")
-    text = "word " * 200
-    assert wrapped(text, label="ok  ") == "ok  " + text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import io
 import json
 import os
 import pty
@@ -11,7 +10,6 @@ import re
 import select
 import signal
 import struct
-import subprocess
 import sys
 import termios
 import time
@@ -21,13 +19,12 @@ import pytest
 import prefixstore
 from prefixstore import PrefixStore
 from prefixstore.cli import output
-from prefixstore.cli.output import emit, grid
+from prefixstore.cli.output import grid
 from prefixstore.cli.top import Screen, hottest, lines
-from prefixstore.errors import LocationError
 from prefixstore.format.figures import NOTE, Figures, History
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.verify import verify
-from prefixstore.models.file import FILE_TYPES, model_title
+from prefixstore.models.file import model_title
 from prefixstore.stats import DAY, short
 from tests.support import ROOT
 from tests.support.models import answer, load, prompt
@@ -236,11 +233,6 @@ def test_top_in_a_terminal_refreshes_itself_until_it_is_interrupted(used):
         os.close(terminal)
 
 
-def test_top_says_so_if_the_location_cannot_be_read():
-    screen = Screen("lmdb:///kv", fault="the disk is gone")
-    assert "the location cannot be read: the disk is gone" in lines(screen, 80, None)
-
-
 def test_the_screen_of_top_is_cut_to_the_terminal():
     history, counted = History(max_bytes=10 << 30), Figures(30, 10, 40_000, 30_000, 12_000, 95_000_000, 7, 7000, 2)
     today = int(history.at // DAY)
@@ -310,57 +302,6 @@ def test_names_of_models_that_are_not_text_are_told(tmp_path, run):
     for command in (["ls"], ["stats"], ["top", "--once"], ["tree"]):
         code, out, _ = run(command[0], tmp_path / "kv", *command[1:])
         assert (code, "\x1b" in out) == (0, False)
-
-
-def test_json_is_valid_where_the_output_has_few_characters(monkeypatch):
-    written = io.TextIOWrapper(io.BytesIO(), "ascii", write_through=True)
-    monkeypatch.setattr(sys, "stdout", written)
-    emit({"tenant": "é…\ud800"})
-    assert json.loads(written.buffer.getvalue()) == {"tenant": "é…\ud800"}
-
-
-@pytest.mark.skipif(sys.platform == "darwin", reason="file names are UTF-8")
-def test_a_location_that_is_not_valid_utf8_is_refused(tmp_path, run):
-    for location in (f"{tmp_path}/k\udcff", f"sqlite:///{tmp_path}/k\udcff"):
-        code, _, err = run("stats", location)
-        assert (code in (2, 3), "Traceback" in err) == (True, False)
-    with pytest.raises(LocationError, match="not valid UTF-8"):
-        Archive(f"{tmp_path}/k\udcff", create=True)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_streams_that_are_closed_are_no_fault_and_no_file_of_the_store_takes_their_place(tmp_path):
-    with Archive(tmp_path / "kv", create=True) as archive:
-        fill(archive.backend, space("t"), [[1, 2, 3, 4]])
-    code = (
-        "import os, sys; from prefixstore.cli import app, main; from prefixstore.maintenance.archive import Archive;"
-        "seen = []; closed = Archive.close;"
-        "Archive.close = lambda self: (seen.extend(os.readlink(f'/proc/self/fd/{n}') for n in range(3)), closed(self));"
-        "code = main(sys.argv[2:]); open(sys.argv[1], 'w').write(f'{code} {len(seen)} {seen}')"
-    )
-    command = [sys.executable, "-c", code, tmp_path / "seen", "stats", tmp_path / "kv", "--json"]
-    subprocess.run(
-        ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", *command],
-        cwd=ROOT,
-        check=True,
-        stdin=subprocess.PIPE,
-        capture_output=True,
-    )
-    seen = (tmp_path / "seen").read_text()
-    assert seen.startswith("0 3 ")
-    assert "data.mdb" not in seen
-
-
-def test_the_types_of_files_are_those_of_llama_cpp():
-    import llama_cpp
-
-    names = {name: number for name, number in vars(llama_cpp).items() if name.startswith("LLAMA_FTYPE_")}
-    known = {
-        re.sub("LLAMA_FTYPE_(MOSTLY|ALL)_", "", name): number for name, number in names.items() if "GUESSED" not in name
-    }
-    assert {name: FILE_TYPES[number] for name, number in known.items()} == {name: name for name in known}
 
 
 # the last one that uses what `used` has

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,12 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from prefixstore import PrefixStore
-from prefixstore.cli import warm_report as shown_module
-from prefixstore.cli.warm_report import progress_shown as shown
-from prefixstore.maintenance.archive import Archive
-from prefixstore.warming.report import Progress
 from tests.support.models import load, prompt
-from tests.support.places import MIB
 from tests.support.signals import default_signals
 from tests.support.warming import app, shared_prompts, unique_tokens, write_jsonl
 from tests.support.worker import ROOT
@@ -55,33 +48,6 @@ def test_two_stores_are_one_in_front_of_the_other(warm, file, tmp_path, models):
     told = json.loads(warm(file, "--store", f"lmdb://{tmp_path / 'none'}", "--dry-run", "--json").stdout)
     assert told["location"] == f"lmdb://{tmp_path / 'kv'}, lmdb://{tmp_path / 'none'}"
     assert told["missing_tokens"] == 0
-
-
-@pytest.mark.slow
-def test_a_far_location_is_given_as_to_a_server(warm, file, tmp_path, models):
-    far = f"lmdb://{tmp_path / 'far'}"
-    result = warm(file, "--far", far, "--far-max-bytes", "1MiB", "--max-bytes", "1GiB", "--json")
-    assert json.loads(result.stdout)["location"] == f"lmdb://{tmp_path / 'kv'}, {far}"
-    with Archive(far, read_only=True) as archive, Archive(tmp_path / "kv", read_only=True) as near:
-        assert archive.used().bytes <= MIB < near.used().bytes
-    # behind the location of a file
-    config = tmp_path / "warm.toml"
-    config.write_text(f'[store]\nlocation = "{tmp_path / "kv"}"\n')
-    given = ["--model", models("llama"), "--config", config, file, "--far", far, "--dry-run", "--json"]
-    assert json.loads(warm(*given, defaults=False).stdout)["location"] == f"lmdb://{tmp_path / 'kv'}, {far}"
-    assert warm(file, "--store", far, "--far", far).exit_code == 2
-
-
-@pytest.mark.slow
-def test_a_dry_run_on_a_new_machine_sees_what_the_others_have_stored(warm, file, tmp_path):
-    given = [file, "--store", f"lmdb://{tmp_path / 'far'}"]
-    assert warm(*given).exit_code == 0
-    shutil.rmtree(tmp_path / "kv")
-    result = warm(*given, "--dry-run", "--json")
-    assert (result.exit_code, json.loads(result.stdout)["missing_tokens"]) == (0, 0)
-    assert re.search(rf"note: .*{tmp_path / 'kv'} does not exist.*: it is treated as empty", result.stderr)
-    assert warm(*given, "--check").exit_code == 0
-    assert not (tmp_path / "kv").exists()
 
 
 def test_problems_are_reported_with_file_and_line_and_the_rest_is_warmed(warm, tmp_path):
@@ -128,66 +94,6 @@ def test_without_n_ctx_the_context_holds_the_longest_prompt(warm, models, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_model_whose_states_depend_on_the_length_of_the_context_gets_a_note(warm, models, tmp_path, monkeypatch):
-    monkeypatch.setattr("prefixstore.cli.warm_model.original_context", lambda _: 1024)
-    file = write_jsonl(tmp_path / "prompts.jsonl", [{"tokens": prompt(1500)}])
-    given = ["--model", models("llama"), "--store", tmp_path / "kv", "--threads", 1]
-    note = "pages for n_ctx=1,536 are found only by servers with an n_ctx above 1,024"
-    for arguments in ([file], [file, "--dry-run"], [file, "--check"]):
-        assert note in warm(*given, *arguments, defaults=False).stderr
-    note = "pages for n_ctx=512 are found only by servers with an n_ctx of at most 1,024"
-    assert note in warm(*given, "--check", defaults=False).stderr
-    assert "n_ctx=" not in warm(*given, "--n-ctx", 2048, file, defaults=False).stderr
-
-
-@pytest.mark.slow
-def test_the_log_of_llama_cpp_does_not_reach_the_terminal(models, tmp_path):
-    file = write_jsonl(tmp_path / "prompts.jsonl", [{"tokens": prompt(300)}])
-    # llama.cpp warns about a context longer than the training context, and about one without weights
-    given = ["--model", models("llama", n_ctx_train=400), "--store", tmp_path / "kv", "--json", file]
-    for more in (["--n-ctx", 512], []):
-        command = [sys.executable, "-m", "prefixstore", "warm", *given, *more]
-        done = subprocess.run(list(map(str, command)), cwd=ROOT, check=True, capture_output=True, text=True)
-        # on a slow machine, more than one line of a phase
-        assert list(dict.fromkeys(line.split(":")[0] for line in done.stderr.splitlines())) == [
-            "reading prompts",
-            "evaluating",
-        ]
-
-
-@pytest.mark.slow
-def test_options_and_a_file_give_the_same_namespace(warm, file, tmp_path, models):
-    config = tmp_path / "warm.toml"
-    config.write_text(
-        f'[model]\npath = "{models("llama")}"\nn_ctx = 2048\nn_threads = 1\ntype_k = "q8_0"\n'
-        '[store]\nlocation = "kv"\nsalt = "t"\n[warm]\nprompts = ["prompts.jsonl"]\npin = true\n'
-    )
-    first = warm("--config", config, "--json", defaults=False)
-    assert json.loads(first.stdout)["evaluated_tokens"] == UNIQUE
-    second = warm(file, "--type-k", "q8_0", "--salt", "t", "--json")
-    assert json.loads(second.stdout)["evaluated_tokens"] == 0
-    assert "note" not in second.stderr
-    other = warm(file, "--config", config, "--type-k", "f16", "--json", defaults=False)
-    assert json.loads(other.stdout)["evaluated_tokens"] == UNIQUE
-    assert "note: the store has no pages for these settings yet: type_k is f16 here, q8_0 in the store" in other.stderr
-
-
-@pytest.mark.slow
-def test_a_check_explains_why_a_namespace_differs(warm, file):
-    empty = warm("--check")
-    assert (empty.exit_code, "no pages at all" in empty.stdout) == (1, True)
-    warm(file)
-    same = warm("--check")
-    assert (same.exit_code, "has pages for these settings" in same.stdout) == (0, True)
-    other = warm("--check", "--type-k", "q8_0", "--salt", "t")
-    assert other.exit_code == 1
-    assert "type_k is q8_0 here, f16 in the store" in other.stdout
-    assert "salt is t here, not set in the store" in other.stdout
-    told = json.loads(warm("--check", "--json", "--salt", "t").stdout)
-    assert (told["stored"], told["differences"]) == (False, ["salt is t here, not set in the store"])
-
-
-@pytest.mark.slow
 def test_a_dry_run_estimates_the_cost_and_stores_nothing(warm, file, tmp_path):
     told = json.loads(warm(file, "--dry-run", "--json").stdout)
     assert not (tmp_path / "kv").exists()
@@ -225,14 +131,3 @@ def test_a_signal_keeps_what_is_computed(models, tmp_path):
         found = sum(store.match(prompt(3000, seed)).n_tokens for seed in range(120))
         assert found == told["evaluated_tokens"]
         assert store.check() == []
-
-
-def test_without_a_terminal_progress_is_a_line_from_time_to_time(monkeypatch, capsys):
-    times = iter([100.0, 101.0, 102.0, 112.0, 113.0])
-    monkeypatch.setattr(shown_module.time, "monotonic", lambda: next(times))
-    with shown() as show:
-        for phase in ("reading", "evaluating", "evaluating", "evaluating", "waiting"):
-            show(Progress(phase, missing_tokens=4000, done_tokens=400, seconds=1.0))
-    told = capsys.readouterr().err.splitlines()
-    assert [line.split(":")[0] for line in told] == ["reading prompts", "evaluating", "evaluating", "waiting"]
-    assert "9 s left, 400 of 4,000 tokens, 400 tokens/s" in told[1]

@@ -129,13 +129,6 @@ def test_thinking_in_other_tags(opening, closing):
     assert name(f"{start}Another answer is given here.", stored) is None
 
 
-def test_thinking_of_the_harmony_format():
-    start = f"<|start|>user<|message|>{REST}<|end|><|start|>assistant"
-    answer = "<|channel|>final<|message|>The answer is that all is well.<|return|>"
-    stored = f"{start}<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant{answer}"
-    assert name(f"{start}{answer}", stored) == "thinking"
-
-
 def test_other_tokens_for_the_same_text():
     here, there = "The same text in both.", "The same text in both. And more."
     found = find_culprit(Texts(here, there, 4, [1, 2], [3, 4, 5]))

@@ -124,17 +124,6 @@ def tokens_of(llm, content):
     return encoded(llm, content, generation_prompt=True).tolist()
 
 
-def test_a_bos_that_stands_twice_is_named(templated, tmp_path):
-    llm = load(templated, kv_overrides={"tokenizer.ggml.add_bos_token": True})
-    with PrefixStore(tmp_path / "kv", llm, page_tokens=32) as store:
-        llm.set_cache(store)
-        ask(llm, RULES)
-        found = store.explain("<|endoftext|>" + RULES)
-        assert (found.reason, found.culprit.name, found.n_shared) == ("fork", "bos", 1)
-        assert "at the start of this prompt" in read(found)
-    llm.close()
-
-
 def test_the_fork_shows_both_texts_around_it(llm, store):
     ask(llm, f"{RULES} The capital of France is Paris.")
     found = store.explain(f"{RULES} The capital of Italy is Rome.")
@@ -177,15 +166,6 @@ def test_what_is_stored_completely_or_goes_on_is_no_fork(llm, store):
     found = store.explain(f"{text}\n\nOne more question, which is asked later?")
     assert (found.reason, found.n_shared, found.fork) == ("end", n, None)
     assert store.explain("Hi").reason == "short"
-
-
-def test_the_cause_is_found_also_if_another_sequence_is_a_little_nearer(llm, store):
-    """The time has more in common with that of another application."""
-    ask(llm, f"It is 2026-11-22 09:48:01. {RULES}")
-    ask(llm, "It is 2026-11-22 09:51:30. Write a poem about the harbour of a town in the north.")
-    found = store.explain(f"It is 2026-11-22 09:51:37. {RULES}")
-    assert (found.reason, found.culprit.name) == ("fork", "timestamp")
-    assert "careful assistant" in found.fork.there
 
 
 def test_explaining_changes_nothing(llm, store):
@@ -302,16 +282,6 @@ def test_the_command_explains_a_prompt_with_the_vocabulary_alone(templated, llm,
     request.write_text(json.dumps(chat("Who are you?", system=f"Now: 2026-11-22 09:48:01. {RULES}")["messages"]))
     code, out, _ = run(store.location, "--model", templated, "--messages", request)
     assert (code, "All of it that can be restored: only" in out) == (0, True)
-
-
-def test_the_command_explains_a_prompt_in_the_default_location(templated, llm, store, run, monkeypatch):
-    ask(llm, RULES)
-    store.flush()
-    monkeypatch.setenv("PREFIXSTORE_LOCATION", store.location)
-    code, out, err = run("--model", templated, RULES)
-    assert (code in (0, 1), err, "tokens" in out) == (True, "", True)
-    for location in (store.location, "lmdb:///none", "./none/kv"):
-        assert "pass one prompt" in run(location, "--model", templated)[2]
 
 
 def test_the_command_compares_the_settings_of_a_config(templated, llm, store, tmp_path, run):

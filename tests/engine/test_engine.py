@@ -7,7 +7,7 @@ import pytest
 from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens
-from tests.support.engines import NS, OTHER, A, MemoryPages, P, entry, state_of, store_of
+from tests.support.engines import NS, A, MemoryPages, P, state_of, store_of
 from tests.support.faults import FaultyBackend
 
 # -- match and fetch ---------------------------------------------------------------------------------------------------
@@ -52,28 +52,7 @@ def test_a_packed_page_is_restored_with_the_same_bytes():
 # -- what is worth capturing -------------------------------------------------------------------------------------------
 
 
-def test_the_pages_of_a_sequence_that_are_not_stored_are_missing():
-    with store_of() as store:
-        missing, tokens = store.engine.lookups.missing, as_tokens([1] * 14)
-        assert missing(NS, tokens[:2], P, tail=True) == [(0, 2)]
-        store.put(A[:8])
-        assert missing(NS, tokens, P) == [(8, 12)]
-        assert missing(NS, tokens, P, tail=True) == [(8, 12), (12, 14)]
-        assert missing(NS, tokens[:2], P, tail=True) == []  # covered by the full page
-        assert missing(OTHER, tokens[:4], P) == [(0, 4)]
-        store.put(A)
-        assert missing(NS, tokens, P) == []
-        assert missing(NS, tokens, P, tail=True) == [(12, 14)]
-
-
 # -- eviction ----------------------------------------------------------------------------------------------------------
-
-
-def test_pages_of_one_batch_do_not_evict_each_other():
-    with store_of(max_bytes=4 * entry()) as store:
-        assert store.put(list(range(40))) == 4
-        assert store.match(list(range(40))) == 16
-        assert store.counters.group("dropped") == {"budget": 6}
 
 
 # -- a backend that fails ----------------------------------------------------------------------------------------------

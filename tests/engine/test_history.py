@@ -10,15 +10,12 @@ from types import SimpleNamespace
 import pytest
 
 from prefixstore import stats as stats_module
-from prefixstore.backends.contract import ConflictError
 from prefixstore.engine.keyspace import everything
-from prefixstore.errors import FullError, UnavailableError
 from prefixstore.format.figures import DAYS_KEPT, NOTE, Figures, History
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.saved_state import pack_state, unpack_state
 from prefixstore.stats import DAY, OTHERS, short
-from tests.support.engines import MIB, NS, A, B, MemoryPages, Store, store_of, two_stores
-from tests.support.faults import FaultyBackend
+from tests.support.engines import MIB, NS, A, B, Store, store_of, two_stores
 from tests.support.places import opened
 
 NOW = time.time()
@@ -77,17 +74,6 @@ def test_what_was_counted_is_there_after_a_restart():
         assert figures._replace(bytes_written=0) == Figures(1, 2, 300, 90, 0, 500_000, allocations=3)
         assert figures.bytes_written == 3 * 1000
         assert (figures.hit_rate, figures.restored_share, figures.lookups) == (1 / 3, 0.3, 3)
-
-
-def test_what_is_not_written_yet_is_told_by_the_store_that_has_counted_it():
-    with store_of() as store:
-        ask(store, 2)
-        assert store.engine.history().total().lookups == 2
-        assert NOTE not in notes_of(store)
-        keep(store)
-        ask(store, 1)
-        assert store.engine.history().total().lookups == 3
-        assert kept(store.backend).total().lookups == 2
 
 
 def test_two_stores_add_to_each_others_figures(tmp_path):
@@ -230,19 +216,6 @@ def test_damaged_figures_are_replaced_with_a_warning(kind, caplog):
             keep(store)
         assert [record.message.count("figures cannot be used") for record in caplog.records] == [1]
         assert kept(store.backend).total().lookups == 5
-
-
-@pytest.mark.parametrize(
-    ("error", "times"), [(UnavailableError("no"), 1), (FullError("no"), 1), (ConflictError("no"), 6)]
-)
-def test_a_commit_that_fails_loses_no_figures(error, times):
-    inner = MemoryPages()
-    with store_of(FaultyBackend(inner, "commit", error, times=times)) as store:
-        ask(store, 2)
-        keep(store)
-        keep(store)
-        assert kept(inner).total().lookups == 2
-        assert not store.engine.counters.unwritten()
 
 
 def test_a_store_that_only_reads_writes_no_figures():

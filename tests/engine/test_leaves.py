@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine import keyspace
 from prefixstore.engine.invariants import flaws
-from prefixstore.engine.keyspace import LEAVES, Count, Leaf, leaf_row
+from prefixstore.engine.keyspace import Count, Leaf, leaf_row
 from prefixstore.engine.pages import Pages
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.namespace import Namespace
@@ -257,21 +257,6 @@ def test_a_wrong_row_is_found_and_mended(backend, harm):
     model.assert_equal()
 
 
-def test_damaged_counts_of_namespaces_are_counted_again_where_they_are_needed(backend):
-    """A quota would take a tenant for one that holds nothing, as long as nobody repairs the location."""
-    model = tree(backend)
-    with backend.view() as view:
-        rows = [row for row in view.counts() if row != keyspace.COUNT]
-    write(backend, *((row, b"garbage") for row in rows))
-    for opened in (backend.view, backend.update):
-        with opened() as view:
-            for space in SPACES:
-                assert view.count(space.key) == model.count([space.key])
-            for salt in "ab":
-                for key, count in view.namespaces_of(salt).items():
-                    assert count == model.count([key])
-
-
 def test_a_page_that_is_deleted_leaves_no_row_whatever_its_record_says(backend):
     for spoil in (make_corrupt, make_newer):
         model = tree(backend)
@@ -311,29 +296,3 @@ def test_pages_that_cannot_be_read_are_counted_with_all_pages_and_the_others_exa
     model.pages |= spoiled
     backend.reindex()
     model.assert_equal()
-
-
-def test_a_page_is_no_leaf_that_is_put_again_before_a_page_that_has_stayed(backend):
-    model = Model(backend)
-    with backend.update() as transaction:
-        transaction.put_namespace(SPACES[0].key, SPACES[0].canonical)
-        first = model.put(transaction, 1, None, SPACES[0].key, Usage(NOW))
-        model.put(transaction, 2, first, SPACES[0].key, Usage(NOW))
-    page = model.pages[first]
-    with backend.update() as transaction:
-        transaction.delete(first)
-    with backend.update() as transaction:
-        transaction.put(first, page.record, page.usage, bytes(page.record.stored_bytes))
-    model.assert_equal()
-
-
-def test_numbers_that_are_too_large_for_a_leaf_row_are_clipped():
-    _, record = make_page(b"x", [1, 2], start=2**32 - 2)
-    record = replace(record, raw_bytes=2**40)
-    usage = Usage(NOW, priority=-32768, uses=10**6, page_class=255)
-    leaf = Leaf.of(head_of(record.pack()), usage)
-    assert Leaf.unpack(leaf.pack()) == leaf
-    assert (leaf.end, leaf.uses, leaf.priority, leaf.page_class) == (2**32 - 1, 65535, -32768, 255)
-    assert len(leaf.pack()) == LEAVES.itemsize
-    assert Leaf.unpack(leaf.pack()[:-1]) is None
-    assert Leaf.unpack(None) is None

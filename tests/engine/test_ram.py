@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import threading
 from contextlib import closing
-from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from prefixstore.engine.index import Page
 from prefixstore.engine.ram import ENTRY_BYTES, RamTier
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import Usage
-from prefixstore.store import PrefixStore
 from tests.support.engines import NS, A, MemoryPages, P, Store
-from tests.support.models import answer, prompt
 from tests.support.pages import make_page
-from tests.support.timeouts import wait_for
 
 MIB = 1 << 20
 
@@ -55,34 +50,6 @@ def test_the_least_recently_used_states_are_dropped_and_the_limit_holds():
     assert tier.state(pages[1]) is None, "larger than the tier"
 
 
-def test_a_tier_of_size_zero_keeps_nothing():
-    tier = RamTier(0)
-    page = page_of(1)
-    tier.keep(page, b"")
-    assert (tier.state(page), tier.used, tier.lacks([page])) == (None, 0, False)
-
-
-def test_what_cannot_be_kept_together_is_not_copied_at_all():
-    """A restore that copies verifies each state first, which takes longer."""
-    tier = RamTier(3 * (1000 + ENTRY_BYTES))
-    pages = [replace(page_of(i), raw_bytes=1000) for i in range(4)]
-    assert tier.lacks(pages[:2])
-    assert not tier.lacks(pages)
-    tier.keep(pages[0], bytes(1000))
-    assert not tier.lacks(pages[:1])
-
-
-def test_a_state_that_waits_to_be_written_is_copied_when_that_is_done():
-    with closing(Store(MemoryPages(), options={"ram_bytes": MIB})) as store:
-        batch = store.announce(A)
-        assert store.fetch(A) == 3
-        assert store.engine.ram_bytes == 0
-        assert store.engine.commit(batch) == 3
-        assert store.engine.ram_bytes > 0
-        store.engine.upkeep.clear(NS)
-        assert store.engine.ram_bytes == 0
-
-
 def test_many_threads_keep_and_read_states_and_the_size_stays_correct():
     tier = RamTier(20 * (100 + 4 + ENTRY_BYTES))
     pages = [page_of(i) for i in range(50)]
@@ -112,22 +79,3 @@ def test_a_page_that_another_process_has_deleted_leaves_the_tier():
         store.match(A)
         assert store.engine._ram.state(gone) is None
         assert 0 < store.engine.ram_bytes < before
-
-
-@pytest.mark.slow
-def test_pages_are_in_ram_after_a_capture_and_after_a_hit(llama, tmp_path):
-    tokens = prompt(700)
-    with PrefixStore(tmp_path / "kv", llm := llama(), ram_bytes="64MiB") as store:
-        llm.set_cache(store)
-        expected = answer(llm, tokens)
-        store.flush()
-        captured = store.stats()
-        assert captured.bytes_in_ram >= captured.bytes_raw > 0
-    with PrefixStore(tmp_path / "kv", llm := llama(), ram_bytes="64MiB", read_only=True) as store:
-        llm.set_cache(store)
-        assert store.stats().bytes_in_ram == 0
-        assert answer(llm, tokens) == expected
-        wait_for(lambda: store.stats().bytes_in_ram > 0, "a state in memory")
-        # restored from RAM
-        llm.reset()
-        assert store.restore(tokens) == 699

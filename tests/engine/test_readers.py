@@ -10,14 +10,12 @@ from queue import SimpleQueue
 
 import pytest
 
-from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine import readers
-from prefixstore.engine.pages import Pages
 from prefixstore.errors import ClosedError
 from prefixstore.format.autocodec import encode
 from prefixstore.format.record import checksum
 from tests.support import PATIENCE, in_thread
-from tests.support.fetching import P, state_of, store_of
+from tests.support.fetching import state_of, store_of
 
 RAW = ["raw"] * 8
 
@@ -53,28 +51,6 @@ def test_a_page_that_was_written_again_as_packed_is_unpacked():
         assert verified == 8
 
 
-def test_leaving_while_a_page_is_verified_waits_for_the_thread(monkeypatch, tmp_path):
-    """The page is in memory of the view, which must not close while the thread reads it."""
-    begun, go_on, over = threading.Event(), threading.Event(), []
-    real = readers.verify_checksum
-
-    def slow(*args):
-        begun.set()
-        assert go_on.wait(PATIENCE)
-        real(*args)
-        over.append(1)
-
-    monkeypatch.setattr(readers, "verify_checksum", slow)
-    with store_of(RAW, Pages(LMDBBackend(tmp_path / "kv", 1 << 24))) as store:
-        with store.engine.fetching(store.pages, streamed=True) as states:
-            next(states)
-            assert begun.wait(PATIENCE)
-            assert not over
-            go_on.set()
-        assert over == [1]
-        assert next(states, None) is None
-
-
 def test_a_page_whose_verification_fails_by_any_error_stays_unverified(monkeypatch):
     def fail(record, view):
         raise ZeroDivisionError
@@ -88,20 +64,6 @@ def test_a_page_whose_verification_fails_by_any_error_stays_unverified(monkeypat
         assert (states.n_given, states.n_verified) == (1, 0)
 
 
-@pytest.mark.parametrize("along", [True, False])
-def test_the_end_of_a_thread_is_not_the_end_of_the_caller(monkeypatch, along):
-    def end(record, view):
-        raise SystemExit
-
-    monkeypatch.setattr(readers, "verify_checksum" if along else "verify", end)
-    with store_of(RAW) as store:
-        with store.engine.fetching(store.pages, streamed=True, along=along) as states:
-            given = list(states)
-            assert states.verified() == 0
-        assert len(given) == along
-        assert store.counters.group("unreadable") == {"unavailable": 1}
-
-
 @pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
 def test_a_record_that_claims_another_size_than_the_index_knows_is_not_unpacked(monkeypatch, streamed, codec):
@@ -111,17 +73,6 @@ def test_a_record_that_claims_another_size_than_the_index_knows_is_not_unpacked(
         store.backend.change = lambda i, record, payload: (replace(record, raw_bytes=1 << 40), payload)
         with store.engine.fetching(store.pages, streamed=streamed) as states:
             assert list(states) == []
-        assert store.counters.group("unreadable") == {"shape": 1}
-
-
-@pytest.mark.parametrize("streamed", [True, False])
-def test_a_page_that_is_not_admitted_ends_the_restore_and_is_not_read(streamed):
-    read = []
-    with store_of(RAW) as store:
-        store.backend.before = read.append
-        with store.engine.fetching(store.pages, streamed=streamed, admit=lambda page: page.start < 5 * P) as states:
-            assert len(list(states)) == states.verified() == 5
-        assert read == list(range(5))
         assert store.counters.group("unreadable") == {"shape": 1}
 
 

@@ -10,7 +10,7 @@ import pytest
 from prefixstore.engine.delete import of_namespaces
 from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_keys
-from tests.support.engines import NS, A, B, MemoryPages, P, Store, put_snapshots, store_of
+from tests.support.engines import NS, A, B, MemoryPages, P, Store, store_of
 from tests.support.fragile import Fragile
 from tests.support.newer import make_corrupt
 
@@ -52,16 +52,6 @@ def test_whatever_deletes_the_last_page_deletes_the_settings(how, monkeypatch):
         assert settings_of(store) == set()
 
 
-def test_a_thinned_snapshot_and_its_pages_take_their_settings_along():
-    with store_of() as store:
-        put_snapshots(store, A[:3], [3])
-        assert settings_of(store) == {NS}
-        store.engine._catalog.discard_snapshot(store.engine.match_snapshot(NS, as_tokens(A), P, 3).pages[-1])
-        store.engine.commit([])
-        assert store.stored_keys() == set()
-        assert settings_of(store) == set()
-
-
 def test_a_pending_page_of_a_deleted_namespace_brings_its_settings_back():
     with store_of() as store:
         store.put(A)
@@ -70,20 +60,6 @@ def test_a_pending_page_of_a_deleted_namespace_brings_its_settings_back():
         assert settings_of(store) == set()
         assert store.engine.commit(pending) == 3
         assert settings_of(store) == {NS}
-
-
-def test_settings_stay_as_long_as_a_damaged_page_is_stored():
-    with store_of() as store:
-        store.put(A[:4])
-        store.put(B[:4])
-        assert store.fetch(A[:4]) == 1
-        store.engine.commit([])
-        store.engine.condemn(store.engine.match(NS, as_tokens(A), P).pages[0], lambda *_: False)
-        store.engine.upkeep.evict(store.engine.upkeep.used()[0].bytes - 1)
-        assert len(store.stored_keys()) == 1
-        assert settings_of(store) == {NS}
-        store.engine.commit([])
-        assert settings_of(store) == set()
 
 
 @pytest.mark.parametrize("call", [6, 7])  # that which deletes the settings, and the commit

@@ -7,7 +7,6 @@ from contextlib import closing, contextmanager, suppress
 import pytest
 
 from prefixstore.backends.lazy import LazyBackend
-from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import breaker
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.eviction import POLICIES
@@ -16,11 +15,10 @@ from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.tiers import TieredEngine
 from prefixstore.errors import MisuseError, UnavailableError
 from prefixstore.format.autocodec import pick
-from prefixstore.format.figures import NOTE, History
 from prefixstore.format.keys import as_tokens, page_keys
 from prefixstore.format.namespace import Namespace
 from prefixstore.stats import Counters
-from tests.support import PATIENCE, in_thread
+from tests.support import PATIENCE
 from tests.support.engines import (
     MIB,
     A,
@@ -130,20 +128,6 @@ def test_neither_location_is_closed_in_the_block_of_a_restore():
             assert not other.engine.is_closed
 
 
-def test_the_far_location_is_told_what_it_holds():
-    with tiers(far_bytes=32 * MIB) as store:
-        store.engine.describe(Namespace({"model": "a" * 64}), "a model")
-        # nothing is written for that alone
-        assert not store.far.captures.has_deferred
-        store.capture(A)
-        store.engine.flush()
-        with store.far_backend.view() as view:
-            history = History.of(view.note(NOTE))
-        assert history.models == {"a" * 12: "a model"}
-        assert history.total().allocations > 0
-        assert history.max_bytes == 32 * MIB
-
-
 def keys_of(backend):
     with backend.view() as view:
         return {key for key, _, _ in view.scan()}
@@ -222,31 +206,6 @@ def test_each_page_comes_from_the_nearest_location_that_has_it(near):
             assert other.given() == (4, 6)
             assert other.restore(LONG) == 10
             assert other.given() == (14, 6)
-
-
-def test_states_that_were_packed_stay_valid_until_the_block_is_left_and_are_kept():
-    far = MemoryPages()
-    with tiers(MemoryPages(), far, far_encoder="zstd") as one:
-        one.capture(LONG)
-        one.engine.flush()
-        with tiers(MemoryPages(), far) as other:
-            path = other.engine.match(SPACE.key, as_tokens(LONG), P)
-            with other.engine.fetching(path.pages) as fetched:
-                states = list(fetched)
-                assert [bytes(state) for state in states] == [state_of(page.key) for page in path.pages]
-            other.engine.flush()
-            assert other.engine.n_near(other.engine.match(SPACE.key, as_tokens(LONG), P).pages) == 10
-
-
-def test_read_only_keeps_and_writes_nothing(tmp_path):
-    far = Pages(MemoryBackend("shared", max_bytes=64 * MIB))
-    with tiers(MemoryPages(), far) as one:
-        one.capture(LONG)
-        one.engine.flush()
-        near = MemoryPages()
-        with tiers(near, Pages(MemoryBackend("shared", max_bytes=64 * MIB, read_only=True)), read_only=True) as other:
-            assert other.restore(LONG) == 10
-            assert keys_of(near) == set()
 
 
 # -- the far queue -----------------------------------------------------------------------------------------------------
@@ -361,14 +320,6 @@ def test_no_view_of_the_near_location_is_open_while_the_far_one_is_written():
     assert len(seen) >= 5
 
 
-def test_a_page_that_does_not_fit_beside_those_before_it_is_written_after_them():
-    near, far = MemoryPages(), Failing()
-    with filled_later(near, far, LONG[:P], LONG[: 2 * P], sizes=[1000, 2500], queue_bytes=3000) as store:
-        assert store.capture(LONG[: 3 * P]) == 1
-        store.engine.flush()
-        assert keys_of(far) == keys_of(near)
-
-
 def test_the_far_location_is_thinned_as_well_and_not_waited_for(monkeypatch):
     thinned = set()
     monkeypatch.setattr("prefixstore.engine.captures.too_many", lambda view, catalog, *_: thinned.add(catalog) or [])
@@ -376,44 +327,6 @@ def test_the_far_location_is_thinned_as_well_and_not_waited_for(monkeypatch):
         store.engine.captures.thin(SPACE.key, as_tokens(A), P, 1, P)
         wait_for(lambda: len(thinned) == 2, "both are thinned")
     assert thinned == {store.engine._catalog, store.far._catalog}
-
-
-def test_a_page_that_was_used_reaches_the_other_location_with_its_renewed_expiry():
-    with tiers(ttl=100.0) as store:
-        old, young = store.pages(A)[:2]
-        old.page.created -= 10**12
-        old.page.expires = renewed = old.page.created + 2 * 10**12
-        assert store.engine.captures.announce(old)
-        assert old.page.expires == renewed
-        assert store.engine.captures.announce(young)
-        assert young.page.expires == young.page.created + 100 * 10**9
-        store.engine._catalog.drop([old, young])
-
-
-def test_a_listener_hears_of_both_locations_and_not_of_what_is_kept():
-    heard = []
-
-    class Listener:
-        def asked(self, namespace, tokens, page_tokens, n_matched):
-            self.n_matched = n_matched
-
-        def used(self, namespace, pages, n_tokens):
-            heard.append((self.n_matched, len(pages), n_tokens))
-
-        def captured(self, page):
-            heard.append(page.start)
-
-        def close(self):
-            pass
-
-    far = MemoryPages()
-    with tiers(MemoryPages(), far) as one, tiers(MemoryPages(), far) as other:
-        one.capture(LONG)
-        one.engine.flush()
-        other.engine.tap = Listener()
-        assert other.restore([*LONG, 1]) == 10
-        other.capture(A[:P])
-        assert heard == [(len(LONG), 10, len(LONG) + 1), 0]
 
 
 # -- a far location that fails ----------------------------------------------------------------------------------------
@@ -518,17 +431,6 @@ def test_a_lookup_does_not_wait_for_a_far_location_that_hangs(near):
         far.answers.set()
         wait_for(lambda: store.engine._overdue.is_there, "the question is answered")
         assert store.match([*LONG, *A]) == len(LONG)
-
-
-def test_a_lookup_waits_longer_where_computing_would_take_long(near):
-    far = Stuck()
-    with tiers(MemoryPages(), far) as one, tiers(near, far, max_delay=0.001) as store:
-        one.capture(LONG)
-        one.engine.flush()
-        store.engine.token_seconds = 1000.0
-        far.answers.clear()
-        in_thread(lambda: (far.asked.wait(PATIENCE), far.answers.set()))
-        assert store.match(LONG) == len(LONG)
 
 
 def test_a_ctrl_c_in_a_restore_does_not_wait_for_the_far_location(near):

@@ -7,7 +7,6 @@ import pytest
 from prefixstore import PrefixStore
 from prefixstore.format.keys import as_tokens
 from prefixstore.llama.capture import Capture, memory_of
-from prefixstore.llama.kv_memory import PARTIAL, SnapshotMemory
 from prefixstore.llama.paged_memory import PagedMemory
 from prefixstore.llama.state.form import Form
 from prefixstore.llama.state.parse import parse_sequence
@@ -18,24 +17,6 @@ from tests.support.models import answer, prompt, state_bytes
 def store():
     with PrefixStore("memory:", page_tokens=64) as store:
         yield store
-
-
-def test_a_snapshot_that_waits_for_its_rows_is_not_taken_again(llama, store, monkeypatch):
-    llm = llama("lfm2")
-    store.attach(llm)
-    captures = store._hooks.current.strategy
-    copied, real = [], SnapshotMemory.copy
-
-    def copy(self, flags, acquire):
-        copied.append(flags)
-        return real(self, flags, acquire)
-
-    llm.eval(prompt(100))
-    monkeypatch.setattr(SnapshotMemory, "copy", copy)
-    for _ in range(2):
-        captures.capture(tail=False)
-        assert llm.n_tokens in captures.waiting
-    assert copied == [PARTIAL]
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from prefixstore.engine.importing import Importer
 from prefixstore.errors import CorruptError, FullError, IncompatibleError, UnavailableError
 from prefixstore.format import export
 from prefixstore.format.export import ExportReader
+from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import FORMAT_VERSION
 from prefixstore.maintenance import transfer
 from prefixstore.maintenance.archive import Archive
@@ -206,38 +207,6 @@ def test_other_files_and_other_versions_are_refused(source):
         data = struct.pack("<8sII", export.MAGIC, *versions)
         with pytest.raises(IncompatibleError, match=says):
             ExportReader(io.BytesIO(data), "f")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("before", "sizes"), [((2, 770), (32, 853)), ((3, 770), (64, 770))])
-def test_large_pages_into_a_small_store_that_is_full_are_stored_or_left_out(tmp_path, before, sizes):
-    """In one transaction nothing that it frees can be used again: so only a few fit at a time, or one."""
-
-    def exported(tag, n, kib):
-        with Archive(tmp_path / f"source {tag}", create=True) as source:
-            depth = 4 if tag else 1
-            for i in range(n // depth):
-                fill(source.backend, MINE, [[10 * i + tag] * 4 * depth], size=kib << 10)
-            return packed(source)
-
-    files = [exported(tag, *one) for tag, one in enumerate((before, sizes))]
-    with Archive(tmp_path / "target", create=True, max_bytes=3 << 20) as target:
-        import_store(ExportReader(io.BytesIO(files[0]), "f"), target)
-    with Archive(tmp_path / "target", max_bytes=3 << 20) as target:
-        moved = import_store(ExportReader(io.BytesIO(files[1]), "f"), target)
-        assert moved.pages + moved.refused == sizes[0]
-        assert moved.pages > 0
-        assert target.check(3 << 20) == []
-
-
-def test_pages_that_find_no_space_among_pinned_ones_are_reported_as_refused(tmp_path):
-    with Archive(tmp_path / "target", create=True, max_bytes=2 << 20) as target:
-        fill(target.backend, YOURS, [list(range(32))], size=200_000, pinned=True)
-        with Archive(tmp_path / "source", create=True) as source:
-            fill(source.backend, MINE, [list(range(16))], size=360_000)
-            moved = copy_store(source, target)
-        assert (moved.pages, moved.refused) == (1, 3)
-        assert target.check(2 << 20) == []
 
 
 def test_a_tail_is_replaced_by_the_page_that_continues_it_and_is_not_imported_again(tmp_path):

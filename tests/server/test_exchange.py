@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from multidict import CIMultiDict
 
 from prefixstore.server import exchange as exchange_module
 from prefixstore.server.exchange import (
     MAX_FIELDS,
     MAX_LINE,
-    ROOM,
     BodiesFullError,
     BodyBudget,
     BodyTooLargeError,
@@ -189,28 +187,6 @@ def test_a_body_is_asked_for_if_the_client_waits_for_that():
     _with_server(use)
 
 
-def test_the_path_is_that_of_the_target_that_is_passed_on():
-    seen: list[tuple[bytes, str]] = []
-
-    async def note(exchange: Exchange) -> None:
-        seen.append((exchange.target, exchange.path))
-        exchange.answer(200, b"{}", "application/json")
-
-    async def use(connect: Callable[[], Awaitable[Streams]]) -> None:
-        reader, writer = await connect()
-        for target in (b"/a%2Fb?c=%20#d", b"/x#/slots", b"http://192.0.2.1/a", b"//a"):
-            writer.write(b"GET " + target + b" HTTP/1.1\r\nHost: x\r\n\r\n")
-            await _answer(reader)
-
-    _with_server(use, note)
-    assert seen == [
-        (b"/a%2Fb?c=%20", "/a/b"),
-        (b"/x", "/x"),
-        (b"http://192.0.2.1/a", "http://192.0.2.1/a"),
-        (b"//a", "//a"),
-    ]
-
-
 def test_the_bodies_of_all_requests_have_a_limit_together_and_give_it_back():
     budget, errors = BodyBudget(250), list[type[Exception] | None]()
     held = asyncio.Event()
@@ -290,28 +266,6 @@ def test_others_go_on_while_a_large_body_is_read():
 
 
 # -- what is answered -------------------------------------------------------------------------------------------------
-
-
-def test_the_answer_of_a_client_that_does_not_read_is_kept_for_it():
-    written = asyncio.Event()
-
-    async def stream(exchange: Exchange) -> None:
-        await exchange.begin(200, CIMultiDict([("x", "1"), ("x", "2")]))
-        for i in range(10):
-            await exchange.write(b"%d" % i * (ROOM // 10))
-        written.set()
-
-    async def use(connect: Callable[[], Awaitable[Streams]]) -> None:
-        reader, writer = await connect()
-        writer.write(PLAIN)
-        # a slot is free again, before anything is read
-        await written.wait()
-        head = await reader.readuntil(b"\r\n\r\n")
-        assert head.count(b"x: ") == 2
-        content = b"".join([chunk async for chunk in _chunks(reader)])
-        assert content == b"".join(b"%d" % i * (ROOM // 10) for i in range(10))
-
-    _with_server(use, stream)
 
 
 async def _chunks(reader: asyncio.StreamReader) -> Any:

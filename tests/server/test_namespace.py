@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
-import stat
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -164,18 +162,6 @@ def test_other_types_than_the_arguments_say_are_refused(layout: SlotLayout, mode
         key_of(layout, models("llama"), "-ctk", "q8_0")
     with pytest.raises(ServerRefusedError, match="type_v"):
         key_of(layout, models("llama"), "-ctv", "f32")
-
-
-def test_where_a_gpu_may_be_auto_stays_auto(
-    layout: SlotLayout, models: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-):
-    """V is laid out before llama.cpp knows whether a device has flash attention."""
-    monkeypatch.setattr(namespace_module, "_may_have_gpu", lambda: False)
-    on, auto = (key_of(layout, models("llama"), "-fa", value) for value in ("on", "auto"))
-    assert on == auto
-    monkeypatch.setattr(namespace_module, "_may_have_gpu", lambda: True)
-    on, auto = (key_of(layout, models("llama"), "-fa", value) for value in ("on", "auto"))
-    assert on != auto
 
 
 @pytest.mark.parametrize(
@@ -349,18 +335,6 @@ def test_an_alignment_that_is_no_number_of_bytes_is_named(tmp_path: Path, alignm
     writer.close()
     with pytest.raises(ContextError, match="alignment"):
         read_metadata(tmp_path / "odd.gguf")
-
-
-def test_what_is_remembered_of_a_file_is_for_its_user_only(models: Callable[..., Path], tmp_path: Path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    before = os.umask(0)
-    try:
-        digest = file_digest(models("llama"))
-    finally:
-        os.umask(before)
-    (kept,) = (tmp_path / "cache").rglob("digests/*")
-    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
-    assert digest == hashlib.sha256(models("llama").read_bytes()).hexdigest()
 
 
 def test_a_path_that_leads_nowhere_is_named(tmp_path: Path):

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,7 +22,6 @@ from prefixstore import PrefixStore
 from prefixstore.cli import main
 from prefixstore.maintenance.archive import Archive
 from prefixstore.stats import short
-from tests.support import ROOT
 from tests.support.llama_server import Running, binary
 from tests.support.models import prompt as numbers
 from tests.support.served import TEXT, Serve, Served, cached, launch, own_answers, prompt
@@ -136,30 +132,6 @@ def test_what_was_warmed_for_a_server_is_restored_for_its_first_prompt(
     assert timings["cache_n"] > 400
     assert timings["prompt_n"] < 64
     assert served.counts(1, "prefixstore_requests_total", source="store")
-
-
-@pytest.mark.slow
-def test_a_server_and_doctor_say_if_the_pages_of_its_model_are_for_other_settings(
-    serve: Serve, docs_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(json.dumps({"prompt": TEXT[:3000]}))
-    # as a Llama has it by default
-    assert main(["warm", "--model", str(docs_model), "--store", str(tmp_path / "store"), str(file)]) == 0
-    served = serve()
-    differ = "flash_attn_type is enabled here, disabled in the store"
-    assert f"has pages of this model, and none for these settings: {differ}. Start the server with" in served.text()
-    assert served.status()["store"]["other_settings"] == [differ]
-    capsys.readouterr()
-    assert main(["doctor", str(tmp_path / "store"), "--server", served.url, "--json"]) == 1
-    finding = next(one for one in json.loads(capsys.readouterr().out)["findings"] if one["name"] == "server")
-    assert (finding["level"], differ in finding["value"]) == ("problem", True)
-    assert "prefixstore warm --for-server" in finding["advice"]
-    assert main(["doctor", str(tmp_path / "another"), "--server", served.url, "--json"]) == 1
-    finding = next(one for one in json.loads(capsys.readouterr().out)["findings"] if one["name"] == "server")
-    assert f"uses another store: lmdb://{tmp_path / 'store'}" in finding["value"]
-    served.complete(TEXT[:3000])
-    served.until(lambda status: status["store"]["other_settings"] == [])
 
 
 ENDPOINTS = {
@@ -339,20 +311,6 @@ def test_it_relays_to_no_other_server(shared_proxy: Served):
 
 
 @pytest.mark.slow
-def test_a_server_that_sleeps_wakes_up_warm(serve: Serve, alone: Running):
-    served = serve("--sleep-idle-seconds", "1")
-    served.complete(prompt(27))
-    served.saved()
-    served.until(lambda _: bool(served.get("/props").json()["is_sleeping"]))
-    again = served.complete(prompt(27))
-    assert again["content"] in own_answers(alone, prompt(27))
-    assert cached(again) > 200
-    assert served.status()["failures"] == {}
-    served.until(lambda _: bool(served.get("/props").json()["is_sleeping"]))
-    assert served.stop() == 0
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["gemma3", "lfm2"])
 def test_memory_that_cannot_be_cut_goes_on_after_a_restart(arch: str, serve: Serve, models: Callable[..., Path]):
     tokens = numbers(700)
@@ -468,47 +426,6 @@ def _arguments(tmp_path: Path, command: str, model: Path, *options: str) -> list
     return [str(tmp_path / "store"), "--port", "0", *options, "--", command, *common]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="without /proc it is not seen")
-@pytest.mark.parametrize(
-    ("options", "given", "said"),
-    [
-        ("--api-key secret", (), "wants another API key"),
-        ("--cache-ram 100", ("--salt-from", "header:X-Tenant"), "--cache-ram of its own"),
-    ],
-)
-def test_a_script_that_opens_what_should_be_closed_is_refused(
-    options: str, given: tuple[str, ...], said: str, tmp_path: Path, docs_model: Path
-):
-    script = _script(tmp_path, options)
-    served = launch(tmp_path, "served", _arguments(tmp_path, script, docs_model, *given))
-    try:
-        assert served.ended() == 1
-        assert said in served.text()
-    finally:
-        served.end()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="without /proc it is not seen")
-def test_what_a_script_adds_is_part_of_the_namespace_and_its_server_ends_with_it(tmp_path: Path, docs_model: Path):
-    script = _script(tmp_path, "--rope-freq-base 77777")
-    found = []
-    for command in (script, script, str(binary())):
-        served = launch(tmp_path, "served", _arguments(tmp_path, command, docs_model))
-        try:
-            served.wait_ready()
-            found.append(cached(served.complete(prompt(19))))
-            child = served.child()
-            servers = [child, *map(int, Path(f"/proc/{child}/task/{child}/children").read_text().split())]
-            assert len(servers) == (2 if command == script else 1)
-            assert served.stop() == 0
-            wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in servers), "the end", 120)  # noqa: B023
-        finally:
-            served.end()
-    assert [n > 200 for n in found] == [False, True, False]
-
-
 def _listens_at(child: int) -> Path:
     """The socket of a llama-server."""
     arguments = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
@@ -567,15 +484,6 @@ def test_tenants_find_nothing_of_each_other_after_requests_that_choose_their_slo
 # -- the child --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_server_that_cannot_start_ends_the_command(serve: Serve, tmp_path: Path):
-    served = serve(model=tmp_path / "missing.gguf", ready=False)
-    assert served.ended() == 1
-    assert "before it was ready" in served.text()
-    # nothing was in a slot
-    assert "storing the contents" not in served.text()
-
-
 @pytest.mark.parametrize("option", [("--port", "1"), ("--context-shift",), ("--cache-reuse", "64"), ("--no-slots",)])
 def test_options_that_work_against_the_store_are_refused(
     option: tuple[str, ...], tmp_path: Path, docs_model: Path, capfd: pytest.CaptureFixture[str]
@@ -625,36 +533,6 @@ def test_many_signals_end_it_as_cleanly(number: int, serve: Serve):
     assert (at_once in served.text()) == (number == signal.SIGINT)
 
 
-@pytest.mark.slow
-def test_it_goes_on_when_nobody_reads_its_messages(tmp_path: Path, docs_model: Path):
-    read, write = os.pipe()
-    command = [sys.executable, "-m", "prefixstore", "serve", str(tmp_path / "store"), "--port", "0", "--"]
-    command += [str(binary()), "-m", str(docs_model), "-c", "512", "-np", "1", "--no-warmup", "--log-disable"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=write, cwd=ROOT)
-    os.close(write)
-    try:
-        with os.fdopen(read, "rb") as first:
-            url = first.readline().decode().split("listening on ")[1].strip()
-        health = f"{url}/prefixstore/health"
-        wait_for(lambda: httpx.get(health, timeout=60, trust_env=False).is_success or process.poll(), "ready", 180)
-        assert process.poll() is None
-        process.terminate()
-        assert process.wait(120) == 0
-    finally:
-        process.kill()
-        process.wait()
-
-
-@pytest.mark.slow
-def test_a_port_in_use_is_said_before_the_model_is_loaded(serve: Serve):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        served = serve(ready=False, options=("--port", str(port)))
-        assert served.ended() == 2
-    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in served.text()
-    assert "load_model" not in served.text()
-
-
 @pytest.mark.parametrize(
     ("command", "says"),
     [
@@ -680,53 +558,12 @@ def test_the_hooks_say_that_the_proxy_needs_none(
     assert "saves and restores slots itself" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_a_router_is_refused_by_its_name(tmp_path: Path):
-    served = launch(tmp_path, "served", [str(tmp_path / "store"), "--port", "0", "--", str(binary())])
-    assert served.ended() == 1
-    served.end()
-    assert "is a router" in served.text()
-
-
-@pytest.mark.slow
-def test_a_request_has_saved_what_its_restore_has_saved(serve: Serve, tmp_path: Path):
-    served = serve()
-    served.complete(prompt(4, 4500))
-    served.stop()
-    # as if it had been computed on a machine on which that takes longer than any restore
-    with Archive(str(tmp_path / "store")) as archive, archive.backend.update() as transaction:
-        for key, record, usage in list(transaction.scan()):
-            payload = bytes(transaction.payload(key))
-            transaction.delete(key)
-            transaction.put(key, replace(record, compute_us=2 * 10**9), usage, payload)
-    served = serve()
-    assert cached(served.complete(prompt(4, 4500))) > 200
-    saved = served.metric("prefixstore_saved_seconds_total")
-    assert saved > 0
-    assert served.counts(saved, "prefixstore_request_saved_seconds_total", endpoint="/completion")
-
-
 # -- a server that runs already ---------------------------------------------------------------------------------------
 
 
 def _in_front_of(running: Running, tmp_path: Path, *options: str) -> Served:
     arguments = [str(tmp_path / "store"), "--port", "0", "--server", running.url]
     return launch(tmp_path, "in_front", [*arguments, "--slots-dir", str(running.slots_dir), *options])
-
-
-@pytest.mark.slow
-def test_a_server_that_does_not_answer_is_waited_for_and_that_is_said_once(tmp_path: Path):
-    with socket.socket() as unheard:
-        unheard.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{unheard.getsockname()[1]}"
-        arguments = [str(tmp_path / "store"), "--port", "0", "--server", url, "--slots-dir", str(tmp_path)]
-        served = launch(tmp_path, "served", arguments)
-        try:
-            wait_for(lambda: "waiting for" in served.text(), "the message", 120)
-            assert served.stop() == 0
-        finally:
-            served.end()
-    assert served.text().count(f"prefixstore: waiting for {url}: it does not answer") == 1
 
 
 def _replaced(running: Running, llama_server: Callable[..., Running], model: Path, *options: str) -> Running:

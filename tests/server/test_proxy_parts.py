@@ -30,7 +30,7 @@ from prefixstore.server.prompts import (
     pinned,
     unknown_field,
 )
-from prefixstore.server.rates import SMALLEST_FILE, AnswerTail, Rates, Usage
+from prefixstore.server.rates import AnswerTail, Rates, Usage
 from prefixstore.server.serving import ServeSettings, failure_of
 from prefixstore.server.session import ServerSession
 from prefixstore.server.slot_manager import SlotManager
@@ -88,12 +88,6 @@ def tokens(*values: int) -> Any:
 def test_a_request_says_why_it_is_passed_on(path: str, body: Any, reason: str | None, can_pin: bool, taints: bool):
     ask = parse(path, json.dumps(body).encode())
     assert (ask.reason, ask.can_pin, ask.taints) == (reason, can_pin, taints)
-
-
-def test_a_large_file_that_is_said_to_hold_no_tokens_is_no_error():
-    rates = Rates()
-    rates.restored(0, SMALLEST_FILE, 1.0)
-    assert rates.restoring(SMALLEST_FILE) == pytest.approx(1.0)
 
 
 def test_the_fields_of_llama_server_and_of_official_clients_are_known():
@@ -207,12 +201,6 @@ def test_the_slot_that_holds_most_of_the_prompt_is_chosen_then_the_one_used_long
     assert chosen(pool, tokens(1)) is None
 
 
-def test_a_few_tokens_in_common_take_no_slot_from_a_conversation_while_another_is_free():
-    pool = SlotPool([(0, 100), (1, 100)], Rates(token_seconds=1.0))
-    pool.slots[0].tokens = tokens(*range(50))
-    assert chosen(pool, tokens(0, 1, *range(60, 90))) is pool.slots[1]
-
-
 class Copying:
     """A store in which nothing is found, and whose copy of a slot ends when it is told to."""
 
@@ -307,27 +295,6 @@ def test_the_slot_of_a_request_that_is_cut_by_a_stop_is_saved():
         return manager.n_saves
 
     assert asyncio.run(run()) == 1
-
-
-@pytest.mark.parametrize(("n_tokens", "saves"), [(60, 0), (90, 1)])
-def test_nobody_waits_for_the_save_of_what_is_soon_computed(n_tokens: int, saves: int, monkeypatch: pytest.MonkeyPatch):
-    """The slot goes to another prompt; with 4 ms a token, 60 of them take less than `SOON`, and 90 more."""
-    monkeypatch.setattr(slot_pool, "SOON", 0.3)
-    store = Copying()
-    store.tokens = tokens(*range(n_tokens))
-    store.may_end.set()
-
-    async def run() -> int:
-        pool = SlotPool([(0, 200)], Rates(token_seconds=0.004))
-        manager = SlotManager(pool, store, lambda _: None)
-        held = await manager.acquire(store.tokens, None)
-        manager.release(held, Usage(0, n_tokens), began=True)
-        await manager.acquire(tokens(*range(100, 160)), None)
-        await manager.keep_copies(60)
-        manager.close()
-        return manager.n_saves
-
-    assert asyncio.run(run()) == saves
 
 
 class Emptying:
@@ -581,17 +548,6 @@ def test_the_slots_of_a_server_that_is_not_our_child_are_emptied_before_their_fi
     assert not any(weigh(pool, slot, tokens(1)).erase_first for slot in pool.slots)
 
 
-def test_while_there_is_no_store_nothing_waits_to_be_saved():
-    async def run() -> object:
-        manager = SlotManager(SlotPool([(0, 100)], Rates()), None, lambda _: None)
-        manager.release(await manager.acquire(tokens(*range(60)), None), Usage(0, 60), began=True)
-        assert manager.pool.slots[0].is_worth_saving
-        manager.close()
-        return manager.pool.next_save()
-
-    assert asyncio.run(run()) is None
-
-
 def test_what_is_found_is_restored_if_that_is_faster_than_computing_it():
     pool = SlotPool([(0, 100)], Rates(token_seconds=1e-3, restore_seconds=1e-6))
     slot, prompt = pool.slots[0], tokens(*range(50))
@@ -643,14 +599,6 @@ def test_of_memory_that_cannot_be_cut_only_what_ends_where_the_prompt_goes_on_is
     assert weigh(pool, slot, prompt, found=(30, 1000)).restore
     slot.tokens = tokens(*range(40))
     assert not weigh(pool, slot, prompt, found=(30, 1000)).restore
-
-
-def test_another_tenants_slot_is_emptied_and_its_tokens_are_not_seen():
-    pool = SlotPool([(0, 100)], Rates(), separated=True)
-    pool.slots[0].tokens, pool.slots[0].owner = tokens(*range(50)), "ann"
-    assert weigh(pool, pool.slots[0], tokens(*range(50)), "ann").erase_first is False
-    plan = weigh(pool, pool.slots[0], tokens(*range(50)), "bob")
-    assert (plan.erase_first, plan.n_live) == (True, 0)
 
 
 def test_a_request_that_may_use_any_slot_taints_all_even_one_that_is_busy():
@@ -735,23 +683,6 @@ def test_requests_wait_in_order_and_one_that_gives_up_wakes_the_next():
         return done
 
     assert asyncio.run(asyncio.wait_for(scene(), 120)) == ["b", "c"]
-
-
-def test_what_was_not_saved_is_lost_to_a_request_only_if_nothing_else_is_as_fast():
-    """Users who share a system prompt: each gets an empty slot, and the shared part from the store."""
-    pool = SlotPool([(0, 4096), (1, 4096)], Rates(token_seconds=5e-4))
-    # nothing is saved: there is no store
-    shared = np.arange(1000, dtype=np.int32)
-    ann, bob = (np.concatenate([shared, np.full(300, n, np.int32)]) for n in (1, 2))
-    pool.slots[0].tokens = ann
-    for n_unsaved, n_found, wanted in ((300, 1000, 1), (0, 1000, 0), (300, 0, 0)):
-        pool.slots[0].n_unsaved = n_unsaved
-        claim = Claim(bob, None)
-        claim.n_found, claim.n_bytes = n_found, n_found * 4096
-        slot = pool.take_now(claim)
-        assert slot is not None
-        assert slot.id == wanted
-        pool.release(slot)
 
 
 def test_headers_of_one_connection_stay_there():

@@ -81,22 +81,6 @@ def test_a_restarted_server_is_warm_and_answers_as_cold(models, location, cold):
     assert [cached(one) for one in second] == [n - 1, first[1].usage.prompt_tokens - 1, n - 1]
 
 
-@pytest.mark.slow
-def test_a_disconnect_in_mid_stream_leaves_a_sound_server(models, location, cold):
-    given = messages("Talk for a long time.")
-    with start(models, location) as server:
-        with server.chat(given, stream=True, max_tokens=1000) as stream:
-            next(iter(stream))
-        answer = server.chat(given)
-        assert text_of(answer) == text_of(cold(given))
-        assert cached(answer) > 0
-        other = messages("Another question.")
-        assert text_of(server.chat(other)) == text_of(cold(other))
-        server.stop()
-    with Archive(location, read_only=True) as archive:
-        assert archive.check() == []
-
-
 @pytest.mark.attack
 def test_a_server_that_is_killed_in_mid_stream_leaves_a_sound_store(models, location, cold):
     given = messages("Talk for a long time.")

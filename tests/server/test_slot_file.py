@@ -62,12 +62,6 @@ def test_what_is_parsed_is_written_back_and_parsed_alike(saved: bytes):
         assert all(np.array_equal(a.rows, b.rows) for a, b in zip(one.tensors, other.tensors, strict=True))
 
 
-def test_a_file_of_another_slot_is_refused(saved: bytes):
-    if parse_slot_file(saved, SLOT).view.sections:
-        with pytest.raises(CorruptError):
-            parse_slot_file(saved, 1)
-
-
 def test_a_file_that_is_cut_is_refused(saved: bytes):
     lengths = {0, 1, 11, 12, 13, 12 + 4 * (N + 4), len(saved) - 1, len(saved) // 2, *range(100, 1500, 97)}
     for n in lengths:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ from prefixstore.errors import (
     CorruptError,
     FullError,
     InvalidParameterError,
-    ServerBusyError,
     ServerRefusedError,
     ServerUnreachableError,
     UnavailableError,
@@ -33,7 +31,6 @@ from prefixstore.server.namespace import ServerIdentity
 from prefixstore.server.slot_files import PREFIX, SlotDirectory
 from tests.support.llama_server import Running
 from tests.support.models import answer, forget, load, prompt
-from tests.support.signals import suspend
 
 N = 700
 KEEP_SLOTS = "--no-cache-idle-slots"
@@ -202,30 +199,6 @@ def test_rows_that_a_window_has_left_are_never_missing(
     cold = running.cold(branch, slot=0)
     again = running.complete(branch, slot=1)
     assert (again["timings"]["cache_n"], again["content"]) == (450, cold)
-
-
-@pytest.mark.slow
-def test_a_window_that_was_restored_can_be_left_and_stored_again(
-    models: Callable[..., Path], llama_server: Callable[..., Running]
-):
-    running = llama_server(models("gemma3"))
-    tokens = prompt(N)
-    running.complete(tokens, n=4)
-    with opened(running, "memory:") as slots:
-        saved = slots.save(0).tokens.tolist()
-        for turn in range(3):
-            assert slots.restore(1, saved).n_tokens == len(saved)
-            turned = [*saved, *prompt(90, seed=10 + turn)]
-            cold = running.cold(turned, slot=0)
-            again = running.complete(turned, slot=1)
-            assert (again["timings"]["cache_n"], again["content"]) == (len(saved), cold)
-            assert slots.save(1).reason is None
-            saved = slots.save(1).tokens.tolist()
-        # branches: the server computes what it does not have
-        for n in (len(saved) - 1, len(saved) - 2, len(saved) - 300):
-            slots.restore(1, saved)
-            branch = [*saved[:n], *prompt(20, seed=n)]
-            assert running.complete(branch, slot=1)["content"] == running.cold(branch, slot=0)
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
@@ -483,38 +456,6 @@ def test_many_threads_save_and_restore_at_once(models: Callable[..., Path], llam
             thread.join()
         assert faults == []
         assert all(slots.find(one).n_tokens == N for one in prompts)
-
-
-def test_a_file_that_the_server_writes_late_is_removed(running: Running, monkeypatch: pytest.MonkeyPatch):
-    """It saves a busy slot when that becomes idle; by then nobody waits for it."""
-    with served(running) as (slots, _):
-        late: list[str] = []
-
-        def gives_up(slot: int, name: str) -> Any:
-            late.append(name)
-            raise ServerBusyError("in this test")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(slots.server, "save", gives_up)
-            with pytest.raises(ServerBusyError):
-                slots.save(1)
-        slots.server.save(1, late[0])
-    assert left_behind(running) == []
-
-
-@pytest.mark.slow
-def test_a_server_that_does_not_answer_in_time_is_busy(running: Running):
-    with served(running) as (slots, tokens), LlamaServer(running.url, timeout=0.2) as quick:
-        slots.server = quick
-        suspend(running.process)
-        try:
-            with pytest.raises(ServerBusyError):
-                slots.restore(1, tokens)
-        finally:
-            running.process.send_signal(signal.SIGCONT)
-        slots.server = running.client
-        assert slots.restore(1, tokens).n_tokens == N
-        assert running.is_alive()
 
 
 @pytest.mark.parametrize(("mode", "n_warnings"), [(0o700, 0), (0o1777, 0), (0o777, 1)])

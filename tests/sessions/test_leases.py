@@ -10,7 +10,7 @@ import threading
 import pytest
 from llama_cpp import LogitsProcessorList
 
-from prefixstore import BusyError, MisuseError, NotAttachedError, StaleLeaseError
+from prefixstore import BusyError, MisuseError, StaleLeaseError
 from prefixstore.engine.bookmarks import Bookmarks
 from prefixstore.sessions.session import Session
 from prefixstore.sessions.table import Table
@@ -122,28 +122,6 @@ def test_a_stream_keeps_its_lease(sessions):
 # -- one queue for a Llama --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_other_store", [False, True])
-def test_a_llama_that_is_attached_again_during_a_lease_is_not_free(is_other_store, llm, store, open_store, tmp_path):
-    sessions = store.sessions()
-    alice = sessions.admit("alice")
-    stream = alice.generate(prompt(40), temp=0)
-    next(stream)
-    store.detach()
-    if is_other_store:
-        store = open_store(llm, tmp_path / "other")
-    else:
-        store.attach(llm)
-    again = store.sessions()
-    assert again is not sessions
-    with pytest.raises(BusyError):
-        raise outcome(lambda: again.admit("bob", timeout=0))
-    for use in (lambda: alice.eval([5]), lambda: next(stream), lambda: alice.tokens):
-        with pytest.raises(NotAttachedError, match="while session 'alice' had it"):
-            use()
-    sessions.release(alice)
-    assert outcome(lambda: held(again, "bob")) == ([], 0)
-
-
 @pytest.mark.parametrize("end", ["close", "detach"])
 def test_a_store_is_attached_after_a_call_that_its_predecessor_has_left(
     end, llama, llm, store, sessions, open_store, tmp_path
@@ -184,23 +162,6 @@ def test_a_store_is_attached_after_a_call_that_its_predecessor_has_left(
     assert turn(others[0].sessions(), "bob", prompt(50))[0] == "cold"
     others[0].flush()
     assert others[0].stats().entries > 0
-
-
-def test_a_call_may_close_the_store_itself(llama, llm, store, sessions):
-    def processor(_, scores):
-        store.close()
-        return scores
-
-    def use():
-        with sessions.admit("alice") as alice:
-            options = {"max_tokens": 4, "logits_processor": LogitsProcessorList([processor])}
-            alice.create_completion(prompt(40), temperature=0, **options)
-            alice.eval([5])
-
-    with pytest.raises(NotAttachedError):
-        use()
-    assert llm.cache is None
-    assert answer(llm, prompt(40), 4) == answer(llama(**SMALL), prompt(40), 4)
 
 
 # -- event loops that are closed --------------------------------------------------------------------------------------
@@ -263,17 +224,6 @@ def test_what_waits_for_itself_is_refused(sessions):
 
     asyncio.run(released())
     assert sessions.stats().discarded == 0
-
-
-def test_a_thread_that_has_the_number_of_one_that_has_ended_is_another_one(sessions):
-    admitted = []
-    thread = threading.Thread(target=lambda: admitted.append(sessions.admit("alice")))
-    thread.start()
-    thread.join()
-    for _ in range(20):
-        assert isinstance(outcome(lambda: sessions.admit("bob", timeout=0)), BusyError)
-    sessions.release(admitted.pop())
-    assert held(sessions, "bob") == ([], 0)
 
 
 # -- forks of the process ---------------------------------------------------------------------------------------------

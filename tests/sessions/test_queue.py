@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
 
 import pytest
 
-from prefixstore.sessions.queue import Queue, Ticket, between_calls, in_thread, queue_of
+from prefixstore.sessions.queue import Queue, Ticket, in_thread
 
 
 class Other(Ticket):
@@ -17,20 +16,6 @@ class Other(Ticket):
     def __init__(self):
         super().__init__()
         self.thread, self.loop, self.task = object(), None, None
-
-
-def test_places_are_given_up_in_any_order_and_the_first_has_its_turn():
-    queue, tickets, chance = Queue(), [Other() for _ in range(50)], random.Random(0)
-    for ticket in tickets:
-        queue.enter(ticket)
-    del ticket
-    while tickets:
-        assert [queue.look() is ticket for ticket in tickets] == [True] + [False] * (len(tickets) - 1)
-        assert len(queue) == len(tickets)
-        gone = tickets.pop(chance.randrange(len(tickets)))
-        queue.leave(gone)
-        queue.leave(gone)
-    assert len(queue) == 0
 
 
 def test_a_place_that_was_abandoned_is_passed_over_by_those_who_wait(monkeypatch):
@@ -139,20 +124,3 @@ def test_work_in_a_thread_ends_before_a_cancelled_task_goes_on():
         assert await in_thread(lambda: 5) == 5
 
     asyncio.run(main())
-
-
-def test_a_llama_has_one_queue():
-    class Llama:
-        pass
-
-    one, other = Llama(), Llama()
-    assert queue_of(one) is queue_of(one)
-    assert queue_of(one) is not queue_of(other)
-    with between_calls(one), between_calls("no Llama"):
-        taken = []
-        thread = threading.Thread(target=lambda: taken.append(queue_of(one).in_use.acquire(blocking=False)))
-        thread.start()
-        thread.join()
-        assert taken == [False]
-        with queue_of(one).unless_in_use() as is_free:
-            assert is_free

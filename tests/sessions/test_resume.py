@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
 from dataclasses import replace
@@ -123,16 +122,6 @@ def test_a_discarded_session_is_not_resumed(llm, open_store):
         raise ZeroDivisionError
     store.close()
     assert open_store(llm).sessions().names() == ["bob"]
-
-
-def test_a_short_session_is_not_stored_and_not_resumed(llm, open_store):
-    store = open_store(llm, min_tokens=32)
-    sessions = store.sessions()
-    turn(sessions, "alice", prompt(10))
-    assert sessions.names() == ["alice"]
-    assert note_of(store) is None
-    store.close()
-    assert open_store(llm, min_tokens=32).sessions().names() == []
 
 
 def test_a_forked_child_has_the_sessions_and_not_the_queue(llm, open_store):
@@ -282,19 +271,6 @@ def test_forged_bookmarks_give_no_wrong_tokens(left, llm, open_store):
     assert set(engine.bookmarks.read(namespace)) == {"alice", "bob", "carol"}
 
 
-@pytest.mark.parametrize("reuse", ["both", "none"])
-def test_generating_without_a_reset_continues_the_session_and_not_what_another_has_left(llama, open_store, reuse):
-    llm, alone = (llama("llama", **SMALL) for _ in range(2))
-    sessions = open_store(llm).sessions()
-    held = {name: turn(sessions, name, prompt(n, seed=n))[3] for name, n in (("bob", 40), ("alice", 60))}
-    for name in ("new", "bob"):
-        with sessions.admit(name, reuse=reuse) as session:
-            found = list(itertools.islice(session.generate([5], reset=False, temp=0), 4))
-        forget(alone)
-        tokens = [*held.get(name, []), 5]
-        assert found == list(itertools.islice(alone.generate(tokens, temp=0), 4))
-
-
 def test_what_another_process_has_left_later_counts_for_a_fork_and_after_a_discard(llm, llama, open_store):
     other = llama(**SMALL)
     one, two = open_store(llm), open_store(other)
@@ -317,19 +293,3 @@ def test_what_another_process_has_left_later_counts_for_a_fork_and_after_a_disca
         here.fork("fork", "alice")
     with here.admit("alice") as session:
         assert (session.tokens.tolist(), session.generation) == (later, 1)
-
-
-def test_what_another_process_has_left_before_a_discard_is_discarded(llm, llama, open_store):
-    other = llama(**SMALL)
-    one, two = open_store(llm), open_store(other)
-    here, there = one.sessions(), two.sessions()
-    turn(here, "alice", prompt(40))
-    one.flush()
-    alice = here.admit("alice")
-    turn(there, "alice", prompt(70, seed=1))
-    two.flush()
-    alice.leave(discard=True)
-    with here.admit("alice") as session:
-        assert (len(session.tokens), session.generation) == (0, 1)
-    one.flush()
-    assert two.engine.bookmarks.read(two.namespace.key) == {}

@@ -139,15 +139,3 @@ def test_sessions_are_as_a_simple_model_of_them(llm):
     Machine.llm = llm
     checks = settings(max_examples=30 * TORTURE, stateful_step_count=40, deadline=None)
     run_state_machine_as_test(Machine, settings=settings(checks, suppress_health_check=list(HealthCheck)))
-
-
-def test_what_another_llama_evaluates_is_not_taken_for_the_session_s(store, llama, sessions):
-    """One store serves several."""
-    with sessions.admit("alice") as alice:
-        alice.eval([5, 6, 7, 8, 9])
-    other = llama(n_ctx=256)
-    store.attach(other)
-    with sessions.admit("bob") as bob:
-        other.eval([10, 11, 12])
-        assert (len(bob.tokens), bob.has_evaluated) == (0, False)
-    assert sessions.names() == ["alice"]

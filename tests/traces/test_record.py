@@ -78,14 +78,6 @@ def test_a_replay_finds_what_the_live_store_found(llm, tmp_path, policy, max_ent
     assert replayed.hit_tokens <= replay(trace, "belady", max_entries).hit_tokens
 
 
-@pytest.mark.slow
-def test_blocks_of_more_tokens_lose_no_more_than_a_block_for_each_request(llm, tmp_path):
-    path = tmp_path / "trace.jsonl"
-    found = live(llm, tmp_path / "kv", path, "lru", 1000, block_tokens=4)
-    replayed = replay(read_trace(path), "lru", 1000)
-    assert sum(hit for _, hit in found) - 4 * len(found) <= replayed.hit_tokens <= sum(hit for _, hit in found)
-
-
 def test_hashes_and_lengths_are_recorded_and_text_only_on_request(llm, tmp_path):
     secret = "a secret that nobody else may read, whatever happens. " * 4
     with PrefixStore(tmp_path / "kv", llm, page_tokens=PAGE) as store:
@@ -187,23 +179,6 @@ def test_the_environment_has_every_store_recorded_and_does_not_keep_one_from_ope
             store.trace(tmp_path / "t", block_tokens=0)
 
 
-def test_a_pipe_that_nobody_reads_is_not_waited_for(llm, tmp_path, monkeypatch, caplog):
-    os.mkfifo(tmp_path / "t")
-    monkeypatch.setenv("PREFIXSTORE_TRACE", str(tmp_path / "t"))
-    with PrefixStore(tmp_path / "kv", llm, page_tokens=PAGE) as store:
-        assert "nothing is recorded" in caplog.text
-        reader = os.open(tmp_path / "t", os.O_RDONLY | os.O_NONBLOCK)
-        recorder = store.trace(tmp_path / "t", block_tokens=1)
-        llm.set_cache(store)
-        for seed in range(1000):
-            llm(prompt(500, seed), max_tokens=1)
-            if not recorder.is_open:
-                break
-        # the pipe is full
-        assert "recording to" in caplog.text
-        os.close(reader)
-
-
 def test_a_path_that_is_none_is_named():
     with PrefixStore("memory:", namespace="n") as store, pytest.raises(InvalidParameterError, match="path=None"):
         store.trace(None)
@@ -260,19 +235,6 @@ def test_a_line_that_was_cut_does_not_take_the_next_recording_with_it(tmp_path):
     lines = [line for line in path.read_text().splitlines() if line]
     assert [line[:10] for line in lines] == ['{"prefixst', '{"timest', '{"prefixst', '{"prefixst']
     assert json.loads(lines[2])["policy"] == "lru"
-
-
-def test_requests_of_a_model_with_a_window_are_recorded(models, tmp_path):
-    """Each is looked up in two places: what a `Llama` has stored, and what a llama-server has."""
-    llm, tokens = load(models("gemma3")), prompt(300)
-    with PrefixStore("memory:", llm) as store:
-        llm.set_cache(store)
-        with store.trace(tmp_path / "trace.jsonl"):
-            for _ in range(2):
-                llm(tokens, max_tokens=1)
-                forget(llm)
-    found = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
-    assert [one["input_length"] for one in found if "input_length" in one] == [300, 300]
 
 
 def test_other_threads_and_lookups_that_are_no_requests_are_not_mixed_up(tmp_path):

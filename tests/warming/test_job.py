@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import prefixstore
 from prefixstore import PrefixStore
 from prefixstore.engine.keyspace import NOTE, everything
 from prefixstore.errors import MisuseError
@@ -20,7 +19,6 @@ from prefixstore.warming import prompt_trie as trie
 from prefixstore.warming.estimate import estimate
 from prefixstore.warming.job import Job, missing_tokens, warm
 from prefixstore.warming.leases import PREFIX, Leases
-from prefixstore.warming.report import Progress
 from tests.support.models import answer, logits, prompt
 from tests.support.warming import job_command, shared_prompts, unique_tokens, write_jsonl
 from tests.support.worker import ROOT
@@ -152,17 +150,6 @@ def test_snapshots_are_taken_where_prompts_branch_and_end(llama, tmp_path, arch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"arch": "gemma3", "swa_full": False}])
-def test_a_full_queue_loses_nothing(llama, tmp_path, options):
-    llm = llama(**options)
-    with PrefixStore(tmp_path, llm, queue_bytes=1) as store:
-        write = store.engine.commit
-        store.engine.commit = lambda batch: time.sleep(0.01) or write(batch)
-        assert warm(llm, store, PROMPTS[:20]).evaluated_tokens == unique_tokens(PROMPTS[:20])
-        assert holds_all(store, PROMPTS[:20])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("pin", [False, True])
 def test_a_job_stops_when_the_store_is_full_and_reports_what_is_not_stored(llama, tmp_path, pin):
     llm = llama()
@@ -193,16 +180,6 @@ def test_pinned_prompts_are_not_evicted(llama, tmp_path):
         warm(llm, store, [prompt(900, 1), prompt(900, 2)], pin=True)
         assert warm(llm, store, PROMPTS).unstored
         assert holds_all(store, [prompt(900, 1), prompt(900, 2)])
-
-
-def test_warming_a_prompt_again_extends_its_time_to_live(llama, tmp_path, monkeypatch):
-    llm, real, later = llama(), time.time_ns, [0]
-    monkeypatch.setattr(time, "time_ns", lambda: real() + later[0] * 10**9)
-    with PrefixStore(tmp_path, llm, ttl=1000) as store:
-        warm(llm, store, [prompt(600)])
-        for _ in range(4):
-            later[0] += 700
-            assert warm(llm, store, [prompt(600)]).evaluated_tokens == 0
 
 
 # -- stopped and started again ----------------------------------------------------------------------------------------
@@ -245,48 +222,7 @@ def test_an_exception_keeps_what_was_computed_and_leaves_no_lease(llama, tmp_pat
             assert [row for row in rows.ranges([everything(NOTE)])[0] if row.key[1:].startswith(PREFIX)] == []
 
 
-def test_it_can_be_stopped_while_it_reads(llama, tmp_path):
-    llm = llama()
-    read = []
-
-    def endless():
-        while True:
-            read.append(len(read))
-            yield prompt(100, len(read))
-
-    with PrefixStore(tmp_path, llm) as store:
-        report = warm(llm, store, endless(), stop=lambda: len(read) > 10)
-    assert (report.interrupted, report.evaluated_tokens, report.prompts) == (True, 0, 10)
-
-
 # -- how far ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("small_parts")
-def test_progress_only_grows_and_reaches_the_end(llama, tmp_path):
-    llm = llama()
-    told: list[Progress] = []
-    with PrefixStore(tmp_path, llm) as store:
-        warm(llm, store, PROMPTS[:10])
-        report = warm(llm, store, PROMPTS, progress=told.append)
-    assert told[0].phase == "reading"
-    assert told[1].missing_tokens == report.missing_tokens == report.evaluated_tokens
-    done = [progress.done_tokens for progress in told]
-    assert done == sorted(done)
-    last = told[-1]
-    assert (last.done_tokens, last.evaluated_tokens) == (report.missing_tokens, report.evaluated_tokens)
-    assert last.seconds_left == 0
-    assert last.rate > 0
-    assert 0.5 < last.hit_share < 1
-    assert last.walked_tokens <= report.prompt_tokens
-
-
-def test_progress_without_data_has_no_estimate():
-    assert Progress(missing_tokens=5).seconds_left is None
-    assert Progress(missing_tokens=5, done_tokens=1, seconds=2.0).seconds_left == 8.0
-    assert Progress().seconds_left == 0.0
-    assert (Progress().rate, Progress().hit_share) == (0.0, 0.0)
 
 
 @pytest.mark.slow
@@ -313,24 +249,6 @@ def test_an_estimate_predicts_the_job_and_stores_nothing(llama, tmp_path, arch, 
 
 
 # -- misuse -----------------------------------------------------------------------------------------------------------
-
-
-def test_an_unattached_store_is_attached_for_the_job(llama, tmp_path):
-    llm = llama()
-    with PrefixStore(tmp_path, namespace="x") as store:
-        assert prefixstore.warm(llm, store, [prompt(300)]).evaluated_tokens == 300
-        assert store.llm is None
-
-
-def test_a_llama_beside_the_one_that_is_used_is_warmed(llama, tmp_path):
-    llm, other = llama(), llama("gemma3")
-    with PrefixStore(tmp_path) as store:
-        store.attach(other)
-        store.attach(llm)
-        store.restore(prompt(20), llm)
-        assert warm(other, store, [prompt(300)]).evaluated_tokens == 300
-        assert (store.match(prompt(300), other).n_tokens, store.match(prompt(300), llm).n_tokens) == (300, 0)
-        assert store.is_attached(other)
 
 
 def test_a_llama_of_another_store_or_a_read_only_one_is_refused(llama, tmp_path):
@@ -445,19 +363,3 @@ def test_a_job_waits_until_the_lease_of_another_one_expires(llama, tmp_path, mon
         assert report.evaluated_tokens == 600
         assert phases.count("waiting") >= 3
         assert not any(missing_tokens(store, prompts))
-
-
-@pytest.mark.slow
-def test_parts_finished_by_another_job_are_not_computed(llama, tmp_path):
-    llm, other_llm = llama(), llama()
-    prompts = sorted(prompt(900, seed) for seed in range(6))
-    with PrefixStore(tmp_path, llm) as store, PrefixStore(tmp_path, other_llm) as other:
-
-        def tell(progress):
-            # after the first batch of this job another job does all but the first prompt
-            if progress.evaluated_tokens and not other.stats().tokens_computed:
-                warm(other_llm, other, prompts[1:])
-
-        report = warm(llm, store, prompts, progress=tell)
-        assert report.evaluated_tokens == 900
-        assert holds_all(store, prompts)

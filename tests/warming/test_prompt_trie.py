@@ -87,10 +87,3 @@ def test_a_part_is_a_share_of_the_work(monkeypatch):
     made = plan_of([[7] * 100 + [i] * 60 for i in range(4)])
     assert [(part.first, part.end) for part in made.parts()] == [(0, 1), (1, 2), (2, 3), (3, 4)]
     assert evaluated(made) == made.unique_tokens == 340
-
-
-def test_a_conversation_that_branches_at_every_turn_has_few_parts():
-    turns = [[i % 7 + 10] * 5 for i in range(600)]
-    prompts = [[token for turn in turns[:n] for token in turn] + [1, 2, 3, n + 100] for n in range(1, 600)]
-    made = plan_of(prompts)
-    assert len(made.parts()) <= module.SHARE + 1

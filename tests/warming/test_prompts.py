@@ -106,14 +106,6 @@ def test_an_invalid_prompt_is_refused_with_a_reason(llm, content, message):
         encode(llm, content)
 
 
-def test_a_prompt_that_just_fits_is_accepted_and_a_longer_one_a_problem(llm):
-    problems = []
-    found = list(tokenized(llm, [{"tokens": [1] * 511}, {"tokens": [1] * 512}], problems))
-    assert [len(tokens) for tokens, _ in found] == [511]
-    assert [(one.where, one.tokens) for one in problems] == [("prompt 2", 512)]
-    assert "512 tokens do not fit the context (n_ctx=512)" in str(problems[0])
-
-
 # -- messages ---------------------------------------------------------------------------------------------------------
 
 
@@ -153,14 +145,6 @@ def test_tools_are_placed_by_the_template(llm, evaluated, monkeypatch):
     full = evaluated(lambda: llm.create_chat_completion(following, tools=TOOLS, max_tokens=1))
     assert full[: len(tokens)] == tokens
     assert b"clock" in llm.detokenize(tokens, special=True)
-
-
-def test_text_that_the_template_drops_from_earlier_turns_is_not_warmed(llm, monkeypatch):
-    with_template(llm, monkeypatch, "thinking")
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>hm</think>Hello"}]
-    text = llm.detokenize(encode(llm, {"messages": messages}).tolist(), special=True)
-    assert b"Hello" in text
-    assert b"hm" not in text
 
 
 def test_where_turns_must_alternate_an_answer_is_inserted(llm, monkeypatch):
@@ -231,13 +215,6 @@ def test_folders_and_patterns_are_read_in_order(tmp_path, monkeypatch):
     assert [entry.where for entry in read(["in/*.txt"])] == names[:2]
     assert [entry.where for entry in read(["in/**/*.txt"])] == names
     assert [entry.where for entry in read([str(tmp_path / "in" / "*.txt")])] == [str(tmp_path / n) for n in names[:2]]
-
-
-def test_a_missing_file_is_a_problem_and_the_rest_is_read(tmp_path):
-    (tmp_path / "a[1].txt").write_text("brackets")
-    found = list(read([str(tmp_path / "nowhere.txt"), str(tmp_path / "*.md"), str(tmp_path / "a[1].txt")]))
-    assert [type(entry) for entry in found] == [Problem, Problem, Prompt]
-    assert "file not found" in str(found[0])
 
 
 # -- together ---------------------------------------------------------------------------------------------------------
