@@ -332,24 +332,6 @@ def test_the_labels_of_requests_are_bounded_whatever_clients_ask_for():
     assert {dict(labels).get("endpoint", "other") for _, labels in samples(text)} <= ENDPOINTS | {"other"}
 
 
-MULTIPROCESS = """
-import os
-from prometheus_client import CollectorRegistry, multiprocess
-from prefixstore.metrics import RequestMetrics, new_registry, render
-requests = None
-for n in range(3):
-    child = os.fork()
-    if child == 0:
-        requests = RequestMetrics(new_registry())
-        requests.observe("/completion", "store", prompt_tokens=100, lookup_seconds=0.001)
-        os._exit(0)
-    os.waitpid(child, 0)
-registry = CollectorRegistry()
-multiprocess.MultiProcessCollector(registry)
-print(render(registry)[0].decode())
-"""
-
-
 # -- a location -------------------------------------------------------------------------------------------------------
 
 

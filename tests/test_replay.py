@@ -8,9 +8,7 @@ import random
 
 import pytest
 
-from benchmarks.replay import OURS, PEERS, read
-
-EVERY = [*OURS, *PEERS]
+from benchmarks.replay import read
 
 
 def requests(cache, prompts):

@@ -69,10 +69,6 @@ def test_a_caller_may_wait_for_so_long_only_and_the_work_goes_on(pool):
     assert done.wait(PATIENCE)
 
 
-class Thing:
-    pass
-
-
 def test_what_was_handed_over_before_the_end_is_done_and_later_work_is_done_by_the_caller():
     threads = Threads(NAME)
     gate = threading.Event()

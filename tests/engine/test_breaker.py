@@ -109,17 +109,3 @@ def test_the_engine_is_patient_with_local_locations_only(tmp_path, clock):
     ):
         with closing(Store(backend, options={"clock": lambda: clock[0]})) as store:
             assert store.engine._breaker._patience == patience
-
-
-class Pausing(MemoryPages):
-    """Views take a while, by the clock of the test."""
-
-    pause = 0.0
-
-    def __init__(self, clock):
-        super().__init__()
-        self._clock = clock
-
-    def view(self):
-        self._clock[0] += self.pause
-        return super().view()

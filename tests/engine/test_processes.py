@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
 
 import pytest
 
-from tests.support.engines import A, B, snapshot_of, two_stores
+from tests.support.engines import A, B, two_stores
 
 
 def test_a_page_whose_parent_was_evicted_meanwhile_is_an_orphan(tmp_path):
@@ -30,34 +29,3 @@ def clock(monkeypatch):
 
 
 # -- other threads, while a transaction is open ------------------------------------------------------------------------
-
-
-def while_space_is_made(store, work):
-    """Run `work` in the next transaction of the store, just before it makes space for a page."""
-    update = store.backend.update
-
-    @contextmanager
-    def updating():
-        with update() as transaction:
-            cost = transaction.cost
-
-            def asked(*arguments):
-                transaction.cost, store.backend.update = cost, update
-                work()
-                return cost(*arguments)
-
-            transaction.cost = asked
-            yield transaction
-
-    store.backend.update = updating
-
-
-def pending_here_and_stored_there(one, two):
-    """A snapshot that waits in one engine, and that the other one has stored."""
-    one.put(A[:4])
-    two.match(A)
-    ours, theirs = snapshot_of(one, A[:6]), snapshot_of(two, A[:6])
-    assert one.engine.captures.announce(ours)
-    assert two.engine.captures.announce(theirs)
-    assert two.engine.commit([theirs]) == 1
-    return ours

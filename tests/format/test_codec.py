@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from prefixstore.buffers import BufferPool
 from prefixstore.errors import CorruptError, IncompatibleError, InvalidParameterError
-from prefixstore.format.autocodec import AutoCodec, Figures, encode, pick
+from prefixstore.format.autocodec import AutoCodec, encode, pick
 from prefixstore.format.codec import CODECS, PACKINGS, decode, decode_into, verify
 from prefixstore.format.record import Record, checksum
 
@@ -244,9 +244,6 @@ def test_auto_decides_by_the_first_pages_and_measures_again():
     assert numbers_of(auto, chance(), 2 * turn) == {CODECS["raw"]}
     assert auto(NS, floats())[0] == CODECS["planes"]
     assert auto(NS, floats())[0] == CODECS["planes"]
-
-
-FIGURES = {"zstd": Figures(1000, 930, 1e-6), "planes": Figures(1000, 850, 2e-6)}
 
 
 @pytest.mark.slow

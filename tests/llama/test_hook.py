@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from contextlib import closing, contextmanager
+from contextlib import closing
 
 import llama_cpp
 import numpy as np
@@ -156,24 +155,6 @@ def test_detach_restores_methods_that_the_user_had_replaced(llama, store):
     assert calls == [512, 88]
     store.detach()
     assert llm.eval is own
-
-
-@contextmanager
-def collected_only_by(monkeypatch, place, name):
-    """The garbage collector runs when this method is called, and at no other moment."""
-    method = getattr(place, name)
-
-    def collecting(*arguments, **options):
-        gc.collect()
-        return method(*arguments, **options)
-
-    gc.collect()
-    gc.disable()
-    try:
-        monkeypatch.setattr(place, name, collecting)
-        yield
-    finally:
-        gc.enable()
 
 
 def test_one_llama_has_one_store(llama, store):

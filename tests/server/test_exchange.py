@@ -268,18 +268,6 @@ def test_others_go_on_while_a_large_body_is_read():
 # -- what is answered -------------------------------------------------------------------------------------------------
 
 
-async def _chunks(reader: asyncio.StreamReader) -> Any:
-    while size := int(await reader.readline(), 16):
-        yield await reader.readexactly(size)
-        await reader.readline()
-
-
-async def _endless(exchange: Exchange) -> None:
-    await exchange.begin(200, {})
-    while True:
-        await exchange.write(b"x" * 10_000)
-
-
 @pytest.mark.parametrize("reads", [True, False])
 def test_a_client_that_takes_too_little_does_not_hold_the_answer_for_ever(monkeypatch: pytest.MonkeyPatch, reads: bool):
     """One that takes nothing is disconnected by Linux, also while the answer waits for the server."""

@@ -22,7 +22,6 @@ from tests.support.timeouts import usual_limits
 
 Models = Callable[..., Path]
 Started = Callable[..., Running]
-ARCHS = ["gemma3", "mamba", "lfm2"]
 SHARED, QUESTION = numbers(1000), numbers(120, seed=1)
 OTHER = numbers(130, seed=2)
 

@@ -413,19 +413,6 @@ def test_an_empty_admin_key_is_refused(key: str, tmp_path: Path, capsys: pytest.
     assert "--admin-key is empty" in capsys.readouterr().err
 
 
-def _script(tmp_path: Path, options: str) -> str:
-    """A command that starts llama-server with more options than it is given, and is not replaced by it."""
-    script = tmp_path / "start.sh"
-    script.write_text(f'#!/bin/sh\n{binary()} "$@" {options}\n')
-    script.chmod(0o755)
-    return str(script)
-
-
-def _arguments(tmp_path: Path, command: str, model: Path, *options: str) -> list[str]:
-    common = ["-m", str(model), "--no-warmup", "-t", "1", "-np", "1", "-c", "4096"]
-    return [str(tmp_path / "store"), "--port", "0", *options, "--", command, *common]
-
-
 def _listens_at(child: int) -> Path:
     """The socket of a llama-server."""
     arguments = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")

@@ -14,15 +14,6 @@ from tests.support.llama_server import Running
 from tests.support.models import prompt
 
 SAID = "this llama-server writes slot files of version 3, and prefixstore knows 2: nothing is stored or restored"
-# the command, as it will be when llama-server is newer than it is
-OUTDATED = """
-import sys
-from prefixstore.cli import main
-from prefixstore.server import slot_file
-
-slot_file.STATE_VERSION = 2
-main(sys.argv[1:])
-"""
 
 
 @pytest.mark.slow

@@ -97,7 +97,7 @@ class Client:
 
     def close(self) -> None:
         """End all connections that are not in use."""
-        self._store: Any = None
+        self._store = None
 
     def inherited(self) -> None:
         """In a forked child: what belongs to the parent is not destroyed either, also when the interpreter ends."""
