@@ -426,7 +426,7 @@ def test_a_turn_lasts_while_its_writer_works(new_prefix, monkeypatch):
             time.sleep(0.5 if "/payloads/" in name and self is one._client else 0)
             return put(self, name, *arguments)
 
-        monkeypatch.setattr(read_ahead_module, "AT_ONCE", 1)
+        monkeypatch.setattr(read_ahead_module, "HELD_BYTES", 1)
         monkeypatch.setattr(Client, "put", slow)
         is_inside = threading.Event()
 

@@ -238,8 +238,9 @@ class ObjectsBackend(Backend):
         after = {key: row for key, row in after.items() if row != before[key]}
         before = {key: before[key] for key in after}
         used = state.used + _cost(after) - _cost(before)
+        largest = max((len(payload) for _, payload in uploads), default=1)
         try:
-            at_once(uploads, lambda one: self._client.put(*one), read_ahead.AT_ONCE)
+            at_once(uploads, lambda one: self._client.put(*one), max(read_ahead.HELD_BYTES // largest, 1))
         except BaseException:
             self._delete([name for name, _ in uploads])
             raise

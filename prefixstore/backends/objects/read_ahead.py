@@ -20,10 +20,10 @@ from prefixstore.errors import UnavailableError
 
 __all__ = ["AT_ONCE", "HELD_BYTES", "SMALL_AT_ONCE", "Arrived", "Window", "ahead", "at_once"]
 
-# payloads at a time, and bytes that those may hold which are read, beside one of any size
+# payloads that are read at a time, and bytes that payloads may hold, beside one of any size
 AT_ONCE = 8
 HELD_BYTES = 64 << 20
-# rows at a time: what takes time is the way to the server and back
+# as many as that of rows, and of what is written: what takes time then is the way to the server and back
 SMALL_AT_ONCE = 32
 # of the threads
 NAME = "prefixstore-objects"
@@ -101,7 +101,7 @@ def at_once(items: Sequence[T], work: Callable[[T], R], most: int = SMALL_AT_ONC
     """Do work on items, several at a time, and return the results; none is being worked on when this ends, or fails."""
     if len(items) < 2:
         return [work(item) for item in items]
-    threads, has_failed = Threads(NAME, most), False
+    threads, has_failed = Threads(NAME, min(most, SMALL_AT_ONCE)), False
 
     def unless_failed(item: T) -> R:
         if has_failed:
