@@ -152,7 +152,7 @@ def test_read_only_makes_nothing_and_writes_nothing(new_prefix):
         ((key,),) = fill(backend, space(), [[1, 2, 3, 4]])
     with opened(url, read_only=True) as reader:
         assert set(contents(reader)) == {key}
-        for use in (lambda: reader.update().__enter__(), reader.scrub, reader.reindex, reader.compact):
+        for use in (lambda: reader.update().__enter__(), reader.reindex, reader.rows.compact):
             with pytest.raises(UnavailableError, match="read-only"):
                 use()
         with reader.view() as view:
@@ -498,7 +498,7 @@ def test_nothing_of_a_purged_page_is_left_after_a_scrub(new_prefix):
         payload = contents(backend)[path[0]][2]
         with backend.update() as transaction:
             transaction.delete(path[0])
-        backend.scrub()
+        backend.rows.compact(erase=True)
         for name in names(backend.rows):
             stored = bytes(backend.rows._client.get(name)[0])
             if name == STORE:

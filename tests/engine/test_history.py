@@ -183,7 +183,7 @@ def test_figures_never_exceed_the_budget():
             ask(store, 1, namespace=key_of(n))
         keep(store)
         assert kept(store.backend).total().lookups == 1000
-        assert store.engine.used()[0].bytes <= 1 << 20
+        assert store.engine.upkeep.used()[0].bytes <= 1 << 20
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------

@@ -125,4 +125,4 @@ def test_it_starts_nothing_that_is_not_there_nor_itself(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["shim", str(tmp_path)]) == 2
     assert "is not on the PATH" in capfd.readouterr().err
-    assert main(["shim", str(shim.parent), "--llama-server", str(binary())]) == 3
+    assert main(["shim", str(shim.parent), "--llama-server", str(binary())]) == 2
