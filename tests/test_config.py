@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from dataclasses import replace
 
 import llama_cpp
 import pytest
 
-import prefixstore
 from prefixstore import Namespace, PrefixStore
 from prefixstore.config import MODEL_SETTINGS, Config, explain, explain_of_model, load, load_config
-from prefixstore.errors import InvalidParameterError, MissingExtraError
+from prefixstore.errors import InvalidParameterError
 from tests.support.models import ONE_THREAD, prompt
 
 FILE = """
@@ -83,13 +80,6 @@ def test_a_server_with_other_settings_than_the_store_logs_the_differences(file, 
     assert message.endswith("has no pages for these settings yet: type_k is f16 here, q8_0 in the store")
 
 
-def test_a_server_without_n_ctx_logs_how_long_its_context_is(file, caplog):
-    file.write_text(file.read_text().replace("n_ctx = 1024", ""))
-    _, store = load(file)
-    store.close()
-    assert caplog.messages == [f"{file} sets no n_ctx, so the context has 512 tokens; set n_ctx in [model]"]
-
-
 def test_options_override_the_file_and_none_keeps_it(file):
     config = load_config(file).override(None, {"n_ctx": 2048, "type_k": None}, {"salt": "other", "ttl": None})
     assert (config.model["n_ctx"], config.model["type_k"]) == (2048, "q8_0")
@@ -129,23 +119,6 @@ def test_unknown_settings_are_refused_with_the_most_similar_name(tmp_path, text,
     assert str(path) in str(caught.value)
 
 
-def test_a_missing_file_is_a_misuse(tmp_path):
-    with pytest.raises(InvalidParameterError, match="No such file"):
-        load_config(tmp_path / "nowhere.toml")
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (Config(), "no model is given"),
-        (Config("nowhere.gguf"), "model file not found"),
-    ],
-)
-def test_a_model_that_cannot_be_opened_is_a_misuse(config, message):
-    with pytest.raises(InvalidParameterError, match=message):
-        config.open_llama()
-
-
 def test_settings_that_llama_cpp_refuses_are_a_misuse(models, capfd, tmp_path):
     with pytest.raises(InvalidParameterError, match=r"type_k='q9' is not a value known to llama.cpp; known are .*q8_0"):
         Config(str(models("llama")), {"type_k": "q9"}).open_llama()
@@ -175,17 +148,6 @@ def test_every_model_setting_is_a_parameter_of_llama():
         "tokenizer",
         "kwargs",
     }
-
-
-def test_without_the_package_for_toml_the_message_names_the_extra(file, monkeypatch):
-    def missing(name):
-        raise ImportError(name)
-
-    monkeypatch.setattr("prefixstore.config.importlib.import_module", missing)
-    with pytest.raises(MissingExtraError, match=r"prefixstore\[cli\]"):
-        load_config(file)
-    with pytest.raises(MissingExtraError, match=r"prefixstore\[llama\]"):
-        Config("m.gguf").open_llama()
 
 
 # -- why a namespace differs ------------------------------------------------------------------------------------------
@@ -221,21 +183,6 @@ def test_the_most_similar_namespace_is_explained_and_the_same_model_comes_first(
     assert line.startswith("model is ")
 
 
-def test_without_differences_there_is_nothing_to_explain(models):
-    here = namespace(models)
-    assert explain(here, []) == []
-    assert explain(here, [namespace(models, type_k="q8_0"), here]) == []
-
-
-def test_types_have_names_without_llama_cpp(models, monkeypatch):
-    here = namespace(models)
-    there = replace(here, settings={**here.settings, "type_k": 8})
-
-    # a server does not load it only for names
-    monkeypatch.delitem(sys.modules, "llama_cpp")
-    assert explain(here, [there]) == ["type_k is f16 here, q8_0 in the store"]
-
-
 def test_of_a_model_only_its_own_pages_are_explained_and_those_of_any_tenant():
     here, other = ({"model": name, "salt": None, "type_k": 1} for name in ("a", "b"))
     differs = ["type_k is q8_0 here, f16 in the store"]
@@ -244,7 +191,3 @@ def test_of_a_model_only_its_own_pages_are_explained_and_those_of_any_tenant():
     assert explain_of_model(Namespace(here), [Namespace(here | {"salt": "ann"}), Namespace(here | {"type_k": 8})]) == []
     # a name stands for a model that is not known
     assert explain_of_model(Namespace({"server": "x"}), [Namespace({"server": "y"})]) == []
-
-
-def test_load_is_exported_by_the_package():
-    assert prefixstore.load is load

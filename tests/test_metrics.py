@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import threading
-import time
 from contextlib import contextmanager
 
 import pytest
@@ -19,16 +15,15 @@ from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.cli import main
 from prefixstore.engine.page_view import Used
 from prefixstore.engine.pages import Pages
-from prefixstore.errors import ClosedError, InvalidParameterError, MissingExtraError, UnavailableError
+from prefixstore.errors import ClosedError, InvalidParameterError, UnavailableError
 from prefixstore.format.figures import History
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.holdings import Holding
 from prefixstore.metrics import ENDPOINTS, RequestMetrics, StoreMetrics, location_text, new_registry, render
-from prefixstore.metrics.location import MOST_MODELS
 from prefixstore.metrics.stores import METRICS
 from prefixstore.results import SessionCounts, Stats
 from tests.support import ROOT
-from tests.support.engines import MIB, A, B, C, MemoryPages, gated, snapshot_of, store_of, writer_of
+from tests.support.engines import MIB, A, B, MemoryPages, gated, snapshot_of, store_of, writer_of
 from tests.support.exposition import names, problems, samples, value
 from tests.support.models import answer, prompt
 from tests.support.places import fill, space
@@ -94,69 +89,6 @@ def test_a_store_tells_what_its_statistics_say_and_follows_the_conventions(llama
         assert stats.peak_bytes > 0
 
 
-@pytest.mark.slow
-def test_recurrent_memory_counts_the_reuse_of_its_snapshots(llama):
-    llm, tokens = llama("mamba"), prompt(300)
-    with PrefixStore("memory:", llm) as store:
-        llm.set_cache(store)
-        answer(llm, tokens, 1)
-        store.flush()
-        llm.reset()
-        answer(llm, tokens, 1)
-        text = store.metrics()
-        assert problems(text) == []
-        assert value(text, "prefixstore_captured_pages_total", form="snapshot") > 0
-        assert value(text, "prefixstore_restore_seconds_count") == 1
-        assert value(text, "prefixstore_first_reuse_seconds_count") > 0
-
-
-def test_each_page_is_counted_at_its_first_use_and_no_other():
-    with store_of() as store:
-        store.put(A)
-        store.put(B)
-        for tokens, expected in ((A, 3), (A, 3), (B, 6), (C, 6)):
-            store.fetch(tokens)
-            assert store.counters.histogram("first_reuse").n == expected
-        # a use that was recorded by another engine is a use
-        store.engine.commit([])
-        store.open()
-        store.fetch(A)
-        assert store.counters.histogram("first_reuse").n == 0
-
-
-def test_the_age_at_eviction_begins_with_the_last_use(monkeypatch):
-    clock = time.time_ns
-    with store_of(max_entries=3) as store:
-        store.put(A)
-        monkeypatch.setattr("prefixstore.engine.space.time.time_ns", lambda: clock() + 7200 * 10**9)
-        store.put(B)
-        taken = store.counters.histogram("eviction_age")
-        assert taken.n == 3
-        assert taken.total == pytest.approx(3 * 7200, abs=60)
-        assert taken.counts[taken.bounds.index(14400.0)] == 3
-
-
-def test_seconds_saved_never_fall():
-    with store_of() as store:
-        registry = new_registry()
-        StoreMetrics(registry, store)
-        for seconds in (2.0, -0.5):
-            store.counters.time("saved", seconds)
-        assert store.counters.seconds("saved") == 1.5
-        assert value(text_of(registry), "prefixstore_saved_seconds_total") == 2.0
-
-
-def test_the_buckets_of_a_histogram_have_all_values_up_to_their_bound():
-    with store_of() as store:
-        registry = new_registry()
-        StoreMetrics(registry, store)
-        store.counters.observe("lookup", [30e-6, 50e-6, 0.2, 59.0, 100.0])
-        text = text_of(registry)
-        for bound, expected in {"5e-05": 2, "0.0001": 2, "0.1": 2, "0.25": 3, "30.0": 3, "60.0": 4, "+Inf": 5}.items():
-            assert value(text, "prefixstore_lookup_seconds_bucket", le=bound) == expected, bound
-        assert value(text, "prefixstore_lookup_seconds_sum") == pytest.approx(159.20008)
-
-
 def test_several_stores_share_a_registry_by_name():
     with store_of() as one, store_of() as two:
         registry = new_registry()
@@ -174,14 +106,6 @@ def test_several_stores_share_a_registry_by_name():
         assert "chat" not in text_of(registry)
         with pytest.raises(InvalidParameterError, match="add"):
             StoreMetrics(registry, one)
-
-
-def test_the_limit_of_pages_is_told_if_there_is_one():
-    for limit, expected in ((None, set()), (7, {"prefixstore_budget_pages"})):
-        with store_of(max_entries=limit) as store:
-            registry = new_registry()
-            StoreMetrics(registry, store)
-            assert names(text_of(registry)) & {"prefixstore_budget_pages"} == expected
 
 
 def test_what_waits_what_was_given_up_and_what_was_written_and_deleted_is_told():
@@ -248,25 +172,6 @@ def test_a_scrape_of_a_location_that_fails_tells_the_last_known_sizes():
         assert value(text_of(registry), "prefixstore_location_up") == 1
 
 
-def test_a_scrape_does_not_ask_a_location_while_the_circuit_is_open(monkeypatch):
-    monkeypatch.setattr("prefixstore.engine.breaker.FAST_SECONDS", -1.0)  # every failure opens it
-    monkeypatch.setattr("prefixstore.engine.breaker.OPEN_FACTOR", 1e9)
-    monkeypatch.setattr("prefixstore.engine.breaker.FIRST_PROBE", 1000.0)
-    backend = Failing()
-    with store_of(backend) as store:
-        registry = new_registry()
-        StoreMetrics(registry, store)
-        store.put(A)
-        backend.fails = True
-        text_of(registry)
-        asked = backend.asked
-        text = text_of(registry)
-        assert backend.asked == asked
-        assert value(text, "prefixstore_location_up") == 0
-        assert value(text, "prefixstore_outages_total") == 1
-        backend.fails = False
-
-
 @pytest.mark.parametrize("location", LOCATIONS)
 def test_a_closed_store_says_so_and_a_server_goes_on_telling_its_last_values(llama, tmp_path, location):
     llm = llama()
@@ -285,21 +190,6 @@ def test_a_closed_store_says_so_and_a_server_goes_on_telling_its_last_values(lla
         store.metrics()
     with pytest.raises(ClosedError):
         StoreMetrics(new_registry(), store)
-
-
-def test_without_prometheus_client_the_error_names_the_extra(monkeypatch):
-    for name in [name for name in sys.modules if name.split(".")[0] == "prometheus_client"]:
-        monkeypatch.setitem(sys.modules, name, None)
-    with PrefixStore("memory:") as store, pytest.raises(MissingExtraError, match=r"prefixstore\[server\]"):
-        store.metrics()
-    with pytest.raises(MissingExtraError, match=r"prefixstore\[server\]"):
-        new_registry()
-
-
-@pytest.mark.slow
-def test_prometheus_client_is_imported_only_when_metrics_are_wanted():
-    code = "import sys, prefixstore.metrics, prefixstore.cli.app; assert 'prometheus_client' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
 # -- threads, forks ---------------------------------------------------------------------------------------------------
@@ -419,17 +309,6 @@ def test_requests_are_counted_by_endpoint_source_and_reason():
         RequestMetrics(registry)
 
 
-def test_no_value_of_a_request_is_refused():
-    registry = new_registry()
-    requests = RequestMetrics(registry)
-    for bad in (None, -1, float("nan"), float("inf"), -0.0):
-        requests.observe("/completion", "none", "not_found", bad, bad, bad, bad, bad, bad, bad)
-    text = text_of(registry)
-    assert problems(text) == []
-    assert value(text, "prefixstore_requests_total", endpoint="/completion", source="none") == 5
-    assert value(text, "prefixstore_request_prompt_tokens_total", endpoint="/completion") == 0
-
-
 def test_the_labels_of_requests_are_bounded_whatever_clients_ask_for():
     registry = new_registry()
     requests = RequestMetrics(registry)
@@ -440,34 +319,6 @@ def test_the_labels_of_requests_are_bounded_whatever_clients_ask_for():
     assert problems(text) == []
     assert value(text, "prefixstore_request_prompt_tokens_total", endpoint="other") == 2000
     assert {dict(labels).get("endpoint", "other") for _, labels in samples(text)} <= ENDPOINTS | {"other"}
-
-
-MULTIPROCESS = """
-import os
-from prometheus_client import CollectorRegistry, multiprocess
-from prefixstore.metrics import RequestMetrics, new_registry, render
-requests = None
-for n in range(3):
-    child = os.fork()
-    if child == 0:
-        requests = RequestMetrics(new_registry())
-        requests.observe("/completion", "store", prompt_tokens=100, lookup_seconds=0.001)
-        os._exit(0)
-    os.waitpid(child, 0)
-registry = CollectorRegistry()
-multiprocess.MultiProcessCollector(registry)
-print(render(registry)[0].decode())
-"""
-
-
-@pytest.mark.slow
-def test_the_requests_of_several_processes_are_added_in_the_multiprocess_mode(tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", MULTIPROCESS]
-    text = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, timeout=180).stdout
-    assert value(text, "prefixstore_requests_total", endpoint="/completion", source="store") == 3
-    assert value(text, "prefixstore_request_prompt_tokens_total", endpoint="/completion") == 300
-    assert value(text, "prefixstore_request_lookup_seconds_count", endpoint="/completion") == 3
 
 
 # -- a location -------------------------------------------------------------------------------------------------------
@@ -496,18 +347,6 @@ def test_the_command_tells_what_a_location_holds_of_each_model_and_names_no_tena
 
 def holding(model, label, size):
     return Holding(b"", space(model=model, label=label), 1, 10, size, size, 1, 1, 0, 0)
-
-
-def test_the_models_of_a_location_are_bounded():
-    text = location_text(Used(1000, 1 << 20), [holding(f"{n:012x}", f"user {n}" + "x" * 500, n) for n in range(1000)])
-    assert problems(text) == []
-    by_model = {labels: n for (name, labels), n in samples(text).items() if name == "prefixstore_model_pages"}
-    assert len(by_model) == MOST_MODELS + 1
-    assert sum(by_model.values()) == 1000
-    assert value(text, "prefixstore_model_pages", model="other", label="other") == 1000 - MOST_MODELS
-    assert max(len(text) for _, labels in samples(text) for text in dict(labels).values()) <= 64
-    # the largest ones have names
-    assert f"{999:012x}" in text
 
 
 # -- the dashboard, the alerts, the document --------------------------------------------------------------------------
@@ -580,35 +419,6 @@ def test_every_metric_label_and_value_in_the_dashboard_and_the_alerts_exists(eve
         assert query.count("(") == query.count(")"), where
 
 
-def test_what_is_counted_is_asked_for_as_a_rate(everything):
-    kinds = dict(re.findall(r"^# TYPE (\S+) (\w+)$", everything, re.MULTILINE))
-    for where, query in queries():
-        for name, after in re.findall(r"(prefixstore_\w+)(?:\{[^}]*\})?(\[)?", query):
-            is_gauge = kinds.get(name) == "gauge"
-            assert is_gauge != (after == "["), (where, name)
-
-
-def test_the_dashboard_can_be_imported(everything):
-    board = dashboard()
-    assert board["uid"] == "prefixstore"
-    assert board["schemaVersion"] >= 36
-    assert {one["name"] for one in board["templating"]["list"]} == {"datasource", "job", "instance"}
-    ids = [panel["id"] for panel in board["panels"]]
-    assert len(set(ids)) == len(ids)
-    for panel in panels():
-        assert panel["datasource"]["uid"] == "${datasource}"
-        assert panel["description"]
-        for target in panel["targets"]:
-            assert 'job=~"$job"' in target["expr"]
-    # it shows all that servers and stores tell, except a limit that few stores have
-    shown = {family_of(name) for _, query in queries() for name in re.findall(r"prefixstore_\w+", query)}
-    told = {family_of(name) for name in names(everything) if not re.match("prefixstore_(model|kept)_", name)}
-    assert told - shown == {"prefixstore_budget_pages"}
-    for variable in board["templating"]["list"][1:]:
-        (used,) = re.findall(r"prefixstore_\w+", variable["definition"])
-        assert used in names(everything)
-
-
 def test_every_alert_says_what_to_do():
     assert len({rule["alert"] for rule in rules()}) == len(rules())
     for rule in rules():
@@ -623,14 +433,6 @@ def test_the_document_has_every_metric_and_no_other(everything):
     rows = re.findall(r"^\| `(prefixstore_\w+)", (DOCS / "metrics.md").read_text(), re.MULTILINE)
     exposed = {family_of(name) for name in names(everything)}
     assert sorted(rows) == sorted(exposed)
-
-
-def test_the_document_links_each_label_to_its_values(everything):
-    text = (DOCS / "metrics.md").read_text()
-    for name, labels in samples(everything):
-        row = next(line for line in text.splitlines() if line.startswith(f"| `{family_of(name)}`"))
-        for label, _ in labels:
-            assert label == "le" or f"`{label}`" in row, (name, label)
 
 
 def test_the_reasons_that_are_told_from_the_start_are_those_of_the_statistics():

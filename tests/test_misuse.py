@@ -9,7 +9,6 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
@@ -20,12 +19,9 @@ from prefixstore import (
     LocationError,
     MissingExtraError,
     MisuseError,
-    NotAttachedError,
     PrefixStore,
     PrefixStoreError,
 )
-from prefixstore.testing import models
-from tests.support.models import load
 
 
 @pytest.mark.parametrize(
@@ -80,19 +76,6 @@ def test_a_parameter_that_cannot_be_used_is_named(arguments, says):
     assert isinstance(raised.value, (ValueError, PrefixStoreError))
 
 
-def test_without_a_home_directory_only_the_default_location_is_refused(models, tmp_path, monkeypatch):
-    for variable in ("HOME", "XDG_CACHE_HOME", "LOCALAPPDATA", "PREFIXSTORE_LOCATION"):
-        monkeypatch.delenv(variable, raising=False)
-    # as of a user without an entry in the list of users
-    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
-    with pytest.raises(LocationError, match="no home directory; set HOME, or PREFIXSTORE_LOCATION"):
-        PrefixStore(namespace="n")
-    llm = load(models("llama"), n_ctx=512)
-    with PrefixStore(tmp_path / "kv", llm) as store:
-        assert store.namespace
-    llm.close()
-
-
 @pytest.mark.parametrize("file", ["data.mdb", "lock.mdb", "kv.db", "kv.db-wal"])
 def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path, file):
     location = tmp_path / "kv" if file.endswith("mdb") else f"sqlite:///{tmp_path / 'kv' / 'kv.db'}"
@@ -121,13 +104,6 @@ def test_a_store_is_not_copied_and_not_sent_to_another_process(tmp_path, duplica
         duplicate(store)
 
 
-def test_without_a_llama_there_is_nothing_to_restore_into(tmp_path):
-    with PrefixStore(tmp_path, namespace="n") as store:
-        for use in (store.capture, lambda: store.restore([1, 2])):
-            with pytest.raises(NotAttachedError, match="attach"):
-                use()
-
-
 def test_a_missing_package_names_its_extra(monkeypatch, llama):
     llm = llama()
     real = builtins.__import__
@@ -142,21 +118,6 @@ def test_a_missing_package_names_its_extra(monkeypatch, llama):
     monkeypatch.setattr(builtins, "__import__", fail)
     with pytest.raises(MissingExtraError, match=r'pip install "prefixstore\[llama\]"'):
         PrefixStore("memory:", llm)
-
-
-@pytest.mark.parametrize("package", ["gguf", "tokenizers"])
-def test_a_model_is_not_written_without_the_packages_and_one_message_says_so(monkeypatch, tmp_path, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    models._vocabulary.cache_clear()
-    with pytest.raises(MissingExtraError, match=rf'{package}; pip install "prefixstore\[demo\]"') as caught:
-        models.write_model(tmp_path / "m.gguf", models.TINY["llama"])
-    assert caught.value.__suppress_context__
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_default_location_is_lmdb_in_the_users_cache_directory(llama):
-    with PrefixStore(namespace="n") as store:
-        assert store.location == f"lmdb://{os.environ['XDG_CACHE_HOME']}/prefixstore/kv"
 
 
 def test_importing_prefixstore_imports_no_llama(tmp_path):
@@ -177,10 +138,3 @@ def test_every_error_is_in_the_documented_tree():
     classes = [name for name, value in vars(errors).items() if isinstance(value, type)]
     assert all(f" {name} " in errors.__doc__ or f"{name}\n" in errors.__doc__ for name in classes)
     assert issubclass(MisuseError, PrefixStoreError)
-
-
-def test_a_missing_package_of_a_location_is_told_from_a_broken_one():
-    missing = MissingExtraError.of_location(ModuleNotFoundError("No module named 'a.b'", name="a.b"), "sql")
-    assert str(missing) == 'this location needs a, which is not installed; pip install "prefixstore[sql]"'
-    broken = str(MissingExtraError.of_location(ImportError("no libpq"), "postgres"))
-    assert broken.startswith("a package that this location needs cannot be imported: no libpq; pip install")

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from contextlib import closing
 
 import pytest
 
-from prefixstore import ClosedError, InvalidParameterError, NotAttachedError, PrefixStore, UnavailableError
+from prefixstore import ClosedError, InvalidParameterError, NotAttachedError, PrefixStore
 from prefixstore.backends.memory import agreed_bytes
 from prefixstore.engine.pages import open_pages
-from prefixstore.maintenance.archive import Archive
-from tests.support.engines import MIB, wait_for
+from tests.support.engines import MIB
 from tests.support.models import answer, attached, evaluated, forget, prompt
 from tests.support.places import contents, fill, space
 
@@ -90,14 +87,6 @@ def test_all_who_name_a_memory_have_one_store_until_the_last_is_closed(llama):
         assert len(store) == 0
 
 
-def test_a_store_that_is_collected_releases_its_memory(llama):
-    store = PrefixStore("memory://collected", llama())
-    assert agreed_bytes("memory://collected") == 10 << 30
-    del store
-    gc.collect()
-    wait_for(lambda: agreed_bytes("memory://collected") is None, "the memory is released")
-
-
 def test_options_on_which_those_who_name_a_memory_cannot_agree_are_refused():
     with pytest.raises(InvalidParameterError, match="read_only=True: no store memory://x is open in this process"):
         PrefixStore("memory://x", read_only=True)
@@ -109,35 +98,6 @@ def test_options_on_which_those_who_name_a_memory_cannot_agree_are_refused():
             assert len(reader) == len(store) == 0
     with PrefixStore("memory://x", max_bytes="2MiB"):
         pass
-
-
-@pytest.mark.parametrize("location", ["memory:x", "memory:///x", "memory://a/b", "memory://a?b=1", "memory://joe:pw@h"])
-def test_what_is_no_name_is_refused(location):
-    with pytest.raises(InvalidParameterError, match='pass "memory:", or "memory://name"') as caught:
-        PrefixStore(location, namespace="n")
-    assert "pw" not in str(caught.value).split("pass")[0]
-
-
-def test_an_archive_of_a_named_memory_sees_what_its_store_has():
-    with closing(open_pages("memory://archived", max_bytes=MIB)) as backend:
-        fill(backend, space(), [[1, 2, 3, 4]], last_used=1)
-        with Archive("memory://archived") as archive:
-            assert archive.used().entries == 1
-            assert archive.purge(everything=True).pages == 1
-        with Archive("memory://archived", read_only=True) as archive:
-            assert archive.used().entries == 0
-
-
-def test_a_closed_backend_of_a_name_leaves_the_others_alone_and_a_second_close_does_nothing():
-    one, two = (open_pages("memory://twice", max_bytes=MIB) for _ in range(2))
-    fill(one, space(), [[1, 2, 3, 4]], last_used=1)
-    one.close()
-    one.close()
-    assert len(contents(two)) == 1
-    with pytest.raises(UnavailableError, match="closed"):
-        contents(one)
-    two.close()
-    assert agreed_bytes("memory://twice") is None
 
 
 def test_a_forked_child_has_a_copy_that_its_stores_share():

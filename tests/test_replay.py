@@ -5,14 +5,11 @@ from __future__ import annotations
 import gzip
 import json
 import random
-import subprocess
-import sys
 
 import pytest
 
-from benchmarks.replay import OURS, PEERS, Belady, InEngine, S3Fifo, TwoQ, cache_of, hit_rate, rates, read
-from benchmarks.rivals import RIVALS
-from tests.support import ROOT, seeds
+from benchmarks.replay import OURS, PEERS, Belady, InEngine, cache_of, rates
+from tests.support import seeds
 
 EVERY = [*OURS, *PEERS]
 
@@ -60,22 +57,6 @@ def test_a_prompt_does_not_evict_itself():
     assert requests(InEngine("lru", 3), [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]]) == [0, 3]
 
 
-def test_s3_fifo_keeps_reused_blocks_through_a_scan():
-    cache = S3Fifo(10)
-    requests(cache, [[1], [1], [1]])
-    requests(cache, [[block] for block in range(100, 140)])
-    assert cache.request([1]) == 1
-    assert cache.request([100]) == 0
-
-
-def test_2q_keeps_a_reused_block_through_a_scan():
-    cache = TwoQ(8)
-    requests(cache, [[block] for block in range(9)])
-    assert cache.request([0]) == 0
-    requests(cache, [[block] for block in range(100, 140)])
-    assert cache.request([0]) == 1
-
-
 def test_belady_drops_the_block_needed_last():
     prompts = [[1], [2], [3], [1], [2], [3]]
     assert requests(Belady(2, prompts), prompts) == [0, 0, 0, 1, 1, 0]
@@ -91,40 +72,8 @@ def test_nothing_is_better_than_belady(seed):
             assert 0 <= rate <= found["belady"][capacity]
 
 
-@pytest.mark.parametrize("policy", OURS)
-def test_with_room_for_all_only_new_blocks_miss(policy):
-    prompts = conversations(9)
-    blocks, unique = sum(map(len, prompts)), len({block for prompt in prompts for block in prompt})
-    assert hit_rate(cache_of(policy, unique, prompts), prompts) == pytest.approx(1 - unique / blocks)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_trace_is_read_plain_or_compressed_and_its_blocks_are_numbered(tmp_path, packed):
-    path = written(tmp_path / "trace", [[70, 9], [70, 12]], packed=packed)
-    assert read(path) == [[0, 1], [0, 2]]
-    assert read(path, 1) == [[0, 1]]
-
-
-@pytest.mark.parametrize("rival", RIVALS)
-def test_rivals_evict_leaves_only_and_hold_no_more_than_they_may(rival):
-    prompts = conversations(5, 300)
-    cache = RIVALS[rival](20, prompts)
-    for prompt in prompts:
-        cache.request(prompt)
-        assert len(cache.here) <= 20
-        assert all(cache._parent.get(block, block) in cache.here for block in cache.here)
-
-
 def test_the_share_of_written_blocks_counts_each_block_as_often_as_it_is_stored():
     prompts = [[1], [2], [1], [2], [1]]
     for policy in ("lru", "gdsf"):
         assert rates(prompts, ["0.5"], [policy], written=True) == {policy: {"0.5": 1.0}}
         assert rates(prompts, ["1"], [policy], written=True) == {policy: {"1": 0.4}}
-
-
-@pytest.mark.parametrize("how", [["-m", "benchmarks.replay"]])
-def test_it_runs_as_a_file_and_as_a_module(tmp_path, how):
-    path = written(tmp_path / "trace", [[1, 2], [1, 2]])
-    command = [sys.executable, *how, str(path), "--capacity", "1", "--json"]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    assert set(json.loads(done.stdout)["adaptive"].values()) == {0.5}

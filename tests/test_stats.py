@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import signal
 from pathlib import Path
 
 import pytest
@@ -14,23 +12,7 @@ from prefixstore.engine.waiting import DropReason, Outdated
 from prefixstore.llama.lineage import Unknown
 from prefixstore.llama.paged_memory import Missing
 from prefixstore.results import Stats
-from prefixstore.stats import HISTOGRAMS, Counters, Kind
-
-
-@pytest.mark.parametrize("kind", Kind)
-def test_a_kind_reads_and_prints_as_its_value(kind):
-    assert kind == kind.value == str(kind) == f"{kind}" == f"{kind:s}" == json.loads(json.dumps(kind))
-    assert Kind(kind.value) is kind
-    assert {kind.value: 1}[kind] == 1
-
-
-def test_a_kind_tells_what_is_stored():
-    assert [kind.value for kind in Kind if kind.has_pages] == ["pages", "pages and snapshots"]
-    assert [kind.value for kind in Kind if kind.has_snapshots] == ["snapshots", "pages and snapshots"]
-    assert {kind.value: kind.reason for kind in Kind if not kind.is_stored} == {
-        "unbound": None,
-        "none: streams": "streams",
-    }
+from prefixstore.stats import HISTOGRAMS, Counters
 
 
 def test_the_documentation_of_stats_names_every_reason_for_a_dropped_page():
@@ -77,14 +59,3 @@ def test_a_copy_of_the_counters_is_on_its_own():
     assert (counters.histogram("first_reuse").n, copied.histogram("first_reuse").n) == (1, 3)
     assert copied.histogram("first_reuse").total == 16
     assert (copied.seconds("saved"), copied.gained("saved")) == (1.0, 2.0)
-
-
-def test_a_signal_handler_may_count_while_its_own_thread_does():
-    counters = Counters()
-    before = signal.signal(signal.SIGUSR1, lambda *_: counters.count("hits"))
-    try:
-        with counters._lock:
-            signal.raise_signal(signal.SIGUSR1)
-            assert counters["hits"] == 1
-    finally:
-        signal.signal(signal.SIGUSR1, before)
