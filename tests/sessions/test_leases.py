@@ -5,22 +5,15 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import threading
 
 import pytest
-from llama_cpp import LogitsProcessorList
 
-from prefixstore import BusyError, MisuseError, NotAttachedError, StaleLeaseError
-from prefixstore.engine.bookmarks import Bookmarks
+from prefixstore import BusyError, MisuseError, StaleLeaseError
 from prefixstore.sessions.session import Session
-from prefixstore.sessions.table import Table
-from prefixstore.stats import Counters
 from tests.sessions.test_sessions import turn
 from tests.support import outcome
-from tests.support.models import answer, forget, prompt
+from tests.support.models import forget, prompt
 from tests.support.worker import in_fork
-
-SMALL = {"n_ctx": 512, "n_batch": 64, "n_ubatch": 64}
 
 
 def held(sessions, name):
@@ -39,46 +32,6 @@ def assert_free(llm, store, sessions):
 
 
 # -- Ctrl-C while a session is admitted -------------------------------------------------------------------------------
-
-STEPS = {
-    "it is looked up": (Bookmarks, "read"),
-    "it is leased": (Session, "__init__"),
-    "it was leased": (Table, "forget"),
-    "its rows are restored": (Session, "resume"),
-    "it is counted": (Counters, "count"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("step", STEPS)
-def test_ctrl_c_before_the_block_changes_no_session(step, when, llm, store, monkeypatch):
-    sessions = store.sessions()
-    for i, name in enumerate(("alice", "bob")):
-        turn(sessions, name, prompt(60, seed=i))
-    expected = [held(sessions, name) for name in ("alice", "bob")]
-    owner, name = STEPS[step]
-    original = getattr(owner, name)
-
-    def interrupted(*arguments, **options):
-        # the write thread counts, too; Ctrl-C reaches only this one
-        is_main = threading.current_thread() is threading.main_thread()
-        if when == "after" or not is_main:
-            original(*arguments, **options)
-        if is_main:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, interrupted)
-        with pytest.raises(KeyboardInterrupt) as caught:
-            sessions.admit("alice")
-    # also while the traceback keeps its frames
-    assert_free(llm, store, sessions)
-    sessions.fork("alice", "alice-b")
-    assert [held(sessions, name) for name in ("alice", "bob")] == expected
-    del caught
-    gc.collect()
-    assert held(sessions, "alice-b") == expected[0]
 
 
 # -- dropped ----------------------------------------------------------------------------------------------------------
@@ -123,87 +76,6 @@ def test_a_stream_keeps_its_lease(sessions):
 
 
 # -- one queue for a Llama --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_other_store", [False, True])
-def test_a_llama_that_is_attached_again_during_a_lease_is_not_free(is_other_store, llm, store, open_store, tmp_path):
-    sessions = store.sessions()
-    alice = sessions.admit("alice")
-    stream = alice.generate(prompt(40), temp=0)
-    next(stream)
-    store.detach()
-    if is_other_store:
-        store = open_store(llm, tmp_path / "other")
-    else:
-        store.attach(llm)
-    again = store.sessions()
-    assert again is not sessions
-    with pytest.raises(BusyError):
-        raise outcome(lambda: again.admit("bob", timeout=0))
-    for use in (lambda: alice.eval([5]), lambda: next(stream), lambda: alice.tokens):
-        with pytest.raises(NotAttachedError, match="while session 'alice' had it"):
-            use()
-    sessions.release(alice)
-    assert outcome(lambda: held(again, "bob")) == ([], 0)
-
-
-@pytest.mark.parametrize("end", ["close", "detach"])
-def test_a_store_is_attached_after_a_call_that_its_predecessor_has_left(
-    end, llama, llm, store, sessions, open_store, tmp_path
-):
-    """llama.cpp is not to be touched by another thread meanwhile."""
-    expected = answer(llama(**SMALL), prompt(40), 4)
-    begun, go, said, others = threading.Event(), threading.Event(), [], []
-
-    def processor(_, scores):
-        begun.set()
-        go.wait()
-        return scores
-
-    def complete():
-        options = {"max_tokens": 4, "temperature": 0, "logits_processor": LogitsProcessorList([processor])}
-        with sessions.admit("alice") as alice:
-            said.append(alice.create_completion(prompt(40), **options)["choices"][0]["text"])
-
-    threads = [
-        threading.Thread(target=complete, daemon=True),
-        threading.Thread(target=lambda: others.append(open_store(llm, tmp_path / "other")), daemon=True),
-    ]
-    threads[0].start()
-    begun.wait()
-    settled = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(store._hooks.current.context), "settle", lambda _: settled.append(1))
-        getattr(store, end)()
-    assert settled == []
-    threads[1].start()
-    threads[1].join(0.2)
-    assert threads[1].is_alive()
-    go.set()
-    for thread in threads:
-        thread.join(180)
-        assert not thread.is_alive()
-    assert said == [expected]
-    assert turn(others[0].sessions(), "bob", prompt(50))[0] == "cold"
-    others[0].flush()
-    assert others[0].stats().entries > 0
-
-
-def test_a_call_may_close_the_store_itself(llama, llm, store, sessions):
-    def processor(_, scores):
-        store.close()
-        return scores
-
-    def use():
-        with sessions.admit("alice") as alice:
-            options = {"max_tokens": 4, "logits_processor": LogitsProcessorList([processor])}
-            alice.create_completion(prompt(40), temperature=0, **options)
-            alice.eval([5])
-
-    with pytest.raises(NotAttachedError):
-        use()
-    assert llm.cache is None
-    assert answer(llm, prompt(40), 4) == answer(llama(**SMALL), prompt(40), 4)
 
 
 # -- event loops that are closed --------------------------------------------------------------------------------------
@@ -266,17 +138,6 @@ def test_what_waits_for_itself_is_refused(sessions):
 
     asyncio.run(released())
     assert sessions.stats().discarded == 0
-
-
-def test_a_thread_that_has_the_number_of_one_that_has_ended_is_another_one(sessions):
-    admitted = []
-    thread = threading.Thread(target=lambda: admitted.append(sessions.admit("alice")))
-    thread.start()
-    thread.join()
-    for _ in range(20):
-        assert isinstance(outcome(lambda: sessions.admit("bob", timeout=0)), BusyError)
-    sessions.release(admitted.pop())
-    assert held(sessions, "bob") == ([], 0)
 
 
 # -- forks of the process ---------------------------------------------------------------------------------------------

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
 
-import pytest
-
-from prefixstore.sessions.queue import Queue, Ticket, between_calls, in_thread, queue_of
+from prefixstore.sessions.queue import Queue, Ticket
 
 
 class Other(Ticket):
@@ -17,20 +14,6 @@ class Other(Ticket):
     def __init__(self):
         super().__init__()
         self.thread, self.loop, self.task = object(), None, None
-
-
-def test_places_are_given_up_in_any_order_and_the_first_has_its_turn():
-    queue, tickets, chance = Queue(), [Other() for _ in range(50)], random.Random(0)
-    for ticket in tickets:
-        queue.enter(ticket)
-    del ticket
-    while tickets:
-        assert [queue.look() is ticket for ticket in tickets] == [True] + [False] * (len(tickets) - 1)
-        assert len(queue) == len(tickets)
-        gone = tickets.pop(chance.randrange(len(tickets)))
-        queue.leave(gone)
-        queue.leave(gone)
-    assert len(queue) == 0
 
 
 def test_a_place_that_was_abandoned_is_passed_over():
@@ -43,15 +26,6 @@ def test_a_place_that_was_abandoned_is_passed_over():
     assert queue.look() is last
     queue.leave(last)
     assert queue.wait(mine, 0)
-
-
-def test_a_turn_that_nobody_was_told_of_is_found_by_looking(monkeypatch):
-    monkeypatch.setattr("prefixstore.sessions.queue.LOOK", 0.001)
-    queue, first, mine = Queue(), Other(), Ticket()
-    queue.enter(first)
-    queue.enter(mine)
-    queue._tickets.popleft()  # as an interrupt leaves it
-    assert queue.wait(mine, None)
 
 
 def test_tasks_and_threads_wait_in_one_queue():
@@ -119,65 +93,3 @@ def test_a_cancelled_task_loses_its_place_even_if_it_was_just_told():
         assert queue.look() is last
 
     asyncio.run(main())
-
-
-def test_a_task_whose_loop_is_closed_is_passed_over():
-    queue, first, last = Queue(), Other(), Other()
-    tickets = []
-    queue.enter(first)
-
-    async def wait():
-        tickets.append(Ticket(is_async=True))
-        queue.enter(tickets[0])
-
-    asyncio.run(wait())
-    queue.enter(last)
-    queue.leave(first)
-    assert queue.look() is last
-
-
-def test_work_in_a_thread_ends_before_a_cancelled_task_goes_on():
-    steps = []
-
-    async def main():
-        begun, go = threading.Event(), threading.Event()
-
-        def work():
-            begun.set()
-            go.wait()
-            steps.append("worked")
-            return 7
-
-        task = asyncio.create_task(in_thread(work, undo=lambda result: steps.append(f"undone {result}")))
-        await asyncio.to_thread(begun.wait)
-        task.cancel()
-        await asyncio.sleep(0)
-        task.cancel()  # once more
-        await asyncio.sleep(0)
-        assert steps == []
-        go.set()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert steps == ["worked", "undone 7"]
-        with pytest.raises(ZeroDivisionError):
-            await in_thread(lambda: 1 // 0)
-        assert await in_thread(lambda: 5) == 5
-
-    asyncio.run(main())
-
-
-def test_a_llama_has_one_queue():
-    class Llama:
-        pass
-
-    one, other = Llama(), Llama()
-    assert queue_of(one) is queue_of(one)
-    assert queue_of(one) is not queue_of(other)
-    with between_calls(one), between_calls("no Llama"):
-        taken = []
-        thread = threading.Thread(target=lambda: taken.append(queue_of(one).in_use.acquire(blocking=False)))
-        thread.start()
-        thread.join()
-        assert taken == [False]
-        with queue_of(one).unless_in_use() as is_free:
-            assert is_free

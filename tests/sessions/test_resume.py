@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
 from dataclasses import replace
@@ -10,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from prefixstore.engine.bookmark import note_name
-from prefixstore.errors import InvalidParameterError
 from prefixstore.maintenance.archive import Archive
 from tests.sessions.conftest import OPTIONS
 from tests.support import ROOT
@@ -92,14 +90,6 @@ def test_sessions_are_kept_in_every_location(scheme, tmp_path, request, llm, ope
     store.close()  # before the database goes
 
 
-def test_without_a_write_thread_they_are_kept_as_well(llm, open_store):
-    store = open_store(llm, write_behind=False)
-    held = turn(store.sessions(), "alice", prompt(50))[3]
-    store.close()
-    forget(llm)
-    assert turn(open_store(llm).sessions(), "alice", [*held, 5])[:2] == ("store", len(held))
-
-
 def test_two_processes_continue_one_session(llm, llama, tmp_path, open_store):
     """Two stores on one location here, as two processes have them."""
     other = llama(**SMALL)
@@ -123,16 +113,6 @@ def test_a_discarded_session_is_not_resumed(llm, open_store):
         raise ZeroDivisionError
     store.close()
     assert open_store(llm).sessions().names() == ["bob"]
-
-
-def test_a_short_session_is_not_stored_and_not_resumed(llm, open_store):
-    store = open_store(llm, min_tokens=32)
-    sessions = store.sessions()
-    turn(sessions, "alice", prompt(10))
-    assert sessions.names() == ["alice"]
-    assert note_of(store) is None
-    store.close()
-    assert open_store(llm, min_tokens=32).sessions().names() == []
 
 
 def test_a_forked_child_has_the_sessions_and_not_the_queue(llm, open_store):
@@ -202,38 +182,6 @@ def test_a_purge_removes_the_names_of_what_it_deletes(purged, stay, left, llm, t
     assert sorted(store.engine.bookmarks.read(store.namespace.key)) == stay
 
 
-@pytest.mark.parametrize("salt", ["tenant", "another"])
-def test_what_another_process_purges_is_gone_from_a_table_in_use_too(llm, tmp_path, open_store, salt):
-    store = open_store(llm, salt="tenant")
-    sessions = store.sessions()
-    for seed, name in enumerate(["alice", "bob"]):
-        turn(sessions, name, prompt(70, seed=seed))
-    store.flush()
-    with Archive(tmp_path / "kv") as archive:
-        archive.purge(salt=salt)
-    names = sessions.names()
-    with sessions.admit("alice") as session:
-        held = len(session.tokens)
-    if salt == "tenant":
-        assert (names, held) == ([], 0)
-    else:
-        assert (names, held) == (["alice", "bob"], 75)
-    # what is said afterwards is stored, and found, as ever
-    turn(sessions, "alice", prompt(80, seed=9))
-    store.flush()
-    assert "alice" in sessions.names()
-
-
-def test_clear_removes_them(left, llm, open_store):
-    store = open_store(llm, salt="tenant")
-    sessions = store.sessions()
-    turn(sessions, "dave", prompt(50, seed=4))
-    assert len(sessions.names()) == 4
-    store.clear()
-    assert sessions.names() == []
-    assert note_of(store) is None
-
-
 def test_one_whose_pages_were_evicted_is_not_resumed(left, llm, open_store):
     store = open_store(llm, salt="tenant")
     store.engine.evict(store.stats().bytes_used // 2)
@@ -280,56 +228,3 @@ def test_forged_bookmarks_give_no_wrong_tokens(left, llm, open_store):
     assert set(store.sessions().names()) == {"alice", "bob", "carol"}
     store.flush()
     assert set(engine.bookmarks.read(namespace)) == {"alice", "bob", "carol"}
-
-
-@pytest.mark.parametrize("reuse", ["both", "none"])
-def test_generating_without_a_reset_continues_the_session_and_not_what_another_has_left(llama, open_store, reuse):
-    llm, alone = (llama("llama", **SMALL) for _ in range(2))
-    sessions = open_store(llm).sessions()
-    held = {name: turn(sessions, name, prompt(n, seed=n))[3] for name, n in (("bob", 40), ("alice", 60))}
-    for name in ("new", "bob"):
-        with sessions.admit(name, reuse=reuse) as session:
-            found = list(itertools.islice(session.generate([5], reset=False, temp=0), 4))
-        forget(alone)
-        tokens = [*held.get(name, []), 5]
-        assert found == list(itertools.islice(alone.generate(tokens, temp=0), 4))
-
-
-def test_what_another_process_has_left_later_counts_for_a_fork_and_after_a_discard(llm, llama, open_store):
-    other = llama(**SMALL)
-    one, two = open_store(llm), open_store(other)
-    here, there = one.sessions(), two.sessions()
-    turn(here, "alice", prompt(40))
-    one.flush()
-    later = turn(there, "alice", prompt(70, seed=1))[3]
-    two.flush()
-    here.fork("alice", "fork")
-    with here.admit("fork") as session:
-        assert session.tokens.tolist() == later
-    with pytest.raises(ZeroDivisionError), here.admit("alice"):
-        raise ZeroDivisionError
-    # not written yet, when the other process leaves it once more
-    later = turn(there, "alice", prompt(80, seed=2))[3]
-    two.flush()
-    one.flush()
-    assert "alice" in here.names()
-    with pytest.raises(InvalidParameterError, match="'alice' already"):
-        here.fork("fork", "alice")
-    with here.admit("alice") as session:
-        assert (session.tokens.tolist(), session.generation) == (later, 1)
-
-
-def test_what_another_process_has_left_before_a_discard_is_discarded(llm, llama, open_store):
-    other = llama(**SMALL)
-    one, two = open_store(llm), open_store(other)
-    here, there = one.sessions(), two.sessions()
-    turn(here, "alice", prompt(40))
-    one.flush()
-    alice = here.admit("alice")
-    turn(there, "alice", prompt(70, seed=1))
-    two.flush()
-    alice.leave(discard=True)
-    with here.admit("alice") as session:
-        assert (len(session.tokens), session.generation) == (0, 1)
-    one.flush()
-    assert two.engine.bookmarks.read(two.namespace.key) == {}

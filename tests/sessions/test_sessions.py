@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
-from itertools import islice
-
 import numpy as np
 import pytest
 
 from prefixstore import (
-    BusyError,
     ContextError,
     InvalidParameterError,
     MisuseError,
@@ -19,7 +14,6 @@ from prefixstore import (
     StaleLeaseError,
 )
 from prefixstore.sessions.session import Session
-from tests.support import in_thread
 from tests.support.models import answer, forget, load, logits, prompt
 
 SMALL = {"n_ctx": 512, "n_batch": 64, "n_ubatch": 64}
@@ -97,22 +91,6 @@ def test_what_is_live_of_another_session_is_used_and_is_not_held(store, sessions
     assert cost == 20
 
 
-def test_eval_continues_what_the_session_holds(llama, store, sessions):
-    alone = llama(**SMALL)
-    tokens, more = prompt(70), prompt(20, seed=1)
-    with sessions.admit("alice") as alice:
-        alice.eval(tokens)
-    with sessions.admit("bob") as bob:
-        bob.eval(prompt(60, seed=2))
-    with sessions.admit("alice", reuse="none") as alice:
-        alice.eval(more[:10])
-        alice.eval(more[10:])
-        assert alice.tokens.tolist() == tokens + more
-        found = list(islice(alice.generate(tokens + more, temp=0), 5))
-    assert found == list(islice(alone.generate(tokens + more, temp=0), 5))
-    assert store.check() == []
-
-
 def test_a_chat_answers_as_without_sessions(llama, sessions):
     alone = llama(**SMALL)
     messages = [{"role": "user", "content": "Tell me about the sea."}]
@@ -125,38 +103,7 @@ def test_a_chat_answers_as_without_sessions(llama, sessions):
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == expected
 
 
-def test_the_cache_of_the_llama_is_its_own_again(llm, store, sessions):
-    other = object()
-    for cache in (None, store):
-        llm.set_cache(cache)
-        with sessions.admit("alice") as alice:
-            assert llm.cache is store
-            alice.eval([5, 6, 7, 8, 9])
-        assert llm.cache is cache
-    with sessions.admit("alice"):
-        llm.cache = other
-    assert llm.cache is other
-
-
 # -- one at a time ----------------------------------------------------------------------------------------------------
-
-
-def test_another_thread_waits_and_gives_up_in_time(sessions):
-    errors = []
-
-    def busy():
-        try:
-            sessions.admit("bob", timeout=0)
-        except BusyError as error:
-            errors.append(error)
-
-    with sessions.admit("alice"):
-        thread = threading.Thread(target=busy)
-        thread.start()
-        thread.join()
-    assert isinstance(errors[0], TimeoutError)
-    with sessions.admit("bob", timeout=0):
-        pass
 
 
 # -- leases -----------------------------------------------------------------------------------------------------------
@@ -195,78 +142,6 @@ def test_a_lease_that_has_ended_is_refused(sessions):
     alice.leave()  # does nothing the second time
     with sessions.admit("alice") as again:
         assert len(again.tokens) > 0
-
-
-def test_a_lease_without_a_block_is_released(sessions):
-    alice = sessions.admit("alice")
-    alice.eval(prompt(30))
-    sessions.release(alice)
-    assert turn(sessions, "alice", prompt(30))[0] == "live"
-
-
-def test_the_end_of_a_block_waits_for_a_call_in_another_thread(llm, sessions):
-    begun, go, ended = threading.Event(), threading.Event(), []
-
-    def processor(_, scores):
-        begun.set()
-        go.wait()
-        return scores
-
-    from llama_cpp import LogitsProcessorList
-
-    alice = sessions.admit("alice")
-
-    def compute():
-        alice.create_completion(
-            prompt(30), max_tokens=2, temperature=0, logits_processor=LogitsProcessorList([processor])
-        )
-        ended.append("call")
-
-    def leave():
-        alice.leave()
-        ended.append("session")
-
-    threads = [threading.Thread(target=compute), threading.Thread(target=leave)]
-    threads[0].start()
-    begun.wait()
-    threads[1].start()
-    assert ended == []
-    go.set()
-    for thread in threads:
-        thread.join()
-    assert set(ended) == {"call", "session"}
-    assert llm.cache is None
-    with sessions.admit("alice") as again:
-        assert len(again.tokens) == 31
-
-
-def test_a_lease_that_its_own_call_ends_lasts_until_the_end_of_the_call(llama, sessions):
-    from llama_cpp import LogitsProcessorList
-
-    tokens, alone = prompt(30), llama("llama")
-    expected = alone.create_completion(tokens, max_tokens=8, temperature=0)["choices"][0]["text"]
-    session = sessions.admit("alice")
-    n_steps, others = itertools.count(), []
-
-    def other():
-        with sessions.admit("bob") as bob:
-            bob.eval(prompt(40, seed=1))
-
-    def processor(_, scores):
-        if next(n_steps) == 2:
-            sessions.release(session)
-            others.append(in_thread(other))
-            others[0].join(0.2)
-            assert others[0].is_alive()
-        return scores
-
-    found = session.create_completion(
-        tokens, max_tokens=8, temperature=0, logits_processor=LogitsProcessorList([processor])
-    )
-    assert found["choices"][0]["text"] == expected
-    assert session.is_over
-    others[0].join(180)
-    assert not others[0].is_alive()
 
 
 # -- forks ------------------------------------------------------------------------------------------------------------
@@ -347,33 +222,6 @@ def test_their_pages_are_evicted_last(llm, open_store):
 # -- what is not known ------------------------------------------------------------------------------------------------
 
 
-def test_what_was_changed_behind_the_store_is_not_held(llm, llama, store, sessions):
-    turn(sessions, "alice", prompt(60))
-    with sessions.admit("alice") as alice:
-        alice.eval([5])
-        llm._ctx.kv_cache_seq_rm(0, 10, 20)
-        llm._ctx.kv_cache_seq_rm(0, 40, -1)
-    with sessions.admit("alice") as alice:
-        assert (alice.source, alice.generation) == ("cold", 1)
-    assert answer(llama(**SMALL), prompt(60), 6) == turn(sessions, "bob", prompt(60))[3]
-    assert store.check() == []
-
-
-def test_a_state_loaded_by_hand_does_not_become_a_session(llm, sessions):
-    llm.eval(prompt(50))
-    state = llm.save_state()
-    llm.reset()
-    state.input_ids = state.input_ids.copy()
-    state.input_ids[0] = 7
-    turn(sessions, "alice", prompt(60, seed=1))
-    with sessions.admit("alice") as alice:
-        llm.load_state(state)
-        llm.eval([5, 6])
-        assert len(alice.tokens) == 0
-    with sessions.admit("alice") as alice:
-        assert (alice.source, alice.generation) == ("cold", 1)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_goes_past_the_store_is_not_held_and_not_stored(kind, llama, open_store):
     arch, options = KINDS[kind]
@@ -431,29 +279,6 @@ def test_a_session_tells_what_became_of_its_last_prompt(llm, store, sessions):
     # and no lookup
     assert (stats.hits, stats.live_hits, stats.misses) == (0, 1, {"not_found": 4})
     assert stats.tokens_restored == len(alice)
-
-
-def test_a_failing_location_costs_time_and_no_answer(llm, llama, tmp_path, monkeypatch):
-    alone = llama(**SMALL)
-    with PrefixStore(tmp_path / "kv", llm, page_tokens=16, min_tokens=4) as store:
-        sessions = store.sessions()
-        held = turn(sessions, "alice", prompt(60))[4]
-        turn(sessions, "bob", prompt(50, seed=1))
-        store.flush()
-
-        def fail(*_, **__):
-            from prefixstore import UnavailableError
-
-            raise UnavailableError("the location is away")
-
-        monkeypatch.setattr(store.engine._backend, "view", fail)
-        monkeypatch.setattr(store.engine._backend, "update", fail)
-        tokens = held + prompt(9, seed=2)
-        source, _, _, text, _ = turn(sessions, "alice", tokens)
-        assert source == "cold"
-        assert text == answer(alone, tokens, 6)
-        assert sessions.names() == ["alice", "bob"]
-        monkeypatch.undo()
 
 
 STEPS = {
@@ -549,21 +374,6 @@ def test_what_is_no_token_is_refused_before_anything_is_evaluated(llm, sessions,
     assert turn(sessions, "alice", held)[0] == "live"
 
 
-def test_without_tokens_there_is_nothing_to_generate_from(sessions):
-    with sessions.admit("alice") as alice:
-        for reset in (True, False):
-            with pytest.raises(InvalidParameterError, match="give at least one token"):
-                alice.generate([], reset=reset)
-        alice.eval(prompt(30))
-        assert isinstance(next(alice.generate([], reset=False, temp=0)), int)
-
-
-def test_only_a_session_can_be_released(sessions):
-    for other in ("alice", None):
-        with pytest.raises(InvalidParameterError, match=r"that admit\(\) has returned"):
-            sessions.release(other)
-
-
 @pytest.mark.parametrize("n_ctx", [128, 256])
 def test_more_tokens_than_the_context_has_are_refused_and_the_session_stays(n_ctx, llama, open_store):
     """llama.cpp has 256 cells at least: with fewer tokens, llama-cpp-python loses what does not fit."""
@@ -586,28 +396,6 @@ def test_more_tokens_than_the_context_has_are_refused_and_the_session_stays(n_ct
     with sessions.admit("alice") as alice:
         assert alice.tokens.tolist() == [*prompt(n_ctx - 2), 5, 6]
         assert len(alice.create_completion(prompt(n_ctx - 1), max_tokens=None)["choices"]) == 1
-
-
-def test_evaluating_in_sessions_is_no_prompt_that_was_not_looked_up(llm, open_store, caplog):
-    open_store(llm).close()
-    store = open_store(llm, read_only=True)
-    with store.sessions().admit("alice") as alice:
-        for i in range(25):
-            alice.eval(prompt(20, seed=i))
-    assert "no prompt is looked up" not in caplog.text
-
-
-def test_what_is_cleared_inside_a_block_is_stored_again_at_its_end(store, sessions):
-    held = turn(sessions, "alice", prompt(60))[4]
-    with sessions.admit("alice") as alice:
-        alice.eval([5])
-        assert store.clear() > 0
-        alice.eval([6])
-    store.flush()
-    assert sessions.names() == ["alice"]
-    assert turn(sessions, "bob", prompt(30, seed=1))[0] == "cold"
-    assert turn(sessions, "alice", [*held, 5, 6, 7])[:3] == ("store", 0, len(held) + 2)
-    assert store.check() == []
 
 
 def test_there_is_one_for_each_store(llm, store, sessions):
@@ -635,22 +423,6 @@ def test_after_the_store_was_detached_nobody_is_admitted(llm, store, sessions):
         assert alice.source == "cold"
 
 
-def test_a_model_whose_states_cannot_be_stored_has_no_sessions(models, tmp_path):
-    class Shared(type(load(models("llama"), **SMALL))):
-        @property
-        def context_params(self):
-            return self._params
-
-        @context_params.setter
-        def context_params(self, params):
-            params.n_seq_max, params.kv_unified = 2, False
-            self._params = params
-
-    llm = Shared(str(models("llama")), verbose=False, **SMALL)
-    with PrefixStore(tmp_path / "kv", llm) as store, pytest.raises(ContextError, match="streams"):
-        store.sessions()
-
-
 def test_a_store_that_is_open_to_read_restores_sessions(llm, open_store):
     store = open_store(llm)
     held = turn(store.sessions(), "alice", prompt(60))[4]
@@ -661,3 +433,15 @@ def test_a_store_that_is_open_to_read_restores_sessions(llm, open_store):
     assert sessions.names() == ["alice"]
     assert turn(sessions, "alice", [*held, 5, 6, 7])[:3] == ("store", 0, len(held))
     assert np.array_equal(turn(sessions, "bob", prompt(30))[1:3], (0, 0))
+
+
+def test_what_another_llama_evaluates_is_not_taken_for_the_session_s(store, llama, sessions):
+    """One store serves several."""
+    with sessions.admit("alice") as alice:
+        alice.eval([5, 6, 7, 8, 9])
+    other = llama(n_ctx=256)
+    store.attach(other)
+    with sessions.admit("bob") as bob:
+        other.eval([10, 11, 12])
+        assert (len(bob.tokens), bob.has_evaluated) == (0, False)
+    assert sessions.names() == ["alice"]

@@ -121,21 +121,6 @@ def test_nothing_is_stored_after_the_first_shift_and_nothing_wrong_is_reused(exa
     assert store.check() == []
 
 
-def test_a_stream_that_is_left_over_ends_with_the_block(llama, open_store):
-    llm, alone = llama(**SMALL), llama(**SMALL)
-    store = open_store(llm)
-    sessions = store.sessions()
-    tokens = prompt(100)
-    with sessions.admit("alice") as alice:
-        held = alice.stream(tokens, sink=SINK, window=WINDOW, temp=0)
-        found = list(islice(held, 100))
-    assert llm.n_tokens == 0
-    # without the store: what was moved is not continued
-    assert answer(llm, tokens + found[:60], 5) == answer(alone, tokens + found[:60], 5)
-    with sessions.admit("alice") as alice:
-        assert len(alice.tokens) == SINK + WINDOW + ROOM
-
-
 @pytest.mark.parametrize("exact", [False, True])
 def test_after_a_stream_in_the_same_block_the_session_goes_on_with_what_it_held_before(exact, llama, open_store):
     llm, alone = (llama("llama", **SMALL) for _ in range(2))
@@ -153,16 +138,6 @@ def test_after_a_stream_in_the_same_block_the_session_goes_on_with_what_it_held_
         assert np.allclose(logits(llm), logits(alone), atol=1e-3)
     with sessions.admit("alice") as alice:
         assert alice.tokens.tolist() == tokens
-
-
-def test_a_short_one_is_an_ordinary_one(llama, open_store):
-    llm, alone = llama(**SMALL), llama(**SMALL)
-    sessions = open_store(llm).sessions()
-    tokens = prompt(60)
-    with sessions.admit("alice") as alice:
-        found = list(alice.stream(tokens, window=100, max_tokens=10, temp=0))
-        assert alice.tokens.tolist() == tokens + found
-    assert found == list(islice(alone.generate(tokens, temp=0), 10))
 
 
 @pytest.mark.parametrize(
