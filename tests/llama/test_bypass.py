@@ -83,47 +83,6 @@ def test_nothing_that_follows_bypassed_tokens_is_stored(llama, store):
     assert stored(store, tokens) == 700
 
 
-def test_what_was_evaluated_before_the_block_is_stored_in_it(llama, store):
-    llm, tokens = attached(store, llama()), prompt(400)
-    llm.eval(tokens)
-    assert stored(store, tokens) == 256
-    with store.bypass():
-        llm.eval(prompt(20, seed=1))
-    assert stored(store, tokens + prompt(20, seed=1)) == 400
-    # and at a lookup
-    llm.reset()
-    llm.eval(prompt(400, seed=2))
-    with store.bypass():
-        answer(llm, prompt(400, seed=3), 2)
-    assert stored(store, prompt(400, seed=2)) == 400
-    assert stored(store, prompt(400, seed=3)) == 0
-
-
-def test_blocks_nest_and_end_with_exceptions(llama, store):
-    llm, tokens = attached(store, llama()), prompt(300)
-
-    def is_bypassed() -> bool:
-        before = store.stats().misses.get("bypassed", 0)
-        answer(llm, tokens, 1)
-        return store.stats().misses.get("bypassed", 0) > before
-
-    with store.bypass():
-        with store.bypass():
-            assert is_bypassed()
-        assert is_bypassed()
-        with pytest.raises(KeyError), store.bypass():
-            raise KeyError
-        assert is_bypassed()
-    assert not is_bypassed()
-    stream = llm(prompt(300, seed=4), max_tokens=5, stream=True)
-    with store.bypass():
-        next(stream)
-    # the rest of a stream that was begun in the block leaves nothing either
-    list(stream)
-    assert stored(store, prompt(300, seed=4)) == 0
-    assert not is_bypassed()
-
-
 def test_a_block_is_that_of_its_thread_and_of_its_task(llama, store):
     llm = attached(store, llama())
     entered, done = threading.Event(), threading.Event()
@@ -157,12 +116,3 @@ def test_a_block_is_that_of_its_thread_and_of_its_task(llama, store):
     asyncio.run(main())
     assert stored(store, prompt(300, seed=1)) == 0
     assert stored(store, prompt(300, seed=2)) == 300
-
-
-def test_a_context_that_cannot_be_continued_is_emptied_in_a_block_too(llama, store):
-    llm, tokens = attached(store, llama("gemma3", swa_full=False)), prompt(1500)
-    expected = answer(llama("gemma3", swa_full=False), tokens[:700] + prompt(20, seed=3), 4)
-    with store.bypass():
-        answer(llm, tokens, 1)
-        # the rows that 700 tokens need have left the window
-        assert answer(llm, tokens[:700] + prompt(20, seed=3), 4) == expected

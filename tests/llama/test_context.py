@@ -6,10 +6,8 @@ import pytest
 
 from prefixstore import PrefixStore
 from prefixstore.errors import ContextError
-from prefixstore.llama.binding import is_multimodal
 from prefixstore.llama.kv_memory import SnapshotMemory
-from prefixstore.llama.lineage import Lineage
-from prefixstore.llama.paged_memory import Missing, PagedMemory
+from prefixstore.llama.paged_memory import PagedMemory
 from prefixstore.stats import Kind
 from tests.support.models import prompt
 
@@ -46,42 +44,3 @@ def test_a_model_that_is_no_decoder_gets_an_error_that_says_so_before_anything_i
         assert llm.cache is None
         llm.eval(tokens)
         assert llm.n_tokens == 40
-
-
-def test_a_context_is_bypassed_for_what_it_is_and_for_what_its_handler_does(llama):
-    llm = llama()
-    with PrefixStore("memory:", llm) as store:
-        context = store._hooks.current.context
-        assert context.bypass_reason() is None
-        llm.chat_handler = type("Handler", (), {"mmproj_path": "mmproj.gguf"})()
-        assert is_multimodal(llm)
-        assert context.bypass_reason() == "multimodal"
-        context.kind = Kind.STREAMS
-        assert context.bypass_reason() == "streams"
-
-
-def test_taking_pages_ends_with_the_reason_for_the_first_that_is_missing(llama):
-    llm, tokens = llama(), prompt(600)
-    llm.eval(tokens)
-    memory, taken = PagedMemory(llm), []
-    ranges = [(0, 256), (256, 512), (512, 768)]
-    with PrefixStore("memory:", llm) as store:
-        missing = memory.take(ranges, store.engine.acquire, lambda start, end, buffer: taken.append(buffer))
-        assert missing is Missing.INCOMPLETE
-        assert len(taken) == 2
-        for buffer in taken:
-            buffer.release()
-        missing = memory.take(ranges, lambda size: None, lambda *page: pytest.fail("there was no buffer"))
-        assert missing is Missing.QUEUE_FULL
-    # the tags are as they were
-    assert memory.holds(600)
-
-
-def test_the_parent_of_a_page_is_right_even_if_no_keys_were_computed_before():
-    lineage = Lineage(bytes(32), 4, 64)
-    lineage.extend(range(10))
-    parents = [lineage.parent(i) for i in (2, 1, 0)]
-    assert parents == [lineage.keys()[1], lineage.keys()[0], bytes(32)]
-    lineage.rewind(4)
-    lineage.extend(range(20, 26))
-    assert lineage.parent(2) == lineage.keys()[1] != parents[0]

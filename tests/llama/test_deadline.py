@@ -11,8 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from prefixstore import PrefixStore
-from prefixstore.engine.compute_rate import MAX_SHARE, ComputeRate, RestoreDeadline
-from prefixstore.engine.index import Page
+from prefixstore.engine.compute_rate import MAX_SHARE, RestoreDeadline
 from tests.support.engines import MemoryPages
 from tests.support.models import answer, attached, forget, prompt
 
@@ -24,11 +23,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def page(number: int, compute_us: int = 0) -> Page:
-    key = bytes([number]) * 16
-    return Page(key, key, key, number * PAGE, bytes(4 * PAGE), 1, 1, compute_us, 0, 0)
 
 
 def taken(seconds: list[float], arrivals: list[float], max_delay: float) -> float:
@@ -74,7 +68,7 @@ def over(seconds: list[float], speed: float, max_delay: float, stalls_at: float 
     return clock.now
 
 
-@pytest.mark.parametrize("n", [1, 4, 16, 100])
+@pytest.mark.parametrize("n", [1, 16])
 def test_a_link_a_little_faster_than_computing_is_used_and_a_slower_one_costs_little(n):
     seconds = [0.77] * n
     total = sum(seconds)
@@ -86,54 +80,6 @@ def test_a_link_a_little_faster_than_computing_is_used_and_a_slower_one_costs_li
     for speed in [0.9, 1.1, 2.0]:
         for at in [0.1, 0.5, 1.0, 5.0]:
             assert over(seconds, speed, 0.1, at) <= total + max(MAX_SHARE * total, 0.1) + 1.1 * seconds[0]
-
-
-def test_a_lookup_counts_as_a_part_of_the_restore():
-    clock = Clock()
-    allowed = [RestoreDeadline([10.0], 0.1, looked_up=seconds, clock=clock).left(0) for seconds in (0.0, 0.2, 1.0)]
-    # there is always some time for a restore: what the lookup has taken is lost in any case
-    assert allowed == pytest.approx([0.4, 0.2, 0.1])
-
-
-def test_restores_that_are_late_count_as_slow_whatever_they_have_taken():
-    rate = ComputeRate(0.1)
-    rate.computed(PAGE, 0.8)
-    rate.late([page(0)], 0.5)
-    assert rate.is_worth(16 * PAGE, 16)
-    rate.late([page(0)], 0.5)
-    assert not rate.is_worth(16 * PAGE, 16)
-    # a pause of a link that is known to be fast
-    rate = ComputeRate(0.1)
-    rate.computed(PAGE, 0.8)
-    rate.restored(10, 0.1)
-    rate.late([page(0)], 0.5)
-    assert rate.is_worth(16 * PAGE, 16)
-
-
-def test_a_restore_that_is_faster_than_computing_is_not_given_up():
-    assert taken([1.0] * 10, [0.04] * 10, 0.01) == pytest.approx(0.4)
-    # a pause in the middle is made up for by what came before
-    assert taken([1.0] * 10, [0.1] * 5 + [4.0] + [0.1] * 4, 0.01) == pytest.approx(4.9)
-
-
-def test_what_is_of_no_use_in_parts_may_take_as_long_as_computing():
-    clock = Clock()
-    deadline = RestoreDeadline([1.0, 1.0], 0.1, whole=1, clock=clock)
-    assert deadline.left(0) == deadline.left(1) == pytest.approx(2.1)
-    # four states of the same size: a location that is slower than computing is known before all of it is lost
-    deadline = RestoreDeadline([5.0, 5.0], 0.1, whole=4, clock=clock)
-    allowed = 10 * MAX_SHARE
-    assert [deadline.left(n) for n in range(4)] == pytest.approx([allowed + at for at in (2.5, 5.0, 7.5, 10.0)])
-
-
-def test_without_a_rate_the_pages_say_what_they_cost():
-    rate = ComputeRate(0.1)
-    assert rate.deadline([page(0), page(1)], 0, 2 * PAGE) is None  # nothing is known: it is waited for
-    assert rate.seconds_of([page(0, 500_000)], 0, PAGE) == [0.5]
-    rate.computed(100, 1.0)
-    assert rate.seconds_of([page(0, 500_000), page(1)], 56, 300) == pytest.approx([2.0, 0.44])
-    assert ComputeRate(None).deadline([page(0, 500_000)], 0, PAGE) is None
-    assert rate.deadline([page(0)], 0, PAGE).left(0) > 0
 
 
 class Until:

@@ -7,35 +7,15 @@ import pytest
 from prefixstore import PrefixStore
 from prefixstore.format.keys import as_tokens
 from prefixstore.llama.capture import Capture, memory_of
-from prefixstore.llama.kv_memory import PARTIAL, SnapshotMemory
-from prefixstore.llama.paged_memory import PagedMemory
 from prefixstore.llama.state.form import Form
 from prefixstore.llama.state.parse import parse_sequence
-from tests.support.models import answer, prompt, state_bytes
+from tests.support.models import prompt, state_bytes
 
 
 @pytest.fixture
 def store():
     with PrefixStore("memory:", page_tokens=64) as store:
         yield store
-
-
-def test_a_snapshot_that_waits_for_its_rows_is_not_taken_again(llama, store, monkeypatch):
-    llm = llama("lfm2")
-    store.attach(llm)
-    captures = store._hooks.current.strategy
-    copied, real = [], SnapshotMemory.copy
-
-    def copy(self, flags, acquire):
-        copied.append(flags)
-        return real(self, flags, acquire)
-
-    llm.eval(prompt(100))
-    monkeypatch.setattr(SnapshotMemory, "copy", copy)
-    for _ in range(2):
-        captures.capture(tail=False)
-        assert llm.n_tokens in captures.waiting
-    assert copied == [PARTIAL]
 
 
 @pytest.fixture
@@ -66,18 +46,3 @@ def test_the_end_of_a_window_that_a_server_has_stored_is_known_to_be_stored(stor
     llm.reset()
     llm.load_state(state)
     assert llm.n_tokens == 600
-
-
-def test_the_end_of_a_window_that_is_refused_is_one_miss(store, window_end, monkeypatch):
-    llm, tokens = window_end
-    # pages of less of it, which are not tried after that
-    llm.eval(tokens[:300])
-    store.capture()
-    llm.reset()
-    monkeypatch.setattr(PagedMemory, "put", lambda *_: False)
-    before = store.stats()
-    answer(llm, [*tokens, 7], 2)
-    stats = store.stats()
-    assert stats.misses == {**before.misses, "unreadable": 1}
-    assert stats.hits == before.hits
-    assert (store.last.source, store.last.miss, store.last.restored) == ("cold", "unreadable", 0)

@@ -7,7 +7,6 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from prefixstore import MisuseError, PrefixStore, UnavailableError
-from prefixstore.results import PromptMeter
 from tests.support.models import answer, attached, forget, prompt
 
 KINDS = {"llama": {}, "gemma3": {"swa_full": False}, "mamba": {}, "lfm2": {}}
@@ -51,31 +50,6 @@ def test_each_prompt_leaves_one_record(llama, store, arch):
     with pytest.raises(FrozenInstanceError):
         cold.computed = 0
     assert store.last_of(llm) == store.last
-
-
-def test_a_prompt_of_which_some_is_live_and_some_is_restored(llama, store):
-    llm, tokens = attached(store, llama()), prompt(1000)
-    answer(llm, tokens, 1)
-    forget(llm)
-    answer(llm, tokens[:300], 1)
-    answer(llm, tokens[:700] + prompt(9, seed=4), 1)
-    assert store.last.source == "store"
-    assert tokens_of(store.last) == (300, 400, 9)
-
-
-def test_the_record_says_how_far_a_prompt_has_come(llama, store):
-    llm, tokens = attached(store, llama()), prompt(600)
-    answer(llm, tokens, 1)
-    forget(llm)
-    n = store.restore(tokens[:400] + prompt(200, seed=1))
-    assert tokens_of(store.last) == (0, n, 0) == (0, 400, 0)
-    llm.eval(prompt(200, seed=1)[:150])
-    assert tokens_of(store.last) == (0, 400, 150)
-    llm.eval([*prompt(200, seed=1)[150:], 7, 7, 7])
-    # what comes after the prompt is not of it
-    assert tokens_of(store.last) == (0, 400, 200)
-    llm.eval([7])
-    assert tokens_of(store.last) == (0, 400, 200)
 
 
 @pytest.mark.slow
@@ -127,17 +101,6 @@ def test_a_location_that_fails_and_a_fault_of_the_store_are_reasons(llama, store
     assert (store.last.source, store.last.miss, store.last.computed) == ("cold", "unavailable", 300)
 
 
-def test_a_llama_that_is_not_attached_has_a_record_of_a_restore(llama, store):
-    llm, other, tokens = attached(store, llama()), llama(), prompt(300)
-    answer(llm, tokens, 1)
-    mine = store.last
-    assert store.restore(tokens, other) == 299
-    assert store.last == store.last_of(other)
-    assert (store.last.restored, store.last.compute_seconds is not None) == (299, True)
-    assert store.last_of(llm) == mine
-    assert store.last_of(llama()) is None
-
-
 def test_what_is_no_prompt_leaves_no_record(llama, store):
     llm = attached(store, llama())
     with pytest.raises(MisuseError):
@@ -153,23 +116,3 @@ def test_what_is_no_prompt_leaves_no_record(llama, store):
     assert (store.last, store.last_of(other)) == (record, None)
     store.close()
     assert store.last == record
-
-
-def test_a_meter_shares_the_time_of_a_batch_that_reaches_beyond_the_prompt():
-    meter = PromptMeter()
-    assert meter.record() is None
-    meter.evaluated(5, 1.0)
-    meter.looked_up(10, 0, 0.5)
-    meter.begun(6)
-    meter.evaluated(8, 2.0)
-    record = meter.record()
-    assert (record.live, record.computed, record.compute_seconds, record.lookup_seconds) == (6, 4, 1.0, 0.5)
-
-
-def test_times_are_short_to_read():
-    meter = PromptMeter()
-    meter.looked_up(10, 6, 0.0021390420006355)
-    meter.evaluated(4, 1 / 3)
-    text = repr(meter.record())
-    assert "lookup_seconds=0.002139, " in text
-    assert "compute_seconds=0.333333, " in text

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from types import SimpleNamespace
 
 import gguf
 import llama_cpp
-import numpy as np
 import pytest
 
 from prefixstore import ContextError, PrefixStore
 from prefixstore.llama import fingerprint, loaded_file
 from prefixstore.llama.fingerprint import namespace_of
 from prefixstore.testing import models as synthetic
-from tests.support.models import SHAPES, answer, load, prompt, write_lora
+from tests.support.models import SHAPES, load, write_lora
 
-TOKENS = prompt(300)
 # mapped, and copied: a LoRA adapter does the latter too
 LOADS = pytest.mark.parametrize("options", [{}, {"use_mmap": False}], ids=["mapped", "copied"])
 
@@ -79,19 +76,6 @@ def test_a_copied_model_whose_file_was_overwritten_in_place_is_refused(model, mo
     assert_refused(llm, tmp_path)
 
 
-def test_a_model_that_is_mapped_in_part_and_was_overwritten_in_place_is_refused(model, models, tmp_path, monkeypatch):
-    """As with layers on a GPU: what is mapped follows the file, what was copied does not."""
-    llm = load(model, n_ctx=256, use_mmap=False)
-    with model.open("r+b") as file:
-        file.write(models("llama", seed=1).read_bytes())
-    asked = []
-    # the file's own mapping, and the first tensor
-    where = lambda *place: asked.append(place) or ("x" if len(asked) <= 2 else None)  # noqa: E731
-    monkeypatch.setattr(loaded_file, "_file_at", where)
-    assert_refused(llm, tmp_path)
-    assert len(asked) > 2
-
-
 @LOADS
 def test_a_link_that_was_switched_after_the_load_is_refused(model, models, tmp_path, options):
     current = tmp_path / "current.gguf"
@@ -115,36 +99,6 @@ def test_a_relative_path_in_another_directory_is_refused(model, models, tmp_path
         PrefixStore(tmp_path / "kv", llm)
     monkeypatch.chdir(model.parent)
     assert name(llm) == name(load(models("llama")))
-
-
-def test_the_files_are_those_of_the_first_time(model, models, tmp_path):
-    current = tmp_path / "current.gguf"
-    current.symlink_to(model)
-    llm = load(current)
-    with PrefixStore(tmp_path / "kv", namespace="n") as store:
-        llm.eval(TOKENS)
-        assert store.capture(llm)
-        current.unlink()
-        current.symlink_to(models("llama", seed=1))
-        others = prompt(300, 1)
-        llm.reset()
-        llm.eval(others)
-        assert store.capture(llm)
-        assert store.restore([*others, 7], load(current), always=True) == 0
-        assert store.restore([*others, 7], load(model), always=True) == len(others)
-
-
-def test_a_store_that_cannot_attach_by_itself_serves_nothing_and_breaks_no_completion(model, models, tmp_path):
-    llm = load(model)
-    expected = answer(load(models("llama")), TOKENS)
-    with PrefixStore(tmp_path / "kv", namespace="n") as store:
-        llm.set_cache(store)
-        replace(model, models("llama", seed=1))
-        assert answer(llm, TOKENS) == expected
-        store.flush()
-        stats = store.stats()
-    assert stats.misses == {"not_attached": 1}
-    assert stats.entries == 0
 
 
 @pytest.mark.parametrize("change", [{"scale": 2.0}, {"scale": 1.0, "alpha": 4.0}], ids=["tensors", "alpha"])
@@ -221,20 +175,3 @@ def test_without_a_proof_a_file_that_is_older_than_the_process_is_accepted(model
 def test_without_a_proof_a_file_that_is_newer_than_the_process_is_refused(model, tmp_path):
     with pytest.raises(ContextError, match="changed after this process began"):
         PrefixStore(tmp_path / "kv", load(model))
-
-
-def test_what_changed_since_this_process_began(model, tmp_path):
-    assert not loaded_file.changed_since_start(np.__file__)
-    assert loaded_file.changed_since_start(str(model))
-    link = tmp_path / "link"
-    link.symlink_to(np.__file__)
-    assert loaded_file.changed_since_start(str(link))
-
-
-def test_a_build_without_the_functions_is_no_error(monkeypatch):
-    monkeypatch.setattr(llama_cpp.llama_cpp, "_lib", SimpleNamespace())
-    loaded_file._functions.cache_clear()
-    try:
-        assert loaded_file._functions() is None
-    finally:
-        loaded_file._functions.cache_clear()

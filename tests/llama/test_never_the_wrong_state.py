@@ -6,7 +6,6 @@ import hashlib
 import re
 import shutil
 import subprocess
-from types import SimpleNamespace
 
 import llama_cpp
 import numpy as np
@@ -88,20 +87,6 @@ def test_the_digest_is_sha256_and_no_digest_of_another_kind_is_taken_for_it(mode
     memory.chmod(0o666)
     assert file_digest(path) == expected
     assert memory.read_text() == known
-
-
-def test_a_digest_is_not_written_through_a_link_nor_missed_where_it_cannot_be_kept(models, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    expected = file_digest(models("llama"))
-    (memory,) = (cache_directory() / "digests").iterdir()
-    victim = tmp_path / "victim"
-    victim.write_text("mine")
-    memory.unlink()
-    memory.symlink_to(victim)
-    assert file_digest(models("llama")) == expected
-    assert victim.read_text() == "mine"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(victim))
-    assert file_digest(models("llama")) == expected
 
 
 @pytest.mark.parametrize(
@@ -219,18 +204,3 @@ def test_the_build_of_llama_cpp_is_its_commit_as_llama_server_shows_it():
     if server.exists() and llama_cpp.__version__ == "0.3.36":  # built from the same sources
         shown = subprocess.run([server, "--version"], capture_output=True, text=True, check=True, timeout=180)
         assert f"commit {build}" in shown.stdout + shown.stderr
-
-
-@pytest.mark.parametrize(
-    "answer", [b"unknown", b"", None, b"\xff", b"1234567-dirty"], ids=["unknown", "empty", "null", "bytes", "dirty"]
-)
-def test_without_a_commit_the_version_of_the_package_stands_for_the_build(monkeypatch, answer):
-    def ggml_commit():
-        return answer
-
-    library = SimpleNamespace(ggml_commit=ggml_commit)
-    monkeypatch.setattr(llama_cpp.llama_cpp, "_lib", library)
-    version = f"llama-cpp-python {llama_cpp.__version__}"
-    assert llama_cpp_build() == ("1234567" if answer == b"1234567-dirty" else version)
-    monkeypatch.setattr(llama_cpp.llama_cpp, "_lib", SimpleNamespace())
-    assert llama_cpp_build() == version

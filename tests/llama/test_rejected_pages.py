@@ -18,7 +18,7 @@ from prefixstore.format.codec import CODECS, decode
 from prefixstore.format.record import checksum
 from prefixstore.llama.paged_memory import PagedMemory
 from tests.support.garbage import NAN, OTHER, SHORT, Case, Victim, rows_replaced
-from tests.support.models import answer, forget, load, logits, prompt, state_digest
+from tests.support.models import answer, forget, logits, prompt, state_digest
 
 PAGE = 32
 TOKENS = prompt(4 * PAGE + 9)
@@ -43,14 +43,9 @@ def with_nan(victim: Victim, i: int) -> Case:
 
 @pytest.mark.parametrize(
     ("where", "error"),
-    [
-        *((where, error) for where in ("verify_checksum", "inspect") for error in (MemoryError, ZeroDivisionError)),
-        ("verify_checksum", UnavailableError),
-        ("verify_checksum", SystemExit),
-    ],
+    [("verify_checksum", UnavailableError), ("verify_checksum", SystemExit), ("inspect", MemoryError)],
 )
-@pytest.mark.parametrize("live", [0, PAGE + 5])
-def test_an_error_at_any_page_is_at_most_a_miss(victim, monkeypatch, where, error, live):
+def test_an_error_at_any_page_is_at_most_a_miss(victim, monkeypatch, where, error, live=PAGE + 5):
     real = getattr(readers, where)
     for i in range(5):
         case = with_nan(victim, i)
@@ -71,8 +66,7 @@ def test_an_error_at_any_page_is_at_most_a_miss(victim, monkeypatch, where, erro
 
 @pytest.mark.parametrize("where", [(PagedMemory, "load"), (PagedMemory, "cut"), (States, "verified")], ids=str)
 @pytest.mark.parametrize("after", [True, False])
-@pytest.mark.parametrize("live", [0, PAGE + 5])
-def test_an_interrupt_at_any_page_leaves_nothing_that_is_not_verified(victim, monkeypatch, where, after, live):
+def test_an_interrupt_at_any_page_leaves_nothing_that_is_not_verified(victim, monkeypatch, where, after, live=PAGE + 5):
     llm = victim.llm
     real = getattr(*where)
     for i in range(1, 5):
@@ -143,39 +137,6 @@ def test_the_good_pages_are_loaded_again_with_those_of_the_live_prefix(victim):
     assert store.stats().tokens_restored - before.tokens_restored == PAGE - 9
 
 
-def test_a_live_prefix_that_the_store_no_longer_has_is_given_up(victim):
-    llm, store = victim.llm, victim.store
-    victim.put(with_nan(victim, 1))
-    forget(llm)
-    llm.eval(TOKENS[: PAGE + 9])
-    path = store.path(TOKENS).pages
-    fetching = store._engine.fetching
-
-    def without_the_first(pages, **options):
-        if pages[0].key == path[0].key:
-            with victim.backend.update() as transaction:
-                transaction.delete(path[0].key)
-        return fetching(pages, **options)
-
-    store._engine.fetching = without_the_first
-    assert store.restore(TOKENS) == 0
-    store._engine.fetching = fetching
-    assert llm.n_tokens == store._hooks.current.context.lineage.n == 0
-    assert llama_cpp.llama_memory_seq_pos_max(llama_cpp.llama_get_memory(llm.ctx), 0) == -1
-    assert victim.answer_to(TOKENS) == victim.cold[0]
-
-
-def test_good_pages_are_copied_once_while_they_are_verified(victim, monkeypatch):
-    loaded, real = [], PagedMemory.load
-    monkeypatch.setattr(PagedMemory, "load", lambda self, state: loaded.append(1) or real(self, state))
-    monkeypatch.setattr(PagedMemory, "discard", lambda self: pytest.fail("nothing is to be discarded"))
-    monkeypatch.setattr(readers, "ReadAhead", lambda *args, **options: pytest.fail("read along is faster"))
-    victim.put()
-    forget(victim.llm)
-    assert victim.store.restore([*TOKENS, 1]) == len(TOKENS)
-    assert len(loaded) == 5
-
-
 # -- closing -----------------------------------------------------------------------------------------------------------
 
 
@@ -185,8 +146,7 @@ BOMB = 1 << 28
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "mamba", "lfm2"])
-@pytest.mark.parametrize("codec", ["zstd", "planes"])
-@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize(("codec", "known"), [("zstd", False), ("planes", True)])
 def test_a_page_that_claims_more_than_the_context_can_hold_is_not_unpacked(
     llama, tmp_path, monkeypatch, arch, codec, known
 ):
@@ -253,8 +213,7 @@ def forge_all(backend, codec):
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "mamba", "lfm2"])
-@pytest.mark.parametrize("n_ctx", [300, 512])
-def test_a_prompt_longer_than_the_context_leaves_a_place_for_the_next_token(llama, arch, n_ctx):
+def test_a_prompt_longer_than_the_context_leaves_a_place_for_the_next_token(llama, arch, n_ctx=300):
     llm = llama(arch, n_ctx=n_ctx, n_batch=64)
     tokens = prompt(n_ctx + 200, seed=9)
     with PrefixStore("memory:", llm, page_tokens=PAGE, min_tokens=16, snapshot_interval=PAGE) as store:
@@ -280,22 +239,3 @@ def test_a_prompt_longer_than_the_context_leaves_a_place_for_the_next_token(llam
         llm.set_cache(None)
         llm.eval(tokens[: n + 1])
         np.testing.assert_allclose(restored, logits(llm), atol=0.05)
-
-
-def test_places_and_not_the_padded_context_bound_what_is_restored(models, caplog):
-    """A Llama has as many places as it was asked for; its context has more, to the next multiple of 256."""
-    tokens = prompt(500, seed=9)
-    large = load(models("llama"), n_ctx=768)
-    with PrefixStore("memory:", page_tokens=PAGE) as store:
-        large.set_cache(store)
-        answer(large, tokens, 2)
-        small = load(models("llama"), n_ctx=300)
-        small.set_cache(store)
-        assert store.restore(tokens, small) == 299
-        small.reset()
-        assert answer(small, tokens[:280], 4) == answer(load(models("llama"), n_ctx=300), tokens[:280], 4)
-        # more than it has places for: the same error as without a store
-        with pytest.raises(ValueError, match="broadcast"):
-            small(tokens[:400], max_tokens=4)
-    assert "Traceback" not in caplog.text
-    assert not [record for record in caplog.records if record.exc_info]

@@ -12,8 +12,9 @@ from tests.support.models import load, prompt, state_bytes
 F32 = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
 
 
-@pytest.mark.parametrize("options", [{}, F32], ids=["f16", "f32"])
-@pytest.mark.parametrize("arch", ["llama", "gemma3", "olmo2", "mamba", "lfm2"])
+@pytest.mark.parametrize(
+    ("arch", "options"), [("llama", F32), ("gemma3", {}), ("olmo2", {}), ("mamba", F32), ("lfm2", {})]
+)
 def test_no_state_is_larger_than_the_bound(models, arch, options):
     llm = load(models(arch), n_ctx=512, **options)
     fixed, per_token = size_limit(llm)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import struct
-import tracemalloc
 
 import llama_cpp
 import numpy as np
@@ -132,7 +131,7 @@ def test_a_recurrent_part_is_identified_by_its_position_and_kept_unchanged(llama
     assert joined([parsed.cut(0, 256), parsed.cut(256, N)], parsed.recurrent.data) == state
 
 
-@pytest.mark.parametrize("arch", ["llama", "gemma3", "mamba", "lfm2"])
+@pytest.mark.parametrize("arch", ["gemma3", "lfm2"])
 def test_an_empty_context_is_parsed_too(llama, arch):
     state = state_bytes(llama(arch, n_ctx=512))
     parsed = parse_sequence(state)
@@ -169,18 +168,6 @@ def test_a_state_that_is_truncated_or_has_extra_bytes_is_refused(states):
             parse_sequence(state + b"\0")
 
 
-def test_a_recurrent_part_with_any_number_of_tensors_without_bytes_takes_no_memory():
-    # a head of each of them, and of all before it
-    forged = SEQUENCE_0 + struct.pack("<III", 0, 0, 0xFFFFFFFF) + bytes(12 * 3000)
-    tracemalloc.start()
-    try:
-        with pytest.raises(CorruptError):
-            parse_sequence(forged)
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    finally:
-        tracemalloc.stop()
-
-
 def cells(*found: tuple[int, ...]) -> bytes:
     """A state with one layer of one byte for these cells: positions, number of sequences, sequences."""
     body = b"".join(struct.pack(f"<{len(cell)}i", *cell) for cell in found)
@@ -201,12 +188,6 @@ def test_only_cells_of_sequence_0_alone_can_be_cut():
             parse_sequence(other)
 
 
-def test_cells_out_of_order_are_put_in_order():
-    parsed = parse_sequence(cells((2, 1, 0), (0, 1, 0), (1, 1, 0)))
-    assert parsed.sections[0].positions.tolist() == [0, 1, 2]
-    assert parsed.sections[0].tensors[0].rows.tobytes() == bytes([1, 2, 0])
-
-
 def test_pieces_that_do_not_belong_together_are_not_joined(states):
     parsed = parse_sequence(states[0])
     refused = 0
@@ -218,17 +199,3 @@ def test_pieces_that_do_not_belong_together_are_not_joined(states):
             assembly.write(memoryview(bytearray(assembly.size)), [parsed.cut(0, 3), other.cut(3, 5)])
         refused += 1
     assert refused > 4
-
-
-def test_an_incomplete_assembly_raises_an_error(states):
-    parsed = parse_sequence(states[0])
-    assembly = Assembly(parsed.shape, parsed.positions)
-    with pytest.raises(CorruptError, match="joined into"):
-        assembly.open(memoryview(bytearray(assembly.size + 1)))
-    with pytest.raises(CorruptError, match="missing"):
-        assembly.write(memoryview(bytearray(assembly.size)), [parsed.cut(0, 3)])
-    for pieces in ([(0, 3), (4, 5)], [(0, 3), (2, 5)], [(3, 5), (0, 3)]):
-        with pytest.raises(CorruptError, match="follow"):
-            Assembly(parsed.shape, parsed.positions).write(
-                memoryview(bytearray(assembly.size)), [parsed.cut(*piece) for piece in pieces]
-            )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 
 from prefixstore import InvalidParameterError, LocationError, PrefixStore
@@ -22,7 +20,7 @@ def opened(tmp_path, name, far, llm, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["lmdb", "valkey", "s3"])
+@pytest.mark.parametrize("scheme", ["valkey", "s3"])
 def test_a_second_host_computes_nothing_again_and_needs_the_shared_location_once(llama, tmp_path, request, scheme):
     far = place(scheme, tmp_path, request, "far")
     llm = llama()
@@ -52,44 +50,6 @@ def test_a_second_host_computes_nothing_again_and_needs_the_shared_location_once
         forget(llm)
         assert answer(llm, longer, 8) == second
         assert store.stats().tiers[0].pages > 0
-
-
-def test_a_slow_shared_location_does_not_count_against_the_local_one(llama, tmp_path):
-    llm = llama()
-    with opened(tmp_path, "one", f"lmdb://{tmp_path / 'far'}", llm) as store:
-        answer(llm, TOKENS, 1)
-        longer = [*TOKENS[:768], *prompt(300, 2)]
-        store.flush()
-    forget(llm)
-    with opened(tmp_path, "two", f"lmdb://{tmp_path / 'far'}", llm) as store:
-        context = store._hooks.current.context
-        forget(llm)
-        answer(llm, TOKENS[:600], 1)
-        store.flush()
-        context.rate.token_seconds, context.rate.page_seconds = 1e-3, 1e-6
-        context.far_rate.page_seconds = 1e12
-        forget(llm)
-        before = store.stats().tokens_restored
-        answer(llm, TOKENS, 1)
-        # as far as it is near: three pages
-        assert store.stats().tokens_restored - before == 768
-        forget(llm)
-        answer(llm, longer, 1)
-
-
-def test_a_shared_location_that_is_not_there_is_only_missed(llama, tmp_path, caplog, new_valkey):
-    llm = llama()
-    with caplog.at_level(logging.WARNING, "prefixstore"):
-        store = opened(tmp_path, "one", "valkey://127.0.0.1:1/0", llm)
-    assert "tried again later" in caplog.text
-    with store:
-        first = answer(llm, TOKENS, 8)
-        store.flush()
-        forget(llm)
-        assert evaluated(store, lambda: answer(llm, TOKENS, 1)) == 1
-        forget(llm)
-        assert answer(llm, TOKENS, 8) == first
-        assert "not available" in str(store.stats()) or store.stats().tiers[1].dropped
 
 
 def test_lists_of_locations(tmp_path):
