@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
@@ -14,9 +13,7 @@ import pytest
 
 from prefixstore.backends import forks, open_backend
 from prefixstore.backends.forks import ForkLevel, register_at_fork
-from prefixstore.backends.lmdb import environment
-from prefixstore.errors import StorageError, UnavailableError
-from tests.support import PATIENCE, ROOT, in_thread
+from tests.support import PATIENCE, ROOT
 from tests.support.places import MIB
 
 
@@ -57,97 +54,6 @@ def test_handles_are_held_last_and_renewed_first():
     assert exit_code_of_child(lambda: 7 if calls == in_child else 1) == 7
     assert calls == [*before, "parent HANDLE", "parent OPENING", "parent ENGINE"]
     assert len(kept) == 3
-
-
-def test_the_registry_keeps_nothing_alive():
-    calls = []
-    forgotten = Noting("forgotten", ForkLevel.HANDLE, calls)
-    del forgotten
-    gc.collect()
-    assert exit_code_of_child(lambda: 7) == 7
-    assert calls == []
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, UnavailableError])
-def test_a_participant_that_fails_does_not_keep_the_others_from_their_turn(monkeypatch, error):
-    # the traceback keeps it alive; no other test shall meet it
-    monkeypatch.setattr(forks, "_levels", {})
-    calls, reported = [], []
-
-    def fail():
-        raise error
-
-    kept = [
-        Noting("sound", ForkLevel.ENGINE, calls),
-        Noting("failing", ForkLevel.OPENING, calls, before=fail),
-        Noting("later", ForkLevel.HANDLE, calls),
-    ]
-    monkeypatch.setattr(sys, "unraisablehook", reported.append)
-    in_child = ["child later", "child failing", "child sound"]
-    assert exit_code_of_child(lambda: 7 if calls[-3:] == in_child else 1) == 7
-    assert [report.exc_type for report in reported] == [error]
-    before = ["before sound", "before failing", "before later"]
-    assert calls == [*before, "parent later", "parent failing", "parent sound"]
-    assert len(kept) == 3
-
-
-def test_a_child_of_a_fork_that_did_not_wait_leaves_the_handle_of_its_parent_alone(tmp_path, monkeypatch):
-    """An interrupt, while another thread is in a transaction: the fork goes on without waiting."""
-    reported, payloads = [], []
-    monkeypatch.setattr(sys, "unraisablehook", reported.append)
-    with closing(open_backend(tmp_path, max_bytes=MIB)) as backend:
-        with backend.update() as draft:
-            draft.put(b"key", b"value", b"payload")
-        inside, leave = threading.Event(), threading.Event()
-
-        def read():
-            with backend.view() as view:
-                inside.set()
-                leave.wait(PATIENCE)
-                payloads.extend(bytes(payload) for _, payload in view.payloads([b"key"]))
-
-        reader = in_thread(read)
-        assert inside.wait(PATIENCE)
-        monkeypatch.setattr(
-            environment.Environment, "before_fork", lambda self: (_ for _ in ()).throw(KeyboardInterrupt)
-        )
-
-        def child():
-            # LMDB opens a file once in a process, and the handle of the parent cannot be closed here
-            backend.after_fork()
-            with pytest.raises(StorageError), backend.view():
-                pass
-            return 7
-
-        assert exit_code_of_child(child) == 7
-        leave.set()
-        reader.join(PATIENCE)
-        assert payloads == [b"payload"]
-        assert [report.exc_type for report in reported] == [KeyboardInterrupt]
-        assert write(backend)
-
-
-def test_a_fork_waits_for_the_thread_that_is_opening_a_handle():
-    lock, calls = forks.ForkLock(), []
-    opening = threading.Event()
-
-    def open_handle():
-        with lock.held:
-            opening.set()
-            time.sleep(0.1)
-            calls.append("opened")
-
-    thread = in_thread(open_handle)
-    opening.wait(PATIENCE)
-
-    def child():
-        with lock.held:
-            return 7 if calls == ["opened"] else 1
-
-    assert exit_code_of_child(child) == 7
-    thread.join(PATIENCE)
-    with lock.held:
-        pass
 
 
 def test_two_threads_that_fork_at_once_both_get_a_child(tmp_path):

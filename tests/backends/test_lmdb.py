@@ -17,7 +17,7 @@ from prefixstore.backends.lmdb.environment import DATABASES, LMDB_VERSION
 from prefixstore.errors import FullError, LocationError, StorageError, UnavailableError
 from prefixstore.testing import PersistentBackendContract
 from tests.support import PATIENCE, python
-from tests.support.rows import delete, payload_of, put, rows_of, write
+from tests.support.rows import delete, payload_of, rows_of, write
 
 MIB = 1 << 20
 
@@ -103,10 +103,6 @@ def backend(tmp_path):
         yield opened
 
 
-class FaultError(Exception):
-    """Raised on purpose."""
-
-
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
@@ -157,19 +153,6 @@ def test_a_location_that_cannot_be_written_is_refused():
             parent.chmod(0o700)
             there.chmod(0o700)
         assert list(there.iterdir()) == []
-
-
-@pytest.mark.parametrize("size", [0, 1 << 31])
-def test_a_file_with_a_page_size_that_lmdb_cannot_have_is_refused_and_untouched(tmp_path, size):
-    LMDBBackend(tmp_path, MIB).close()
-    data = bytearray((tmp_path / "data.mdb").read_bytes())
-    data[40:44] = size.to_bytes(4, "little")
-    (tmp_path / "data.mdb").write_bytes(data)
-    for options in ({}, {"read_only": True}):
-        # it was a store
-        assert refusal(tmp_path, **options).startswith("CorruptError: ")
-        assert "delete data.mdb and lock.mdb" in refusal(tmp_path, **options)
-    assert (tmp_path / "data.mdb").read_bytes() == data
 
 
 @pytest.mark.parametrize("names", [(), (b"theirs",), (b"meta", b"rows"), DATABASES])
@@ -309,40 +292,6 @@ def test_the_map_is_not_replaced_while_a_view_is_open(tmp_path):
         assert seen == [{key, new}]
 
 
-def test_a_child_that_drops_the_inherited_handle_takes_no_view_from_its_parent(tmp_path):
-    with closing(LMDBBackend(tmp_path, 16 * MIB)) as backend, Process(tmp_path, 16 * MIB) as other:
-        key = write(backend, 1, 500_000)
-        with backend.view() as ended:
-            pass
-        pid = os.fork()
-        if pid == 0:
-            os._exit(0)
-        os.waitpid(pid, 0)
-        with backend.view() as view:
-            [(_, payload)] = view.payloads([key])
-            # py-lmdb frees the reader slot of a transaction when nothing refers to it any more
-            del ended
-            for number in range(6):
-                other.write(number % 3, 500_000 - number)
-            assert payload == payload_of(1, 500_000)
-
-
-@pytest.mark.parametrize("work", ["reclaim", "compact", "check", "sync"])
-def test_what_frees_space_opens_a_handle_again_that_could_not_be_opened(tmp_path, work):
-    path, aside = tmp_path / "kv", tmp_path / "aside"
-    with closing(LMDBBackend(path, 64 * MIB)) as backend:
-        key = write(backend, 1)
-        path.rename(aside)
-        path.write_text("not a directory")
-        with pytest.raises(LocationError):
-            rows_of(backend)
-        path.unlink()
-        aside.rename(path)
-        # nothing else has used it since
-        getattr(backend, work)()
-        assert rows_of(backend).keys() == {key}
-
-
 def test_a_full_map_is_an_error_that_leaves_no_trace_and_deleting_helps(tmp_path):
     with closing(LMDBBackend(tmp_path, 2 * MIB)) as backend:
         key = write(backend, 1, MIB)
@@ -356,14 +305,3 @@ def test_a_full_map_is_an_error_that_leaves_no_trace_and_deleting_helps(tmp_path
         assert rows_of(backend).keys() == set()
         new = write(backend, 4, MIB)
         assert rows_of(backend).keys() == {new}
-
-
-def test_an_update_that_does_not_fit_says_so_where_it_asks_for_the_size(tmp_path):
-    """Not only at its end: whoever reads the size may not know LMDB's errors."""
-    with closing(LMDBBackend(tmp_path, MIB)) as backend:
-        with suppress(FaultError), backend.update() as draft:
-            put(draft, 1, 8 * MIB)
-            with pytest.raises(FullError):
-                _ = draft.used
-            raise FaultError
-        assert rows_of(backend) == {}

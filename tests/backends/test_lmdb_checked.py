@@ -105,40 +105,6 @@ def test_a_copy_is_walked_and_the_same_file_in_another_directory_is_not(kv, tmp_
     assert n_walks(monkeypatch, tmp_path / "moved") == 0
 
 
-def test_any_other_note_is_none(kv, monkeypatch):
-    """One that is truncated, too long, of another state, older than the data, or no file."""
-    note = kv / NOTE
-    sound = note.read_bytes()
-    for other in (b"", sound[:-2], sound + b"x", b"in use" + sound[6:]):
-        note.write_bytes(other)
-        assert n_walks(monkeypatch, kv, read_only=True) == 1
-    note.write_bytes(sound)
-    assert n_walks(monkeypatch, kv, read_only=True) == 0
-    data = (kv / "data.mdb").stat()
-    os.utime(note, ns=(data.st_atime_ns, data.st_mtime_ns))
-    assert n_walks(monkeypatch, kv, read_only=True) == 1
-    note.write_bytes(sound)
-    note.chmod(0o666)
-    assert n_walks(monkeypatch, kv, read_only=True) == 1
-    note.unlink()
-    for make in (os.mkfifo, os.mkdir, lambda path: path.symlink_to("elsewhere")):
-        make(note)
-        for _ in range(2):
-            assert n_walks(monkeypatch, kv) == 1
-        note.rmdir() if note.is_dir() else note.unlink()
-
-
-def test_the_note_has_the_mode_of_the_data_and_a_reader_writes_none(kv, monkeypatch):
-    assert (kv / NOTE).stat().st_mode & 0o777 == 0o600
-    (kv / NOTE).unlink()
-    assert n_walks(monkeypatch, kv, read_only=True) == 1
-    assert not (kv / NOTE).exists()
-    (kv / "data.mdb").chmod(0o660)
-    assert n_walks(monkeypatch, kv) == 1
-    assert (kv / NOTE).stat().st_mode & 0o777 == 0o660
-    assert {path.name for path in kv.iterdir()} == {"data.mdb", "lock.mdb", NOTE}
-
-
 WRITER = """
 import sys
 from tests.backends.test_lmdb_checked import LMDBBackend, MIB, write
@@ -167,49 +133,6 @@ def test_a_file_that_another_process_has_open_is_not_walked_and_after_a_kill_it_
     (kv / NOTE).write_bytes(b"")
     assert n_walks(monkeypatch, kv) == 1
     assert n_walks(monkeypatch, kv) == 0
-
-
-def test_a_crash_of_a_process_that_has_only_read_has_the_file_walked(kv, monkeypatch):
-    pid = os.fork()
-    if pid == 0:
-        with LMDBBackend(kv, 16 * MIB).view():
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(pid, 0)
-    assert n_walks(monkeypatch, kv) == 1
-
-
-def test_a_child_uses_what_its_parent_has_open_and_takes_no_lock_from_it(kv, monkeypatch):
-    with closing(LMDBBackend(kv, 16 * MIB)) as backend:
-        with walks(monkeypatch) as found:
-            pid = os.fork()
-            if pid == 0:
-                # a handle of its own
-                backend.after_fork()
-                with backend.view():
-                    pass
-                backend.close()
-                os._exit(len(found))
-            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        (kv / NOTE).write_bytes(b"")
-        with writer(kv) as process:
-            process.stdin.close()
-        assert rows_of(backend)
-    assert n_walks(monkeypatch, kv) == 0
-
-
-def test_a_file_that_another_process_walks_is_waited_for(kv, monkeypatch):
-    code = (
-        "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, 2); print('held', flush=True); sys.stdin.readline()"
-    )
-    command = [sys.executable, "-c", code, str(kv / NOTE)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b"held\n"
-        with monkeypatch.context() as patch:
-            patch.setattr(checked, "WALK_SECONDS", 0.1)
-            with pytest.raises(UnavailableError, match="is being checked by another process"):
-                LMDBBackend(kv, 16 * MIB)
-        process.stdin.close()
-        assert n_walks(monkeypatch, kv) == 0
 
 
 def test_a_file_that_cannot_be_walked_is_not_used_and_nothing_is_said_of_damage(kv, monkeypatch):
@@ -242,15 +165,6 @@ def test_damage_that_a_check_finds_is_found_by_the_next_opening_too(kv, read_onl
     assert not (kv / NOTE).exists()
     with pytest.raises(CorruptError, match="and delete data"):
         LMDBBackend(kv, 16 * MIB)
-
-
-def test_a_damaged_value_has_the_file_walked_at_the_next_opening(kv, monkeypatch):
-    """Whoever reads the rows finds it out, and says so before the view closes."""
-    with closing(LMDBBackend(kv, 16 * MIB)) as backend, pytest.raises(CorruptError), backend.view():
-        raise CorruptError("a checksum")
-    with walks(monkeypatch) as found:
-        LMDBBackend(kv, 16 * MIB).close()
-    assert len(found) == 1
 
 
 def test_a_page_that_is_free_and_in_use_is_damage(kv):

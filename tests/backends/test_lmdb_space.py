@@ -25,17 +25,6 @@ def size_of_file(path):
     return (path / "data.mdb").stat().st_size
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("size", "n_pages"), [(1000, 64), (700_000, 1)])
-def test_pages_that_fit_into_the_budget_find_space_in_the_file(tmp_path, size, n_pages):
-    with store_of(Pages(LMDBBackend(tmp_path, 2 * MIB)), max_bytes=2 * MIB) as store:
-        for seed in range(40):
-            assert store.put(tokens_of(seed, n_pages), size) == n_pages
-        assert store.counters.group("dropped") == {}
-        assert store.engine.used()[0].bytes > MIB
-    assert size_of_file(tmp_path) <= FILE_FACTOR * 2 * MIB + FILE_EXTRA
-
-
 @pytest.mark.attack
 def test_under_churn_the_file_stays_within_its_limit_and_the_budget_is_used(tmp_path):
     max_bytes, chance, fills = 8 * MIB, random.Random(1), []
@@ -78,20 +67,6 @@ def test_a_file_that_a_reader_keeps_full_has_space_to_delete_and_recovers(tmp_pa
         delete(backend, key)
     write(backend, 200_000)
     backend.close()
-
-
-@pytest.mark.slow
-def test_purging_a_full_store_of_small_pages_needs_no_more_space_than_there_is(tmp_path):
-    with store_of(Pages(LMDBBackend(tmp_path, 2 * MIB)), max_bytes=2 * MIB) as store:
-        for seed in range(8):
-            store.put(tokens_of(seed, 64), 1000)
-        before = store.engine.used()[0].entries
-        assert before > 200
-        assert store.engine.clear(None) == before
-        for seed in range(8):
-            store.put(tokens_of(seed, 64), 1000)
-        store.engine.evict(MIB // 2)
-        assert store.engine.used()[0].bytes <= MIB // 2
 
 
 @pytest.mark.slow

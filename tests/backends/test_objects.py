@@ -14,18 +14,15 @@ import pytest
 
 from prefixstore.backends import open_backend
 from prefixstore.backends.contract import ConflictError, Range
-from prefixstore.backends.objects import library as library_module
 from prefixstore.backends.objects import read_ahead as read_ahead_module
 from prefixstore.backends.objects import store as store_module
 from prefixstore.backends.objects.address import Address
 from prefixstore.backends.objects.client import Client
 from prefixstore.backends.objects.rows import (
-    LARGEST_UPDATE,
     Stored,
     key_in,
     name_of,
     new_payload,
-    pack_changes,
     payload_name,
     unpack_changes,
 )
@@ -37,7 +34,6 @@ from prefixstore.errors import (
     CorruptError,
     InvalidParameterError,
     LocationError,
-    MissingExtraError,
     StorageError,
     UnavailableError,
 )
@@ -132,13 +128,6 @@ def test_what_is_no_address_is_refused_without_repeating_a_secret(url, says):
         assert "hunter2" not in str(caught.value)
 
 
-@pytest.mark.parametrize("endpoint", ["http://host:99999", "http://[::1"])
-def test_an_endpoint_in_the_environment_that_is_none_is_an_error_of_ours(endpoint, credentials, monkeypatch):
-    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    with pytest.raises(UnavailableError, match="AWS_ENDPOINT_URL"):
-        open_backend("s3://bucket/prefix", max_bytes=MIB)
-
-
 def test_an_address_of_every_kind_is_accepted_and_shown_as_it_was_given():
     for url in (
         "s3://my-bucket.name/a/b%20c?endpoint=http://[::1]:8333&region=eu-central-1",
@@ -146,13 +135,6 @@ def test_an_address_of_every_kind_is_accepted_and_shown_as_it_was_given():
         "az://$web/a?account=name1",
     ):
         assert Address.parse(url).shown == url
-
-
-def test_without_obstore_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr(library_module, "_loaded", None)
-    monkeypatch.setattr(library_module, "NAME", "_not_there")
-    with pytest.raises(MissingExtraError, match=r'needs obstore, .*; pip install "prefixstore\[s3\]"'):
-        open_backend("s3://bucket/prefix", max_bytes=MIB)
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------
@@ -198,13 +180,6 @@ def test_a_server_is_tried_once_and_another_one_again(seaweedfs, credentials):
             assert len(backend.rows.state.tried) == 2
 
 
-def test_a_directory_is_refused_because_its_writes_have_no_conditions(tmp_path):
-    message = refusal(f"file://{tmp_path}/kv")
-    assert message.startswith("InvalidParameterError: ")
-    assert "lmdb://" in message
-    assert not (tmp_path / "kv").exists()
-
-
 @pytest.mark.parametrize(
     ("head", "says"),
     [
@@ -242,17 +217,6 @@ def test_changes_that_are_damaged_are_found_and_a_damaged_row_has_another_value(
             backend.check()
         with pytest.raises(CorruptError, match="is damaged"):
             rows_of(backend)
-
-
-@pytest.mark.parametrize("size", [1 << 62, LARGEST_UPDATE + 1, None])
-def test_an_update_does_not_say_how_much_memory_is_reserved(size):
-    # a frame of zstd with one segment: what it claims to hold, and nothing
-    head = b"\xe0" + size.to_bytes(8, "little") if size is not None else b"\0\x40"
-    frame = b"\x28\xb5\x2f\xfd" + head + b"\x01\0\0"
-    with pytest.raises(CorruptError, match="damaged"):
-        unpack_changes("here", frame)
-    changes = {b"a": Stored(b"1"), b"b": None, b"c": Stored(b"", new_payload(3))}
-    assert unpack_changes("here", pack_changes(changes)) == changes
 
 
 def test_names_are_in_the_order_of_the_keys_and_fit_into_every_server():
@@ -321,14 +285,6 @@ def test_a_range_asks_for_its_folder_only(seaweedfs, credentials):
             listed = [path for _, path in proxy.requests if "list-type" in path]
             assert all("rows%2F" in path or start[0] == 255 for path in listed)
             assert len(listed) <= 2
-
-
-def test_other_objects_among_the_rows_are_no_rows(new_prefix):
-    with rows_at(new_prefix()) as backend:
-        key = write(backend, 1)
-        for name in ("a", "ä(/b", "README.md"):
-            backend.client.put(f"{backend.state.rows}/{name}", b"")
-        assert rows_of(backend).keys() >= {key}
 
 
 @pytest.mark.slow
@@ -556,23 +512,6 @@ def test_nothing_of_a_purged_page_is_left_after_a_scrub(new_prefix):
         assert len(contents(backend)) == 1
 
 
-def test_a_row_that_is_deleted_or_written_again_while_it_is_read_is_missing_or_new(new_prefix):
-    url = new_prefix()
-    with rows_at(url) as one, rows_at(url) as two:
-        for number in range(4):
-            write(one, number)
-        with one.view() as view:
-            arriving = view.payloads([key_of(number) for number in range(4)])
-            with two.update() as draft:
-                draft.put(key_of(1), b"again", b"again")
-                draft.delete(key_of(2))
-                draft.put(key_of(3), b"empty", b"")
-            found = list(arriving)
-        assert [found[1][0], bytes(found[1][1])] == [b"again", b"again"]
-        assert found[2:] == [None, (b"empty", b"")]
-        assert bytes(found[0][1]) == payload_of(0, 1000)
-
-
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
@@ -600,14 +539,3 @@ def test_children_that_end_as_a_program_does_leave_the_parent_alone(new_prefix):
     with python(FORKS, new_prefix()) as process:
         out, _ = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out) == (0, "1\n2\n")
-
-
-@pytest.mark.slow
-def test_without_an_endpoint_it_is_said_that_aws_was_asked(credentials, monkeypatch):
-    for name in ("HTTPS_PROXY", "https_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:1")  # nobody listens there
-    with pytest.raises(UnavailableError, match=r"no answer.*the request went to AWS.*endpoint="):
-        open_backend("s3://bucket/kv", max_bytes=MIB)
-    with pytest.raises(UnavailableError) as caught:
-        open_backend("s3://bucket/kv?endpoint=http://127.0.0.1:1", max_bytes=MIB)
-    assert "AWS" not in str(caught.value)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from queue import SimpleQueue
 
 import pytest
 
 from prefixstore.backends.objects.read_ahead import (
     AT_ONCE,
-    FIRST_BYTES,
     HELD_BYTES,
-    LEARNED_SECONDS,
-    LEAST_BYTES,
     Window,
     ahead,
 )
@@ -53,40 +49,6 @@ def wide():
     window.received(HELD_BYTES, HELD_BYTES / 1e12)
     assert window.bytes == HELD_BYTES
     return window
-
-
-def test_the_next_payload_is_asked_for_when_little_of_the_first_is_to_come():
-    pieces = SimpleQueue()
-    begun = [threading.Event() for _ in range(3)]
-    going = threading.Event()
-
-    def read(number, arrived):
-        begun[number].set()
-        if number:
-            assert going.wait(PATIENCE)
-            return number
-        at = 0
-        while at < 8 * MIB:
-            size = pieces.get(timeout=PATIENCE)
-            arrived(size)
-            at += size
-        return number
-
-    results = []
-    found = ahead(range(3), lambda _: 8 * MIB, read, Window())
-    reader = threading.Thread(target=lambda: results.extend(found))
-    reader.start()
-    assert begun[0].wait(PATIENCE)
-    pieces.put(8 * MIB - FIRST_BYTES - 1)
-    assert not begun[1].wait(0.05)
-    pieces.put(1)
-    assert begun[1].wait(PATIENCE)
-    # now another 8 MiB are on their way
-    assert not begun[2].wait(0.05)
-    pieces.put(FIRST_BYTES)
-    going.set()
-    reader.join(PATIENCE)
-    assert [one for one, _ in results] == [0, 1, 2]
 
 
 def test_whoever_ends_early_has_the_others_end_with_their_next_bytes():
@@ -171,28 +133,3 @@ def test_on_a_slow_link_the_first_page_comes_as_if_alone_and_every_one_is_filled
         assert all(came <= (n + 2) * alone for n, came in enumerate(arrived))
     best = max(latency + sum(sizes) / rate, alone * len(sizes) / AT_ONCE)
     assert arrived[-1] <= 1.05 * best
-
-
-def test_what_was_learned_of_a_link_is_forgotten_after_a_while():
-    clock = Clock()
-    window = Window(clock)
-
-    def receive(seconds):
-        for _ in range(10):
-            clock.now += seconds
-            window.received(8 * MIB, seconds)
-
-    receive(0.1)
-    window.begin()
-    assert window.bytes == HELD_BYTES
-    receive(0.8)
-    window.begin()
-    assert window.bytes < 8 * MIB
-    clock.now += LEARNED_SECONDS
-    window.begin()
-    assert window.bytes == LEAST_BYTES
-    # a clock that was set back
-    receive(0.1)
-    clock.now = 0.0
-    window.begin()
-    assert window.bytes == LEAST_BYTES

@@ -8,7 +8,7 @@ import pytest
 
 from prefixstore.backends.sql import compaction
 from prefixstore.backends.sql.postgresql import PostgreSQL
-from prefixstore.errors import LocationError, UnavailableError
+from prefixstore.errors import LocationError
 from tests.support.postgres import database, name_of
 from tests.support.sql_rows import MIB, contents, delete, held, keys_of, opened, put, require_intact, row
 
@@ -107,21 +107,6 @@ def test_others_read_in_each_transaction_and_write_between_two(churned, monkeypa
         require_intact(backend)
 
 
-def test_what_others_delete_meanwhile_stays_deleted(churned, monkeypatch):
-    url, kept = churned
-    with opened(url) as backend, opened(url) as other:
-        left = sorted(kept, reverse=True)
-
-        def work(when):
-            if when == "after" and len(left) > 10:
-                delete(other, [left.pop()])
-
-        between_steps(monkeypatch, work)
-        backend.compact()
-        assert contents(other) == {key: kept[key] for key in left}
-        require_intact(backend)
-
-
 def test_while_somebody_reads_an_older_state_the_table_hardly_grows(churned):
     url, _ = churned
     with opened(url) as backend:
@@ -161,9 +146,3 @@ def test_only_the_owner_of_the_tables_can(churned):
                 connection.execute("DROP OWNED BY compaction_guest")
                 connection.execute("DROP ROLE compaction_guest")
         assert contents(backend) == kept
-
-
-def test_a_read_only_store_is_not_compacted(churned):
-    url, _ = churned
-    with opened(url, read_only=True) as backend, pytest.raises(UnavailableError, match="read-only"):
-        backend.compact()

@@ -10,8 +10,6 @@ import psycopg
 import pytest
 from sqlalchemy import make_url
 
-from prefixstore.backends import received
-from prefixstore.backends.contract import Range
 from prefixstore.backends.sql import postgresql_rows
 from prefixstore.errors import UnavailableError
 from tests.support.postgres import database, name_of
@@ -83,30 +81,6 @@ def test_payloads_may_be_given_up_at_any_time(stored, caplog, n):
     assert not caplog.records
 
 
-def test_whoever_asks_for_one_payload_keeps_the_connection(stored):
-    url, rows, keys = stored
-    with opened(url) as backend:
-        before = session_of(backend)
-        for key, (_, _, payload) in zip(keys, rows, strict=True):
-            with backend.view() as view:
-                assert bytes(next(iter(view.payloads([key])))[1]) == payload
-        assert session_of(backend) == before
-
-
-def test_payloads_may_be_given_up_in_an_update(stored):
-    url, rows, keys = stored
-    new = row(100)
-    with opened(url) as backend:
-        before = session_of(backend)
-        with backend.update() as draft:
-            with closing(draft.payloads(keys)) as fetched:
-                assert bytes(next(fetched)[1]) == rows[0][2]
-            draft.put(*new)
-        with backend.view() as view:
-            assert as_bytes(view.payloads([new[0]])) == [new[2]]
-        assert session_of(backend) == before
-
-
 def test_a_view_may_be_asked_for_something_else_while_payloads_arrive(stored):
     url, rows, keys = stored
     with opened(url) as backend:
@@ -126,20 +100,6 @@ def test_a_view_may_be_asked_for_something_else_while_payloads_arrive(stored):
             assert as_bytes(fetched) == [payload for _, _, payload in rows[1:]]
 
 
-def test_no_memory_for_a_payload_is_an_error_that_leaves_a_usable_view(stored, monkeypatch):
-    url, rows, keys = stored
-
-    def refuse(*_, **__):
-        raise MemoryError
-
-    with opened(url) as backend, backend.view() as view:
-        with monkeypatch.context() as patched:
-            patched.setattr(received, "bytearray", refuse, raising=False)
-            with pytest.raises(UnavailableError, match="no memory"):
-                list(view.payloads(keys))
-        assert as_bytes(view.payloads(keys)) == [payload for _, _, payload in rows]
-
-
 def test_a_session_that_ends_while_payloads_arrive_ends_them_with_an_error(stored):
     url, rows, keys = stored
     libpq = make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
@@ -155,29 +115,3 @@ def test_a_session_that_ends_while_payloads_arrive_ends_them_with_an_error(store
             assert found == [payload for _, _, payload in rows[: len(found)]]
         with backend.view() as view:
             assert as_bytes(view.payloads(keys)) == [payload for _, _, payload in rows]
-
-
-def test_rows_that_are_not_there_cost_no_connection(stored):
-    url, rows, keys = stored
-    expected = {key: payload for key, _, payload in rows}
-    with opened(url) as backend:
-        before = session_of(backend)
-        for wanted in ([b"none"], [b"none", *keys], [*keys[:2], b"none"]):
-            with backend.view() as view:
-                assert as_bytes(view.payloads(wanted)) == [expected.get(key) for key in wanted]
-                assert view.ranges([Range(b"n", b"o")]) == [[]]
-        assert session_of(backend) == before
-
-
-def test_what_has_arrived_of_a_payload_is_told(stored):
-    url, _, keys = stored
-    with opened(url) as backend, backend.view() as view:
-        seen, take = [], backend.memory.take
-        payloads = view.payloads(keys[:2])
-        next(payloads)
-        assert view.arrived == LONG
-        backend.memory.take = lambda size: seen.append(view.arrived) or take(size)
-        next(payloads)
-        assert view.arrived == LONG
-        assert next(payloads, None) is None
-        assert view.arrived == 0

@@ -60,22 +60,6 @@ def test_a_location_that_names_no_database_is_refused(location):
         open_backend(location, max_bytes=MIB)
 
 
-def test_a_relative_path_is_accepted(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with opened("sqlite:///kv.db") as backend:
-        assert backend.location == f"sqlite:///{tmp_path}/kv.db"
-    with opened(f"sqlite+pysqlite:////{tmp_path}/a%b ü?.db".replace("?", "%3F")):
-        pass
-    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".db", ".db"]
-
-
-@pytest.mark.parametrize("scheme", ["postgres", "postgresql", "postgresql+psycopg"])
-def test_postgresql_is_known_by_three_names(new_database, scheme):
-    url = new_database()
-    with opened(scheme + url[url.index("://") :]) as backend:
-        assert backend.location.startswith("postgresql+psycopg://")
-
-
 def test_a_password_is_not_in_the_location_nor_logged(new_database, caplog):
     caplog.set_level(logging.DEBUG)
     url = new_database().replace("postgres@", "postgres:S3CRET@")

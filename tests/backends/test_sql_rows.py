@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import sys
 import threading
 from contextlib import closing
-from types import SimpleNamespace
 
 import numpy as np
-import psycopg
 import pytest
 
 from prefixstore.backends.contract import Range, Row
 from prefixstore.backends.sql import postgresql, postgresql_rows, sqlite, sqlite_rows
 from prefixstore.backends.sql.database import APPLICATION_ID
-from prefixstore.errors import CorruptError, IncompatibleError, LocationError, UnavailableError
+from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
 from prefixstore.format.record import FORMAT_VERSION
 from tests.support import PATIENCE, in_thread, outcome
 from tests.support.sql_rows import (
@@ -97,14 +94,6 @@ def test_a_sqlite_file_that_is_truncated_does_not_end_the_process(tmp_path, shar
 # -- what is stored ----------------------------------------------------------------------------------------------------
 
 
-def test_payloads_are_stored_in_pieces_of_a_mebibyte(url):
-    with opened(url) as backend:
-        put(backend, row(1, 3 * MIB + 5), row(2, 0))
-        with backend.connection() as connection:
-            sizes = connection.execute("SELECT length(data) FROM prefixstore_payloads ORDER BY key, piece")
-            assert sizes.fetchall() == [(MIB,), (MIB,), (MIB,), (5,)]
-
-
 def spoil(path, statement, *parameters):
     """Change a SQLite file whose columns may be NULL from now on."""
     with closing(sqlite3.connect(path)) as connection, connection:
@@ -147,15 +136,6 @@ def test_a_payload_with_missing_or_extra_pieces_is_what_there_is_of_it(url):
         assert contents(backend) == {key: (value, payload) for key, value, payload in rows}
 
 
-def test_without_blob_handles_payloads_are_the_same(tmp_path, monkeypatch):
-    """As on Python 3.10."""
-    rows = [row(i, 3 * MIB + 1) for i in range(3)]
-    with opened(f"sqlite:///{tmp_path}/kv.db") as backend:
-        put(backend, *rows)
-        monkeypatch.setattr(sys, "version_info", (3, 10))
-        assert contents(backend) == {key: (value, payload) for key, value, payload in rows}
-
-
 def test_what_was_counted_is_counted_again_by_compacting(new_database):
     with opened(new_database()) as backend:
         put(backend, *(row(i) for i in range(10)))
@@ -166,27 +146,6 @@ def test_what_was_counted_is_counted_again_by_compacting(new_database):
             backend.compact(erase=erase)
             with backend.view() as view:
                 assert view.used == used
-
-
-def test_only_the_owner_of_the_tables_compacts(new_database):
-    url = new_database()
-    with opened(url) as backend:
-        put(backend, row(1))
-        with backend.connection() as connection:
-            connection.execute("CREATE ROLE compaction_guest LOGIN")
-            connection.execute(
-                "GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA public TO compaction_guest"
-            )
-        try:
-            with (
-                opened(url.replace("postgres@", "compaction_guest@")) as guest,
-                pytest.raises(LocationError, match="compact as the owner"),
-            ):
-                guest.compact()
-        finally:
-            with backend.connection() as connection:
-                connection.execute("DROP OWNED BY compaction_guest")
-                connection.execute("DROP ROLE compaction_guest")
 
 
 def test_a_damaged_index_of_a_sqlite_file_is_reported(tmp_path):
@@ -234,14 +193,6 @@ def test_a_commit_is_few_statements_however_many_rows_it_writes(new_database):
         with statements() as sent:
             delete(backend, [row(i)[0] for i in range(300)])
         assert len(sent) <= 7
-
-
-def test_more_keys_than_sqlite_takes_in_one_statement_are_read(tmp_path):
-    with opened(f"sqlite:///{tmp_path}/kv.db") as backend:
-        keys = put(backend, *(row(i, 10) for i in range(10)))
-        unknown = [i.to_bytes(32, "big") for i in range(100_000)]
-        with backend.view() as view:
-            assert view.get([*unknown, *keys])[-10:] == [row(i)[1] for i in range(10)]
 
 
 def explained(backend, statement, parameters):
@@ -309,21 +260,6 @@ def test_a_connection_that_drops_between_the_statements_of_a_commit_leaves_nothi
             require_intact(backend)
 
 
-def test_an_interrupt_stays_one_although_the_connection_is_lost(new_database):
-    url = new_database()
-    with opened(url) as backend, opened(url) as other:
-
-        def interrupted():
-            with backend.update() as draft:
-                draft.put(*row(1))
-                end_others(other)
-                raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            interrupted()
-        assert keys_of(backend) == set()
-
-
 def test_a_view_in_another_thread_goes_on_while_the_location_is_closed(url):
     with opened(url) as backend:
         (key,) = put(backend, row(1))
@@ -337,17 +273,6 @@ def test_a_view_in_another_thread_goes_on_while_the_location_is_closed(url):
         with pytest.raises(UnavailableError), backend.view():
             pass
         assert not backend.idle
-
-
-def test_a_closed_sqlite_location_does_not_make_a_file_again_that_was_deleted(tmp_path):
-    with opened(f"sqlite:///{tmp_path}/kv.db") as backend:
-        put(backend, row(1))
-    for file in tmp_path.iterdir():
-        file.unlink()
-    for use in (backend.view, backend.update):
-        with pytest.raises(UnavailableError), use():
-            pass
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
@@ -368,33 +293,6 @@ def test_idle_connections_that_the_server_closed_are_replaced_silently(new_datab
             end_others(other)
             work()
         assert len(keys_of(backend)) == 4
-
-
-def test_a_server_is_silent_when_nothing_has_arrived_for_as_many_polls():
-    closed = []
-    connection = SimpleNamespace(close=lambda: closed.append(1))
-
-    def answer():
-        while not (yield "polled"):
-            pass
-        return "heard"
-
-    for n_polls in (0, 50):
-        waiting = postgresql._Connection._heard(connection, answer(), 5.0)
-        next(waiting)
-        # however long each of them took: this process may have been stopped
-        for _ in range(n_polls):
-            assert waiting.send(0) == "polled"
-        with pytest.raises(StopIteration, match="heard"):
-            waiting.send(1)
-    waiting = postgresql._Connection._heard(connection, answer(), 5.0)
-    next(waiting)
-    for _ in range(50):
-        assert waiting.send(0) == "polled"
-    assert not closed
-    with pytest.raises(psycopg.OperationalError, match="has not answered for 5 s"):
-        waiting.send(0)
-    assert closed
 
 
 @pytest.mark.slow

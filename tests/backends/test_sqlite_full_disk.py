@@ -53,18 +53,3 @@ def test_a_store_on_a_full_disk_evicts_and_goes_on(small_disk, size):
         assert archive.purge(salt="t").pages == left + 1
         archive.compact()
     assert shutil.disk_usage(small_disk).free > (8 << 20)
-
-
-def test_what_others_write_to_the_disk_is_an_error_that_ends_when_it_is_deleted(small_disk):
-    location = f"sqlite:///{small_disk}/kv.db"
-    with closing(open_pages(location, max_bytes=1 << 30)) as backend:
-        fill(backend, space("t"), [[1, 1, 2, 3]], size=100_000)
-        other = small_disk / "other"
-        with pytest.raises(OSError, match="No space"):
-            other.write_bytes(bytes(32 << 20))
-        with pytest.raises(FullError):
-            fill(backend, space("t"), [[number, 1, 2, 3] for number in range(2, 100)], size=1_000_000)
-        other.unlink()
-        fill(backend, space("t"), [[200, 1, 2, 3]], size=1_000_000)
-    with Archive(location) as archive:
-        assert archive.check() == []

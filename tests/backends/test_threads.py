@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
-from contextlib import nullcontext, suppress
 from queue import Empty
 
 import pytest
 
 from prefixstore.backends.threads import Threads, caller, is_own
-from tests.support import PATIENCE, outcome
+from tests.support import PATIENCE
 from tests.support.timeouts import wait_for
 
 NAME = "of-this-test"
@@ -39,14 +36,6 @@ def test_threads_are_started_as_they_are_needed_and_used_again(pool):
     wait_for(lambda: len(alive()) == 5, "the start of the last one")
 
 
-def test_no_more_threads_are_started_than_allowed_and_all_is_done():
-    threads = Threads(NAME, 2)
-    answers = [threads.start(threading.get_ident) for _ in range(50)]
-    assert len({answer.get() for answer in answers}) <= 2
-    threads.close()
-    wait_for(lambda: not alive(), "the end of the threads")
-
-
 def test_a_thread_of_the_store_does_the_work_itself_and_knows_for_whom(pool):
     def nested():
         is_here = pool.call(threading.get_ident) == threading.get_ident()
@@ -55,29 +44,6 @@ def test_a_thread_of_the_store_does_the_work_itself_and_knows_for_whom(pool):
     me = threading.get_ident()
     assert not is_own()
     assert pool.call(nested) == (True, me, True, me)
-
-
-def test_one_whose_caller_waits_no_longer_works_for_itself_as_do_those_that_work_for_it(pool):
-    me, left, gate = threading.get_ident(), threading.Event(), threading.Event()
-
-    def nested():
-        return caller().key
-
-    def work():
-        before = caller().key, pool.start(nested).get()
-        assert left.wait(PATIENCE)
-        after = caller().key, pool.start(nested).get()
-        gate.set()
-        return before, after
-
-    answer = pool.start(work)
-    with pytest.raises(Empty):
-        answer.get(0.01)
-    left.set()
-    assert gate.wait(PATIENCE)
-    before, after = answer.get()
-    assert before in ((me, me), (answer.caller, answer.caller), (me, answer.caller))
-    assert after == (answer.caller, answer.caller)
 
 
 def test_an_error_is_raised_where_the_answer_is_taken_and_does_not_end_the_thread(pool):
@@ -102,30 +68,6 @@ def test_a_caller_may_wait_for_so_long_only_and_the_work_goes_on(pool):
     assert done.wait(PATIENCE)
 
 
-class Thing:
-    pass
-
-
-@pytest.mark.parametrize("ends", ["well", "badly"])
-def test_what_was_used_is_released_without_the_garbage_collector(pool, ends):
-    def work(thing):
-        if ends == "badly":
-            raise ValueError(thing)
-
-    gc.disable()
-    try:
-        thing = Thing()
-        there = weakref.ref(thing)
-        try:
-            pool.call(work, thing)
-        except ValueError:
-            assert ends == "badly"
-        del thing
-        wait_for(lambda: there() is None, "the release")
-    finally:
-        gc.enable()
-
-
 def test_what_was_handed_over_before_the_end_is_done_and_later_work_is_done_by_the_caller():
     threads = Threads(NAME)
     gate = threading.Event()
@@ -137,23 +79,6 @@ def test_what_was_handed_over_before_the_end_is_done_and_later_work_is_done_by_t
     gate.set()
     assert [answer.get() for answer in answers] == [True] * 3
     wait_for(lambda: not alive(), "the end of the threads")
-
-
-def test_threads_end_when_nobody_can_hand_them_anything_any_more():
-    threads = Threads(NAME)
-    threads.call(int)
-    del threads
-    wait_for(lambda: not alive(), "the end of the threads")
-
-
-def test_what_a_caller_has_open_is_known_until_it_leaves_the_block(pool):
-    with suppress(ValueError), pool.lending(nullcontext("it")) as it:
-        assert it == "it"
-        assert pool.has_lent()
-        assert pool.call(pool.has_lent)
-        assert not outcome(pool.has_lent)
-        raise ValueError
-    assert not pool.has_lent()
 
 
 def test_if_no_thread_can_be_started_the_caller_does_the_work(pool, monkeypatch):

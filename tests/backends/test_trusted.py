@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from prefixstore.backends.lmdb import checked
-from prefixstore.engine.page_checks import flaws
 from prefixstore.engine.pages import open_pages
-from prefixstore.errors import LocationError, UnavailableError
+from prefixstore.errors import LocationError
 from tests.support import keys_of
 from tests.support.places import MIB, fill, opened, refusal, space
 from tests.support.worker import in_fork
@@ -120,24 +119,6 @@ def test_planted_files_are_refused_and_links_are_not_followed(folder, scheme, pl
             assert target.exists() == (name not in ("kv.db-wal", "kv.db-shm"))
 
 
-@BOTH
-def test_a_process_that_becomes_another_user_goes_on_with_what_it_has_open(folder, scheme):
-    location = location_in(folder, scheme)
-
-    def use():
-        # as a server that drops its rights
-        with closing(open_pages(location, max_bytes=MIB)) as backend:
-            os.setresuid(ME, ME, ME)
-            fill(backend, space(), [[1, 2, 3, 4]])
-            assert len(keys_of(backend)) == 1
-            with backend.view() as view:
-                if scheme == "lmdb":
-                    with pytest.raises(UnavailableError, match=r"data\.mdb cannot be read: Permission denied"):
-                        list(flaws(view))
-
-    in_fork(use)
-
-
 def test_a_directory_of_another_user_is_refused_unless_a_group_shares_it(folder):
     location = location_in(folder, "lmdb")
     as_user(lambda: make_store(location))
@@ -154,29 +135,6 @@ def test_a_directory_of_another_user_is_refused_unless_a_group_shares_it(folder)
         os.chown(path, ME, GROUP)
         path.chmod(0o2770 if path.is_dir() else 0o660)
     as_user(lambda: make_store(location), OTHER, [GROUP])
-
-
-@BOTH
-def test_what_a_group_may_only_read_was_not_shared_on_purpose(folder, scheme):
-    """A user of the same primary group, and umask 022."""
-    location = location_in(folder, scheme)
-    as_user(lambda: make_store(location))
-    paths = [folder / "kv", *(folder / "kv").iterdir()]
-
-    def refused():
-        assert "belongs to another user" in refusal(location, read_only=True)
-        assert refusal(location).startswith("LocationError")
-
-    for path in paths:
-        os.chown(path, ME, GROUP)
-        path.chmod(0o755 if path.is_dir() else 0o644)
-    for user in (0, OTHER):
-        as_user(refused, user, [GROUP])
-    # nor is a file trusted because it is in a directory like /tmp
-    (folder / "kv").chmod(0o1777)
-    os.chown(folder / "kv", 0, GROUP)
-    if scheme == "sqlite":
-        as_user(refused, OTHER, [GROUP])
 
 
 def test_a_group_reads_what_its_owner_writes(folder):

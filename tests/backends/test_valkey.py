@@ -6,7 +6,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 import traceback
 from contextlib import closing, contextmanager, suppress
 
@@ -29,7 +28,6 @@ from prefixstore.errors import (
     CorruptError,
     InvalidParameterError,
     LocationError,
-    MissingExtraError,
     StorageError,
     UnavailableError,
 )
@@ -183,15 +181,6 @@ def test_a_url_says_where_the_server_is(url, kind, options):
 def test_a_url_that_is_wrong_is_refused(url):
     with pytest.raises(InvalidParameterError, match="location"):
         open_pages(url, max_bytes=MIB)
-
-
-def test_without_the_client_the_error_names_the_extra(monkeypatch):
-    for name in [name for name in sys.modules if name.startswith("prefixstore.backends.valkey.")]:
-        monkeypatch.delitem(sys.modules, name)
-    for name in [name for name in sys.modules if name.split(".")[0] == "valkey"]:
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MissingExtraError, match=r"prefixstore\[valkey\]"):
-        open_pages("valkey://localhost", max_bytes=MIB)
 
 
 # -- users ------------------------------------------------------------------------------------------------------------
@@ -362,19 +351,6 @@ def test_a_writer_waits_for_another_and_gives_up_after_a_while(url, monkeypatch)
             raise AssertionError("it began")
 
 
-def test_a_lock_is_renewed_while_its_update_works(url, client, monkeypatch):
-    monkeypatch.setattr(backend_module, "RENEW_SECONDS", 0)
-    with rows_of(url) as backend, backend.update() as draft:
-        for read in (
-            lambda: draft.get([b"a"]),
-            lambda: draft.ranges([ALL]),
-            lambda: list(draft.payloads([b"a"])),
-        ):
-            client.pexpire(named(url, "lock"), 5000)
-            read()
-            assert client.pttl(named(url, "lock")) > 5000
-
-
 def test_a_commit_whose_answer_is_lost_is_sent_again_and_counts_once(url, monkeypatch):
     with rows_of(url) as backend:
         with backend.view() as view:
@@ -394,22 +370,6 @@ def test_a_commit_whose_answer_is_lost_is_sent_again_and_counts_once(url, monkey
         assert stored(backend) == {b"a": (b"1", b"payload")}
         with backend.view() as view:
             assert view.used == before + COSTS.of(b"a", b"1", 7)
-
-
-def test_what_was_sent_and_is_evicted_is_not_committed(url, client, monkeypatch):
-    with rows_of(url) as backend:
-
-        def evict(change, real=backend_module.packed):
-            client.delete(*client.keys(named(url, "new:*"))[:1] or ["none"])
-            return real(change)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(backend_module, "packed", evict)
-            with pytest.raises(UnavailableError, match="evicted"):
-                change_rows(backend, a=(b"1", b"x"), b=(b"2", b"y"))
-        assert stored(backend) == {}
-        assert client.keys(named(url, "new:*")) == []
-        change_rows(backend, a=(b"1", b"x"))
 
 
 # -- what the server forgets ------------------------------------------------------------------------------------------
@@ -434,16 +394,6 @@ def test_a_structure_that_the_server_has_evicted_starts_the_location_over(url, c
         other.check()
         change_rows(other, a=(b"1", b"again"))
         assert stored(backend) == {b"a": (b"1", b"again"), b"b": (b"new", None)}
-
-
-def test_a_structure_that_is_evicted_during_an_update_ends_it_with_a_conflict(url, client):
-    for kind in ("meta", "rows", "order"):
-        with rows_of(url) as backend:
-            change_rows(backend, a=(b"1",))
-            with pytest.raises(ConflictError):
-                change_rows(backend, b=(b"2", b"payload"), then=lambda kind=kind: client.delete(named(url, kind)))
-            change_rows(backend, b=(b"2",))
-            assert stored(backend) == {b"b": (b"2", None)}
 
 
 def test_a_payload_that_the_server_has_evicted_is_a_damaged_page_that_is_computed_again(url, client):
@@ -477,65 +427,6 @@ def test_a_server_that_restarts_empty_does_not_have_what_was_first_put_there():
 
 
 # -- payloads ---------------------------------------------------------------------------------------------------------
-
-
-def test_committed_payloads_do_not_expire(url, client):
-    with rows_of(url) as backend:
-        change_rows(backend, a=(b"1", b"payload"))
-        assert client.pttl(named(url, "payload:a")) == -1
-        change_rows(backend, a=(b"2", b"another"))
-        assert client.pttl(named(url, "payload:a")) == -1
-
-
-def test_an_error_is_not_followed_by_the_answers_to_what_was_asked_with_it(url, client):
-    with rows_of(url) as backend:
-        change_rows(backend, a=(b"1", b"x"), b=(b"2", b"y"), c=(b"3", b"z"))
-        client.delete(named(url, "payload:a"))
-        client.lpush(named(url, "payload:a"), b"x")
-        with backend.view() as view:
-            with pytest.raises(StorageError):
-                list(view.payloads([b"a", b"b", b"c"]))
-            assert next(iter(view.payloads([b"b"]))) == (b"2", b"y")
-            assert view.get([b"a", b"b", b"c"]) == [b"1", b"2", b"3"]
-
-
-def test_what_is_stored_instead_of_a_payload_is_for_others_to_verify(url, client):
-    with rows_of(url) as backend:
-        change_rows(backend, a=(b"1", b"x" * 200_000), b=(b"2", b"y"))
-        for value in (b"", b"abc", b"\xff" * 100, b"\xff" * 200_000):
-            client.set(named(url, "payload:a"), value)
-            assert stored(backend) == {b"a": (b"1", value), b"b": (b"2", b"y")}
-        client.hdel(named(url, "rows"), "a")
-        with backend.view() as view:
-            assert [pair and pair[0] for pair in view.payloads([b"a", b"b"])] == [None, b"2"]
-
-
-def test_rows_out_of_order_end_every_walk(url, client):
-    with rows_of(url) as backend:
-        change_rows(backend, a=(b"1",), b=(b"2",), c=(b"3",))
-        client.zadd(named(url, "order"), {"a": 1})
-        with backend.view() as view, pytest.raises(CorruptError, match="order"):
-            view.ranges([ALL])
-
-
-def used_memory(client):
-    """What the server uses, once it has freed what was deleted: it does that in a thread."""
-    wait_for(lambda: client.info("memory")["lazyfree_pending_objects"] == 0, "the end of freeing")
-    return client.info("memory")["used_memory"]
-
-
-def test_what_is_counted_is_about_what_the_server_uses(url, client):
-    payload = np.random.default_rng(1).bytes(100_000)
-    with opened(url) as backend:
-        with backend.view() as view:
-            empty = view.used.bytes
-        before = used_memory(client)
-        put(backend, *range(300), payload=payload)
-        grown = used_memory(client) - before
-        with backend.view() as view:
-            counted = view.used.bytes - empty
-    # allocators round up, some more than others; connections take some, too
-    assert 0.9 * grown < counted < 1.4 * grown
 
 
 # -- replicas ----

@@ -27,10 +27,10 @@ def n_packed(store) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_restore_of_packed_pages_gives_the_same_bytes_and_the_same_answer(llama, tmp_path, kind, ram_bytes="64MiB"):
+def test_a_restore_of_packed_pages_gives_the_same_bytes_and_the_same_answer(llama, tmp_path, kind):
     arch, options = KINDS[kind]
     llm = llama(arch, **options)
-    with PrefixStore(tmp_path / "kv", llm, ram_bytes=ram_bytes) as store:
+    with PrefixStore(tmp_path / "kv", llm, ram_bytes="64MiB") as store:
         llm.set_cache(store)
         first = answer(llm, TOKENS)
         store.flush()

@@ -45,7 +45,7 @@ def with_nan(victim: Victim, i: int) -> Case:
     ("where", "error"),
     [("verify_checksum", UnavailableError), ("verify_checksum", SystemExit), ("inspect", MemoryError)],
 )
-def test_an_error_at_any_page_is_at_most_a_miss(victim, monkeypatch, where, error, live=PAGE + 5):
+def test_an_error_at_any_page_is_at_most_a_miss(victim, monkeypatch, where, error):
     real = getattr(readers, where)
     for i in range(5):
         case = with_nan(victim, i)
@@ -56,7 +56,7 @@ def test_an_error_at_any_page_is_at_most_a_miss(victim, monkeypatch, where, erro
             return real(record, *args)
 
         monkeypatch.setattr(readers, where, fail)
-        assert victim.run(case, live) == []
+        assert victim.run(case, PAGE + 5) == []
         assert not victim.store._hooks.current.context.memory.unfinished.unverified
     monkeypatch.undo()
     victim.put()
@@ -66,7 +66,7 @@ def test_an_error_at_any_page_is_at_most_a_miss(victim, monkeypatch, where, erro
 
 @pytest.mark.parametrize("where", [(PagedMemory, "load"), (PagedMemory, "cut"), (States, "verified")], ids=str)
 @pytest.mark.parametrize("after", [True, False])
-def test_an_interrupt_at_any_page_leaves_nothing_that_is_not_verified(victim, monkeypatch, where, after, live=PAGE + 5):
+def test_an_interrupt_at_any_page_leaves_nothing_that_is_not_verified(victim, monkeypatch, where, after):
     llm = victim.llm
     real = getattr(*where)
     for i in range(1, 5):
@@ -82,8 +82,7 @@ def test_an_interrupt_at_any_page_leaves_nothing_that_is_not_verified(victim, mo
 
         victim.put(with_nan(victim, min(i, 3)))
         forget(llm)
-        if live:
-            llm.eval(TOKENS[:live])
+        llm.eval(TOKENS[: PAGE + 5])
         with monkeypatch.context() as patch:
             patch.setattr(*where, interrupted)
             # a restore may make fewer of these calls
@@ -213,7 +212,8 @@ def forge_all(backend, codec):
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "mamba", "lfm2"])
-def test_a_prompt_longer_than_the_context_leaves_a_place_for_the_next_token(llama, arch, n_ctx=300):
+def test_a_prompt_longer_than_the_context_leaves_a_place_for_the_next_token(llama, arch):
+    n_ctx = 300
     llm = llama(arch, n_ctx=n_ctx, n_batch=64)
     tokens = prompt(n_ctx + 200, seed=9)
     with PrefixStore("memory:", llm, page_tokens=PAGE, min_tokens=16, snapshot_interval=PAGE) as store:
