@@ -13,10 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import typer
 
 from prefixstore import PrefixStore
-from prefixstore.cli.app import GROUPS, app
 from prefixstore.format.record import checksum
 from prefixstore.maintenance.archive import Archive
 from prefixstore.models.vocabulary import Vocabulary
@@ -107,14 +105,6 @@ def test_the_package_and_the_help_load_little(code, ours):
     assert others <= {"annotated_doc", "click", "shellingham", "typer", "typing_extensions"}
 
 
-def test_the_lists_of_commands_have_the_first_sentence_of_the_help_of_each():
-    program = typer.main.get_command(app)
-    for group in (program, *(program.commands[name] for name in GROUPS)):
-        for name, command in group.commands.items():
-            first = " ".join(command.help.split("\n\n")[0].split())
-            assert first.startswith(group.get_command(None, name).short_help), name
-
-
 @pytest.mark.slow
 def test_commands_that_only_read_do_not_need_llama_cpp_also_to_show_text(store, models, tmp_path):
     code = (
@@ -125,13 +115,6 @@ def test_commands_that_only_read_do_not_need_llama_cpp_also_to_show_text(store, 
     )
     given = [sys.executable, "-c", code, store, models("llama"), tmp_path / "r.html"]
     subprocess.run(given, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-
-
-def test_without_typer_the_message_names_the_extra():
-    code = "import sys; sys.modules['typer'] = None; from prefixstore.cli import main; sys.exit(main(['ls', 'x']))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert 'pip install "prefixstore[cli]"' in done.stderr
 
 
 @pytest.mark.slow
@@ -167,16 +150,6 @@ def test_stats_and_ls_count_what_is_stored(store, run, as_json):
     assert code == 0
     assert re.search(rf"{MINE.key.hex()[:12]}.* mine +7 ", out)
     assert run("stats", store)[0] == 0
-
-
-def test_ls_tells_namespaces_of_one_model_apart(tmp_path, run):
-    with Archive(str(tmp_path / "kv"), create=True) as archive:
-        for n, more in enumerate(({"type_k": "f16"}, {"type_k": "q8_0"}, {"type_k": "q8_0", "salt": "one"})):
-            fill(archive.backend, space(model="a" * 64, flash_attn_type=1, **more), [[n]])
-        fill(archive.backend, space(model="b" * 64, type_k="f32"), [[9]])
-    code, out, _ = run("ls", tmp_path / "kv")
-    assert (code, out.count("type_k f16"), out.count("type_k q8_0")) == (0, 1, 2)
-    assert not {"flash_attn_type", "type_k f32"} & set(re.findall(r"flash_attn_type|type_k f32", out))
 
 
 def test_tree_and_show_list_pages(store, run, as_json):
@@ -341,16 +314,6 @@ def test_purged_pages_cannot_be_read_from_the_files(store, tmp_path, as_json):
     assert as_json("stats", store)[1]["pages"] == 0
 
 
-def test_a_conversation_is_purged_by_its_text(served, tmp_path, as_json, run):
-    model, location = served
-    copy = str(tmp_path / "copy")
-    assert run("copy", location, copy)[0] == 0
-    before = as_json("stats", copy)[1]["pages"]
-    text = load(model).detokenize(prompt(30)).decode()
-    code, found = as_json("purge", copy, "--prefix", text, "--model", model)
-    assert (code, found["removed"]["pages"]) == (0, before)
-
-
 # -- moving -----------------------------------------------------------------------------------------------------------
 
 
@@ -398,42 +361,4 @@ def test_migrate_reports_the_state_of_the_schema(tmp_path, as_json, run):
     assert run("migrate", f"sqlite:///{tmp_path}/new.db", "--sql")[1]
 
 
-@pytest.mark.slow
-def test_migrating_what_is_no_database_does_not_ask_for_an_extra(tmp_path):
-    code = (
-        "import sys; sys.modules['sqlalchemy'] = None; from prefixstore.cli import main; sys.exit(main(sys.argv[1:]))"
-    )
-    for location, says in (
-        (tmp_path / "kv", "is not a SQL database, and other locations need no migration"),
-        ("sqlite:///x.db", "prefixstore[sql]"),
-    ):
-        command = [sys.executable, "-c", code, "migrate", str(location)]
-        done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
-        assert done.returncode == 2
-        assert says in done.stderr
-
-
 # -- measuring --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_bench_measures_and_leaves_the_store_unchanged(served, tmp_path, as_json, run):
-    model, location = served
-    copy = str(tmp_path / "copy")
-    assert run("copy", location, copy)[0] == 0
-    with Archive(copy, read_only=True) as archive:
-        before = contents(archive.backend)
-    config = tmp_path / "c.toml"
-    config.write_text(f'[model]\npath = "{model}"\nn_threads = 1\nn_threads_batch = 1\n')
-    code, found = as_json("bench", copy, "--config", config, "--tokens", 300)
-    assert code == 0
-    assert found["read_bytes_per_second"] > 0
-    assert found["written_bytes_per_second"] > 0
-    assert [one["tokens"] for one in found["prompts"]] == [32, 64, 128, 256, 300]
-    with Archive(copy, read_only=True) as archive:
-        assert contents(archive.backend).keys() == before.keys()
-        assert len(archive.holdings()) == 1
-        # nothing was counted, and the limit of the measurement is not that of the store
-        history = archive.history()
-        assert (history.total().lookups, history.requests, history.max_bytes) == (0, (), None)
-    assert run("bench", copy)[0] == 0

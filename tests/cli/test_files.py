@@ -31,16 +31,6 @@ def test_a_file_is_written_for_its_owner_only_and_replaces_nothing_unasked(tmp_p
     assert [one.name for one in tmp_path.iterdir()] == ["r.html"]
 
 
-def test_what_is_no_file_is_not_replaced(tmp_path):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    for path in (pipe, tmp_path):
-        with pytest.raises(LocationError, match="is not a file"):
-            write(path, "text", replace=True)
-    assert pipe.is_fifo()
-    assert list(tmp_path.iterdir()) == [pipe]
-
-
 @pytest.mark.parametrize("fault", [OSError(28, "no space left on device"), KeyboardInterrupt()])
 @pytest.mark.parametrize("replace", [True, False])
 def test_what_cannot_be_written_as_a_whole_leaves_nothing(tmp_path, monkeypatch, fault, replace):

@@ -6,14 +6,12 @@ import base64
 import json
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
 
 from prefixstore.backends.keys import Keys, key_id, provider_of
 from prefixstore.cli import main
-from prefixstore.cli.key import add
 from prefixstore.engine.pages import open_pages
 from tests.support.places import MIB, contents, fill, space
 
@@ -84,12 +82,6 @@ def test_keys_are_added_in_place(tmp_path, run, key):
     alice = {name: key_id(secret).hex() for name, secret in keys_in(key).tenants.items()}
     assert listed == {"keys": [oldest.hex(), newest.hex()], "tenants": alice, "forgotten": {}}
     assert f"{newest.hex()}   the newest" in run("key", "list", key).out
-
-
-def test_keys_that_are_added_at_once_are_all_there(key):
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: add(str(key)), range(8)))
-    assert len(keys_in(key).masters) == 9
 
 
 def test_a_key_is_replaced(tmp_path, run, key):

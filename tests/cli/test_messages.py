@@ -92,10 +92,3 @@ def test_a_command_that_fails_says_why_and_changes_nothing(tmp_path, models, sto
         assert word not in err
     assert n_pages(store) == 6
     assert [path.name for path in folder.iterdir()] == ["three.toml"]
-
-
-def test_a_tenant_that_is_not_there_is_not_shown_as_an_empty_one(store, run):
-    for command in ("ls", "tree", "export --out f.pstore --dry-run"):
-        name, *options = command.split()
-        assert "there is no tenant 'mien'" in run(name, store, *options, "--salt", "mien")[2]
-        assert "no tenant" not in run(name, store, *options, "--salt", "mine")[2]

@@ -11,8 +11,6 @@ import pytest
 
 from prefixstore import PrefixStore
 from prefixstore.cli import main
-from prefixstore.errors import CorruptError
-from prefixstore.server.slots import SlotStore
 from tests.support.llama_server import Running
 from tests.support.models import prompt
 
@@ -147,31 +145,3 @@ def test_what_is_wrong_is_said(
     assert run("save", tmp_path / "kv", "--all", "--namespace", "mine", *at)[0] == 0
     assert run("restore", tmp_path / "kv", "--slot", "1", "--deepest", "--namespace", "mine", *at)[0] == 0
     assert run("restore", tmp_path / "kv", "--slot", "1", "--deepest", "--namespace", "yours", *at)[0] == 1
-
-
-@pytest.mark.slow
-def test_a_slot_that_cannot_be_saved_costs_no_other(
-    run: Callable[..., tuple[int, str, str]],
-    docs_model: Path,
-    llama_server: Callable[..., Running],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-):
-    running = llama_server(docs_model)
-    for slot in (0, 1):
-        running.complete(f"The options of command {slot}. " * 30, n=4, slot=slot)
-    save = SlotStore.save
-
-    def failing(self: SlotStore, slot: int, **options: Any) -> Any:
-        if slot == 0:
-            raise CorruptError("a slot file is not what it should be")
-        return save(self, slot, **options)
-
-    monkeypatch.setattr(SlotStore, "save", failing)
-    at = ["--server", running.url, "--slots-dir", running.slots_dir]
-    code, out, _ = run("save", tmp_path / "kv", "--all", *at, "--json")
-    first, second = json.loads(out)
-    assert code == 1
-    assert "not what it should be" in first["reason"]
-    assert (second["reason"], second["new_pages"] > 0) == (None, True)
-    assert run("save", tmp_path / "kv", "--slot", "0", *at)[0] == 1

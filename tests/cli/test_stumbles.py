@@ -4,33 +4,22 @@ from __future__ import annotations
 
 import csv
 import io
-import logging
 import os
 import re
-import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from rich.console import Console
 
-from prefixstore import InvalidParameterError, PrefixStore, load, warm
-from prefixstore.cli import warm_report as progress_module
-from prefixstore.cli.files import chat_in, text_in
-from prefixstore.cli.warm import _signals
-from prefixstore.cli.warm_report import progress_shown as shown
-from prefixstore.config import Config, load_config
+from prefixstore import PrefixStore, load
+from prefixstore.config import load_config
 from prefixstore.maintenance.archive import Archive
-from prefixstore.warming.estimate import estimate
-from prefixstore.warming.report import Progress
 from tests.cli.conftest import SEQUENCES, filled, n_pages
 from tests.support.models import load as load_model
 from tests.support.models import prompt
 from tests.support.places import fill, space
-from tests.support.warming import shared_prompts, write_jsonl
+from tests.support.warming import write_jsonl
 
 pytestmark = pytest.mark.usefixtures("new_user")
 
@@ -197,75 +186,6 @@ def test_init_writes_a_config_that_everything_accepts(tmp_path, run, models, as_
     assert run("init", "no/folder.toml")[0] == 3
 
 
-def test_a_file_of_settings_may_begin_with_a_bom(tmp_path):
-    file = tmp_path / "windows.toml"
-    file.write_bytes(b'\xef\xbb\xbf[model]\r\nn_ctx = 512\r\n[store]\r\nlocation = "kv"\r\n')
-    settings = load_config(file)
-    assert (settings.model["n_ctx"], settings.location) == (512, str(tmp_path / "kv"))
-
-
-def test_a_tilde_in_a_file_of_settings_is_the_home_directory(tmp_path, run):
-    home = tmp_path / "home"
-    file = tmp_path / "work" / "own.toml"
-    file.write_text('[model]\npath = "~/m.gguf"\n[store]\nlocation = "~/kv"\n[warm]\nprompts = ["~/p.jsonl"]\n')
-    settings = load_config(file)
-    assert (settings.path, settings.location) == (str(home / "m.gguf"), str(home / "kv"))
-    assert settings.warm["prompts"] == [str(home / "p.jsonl")]
-    # the shell leaves it as it is after "--store="
-    assert run("init", "new.toml", "--store=~/kv", "--model=~/m.gguf")[0] == 0
-    settings = load_config("new.toml")
-    assert [os.path.normpath(one) for one in (settings.path, settings.location)] == [
-        str(home / "m.gguf"),
-        str(home / "kv"),
-    ]
-
-
-def test_a_quantized_v_without_flash_attention_says_what_it_needs(models):
-    with pytest.raises(InvalidParameterError, match="a quantized type_v needs flash_attn = true"):
-        Config(str(models("llama")), {"n_ctx": 64, "type_v": "q8_0"}).open_llama()
-    with pytest.raises(InvalidParameterError, match=r"known are bf16, f16, f32") as caught:
-        Config(str(models("llama")), {"type_k": "q9"}).open_llama()
-    assert "count" not in str(caught.value)
-
-
-def test_a_prompt_in_a_file_has_no_bom(tmp_path):
-    text, chat = tmp_path / "p.txt", tmp_path / "chat.json"
-    text.write_bytes(b"\xef\xbb\xbfHello\r\n")
-    chat.write_bytes(b'\xef\xbb\xbf[{"role": "user", "content": "Hello"}]')
-    assert text_in(text) == "Hello\r\n"
-    assert chat_in(chat)["messages"][0]["content"] == "Hello"
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_ctrl_c_is_answered_before_the_batch_ends(capfd, monkeypatch, is_terminal):
-    monkeypatch.setattr("prefixstore.cli.warm.has_terminal", lambda: is_terminal)
-    with _signals() as caught:
-        os.kill(os.getpid(), signal.SIGINT)
-    assert caught == [signal.SIGINT]
-    assert ("stopping after this batch; Ctrl-C again stops at once" in capfd.readouterr().err) == is_terminal
-
-
-def test_serve_says_which_settings_it_ignores(tmp_path, run, monkeypatch):
-    monkeypatch.setattr("prefixstore.server.serving.serve_child", lambda *_: None)
-    config = tmp_path / "all.toml"
-    config.write_text('[model]\npath = "m.gguf"\n[store]\nlocation = "kv"\nmax_bytes = "1GiB"\n')
-    assert run("serve", "--config", config, "--", "llama-server") == (0, "", "")
-    assert (
-        f"python -m prefixstore.server --config {config} serves the model in it" in run("serve", "--config", config)[2]
-    )
-    with config.open("a") as file:
-        file.write('ttl = "30d"\nsalt = "tenant-7"\nnamespace = "chat"\n')
-    code, _, err = run("serve", "--config", config, "--", "llama-server")
-    assert (code, "serve ignores namespace, salt in [store]" in " ".join(err.split())) == (0, True)
-
-
-def test_a_file_of_settings_keeps_its_mode(run, tmp_path):
-    written = tmp_path / "mine.toml"
-    written.touch(0o640)
-    assert run("init", written, "--yes", "--store", tmp_path / "kv")[0] == 0
-    assert written.stat().st_mode & 0o777 == 0o640
-
-
 def test_a_file_of_settings_with_a_password_is_its_owners(run, tmp_path):
     written = tmp_path / "secret.toml"
     written.touch(0o644)
@@ -275,52 +195,7 @@ def test_a_file_of_settings_with_a_password_is_its_owners(run, tmp_path):
     assert location in written.read_text()
 
 
-def test_init_writes_two_locations(tmp_path, run):
-    far = "valkey://:secret@cache/0"
-    code, out, _ = run("init", "fleet.toml", "--store", "kv", "--store", far)
-    assert (code, "secret" in out) == (0, False)
-    assert f"the store is {tmp_path / 'work' / 'kv'}, in front of valkey://:***@cache/0" in out
-    assert load_config("fleet.toml").locations == [str(tmp_path / "work" / "kv"), far]
-    assert (tmp_path / "work" / "fleet.toml").stat().st_mode & 0o777 == 0o600
-    assert run("init", "more.toml", "--store", "a", "--store", "b", "--store", "c")[0] == 2
-    assert not (tmp_path / "work" / "more.toml").exists()
-
-
 # -- deleting and replacing -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["valkey", "lmdb"])
-def test_a_purge_does_not_claim_to_overwrite_what_a_server_keeps(run, tmp_path, request, kind):
-    location = request.getfixturevalue("new_valkey")() if kind == "valkey" else tmp_path / "kv"
-    with Archive(location, create=True):
-        pass
-    code, out, err = run("purge", location, "--everything")
-    assert (code, "0 pages deleted" in out) == (0, True)
-    is_local = kind == "lmdb"
-    assert ("overwritten" in out, "what the server keeps of them is not overwritten" in err) == (is_local, not is_local)
-
-
-def test_an_export_is_not_written_to_a_terminal(store, run, monkeypatch):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    code, out, err = run("export", store, "--out", "-")
-    assert (code, out, "stdout, which is a terminal; redirect it" in " ".join(err.split())) == (2, "", True)
-    assert run("export", store, "--out", "-", "--dry-run")[0] == 0
-
-
-def test_init_writes_no_file_through_a_link_that_leads_nowhere(run, monkeypatch):
-    link, elsewhere = Path("link.toml"), Path("elsewhere")
-    link.symlink_to(elsewhere)
-    assert run("init", link)[0] == 1
-    # one that appears after it was looked for
-    monkeypatch.setattr(os.path, "lexists", lambda _: False)
-    assert run("init", link)[0] == 3
-    assert not elsewhere.exists()
-
-
-def test_init_writes_valid_settings_whatever_is_in_a_path(run):
-    file, model = "a\x1b\n\x7f.toml", "m\x7f\x1b\n.gguf"
-    assert run("init", file, "--model", model)[0] == 0
-    assert str(load_config(file).path).endswith(model)
 
 
 @pytest.mark.slow
@@ -442,75 +317,7 @@ def test_the_text_of_a_tree_begins_where_branches_part(tmp_path, models, run):
     assert "│:" not in run("tree", tmp_path / "kv")[1]
 
 
-def test_a_namespace_is_listed_by_the_name_of_its_model_and_with_the_uses_of_its_pages(tmp_path, models, run, as_json):
-    for _ in range(2):
-        llm = load_model(models("llama"))
-        with PrefixStore(tmp_path / "kv", llm, salt="acme") as opened:
-            llm.set_cache(opened)
-            llm(prompt(600), max_tokens=1)
-        llm.close()
-    code, (one,) = as_json("ls", tmp_path / "kv")
-    name = one["model_name"]
-    assert (code, len(one["settings"]["model"]), bool(name)) == (0, 64, True)
-    assert one["hits"] >= 3
-    header, _, row = [line for line in run("ls", tmp_path / "kv")[1].splitlines() if line.strip()][:3]
-    assert header.split()[-2:] == ["uses", "used"]
-    assert name in row
-    assert one["settings"]["model"][:12] not in row
-    rows = [line.split(",") for line in run("ls", tmp_path / "kv", "--format", "csv")[1].splitlines()]
-    assert [(row[0], row[-1]) for row in rows] == [("namespace", "model_name"), (one["namespace"], name)]
-    heading, branch, *_ = run("tree", tmp_path / "kv")[1].splitlines()
-    assert heading.startswith(f"namespace {one['namespace'][:12]}  {name}")
-    assert heading.endswith(", tenant acme")
-    assert "tokens 1-" in branch
-    assert " use" in branch
-    page = as_json("tree", tmp_path / "kv")[1][0]["page"]
-    assert re.search(f"^model +{re.escape(name)}", run("show", tmp_path / "kv", page)[1], re.MULTILINE)
-
-
-def test_a_page_is_shown_in_words(store, run, as_json):
-    page = as_json("tree", store)[1][1]
-    code, out, _ = run("show", store, page["page"][:10])
-    rows = {line.split("  ")[0]: line.split("  ", 1)[1].strip() for line in out.splitlines()}
-    assert code == 0
-    assert rows["location"] == store
-    tokens = f"tokens {page['start'] + 1} to {page['start'] + page['tokens']}"
-    assert rows["position"] == f"{tokens} of its sequence, page 2 of its path"
-    assert rows["expires"] == "never"
-    assert rows["bytes"] == "intact"
-    assert "compute us" not in out
-    code, _, err = run("show", store, "ffff")
-    assert (code, err) == (2, f"prefixstore: {store}: no page begins with 'ffff'; prefixstore tree lists them\n")
-
-
-@pytest.mark.parametrize("width", [40, 140])
-def test_progress_is_one_line_in_every_terminal(monkeypatch, width):
-    written = io.StringIO()
-    terminal = Console(file=written, force_terminal=True, width=width, legacy_windows=False)
-    monkeypatch.setattr(progress_module, "Console", lambda **_: terminal)
-    with shown() as show:
-        show(Progress())
-        show(Progress("evaluating", 5, 2_000_000, 1_000_000, 600_000, 500, 4000, 1 << 34, 2400.0))
-    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]", written.getvalue())]
-    line = next(line for line in lines if "%" in line)
-    assert len(line.rstrip()) <= width
-    assert "27 min left" in line
-    assert ("600,000 of 1,000,000 tokens" in line) == (width == 140)
-
-
 # -- warming ----------------------------------------------------------------------------------------------------------
-
-
-def test_equal_problems_are_one_line(tmp_path, run, models):
-    lines = [{"tokens": prompt(500 + i)} for i in range(40)] + [{"prompt": ""}] * 5 + [{"tokens": prompt(100)}]
-    file = write_jsonl(tmp_path / "p.jsonl", lines)
-    code, out, err = run("warm", "--model", models("llama"), "--store", tmp_path / "kv", "--n-ctx", 256, file)
-    assert code == 1
-    assert f"40 prompts need up to 539 tokens ({file}:1 … {file}:40)" in err
-    assert f"5 times, {file}:41 … {file}:45: the prompt has no tokens" in err
-    # but for the lines that a slow machine adds while it computes
-    assert len([line for line in err.splitlines() if not line.startswith("evaluating: ")]) < 10
-    assert re.search(rf"location +lmdb://{tmp_path}/kv", out)
 
 
 @pytest.mark.slow
@@ -530,19 +337,6 @@ def test_a_budget_that_is_too_small_is_told_before_anything_is_computed(tmp_path
     write_jsonl(file, [{"tokens": prompt(900, i)} for i in range(50, 54)])
     err = run(*given, "--max-bytes", f"{held + (1 << 20)}B", "--dry-run")[2]
     assert "other pages will be evicted" in err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "n"), [("llama", 24), ("gemma3", 3), ("mamba", 24), ("lfm2", 3)])
-def test_a_dry_run_is_near_the_truth_on_prompts_that_share_much(tmp_path, models, kind, n):
-    prompts = shared_prompts(n) if n > 3 else [prompt(400)[:end] for end in (100, 250, 400)]
-    llm = load_model(models(kind))
-    with PrefixStore(tmp_path / "kv", llm) as opened:
-        expected = estimate(llm, opened, prompts)
-        report = warm(llm, opened, prompts)
-    assert expected.missing_tokens == report.evaluated_tokens or kind in ("mamba", "lfm2")
-    assert expected.bytes == pytest.approx(report.stored_bytes, rel=0.5)
-    assert expected.seconds > 0
 
 
 # -- moving -----------------------------------------------------------------------------------------------------------
@@ -571,28 +365,3 @@ def test_an_import_into_a_small_budget_warns_first_and_its_figures_add_up(tmp_pa
 
 
 # -- from Python ------------------------------------------------------------------------------------------------------
-
-
-def test_arguments_in_the_wrong_order_and_wrapped_models_are_recognized(tmp_path, models):
-    llm = load_model(models("llama"))
-    with pytest.raises(InvalidParameterError, match="the location comes first: PrefixStore"):
-        PrefixStore(llm, tmp_path)
-    wrapped = SimpleNamespace(client=llm)
-    with pytest.raises(InvalidParameterError, match=r"is its attribute \.client: pass llm\.client"):
-        PrefixStore(tmp_path / "kv", wrapped)
-
-
-def test_no_message_is_said_twice(tmp_path, run, caplog):
-    """What the log of the archive says, which is printed, the command does not say again."""
-    with Archive(tmp_path / "kv", create=True) as archive:
-        namespace = space("mine")
-        fill(archive.backend, namespace, SEQUENCES)
-        with archive.backend.update() as transaction:
-            transaction.put_namespace(namespace.key, b"damaged")
-    with caplog.at_level(logging.WARNING, "prefixstore"):
-        code, _, err = run("purge", tmp_path / "kv", "--salt", "mine")
-    assert (code, namespace.key.hex() in err) == (1, False)
-    assert sum(namespace.key.hex() in one.getMessage() for one in caplog.records) == 1
-    (tmp_path / "c.toml").write_text("[model]\nn_ctxx = 1\n")
-    err = run("ls", "--config", tmp_path / "c.toml")[2]
-    assert (err.count("c.toml"), err.count("config")) == (1, 1)

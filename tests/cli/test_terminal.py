@@ -7,8 +7,6 @@ import pytest
 from prefixstore.cli import output
 from prefixstore.cli.output import grid, wrapped
 
-PATH = "/var/lib/prefixstore/a-path-that-is-longer-than-the-terminal-is-wide"
-
 
 def test_a_table_that_is_too_wide_is_cut_at_its_texts_and_then_at_its_last_columns():
     rows = [["a name that is rather long", "12,345", "", "99"], ["b", "1", "", "2"]]
@@ -22,16 +20,6 @@ def test_a_table_that_is_too_wide_is_cut_at_its_texts_and_then_at_its_last_colum
     assert grid([], 80, ["name"]) == ["name"]
 
 
-def test_a_table_that_is_too_wide_is_a_list_of_names_and_values(monkeypatch, capsys):
-    monkeypatch.setattr(output, "terminal_width", lambda _: 20)
-    output.table(["name", "label", "pages>"], [["a name of some length", "", "12,345"]])
-    assert [line.split() for line in capsys.readouterr().out.splitlines() if line] == [
-        ["name", "a", "name", "of"],
-        ["some", "length"],
-        ["pages", "12,345"],
-    ]
-
-
 @pytest.mark.parametrize("columns", [20, 60])
 def test_lines_are_broken_between_words(monkeypatch, columns):
     monkeypatch.setattr(output, "terminal_width", lambda _: columns)
@@ -40,15 +28,3 @@ def test_lines_are_broken_between_words(monkeypatch, columns):
     assert " ".join(line.strip() for line in lines) == text
     assert max(map(len, lines)) <= columns
     assert [line[:3].count(" ") for line in lines[1:]] == [2] * (len(lines) - 1)
-
-
-def test_a_path_stays_whole_and_a_label_stands_alone_in_front(monkeypatch):
-    monkeypatch.setattr(output, "terminal_width", lambda _: 30)
-    assert wrapped(f"it is in {PATH} now", label="ok  ") == f"ok  it is in\n    {PATH}\n    now"
-    assert wrapped("one\n  two", label="  - ") == "  - one\n      two"
-
-
-def test_a_line_in_a_file_stays_one_whatever_a_parent_process_has_set(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "60")
-    text = "word " * 200
-    assert wrapped(text, label="ok  ") == "ok  " + text

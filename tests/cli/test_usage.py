@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import io
 import json
 import os
 import pty
@@ -21,16 +20,11 @@ import pytest
 import prefixstore
 from prefixstore import PrefixStore
 from prefixstore.cli import output
-from prefixstore.cli.output import emit, grid
-from prefixstore.cli.top import Screen, _last, hottest, lines
-from prefixstore.errors import LocationError
-from prefixstore.format.figure_note import NOTE
-from prefixstore.format.figures import DAY, HOUR, Figures, History, Period, Writer
-from prefixstore.format.saved_state import pack_state
+from prefixstore.cli.output import grid
+from prefixstore.cli.top import Screen, lines
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.verify import verify
-from prefixstore.models.file import FILE_TYPES
-from prefixstore.stats import Request, short
+from prefixstore.stats import short
 from tests.support import ROOT
 from tests.support.models import answer, load, prompt
 from tests.support.places import fill, space
@@ -150,16 +144,6 @@ def test_stats_as_json_are_complete(used, run):
     assert len(found["requests"]) >= 6
 
 
-def test_stats_of_a_store_that_no_one_has_asked(tmp_path, run):
-    with Archive(tmp_path / "kv", create=True):
-        pass
-    code, out, _ = run("stats", tmp_path / "kv")
-    assert code == 0
-    assert "no prompt has been looked up yet" in out
-    assert "hit rate" not in out
-    assert json.loads(run("stats", tmp_path / "kv", "--json")[1])["serving"]["all"]["hit_rate"] is None
-
-
 def test_stats_of_a_shared_location_say_where_prompts_are_counted(new_valkey, models, tmp_path, run):
     far = new_valkey()
     llm = load(models("llama"))
@@ -240,56 +224,6 @@ def test_top_in_a_terminal_refreshes_itself_until_q_is_pressed(used):
         os.close(terminal)
 
 
-def test_top_says_so_if_the_location_cannot_be_read():
-    screen = Screen("lmdb:///kv", fault="the disk is gone")
-    assert "the location cannot be read: the disk is gone" in lines(screen, 80, None)
-
-
-def test_the_screen_of_top_is_cut_to_the_terminal():
-    now = 1_800_000_030.0
-    figures = Figures(30, 5, {"not_found": 10}, 40_000, 30_000, 12_000, 95.0, 2)
-    history = History(
-        now,
-        minutes=tuple(Period(int(now) - 30 - 60 * n, 60, "", "serving", figures) for n in range(3)),
-        requests=tuple(Request(now - n, "a" * 16, "serving", "store", 1000, 900) for n in range(20)),
-        writers=(Writer("w", now - 1, 12, 5 << 20),),
-        max_bytes=10 << 30,
-    )
-    screen = Screen("lmdb:///kv", history)
-    for columns in (40, 60, 80, 200):
-        for rows in (5, 12, 24, 50):
-            shown = lines(screen, columns, rows)
-            assert len(shown) <= rows
-            assert max(map(len, shown)) <= columns
-            assert shown[-1] == "q quits"
-    text = "\n".join(lines(screen, 80, None))
-    assert "queue: 12 pages (5.0 MiB), 1 process" in text
-    at = lines(screen, 80, None).index("requests in each of the last 60 min, █ is 45:")
-    assert lines(screen, 80, None)[at + 1] == " " * 57 + "███"
-    # 90 lookups in the running half minute and the one before
-    assert re.search(r"requests a minute +60 ", text)
-
-
-def test_the_hour_of_top_is_that_of_the_minutes_that_are_kept():
-    one = Figures(hits=1)
-    for second in (0.0, 59.9):
-        at = 1_800_000_000.0 + second
-        history = History(at, minutes=tuple(Period(1_800_000_000 - 60 * n, 60, "", "serving", one) for n in range(60)))
-        figures, seconds = _last(history, 60)
-        assert (figures.hits, seconds) == (60, pytest.approx(59 * 60 + second))
-
-
-def test_the_hottest_prefixes_are_as_long_as_they_are_used(used):
-    with Archive(used[0], read_only=True) as archive, archive.view() as view:
-        found = hottest(view, 100)
-        pages = {page.key.hex(): page for page in archive.pages()}
-    assert [one["hits"] for one in found] == sorted((one["hits"] for one in found), reverse=True)
-    for one in found:
-        page = pages[one["key"].tobytes().hex()]
-        assert (one["hits"], one["start"] + one["n_tokens"]) == (page.hits, page.end)
-        assert not [child for child in page.children if child.hits == page.hits]
-
-
 # -- parts ------------------------------------------------------------------------------------------------------------
 
 
@@ -304,47 +238,6 @@ def test_names_of_tenants_do_not_command_a_terminal(tmp_path, run):
         assert not {"\x1b", "\x9b", "\x07"} & set(out)
     screen = Screen("lmdb:///kv", fault=name)
     assert "\x1b" not in "".join(lines(screen, 80, None))
-
-
-def test_figures_with_damaged_names_and_counts_are_told(tmp_path, run):
-    now = time.time()
-    name = "\ud800\x1b[31m"
-    figures = {
-        "requests": [[now, name, "serving", name, 1, 1]],
-        "writers": [],
-        "described": [{"namespace": "a", "tenant": name}],
-        "max_bytes": 0,
-        "max_entries": None,
-    }
-    rows = [["a", "serving", {"hits": 3, f"miss:{name}": 2}]]
-    periods = [[seconds, int(now // seconds), rows] for seconds in (HOUR, DAY)]
-    minutes = [[60, int(now // 60) - n, [["", "serving", {"hits": hits}]]] for n, hits in ((1, -4), (0, 6))]
-    figures["periods"] = [*periods, *minutes]
-    with Archive(tmp_path / "kv", create=True) as archive:
-        fill(archive.backend, space("t"), [[1, 2, 3, 4]])
-        with archive.backend.update() as transaction:
-            transaction.put_note(NOTE, pack_state({"2": json.dumps(figures).encode()}))
-    for command in (["ls"], ["stats"], ["top", "--once"], ["stats", "--json"]):
-        code, out, _ = run(command[0], tmp_path / "kv", *command[1:])
-        assert (code, "\x1b" in out) == (0, False)
-    assert json.loads(out)["requests"][0]["source"] == name
-
-
-def test_json_is_valid_where_the_output_has_few_characters(monkeypatch):
-    written = io.TextIOWrapper(io.BytesIO(), "ascii", write_through=True)
-    monkeypatch.setattr(sys, "stdout", written)
-    emit({"tenant": "é…\ud800"})
-    assert json.loads(written.buffer.getvalue()) == {"tenant": "é…\ud800"}
-
-
-@pytest.mark.skipif(sys.platform == "darwin", reason="file names are UTF-8")
-def test_a_location_that_is_not_valid_utf8_is_refused(tmp_path, run):
-    for location in (f"{tmp_path}/k\udcff", f"sqlite:///{tmp_path}/k\udcff"):
-        code, _, err = run("stats", location)
-        assert (code in (2, 3), "Traceback" in err) == (True, False)
-    with pytest.raises(LocationError, match="not valid UTF-8"):
-        Archive(f"{tmp_path}/k\udcff", create=True)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
@@ -369,40 +262,3 @@ def test_streams_that_are_closed_are_no_fault_and_no_file_of_the_store_takes_the
     seen = (tmp_path / "seen").read_text()
     assert seen.startswith("0 3 ")
     assert "data.mdb" not in seen
-
-
-def test_figures_of_an_hour_by_namespace():
-    one, two = Figures(hits=1), Figures(hits=2, misses={"bypassed": 5})
-    history = History(
-        10_000.0, hours=(Period(0, HOUR, "a", "serving", one), Period(2 * HOUR, HOUR, "b", "serving", two))
-    )
-    assert history.total(HOUR, namespaces=["a", "b"]).hits == 2
-    assert history.total(4 * HOUR, namespaces=["a"]).hits == 1
-    # what was to bypass the store says nothing about it
-    assert two.hit_rate == 1.0
-    assert two.lookups == 7
-
-
-def test_the_types_of_files_are_those_of_llama_cpp():
-    import llama_cpp
-
-    names = {name: number for name, number in vars(llama_cpp).items() if name.startswith("LLAMA_FTYPE_")}
-    known = {
-        re.sub("LLAMA_FTYPE_(MOSTLY|ALL)_", "", name): number for name, number in names.items() if "GUESSED" not in name
-    }
-    assert {name: FILE_TYPES[number] for name, number in known.items()} == {name: name for name in known}
-
-
-# the last one that uses what `used` has
-def test_pages_that_a_command_evicts_are_counted_as_maintenance(used, run):
-    budget = json.loads(run("stats", used[0], "--json")[1])["capacity_bytes"]
-    with Archive(used[0], read_only=True) as archive:
-        n_pages, size = len(archive.pages()), archive.used().bytes
-    assert run("evict", used[0], "--to", f"{size - 200_000}B", "--dry-run")[0] == 0
-    assert run("evict", used[0], "--to", f"{size - 200_000}B")[0] == 0
-    with Archive(used[0], read_only=True) as archive:
-        n_left, history = len(archive.pages()), archive.history()
-    assert history.total(purpose="maintenance").evictions == n_pages - n_left > 0
-    assert history.total().evictions == 0
-    # that of the stores
-    assert history.max_bytes == budget == 1 << 30

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,10 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from prefixstore import PrefixStore
-from prefixstore.cli import warm_report as shown_module
-from prefixstore.cli.warm_report import progress_shown as shown
 from prefixstore.maintenance.archive import Archive
-from prefixstore.warming.report import Progress
 from tests.support.models import load, prompt
 from tests.support.places import MIB
 from tests.support.signals import default_signals
@@ -72,18 +67,6 @@ def test_a_far_location_is_given_as_to_a_server(warm, file, tmp_path, models):
     assert warm(file, "--store", far, "--far", far).exit_code == 2
 
 
-@pytest.mark.slow
-def test_a_dry_run_on_a_new_machine_sees_what_the_others_have_stored(warm, file, tmp_path):
-    given = [file, "--store", f"lmdb://{tmp_path / 'far'}"]
-    assert warm(*given).exit_code == 0
-    shutil.rmtree(tmp_path / "kv")
-    result = warm(*given, "--dry-run", "--json")
-    assert (result.exit_code, json.loads(result.stdout)["missing_tokens"]) == (0, 0)
-    assert re.search(rf"note: .*{tmp_path / 'kv'} does not exist.*: it is treated as empty", result.stderr)
-    assert warm(*given, "--check").exit_code == 0
-    assert not (tmp_path / "kv").exists()
-
-
 def test_problems_are_reported_with_file_and_line_and_the_rest_is_warmed(warm, tmp_path):
     bad = tmp_path / "bad.jsonl"
     lines = [{"prompt": ""}, {"tokens": [1] * 4096}, {"tokens": prompt(300)}]
@@ -125,34 +108,6 @@ def test_without_n_ctx_the_context_holds_the_longest_prompt(warm, models, tmp_pa
     assert "evaluated tokens 0" in rows
     expected = json.loads(warm(*given, where, "--dry-run", "--json", defaults=False, **piped).stdout)
     assert (expected["n_ctx"], expected["missing_tokens"]) == (told["n_ctx"], 0)
-
-
-@pytest.mark.slow
-def test_a_model_whose_states_depend_on_the_length_of_the_context_gets_a_note(warm, models, tmp_path, monkeypatch):
-    monkeypatch.setattr("prefixstore.cli.warm_model.original_context", lambda _: 1024)
-    file = write_jsonl(tmp_path / "prompts.jsonl", [{"tokens": prompt(1500)}])
-    given = ["--model", models("llama"), "--store", tmp_path / "kv", "--threads", 1]
-    note = "pages for n_ctx=1,536 are found only by servers with an n_ctx above 1,024"
-    for arguments in ([file], [file, "--dry-run"], [file, "--check"]):
-        assert note in warm(*given, *arguments, defaults=False).stderr
-    note = "pages for n_ctx=512 are found only by servers with an n_ctx of at most 1,024"
-    assert note in warm(*given, "--check", defaults=False).stderr
-    assert "n_ctx=" not in warm(*given, "--n-ctx", 2048, file, defaults=False).stderr
-
-
-@pytest.mark.slow
-def test_the_log_of_llama_cpp_does_not_reach_the_terminal(models, tmp_path):
-    file = write_jsonl(tmp_path / "prompts.jsonl", [{"tokens": prompt(300)}])
-    # llama.cpp warns about a context longer than the training context, and about one without weights
-    given = ["--model", models("llama", n_ctx_train=400), "--store", tmp_path / "kv", "--json", file]
-    for more in (["--n-ctx", 512], []):
-        command = [sys.executable, "-m", "prefixstore", "warm", *given, *more]
-        done = subprocess.run(list(map(str, command)), cwd=ROOT, check=True, capture_output=True, text=True)
-        # on a slow machine, more than one line of a phase
-        assert list(dict.fromkeys(line.split(":")[0] for line in done.stderr.splitlines())) == [
-            "reading prompts",
-            "evaluating",
-        ]
 
 
 @pytest.mark.slow
@@ -242,14 +197,3 @@ def test_a_signal_keeps_what_is_computed(models, tmp_path):
         found = sum(store.match(prompt(3000, seed)).n_tokens for seed in range(120))
         assert found == told["evaluated_tokens"]
         assert store.check() == []
-
-
-def test_without_a_terminal_progress_is_a_line_from_time_to_time(monkeypatch, capsys):
-    times = iter([100.0, 101.0, 102.0, 112.0, 113.0])
-    monkeypatch.setattr(shown_module.time, "monotonic", lambda: next(times))
-    with shown() as show:
-        for phase in ("reading", "evaluating", "evaluating", "evaluating", "waiting"):
-            show(Progress(phase, missing_tokens=4000, done_tokens=400, seconds=1.0))
-    told = capsys.readouterr().err.splitlines()
-    assert [line.split(":")[0] for line in told] == ["reading prompts", "evaluating", "evaluating", "waiting"]
-    assert "9 s left, 400 of 4,000 tokens, 400 tokens/s" in told[1]

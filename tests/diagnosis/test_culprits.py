@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from prefixstore.diagnosis.culprits import Texts, find_culprit, repeated_start
+from prefixstore.diagnosis.culprits import Texts, find_culprit
 
 REST = "All that follows is the same in both of them, and it is long enough to be worth sharing between requests. " * 2
 
@@ -129,36 +129,6 @@ def test_thinking_in_other_tags(opening, closing):
     # an empty block in its place
     assert name(f"{start}{opening}\n\n{closing}\n\n{answer}<|user|>Thank you", stored) == "thinking"
     assert name(f"{start}Another answer is given here.", stored) is None
-
-
-def test_thinking_of_the_harmony_format():
-    start = f"<|start|>user<|message|>{REST}<|end|><|start|>assistant"
-    answer = "<|channel|>final<|message|>The answer is that all is well.<|return|>"
-    stored = f"{start}<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant{answer}"
-    assert name(f"{start}{answer}", stored) == "thinking"
-
-
-def test_other_tokens_for_the_same_text():
-    here, there = "The same text in both.", "The same text in both. And more."
-    found = find_culprit(Texts(here, there, 4, [1, 2], [3, 4, 5]))
-    assert found is not None
-    assert found.name == "seam"
-    # one of two ends there
-    assert find_culprit(Texts(here, there, len(here), [], [3])) is None
-
-
-def test_a_bos_twice_is_named_only_if_one_of_two_has_it():
-    assert repeated_start([1, 1, 5, 6], [1, 5, 6, 7], 1).name == "bos"
-    assert "what is stored" in repeated_start([1, 5, 6], [1, 1, 5, 6], 1).what
-    for here, there, bos in (
-        ([1, 1, 5], [1, 1, 6], 1),
-        ([1, 1, 5], [1, 7, 8], 1),
-        ([1, 5, 6], [1, 5, 7], 1),
-        ([-1, -1, 5], [-1, 5], -1),
-        ([1, 1], [1], 1),
-        ([], [], 1),
-    ):
-        assert repeated_start(here, there, bos) is None
 
 
 def test_any_two_texts_are_compared_in_reasonable_time():

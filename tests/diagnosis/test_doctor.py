@@ -16,9 +16,6 @@ from prefixstore.cli import main
 from prefixstore.config import Config
 from prefixstore.diagnosis import doctor, file_system
 from prefixstore.diagnosis.doctor import Level, examine
-from prefixstore.diagnosis.file_system import mount_of
-from prefixstore.maintenance.archive import Archive
-from prefixstore.maintenance.bench import measure_read_rate
 from tests.support.models import load, prompt
 
 
@@ -129,16 +126,6 @@ def test_the_file_system_is_judged(monkeypatch, path, level, says):
     assert says in finding.advice
 
 
-def test_mounts_are_read_by_their_longest_name_and_what_is_not_known_is_said(monkeypatch, tmp_path):
-    monkeypatch.setattr(file_system, "existing", Path)
-    assert mount_of(Path("/mnt/share one/a/b")).kind == "nfs4"
-    assert mount_of(Path("/mnt/share onesided")).kind == "ext4"
-    assert mount_of(Path("/mnt/old/x")).is_read_only
-    monkeypatch.setattr(file_system, "MOUNTS", tmp_path / "none")
-    assert mount_of(Path("/")) is None
-    assert next(doctor._place(tmp_path, is_written=True)).value == "not known"
-
-
 def test_permissions(served, monkeypatch):
     _, location = served
     location.chmod(0o755)
@@ -181,16 +168,6 @@ def test_free_space_and_budget(served, monkeypatch):
     assert found("budget", location, config=Config(store={"max_bytes": "1GiB"})).value.endswith("of 1.0 GiB (0 %)")
 
 
-def test_a_location_that_is_too_slow_is_found(served, monkeypatch):
-    _, location = served
-    with Archive(location, read_only=True) as archive:
-        assert measure_read_rate(archive) > 0
-    monkeypatch.setattr(doctor, "measure_read_rate", lambda _: 10.0)
-    assert "faster disk" in found("break-even", location).advice
-    monkeypatch.setattr(doctor, "measure_read_rate", lambda _: 1e15)
-    assert found("break-even", location).level is Level.GOOD
-
-
 def test_pages_for_other_settings_only_are_found_and_the_setting_named(served, run, tmp_path):
     model, location = served
     config = tmp_path / "warm.toml"
@@ -205,12 +182,6 @@ def test_pages_for_other_settings_only_are_found_and_the_setting_named(served, r
     assert "Set n_ctx in [model]" in out
     config.write_text(f'[model]\npath = "{tmp_path}/none.gguf"\n[store]\nlocation = "{location}"\n')
     assert "model file not found" in run("--config", config)[1]
-
-
-def test_a_budget_that_holds_less_than_two_contexts_is_found(served):
-    model, location = served
-    config = Config(str(model), {"n_ctx": 32768}, {"location": str(location), "max_bytes": "8MiB"})
-    assert "full contexts" in found("budget for this context", config=config, location=None).advice
 
 
 def test_packages_that_are_missing_or_too_old_are_found(served, monkeypatch):
@@ -245,17 +216,3 @@ def test_both_of_two_locations_are_examined(served, run, tmp_path):
     # pages that only the far location has
     assert [one["value"] for one in findings if one["name"] == "settings"] == ["3 pages for them"]
     assert code == 1
-
-
-def test_the_client_of_a_server_is_examined(new_valkey, monkeypatch):
-    location = new_valkey()
-    with Archive(location, create=True):
-        pass
-    assert found("valkey", location).value == metadata.version("valkey")
-    monkeypatch.setattr(metadata, "version", lambda name: "6.0.2" if name == "valkey" else "999.0")
-    assert problems(location) == ["valkey"]
-
-
-def test_the_location_of_the_environment_is_taken(served, run, monkeypatch):
-    monkeypatch.setenv("PREFIXSTORE_LOCATION", str(served[1]))
-    assert json.loads(run("--json")[1])["location"] == str(served[1])

@@ -124,17 +124,6 @@ def tokens_of(llm, content):
     return encoded(llm, content, generation_prompt=True).tolist()
 
 
-def test_a_bos_that_stands_twice_is_named(templated, tmp_path):
-    llm = load(templated, kv_overrides={"tokenizer.ggml.add_bos_token": True})
-    with PrefixStore(tmp_path / "kv", llm, page_tokens=32) as store:
-        llm.set_cache(store)
-        ask(llm, RULES)
-        found = store.explain("<|endoftext|>" + RULES)
-        assert (found.reason, found.culprit.name, found.n_shared) == ("fork", "bos", 1)
-        assert "at the start of this prompt" in read(found)
-    llm.close()
-
-
 def test_the_fork_shows_both_texts_around_it(llm, store):
     ask(llm, f"{RULES} The capital of France is Paris.")
     found = store.explain(f"{RULES} The capital of Italy is Rome.")
@@ -146,19 +135,6 @@ def test_the_fork_shows_both_texts_around_it(llm, store):
     assert found.restore.n_bytes > 0
     assert found.compute.n_tokens == found.n_tokens - found.n_matched
     assert found.compute.seconds > 0
-
-
-def test_what_is_too_short_to_be_restored_is_not_said_to_be_restored(llm, store):
-    ask(llm, f"{RULES} The end.")
-    for text, reason, words in (
-        (RULES[:40] + " 0123456789" * 5, "fork", "Matches of fewer than min_tokens="),
-        (RULES[:10], "short", "Prompts and matches of fewer than min_tokens="),
-    ):
-        found = store.explain(text)
-        assert (found.reason, 0 < found.n_matched < found.min_tokens) == (reason, True)
-        assert (found.restore.n_tokens, found.compute.n_tokens) == (0, found.n_tokens)
-        assert words in read(found)
-        assert "To restore" not in read(found)
 
 
 def test_what_is_stored_completely_or_goes_on_is_no_fork(llm, store):
@@ -177,15 +153,6 @@ def test_what_is_stored_completely_or_goes_on_is_no_fork(llm, store):
     found = store.explain(f"{text}\n\nOne more question, which is asked later?")
     assert (found.reason, found.n_shared, found.fork) == ("end", n, None)
     assert store.explain("Hi").reason == "short"
-
-
-def test_the_cause_is_found_also_if_another_sequence_is_a_little_nearer(llm, store):
-    """The time has more in common with that of another application."""
-    ask(llm, f"It is 2026-11-22 09:48:01. {RULES}")
-    ask(llm, "It is 2026-11-22 09:51:30. Write a poem about the harbour of a town in the north.")
-    found = store.explain(f"It is 2026-11-22 09:51:37. {RULES}")
-    assert (found.reason, found.culprit.name) == ("fork", "timestamp")
-    assert "careful assistant" in found.fork.there
 
 
 def test_explaining_changes_nothing(llm, store):
@@ -304,16 +271,6 @@ def test_the_command_explains_a_prompt_with_the_vocabulary_alone(templated, llm,
     assert (code, "All of it that can be restored: only" in out) == (0, True)
 
 
-def test_the_command_explains_a_prompt_in_the_default_location(templated, llm, store, run, monkeypatch):
-    ask(llm, RULES)
-    store.flush()
-    monkeypatch.setenv("PREFIXSTORE_LOCATION", store.location)
-    code, out, err = run("--model", templated, RULES)
-    assert (code in (0, 1), err, "tokens" in out) == (True, "", True)
-    for location in (store.location, "lmdb:///none", "./none/kv"):
-        assert "pass one prompt" in run(location, "--model", templated)[2]
-
-
 def test_the_command_compares_the_settings_of_a_config(templated, llm, store, tmp_path, run):
     ask(llm, RULES)
     store.flush()
@@ -324,10 +281,3 @@ def test_the_command_compares_the_settings_of_a_config(templated, llm, store, tm
     code, out, _ = run(store.location, "--config", config, RULES)
     assert code == 1
     assert "type_k is q8_0 here, f16 in the store" in " ".join(out.split())
-
-
-def test_the_name_of_a_file_as_a_prompt_is_text_and_the_command_says_so(templated, store, tmp_path, run):
-    file = tmp_path / "prompt.txt"
-    file.write_text(RULES)
-    assert "pass --prompt-file" in run(store.location, "--model", templated, file)[2]
-    assert "note" not in run(store.location, "--model", templated, "--prompt-file", file)[2]

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from prefixstore.buffers import BufferPool
 from prefixstore.errors import CorruptError, IncompatibleError, InvalidParameterError
-from prefixstore.format.autocodec import UNPACKERS, AutoCodec, Figures, ReadRate, choose, encode, pick
-from prefixstore.format.codec import BLOCK, CODECS, PACKINGS, decode, decode_into, verify
+from prefixstore.format.autocodec import AutoCodec, encode, pick
+from prefixstore.format.codec import CODECS, PACKINGS, decode, decode_into, verify
 from prefixstore.format.record import Record, checksum
 
 NS, OTHER = b"n" * 32, b"o" * 32
@@ -70,23 +70,6 @@ def test_packed_bytes_can_be_unpacked_even_where_they_did_not_shrink(name, raw):
     assert PACKINGS[name].claimed(stored) == len(raw)
     PACKINGS[name].unpack(stored, memoryview(out), BufferPool(0))
     assert out == raw
-
-
-@pytest.mark.parametrize("name", PACKED)
-@pytest.mark.parametrize("more", [-3, -2, -1, 0, 1, 2, 3])
-def test_pages_around_the_size_of_a_block_survive_packing(name, more):
-    raw = floats(2 * BLOCK + 4)[: 4 * BLOCK + more]
-    number, stored = encode(raw, name)
-    assert number == CODECS[name]
-    assert decode(record_of(stored, len(raw), number), stored) == raw
-
-
-@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-def test_a_state_may_be_any_buffer(kind):
-    raw = floats()
-    for name in CODECS:
-        number, stored = encode(kind(raw), name)
-        assert decode(record_of(stored, len(raw), number), kind(stored)) == raw
 
 
 def test_a_raw_page_is_not_copied():
@@ -215,13 +198,6 @@ def test_a_level_outside_its_bounds_is_refused(name):
         pick(name)
 
 
-def test_a_codec_without_levels_takes_none():
-    with pytest.raises(InvalidParameterError, match="'raw' has no levels"):
-        pick("raw:1")
-    with pytest.raises(InvalidParameterError, match="is unknown"):
-        pick("auto:3")
-
-
 # -- what is picked where nothing was asked for ------------------------------------------------------------------------
 
 
@@ -261,56 +237,6 @@ def test_auto_decides_by_the_first_pages_and_measures_again():
     assert numbers_of(auto, chance(), 2 * turn) == {CODECS["raw"]}
     assert auto(NS, floats())[0] == CODECS["planes"]
     assert auto(NS, floats())[0] == CODECS["planes"]
-
-
-def test_auto_decides_for_each_namespace():
-    auto = slow()
-    for _ in range(AutoCodec.PAGES_MEASURED + 5):
-        assert auto(NS, floats())[0] == CODECS["planes"]
-        assert auto(OTHER, chance())[0] == CODECS["raw"]
-
-
-def test_auto_measures_pages_of_any_size():
-    for size in (0, 1, 2, 3):
-        assert numbers_of(AutoCodec(), bytes(size), 5) == {CODECS["raw"]}
-
-
-FIGURES = {"zstd": Figures(1000, 930, 1e-6), "planes": Figures(1000, 850, 2e-6)}
-
-
-def test_unpacking_pays_more_on_slower_locations():
-    assert choose(FIGURES, None) == "raw"
-    assert choose(FIGURES, 1e-10) == "raw"
-    assert choose(FIGURES, 4e-9 / UNPACKERS) == "zstd"
-    assert choose(FIGURES, 1e-7) == "planes"
-
-
-def test_a_codec_that_saves_almost_nothing_never_pays():
-    assert choose({"zstd": Figures(1000, 995, 0.0)}, 1e-3) == "raw"
-
-
-def test_a_codec_that_costs_nothing_always_pays():
-    assert choose({"zstd": Figures(1000, 900, 0.0)}, None) == "zstd"
-
-
-def test_of_two_codecs_that_save_the_same_the_faster_is_taken():
-    assert choose({"zstd": Figures(1000, 500, 2e-12), "planes": Figures(1000, 505, 1e-12)}, None) == "planes"
-    assert choose({"zstd": Figures(1000, 505, 1e-12), "planes": Figures(1000, 500, 2e-12)}, None) == "zstd"
-    assert choose({}, None) == "raw"
-
-
-def test_a_read_rate_is_the_best_of_the_last_reads_and_ignores_small_ones():
-    rate = ReadRate()
-    rate.observe(ReadRate.MIN_BYTES - 1, 1.0)
-    assert rate.seconds_per_byte is None
-    rate.observe(1 << 20, 1.0)
-    assert rate.seconds_per_byte == 1 / (1 << 20)
-    rate.observe(1 << 20, 0.5)
-    rate.observe(1 << 20, 2.0)
-    assert rate.seconds_per_byte == 0.5 / (1 << 20)
-    for _ in range(ReadRate.READS_KEPT):
-        rate.observe(1 << 20, 4.0)
-    assert rate.seconds_per_byte == 4.0 / (1 << 20)
 
 
 @pytest.mark.slow

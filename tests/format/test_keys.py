@@ -14,7 +14,6 @@ from prefixstore.format.keys import (
     KEY_BYTES,
     SNAPSHOT,
     as_tokens,
-    common_prefix,
     namespace_key,
     page_key,
     page_keys,
@@ -34,11 +33,6 @@ def test_tokens_are_the_same_from_any_container(tokens):
         assert array.tobytes() == expected
         assert array.dtype == np.dtype("<i4")
         assert array.flags.c_contiguous
-
-
-def test_an_array_of_the_right_type_is_not_copied():
-    array = np.arange(5, dtype="<i4")
-    assert as_tokens(array) is array
 
 
 @pytest.mark.parametrize(
@@ -83,10 +77,3 @@ def test_keys_are_equal_exactly_as_far_as_the_tokens_are_equal(a, b, page_tokens
         assert (x == y) == (a[: i * page_tokens] == b[: i * page_tokens])
     assert not set(keys_a) & set(page_keys(b"x" * 32, as_tokens(a), page_tokens))
     assert len(set(keys_a)) == len(keys_a)
-
-
-@given(few, few)
-def test_the_common_prefix_is_counted_in_tokens(a, b):
-    n = common_prefix(as_tokens(a), as_tokens(b))
-    assert a[:n] == b[:n]
-    assert n == min(len(a), len(b)) or a[n] != b[n]

@@ -27,14 +27,6 @@ def test_a_namespace_can_be_read_from_its_canonical_form(values):
 
 
 @pytest.mark.slow
-@given(settings, st.randoms())
-def test_the_order_of_the_settings_does_not_matter(values, chance):
-    names = list(values)
-    chance.shuffle(names)
-    assert Namespace({name: values[name] for name in names}).key == Namespace(values).key
-
-
-@pytest.mark.slow
 @given(settings, settings)
 def test_other_settings_are_another_namespace(one, other):
     def typed(values):
@@ -52,15 +44,6 @@ def test_differences_are_named():
     here, there = Namespace({"a": 1, "b": 2, "c": 3}), Namespace({"a": 1, "b": 5, "d": None})
     assert here.differences(there) == {"b": (2, 5), "c": (3, None)}
     assert here.differences(here) == {}
-
-
-def test_differences_from_the_nearest_namespace_name_only_the_model_where_it_differs():
-    here = Namespace({"model": "m", "a": 1, "b": 2})
-    near, far = Namespace({"model": "m", "a": 1, "b": 5}), Namespace({"model": "m", "a": 4, "b": 5})
-    other = Namespace({"model": "n", "a": 1, "b": 7})
-    assert here.nearest_differences([far, other, near]) == {"b": (2, 5)}
-    assert here.nearest_differences([other]) == {"model": ("m", "n")}
-    assert here.nearest_differences([]) == here.nearest_differences([near, here]) == {}
 
 
 def test_the_canonical_form_has_not_changed():

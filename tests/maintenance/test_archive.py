@@ -7,11 +7,9 @@ import time
 from contextlib import closing
 
 import lmdb
-import numpy as np
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.engine.keyspace import record_row
 from prefixstore.engine.pages import Pages
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import page_key
@@ -93,46 +91,6 @@ def test_exactly_the_chosen_pages_are_purged(archive, choice, left):
         assert len(view.namespaces()) == len(left)
 
 
-def test_no_tokens_are_not_all_tokens_and_tokens_may_be_an_array(archive):
-    fill(archive.backend, MINE, SEQUENCES)
-    for tokens in ([], (), np.array([], np.int32)):
-        with pytest.raises(InvalidParameterError, match="tokens is empty"):
-            archive.purge(tokens=tokens)
-    assert len(archive.pages()) == 7
-    assert archive.purge(tokens=np.array([20, 21])).pages == 2
-    assert len(archive.pages()) == 5
-
-
-def test_pages_whose_tenant_is_not_known_are_reported_when_a_tenant_is_purged(archive, caplog):
-    fill(archive.backend, MINE, SEQUENCES)
-    fill(archive.backend, YOURS, SEQUENCES)
-    with archive.backend.update() as transaction:
-        transaction.put_namespace(YOURS.key, b"damaged")
-    assert archive.purge(salt="mine").pages == 7
-    assert "7 pages may be of this tenant" in caplog.text
-    assert YOURS.key.hex() in caplog.text
-    assert archive.purge(namespace=YOURS.key.hex()).pages == 7
-
-
-def test_a_recently_used_page_keeps_its_ancestors(archive):
-    paths = fill(archive.backend, MINE, SEQUENCES[:2], last_used=1)
-    with archive.backend.update() as transaction:
-        usage = transaction.usage(paths[1][-1])
-        transaction.touch(paths[1][-1], type(usage)(time.time_ns()))
-    assert archive.purge(older_than=60.0).pages == 1
-    assert keys_of(archive) == set(paths[1])
-
-
-def test_a_purge_deletes_orphans_too(archive):
-    paths = fill(archive.backend, MINE, SEQUENCES)
-    with archive.backend.update() as transaction:
-        transaction.delete(paths[0][0])  # two pages have no parent now
-    assert len(archive.check()) == 2
-    archive.purge(namespace=MINE.key.hex())
-    assert keys_of(archive) == set()
-    assert archive.check() == []
-
-
 CHOICES = [
     {"salt": "mine"},
     {"namespace": MINE.key.hex()},
@@ -164,16 +122,6 @@ def test_a_purge_leaves_pages_of_a_newer_version_and_what_follows_them_and_says_
             assert view.used.entries == 4 - n
         assert archive.n_newer == 4 - n
         assert ("newer prefixstore" in caplog.text) == ("everything" not in choice)
-
-
-def test_a_purge_leaves_what_a_page_of_a_newer_version_follows():
-    with Archive("memory:", create=True) as archive:
-        (path,) = fill(archive.backend, MINE, [list(range(16))])
-        make_newer(archive.backend, path[2])
-        assert archive.purge(namespace=MINE.key.hex()).pages == 0
-        with archive.backend.view() as view:
-            assert view.used.entries == len(path)
-        assert archive.purge(everything=True).pages == len(path)
 
 
 def test_a_page_is_pinned_with_its_ancestors_and_unpinned_except_those_that_others_need(archive):
@@ -222,20 +170,6 @@ def test_repair_deletes_damaged_pages_and_their_descendants_and_reports_them(sch
         assert keys_of(archive) == {*paths[2], *paths[3]}
         assert archive.repair() == ([], type(removed)())
         assert len(archive.pages()) == 3
-
-
-@pytest.mark.parametrize("at", [0, 40, 80, -1])
-def test_a_repair_leaves_nothing_to_be_mended_wherever_a_record_is_damaged(at):
-    with Archive("memory:", create=True) as archive:
-        paths = fill(archive.backend, MINE, SEQUENCES[:2])
-        with archive.backend.rows.update() as draft:
-            row = record_row(paths[0][-1])
-            record = bytearray(draft.get([row])[0])
-            record[at] ^= 0xFF
-            draft.put(row, bytes(record))
-        found, _ = archive.repair()
-        assert "record" in {one.rule for one in found}
-        assert archive.check() == []
 
 
 def test_children_that_are_added_to_a_page_while_it_is_purged_are_purged_too(tmp_path, request, monkeypatch):

@@ -15,15 +15,12 @@ import numpy as np
 import pytest
 import xxhash
 
-from prefixstore.engine.importing import Importer
-from prefixstore.errors import CorruptError, FullError, IncompatibleError, UnavailableError
+from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format import export
 from prefixstore.format.export import ExportReader
-from prefixstore.format.record import FORMAT_VERSION
 from prefixstore.maintenance import transfer
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import copy_store, export_store, import_store
-from tests.support.faults import FaultyBackend
 from tests.support.places import SCHEMES, contents, fill, place, space
 
 SEQUENCES = ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 10], [20, 21, 22, 23, 24], [30, 31])
@@ -146,25 +143,6 @@ def test_a_truncated_file_yields_its_complete_pages_and_a_second_import_the_rest
             assert contents(target.backend) == contents(source.backend)
 
 
-def test_an_import_that_cannot_be_written_ends_with_the_error(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(transfer, "BATCH_BYTES", 2000)
-    (tmp_path / "f").write_bytes(packed(source))
-    written = []
-    write = Importer.import_pages
-
-    def writing(self, batch, settings):
-        if written:
-            raise FullError("the disk is full")
-        written.extend(page.key for page in batch)
-        return write(self, batch, settings)
-
-    monkeypatch.setattr(Importer, "import_pages", writing)
-    with Archive(tmp_path / "target", create=True) as target, (tmp_path / "f").open("rb") as file:
-        with pytest.raises(FullError, match="the disk is full"):
-            import_store(ExportReader(file, "f"), target)
-        assert set(contents(target.backend)) == set(written)
-
-
 @pytest.mark.slow
 def test_a_flipped_bit_is_detected_anywhere_and_nothing_wrong_is_stored(source, tmp_path):
     data = packed(source)
@@ -178,13 +156,6 @@ def test_a_flipped_bit_is_detected_anywhere_and_nothing_wrong_is_stored(source, 
                 import_store(ExportReader(io.BytesIO(bytes(changed)), "f"), target)
             assert contents(target.backend).items() <= good.items()
             assert target.check() == []
-
-
-def test_false_lengths_allocate_no_memory(tmp_path):
-    head = export.HEADER.pack(export.MAGIC, export.EXPORT_VERSION, FORMAT_VERSION)
-    for lengths in ((1 << 31, 0), (16, 1 << 60)):
-        with pytest.raises(CorruptError):
-            ExportReader(io.BytesIO(head + export.ENTRY.pack(b"PAGE", *lengths) + bytes(100)), "f")
 
 
 def test_other_files_and_other_versions_are_refused(source):
@@ -220,16 +191,6 @@ def test_large_pages_into_a_small_store_that_is_full_are_stored_or_left_out(tmp_
         assert target.check(3 << 20) == []
 
 
-def test_pages_that_find_no_space_among_pinned_ones_are_reported_as_refused(tmp_path):
-    with Archive(tmp_path / "target", create=True, max_bytes=2 << 20) as target:
-        fill(target.backend, YOURS, [list(range(32))], size=200_000, pinned=True)
-        with Archive(tmp_path / "source", create=True) as source:
-            fill(source.backend, MINE, [list(range(16))], size=360_000)
-            moved = copy_store(source, target)
-        assert (moved.pages, moved.refused) == (1, 3)
-        assert target.check(2 << 20) == []
-
-
 def test_a_tail_is_replaced_by_the_page_that_continues_it_and_is_not_imported_again(tmp_path):
     with Archive(tmp_path / "a", create=True) as short, Archive(tmp_path / "b", create=True) as long:
         fill(short.backend, MINE, [[1, 2]], pinned=True)
@@ -257,29 +218,6 @@ def test_damaged_pages_are_left_out_with_their_descendants(source, tmp_path):
     with Archive(tmp_path / "target", create=True) as target:
         assert import_store(ExportReader(io.BytesIO(file.getvalue()), "f"), target).pages == 5
         assert target.check() == []
-
-
-def test_a_location_that_fails_in_the_middle_is_an_error_and_its_pages_are_not_called_damaged(source, tmp_path):
-    source.backend = FaultyBackend(source.backend, "payload", at=3, times=None)
-    with pytest.raises(UnavailableError, match="on purpose"):
-        export_store(source, io.BytesIO())
-    with Archive(tmp_path / "target", create=True) as target, pytest.raises(UnavailableError, match="on purpose"):
-        copy_store(source, target)
-
-
-def test_pages_that_are_deleted_meanwhile_are_left_out_with_their_descendants(source, monkeypatch):
-    look = source.pages
-
-    def pages():
-        found = look()
-        monkeypatch.setattr(source, "pages", look)
-        source.purge(page=next(page.key for page in found if page.children).hex())
-        return found
-
-    monkeypatch.setattr(source, "pages", pages)
-    moved = export_store(source, io.BytesIO())
-    assert moved.pages == len(look()) < 9
-    assert moved.damaged == 0
 
 
 @pytest.mark.slow

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
-import struct
-import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from prefixstore.engine.adaptive_policy import Adaptive
 from prefixstore.engine.pages import open_pages
-from prefixstore.format.record import Usage
 from prefixstore.format.saved_state import pack_state
 from prefixstore.maintenance.archive import Archive
 from prefixstore.report.content import content_of
 from prefixstore.report.eviction import estimates, evicted_of
-from prefixstore.report.labels import visible
 from prefixstore.report.runs import limited, read_facts, runs_of
 from tests.support.forest import DAY, Tree, chain, lived_in, put, space, wide
 from tests.support.newer import make_corrupt
-from tests.support.pages import make_page
 from tests.support.places import SCHEMES, fill, place
 from tests.support.places import space as small
 
@@ -108,21 +102,6 @@ def test_labels_begin_where_siblings_part_even_in_the_middle_of_a_page_or_a_word
     assert hidden["labels"] == "none"
 
 
-def test_a_label_is_one_line_in_which_nothing_is_hidden():
-    assert visible("a\nb\tc\x00\x1b[31m\u202eevil\u2066 \ud800") == "a↵b⇥c··[31mevil ?"
-
-
-def test_snapshots_belong_to_the_run_that_they_follow(backend):
-    keys = fill(backend, MINE, ([1, 2, 3, 4, 5, 6, 7, 8],))[0]
-    with backend.update() as transaction:
-        for parent, start in ((keys[0], 4), (b"\7" * 32, 64)):
-            _, record = make_page(b"state", [9, 9], parent=parent, start=start, namespace=MINE.key)
-            record = replace(record, form=1)
-            transaction.put(record.key, record, Usage(record.created), b"state")
-    content = report(backend)
-    assert sorted(rows(content, "parent", "pages", "snapshots", "tokens")) == [(-1, 0, 1, 2), (-1, 2, 1, 8)]
-
-
 def test_pages_that_lost_their_parent_or_cannot_be_read_do_no_harm(monkeypatch):
     with Archive("memory:", create=True) as archive:
         lost, damaged, _ = fill(archive.backend, MINE, ([1, 2, 3, 4, 5, 6, 7, 8, 9], [21, 22, 23, 24, 25], [30]))
@@ -132,15 +111,6 @@ def test_pages_that_lost_their_parent_or_cannot_be_read_do_no_harm(monkeypatch):
         content = report(archive.backend)
     assert content["unreadable"] == 1
     assert sorted(rows(content, "parent", "pages", "labels")) == [(-1, 1, "25"), (-1, 1, "30"), (-1, 2, "5 6 7 8 9")]
-
-
-def test_a_record_that_claims_an_impossible_size_is_left_out(backend):
-    fill(backend, MINE, ([1, 2],))
-    key, record = make_page(b"x", [3, 4], parent=MINE.key, namespace=MINE.key)
-    with backend.update() as transaction:
-        transaction.put(key, replace(record, raw_bytes=2**60), Usage(record.created), b"x")
-    content = report(backend)
-    assert (content["unreadable"], content["raw_bytes"], len(content["runs"]["parent"])) == (1, 1000, 1)
 
 
 def test_a_record_that_names_its_own_descendant_as_parent_makes_no_circle(backend):
@@ -153,14 +123,6 @@ def test_a_record_that_names_its_own_descendant_as_parent_makes_no_circle(backen
         facts[i]["n_tokens"], facts[i]["is_readable"] = 4, True
     runs = runs_of(facts, [MINE.key], NOW * 10**9)
     assert runs["parent"].tolist() == [-1, -1]
-
-
-def test_times_in_the_future_and_settings_that_are_lost_are_survived(backend):
-    fill(backend, MINE, ([1, 2],), last_used=(NOW + 10**6) * 10**9)
-    fill(backend, small("tenant"), ([3, 4],), last_used=(NOW + 1) * 10**9)
-    content = report(backend)
-    assert sorted(content["runs"]["idle"]) == [-1, 0]
-    assert {one["tenant"] for one in content["spaces"]} == {"mine", "tenant"}
 
 
 def test_what_is_too_small_is_counted_together(backend):
@@ -228,16 +190,6 @@ def test_evicted_pages_that_the_policy_remembers_are_counted(backend):
     assert content["evicted"]["reused"] == pytest.approx(500, abs=5)
 
 
-@pytest.mark.parametrize(
-    "note", [b"", b"nonsense", pack_state({}), pack_state({"numbers": b"short", "ghosts": b""}), struct.pack("<Q", 1)]
-)
-def test_a_damaged_memory_is_none(backend, note):
-    with backend.update() as transaction:
-        transaction.put_note(Adaptive.note, note)
-    with backend.view() as view:
-        assert evicted_of(view) is None
-
-
 def test_of_pages_that_are_all_alike_a_part_of_the_store_serves_that_part(backend):
     trees = [Tree([i, i + 1, i + 2, i + 3], 3, DAY, 10 * DAY) for i in range(0, 4000, 4)]
     put(backend, MINE, trees, size=100, now=NOW)
@@ -263,8 +215,3 @@ def test_a_larger_store_never_serves_less(backend):
         reuse = [one.reuse for one in found]
         assert reuse == sorted(reuse)
         assert all(0 <= each <= 1 for each in reuse)
-
-
-def test_too_few_restores_are_no_basis_for_an_estimate(backend):
-    fill(backend, MINE, ([1, 2, 3, 4],), last_used=time.time_ns())
-    assert report(backend)["estimates"] == []

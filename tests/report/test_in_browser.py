@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 
 import pytest
 
@@ -12,7 +11,7 @@ from prefixstore.report.content import content_of
 from prefixstore.report.page import html_of
 from tests.report.test_page import EVIL
 from tests.support.browser import PHONE
-from tests.support.forest import HOUR, lived_in, wide
+from tests.support.forest import HOUR, lived_in
 from tests.support.places import fill, space
 
 # keys as WebDriver names them
@@ -101,29 +100,6 @@ def test_a_click_zooms_in_and_the_path_leads_back(browser, page):
     assert browser.run("return document.getElementById('tree').toDataURL()") != before
 
 
-def test_the_wheel_zooms_and_gives_the_page_back_when_it_is_out(browser, page):
-    browser.open(page)
-
-    def wheel(amount):
-        """Whether the canvas took it."""
-        taken = browser.run(
-            "const canvas = document.getElementById('tree'), box = canvas.getBoundingClientRect();"
-            "return !canvas.dispatchEvent(new WheelEvent('wheel', {deltaY: arguments[0], clientX: box.left + 200,"
-            " clientY: box.top + 40, bubbles: true, cancelable: true}))",
-            amount,
-        )
-        browser.painted()
-        return taken
-
-    picture = "return document.getElementById('tree').toDataURL()"
-    whole = browser.run(picture)
-    assert wheel(-300)
-    assert browser.run(picture) != whole
-    assert wheel(3000)
-    assert browser.run(picture) == whole
-    assert not wheel(300)
-
-
 @pytest.mark.slow
 def test_keys_move_zoom_and_search(browser, page):
     browser.open(page)
@@ -150,35 +126,6 @@ def test_keys_move_zoom_and_search(browser, page):
     assert browser.text("#selected .label") == first
     browser.press(ENTER)
     assert trail(browser)[-1] == first
-
-
-@pytest.mark.slow
-def test_a_search_finds_texts_keys_and_tenants_or_says_that_there_is_none(browser, page, content):
-    browser.open(page)
-    key = content["runs"]["keys"][:12]
-    for text, pattern in (("tenant tools", r"1 match"), (key, r"1 match"), ("no such thing", r"No match$")):
-        browser.run("document.getElementById('search').value = ''")
-        browser.find("#search").click()
-        browser.press(text)
-        assert re.match(pattern, browser.text("#count")), text
-    assert browser.run("return document.querySelectorAll('#found button').length") == 0
-
-
-def test_width_and_colour_can_be_chosen(browser, page):
-    browser.open(page)
-    picture = "return document.getElementById('tree').toDataURL()"
-    seen = {browser.run(picture)}
-    for name, value in (("width", "bytes"), ("colour", "idle")):
-        browser.run(
-            "const one = document.getElementById(arguments[0]); one.value = arguments[1];"
-            "one.dispatchEvent(new Event('change'))",
-            name,
-            value,
-        )
-        browser.painted()
-        seen.add(browser.run(picture))
-    assert len(seen) == 3
-    assert "Last use" in browser.text("#legend")
 
 
 @pytest.mark.slow
@@ -245,19 +192,6 @@ def test_it_can_be_read_on_a_phone(browser, page):
     assert len(trail(browser)) == 3
 
 
-def test_stale_branches_are_listed_and_shown(browser, page):
-    browser.open(page)
-    first = browser.text(".stale b")
-    browser.find(".stale button").click()
-    browser.painted()
-    assert trail(browser)[-1] == first
-    browser.run(
-        "const one = document.querySelector('.panel .row select[aria-label=\"Not used for\"]'); one.value = 30;"
-        "one.dispatchEvent(new Event('change'))"
-    )
-    assert "--older-than 30d" in browser.text(".command")
-
-
 def test_history_is_drawn_if_there_is_any(browser, content, tmp_path):
     now = content["made"] // HOUR * HOUR
     hours = [(now - i * HOUR, 40 + i % 9, 10 + i % 5, 9000, 7000, 2000, i % 3) for i in range(150, 0, -1)]
@@ -272,24 +206,6 @@ def test_history_is_drawn_if_there_is_any(browser, content, tmp_path):
         "one.dispatchEvent(new Event('change'))"
     )
     assert browser.run("return document.querySelectorAll('.chart .hit').length") == 90
-
-
-@pytest.mark.parametrize(
-    ("evicted", "says"),
-    [
-        (None, "that would take the evicted pages, which this store does not remember"),
-        ({"pages": 0, "seconds": 60.0, "uses": [], "reused": 0}, "nothing was evicted so far"),
-    ],
-)
-def test_where_larger_sizes_are_not_estimated_the_page_says_why_and_what_tells_them(
-    browser, content, tmp_path, evicted, says
-):
-    smaller = [one for one in content["estimates"] if one[0] <= 1]
-    assert smaller
-    browser.open(saved(tmp_path / "r.html", content | {"evicted": evicted, "policy": "lru", "estimates": smaller}))
-    text = browser.text("#panels")
-    assert says in text
-    assert "trace simulate" in text
 
 
 def test_hostile_texts_are_shown_and_do_nothing(browser, tmp_path):
@@ -310,21 +226,3 @@ def test_an_empty_store_says_so(browser, tmp_path):
     browser.open(saved(tmp_path / "r.html", content))
     browser.painted()
     assert browser.text("#message") == "Nothing is stored yet."
-
-
-@pytest.mark.slow
-def test_a_hundred_thousand_pages_are_drawn_searched_and_zoomed(browser, tmp_path):
-    content, n = written(tmp_path, lambda backend: wide(backend, 100_000))
-    assert n == 100_000
-    assert len(content["runs"]["parent"]) > 80_000
-    path = saved(tmp_path / "r.html", content)
-    began = time.perf_counter()
-    browser.open(path)
-    browser.painted()
-    print(f"{path.stat().st_size:,} bytes, drawn after {time.perf_counter() - began:.2f} s")
-    assert browser.colours("#tree") > 20
-    assert "100,000" in browser.text("#facts")
-    click(browser, 0.3, 2)
-    assert len(trail(browser)) > 1
-    browser.press("/", "1 2")
-    assert re.match(r"[\d,]+ match", browser.text("#count"))

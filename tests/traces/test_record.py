@@ -14,12 +14,8 @@ from pathlib import Path
 import pytest
 
 from prefixstore import InvalidParameterError, PrefixStore
-from prefixstore.format.keys import as_tokens
-from prefixstore.format.namespace import Namespace
 from prefixstore.traces.read import read_trace
-from prefixstore.traces.recorder import Recorder
 from prefixstore.traces.replay import replay
-from tests.support import in_thread
 from tests.support.models import forget, load, prompt
 
 PAGE = 16
@@ -76,14 +72,6 @@ def test_a_replay_finds_what_the_live_store_found(llm, tmp_path, policy, max_ent
     assert replayed.hit_tokens == sum(hit for _, hit in found)
     assert replayed.hits == sum(hit > 0 for _, hit in found)
     assert replayed.hit_tokens <= replay(trace, "belady", max_entries).hit_tokens
-
-
-@pytest.mark.slow
-def test_blocks_of_more_tokens_lose_no_more_than_a_block_for_each_request(llm, tmp_path):
-    path = tmp_path / "trace.jsonl"
-    found = live(llm, tmp_path / "kv", path, "lru", 1000, block_tokens=4)
-    replayed = replay(read_trace(path), "lru", 1000)
-    assert sum(hit for _, hit in found) - 4 * len(found) <= replayed.hit_tokens <= sum(hit for _, hit in found)
 
 
 def test_hashes_and_lengths_are_recorded_and_text_only_on_request(llm, tmp_path):
@@ -187,28 +175,6 @@ def test_the_environment_has_every_store_recorded_and_does_not_keep_one_from_ope
             store.trace(tmp_path / "t", block_tokens=0)
 
 
-def test_a_pipe_that_nobody_reads_is_not_waited_for(llm, tmp_path, monkeypatch, caplog):
-    os.mkfifo(tmp_path / "t")
-    monkeypatch.setenv("PREFIXSTORE_TRACE", str(tmp_path / "t"))
-    with PrefixStore(tmp_path / "kv", llm, page_tokens=PAGE) as store:
-        assert "nothing is recorded" in caplog.text
-        reader = os.open(tmp_path / "t", os.O_RDONLY | os.O_NONBLOCK)
-        recorder = store.trace(tmp_path / "t", block_tokens=1)
-        llm.set_cache(store)
-        for seed in range(1000):
-            llm(prompt(500, seed), max_tokens=1)
-            if not recorder.is_open:
-                break
-        # the pipe is full
-        assert "recording to" in caplog.text
-        os.close(reader)
-
-
-def test_a_path_that_is_none_is_named():
-    with PrefixStore("memory:", namespace="n") as store, pytest.raises(InvalidParameterError, match="path=None"):
-        store.trace(None)
-
-
 def test_a_child_process_goes_on_recording(tmp_path):
     line = {"timestamp": 1, "namespace": "n", "hash_ids": ["a"], "input_length": 5, "hit_length": 0, "page_tokens": 4}
     with PrefixStore(tmp_path / "kv", namespace="n") as store:
@@ -220,16 +186,6 @@ def test_a_child_process_goes_on_recording(tmp_path):
         assert os.waitpid(child, 0)[1] == 0
         recorder._write(line | {"after": "a", "hash_ids": []})
     assert len(read_trace(tmp_path / "t").requests) == 2
-
-
-def test_a_full_disk_does_not_keep_a_store_from_opening(monkeypatch, caplog):
-    n_open = len(list(Path("/proc/self/fd").iterdir()))
-    with pytest.raises(InvalidParameterError, match="No space left"):
-        Recorder("/dev/full", {})
-    assert len(list(Path("/proc/self/fd").iterdir())) == n_open
-    monkeypatch.setenv("PREFIXSTORE_TRACE", "/dev/full")
-    with PrefixStore("memory:", namespace="n"):
-        assert "nothing is recorded" in caplog.text
 
 
 def test_lines_that_cannot_be_used_are_counted(tmp_path):
@@ -250,52 +206,3 @@ def test_lines_that_cannot_be_used_are_counted(tmp_path):
         read_trace(path)
     with pytest.raises(InvalidParameterError, match="cannot be read"):
         read_trace(tmp_path / "none")
-
-
-def test_a_line_that_was_cut_does_not_take_the_next_recording_with_it(tmp_path):
-    path = tmp_path / "t"
-    path.write_text('{"prefixstore_trace":1,"block_tokens":4}\n{"timest')
-    Recorder(path, {"policy": "lru"}, block_tokens=4).close()
-    Recorder(path, {"policy": "lfu"}, block_tokens=4).close()
-    lines = path.read_text().splitlines()
-    assert [line[:10] for line in lines] == ['{"prefixst', '{"timest', '{"prefixst', '{"prefixst']
-    assert json.loads(lines[2])["policy"] == "lru"
-
-
-def test_requests_of_a_model_with_a_window_are_recorded(models, tmp_path):
-    """Each is looked up in two places: what a `Llama` has stored, and what a llama-server has."""
-    llm, tokens = load(models("gemma3")), prompt(300)
-    with PrefixStore("memory:", llm) as store:
-        llm.set_cache(store)
-        with store.trace(tmp_path / "trace.jsonl"):
-            for _ in range(2):
-                llm(tokens, max_tokens=1)
-                forget(llm)
-    found = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
-    assert [one["input_length"] for one in found if "input_length" in one] == [300, 300]
-
-
-def test_other_threads_and_lookups_that_are_no_requests_are_not_mixed_up(tmp_path):
-    with (
-        PrefixStore(tmp_path / "kv", namespace="n", page_tokens=4) as store,
-        store.trace(tmp_path / "t", block_tokens=2),
-    ):
-        engine, key = store.engine, Namespace({"label": "n"}).key
-
-        def ask(seed):
-            for i in range(20):
-                tokens = as_tokens(prompt(10 + seed, 100 * seed + i))
-                engine.match(key, tokens, 4)
-                engine.touch(key, (), len(tokens))
-
-        threads = [in_thread(ask, seed) for seed in range(4)]
-        for _ in range(20):
-            engine.match(key, as_tokens(prompt(30, 1)), 4)
-        for thread in threads:
-            thread.join()
-        # without a lookup before it
-        engine.touch(key, (), 10)
-    trace = read_trace(tmp_path / "t")
-    assert (len(trace.requests), trace.skipped) == (80, 0)
-    assert sorted(event.n_tokens for event in trace.requests) == sorted([10, 11, 12, 13] * 20)
-    assert all(len(event.blocks) == event.n_tokens // 2 for event in trace.requests)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import sys
 import tarfile
@@ -16,7 +15,7 @@ from prefixstore import InvalidParameterError
 from prefixstore.cli import main
 from prefixstore.traces.curve import pages_in, simulate
 from prefixstore.traces.plot import svg
-from prefixstore.traces.read import Trace, read_trace
+from prefixstore.traces.read import read_trace
 from prefixstore.traces.replay import Belady, replay
 from tests.support import ROOT
 from tests.test_replay import conversations, requests, written
@@ -80,18 +79,6 @@ def test_the_recorded_budget_is_the_smaller_of_pages_and_bytes(tmp_path):
     assert pages_in(ours(tmp_path / "t", lines, max_bytes=1), None) == 1
 
 
-def test_the_last_token_of_a_prompt_is_never_found(tmp_path):
-    trace = ours(tmp_path / "t", [request(["a", "b"], 8), stored(["a", "b"], 8), request(["a", "b"], 8)])
-    assert replay(trace, "lru", 10).hit_tokens == 4
-    assert replay(trace, "belady", 10).hit_tokens == 4
-
-
-def test_short_matches_are_not_found(tmp_path):
-    lines = [request(["a", "b"], 9), stored(["a", "b"], 8), request(["a", "b", "e"], 14)]
-    assert replay(ours(tmp_path / "t", lines, min_tokens=16), "lru", 10).hit_tokens == 0
-    assert replay(ours(tmp_path / "t", lines, min_tokens=8), "lru", 10).hit_tokens == 8
-
-
 def test_the_last_block_of_a_page_may_be_shorter_than_others(tmp_path):
     # pages of 10 tokens: two blocks of 4, and one of 2
     lines = [request(["a", "b", "c", "d"], 15, page_tokens=10), stored(["a", "b", "c"], 10)] * 2
@@ -122,40 +109,6 @@ def test_belady_holds_as_much_as_fits_and_not_what_was_asked():
     assert cache.written == 10
 
 
-def test_a_block_that_follows_several_others_is_what_each_line_says(tmp_path):
-    trace = ours(tmp_path / "t", [request(["a", "b"], 9), request(["c", "b"], 9), request(["d"], 13, after="b")])
-    assert [list(event.blocks) for event in trace.events] == [[0, 1], [2, 1], [0, 1, 3]]
-    assert (len(trace.events[2].blocks), 3 in trace.events[2].blocks) == (3, True)
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "expected"),
-    [("ax", "bcdxe", [0, 1, 5]), ("abcx", "dxe", [0, 1, 2, 3, 5])],
-    ids=["longer", "shorter"],
-)
-def test_what_follows_a_block_with_two_paths_to_it_goes_on_from_the_first_one(first, second, expected, tmp_path):
-    """In files that were joined or edited; the path that is longer or shorter is not taken for the other."""
-    lines = [request(first, 100), request(second, 100), request("f", 100, after="e")]
-    ours(tmp_path / "t", lines)
-    found = read_trace(tmp_path / "t").events[-1].blocks
-    assert list(found)[:-1] == expected
-    assert len(found) == len(list(found))
-
-
-def test_belady_keeps_what_is_asked_for_and_not_what_is_only_stored():
-    prompts = [[1], [2], [3], [2], [1]]
-    assert requests(Belady(1, prompts, [True, False, False, False, True]), prompts) == [0, 0, 0, 0, 1]
-
-
-@pytest.mark.slow
-def test_other_traces_are_replayed_as_in_the_benchmarks(trace):
-    from benchmarks.replay import cache_of, hit_rate, read
-
-    prompts, found = read(trace), read_trace(trace)
-    for policy in ("lru", "adaptive", "belady"):
-        assert replay(found, policy, 20).rate == hit_rate(cache_of(policy, 20, prompts), prompts)
-
-
 @pytest.mark.slow
 def test_more_room_finds_more_and_belady_most(trace):
     found = simulate(read_trace(trace), ["lru", "adaptive"], 20)
@@ -169,16 +122,6 @@ def test_more_room_finds_more_and_belady_most(trace):
         )
     lru = [one.rate for one in found.found["lru"]]
     assert lru == sorted(lru)
-
-
-@pytest.mark.slow
-def test_without_a_budget_sizes_are_shares_of_all_pages(trace):
-    read = read_trace(trace)
-    for budget in (None, 10**9):
-        found = simulate(read, ["lru"], budget)
-        assert found.sizes[-1] == found.total == read.pages
-        assert found.budget == round(0.1 * read.pages)
-    assert simulate(Trace(read.events[:1]), ["lru"]).found["belady"]
 
 
 @pytest.mark.slow
@@ -236,48 +179,6 @@ def test_what_cannot_be_replayed_is_told(trace, run, arguments, says):
     assert says in err
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1 << 70, -1, [], "x"])
-@pytest.mark.parametrize("name", ["input_length", "hit_length", "page_tokens", "bytes", "stored_length"])
-def test_lengths_that_are_none_are_lines_that_cannot_be_used(tmp_path, name, value):
-    one, page = request(["a"], 5), stored(["b"], 4)
-    damaged = (one if name in one else page) | {name: value}
-    trace = ours(tmp_path / "t", [one, page, damaged])
-    assert (len(trace.events), trace.skipped) == (2, 1)
-    assert [replay(trace, policy, 3).requests for policy in ("lru", "belady")] == [1, 1]
-
-
-@pytest.mark.parametrize(
-    "about",
-    [{name: value} for name in ("min_tokens", "max_bytes", "max_entries") for value in (1e999, 1 << 70, [], "x")]
-    + [{"policy": []}, {"policy": {}}],
-)
-def test_a_header_with_values_that_are_none_does_no_harm(tmp_path, run, about):
-    ours(tmp_path / "t", [request(["a"], 5, namespace="\ud800"), stored(["a"], 4)], **about)
-    for command in (["replay", "--pages", 3], ["simulate"]):
-        code, out, _ = run(command[0], tmp_path / "t", *command[1:], "--json")
-        assert (code, json.loads(out)["skipped_lines"]) == (0, 0 if "policy" in about else 1)
-
-
-@pytest.mark.parametrize("at", [10**400, float("nan"), float("inf")], ids=["long", "nan", "inf"])
-def test_times_that_are_none_come_first_in_an_archive(tmp_path, at):
-    lines = [{"timestamp": t, "hash_ids": list("abc"[:n])} for t, n in ((2, 3), (at, 1), (1, 2))]
-    (tmp_path / "lines").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with tarfile.open(tmp_path / "t.tar", "w") as archive:
-        archive.add(tmp_path / "lines", "lines")
-    assert [len(event.blocks) for event in read_trace(tmp_path / "t.tar").events] == [1, 2, 3]
-
-
-def test_an_archive_that_is_damaged_is_told(tmp_path, run):
-    (tmp_path / "lines").write_bytes(random.Random(0).randbytes(100_000).hex().encode())
-    with tarfile.open(tmp_path / "t.tar.xz", "w:xz") as archive:
-        archive.add(tmp_path / "lines", "lines")
-    whole = bytearray((tmp_path / "t.tar.xz").read_bytes())
-    whole[len(whole) // 2] ^= 255
-    (tmp_path / "t.tar.xz").write_bytes(whole)
-    code, _, err = run("replay", tmp_path / "t.tar.xz")
-    assert (code, "cannot be read" in err) == (2, True)
-
-
 @pytest.mark.slow
 def test_a_command_is_recorded_and_its_exit_code_kept(models, tmp_path, run):
     out = tmp_path / "t.jsonl"
@@ -333,10 +234,3 @@ def test_texts_are_cut_into_blocks_and_sessions_of_an_archive_put_in_order(tmp_p
     (tmp_path / "t.tar.gz").write_bytes((tmp_path / "t.tar.gz").read_bytes()[:100])
     with pytest.raises(InvalidParameterError):
         read_trace(tmp_path / "t.tar.gz")
-
-
-def test_a_trace_of_two_lengths_of_blocks_is_refused(tmp_path):
-    path = tmp_path / "t"
-    path.write_text('{"prefixstore_trace":1,"block_tokens":4}\n{"prefixstore_trace":1,"block_tokens":8}\n')
-    with pytest.raises(InvalidParameterError, match="different lengths"):
-        read_trace(path)

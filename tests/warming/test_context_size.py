@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prefixstore.config import Config
-from prefixstore.warming.context_size import fit, original_context
+from prefixstore.warming.context_size import fit
 from prefixstore.warming.prompts import Problem, Prompt
 from tests.support.models import prompt
 
@@ -40,11 +40,6 @@ def test_only_prompts_longer_than_the_model_was_trained_for_are_refused(tokenize
     ]
 
 
-def test_a_model_that_does_not_say_how_long_its_training_context_was_has_no_limit(tokenizer, monkeypatch):
-    monkeypatch.delitem(tokenizer.metadata, "llama.context_length")
-    assert fit(tokenizer, [prompt(5000)])[1:] == (5000, 5120)
-
-
 def test_text_and_messages_get_the_tokens_that_the_whole_model_gives_them(tokenizer, models):
     messages = {"messages": [{"role": "user", "content": "Which day is it?"}]}
     given = ["The standard library", messages]
@@ -55,14 +50,3 @@ def test_text_and_messages_get_the_tokens_that_the_whole_model_gives_them(tokeni
             for one in (tokenizer, llm)
         )
         assert ours == theirs
-
-
-def test_reading_stops_when_the_job_is_stopped(tokenizer):
-    found, longest, _ = fit(tokenizer, [prompt(600), prompt(900)], stop=lambda: True)
-    assert (longest, len(found)) == (600, 1)
-
-
-def test_the_original_context_of_a_model_with_two_sets_of_rope_factors_is_known(tokenizer, monkeypatch):
-    assert original_context(tokenizer) is None
-    monkeypatch.setitem(tokenizer.metadata, "llama.rope.scaling.original_context_length", "1024")
-    assert original_context(tokenizer) == 1024

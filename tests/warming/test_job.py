@@ -10,17 +10,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import prefixstore
 from prefixstore import PrefixStore
 from prefixstore.engine.keyspace import NOTE, everything
 from prefixstore.errors import MisuseError
-from prefixstore.llama.hook import Hook
-from prefixstore.stats import Kind
 from prefixstore.warming import prompt_trie as trie
 from prefixstore.warming.estimate import estimate
 from prefixstore.warming.job import Job, Survey, warm
 from prefixstore.warming.leases import PREFIX, Leases
-from prefixstore.warming.report import Progress
 from tests.support.models import answer, logits, prompt
 from tests.support.warming import job_command, shared_prompts, unique_tokens, write_jsonl
 from tests.support.worker import ROOT
@@ -172,13 +168,6 @@ def test_prompts_beyond_the_budget_are_reported_and_the_job_ends(llama, tmp_path
         assert store.check() == []
 
 
-def test_prompts_too_short_to_store_are_counted(llama, tmp_path):
-    llm = llama()
-    with PrefixStore(tmp_path, llm) as store:
-        report = warm(llm, store, [[5] * 15, [6] * 16])
-        assert (report.short, report.unique_tokens, report.evaluated_tokens, report.unstored) == (1, 16, 16, ())
-
-
 @pytest.mark.slow
 def test_pinned_prompts_are_not_evicted(llama, tmp_path):
     llm = llama()
@@ -187,16 +176,6 @@ def test_pinned_prompts_are_not_evicted(llama, tmp_path):
         warm(llm, store, [prompt(900, 1), prompt(900, 2)], pin=True)
         assert warm(llm, store, PROMPTS).unstored
         assert holds_all(store, [prompt(900, 1), prompt(900, 2)])
-
-
-def test_warming_a_prompt_again_extends_its_time_to_live(llama, tmp_path, monkeypatch):
-    llm, real, later = llama(), time.time_ns, [0]
-    monkeypatch.setattr(time, "time_ns", lambda: real() + later[0] * 10**9)
-    with PrefixStore(tmp_path, llm, ttl=1000) as store:
-        warm(llm, store, [prompt(600)])
-        for _ in range(4):
-            later[0] += 700
-            assert warm(llm, store, [prompt(600)]).evaluated_tokens == 0
 
 
 # -- stopped and started again ----------------------------------------------------------------------------------------
@@ -239,48 +218,7 @@ def test_an_exception_keeps_what_was_computed_and_leaves_no_lease(llama, tmp_pat
             assert [row for row in rows.ranges([everything(NOTE)])[0] if row.key[1:].startswith(PREFIX)] == []
 
 
-def test_it_can_be_stopped_while_it_reads(llama, tmp_path):
-    llm = llama()
-    read = []
-
-    def endless():
-        while True:
-            read.append(len(read))
-            yield prompt(100, len(read))
-
-    with PrefixStore(tmp_path, llm) as store:
-        report = warm(llm, store, endless(), stop=lambda: len(read) > 10)
-    assert (report.interrupted, report.evaluated_tokens, report.prompts) == (True, 0, 10)
-
-
 # -- how far ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("small_parts")
-def test_progress_only_grows_and_reaches_the_end(llama, tmp_path):
-    llm = llama()
-    told: list[Progress] = []
-    with PrefixStore(tmp_path, llm) as store:
-        warm(llm, store, PROMPTS[:10])
-        report = warm(llm, store, PROMPTS, progress=told.append)
-    assert told[0].phase == "reading"
-    assert told[1].missing_tokens == report.missing_tokens == report.evaluated_tokens
-    done = [progress.done_tokens for progress in told]
-    assert done == sorted(done)
-    last = told[-1]
-    assert (last.done_tokens, last.evaluated_tokens) == (report.missing_tokens, report.evaluated_tokens)
-    assert last.seconds_left == 0
-    assert last.rate > 0
-    assert 0.5 < last.hit_share < 1
-    assert last.walked_tokens <= report.prompt_tokens
-
-
-def test_progress_without_data_has_no_estimate():
-    assert Progress(missing_tokens=5).seconds_left is None
-    assert Progress(missing_tokens=5, done_tokens=1, seconds=2.0).seconds_left == 8.0
-    assert Progress().seconds_left == 0.0
-    assert (Progress().rate, Progress().hit_share) == (0.0, 0.0)
 
 
 @pytest.mark.slow
@@ -305,40 +243,12 @@ def test_an_estimate_predicts_the_job_and_stores_nothing(llama, tmp_path):
 # -- misuse -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_unattached_store_is_attached_for_the_job(llama, tmp_path):
-    llm = llama()
-    with PrefixStore(tmp_path, namespace="x") as store:
-        assert prefixstore.warm(llm, store, [prompt(300)]).evaluated_tokens == 300
-        assert store.llm is None
-
-
-def test_a_llama_beside_the_one_that_is_used_is_warmed(llama, tmp_path):
-    llm, other = llama(), llama("gemma3")
-    with PrefixStore(tmp_path) as store:
-        store.attach(other)
-        store.attach(llm)
-        store.restore(prompt(20), llm)
-        assert warm(other, store, [prompt(300)]).evaluated_tokens == 300
-        assert (store.match(prompt(300), other).n_tokens, store.match(prompt(300), llm).n_tokens) == (300, 0)
-        assert store.is_attached(other)
-
-
 def test_a_llama_of_another_store_or_a_read_only_one_is_refused(llama, tmp_path):
     llm = llama()
     refused = pytest.raises(MisuseError, match="another PrefixStore")
     with PrefixStore("memory:", llm), PrefixStore(tmp_path) as store, refused:
         warm(llm, store, [prompt(300)])
     with PrefixStore(tmp_path, llm, read_only=True) as store, pytest.raises(MisuseError, match="read_only"):
-        warm(llm, store, [prompt(300)])
-
-
-def test_a_model_whose_states_cannot_be_stored_is_refused(llama, monkeypatch):
-    llm = llama()
-    monkeypatch.setattr(Hook, "kind", Kind.STREAMS)
-    with (
-        PrefixStore("memory:", llm) as store,
-        pytest.raises(MisuseError, match="states of this model cannot be stored: streams"),
-    ):
         warm(llm, store, [prompt(300)])
 
 
@@ -435,19 +345,3 @@ def test_a_job_waits_until_the_lease_of_another_one_expires(llama, tmp_path, mon
         assert report.evaluated_tokens == 600
         assert phases.count("waiting") >= 3
         assert Survey(store, prompts).missing_tokens == 0
-
-
-@pytest.mark.slow
-def test_parts_finished_by_another_job_are_not_computed(llama, tmp_path):
-    llm, other_llm = llama(), llama()
-    prompts = sorted(prompt(900, seed) for seed in range(6))
-    with PrefixStore(tmp_path, llm) as store, PrefixStore(tmp_path, other_llm) as other:
-
-        def tell(progress):
-            # after the first batch of this job another job does all but the first prompt
-            if progress.evaluated_tokens and not other.stats().tokens_computed:
-                warm(other_llm, other, prompts[1:])
-
-        report = warm(llm, store, prompts, progress=tell)
-        assert report.evaluated_tokens == 900
-        assert holds_all(store, prompts)

@@ -94,30 +94,3 @@ def test_renewing_or_releasing_does_not_touch_a_lease_that_another_job_took_over
         with late:
             wait_for(lambda: counting.n_changes > 3, "renewals")
         assert json.loads(notes.note(PREFIX + b"a"))["owner"] == other.owner
-
-
-@pytest.mark.parametrize("value", [b"", b"no json", b"[]", b'{"owner": 1}', b"\xff"])
-def test_a_note_that_is_not_a_lease_does_not_block(notes, value):
-    notes.change_note(PREFIX + b"a", lambda _: value)
-    with Leases(notes) as one:
-        assert one.is_free(b"a")
-        assert one.acquire(b"a")
-
-
-def test_a_lease_from_a_clock_far_ahead_does_not_last_forever(notes):
-    value = {"owner": "x", "until": time.time() + 1e6}
-    notes.change_note(PREFIX + b"a", lambda _: json.dumps(value).encode())
-    with Leases(notes) as one:
-        assert one.acquire(b"a")
-
-
-def test_a_store_failure_while_a_lease_is_renewed_or_released_is_harmless(notes, clock):
-    failing = Counting(notes)
-    with Leases(failing, seconds=0.15) as one:
-        one.acquire(b"a")
-        failing.is_down, n_before = True, failing.n_changes
-        wait_for(lambda: failing.n_changes > n_before + 1, "renewals that fail")
-    assert notes.note(PREFIX + b"a") is not None
-    clock.seconds += 0.2
-    with Leases(notes) as other:
-        assert other.acquire(b"a")

@@ -50,17 +50,6 @@ def test_no_token_is_in_two_parts_however_fine_the_division(prompts):
         assert evaluated(made) == made.unique_tokens
 
 
-@given(PROMPTS)
-def test_a_prefix_of_another_prompt_is_not_kept(prompts):
-    made = plan_of(prompts)
-    kept = [made.tokens(i).tolist() for i in range(len(made))]
-    assert kept == sorted(kept)
-    for tokens in prompts:
-        assert any(other[: len(tokens)] == tokens for other in kept)
-    for tokens in kept:
-        assert [other[: len(tokens)] for other in kept].count(tokens) == 1
-
-
 @given(PROMPTS, st.integers(0, 6), st.integers(1, 12))
 def test_stops_are_where_other_prompts_branch_off_or_end(prompts, start, end):
     made = plan_of(prompts)
@@ -75,11 +64,6 @@ def test_stops_are_where_other_prompts_branch_off_or_end(prompts, start, end):
         assert made.stops(i, start, end) == tuple(sorted(n for n in shared if start < n < min(end, len(row))))
 
 
-def test_it_keeps_the_origin_of_a_prompt():
-    made = plan_of([[3], [1], [1]])
-    assert [made.where(i) for i in range(2)] == ["prompt 1", "prompt 0"]
-
-
 def test_parts_are_the_same_for_the_same_list_in_any_order():
     prompts = shared_prompts()
     assert plan_of(prompts).parts() == plan_of(prompts[::-1]).parts()
@@ -91,10 +75,3 @@ def test_a_part_is_a_share_of_the_work(monkeypatch):
     made = plan_of([[7] * 100 + [i] * 60 for i in range(4)])
     assert [(part.first, part.end) for part in made.parts()] == [(0, 1), (1, 2), (2, 3), (3, 4)]
     assert evaluated(made) == made.unique_tokens == 340
-
-
-def test_a_conversation_that_branches_at_every_turn_has_few_parts():
-    turns = [[i % 7 + 10] * 5 for i in range(600)]
-    prompts = [[token for turn in turns[:n] for token in turn] + [1, 2, 3, n + 100] for n in range(1, 600)]
-    made = plan_of(prompts)
-    assert len(made.parts()) <= module.SHARE + 1

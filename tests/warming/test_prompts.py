@@ -10,7 +10,6 @@ import pytest
 
 from prefixstore.errors import InvalidParameterError
 from prefixstore.warming.prompts import Problem, Prompt, encode, read, tokenized
-from prefixstore.warming.tokens import chat_tokens
 from tests.support.warming import write_jsonl
 
 TOOLS = [{"type": "function", "function": {"name": "clock", "description": "The time", "parameters": {}}}]
@@ -106,14 +105,6 @@ def test_an_invalid_prompt_is_refused_with_a_reason(llm, content, message):
         encode(llm, content)
 
 
-def test_a_prompt_that_just_fits_is_accepted_and_a_longer_one_a_problem(llm):
-    problems = []
-    found = list(tokenized(llm, [{"tokens": [1] * 511}, {"tokens": [1] * 512}], problems))
-    assert [len(tokens) for tokens, _ in found] == [511]
-    assert [(one.where, one.tokens) for one in problems] == [("prompt 2", 512)]
-    assert "512 tokens do not fit the context (n_ctx=512)" in str(problems[0])
-
-
 # -- messages ---------------------------------------------------------------------------------------------------------
 
 
@@ -155,28 +146,6 @@ def test_tools_are_placed_by_the_template(llm, evaluated, monkeypatch):
     assert b"clock" in llm.detokenize(tokens, special=True)
 
 
-def test_text_that_the_template_drops_from_earlier_turns_is_not_warmed(llm, monkeypatch):
-    with_template(llm, monkeypatch, "thinking")
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>hm</think>Hello"}]
-    text = llm.detokenize(encode(llm, {"messages": messages}).tolist(), special=True)
-    assert b"Hello" in text
-    assert b"hm" not in text
-
-
-def test_where_turns_must_alternate_an_answer_is_inserted(llm, monkeypatch):
-    with_template(llm, monkeypatch, "alternating")
-    question = [{"role": "user", "content": "Hi"}]
-    assert llm.detokenize(encode(llm, {"messages": question}).tolist(), special=True).endswith(b"[INST] Hi [/INST]")
-    answered = [*question, {"role": "assistant", "content": "Hello"}]
-    assert b"Hello[INST]" in llm.detokenize(encode(llm, {"messages": answered}).tolist(), special=True)
-
-
-def test_messages_that_the_template_refuses_are_refused_with_its_message(llm, monkeypatch):
-    with_template(llm, monkeypatch, "alternating")
-    with pytest.raises(InvalidParameterError, match="alternate!"):
-        encode(llm, {"messages": [{"role": "assistant", "content": "a"}]})
-
-
 @pytest.mark.parametrize("chat_format", ["llama-2", "chatml", "gemma", "chatml-function-calling", "mistral-instruct"])
 def test_registered_formats_work_as_well(llm, evaluated, monkeypatch, chat_format):
     monkeypatch.setattr(llm, "chat_format", chat_format)
@@ -186,15 +155,6 @@ def test_registered_formats_work_as_well(llm, evaluated, monkeypatch, chat_forma
     full = evaluated(lambda: llm.create_chat_completion(following, max_tokens=1))
     assert len(tokens) > 5
     assert full[: len(tokens)] == tokens
-
-
-def test_a_multimodal_chat_handler_is_refused(llm, monkeypatch):
-    class Multimodal:
-        clip_model_path = "clip.gguf"
-
-    monkeypatch.setattr(llm, "chat_handler", Multimodal())
-    with pytest.raises(InvalidParameterError, match="multimodal"):
-        chat_tokens(llm, said("Look"), {}, generation_prompt=False)
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -213,14 +173,6 @@ def test_lines_are_read_with_their_numbers_and_bad_ones_are_reported(tmp_path):
     assert "not a JSON object" in str(found[3])
 
 
-def test_other_files_are_one_prompt_each(tmp_path):
-    (tmp_path / "a.md").write_text("one\ntwo\n")
-    (tmp_path / "b.txt").write_bytes(b"good\nbad \xff\n")
-    one, other = read([tmp_path / "a.md", tmp_path / "b.txt"])
-    assert one == Prompt(str(tmp_path / "a.md"), "one\ntwo\n")
-    assert str(other) == f"{tmp_path / 'b.txt'}:2: not valid UTF-8"
-
-
 def test_folders_and_patterns_are_read_in_order(tmp_path, monkeypatch):
     for name in ("b.txt", "a.txt", "deep/c.txt", ".hidden/d.txt", "deep/.e.txt", "deep/f.jsonl"):
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -231,13 +183,6 @@ def test_folders_and_patterns_are_read_in_order(tmp_path, monkeypatch):
     assert [entry.where for entry in read(["in/*.txt"])] == names[:2]
     assert [entry.where for entry in read(["in/**/*.txt"])] == names
     assert [entry.where for entry in read([str(tmp_path / "in" / "*.txt")])] == [str(tmp_path / n) for n in names[:2]]
-
-
-def test_a_missing_file_is_a_problem_and_the_rest_is_read(tmp_path):
-    (tmp_path / "a[1].txt").write_text("brackets")
-    found = list(read([str(tmp_path / "nowhere.txt"), str(tmp_path / "*.md"), str(tmp_path / "a[1].txt")]))
-    assert [type(entry) for entry in found] == [Problem, Problem, Prompt]
-    assert "file not found" in str(found[0])
 
 
 # -- together ---------------------------------------------------------------------------------------------------------
@@ -251,9 +196,3 @@ def test_prompts_become_tokens_and_everything_else_problems(llm, tmp_path):
     assert [where for _, where in found] == ["prompt 1", "prompt 2", "prompt 3", f"{file}:1", "here"]
     assert [tokens for tokens, _ in found[1:]] == [[1, 2], [3], [9, 8], [4]]
     assert [problem.where for problem in problems] == [f"{file}:2", "there", "prompt 7"]
-
-
-@pytest.mark.parametrize("prompts", ["one text", {"prompt": "one mapping"}])
-def test_a_single_prompt_instead_of_a_list_is_refused(llm, prompts):
-    with pytest.raises(InvalidParameterError, match="not a single prompt"):
-        list(tokenized(llm, prompts, []))
