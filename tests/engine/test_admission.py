@@ -11,8 +11,6 @@ from prefixstore.engine.budget import Budget, Quota
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.policy import Ordering
-from prefixstore.engine.waiting import DropReason
-from prefixstore.errors import UnavailableError
 from prefixstore.format.autocodec import FixedCodec
 from prefixstore.stats import Counters
 from tests.support.engines import NS, MemoryPages, P, Store
@@ -120,13 +118,6 @@ def test_a_quota_is_contested_among_the_pages_of_the_tenant():
         assert store.counters.group("dropped") == {"admission": 1}
 
 
-def test_what_can_never_fit_is_refused_for_the_budget_and_nothing_is_evicted_for_it():
-    with closing(store_with(Picky(admitted=range(99)), max_entries=3)) as store:
-        assert store.put(prompt(1, 5)) == 3
-        assert store.counters.group("dropped") == {"budget": 2}
-        assert DropReason.ADMISSION.value not in store.counters.group("dropped")
-
-
 # -- what was learned --------------------------------------------------------------------------------------------------
 
 
@@ -147,34 +138,6 @@ def test_what_was_learned_is_kept_in_the_location(policy):
                 used_often(engine)
             else:
                 assert learner._ghosts.recall(b"x" * 32, 1 << 24).uses == 7
-
-
-def test_it_is_not_saved_after_a_few_prompts_nor_where_it_would_take_much_of_the_budget():
-    for n_prompts, max_bytes in ((10, 1 << 30), (60, 1 << 12)):
-        backend = MemoryPages()
-        policy = POLICIES["adaptive"]()
-        with closing(Engine(_Kept(backend), Budget(max_bytes), policy, FixedCodec("raw"), Counters())) as engine:
-            engine.commit([])
-            used_often(engine, n_prompts)
-        with backend.view() as view:
-            assert view.note(b"policy/adaptive") is None
-
-
-def test_damage_and_outages_cost_what_was_learned_and_nothing_else(monkeypatch, caplog):
-    backend = MemoryPages()
-    with backend.update() as transaction:
-        transaction.put_note(b"policy/adaptive", b"garbage")
-    policy = POLICIES["adaptive"]()
-    with closing(Engine(_Kept(backend), Budget(1 << 30), policy, FixedCodec("raw"), Counters())) as engine:
-        assert engine.commit([]) == 0
-        assert "starts afresh" in caplog.text
-        used_often(engine)
-
-        def fails(*_):
-            raise UnavailableError("the location is down")
-
-        monkeypatch.setattr(engine._catalog, "learned", fails)
-    assert "was not saved" in caplog.text
 
 
 class _Kept:

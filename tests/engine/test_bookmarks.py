@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import count
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixstore.backends.contract import ConflictError
 from prefixstore.engine import bookmarks as module
-from prefixstore.engine.bookmark import Bookmark, merged, note_name, parse
-from prefixstore.engine.delete import subtree
-from prefixstore.errors import CorruptError, UnavailableError
+from prefixstore.engine.bookmark import Bookmark, note_name, parse
+from prefixstore.errors import CorruptError
 from prefixstore.format.keys import KEY_BYTES, PAGE, as_tokens, page_keys
 from prefixstore.format.saved_state import pack_state
-from tests.support.engines import NS, A, B, C, MemoryPages, P, Store
+from tests.support.engines import NS, A, B, MemoryPages, P, Store
 
 
 @pytest.fixture
@@ -67,34 +64,6 @@ def test_a_tail_that_a_longer_page_has_replaced_is_found_in_that_page(store):
     assert store.engine.bookmarks.tokens(NS, store.engine.bookmarks.read(NS)["a"]).tolist() == [*A, 5]
 
 
-def test_one_of_a_sequence_that_was_never_stored_is_not_written(store):
-    put(store, A)
-    store.engine.set_bookmark(NS, "b", bookmark_of(B))
-    store.engine.set_bookmark(NS, "a", bookmark_of(A))
-    store.engine.flush()
-    assert list(store.engine.bookmarks.read(NS)) == ["a"]
-    assert not store.engine.has_deferred
-
-
-def test_it_waits_for_pages_that_are_still_queued(monkeypatch):
-    monkeypatch.setattr("prefixstore.engine.queue.BATCH_BYTES", 1)
-    store = Store(MemoryPages())
-    for i, tokens in enumerate((A, B, C)):
-        put(store, tokens)
-        store.engine.set_bookmark(NS, str(i), bookmark_of(tokens, i))
-    store.engine.flush()
-    assert store.engine.bookmarks.whole(NS) == ["0", "1", "2"]
-    store.engine.close()
-
-
-def test_the_one_that_was_set_last_wins():
-    old, new = bookmark_of(A, 1), bookmark_of(B, 2)
-    assert merged({"a": new}, {"a": old}) == {"a": new}
-    assert merged({"a": old}, {"a": new}) == {"a": new}
-    assert merged({"a": new}, {"a": None, "b": old}) == {"b": old}
-    assert list(merged({"a": new, "b": old}, {})) == ["b", "a"]
-
-
 def test_there_are_so_many_at_most_and_those_set_last_stay(store, monkeypatch):
     monkeypatch.setattr(module, "MAX_BOOKMARKS", 5)
     put(store, A)
@@ -124,24 +93,6 @@ def test_they_take_no_more_than_a_part_of_the_budget(max_bytes):
     store.engine.close()
 
 
-def test_what_cannot_be_written_now_is_written_later(store, monkeypatch):
-    put(store, A)
-    store.engine.flush()
-
-    def fail():
-        raise UnavailableError("not now")
-
-    monkeypatch.setattr(store.backend, "update", fail)
-    store.engine.set_bookmark(NS, "a", bookmark_of(A))
-    store.engine.drain()
-    assert list(store.engine.bookmarks.read(NS)) == ["a"]
-    assert store.engine.has_deferred
-    monkeypatch.undo()
-    store.engine.flush()
-    with store.engine.view() as view:
-        assert list(parse(view.note(note_name(NS)))) == ["a"]
-
-
 def test_they_go_with_their_pages(store):
     put(store, A)
     put(store, B)
@@ -154,24 +105,6 @@ def test_they_go_with_their_pages(store):
     store.engine.clear(NS)
     with store.engine.view() as view:
         assert view.note(note_name(NS)) is None
-
-
-def test_a_deletion_does_not_fail_because_another_process_commits_at_the_same_time(store, monkeypatch):
-    for tokens in (A, B):
-        put(store, tokens)
-    store.engine.set_bookmark(NS, "a", bookmark_of(A))
-    store.engine.flush()
-    update, n_calls = store.backend.update, count()
-
-    def conflicting():
-        if next(n_calls) % 2 == 0:
-            raise ConflictError("another process was faster")
-        return update()
-
-    monkeypatch.setattr(store.backend, "update", conflicting)
-    removed = store.engine.delete([lambda index: subtree(index, page_keys(NS, as_tokens(A), P)[0])])
-    assert removed.pages == 3
-    assert store.engine.bookmarks.read(NS) == {}
 
 
 def test_a_process_that_still_has_a_name_does_not_bring_it_back_after_a_purge(store):

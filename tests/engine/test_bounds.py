@@ -5,7 +5,6 @@ from __future__ import annotations
 import cProfile
 import heapq
 import pstats
-import time
 from collections import Counter
 from contextlib import closing
 from functools import partial
@@ -93,34 +92,6 @@ def test_a_quota_costs_the_same_however_many_tenants_there_are(steps, quota):
 # -- expired pages -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    now = [time.time_ns()]
-    monkeypatch.setattr("time.time_ns", lambda: now[0])
-    return now
-
-
-@pytest.mark.slow
-def test_a_lookup_does_not_walk_through_expired_pages(steps, clock):
-    """Neither once nor with each page that it steps back; a chain of this length was too deep for a recursion."""
-    n_pages = 3000
-    tokens = list(range(n_pages * P))
-    with closing(Store(Fragile(MemoryPages()), options={"ttl": 60.0})) as store:
-        store.put(tokens, 1)
-        assert store.match(tokens) == len(tokens)
-        clock[0] += 61 * 10**9
-        steps.clear()
-        assert store.match(tokens) == 0
-        assert steps["expired"] == 1
-        # they are deleted some at a time
-        while store.engine.has_deferred:
-            before = len(store.stored_keys())
-            store.engine.commit([])
-            assert 0 < before - len(store.stored_keys()) <= 512
-            store.match(tokens)
-        assert store.stored_keys() == set()
-
-
 def calls_in(act):
     """How many functions `act` calls, those of C included."""
     profile = cProfile.Profile()
@@ -148,50 +119,3 @@ def test_an_eviction_costs_the_same_however_many_siblings_the_page_has(ttl):
 
     # of fewer pages, more are in several samples of the same eviction
     assert costs(1200) < 1.25 * costs(400)
-
-
-@pytest.mark.slow
-def test_damaged_pages_are_deleted_some_at_a_time():
-    n_pages = 1300
-    tokens = list(range(n_pages * P))
-    with closing(Store(Fragile(MemoryPages()))) as store:
-        store.put(tokens, 1)
-        store.put([9] * P)
-        store.engine.condemn(store.engine.match(NS, as_tokens(tokens), P).pages[1], lambda *_: False)
-        scans, left = store.backend.calls["scan"], n_pages + 1
-        while store.engine.has_deferred:
-            store.engine.commit([])
-            with store.backend.inner.view() as view:
-                entries = view.used.entries
-            assert 0 < left - entries <= 512
-            left = entries
-            store.match(tokens)
-        assert store.backend.calls["scan"] == scans
-        assert_true(store.engine)
-        assert store.counters["corrupt"] == n_pages - 1
-        assert store.match(tokens) == store.match([9] * P) == P
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["repair", "strays"])
-def test_repairs_are_made_some_at_a_time(how, monkeypatch):
-    n_pages = 1300
-    tokens = list(range(n_pages * P))
-    backend = Fragile(MemoryPages())
-    with closing(Store(backend)) as store:
-        store.put(tokens, 1)
-        first = store.engine.match(NS, as_tokens(tokens), P).pages[0]
-        with backend.inner.update() as transaction:
-            transaction.delete(first.key)
-        found = store.engine.check()
-        store.match(tokens)
-        updates = backend.calls["update"]
-        if how == "repair":
-            assert [violation.rule for violation in found] == ["parent"]
-            removed = store.engine.deleter.repair(found)
-        else:
-            removed = store.engine.deleter.delete_strays()
-        assert removed.pages == n_pages - 1
-        assert removed.bytes == n_pages - 1
-        assert backend.calls["update"] - updates == 3
-        assert_true(store.engine)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from contextlib import closing, contextmanager
-from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +13,7 @@ from prefixstore.engine.breaker import CircuitBreaker
 from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.errors import CorruptError, UnavailableError
 from prefixstore.stats import Counters
-from tests.support.engines import MIB, A, MemoryPages, Store
+from tests.support.engines import MIB, MemoryPages, Store
 from tests.support.faults import SlowBackend
 
 
@@ -52,12 +51,6 @@ def test_reading_many_records_may_take_longer(breaker, clock, n_records, opens):
         clock[0] += 2.0
         question.n_records = n_records
     assert breaker.is_open is opens
-
-
-def test_an_answer_in_time_changes_nothing(breaker, clock):
-    with breaker.asking():
-        clock[0] += module.SLOW_SECONDS
-    assert not breaker.is_open
 
 
 def ask_in_vain(breaker, clock, error, page=None):
@@ -107,28 +100,6 @@ def test_a_local_location_is_not_given_up_after_one_slow_answer(local, clock):
     assert local._counters["outages"] == 0
 
 
-def test_a_local_location_is_given_up_after_several_slow_answers_in_a_row(local, clock):
-    for _ in range(module.LOCAL_PATIENCE - 1):
-        answer(local, clock, 2.0)
-        assert not local.is_open
-    answer(local, clock, 2.0)
-    assert local.is_open
-
-
-def test_fast_lookups_do_not_hide_that_pages_are_slow(local, clock):
-    page = SimpleNamespace(raw_bytes=0)
-    for _ in range(module.LOCAL_PATIENCE):
-        assert not local.is_open
-        answer(local, clock, 0.0)
-        answer(local, clock, 2.0, page)
-    assert local.is_open
-
-
-def test_an_error_of_a_local_location_opens_the_circuit_at_once(local, clock):
-    ask_in_vain(local, clock, UnavailableError("no"))
-    assert local.is_open
-
-
 def test_the_engine_is_patient_with_local_locations_only(tmp_path, clock):
     for backend, patience in (
         (MemoryPages(), module.LOCAL_PATIENCE),
@@ -138,28 +109,3 @@ def test_the_engine_is_patient_with_local_locations_only(tmp_path, clock):
     ):
         with closing(Store(backend, options={"clock": lambda: clock[0]})) as store:
             assert store.engine._breaker._patience == patience
-
-
-def test_a_pause_of_the_machine_during_a_lookup_costs_nothing_afterwards(clock):
-    backend = Pausing(clock)
-    with closing(Store(backend, options={"clock": lambda: clock[0]})) as store:
-        store.put(A)
-        backend.pause = 3.0
-        assert store.match(A) == 12
-        backend.pause = 0.0
-        assert store.match(A) == 12
-        assert store.fetch(A) == 3
-
-
-class Pausing(MemoryPages):
-    """Views take a while, by the clock of the test."""
-
-    pause = 0.0
-
-    def __init__(self, clock):
-        super().__init__()
-        self._clock = clock
-
-    def view(self):
-        self._clock[0] += self.pause
-        return super().view()

@@ -7,16 +7,12 @@ from contextlib import closing
 
 import pytest
 
-from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.engine.budget import Budget, Quota
-from prefixstore.engine.page_view import Used
-from prefixstore.engine.pages import Pages
+from prefixstore.engine.budget import Quota
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.namespace import Namespace
 from prefixstore.units import parse_seconds
-from tests.support.engines import MIB, NS, MemoryPages, Store, store_of
-from tests.support.faults import FaultyBackend
+from tests.support.engines import MIB, NS, MemoryPages, Store
 from tests.support.newer import make_newer
 
 P = 4  # tokens per page
@@ -101,27 +97,6 @@ def test_all_models_of_a_salt_share_its_quota(backend):
     assert (small.held(), large.held(), other.held()) == (1, 3, 4)
 
 
-def test_a_quota_for_namespaces_applies_to_each_model_separately(backend):
-    small, large = (Tenant(backend, tenant("one", model), quota=Quota(namespace=2 * PAGE)) for model in "ab")
-    for i in range(5):
-        small.put([i] * P)
-        large.put([i] * P)
-    assert (small.held(), large.held()) == (2, 2)
-
-
-def test_a_quota_for_salts_does_not_apply_without_a_salt(backend):
-    alone = Tenant(backend, tenant(None), quota=Quota(salt=PAGE))
-    for i in range(5):
-        alone.put([i] * P)
-    assert alone.held() == 5
-
-
-def test_a_page_larger_than_the_quota_is_refused_and_counted(backend):
-    small = Tenant(backend, tenant("one"), quota=Quota(PAGE - 1))
-    assert small.put([1] * P) == 0
-    assert small.counters.group("dropped") == {"quota": 1}
-
-
 def test_a_page_that_cannot_fit_because_of_pins_evicts_nothing(backend):
     store = Tenant(backend, tenant("one"), max_bytes=20 * (PAGE + 1300))
     for i in range(18):
@@ -135,30 +110,6 @@ def test_a_page_that_cannot_fit_because_of_pins_evicts_nothing(backend):
     # one that fits if all that can be is evicted
     assert store.put([101] * P, 12 * SIZE) == 1
     assert store.held() == 10
-
-
-@pytest.mark.parametrize("quota", [Quota(10 * PAGE), Quota(salt=10 * PAGE)])
-def test_a_page_that_cannot_fit_into_a_quota_evicts_nothing(backend, quota):
-    store = Tenant(backend, tenant("one"), quota=quota)
-    other = Tenant(backend, tenant("other"), quota=quota)
-    for i in range(10):
-        store.put([i] * P)
-        other.put([i] * P)
-    store.engine.pin(store.namespace.key, as_tokens([3] * P), P, pinned=True)
-    assert store.put([100] * P, 10 * SIZE) == 0
-    assert store.counters.group("dropped") == {"quota": 1}
-    assert (store.held(), other.held()) == (10, 10)
-
-
-def test_a_page_that_cannot_fit_evicts_nothing_on_disk_either(tmp_path):
-    with closing(Pages(LMDBBackend(tmp_path / "kv", 8 * MIB))) as opened:
-        store = Tenant(opened, tenant("one"), max_bytes=8 * MIB)
-        for i in range(8):
-            assert store.put([i] * P, MIB // 2) == 1
-        for i in range(4):
-            store.engine.pin(store.namespace.key, as_tokens([i] * P), P, pinned=True)
-        assert store.put([100] * P, 7 * MIB) == 0
-        assert sum(store.match([i] * P) == P for i in range(8)) == 8
 
 
 def test_a_quota_is_one_size_or_sizes_by_name():
@@ -214,57 +165,6 @@ def test_an_expired_page_is_not_matched_and_then_deleted(backend, clock):
         assert list(view.scan()) == []
 
 
-def test_a_use_renews_the_time_to_live_for_other_processes_too(backend, clock):
-    store, other = (Tenant(backend, tenant("a"), ttl=60) for _ in range(2))
-    store.put([1] * P)
-    assert other.match([1] * P) == P
-    clock.passes(50)
-    store.use([1] * P)
-    clock.passes(50)
-    other.engine.commit([])
-    assert other.counters["expired"] == 0
-    assert store.match([1] * P) == other.match([1] * P) == P
-
-
-def test_a_page_stays_as_long_as_its_descendants(backend, clock):
-    store = Tenant(backend, tenant("a"), ttl=60)
-    store.put([1] * 4)
-    clock.passes(50)
-    store.put([1] * 8)
-    clock.passes(50)
-    # the first page was not used since, but its child needs it
-    store.engine.commit([])
-    assert store.match([1] * 4) == 4
-    assert store.match([1] * 8) == 8
-    clock.passes(50)
-    assert store.match([1] * 8) == 0
-    store.engine.commit([])
-    assert store.counters["expired"] == 2
-    assert store.engine.check() == []
-
-
-def test_pinned_pages_do_not_expire(backend, clock):
-    store = Tenant(backend, tenant("a"), ttl=60)
-    store.put([1] * 8)
-    store.engine.pin(store.namespace.key, as_tokens([1] * 8), P, pinned=True)
-    clock.passes(1000)
-    store.engine.commit([])
-    assert store.match([1] * 8) == 8
-    store.engine.pin(store.namespace.key, as_tokens([1] * 8), P, pinned=False)
-    store.engine.commit([])
-    assert store.match([1] * 8) == 0
-
-
-def test_pages_of_a_store_without_a_ttl_do_not_expire(backend, clock):
-    forever, brief = Tenant(backend, tenant("a")), Tenant(backend, tenant("a"), ttl=60)
-    forever.put([1] * 4)
-    brief.put([2] * 4)
-    brief.use([1] * 4)
-    clock.passes(100)
-    brief.engine.commit([])
-    assert (brief.match([1] * 4), brief.match([2] * 4)) == (4, 0)
-
-
 def test_a_duration_is_seconds_or_text_or_a_timedelta():
     from datetime import timedelta
 
@@ -295,21 +195,6 @@ def test_priority_and_expiry_are_stored_with_the_page(backend, clock):
         assert view.usage(key).hits == 1
 
 
-@pytest.mark.slow
-def test_a_tail_stays_if_the_page_that_continues_it_is_refused_at_any_budget(tmp_path):
-    refused = 0
-    for kib in range(180, 320, 4):
-        with store_of(Pages(LMDBBackend(tmp_path / str(kib), 64 * MIB)), max_bytes=kib * 1024) as store:
-            if store.put([1] * 10, 30_000) != 3:
-                continue
-            store.put([1] * 12, 60_000)
-            assert store.match([1] * 12) >= 10
-            assert len(store.stored_keys()) == 3
-            assert store.engine.check() == []
-            refused += bool(store.counters.group("dropped"))
-    assert refused
-
-
 @pytest.mark.parametrize("pinned", [False, True])
 def test_pages_after_one_of_a_newer_version_make_way_for_others(monkeypatch, pinned):
     backend = MemoryPages()
@@ -331,14 +216,3 @@ def test_pages_after_one_of_a_newer_version_make_way_for_others(monkeypatch, pin
         assert len(store.stored_keys()) == (3 if pinned else 1)
         # the page of the newer version stays
         assert root.key in store.stored_keys()
-
-
-def test_a_location_that_was_too_large_and_fails_is_left_to_the_next_commit():
-    with store_of(MemoryPages()) as store:
-        store.put([1] * 12)
-        evictor = store.engine._committer._evictor
-        evictor.budget, evictor.used = Budget(1), Used(10**6, 3)
-        evictor.respect_budget(FaultyBackend(store.backend, "view"))
-        assert store.match([1] * 12) == 12
-        evictor.respect_budget(store.backend)
-        assert store.match([1] * 12) == 0

@@ -8,15 +8,12 @@ import pytest
 
 from prefixstore.engine import keyspace
 from prefixstore.engine.eviction import KEPT, POLICIES, POOL, Group, Victims
-from prefixstore.engine.keyspace import Count, Leaf, leaf_row
-from prefixstore.format.keys import as_tokens
+from prefixstore.engine.keyspace import Leaf, leaf_row
 from prefixstore.format.record import Usage
-from tests.support.engines import NS, OTHER, A, B, C, MemoryPages, P, store_of
-from tests.support.newer import make_corrupt
+from tests.support.engines import NS, OTHER, MemoryPages, P, store_of
 from tests.support.pages import make_page
 
 NOW = 1_700_000_000_000_000_000
-SECOND = 10**9
 
 
 @pytest.fixture(autouse=True)
@@ -178,20 +175,6 @@ def test_what_others_have_changed_since_it_was_ranked_is_not_evicted(backend, wh
     assert not set(found) & set(changed)
 
 
-def test_uses_that_are_not_written_yet_count():
-    with store_of(options={"write_behind": False}) as store:
-        for tokens in (A, B, C):
-            store.put(tokens[:P])
-        store.fetch(A[:P])
-        with store.backend.view() as view:
-            before = {key: usage.last_used for key, _, usage in view.scan()}
-        evicted = store.engine.evict(0, dry_run=True).pages
-        first, *_, last = (bytes.fromhex(key) for key in evicted)
-        path = store.engine.match(NS, as_tokens(A[:P]), P)
-        assert last == path.pages[0].key
-        assert first == min(before, key=lambda key: (key == last, before[key]))
-
-
 def test_kept_pages_go_last_and_expired_ones_first(backend):
     with backend.update() as transaction:
         keys = [put(transaction, i, Usage(NOW + i, expires=1 + i if i % 10 == 5 else 0)) for i in range(200)]
@@ -205,24 +188,6 @@ def test_kept_pages_go_last_and_expired_ones_first(backend):
     assert found[:20] == keys[5::10]
     assert found[-20:] == keys[::10]
     assert len(found) == 200
-
-
-def test_victims_are_found_after_any_number_of_pages_that_are_in_use(backend):
-    """The leaves with the first keys are spared, so many that a pool would have nothing else."""
-    with backend.update() as transaction:
-        keys = sorted(put(transaction, i, Usage(NOW + i)) for i in range(700))
-    with backend.update() as transaction:
-        victims = Chooser().victims(transaction)
-        n_spared, found = 0, []
-        while (victim := victims.next()) is not None:
-            if victim.key in keys[:600]:
-                victims.spare(victim)
-                n_spared += 1
-            else:
-                assert transaction.delete(victim.key)
-                victims.taken(victim)
-                found.append(victim.key)
-    assert (n_spared, sorted(found)) == (600, keys[600:])
 
 
 # -- rows that are wrong ----------------------------------------------------------------------------------------------
@@ -275,14 +240,6 @@ def test_victims_are_found_whatever_the_counts_say(spoiled, which):
     assert sorted(found) == sorted(keys)
 
 
-def test_counts_of_namespaces_that_have_nothing_hide_no_leaves(backend):
-    keys = fill(backend, 300)
-    forged = [(keyspace.count_row(bytes([i]) * 16, bytes([i]) * 32), Count(5, leaves=10**6).pack()) for i in range(90)]
-    write(backend, *forged)
-    with backend.update() as transaction:
-        assert sorted(taken(Chooser().victims(transaction), transaction)) == sorted(keys)
-
-
 def test_leaf_rows_of_pages_that_are_gone_are_dropped_and_an_eviction_comes_to_an_end():
     with store_of() as store:
         for i in range(100):
@@ -295,30 +252,6 @@ def test_leaf_rows_of_pages_that_are_gone_are_dropped_and_an_eviction_comes_to_a
         with store.backend.view() as view:
             assert view.rows.ranges([keyspace.everything(keyspace.LEAF)])[0] == []
         store.backend.reindex()
-
-
-def test_a_leaf_row_that_cannot_be_read_is_passed_over_until_it_is_mended():
-    with store_of() as store:
-        for tokens in (A, B, C):
-            store.put(tokens[:P])
-        with store.backend.view() as view:
-            rows = view.rows.ranges([keyspace.everything(keyspace.LEAF)])[0]
-        write(store.backend, (rows[0].key, rows[0].value[:-1]))
-        assert len(store.engine.evict(0).pages) == 2
-        assert store.engine.deleter.repair(store.engine.check()) is not None
-        assert len(store.engine.evict(0).pages) == 1
-
-
-def test_a_page_whose_record_is_damaged_is_evicted_like_others():
-    backend = MemoryPages()
-    keys = fill(backend, 400)
-    make_corrupt(backend, keys[3])
-    with store_of(backend) as store:
-        store.engine.evict(0)
-        assert store.stored_keys() == set()
-        with backend.view() as view:
-            assert view.rows.ranges([keyspace.everything(keyspace.LEAF)])[0] == []
-            assert view.count() == Count()
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------
@@ -337,16 +270,3 @@ def test_a_group_takes_only_its_own(backend, said, n):
     with backend.update() as transaction:
         assert taken(choose.victims(transaction, Group(b"none", {})), transaction) == []
         assert sorted(taken(choose.victims(transaction), transaction)) == sorted(others)
-
-
-def test_the_pools_of_few_groups_are_kept():
-    backend = MemoryPages()
-    fill(backend, 300)
-    with store_of(backend) as store:
-        catalog = store.engine._catalog
-        with backend.update() as transaction:
-            for i in range(200):
-                assert catalog.victims(transaction, Group(b"%d" % i, {NS: 300})).next() is not None
-        store.engine.evict(0)
-        assert len(catalog._pools) <= 64
-        assert all(len(pool) <= POOL for pool in catalog._pools.values())

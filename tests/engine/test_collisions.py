@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import pytest
 
-from prefixstore.errors import CorruptError
 from prefixstore.format import keys
 from prefixstore.format.export import ExportReader
 from prefixstore.format.keys import as_tokens, page_keys
@@ -35,24 +34,6 @@ def weak_hash(monkeypatch):
     assert page_keys(NS, as_tokens(MINE + NEXT), P) == page_keys(NS, as_tokens(THEIRS + NEXT), P)
 
 
-def missing(store, tokens):
-    tokens = as_tokens(tokens)
-    return store.engine.missing(NS, tokens, P)
-
-
-@pytest.mark.usefixtures("weak_hash")
-def test_nothing_is_captured_after_a_page_that_another_one_displaces():
-    with store_of() as store:
-        store.put(MINE)
-        for tokens in (THEIRS, THEIRS + NEXT):
-            with pytest.raises(CorruptError, match="tokens that do not match its key"):
-                missing(store, tokens)
-        assert missing(store, MINE + NEXT) == [1]
-        store.put(MINE + NEXT)
-        with pytest.raises(CorruptError, match="tokens that do not match its key"):
-            missing(store, THEIRS + NEXT)
-
-
 @pytest.mark.parametrize("stored", [THEIRS, THEIRS + NEXT, [*THEIRS, 1, 2]], ids=["one", "two", "tail"])
 @pytest.mark.usefixtures("weak_hash")
 def test_a_page_that_waits_for_its_commit_replaces_another_one_and_what_is_stored_after_it(tmp_path, stored):
@@ -69,16 +50,6 @@ def test_a_page_that_waits_for_its_commit_replaces_another_one_and_what_is_store
             assert store.fetch(MINE) == 1
         # and nothing else is gone
         assert one.stored_keys() == {*page_keys(NS, as_tokens(MINE), P), *page_keys(OTHER, as_tokens(THEIRS), P)}
-
-
-@pytest.mark.usefixtures("weak_hash")
-def test_a_page_that_is_given_up_makes_the_stored_one_known_again(tmp_path):
-    with two_stores(tmp_path) as (one, two):
-        waiting = one.announce(MINE)
-        two.put(THEIRS + NEXT)
-        assert (one.match(MINE + NEXT), one.match(THEIRS + NEXT)) == (4, 8)
-        one.engine._catalog.drop(waiting)
-        assert (one.match(MINE + NEXT), one.match(THEIRS + NEXT)) == (0, 8)
 
 
 @pytest.mark.usefixtures("weak_hash")
@@ -101,25 +72,6 @@ def record_of(store, tokens):
     with store.backend.view() as view:
         key = page_keys(NS, as_tokens(tokens), P)[-1]
         return view.record(key), bytes(view.payload(key))
-
-
-@pytest.mark.parametrize("fields", [{"namespace": OTHER}, {"start": 8}], ids=["namespace", "start"])
-def test_a_record_that_differs_in_what_its_key_does_not_cover_is_replaced(tmp_path, fields):
-    with store_of() as source:
-        source.put(MINE + NEXT)
-        first, second = record_of(source, MINE), record_of(source, MINE + NEXT)
-    with two_stores(tmp_path) as (one, two):
-        waiting = one.announce(MINE + NEXT)
-        with two.backend.update() as transaction:
-            transaction.put_namespace(NS, b'{"n":1}')
-            transaction.put_namespace(OTHER, b'{"n":2}')
-            transaction.put(first[0].key, first[0], Usage(1), first[1])
-            transaction.put(second[0].key, replace(second[0], **fields), Usage(1), second[1])
-        assert one.match(MINE + NEXT) == 8
-        assert one.engine.commit(waiting) == 2
-        assert record_of(two, MINE + NEXT)[0].start == 4
-        assert two.fetch(MINE + NEXT) == 2
-        assert one.engine.check() == []
 
 
 @pytest.mark.parametrize("through", ["file", "copy"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from prefixstore.engine.compute_rate import MAX_SLOWDOWN, RETRY_EVERY, SMALLEST_BATCH, ComputeRate
 
 
@@ -27,24 +25,3 @@ def test_a_restore_that_is_slower_is_skipped_and_retried_ever_more_seldom():
     answers = [rate.is_worth(80, 1) for _ in range(3 * RETRY_EVERY)]
     # it stays slower, so it is tried ever more seldom
     assert answers == [*[False] * (RETRY_EVERY - 1), True, *[False] * (2 * RETRY_EVERY - 1), True]
-
-
-def test_small_batches_do_not_change_the_rate():
-    rate = ComputeRate()
-    rate.computed(SMALLEST_BATCH - 1, 5.0)
-    assert rate.token_seconds is None
-    assert rate.compute_us(10) == 0
-    rate.computed(SMALLEST_BATCH, SMALLEST_BATCH * 0.001)
-    assert rate.compute_us(10) == 10_000
-
-
-def test_the_rates_follow_a_change_of_the_machine():
-    rate = ComputeRate()
-    for _ in range(30):
-        rate.computed(100, 1.0)
-        rate.restored(1, 0.5)
-    assert not rate.is_worth(10, 1)
-    for _ in range(30):
-        rate.restored(4, 0.2)
-    assert rate.page_seconds == pytest.approx(0.05, rel=0.01)
-    assert rate.is_worth(10, 1)

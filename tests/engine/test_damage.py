@@ -11,8 +11,7 @@ from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine.pages import Pages
 from prefixstore.format.keys import as_tokens, page_keys
 from prefixstore.format.record import RECORD
-from tests.support.engines import MIB, NS, A, B, C, MemoryPages, P, Store, store_of
-from tests.support.fragile import Fragile, assert_true
+from tests.support.engines import MIB, NS, A, B, C, P, store_of
 from tests.support.newer import newer
 
 
@@ -113,55 +112,3 @@ def test_a_page_of_a_newer_version_is_not_changed(tmp_path):
         assert sum(store.counters.group("dropped").values()) == len(announced) - 3
         assert keys[1] in store.stored_keys()
         assert store.match(C) == 12
-
-
-def test_the_children_that_another_engine_adds_to_a_damaged_page_are_deleted_too(tmp_path):
-    tokens = list(range(12))
-    with store_of(Pages(LMDBBackend(tmp_path, MIB))) as one:
-        one.put(tokens[:4])
-        key = page_keys(NS, as_tokens(tokens), P)[0]
-    flip(tmp_path, b"payloads", b"r" + key, 3)
-    with store_of(Pages(LMDBBackend(tmp_path, MIB))) as one, store_of(Pages(LMDBBackend(tmp_path, MIB))) as two:
-        assert one.match(tokens) == two.match(tokens) == 4
-        assert one.fetch(tokens) == 0
-        assert two.put(tokens) == 2  # it has not read the first page
-        assert one.engine.commit([]) == 0
-        assert one.stored_keys() == set()
-        assert one.engine.check() == []
-        assert two.match(tokens) == 0
-
-
-def test_a_page_that_another_engine_has_repaired_is_not_deleted(tmp_path):
-    tokens = list(range(12))
-    with store_of(Pages(LMDBBackend(tmp_path, MIB))) as one:
-        one.put(tokens)
-        key = page_keys(NS, as_tokens(tokens), P)[0]
-    flip(tmp_path, b"payloads", b"r" + key, 3)
-    with store_of(Pages(LMDBBackend(tmp_path, MIB))) as one, store_of(Pages(LMDBBackend(tmp_path, MIB))) as two:
-        assert one.fetch(tokens) == two.fetch(tokens) == 0
-        two.engine.commit([])
-        assert two.put(tokens) == 3
-        one.engine.commit([])
-        assert len(one.stored_keys()) == 3
-        assert one.fetch(tokens) == two.fetch(tokens) == 3
-
-
-@pytest.mark.parametrize("how", ["written", "abandoned"])
-def test_a_page_that_was_suspected_wrongly_and_captured_again_keeps_its_pin_and_its_size(how):
-    tokens = [1, 1, 1, 1, 2, 2]
-    store = Store(Fragile(MemoryPages()))
-    store.put(tokens)
-    store.engine.pin(NS, as_tokens(tokens), P, pinned=True)
-    store.engine.condemn(store.engine.match(NS, as_tokens(tokens), P).pages[1], lambda *_: True)
-    batch = store.announce(tokens)
-    if how == "abandoned":
-        store.engine.commit([])  # it is not damaged
-        store.engine._catalog.drop(batch)
-    else:
-        store.engine.commit(batch)
-    assert_true(store.engine)
-    assert [page.pinned for page in store.engine.pages()] == [True, True]
-    assert store.put([1, 1, 1, 1, 2, 2, 3, 3]) == 1
-    assert [page.pinned for page in store.engine.pages()] == [True, True]
-    assert_true(store.engine)
-    store.close()

@@ -10,7 +10,6 @@ import lmdb
 import pytest
 
 from prefixstore import LocationError, PrefixStore
-from prefixstore.backends.contract import ConflictError
 from prefixstore.backends.keys import HEADER, MAGIC, key_id, line_of
 from prefixstore.backends.sealing import Sealer
 from prefixstore.engine import encrypted, keyspace
@@ -122,25 +121,6 @@ def test_a_store_with_a_key_is_refused_without_and_the_reverse(url):
         assert len(contents(pages)) == 6
 
 
-def test_a_store_that_was_open_before_does_not_mix_what_is_encrypted_and_what_is_not(tmp_path):
-    secret, other = f"lmdb://{tmp_path}/secret", f"lmdb://{tmp_path}/plain"
-    with closing(open_pages(secret, max_bytes=64 * MIB)) as plain, opened(secret, NEW) as pages:
-        fill(pages, ALICE, SEQUENCES[:1])
-        with pytest.raises(LocationError, match="is encrypted"):
-            fill(plain, ALICE, SEQUENCES[1:])
-        with pytest.raises(LocationError, match="is encrypted"), plain.update() as transaction:
-            transaction.put_note(b"name", b"value")
-        assert len(contents(pages)) == 2
-    with closing(open_pages(other, max_bytes=64 * MIB)) as plain, opened(other, NEW) as pages:
-        fill(plain, ALICE, SEQUENCES[:1])
-        with pytest.raises(LocationError, match="is not encrypted"):
-            contents(pages)
-        with pytest.raises(LocationError, match="is not encrypted"):
-            fill(pages, ALICE, SEQUENCES[1:])
-        assert len(contents(plain)) == 2
-    assert "is not encrypted" in refusal(other, key=Given(NEW))
-
-
 # -- damage and forgery -----------------------------------------------------------------------------------------------
 
 
@@ -200,12 +180,6 @@ def contents_or_nothing(pages):
             if isinstance(record, Record):
                 found[key] = (record, usage, bytes(view.payload(key)))
     return found
-
-
-def settled(pages):
-    """All pages, once the keys of others are known: the first view may miss what is under them."""
-    contents_or_nothing(pages)
-    return contents(pages)
 
 
 def test_rows_and_payloads_that_are_exchanged_or_moved_are_misses(tmp_path):
@@ -291,45 +265,6 @@ def test_what_is_written_again_is_under_the_newest_key_and_rotation_does_it_for_
         assert contents(pages) == before
 
 
-def test_two_processes_with_different_newest_keys_share_a_location(tmp_path):
-    url = f"lmdb://{tmp_path}/kv"
-    with opened(url, OLD, NEW) as one, opened(url, NEW, OLD) as two:
-        fill(one, ALICE, SEQUENCES[:1])
-        fill(two, ALICE, SEQUENCES[1:2])
-        fill(one, ALICE, SEQUENCES[2:])
-        assert settled(one) == settled(two)
-        assert len(settled(one)) == 6
-        assert two.encrypted.rotate()[1] == 0
-        # under the newest key of the location, whatever the file says
-        fill(one, ALICE, [[30, 31, 32]])
-        assert one.encrypted.rotate() == (0, 0)
-        assert ids_in(two) == ({key_id(NEW)},) * 2
-
-
-def test_who_lacks_a_key_that_another_process_has_begun_to_use_finds_it_soon(tmp_path, monkeypatch):
-    url, given = f"lmdb://{tmp_path}/kv", Given(OLD)
-    with closing(open_pages(url, max_bytes=64 * MIB, key=given)) as one, opened(url, NEW, OLD, **TENANT) as two:
-        fill(one, ALICE, SEQUENCES[:1])
-        fill(two, ALICE, SEQUENCES[1:2])
-        for _ in range(3):
-            with pytest.raises(LocationError, match=key_id(NEW).hex()):
-                fill(one, ALICE, SEQUENCES[2:])
-        # it does not ask all the time
-        assert given.n_read == 1
-        monkeypatch.setattr(encrypted, "AGAIN_SECONDS", 0)
-        # the file of keys has the new ones now, and the other process has replaced the old one
-        given.keys, given.tenants = (NEW, OLD), TENANT
-        assert two.encrypted.rotate()[1] == 0
-        with pytest.raises(ConflictError):
-            contents(one)
-        fill(one, ALICE, SEQUENCES[2:])
-        assert contents(one) == contents(two)
-        assert len(contents(one)) == 6
-    # what was stored before the tenant had a key is under it after a rotation
-    with opened(url, NEW, forgotten=TENANT) as pages:
-        assert contents(pages) == {}
-
-
 @pytest.mark.parametrize("at", [0, 13])
 def test_a_rotation_that_is_interrupted_goes_on(at, tmp_path, monkeypatch):
     monkeypatch.setattr(encrypted, "ROWS_AT_ONCE", 1)
@@ -357,44 +292,6 @@ def test_a_rotation_that_is_interrupted_goes_on(at, tmp_path, monkeypatch):
         assert pages.encrypted.rotate()[1] == 0
         assert ids_in(pages) == ({key_id(NEW)},) * 2
         assert contents(pages) == before
-
-
-def test_a_key_that_is_added_during_a_rotation_is_kept(tmp_path):
-    url, given = f"lmdb://{tmp_path}/kv", Given(NEW, OLD)
-    with opened(url, OLD) as pages:
-        fill(pages, ALICE, SEQUENCES)
-        before = contents(pages)
-    with closing(open_pages(url, max_bytes=64 * MIB, key=given)) as one, opened(url, LATER, NEW, OLD) as two:
-        put_once = one.encrypted._put_once
-
-        def other(keys):
-            given.keys = (LATER, NEW, OLD)
-            one.encrypted._read_keys()
-            fill(two, ALICE, [[40, 41, 42]])
-            put_once(keys)
-
-        one.encrypted._put_once = other
-        assert one.encrypted.rotate()[1] == 0
-        assert ids_in(one)[0] <= ids_in(one)[1]
-        assert key_id(OLD) not in ids_in(one)[1]
-        assert before.items() <= settled(two).items()
-        assert two.encrypted.rotate()[1] == 0
-    with opened(url, LATER) as pages:
-        assert before.items() <= contents(pages).items()
-
-
-def test_a_rotation_keeps_old_keys_that_are_still_needed(tmp_path):
-    url = f"lmdb://{tmp_path}/kv"
-    with opened(url, OLD) as pages:
-        fill(pages, ALICE, SEQUENCES)
-        [name, *_] = (row.key for row in plain_rows(pages) if row.key[:1] == b"r")
-        change_row(pages, name, lambda value: value[:-1] + bytes([value[-1] ^ 1]))
-    with opened(url, NEW, OLD) as pages:
-        assert pages.encrypted.rotate() == (24, 1)
-        assert ids_in(pages) == ({key_id(NEW), key_id(OLD)},) * 2
-        assert pages.undecryptable(delete=True) == 1
-        assert pages.encrypted.rotate() == (0, 0)
-        assert ids_in(pages) == ({key_id(NEW)},) * 2
 
 
 def test_who_has_a_key_that_was_replaced_forges_nothing(tmp_path):
@@ -443,22 +340,6 @@ def test_a_forgotten_tenant_is_gone_and_the_others_are_not(tmp_path):
         assert archive.check() == []
         assert len(contents(archive.backend)) == 8
         assert archive.backend.undecryptable() == 0
-
-
-def test_a_range_goes_on_behind_what_cannot_be_decrypted(tmp_path):
-    url = f"lmdb://{tmp_path}/kv"
-    with opened(url, NEW) as pages:
-        fill(pages, ALICE, [[number] for number in range(40)])
-        every = keyspace.everything(keyspace.RECORD)
-        with pages.encrypted.view() as view:
-            [rows] = view.ranges([every])
-        # all but the 20th
-        for row in rows[:19] + rows[20:]:
-            change_row(pages, stored_key(pages, row.key[1:]), lambda value: value[:-1] + bytes([value[-1] ^ 1]))
-        with pages.encrypted.view() as view:
-            for limit, reverse in itertools.product((1, 2, 19, 20, 40, None), (False, True)):
-                assert view.ranges([every._replace(limit=limit, reverse=reverse)]) == [[rows[19]]]
-            assert view.ranges([every._replace(limit=0)]) == [[]]
 
 
 def test_a_store_restores_from_an_encrypted_location_and_counts_what_it_cannot_decrypt(tmp_path, llama, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 
 from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import UnavailableError
-from prefixstore.format.keys import as_tokens, page_key
+from prefixstore.format.keys import as_tokens
 from tests.support.engines import NS, OTHER, A, B, C, MemoryPages, P, entry, state_of, store_of
 from tests.support.faults import FaultyBackend
 
@@ -68,27 +68,6 @@ def test_a_packed_page_is_restored_with_the_same_bytes():
 # -- what is worth capturing -------------------------------------------------------------------------------------------
 
 
-def test_a_page_is_wanted_if_it_is_not_stored():
-    with store_of() as store:
-        full, tail = as_tokens([1, 1, 1, 1]).tobytes(), as_tokens([1, 1]).tobytes()
-        parent = page_key(NS, full)
-        engine = store.engine
-        assert engine.wants(NS, NS, full)
-        store.put([1, 1, 1, 1])
-        assert not engine.wants(NS, NS, full)
-        assert not engine.wants(NS, NS, tail)  # covered by the full page
-        assert engine.wants(NS, parent, tail)
-        assert engine.wants(OTHER, OTHER, full)
-
-
-def test_the_pages_of_a_sequence_that_are_not_stored_are_missing():
-    with store_of() as store:
-        store.put(A[:8])
-        assert store.engine.missing(NS, as_tokens([1] * 20), P) == [2, 3, 4]
-        store.put([1] * 20)
-        assert store.engine.missing(NS, as_tokens([1] * 20), P) == []
-
-
 # -- eviction ----------------------------------------------------------------------------------------------------------
 
 
@@ -123,13 +102,6 @@ def test_a_page_larger_than_the_budget_is_dropped_and_evicts_nothing():
         assert store.counters.group("dropped") == {"budget": 1}
         assert store.counters["evictions"] == 0
         assert store.match(A) == 12
-
-
-def test_pages_of_one_batch_do_not_evict_each_other():
-    with store_of(max_bytes=4 * entry()) as store:
-        assert store.put(list(range(40))) == 4
-        assert store.match(list(range(40))) == 16
-        assert store.counters.group("dropped") == {"budget": 6}
 
 
 # -- a backend that fails ----------------------------------------------------------------------------------------------

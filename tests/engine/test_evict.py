@@ -7,14 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from prefixstore import InvalidParameterError, MisuseError, PrefixStore
+from prefixstore import InvalidParameterError, PrefixStore
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.pages import open_pages
 from prefixstore.engine.saved_notes import POLICY_NOTE
 from prefixstore.format.keys import as_tokens
 from prefixstore.maintenance.archive import Archive
-from prefixstore.units import parse_target
-from tests.support.engines import MIB, NS, A, B, C, P, entry, store_of, taken
+from tests.support.engines import MIB, NS, A, B, C, P, store_of, taken
 from tests.support.places import SCHEMES, contents, fill, opened, place, space
 
 PAGES = space()
@@ -69,15 +68,6 @@ def test_what_is_pinned_stays_and_it_is_said_that_this_is_not_enough():
         assert [store.match(tokens) for tokens in (A, B, C)] == [0, 12, 0]
 
 
-def test_leaves_go_before_the_pages_that_they_follow_and_the_order_is_told():
-    with store_of() as store:
-        store.put(A)
-        pages = [page.key.hex() for page in store.engine.pages()]
-        assert store.engine.evict(entry(), dry_run=True).pages == tuple(pages[:0:-1])
-        assert store.engine.evict(entry()).pages == tuple(pages[:0:-1])
-        assert store.engine.evict(entry()).pages == ()
-
-
 def test_a_store_evicts_to_a_share_of_its_budget_or_to_a_size_and_writes_what_waits_before():
     with PrefixStore("memory:", namespace="n", max_bytes=40_000, policy="lfu") as store:
         for n in range(20):
@@ -89,27 +79,6 @@ def test_a_store_evicts_to_a_share_of_its_budget_or_to_a_size_and_writes_what_wa
         assert store.stats().utilization <= 0.5
         assert store.evict("10KB").bytes_left <= 10_000
         assert store.evict(0).bytes_left == 0
-
-
-@pytest.mark.parametrize("to", [1.5, -0.1, True, "x", "150%", None, -1, float("nan"), [1]])
-def test_what_is_no_target_is_refused(to):
-    with PrefixStore("memory:", namespace="n") as store, pytest.raises(InvalidParameterError, match="to="):
-        store.evict(to)
-
-
-def test_a_share_of_what_is_not_known_is_refused():
-    assert parse_target("5GiB", None, "to") == 5 << 30
-    with pytest.raises(InvalidParameterError, match=r"to='80%' is a share of max_bytes"):
-        parse_target("80%", None, "to")
-
-
-def test_a_read_only_store_evicts_nothing(tmp_path):
-    with PrefixStore(tmp_path, namespace="n"):
-        pass
-    with PrefixStore(tmp_path, namespace="n", read_only=True) as store:
-        for dry_run in (True, False):
-            with pytest.raises(MisuseError, match="read_only=True"):
-                store.evict(0, dry_run=dry_run)
 
 
 def test_a_location_knows_the_policy_of_its_store(tmp_path):

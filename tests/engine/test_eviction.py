@@ -9,11 +9,11 @@ from hashlib import blake2b
 import numpy as np
 import pytest
 
-from prefixstore.engine.adaptive_policy import MOST_SAMPLES, PAGES_KEPT, SAMPLES, TIMES_KEPT, Adaptive
-from prefixstore.engine.duel import Access, Duel, Mode, admits_by_use
+from prefixstore.engine.adaptive_policy import Adaptive
+from prefixstore.engine.duel import Access, Duel, Mode
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.ghosts import GHOSTS_PER_PAGE, GhostTable
-from prefixstore.engine.hazards import AGES, CLASSES, Hazards, age_bin, age_bins
+from prefixstore.engine.hazards import AGES, CLASSES, Hazards, age_bin
 from prefixstore.engine.index import Page
 from prefixstore.engine.keyspace import LEAVES, Leaf
 from prefixstore.format.saved_state import pack_state
@@ -122,18 +122,6 @@ def test_it_learns_what_is_used_again_and_goes_by_last_use_where_that_is_better(
     assert hits["adaptive"] > at_least * max(hits["lru"], 1)
 
 
-def test_a_use_by_another_process_counts():
-    policy = by_what_was_learned()
-    now = policy._ns
-    one = page(1, last_used=now)
-    policy.added(NS, one)
-    for i in range(1000):
-        policy.looked_up(NS, [], 1, now + (i + 1) * SECOND)
-    before = ranks(policy, [one])
-    one.last_used = now + 1000 * SECOND
-    assert ranks(policy, [one]) > before
-
-
 def test_the_age_of_a_page_is_the_number_of_prompts_since_its_last_use_also_where_few_are_remembered(monkeypatch):
     monkeypatch.setattr("prefixstore.engine.adaptive_policy.TIMES_KEPT", 100)
     policy = Adaptive()
@@ -168,16 +156,6 @@ def test_among_similar_pages_the_largest_is_evicted_first_and_the_slowest_to_com
     assert found[3] == pytest.approx(2 * found[1])
 
 
-def test_pages_of_before_the_start_and_of_unknown_classes_have_a_rank():
-    policy = by_what_was_learned()
-    day, now = 86_400 * SECOND, policy._ns
-    used = [(now - 9 * day, 1), (now - day, 1), (now - 9 * day, 6)]
-    old, new, often = ranks(policy, [page(i, last_used=when, uses=n) for i, (when, n) in enumerate(used)])
-    assert old < min(new, often)
-    pages = [page(i, uses=65535, page_class=i % 256, last_used=i << 56) for i in range(0, 128, 5)]
-    assert np.isfinite(ranks(policy, pages)).all()
-
-
 def test_a_page_belongs_to_the_prompt_of_the_page_before_it():
     policy = Adaptive()
     now = time.time_ns()
@@ -189,25 +167,6 @@ def test_a_page_belongs_to_the_prompt_of_the_page_before_it():
         policy.added(NS, one)
     # so far from the end of its prompt, and so near
     assert (of_first.page_class, of_latest.page_class) == (1 + 4 * 3, 1 + 4 * 1)
-
-
-@pytest.mark.slow
-def test_its_memory_is_bounded():
-    with InEngine("adaptive", 100) as cache:
-        for i in range(300):
-            cache.request([i * 3 + j for j in range(3)])
-        policy = policy_of(cache)
-    assert len(policy._samples) <= SAMPLES
-    assert len(policy._prompts) <= PAGES_KEPT
-    assert len(policy._latest) == 1
-    assert len(policy._times) < 2 * TIMES_KEPT
-    ghosts = GhostTable()
-    ghosts.grow(10**7)
-    assert ghosts.n_bytes == 16 << 20
-    for pages in (10**4, 10**5, 10**6):
-        policy.prepare(pages)
-        assert len(policy._samples) <= MOST_SAMPLES
-        assert sum(len(each._classes) for each in policy._duel._caches) <= 3 * max(1024, pages // 256)
 
 
 @pytest.mark.slow
@@ -276,29 +235,6 @@ def test_ghosts_survive_the_growth_of_their_table_and_a_dump():
     assert sum(ghosts.recall(name("never", i), now) is not None for i in range(1000)) < 20
 
 
-@pytest.mark.slow
-def test_a_full_table_of_ghosts_dumps_its_newest_entries():
-    ghosts, now = GhostTable(), 1 << 24
-    ghosts.grow(100_000)
-    keys = [name(i) for i in range(200_000)]
-    for i, key in enumerate(keys):
-        # the older half before the clock starts, as after a restart
-        ghosts.remember(key, 1, now + (i - 100_000) // 2)
-    dumped = ghosts.dump(now + 50_000)
-    assert len(dumped) <= (1 << 20) + 1
-    other = GhostTable()
-    other.load(dumped, 0)
-    assert sum(other.recall(key, now + 50_000) is not None for key in keys[100_000:]) > 90_000
-    assert sum(other.recall(key, now + 50_000) is not None for key in keys[:50_000]) < 5_000
-
-
-def test_ages_are_half_octaves_by_either_way_to_work_them_out():
-    assert [age_bin(prompts) for prompts in (-1, 0, 1, 2, 3, 5, 7)] == [0, 0, 2, 3, 4, 5, 6]
-    assert age_bin(1 << 40) == AGES - 1
-    prompts = np.array([*range(5000), *(1 << k for k in range(12, 30))])
-    assert age_bins(prompts).tolist() == [age_bin(each) for each in prompts.tolist()]
-
-
 def test_the_worth_of_a_page_is_the_best_rate_of_hits_over_all_times_to_wait():
     hazards = Hazards()
 
@@ -335,8 +271,3 @@ def test_the_order_that_has_the_most_hits_wins_the_duel(best):
             uses = 20 if number < 1000 else 1
         duel.access(Access(number, 0, uses, clock, 1, 1.0), worth)
     assert duel.mode is best
-
-
-def test_of_pages_that_were_used_once_the_older_one_stays():
-    asked = (1, 1), (2, 1), (2, 2), (2, 3), (1, 3)
-    assert [admits_by_use(*uses) for uses in asked] == [False, True, True, False, False]

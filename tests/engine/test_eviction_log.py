@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-import pytest
-
 from prefixstore.engine import eviction_log
 from prefixstore.engine.budget import Budget, Quota
 from prefixstore.engine.eviction_log import EVICTIONS_NOTE, REMEMBERED, Cause, EvictionLog
@@ -42,42 +40,8 @@ def test_the_latest_are_remembered_and_each_page_once():
     assert log.pack(None, -5) == b""
 
 
-def test_two_processes_add_to_one_note():
-    one, other = EvictionLog(), EvictionLog()
-    one.add(key(1), Cause.SPACE, 100.0)
-    other.add(key(2), Cause.QUOTA, 200.0)
-    found = eviction_log.parsed(other.pack(one.pack(None, 999), 999))
-    assert found == {key(1)[:8]: (100.0, Cause.SPACE), key(2)[:8]: (200.0, Cause.QUOTA)}
-
-
-@pytest.mark.parametrize("note", [None, b"", b"x", bytes(13), b"y" * 26])
-def test_a_note_that_cannot_be_read_says_nothing(note):
-    assert eviction_log.parsed(note) == {}
-    log = EvictionLog()
-    log.add(key(1), Cause.SPACE, 5.0)
-    assert len(log.pack(note, 999)) == 13
-
-
 def note_of(store, max_bytes=64 << 20, **options):
     return SavedNotes(store.backend, Evictor(store.engine._catalog, Budget(max_bytes), store.counters), **options)
-
-
-def test_it_is_written_at_the_end_and_not_too_often():
-    now = [0.0]
-    with store_of() as store:
-        note, log = note_of(store, clock=lambda: now[0]), store.engine._catalog.evictions
-        note.save(closing=True)
-        log.add(key(1), Cause.SPACE, 5.0)
-        note.save()
-        assert noted(store.backend) is None
-        now[0] = 61.0
-        note.save()
-        assert len(noted(store.backend)) == 13
-        log.add(key(2), Cause.SPACE, 6.0)
-        note.save()
-        assert len(noted(store.backend)) == 13
-        note.save(closing=True)
-        assert len(noted(store.backend)) == 26
 
 
 def test_a_location_that_fails_or_is_small_has_no_note(monkeypatch):
@@ -120,13 +84,6 @@ def test_the_cause_is_space_a_quota_a_request_or_the_time_to_live():
             store.match(A)
             store.put(B)
         assert found(store, A) in (Cause.EXPIRED, None)
-
-
-def test_a_dry_run_is_no_eviction():
-    with store_of() as store:
-        store.put(A)
-        assert len(store.engine.evict(0, dry_run=True).pages) == 3
-        assert found(store, A) is None
 
 
 def test_the_reason_of_a_miss_tells_short_prompts_evicted_ones_and_those_that_differ_from_new_ones():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from contextlib import nullcontext
 
@@ -15,8 +14,7 @@ from prefixstore.engine.pages import Pages
 from prefixstore.engine.ram import RamTier
 from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
 from prefixstore.format.keys import as_tokens
-from tests.support import PATIENCE
-from tests.support.fetching import SIZE, P, forging, state_of, store_of
+from tests.support.fetching import P, forging, state_of, store_of
 
 MIXED = ["raw", "planes", "zstd", "planes", "raw", "raw", "zstd", "planes", "planes", "raw"]
 
@@ -49,16 +47,6 @@ def test_states_stay_valid_until_the_block_is_left(workers):
         assert [bytes(state) for state in all_of_them] == [state_of(i) for i in range(len(MIXED))]
 
 
-def test_streaming_needs_only_a_few_buffers(workers):
-    with store_of(["planes"] * 30) as store:
-        most = 0
-        with store.engine.fetching(store.pages, streamed=True) as states:
-            for _ in states:
-                most = max(most, store.bytes_in_use)
-        # a page for each worker, one that is in use, the next one, and what each worker needs to unpack
-        assert SIZE <= most <= SIZE * (2 * workers + 2)
-
-
 def test_a_raw_page_is_not_copied(tmp_path):
     with store_of(["raw", "planes"], Pages(LMDBBackend(tmp_path / "kv", 1 << 24))) as store:
         with store.backend.view() as view:
@@ -66,30 +54,6 @@ def test_a_raw_page_is_not_copied(tmp_path):
             with store.engine.fetching(store.pages) as states:
                 assert np.frombuffer(next(states), np.uint8).ctypes.data == stored.ctypes.data
         del stored
-
-
-def test_pages_are_unpacked_by_several_threads_at_the_same_time(monkeypatch):
-    monkeypatch.setattr(readers, "UNPACKERS", 3)
-    together = threading.Barrier(3, timeout=PATIENCE)
-
-    def unpack(*args):
-        together.wait()
-        return real(*args)
-
-    real = readers.decode_into
-    monkeypatch.setattr(readers, "decode_into", unpack)
-    with store_of(["planes"] * 6) as store:
-        assert store.fetch() == 6
-
-
-def test_reading_ahead_is_bounded(workers):
-    with store_of(["zstd"] * 20) as store:
-        read = []
-        store.backend.before = read.append
-        with store.engine.fetching(store.pages, streamed=True) as states:
-            for i, _ in enumerate(states):
-                time.sleep(0.01)
-                assert len(read) <= i + 2 + workers
 
 
 # -- states in memory --------------------------------------------------------------------------------------------------
@@ -200,27 +164,6 @@ def test_a_page_that_is_gone_ends_the_restore(way):
         assert not store.catalog.deferred().damaged
 
 
-def test_a_lack_of_memory_is_not_counted_as_damage(monkeypatch):
-    with store_of(["planes"] * 3) as store:
-        monkeypatch.setattr(np, "empty", lambda *args: (_ for _ in ()).throw(MemoryError))
-        assert take(store, False) == (0, 0, {"unavailable": 1})
-        assert not store.catalog.deferred().damaged
-
-
-def test_a_bug_reaches_the_caller(way):
-    def fail(i):
-        if i == 2:
-            raise ZeroDivisionError
-
-    codecs, along = way
-    with store_of(codecs) as store:
-        store.backend.before = fail
-        with pytest.raises(ZeroDivisionError):
-            take(store, along)
-        store.backend.before = lambda i: None
-        assert take(store, along) == (10, 10, {})
-
-
 # -- leaving early -----------------------------------------------------------------------------------------------------
 
 
@@ -244,11 +187,3 @@ def test_leaving_early_leaves_no_thread_and_no_buffer(workers, taken, streamed, 
         assert store.bytes_in_use == 0
         assert next(states, None) is None
         assert store.fetch() == len(MIXED)
-
-
-def test_the_read_rate_of_the_location_is_measured(monkeypatch):
-    monkeypatch.setattr("prefixstore.format.autocodec.ReadRate.MIN_BYTES", 1000)
-    with store_of(["raw"] * 5) as store:
-        store.backend.before = lambda i: time.sleep(0.005)
-        assert store.fetch() == 5
-        assert 0.005 < store.fetcher._read_rate.seconds_per_byte * SIZE < 0.5

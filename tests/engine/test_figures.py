@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from prefixstore import FullError, InvalidParameterError, PrefixStore
+from prefixstore import InvalidParameterError, PrefixStore
 from prefixstore.engine.queue import Drained
 from prefixstore.format.keys import as_tokens
 from prefixstore.results import Shortage
@@ -22,7 +22,6 @@ from tests.support.engines import (
     P,
     entry,
     gated,
-    put_snapshots,
     snapshot_of,
     store_of,
     taken,
@@ -91,17 +90,6 @@ def when_it_waits(writer, do):
         del wake.wait_for
 
 
-def test_a_drain_without_a_thread_writes_what_is_deferred_and_a_limit_of_time_is_no_error(monkeypatch):
-    monkeypatch.setattr("prefixstore.engine.queue.NO_PROGRESS_SECONDS", 1000.0)
-    with store_of() as store, writer_of(store, behind=False) as writer:
-        for new in store.pages(A):
-            writer.submit(new)
-        store.fetch(A)
-        assert writer.has_deferred
-        assert writer.drain(seconds=1) == Drained(0, 0, 0)
-        assert not writer.has_deferred
-
-
 @pytest.mark.parametrize(
     "limits", [{"limit": -1}, {"limit": True}, {"limit": 1.5}, {"max_bytes": "x"}, {"seconds": 0}, {"seconds": "soon"}]
 )
@@ -129,22 +117,6 @@ def test_captured_pages_that_something_newer_replaces_are_counted_and_are_not_dr
         assert store.engine.used()[0].entries == 3
 
 
-def test_snapshots_that_are_thinned_before_they_are_written_are_counted():
-    gate = threading.Event()
-    gate.set()
-    with store_of(gated(MemoryPages, gate)()) as store, writer_of(store) as writer:
-        put_snapshots(store, A, [])
-        gate.clear()
-        writer.submit(*store.pages(B[:P]))
-        wait_for(lambda: not writer.engine._queue._queue, "the first page is taken")
-        for n in (5, 9, 10, 11):
-            writer.submit(snapshot_of(store, A[:n]))
-        assert writer.thin(NS, as_tokens(A), P, 2, 4) == 2
-        assert store.counters.group("outdated") == {"thinned": 2}
-        gate.set()
-        writer.drain()
-
-
 # -- the pool ----------------------------------------------------------------------------------------------------------
 
 
@@ -162,43 +134,6 @@ def test_pages_that_are_written_and_deleted_add_up_to_those_that_are_there():
         assert count["allocations"] == count["frees"]
 
 
-def test_what_a_failed_transaction_has_written_and_deleted_is_not_counted():
-    class Failing(MemoryPages):
-        fails = False
-
-        @contextmanager
-        def update(self):
-            with super().update() as transaction:
-                yield transaction
-                if self.fails:
-                    raise FullError("full")
-
-    with store_of(Failing(), max_bytes=3 * entry()) as store:
-        store.put(A)
-        store.backend.fails = True
-        store.put(B)
-        store.backend.fails = False
-        assert (store.counters["allocations"], store.counters["frees"]) == (3, 0)
-
-
-def test_the_peak_is_what_was_held_at_most():
-    with store_of() as store:
-        store.put(A)
-        peak = store.engine.used()[0].bytes
-        store.engine.clear(None)
-        store.put(B[:P])
-        assert store.engine.peak_bytes == peak > store.engine.used()[0].bytes
-
-
-def test_stats_have_the_pool():
-    with PrefixStore("memory:", namespace="n", max_bytes=10_000, max_entries=4) as store:
-        empty = store.stats()
-        assert (empty.capacity_bytes, empty.capacity_entries) == (10_000, 4)
-        assert (empty.free_bytes, empty.utilization, empty.peak_bytes) == (10_000, 0.0, 0)
-        assert (empty.pending_pages, empty.pending_snapshots, empty.outdated, empty.shortage) == (0, 0, {}, None)
-        assert "9.8 KiB of 9.8 KiB free, 0% in use" in str(empty)
-
-
 # -- what found no space -----------------------------------------------------------------------------------------------
 
 
@@ -211,22 +146,3 @@ def test_a_page_that_finds_no_space_says_what_it_asked_for_and_what_there_was():
         # three are pinned: one page is left
         assert store.engine.shortage == Shortage("budget", 1, entry(size=5000), 4 * entry() - 3 * taken())
         assert str(store.engine.shortage) == "1 page dropped (budget): 6.0 KiB asked for, 2.1 KiB available"
-
-
-def test_a_full_error_tells_what_was_asked_for():
-    class Full(MemoryPages):
-        def update(self):
-            raise FullError("the disk is full", available=77)
-
-    with store_of() as store:
-        batch = store.announce(A)
-        store.engine._backend = store.engine._committer._backend = Full()
-        with pytest.raises(
-            FullError, match=r"the disk is full \(1,000 bytes asked for, 77 bytes available\)"
-        ) as caught:
-            store.engine._committer.commit(batch)
-        assert (caught.value.asked, caught.value.available) == (1000, 77)
-        assert store.engine.shortage == Shortage("full", 3, 1000, 77)
-        assert store.counters.group("dropped") == {"full": 3}
-        for new in batch:
-            new.release()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -12,18 +11,14 @@ from types import SimpleNamespace
 import pytest
 
 from prefixstore import stats as stats_module
-from prefixstore.backends.contract import ConflictError
 from prefixstore.engine.figures import read_history
 from prefixstore.engine.keyspace import everything
-from prefixstore.errors import FullError, UnavailableError
 from prefixstore.format.figure_note import NOTE, FigureNote
-from prefixstore.format.figures import DAY, HOUR, OTHERS, WEEK, Figures
+from prefixstore.format.figures import DAY, HOUR, WEEK, Figures
 from prefixstore.format.namespace import Namespace
-from prefixstore.format.record import checksum
 from prefixstore.format.saved_state import pack_state
-from prefixstore.stats import PERIODS_KEPT, Purpose, short
-from tests.support.engines import MIB, NS, A, B, MemoryPages, Store, store_of, two_stores
-from tests.support.faults import FaultyBackend
+from prefixstore.stats import PERIODS_KEPT, short
+from tests.support.engines import MIB, NS, A, B, Store, store_of, two_stores
 from tests.support.places import opened
 
 NOW = 1_800_000_000.0  # within an hour and a day
@@ -36,10 +31,6 @@ def clock(monkeypatch):
     monkeypatch.setattr(stats_module, "time", SimpleNamespace(time=lambda: time.now))
     time.told = lambda store: setattr(store.engine.keeper, "_clock", lambda: time.now)
     return time
-
-
-def key_of(n):
-    return n.to_bytes(4, "big") * 8
 
 
 def ask(store, n=1, *, hits=0, namespace=NS):
@@ -88,18 +79,6 @@ def test_what_was_counted_is_there_after_a_restart():
         assert [one.source for one in store.engine.history().requests] == ["store", "not_found", "not_found"]
 
 
-def test_what_is_not_written_yet_is_told_by_the_store_that_has_counted_it():
-    with store_of() as store:
-        ask(store, 2)
-        assert store.engine.history().total(HOUR).lookups == 2
-        assert note(store, NOTE) is None
-        keep(store)
-        ask(store, 1)
-        assert store.engine.history().total().lookups == 3
-        with store.backend.view() as view:
-            assert read_history(view, NOW).total().lookups == 2
-
-
 def test_two_stores_add_to_each_others_figures(tmp_path):
     with two_stores(tmp_path / "kv") as (one, two):
         for store in (one, two, one, two):
@@ -128,17 +107,6 @@ def test_a_forked_child_does_not_count_again_what_its_parent_has_counted(tmp_pat
             assert [one.tenant for one in read_history(view, NOW).described.values()] == ["of the child"]
 
 
-def test_purposes_are_counted_apart():
-    with store_of() as store:
-        with store.engine.counters.counting(Purpose.WARMING):
-            ask(store, 4, hits=4)
-        ask(store, 1)
-        keep(store)
-        history = store.engine.history()
-        assert (history.total().hits, history.total(purpose="warming").hits) == (0, 4)
-        assert [one.purpose for one in history.requests] == ["warming"] * 4 + ["serving"]
-
-
 def test_evictions_are_counted_for_the_namespace_of_the_page(clock):
     with store_of(max_bytes=4500) as store:
         clock.told(store)
@@ -149,49 +117,7 @@ def test_evictions_are_counted_for_the_namespace_of_the_page(clock):
         assert found.figures.evictions > 0
 
 
-def test_misses_alone_are_written_after_a_while(monkeypatch):
-    with store_of() as store:
-        ask(store, 1)
-        assert not store.engine.has_deferred
-        monkeypatch.setattr("prefixstore.engine.figures.ALONE_SECONDS", 0.0)
-        assert store.engine.has_deferred
-        store.engine.commit([])
-        assert note(store, NOTE) is not None
-        assert not store.engine.has_deferred
-
-
 # -- hours and days ---------------------------------------------------------------------------------------------------
-
-
-def test_what_waited_is_counted_in_the_hour_in_which_it_happened(clock):
-    with store_of() as store:
-        clock.told(store)
-        ask(store, 2)
-        clock.now += 3 * HOUR
-        ask(store, 1)
-        keep(store)
-        hours = {one.start: one.figures.lookups for one in store.engine.history().hours}
-        first = int(NOW // HOUR) * HOUR
-        assert hours == {first: 2, first + 3 * HOUR: 1}
-
-
-def test_a_clock_that_was_ahead_for_a_while_costs_nothing(clock):
-    with store_of() as store:
-        clock.told(store)
-        for jump in (0, 365 * DAY, -HOUR, 10 * DAY, 0):
-            clock.now = NOW + jump
-            ask(store, 2)
-            keep(store)
-        history = store.engine.history()
-        assert history.total().lookups == 10
-        # the hours that are wrong do not push out those that are right
-        for hour in range(30):
-            clock.now = NOW + HOUR * hour
-            ask(store, 1)
-            keep(store)
-        assert store.engine.history().total().lookups == 40
-        assert store.engine.history().total(DAY).lookups >= 24
-        assert store.engine.history().total(HOUR).lookups == 1
 
 
 def test_minutes_hours_and_days_are_kept_for_so_long(clock):
@@ -215,52 +141,10 @@ def test_minutes_hours_and_days_are_kept_for_so_long(clock):
 # -- bounded ----------------------------------------------------------------------------------------------------------
 
 
-def test_of_more_namespaces_than_there_may_be_the_others_are_one(monkeypatch, clock):
-    monkeypatch.setattr(stats_module, "MOST_ROWS", 10)
-    with store_of() as store:
-        clock.told(store)
-        for n in range(30):
-            ask(store, 1, namespace=key_of(n))
-        keep(store)
-        days = store.engine.history().days
-        assert len(days) == 11
-        assert sum(one.figures.lookups for one in days if one.namespace == OTHERS) == 20
-
-
 def with_period(number):
     note = FigureNote()
     note.periods[HOUR, number] = {("a", "serving"): Counter(hits=1)}
     return note
-
-
-def filled(n, rows):
-    """A note of so many hours with these rows."""
-    note = FigureNote()
-    note.periods = {(HOUR, hour): {row: counts.copy() for row, counts in rows.items()} for hour in range(n)}
-    return note
-
-
-def test_a_note_that_is_too_large_adds_namespaces_up_and_then_loses_the_first_periods():
-    rows = {(short(checksum(bytes([n]))), "serving"): Counter(hits=n + 1, saved_microseconds=-5) for n in range(64)}
-    found = FigureNote.parse(filled(1, rows).pack(800)).periods[HOUR, 0]
-    assert 2 <= len(found) < 64
-    assert sum(found.values(), Counter())["hits"] == sum(range(65))
-    assert sum(counts["saved_microseconds"] for counts in found.values()) == -320
-    # the busiest ones have rows of their own
-    assert (short(checksum(bytes([63]))), "serving") in found
-    kept = FigureNote.parse(filled(4000, {(OTHERS, "serving"): Counter(hits=1)}).pack(1600)).periods
-    assert sorted(kept) == [(HOUR, n) for n in range(4000 - len(kept), 4000)] != []
-    assert filled(1, rows).pack(10) is None
-
-
-def test_what_cannot_be_written_is_bounded_in_memory(monkeypatch):
-    monkeypatch.setattr(stats_module, "MOST_WAITING", 100)
-    with store_of() as store:
-        for n in range(200):
-            ask(store, 1, namespace=checksum(n.to_bytes(32, "big")))
-        ledger = store.engine.counters.unwritten()
-        assert sum(map(len, ledger.periods.values())) <= 105
-        assert store.engine.history().total().lookups == 200
 
 
 def test_figures_never_evict_a_page_and_never_exceed_the_budget():
@@ -308,58 +192,6 @@ def test_damaged_figures_are_replaced_with_one_warning(damage, caplog, clock):
         history = store.engine.history()
         assert history.total().lookups == 5
         assert history.describe(short(Namespace({"salt": "b"}).key)).tenant == "b"
-
-
-@pytest.mark.parametrize("error", [UnavailableError("no"), FullError("no")])
-def test_a_commit_that_fails_loses_no_figures(error):
-    inner = MemoryPages()
-    with store_of(FaultyBackend(inner, "commit", error)) as store:
-        ask(store, 2)
-        keep(store)
-        keep(store)
-        with inner.view() as view:
-            assert read_history(view, NOW).total().lookups == 2
-        assert not store.engine.counters.has_unwritten
-
-
-@pytest.mark.parametrize("n", [1, 6])
-def test_figures_are_written_although_other_processes_commit_first(n):
-    inner = MemoryPages()
-    with store_of(FaultyBackend(inner, "commit", ConflictError("no"), times=n)) as store:
-        ask(store, 2)
-        keep(store)
-        with inner.view() as view:
-            assert read_history(view, NOW).total().lookups == 2
-
-
-class NotesFail(MemoryPages):
-    """A location that takes pages and no figures."""
-
-    def __init__(self, error):
-        super().__init__()
-        self.error = error
-
-    @contextlib.contextmanager
-    def update(self):
-        with super().update() as transaction:
-            put = transaction.put_note
-
-            def put_note(name, *rest):
-                if name == NOTE:
-                    raise self.error
-                put(name, *rest)
-
-            transaction.put_note = put_note
-            yield transaction
-
-
-@pytest.mark.parametrize("error", [FullError("no space"), ValueError("a fault of the store")])
-def test_pages_are_written_where_figures_cannot_be(error):
-    with store_of(NotesFail(error)) as store:
-        ask(store, 2)
-        assert store.put(A) == 3
-        assert store.match(A) == 12
-        assert store.engine.counters.has_unwritten
 
 
 def test_a_store_that_only_reads_writes_no_figures(tmp_path):

@@ -52,24 +52,6 @@ def test_they_come_last_in_every_order_the_least_recently_used_first(policy, n):
             assert found[-40:] == sorted([*early, *late], key=last.__getitem__)
 
 
-def test_one_that_is_not_kept_any_more_takes_its_place_again():
-    backend = MemoryPages()
-    keys = put(backend, [Usage(10**18 + i) for i in range(10)])
-    with store_of(backend) as store:
-        engine = store.engine
-        engine.keep("a", keys[:2])
-        engine.keep("b", keys[1:2])
-        assert order(engine, dry_run=True) == [*keys[2:], *keys[:2]]
-        # 1 is kept by another
-        engine.keep("a", ())
-        assert order(engine, dry_run=True) == [keys[0], *keys[2:], keys[1]]
-        # what an owner named before, it keeps no more
-        engine.keep("b", keys[5:6])
-        assert order(engine, dry_run=True) == [*keys[:5], *keys[6:], keys[5]]
-        engine.keep_nothing()
-        assert order(engine, dry_run=True) == keys
-
-
 def test_a_page_can_be_kept_before_it_is_stored_and_is_kept_when_it_comes_back():
     with store_of() as store:
         key = page_keys(NS, as_tokens(A[:P]), P)[0]

@@ -12,8 +12,8 @@ import pytest
 from prefixstore.backends.contract import LONGEST_KEY, Row
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import keyspace, siblings
-from prefixstore.engine.keyspace import CHILD, Count, record_row
-from prefixstore.engine.siblings import DEEPEST, Child, child_path, first_node
+from prefixstore.engine.keyspace import CHILD, record_row
+from prefixstore.engine.siblings import Child, child_path, first_node
 from prefixstore.format.keys import PAGE, SNAPSHOT, as_tokens
 from prefixstore.format.record import place_of
 from tests.support.pages import NAMESPACE, make_page
@@ -169,20 +169,6 @@ def test_among_thousands_of_siblings_a_few_rows_lead_to_the_nearest(backend, n_s
         assert children(view) == stored
 
 
-def test_a_walk_finds_all_rows_of_a_kind_from_any_on(backend, monkeypatch):
-    monkeypatch.setattr(keyspace, "AT_ONCE", 7)
-    keys = [bytes([number]) for number in range(50)]
-    with backend.update() as draft:
-        for kind in (b"q", b"r", b"s"):
-            for key in keys:
-                draft.put(kind + key, kind)
-    with backend.view() as view:
-        for after, expected in ((b"", keys), (keys[20], keys[21:]), (keys[-1], [])):
-            parts = list(keyspace.walk(view, keyspace.RECORD, after))
-            assert [row for part in parts for row in part] == [(b"r" + key, b"r") for key in expected]
-            assert all(0 < len(part) <= 7 for part in parts)
-
-
 # -- stale and damaged rows -------------------------------------------------------------------------------------------
 
 
@@ -224,37 +210,4 @@ def test_a_row_that_names_a_page_that_is_gone_or_elsewhere_is_taken_over(backend
             assert rows_of_index(draft) == []
 
 
-def test_a_row_that_says_more_than_there_is_ends_a_search_and_goes_with_its_last_page(backend):
-    one, last = record_of([5] * 150), record_of([6])
-    with backend.update() as draft:
-        add(draft, last)
-        draft.put(path_of(one)[0], Child(None, has_more=True).pack())
-        assert children(draft) == [last.tokens]
-        assert around(draft, NAMESPACE, PAGE, one.tokens) in ([], [last.tokens])
-        add(draft, one)
-        assert children(draft) == [one.tokens, last.tokens]
-        remove(draft, one)
-        assert [row.key for row in rows_of_index(draft)] == path_of(last)
-
-
-def test_nodes_without_end_are_given_up(backend):
-    """As in a location that somebody has forged."""
-    path = child_path(NAMESPACE, PAGE, bytes(400 * (DEEPEST + 50)))
-    with backend.update() as draft:
-        for row in path:
-            draft.put(row, Child(None, has_more=True).pack())
-        assert siblings.children_of(draft, [first_node(NAMESPACE, PAGE)]) == [[]]
-        found = siblings.nearest(draft, path[:1], draft.ranges(siblings.around(path[:1])))
-        assert found == (None, None, None)
-
-
 # -- counts and generations -------------------------------------------------------------------------------------------
-
-
-def test_counts_are_read_as_they_were_written_and_damaged_ones_are_none():
-    count = Count(3, 1 << 40, 1 << 50, 7, 1, 7, 2).plus(Count(-1, -1 << 20, -2))
-    assert count == (2, (1 << 40) - (1 << 20), (1 << 50) - 2, 7, 1, 7, 2)
-    stored = count.pack()
-    assert Count.unpack(stored) == count
-    for damaged in (None, b"", stored[:-1], stored + b"x", bytes(len(stored)), bytes([stored[0] ^ 1]) + stored[1:]):
-        assert Count.unpack(damaged) is None

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import random
-from contextlib import closing
 
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.engine.index import branches
-from prefixstore.engine.keyspace import CHILD, everything
 from prefixstore.engine.pages import Pages
 from prefixstore.format.keys import as_tokens
-from tests.support.engines import MIB, NS, OTHER, MemoryPages, P, Store, snapshot_of
+from tests.support.engines import MIB, NS, OTHER, MemoryPages, Store, snapshot_of
 
 # 256 and -1 are next to 1 and 0 in another byte order
 ALPHABETS = ([0, 1], [0, 1, 256, 65536, -1, 2**31 - 1])
@@ -104,29 +101,3 @@ def test_what_another_process_does_is_seen_by_the_next_lookup(tmp_path):
         assert one.match(tokens) == 0
     for store in (one, two):
         store.engine.close()
-
-
-def test_children_are_found_again_once_their_rows_are_mended(tmp_path):
-    """A lookup in the meantime takes it for granted that there are none."""
-    with (
-        closing(Pages(LMDBBackend(tmp_path, MIB))) as backend,
-        closing(Store(backend)) as writer,
-        closing(Store(Pages(LMDBBackend(tmp_path, MIB)))) as reader,
-    ):
-        for number in range(3):
-            writer.put([1] * P + [number] * 3, 1)
-        with backend.rows.update() as rows:
-            for row in rows.ranges([everything(CHILD)])[0]:
-                rows.delete(row.key)
-        assert reader.match([1] * P + [2] * 3) == P
-        backend.reindex()
-        assert reader.match([1] * P + [2] * 3) == P + 3
-
-
-def test_branches_are_found_to_the_token():
-    tokens = as_tokens([1, 1, 1, 1, 2, 2])
-    path = [
-        (0, [as_tokens([1, 1, 3]).tobytes(), as_tokens([1, 1, 1]).tobytes()]),
-        (3, [as_tokens([1, 2, 9]).tobytes()]),
-    ]
-    assert branches(path, tokens) == [2, 5]

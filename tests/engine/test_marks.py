@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
-import pytest
-
 from prefixstore.format.codec import CODECS
-from prefixstore.format.keys import as_tokens
-from tests.support.engines import MIB, NS, MemoryPages, P, Store, compressible, entry, store_of
+from tests.support.engines import MemoryPages, P, Store, compressible, entry, store_of
 
 SIZE = 24_000  # six pages of an LMDB file, five when it is packed
 ENTRY = entry(P, SIZE)
@@ -63,32 +60,6 @@ def test_beyond_the_high_mark_new_pages_are_packed_until_no_more_than_the_low_ma
     store.close()
 
 
-def test_the_marks_are_those_of_the_store():
-    store = filled(20, full=False, high_water=0.4, low_water=0.1)
-    assert codecs(store)[0] == "raw"
-    assert codecs(store)[-1] == "planes"
-    store.close()
-
-
-def test_pages_that_are_many_are_not_packed():
-    with store_of(max_entries=20, codec="auto", state_of=compressible) as store:
-        for number in range(25):
-            store.put(single(number), SIZE)
-        assert set(codecs(store)) == {"raw"}
-
-
-@pytest.mark.parametrize("codec", ["raw", "zstd", "planes"])
-def test_a_codec_that_was_chosen_is_kept(codec):
-    store = filled(20, codec="raw")
-    store.codec = codec
-    store.open()
-    store.put(single(20), SIZE)
-    assert codecs(store)[-1] == codec
-    assert set(codecs(store)) <= {"raw", codec}
-    assert used(store).bytes <= store.max_bytes
-    store.close()
-
-
 def test_a_smaller_budget_is_respected_in_short_transactions(monkeypatch):
     deleted = []
 
@@ -112,17 +83,3 @@ def test_a_smaller_budget_is_respected_in_short_transactions(monkeypatch):
         assert store.match([100] * P) == P
         with store.backend.view() as view:
             assert view.used.bytes <= store.max_bytes
-
-
-def test_nothing_is_evicted_for_a_smaller_budget_if_more_than_that_is_pinned():
-    with store_of() as store:
-        for number in range(20):
-            store.put([number] * P)
-            if number < 10:
-                store.engine.pin(NS, as_tokens([number] * P), P, pinned=True)
-        store.max_bytes = 5 * entry()
-        store.open()
-        assert store.put([100] * P) == 0
-        assert len(store.stored_keys()) == 20
-        store.max_bytes = MIB
-        store.open()

@@ -11,24 +11,21 @@ import numpy as np
 import pytest
 
 from prefixstore.backends.memory import MemoryBackend
-from prefixstore.engine import keyspace, pages
+from prefixstore.engine import keyspace
 from prefixstore.engine.budget import Budget
-from prefixstore.engine.index import shared_tokens
 from prefixstore.engine.invariants import violations
 from prefixstore.engine.keyspace import (
     CHILD,
     COUNT,
-    GENERATION,
     RECORD,
     record_row,
     usage_row,
 )
 from prefixstore.engine.keyspace import everything as everything_of
 from prefixstore.engine.page_checks import flaws
-from prefixstore.engine.page_view import tokens_of
 from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.siblings import Child
-from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT, as_tokens
+from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT
 from prefixstore.format.record import Usage
 from prefixstore.maintenance.archive import Archive
 from tests.support.pages import NAMESPACE, make_page
@@ -58,18 +55,6 @@ def put(transaction, number, size=100):
 # -- reading and writing -----------------------------------------------------------------------------------------------
 
 
-def test_an_empty_location_has_no_pages(backend):
-    for opened_as in (backend.view, backend.update):
-        with opened_as() as view:
-            assert list(view.scan()) == list(flaws(view)) == []
-            assert (dict(view.namespaces()), view.used.entries, view.sizes) == ({}, 0, (0, 0))
-            assert (view.record(MISSING), view.usage(MISSING), view.payload(MISSING)) == (None, None, None)
-            assert view.neighbors(NAMESPACE, b"") == view.children([NAMESPACE], PAGE) == []
-            assert view.children([], PAGE) == view.leading([MISSING]) == view.leading([]) == []
-            assert view.followed([]) == view.followed([NAMESPACE, MISSING]) == set()
-            assert len(view.facts(b"", 10)) == 0
-
-
 def test_a_page_that_was_put_is_read_back_unchanged(backend):
     payload = np.random.default_rng(0).bytes(5000)
     key, record = make_page(payload, [7, 8, 2**31 - 1, -(2**31)])
@@ -82,17 +67,6 @@ def test_a_page_that_was_put_is_read_back_unchanged(backend):
         (facts,) = view.facts(b"", 9)
         expected = {"raw_bytes": 5000, "n_tokens": 4, "hits": 2**32 - 1, "pinned": True, "priority": -(2**15)}
         assert {name: facts[name] for name in expected} == expected
-
-
-def test_facts_are_read_some_at_a_time(backend):
-    with backend.update() as transaction:
-        keys = {put(transaction, number) for number in range(20)}
-    found, after = [], b""
-    with backend.view() as view:
-        while len(facts := view.facts(after, 7)):
-            found += [bytes(key) for key in facts["key"]]
-            after = found[-1]
-    assert (len(found), set(found)) == (20, keys)
 
 
 def test_the_generation_counts_updates_that_put_delete_or_pin(backend):
@@ -164,32 +138,6 @@ def test_pages_that_are_followed_are_found_among_many(backend):
         assert transaction.followed(keys) == {record.parent for record in taken[:200:5]}
 
 
-def test_neighbors_among_many_siblings_share_the_longest_prefix(backend):
-    """Siblings that differ from the start, or only after 200 tokens, of which some begin with all of another's."""
-    chance = random.Random(3)
-    for beginning in ([], [5] * 200, [6] * 255):
-        parent, _ = make_page(b"", beginning or [1])
-        there = [[*beginning, number] for number in chance.sample(range(10_000), 60)]
-        there += [[*each, 7] for each in there[:20]]
-        with backend.update() as transaction:
-            for tokens in there:
-                key, record = make_page(b"", tokens, parent=parent, start=1)
-                transaction.put(key, record, Usage(1), b"")
-        with backend.view() as view:
-            children = [tokens_of(entry) for entry in view.children([parent], PAGE)]
-            assert sorted(children) == sorted(as_tokens(tokens).tobytes() for tokens in there)
-            for _ in range(12):
-                wanted = [*chance.choice(there)[: chance.choice([1, 100, 250, 300])], chance.randrange(99)]
-                raw = as_tokens(wanted).tobytes()
-                found = [tokens_of(entry) for entry in view.neighbors(parent, raw)]
-                assert len(found) <= 3
-                # in the order of the location, and one of them shares most
-                assert [each for each in children if each in found] == found
-                assert max(shared_tokens(each, raw) for each in found) == max(
-                    shared_tokens(each, raw) for each in children
-                )
-
-
 def test_used_grows_by_no_more_than_the_cost(backend):
     chance, keys = random.Random(5), []
     for i in range(60):
@@ -214,7 +162,6 @@ def test_used_grows_by_no_more_than_the_cost(backend):
 # -- what is counted ---------------------------------------------------------------------------------------------------
 
 SEQUENCES = [[number, 1, 2, 3, 4, 5, 6, 7] for number in range(10)]
-SIZES = (20 * 1000, 20 * 1000)
 
 
 def sizes_of(backend):
@@ -270,25 +217,6 @@ def test_a_repair_leaves_a_page_in_its_place_where_a_damaged_record_says_that_it
             assert view.followed([space().key]) == {space().key}
 
 
-def test_a_damaged_usage_is_found():
-    with closing(Pages(MemoryBackend())) as backend:
-        key = fill(backend, space(), SEQUENCES[:1])[0][1]
-        write(backend, usage_row(key), b"x")
-        with backend.view() as view:
-            assert [one.key for one in violations(view, Budget(64 * MIB))] == [key.hex()]
-
-
-def test_a_check_of_the_index_asks_a_server_for_many_pages_at_once(monkeypatch):
-    with closing(Pages(MemoryBackend())) as backend:
-        fill(backend, space(), [[number] for number in range(500)])
-        with backend.view() as view:
-            requests, (get, ranges) = [], (view._rows.get, view._rows.ranges)
-            monkeypatch.setattr(view._rows, "get", lambda keys: requests.append("get") or get(keys))
-            monkeypatch.setattr(view._rows, "ranges", lambda wanted: requests.append("ranges") or ranges(wanted))
-            assert list(flaws(view)) == []
-            assert len(requests) < 40
-
-
 def test_usages_without_a_record_are_found_and_deleted():
     with Archive("memory:", create=True) as archive:
         paths = fill(archive.backend, space(), SEQUENCES)
@@ -336,52 +264,6 @@ def test_rows_that_lead_to_pages_which_are_not_there_are_found_and_mended_at_all
         with backend.view() as view:
             assert not view.followed([space().key])
             assert list(flaws(view)) == []
-
-
-def test_a_page_whose_record_does_not_say_where_it_belongs_leaves_nothing_when_it_is_deleted():
-    with closing(Pages(MemoryBackend())) as backend:
-        long_pages(backend)
-        with backend.view() as view:
-            keys = [key for key, _, _ in view.scan()]
-        for key in keys:
-            write(backend, record_row(key), b"x")
-        with backend.update() as transaction:
-            for key in keys:
-                assert transaction.delete(key)
-        backend.mend()
-        with backend.rows.view() as view:
-            assert view.ranges([everything_of(CHILD)]) == [[]]
-
-
-def test_in_a_large_location_the_index_is_left_to_a_repair(monkeypatch, caplog):
-    monkeypatch.setattr(pages, "MENDED_AT_ONCE", 1)
-    with closing(Pages(MemoryBackend())) as backend:
-        fill(backend, space(), SEQUENCES[:2])
-        with backend.view() as view:
-            key = next(key for key, record, _ in view.scan() if not view.followed([key]))
-        write(backend, record_row(key), b"x")
-        with backend.update() as transaction:
-            assert transaction.delete(key)
-        backend.mend()
-        assert "prefixstore check --repair" in caplog.text
-        with backend.view() as view:
-            assert list(flaws(view))
-        backend.reindex()
-        with backend.view() as view:
-            assert list(flaws(view)) == []
-
-
-@pytest.mark.parametrize("forged", [b"", b"short", bytes(9), b"\xff" * 8])
-def test_a_forged_generation_is_only_a_number(forged):
-    with closing(Pages(MemoryBackend())) as backend:
-        fill(backend, space(), SEQUENCES[:2])
-        write(backend, GENERATION, forged)
-        with backend.view() as view:
-            before = view.generation
-            assert list(flaws(view)) == []
-        fill(backend, space(), SEQUENCES[2:3])
-        with backend.view() as view:
-            assert view.generation != before
 
 
 def test_what_a_check_finds_while_others_write_is_no_fault(monkeypatch):

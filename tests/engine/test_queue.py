@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
 
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine.pages import Pages
-from prefixstore.errors import UnavailableError
 from tests.support import PATIENCE, in_thread
-from tests.support.engines import MIB, A, B, MemoryPages, Store, gated, store_of, wait_for, writer_of
-from tests.support.faults import FaultyBackend, SlowBackend
+from tests.support.engines import MIB, A, B, MemoryPages, gated, store_of, wait_for, writer_of
+from tests.support.faults import FaultyBackend
 
 # -- what is written, and when -----------------------------------------------------------------------------------------
 
@@ -49,50 +47,6 @@ def test_close_writes_queued_pages_and_deferred_uses():
         writer.flush()
 
 
-def test_a_page_that_is_submitted_after_the_close_is_written_and_a_second_close_returns():
-    with store_of() as store:
-        with writer_of(store) as writer:
-            for new in store.pages(A):
-                writer.submit(new)
-        for new in store.pages(B):
-            assert writer.submit(new)
-        closing_thread = threading.Thread(target=writer.close, daemon=True)
-        closing_thread.start()
-        closing_thread.join(PATIENCE)
-        assert not closing_thread.is_alive()
-        assert store.match(B) == 12
-        assert len(store.stored_keys()) == 6
-
-
-def test_a_close_in_the_write_thread_waits_for_nothing_and_the_thread_writes_what_is_queued(monkeypatch):
-    # longer than a test may take: the thread would wait for itself
-    monkeypatch.setattr("prefixstore.engine.queue.NO_PROGRESS_SECONDS", 1000.0)
-    gate, closed = threading.Event(), threading.Event()
-
-    class ClosedInside(SlowBackend):
-        @contextmanager
-        def update(self):
-            gate.wait(PATIENCE)
-            # as a finalizer may, which the garbage collector calls in any thread
-            store.engine.close()
-            with super().update() as transaction:
-                yield transaction
-
-        def close(self):
-            closed.set()
-
-    store = Store(ClosedInside(MemoryPages(), 0.0, ()))
-    for tokens in (A, B):
-        for new in store.pages(tokens):
-            assert store.engine.submit(new)
-    gate.set()
-    assert closed.wait(PATIENCE)
-    assert len(store.stored_keys()) == 6
-    assert store.counters.group("dropped") == {}
-    assert store.engine.queued_bytes == 0
-    store.engine.close()
-
-
 def test_the_queue_is_bounded_and_has_space_again_when_its_pages_are_written():
     gate = threading.Event()
 
@@ -113,33 +67,6 @@ def test_the_queue_is_bounded_and_has_space_again_when_its_pages_are_written():
         assert len(store.stored_keys()) == 2
 
 
-def test_uses_are_written_in_the_background_without_a_batch(monkeypatch):
-    monkeypatch.setattr("prefixstore.engine.queue.DEFERRED_SECONDS", 0.02)
-    with store_of() as store:
-        store.put(A)
-        with writer_of(store) as writer:
-            store.fetch(A)
-            writer.nudge()
-            wait_for(lambda: not store.engine.has_deferred, "the write of the use")
-        with store.backend.view() as view:
-            assert {usage.hits for _, _, usage in view.scan()} == {1}
-
-
-def test_pages_are_written_by_the_caller_if_no_thread_can_be_started(monkeypatch):
-    def no_thread(_):
-        raise RuntimeError("can't start new thread")
-
-    with store_of() as store, writer_of(store) as writer:
-        monkeypatch.setattr(threading.Thread, "start", no_thread)
-        assert len(writer.submit(*store.pages(A))) == 3
-        assert len(store.stored_keys()) == 3
-        writer.flush()
-        monkeypatch.undo()
-        assert len(writer.submit(*store.pages(B))) == 3
-        writer.flush()
-        assert len(store.stored_keys()) == 6
-
-
 def test_a_capture_that_waits_for_a_location_that_hangs_gives_up(monkeypatch):
     monkeypatch.setattr("prefixstore.engine.queue.NO_PROGRESS_SECONDS", 0.05)
     with store_of() as store, writer_of(store, queue_bytes=1000) as writer:
@@ -147,16 +74,6 @@ def test_a_capture_that_waits_for_a_location_that_hangs_gives_up(monkeypatch):
         assert writer.acquire(1000, wait=True) is None
         held.release()
         writer.acquire(1000, wait=True).release()
-
-
-def test_without_a_background_thread_nothing_starts_one():
-    with store_of() as store, writer_of(store, behind=False) as writer:
-        store.put(A)
-        store.fetch(A)
-        writer.nudge()
-        assert writer._queue._thread is None
-        writer.drain()
-        assert not store.engine.has_deferred
 
 
 def test_a_read_only_engine_writes_nothing(tmp_path):
@@ -175,16 +92,6 @@ def test_a_read_only_engine_writes_nothing(tmp_path):
         # nothing waits for a commit that never comes
         assert not store.engine.has_deferred
         assert store.counters.group("dropped") == {}
-
-
-def test_a_flush_raises_if_the_location_cannot_make_it_durable():
-    with store_of(FaultyBackend(MemoryPages(), "sync")) as store, writer_of(store) as writer:
-        for new in store.pages(A):
-            writer.submit(new)
-        with pytest.raises(UnavailableError, match="sync"):
-            writer.flush()
-        writer.flush()
-        assert store.match(A) == 12
 
 
 def test_a_bug_does_not_end_the_thread_of_the_queue():

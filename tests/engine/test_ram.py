@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from contextlib import closing
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -53,34 +52,6 @@ def test_the_least_recently_used_states_are_dropped_and_the_limit_holds():
     assert tier.used == 3 * (1000 + 4 + ENTRY_BYTES)
     tier.keep(pages[1], bytes(5000))
     assert tier.state(pages[1]) is None, "larger than the tier"
-
-
-def test_a_tier_of_size_zero_keeps_nothing():
-    tier = RamTier(0)
-    page = page_of(1)
-    tier.keep(page, b"")
-    assert (tier.state(page), tier.used, tier.lacks([page])) == (None, 0, False)
-
-
-def test_what_cannot_be_kept_together_is_not_copied_at_all():
-    """A restore that copies verifies each state first, which takes longer."""
-    tier = RamTier(3 * (1000 + ENTRY_BYTES))
-    pages = [replace(page_of(i), raw_bytes=1000) for i in range(4)]
-    assert tier.lacks(pages[:2])
-    assert not tier.lacks(pages)
-    tier.keep(pages[0], bytes(1000))
-    assert not tier.lacks(pages[:1])
-
-
-def test_a_state_that_waits_to_be_written_is_copied_when_that_is_done():
-    with closing(Store(MemoryPages(), options={"ram_bytes": MIB})) as store:
-        batch = store.announce(A)
-        assert store.fetch(A) == 3
-        assert store.engine.ram_bytes == 0
-        assert store.engine.commit(batch) == 3
-        assert store.engine.ram_bytes > 0
-        store.engine.clear(NS)
-        assert store.engine.ram_bytes == 0
 
 
 def test_many_threads_keep_and_read_states_and_the_size_stays_correct():

@@ -6,18 +6,13 @@ import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
-from queue import SimpleQueue
 
 import pytest
 
-from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine import readers
-from prefixstore.engine.pages import Pages
 from prefixstore.errors import ClosedError
-from prefixstore.format.autocodec import encode
-from prefixstore.format.record import checksum
 from tests.support import PATIENCE, in_thread
-from tests.support.fetching import P, state_of, store_of
+from tests.support.fetching import state_of, store_of
 
 RAW = ["raw"] * 8
 
@@ -37,44 +32,6 @@ def test_all_states_are_given_out_in_order_and_verified(n):
         assert store.fetcher._read_rate.seconds_per_byte is None  # these are too small to be measured
 
 
-def test_a_page_that_was_written_again_as_packed_is_unpacked():
-    def packed(i, record, payload):
-        if i != 3:
-            return record, payload
-        number, stored = encode(state_of(3), "planes")
-        for name, value in {"codec": number, "stored_bytes": len(stored), "checksum": checksum(stored)}.items():
-            object.__setattr__(record, name, value)
-        return record, stored
-
-    with store_of(RAW) as store:
-        store.backend.change = packed
-        given, verified = take_all(store)
-        assert given == [state_of(i) for i in range(8)]
-        assert verified == 8
-
-
-def test_leaving_while_a_page_is_verified_waits_for_the_thread(monkeypatch, tmp_path):
-    """The page is in memory of the view, which must not close while the thread reads it."""
-    begun, go_on, over = threading.Event(), threading.Event(), []
-    real = readers.verify_checksum
-
-    def slow(*args):
-        begun.set()
-        assert go_on.wait(PATIENCE)
-        real(*args)
-        over.append(1)
-
-    monkeypatch.setattr(readers, "verify_checksum", slow)
-    with store_of(RAW, Pages(LMDBBackend(tmp_path / "kv", 1 << 24))) as store:
-        with store.engine.fetching(store.pages, streamed=True) as states:
-            next(states)
-            assert begun.wait(PATIENCE)
-            assert not over
-            go_on.set()
-        assert over == [1]
-        assert next(states, None) is None
-
-
 def test_a_page_whose_verification_fails_by_any_error_stays_unverified(monkeypatch):
     def fail(record, view):
         raise ZeroDivisionError
@@ -88,20 +45,6 @@ def test_a_page_whose_verification_fails_by_any_error_stays_unverified(monkeypat
         assert (states.n_given, states.n_verified) == (1, 0)
 
 
-@pytest.mark.parametrize("along", [True, False])
-def test_the_end_of_a_thread_is_not_the_end_of_the_caller(monkeypatch, along):
-    def end(record, view):
-        raise SystemExit
-
-    monkeypatch.setattr(readers, "verify_checksum" if along else "verify", end)
-    with store_of(RAW) as store:
-        with store.engine.fetching(store.pages, streamed=True, along=along) as states:
-            given = list(states)
-            assert states.verified() == 0
-        assert len(given) == along
-        assert store.counters.group("unreadable") == {"unavailable": 1}
-
-
 @pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
 def test_a_record_that_claims_another_size_than_the_index_knows_is_not_unpacked(monkeypatch, streamed, codec):
@@ -111,17 +54,6 @@ def test_a_record_that_claims_another_size_than_the_index_knows_is_not_unpacked(
         store.backend.change = lambda i, record, payload: (replace(record, raw_bytes=1 << 40), payload)
         with store.engine.fetching(store.pages, streamed=streamed) as states:
             assert list(states) == []
-        assert store.counters.group("unreadable") == {"shape": 1}
-
-
-@pytest.mark.parametrize("streamed", [True, False])
-def test_a_page_that_is_not_admitted_ends_the_restore_and_is_not_read(streamed):
-    read = []
-    with store_of(RAW) as store:
-        store.backend.before = read.append
-        with store.engine.fetching(store.pages, streamed=streamed, admit=lambda page: page.start < 5 * P) as states:
-            assert len(list(states)) == states.verified() == 5
-        assert read == list(range(5))
         assert store.counters.group("unreadable") == {"shape": 1}
 
 
@@ -158,23 +90,3 @@ def test_restores_that_have_begun_end_when_the_store_is_closed(codec, n_threads)
         assert set(outcomes) == {8}
         with pytest.raises(ClosedError, match="open a new PrefixStore"), store.engine.fetching(store.pages):
             pass
-
-
-def test_a_thread_that_cannot_be_started_is_not_waited_for(monkeypatch):
-    def start(*_):
-        raise RuntimeError("can't start new thread")
-
-    with store_of(RAW) as store:
-        with monkeypatch.context() as patch:
-            patch.setattr("_thread.start_new_thread", start)
-            store.engine.threads._idle = SimpleQueue()
-            with store.engine.fetching(store.pages, streamed=True) as states:
-                assert list(states) == []
-            assert store.counters.group("unreadable") == {"unavailable": 1}
-            with store.engine.fetching(store.pages) as states:
-                assert list(states) == []
-            assert store.counters.group("unreadable") == {"unavailable": 2}
-        read = []
-        store.backend.before = read.append
-        assert store.fetch() == 8
-        assert read == list(range(8))

@@ -8,28 +8,14 @@ from functools import partial
 import pytest
 
 from prefixstore.engine.delete import of_namespaces
-from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_keys
-from tests.support.engines import NS, OTHER, A, B, MemoryPages, P, Store, put_snapshots, store_of
-from tests.support.fragile import Fragile
+from tests.support.engines import NS, A, B, P, store_of
 from tests.support.newer import make_corrupt
 
 
 def settings_of(store):
     with store.backend.view() as view:
         return set(view.namespaces())
-
-
-def test_the_settings_of_an_evicted_namespace_are_deleted():
-    with store_of(max_entries=3) as store:
-        store.put(A)
-        assert settings_of(store) == {NS}
-        store.put(B[:4], namespace=OTHER)
-        assert settings_of(store) == {NS, OTHER}
-        store.put(B, namespace=OTHER)
-        assert settings_of(store) == {OTHER}
-        store.put(A)
-        assert settings_of(store) == {NS}
 
 
 @pytest.mark.parametrize("how", ["expired", "cleared", "purged", "evicted", "damaged", "repaired", "unreadable"])
@@ -64,16 +50,6 @@ def test_whatever_deletes_the_last_page_deletes_the_settings(how, monkeypatch):
         assert settings_of(store) == set()
 
 
-def test_a_thinned_snapshot_and_its_pages_take_their_settings_along():
-    with store_of() as store:
-        put_snapshots(store, A[:3], [3])
-        assert settings_of(store) == {NS}
-        store.engine._catalog.discard_snapshot(store.engine.match_snapshot(NS, as_tokens(A), P, 3).pages[-1])
-        store.engine.commit([])
-        assert store.stored_keys() == set()
-        assert settings_of(store) == set()
-
-
 def test_a_pending_page_of_a_deleted_namespace_brings_its_settings_back():
     with store_of() as store:
         store.put(A)
@@ -82,32 +58,3 @@ def test_a_pending_page_of_a_deleted_namespace_brings_its_settings_back():
         assert settings_of(store) == set()
         assert store.engine.commit(pending) == 3
         assert settings_of(store) == {NS}
-
-
-def test_settings_stay_as_long_as_a_damaged_page_is_stored():
-    with store_of() as store:
-        store.put(A[:4])
-        store.put(B[:4])
-        assert store.fetch(A[:4]) == 1
-        store.engine.commit([])
-        store.engine.condemn(store.engine.match(NS, as_tokens(A), P).pages[0], lambda *_: False)
-        store.engine.evict(store.engine.used()[0].bytes - 1)
-        assert len(store.stored_keys()) == 1
-        assert settings_of(store) == {NS}
-        store.engine.commit([])
-        assert settings_of(store) == set()
-
-
-@pytest.mark.parametrize("call", [6, 7])  # that which deletes the settings, and the commit
-def test_a_transaction_that_fails_keeps_the_settings(call):
-    store = Store(Fragile(MemoryPages()))
-    store.put(A)
-    store.backend.fails_at = call
-    with pytest.raises(UnavailableError):
-        store.engine.clear(None)
-    with store.backend.inner.view() as view:
-        assert set(view.namespaces()) == {NS}
-    assert store.engine.clear(None) == 3
-    with store.backend.inner.view() as view:
-        assert set(view.namespaces()) == set()
-    store.close()

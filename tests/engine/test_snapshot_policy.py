@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.engine.pages import Pages
 from prefixstore.engine.snapshot_policy import thin
 from prefixstore.format.keys import SNAPSHOT, as_tokens
-from tests.support.engines import MIB, NS, P, put_snapshots, snapshot_of, state_of, store_of
+from tests.support.engines import NS, P, put_snapshots, snapshot_of, store_of
 
 
 @given(
@@ -31,42 +27,7 @@ def test_thinning_keeps_the_newest_and_as_many_as_allowed(taken, keep, interval,
         assert not gone & shared
 
 
-def test_thinning_one_by_one_spaces_older_positions_further_apart():
-    left: list[int] = []
-    for newest in range(512, 512 * 2000, 512):
-        left.append(newest)
-        left = sorted(set(left) - thin(left, 16, 512))
-        # going back by any distance, there is a snapshot not much further back
-        for before, after in itertools.pairwise([0, *left]):
-            assert after - before <= 512 + 2 * (newest - after)
-    gaps = [after - before for before, after in itertools.pairwise(left)]
-    assert len(left) == 16
-    assert gaps[-1] == 512
-    assert left[0] < newest / 2
-
-
 # -- in an engine ------------------------------------------------------------------------------------------------------
-
-
-def test_snapshots_are_stored_found_and_fetched(tmp_path):
-    tokens = list(range(30))
-    with store_of(Pages(LMDBBackend(tmp_path, max_bytes=64 * MIB))) as store:
-        assert put_snapshots(store, tokens, [3, 8, 17, 29]) == 4
-        for n, limit, multiple, found in [
-            (30, 30, 1, 29),
-            (30, 28, 1, 17),
-            (30, 28, 8, 8),
-            (17, 16, 1, 8),
-            (2, 2, 1, 0),
-        ]:
-            assert store.match_snapshot(tokens[:n], limit, multiple) == found
-        assert store.match_snapshot([*tokens[:20], 99], 21) == 17
-        path = store.engine.match_snapshot(NS, as_tokens(tokens), P, 30)
-        with store.engine.fetching(path.pages) as states:
-            got = [bytes(state) for state in states]
-        assert got == [b""] * 7 + [state_of(path.pages[-1].key, 100)]
-        with store_of(Pages(LMDBBackend(tmp_path, max_bytes=64 * MIB))) as other:
-            assert other.match_snapshot(tokens) == 29
 
 
 def test_snapshots_are_thinned_with_the_next_batch_except_pinned_ones():

@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 from contextlib import closing, contextmanager, suppress
 
 import pytest
@@ -11,22 +10,19 @@ from prefixstore.backends.lazy import LazyBackend
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import breaker
 from prefixstore.engine.budget import Budget
-from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.far import FarEngine
-from prefixstore.engine.figures import read_history
 from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.tiers import TieredEngine
-from prefixstore.errors import MisuseError, UnavailableError
+from prefixstore.errors import UnavailableError
 from prefixstore.format.autocodec import pick
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.namespace import Namespace
 from prefixstore.stats import Counters
-from tests.support import PATIENCE, in_thread
+from tests.support import PATIENCE
 from tests.support.engines import (
     MIB,
     A,
-    C,
     MemoryPages,
     P,
     PendingPage,
@@ -123,34 +119,6 @@ class Tiers(Store):
         return near.pages, far.pages
 
 
-def test_neither_location_is_closed_in_the_block_of_a_restore():
-    with tiers() as store:
-        store.capture(A)
-        store.engine.flush()
-        with closing(Tiers(MemoryPages(), store.far_backend)) as other:
-            path = other.engine.match(SPACE.key, as_tokens(A), P)
-            assert all(page.is_far for page in path.pages)
-            with other.engine.fetching(path.pages) as states:
-                with pytest.raises(MisuseError, match="leave it first"):
-                    other.engine.close()
-                assert len(list(states)) == len(path.pages)
-            assert not other.engine.is_closed
-
-
-def test_the_far_location_is_told_what_it_holds():
-    with tiers(far_bytes=32 * MIB) as store:
-        store.engine.describe(SPACE, {"name": "a model"})
-        store.engine.describe(Namespace({"n": 2}), {"name": "a model without pages"})
-        # nothing is written for that alone
-        assert not store.far.has_deferred
-        store.capture(A)
-        store.engine.flush()
-        with store.far_backend.view() as view:
-            history = read_history(view, time.time())
-        assert {key: one.name for key, one in history.described.items()} == {SPACE.key.hex()[:16]: "a model"}
-        assert history.max_bytes == 32 * MIB
-
-
 def keys_of(backend):
     with backend.view() as view:
         return {key for key, _, _ in view.scan()}
@@ -231,20 +199,6 @@ def test_each_page_comes_from_the_nearest_location_that_has_it(near):
             assert other.given() == (14, 6)
 
 
-def test_states_that_were_packed_stay_valid_until_the_block_is_left_and_are_kept():
-    far = MemoryPages()
-    with tiers(MemoryPages(), far, far_encoder="zstd") as one:
-        one.capture(LONG)
-        one.engine.flush()
-        with tiers(MemoryPages(), far) as other:
-            path = other.engine.match(SPACE.key, as_tokens(LONG), P)
-            with other.engine.fetching(path.pages) as fetched:
-                states = list(fetched)
-                assert [bytes(state) for state in states] == [state_of(page.key) for page in path.pages]
-            other.engine.flush()
-            assert other.engine.n_near(other.engine.match(SPACE.key, as_tokens(LONG), P).pages) == 10
-
-
 def test_read_only_keeps_and_writes_nothing(tmp_path):
     far = Pages(MemoryBackend("shared", max_bytes=64 * MIB))
     with tiers(MemoryPages(), far) as one:
@@ -312,153 +266,6 @@ def test_a_far_location_that_restarted_empty_is_filled_by_use(monkeypatch):
         assert keys_of(far) == keys_of(near)
 
 
-@contextmanager
-def filled_later(near, far, *sequences, sizes=None, **options):
-    """A store in front of a far location that was away while these sequences were captured, and is back."""
-    with pytest.MonkeyPatch.context() as patch, tiers(near, far, **options) as store:
-        # it is asked again at once
-        patch.setattr(breaker, "OPEN_FACTOR", 0.0)
-        far.is_down = True
-        for tokens, size in zip(sequences, sizes or [1000] * len(sequences), strict=True):
-            store.capture(tokens, size)
-            store.engine.flush()
-        far.is_down = False
-        assert keys_of(far) == set()
-        yield store
-
-
-def use_at_once(store, *sequences):
-    """Use sequences, and have the far location told of all their pages before it begins with the first."""
-
-    def use():
-        with store.far._queue._lock:
-            for tokens in sequences:
-                assert store.restore(tokens) == len(tokens) // P
-
-    store.engine.threads.call(use)
-
-
-def test_pages_that_are_made_up_for_are_written_together(monkeypatch):
-    copied = []
-    copy = FarEngine._copy
-    monkeypatch.setattr(FarEngine, "_copy", lambda far, path, _: copied.append(len(path)) or copy(far, path, b""))
-    near, far = MemoryPages(), Failing()
-    with filled_later(near, far, LONG, A) as store:
-        use_at_once(store, LONG, A)
-        store.engine.flush()
-        assert keys_of(far) == keys_of(near)
-        assert copied == [3, 10]
-        # as after a restart: what is there already is not copied, known or not
-        with tiers(near, far) as again:
-            use_at_once(again, LONG, A)
-            again.engine.flush()
-        assert copied == [3, 10]
-
-
-def test_no_view_of_the_near_location_is_open_while_the_far_one_is_written():
-    open_views = threading.local()
-
-    class Near(MemoryPages):
-        @contextmanager
-        def view(self):
-            open_views.n = getattr(open_views, "n", 0) + 1
-            try:
-                with super().view() as view:
-                    yield view
-            finally:
-                open_views.n -= 1
-
-    class Far(Failing):
-        @contextmanager
-        def update(self):
-            seen.append(getattr(open_views, "n", 0))
-            with super().update() as transaction:
-                yield transaction
-
-    seen = []
-    near, far = Near(), Far()
-    # room for two pages at a time
-    with filled_later(near, far, LONG[: 9 * P], queue_bytes=5000) as store:
-        # it brings along what is missing before it
-        assert store.capture(LONG) == 1
-        store.engine.flush()
-        assert keys_of(far) == keys_of(near)
-    assert set(seen) == {0}
-    assert len(seen) >= 5
-
-
-def test_a_page_that_does_not_fit_beside_those_before_it_is_written_after_them():
-    near, far = MemoryPages(), Failing()
-    with filled_later(near, far, LONG[:P], LONG[: 2 * P], sizes=[1000, 2500], queue_bytes=3000) as store:
-        assert store.capture(LONG[: 3 * P]) == 1
-        store.engine.flush()
-        assert keys_of(far) == keys_of(near)
-
-
-def test_pages_that_are_not_reached_are_counted_and_may_be_offered_again(monkeypatch):
-    def fails(*_):
-        raise UnavailableError("down")
-
-    near, far = MemoryPages(), Failing()
-    with filled_later(near, far, LONG, A) as store:
-        before = store.far.counters["dropped:unavailable"]
-        with monkeypatch.context() as patch:
-            patch.setattr(FarEngine, "_copy", fails)
-            use_at_once(store, LONG, A)
-            store.engine.drain()
-        assert store.far.counters["dropped:unavailable"] - before == 2
-        use_at_once(store, LONG, A)
-        store.engine.flush()
-        assert keys_of(far) == keys_of(near)
-
-
-def test_the_far_location_is_thinned_as_well_and_not_waited_for(monkeypatch):
-    thinned = []
-    monkeypatch.setattr(Engine, "thin", lambda engine, *arguments: thinned.append((type(engine), arguments)) or 0)
-    with tiers() as store:
-        store.engine.thin(SPACE.key, as_tokens(A), P, 1, P)
-        wait_for(lambda: len(thinned) == 2, "both are thinned")
-    assert {kind for kind, _ in thinned} == {TieredEngine, FarEngine}
-
-
-def test_a_page_that_was_used_reaches_the_other_location_with_its_renewed_expiry():
-    with tiers(ttl=100.0) as store:
-        old, young = store.pages(A)[:2]
-        old.page.created -= 10**12
-        old.page.expires = renewed = old.page.created + 2 * 10**12
-        assert store.engine.announce(old)
-        assert old.page.expires == renewed
-        assert store.engine.announce(young)
-        assert young.page.expires == young.page.created + 100 * 10**9
-        store.engine._catalog.drop([old, young])
-
-
-def test_a_listener_hears_of_both_locations_and_not_of_what_is_kept():
-    heard = []
-
-    class Listener:
-        def asked(self, namespace, tokens, page_tokens, n_matched):
-            self.n_matched = n_matched
-
-        def used(self, namespace, pages, n_tokens):
-            heard.append((self.n_matched, len(pages), n_tokens))
-
-        def captured(self, page):
-            heard.append(page.start)
-
-        def close(self):
-            pass
-
-    far = MemoryPages()
-    with tiers(MemoryPages(), far) as one, tiers(MemoryPages(), far) as other:
-        one.capture(LONG)
-        one.engine.flush()
-        other.engine.tap = Listener()
-        assert other.restore([*LONG, 1]) == 10
-        other.capture(A[:P])
-        assert heard == [(len(LONG), 10, len(LONG) + 1), 0]
-
-
 # -- a far location that fails ----------------------------------------------------------------------------------------
 
 
@@ -497,19 +304,6 @@ def test_the_far_location_is_not_asked_while_its_circuit_is_open(near, monkeypat
         del far.view
         far.is_down = False
         store.far._breaker._open_until = 0.0
-
-
-@pytest.mark.parametrize("max_delay", [None, 20.0])
-def test_a_far_location_with_a_fault_of_its_own_costs_nothing_that_is_near(max_delay, caplog):
-    class Broken(MemoryPages):
-        def view(self):
-            raise ValueError("a fault of a plug-in")
-
-    store = Tiers(MemoryPages(), Broken(), max_delay=max_delay)
-    with closing(store.engine):
-        store.capture(A)
-        assert store.restore([*A, 7, 7]) == 3
-        assert "a fault of a plug-in" in caplog.text
 
 
 def test_near_pages_are_used_if_the_far_location_fails_after_the_lookup(near):
@@ -561,31 +355,6 @@ def test_a_lookup_does_not_wait_for_a_far_location_that_hangs(near):
         far.answers.set()
         wait_for(lambda: store.engine._overdue.is_there, "the question is answered")
         assert store.match([*LONG, *A]) == len(LONG)
-
-
-def test_a_lookup_waits_longer_where_computing_would_take_long(near):
-    far = Stuck()
-    with tiers(MemoryPages(), far) as one, tiers(near, far, max_delay=0.001) as store:
-        one.capture(LONG)
-        one.engine.flush()
-        store.engine.token_seconds = 1000.0
-        far.answers.clear()
-        in_thread(lambda: (far.asked.wait(PATIENCE), far.answers.set()))
-        assert store.match(LONG) == len(LONG)
-
-
-def test_a_ctrl_c_in_a_restore_does_not_wait_for_the_far_location(near):
-    far = Stuck()
-    with tiers(MemoryPages(), far) as one, tiers(near, far) as other:
-        one.capture(LONG)
-        one.engine.flush()
-        path = other.engine.match(SPACE.key, as_tokens(LONG), P)
-        far.answers.clear()
-        with suppress(KeyboardInterrupt), other.engine.fetching(path.pages):
-            assert far.asked.wait(PATIENCE)
-            raise KeyboardInterrupt
-        assert not far.timed_out
-        far.answers.set()
 
 
 def test_a_far_location_that_cannot_be_reached_at_first_is_opened_later(near):
@@ -664,16 +433,6 @@ def test_a_forked_child_uses_both_locations(tmp_path):
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         store.engine.flush()
         assert len(keys_of(far)) == len(keys_of(near)) == 13
-
-
-def test_closing_writes_what_waits_for_the_far_location(tmp_path):
-    near = open_pages(f"lmdb://{tmp_path / 'near'}", max_bytes=64 * MIB)
-    far = open_pages(f"lmdb://{tmp_path / 'far'}", max_bytes=64 * MIB)
-    with tiers(near, far) as store:
-        store.capture(LONG)
-        store.capture(C)
-    with closing(open_pages(f"lmdb://{tmp_path / 'far'}", max_bytes=64 * MIB)) as reopened:
-        assert len(keys_of(reopened)) == 13
 
 
 # -- deadlines ---------------------------------------------------------------------------------------------------------
