@@ -13,18 +13,17 @@ from pathlib import Path
 import pytest
 
 from prefixstore.engine.pages import open_pages
-from prefixstore.errors import CorruptError, IncompatibleError
+from prefixstore.errors import CorruptError
 from prefixstore.format.codec import decode
 from prefixstore.format.export import ExportReader
-from prefixstore.format.keys import SNAPSHOT, namespace_key
+from prefixstore.format.keys import namespace_key
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import Record, Usage, checksum
-from prefixstore.llama.state.parse import parse_sequence
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import import_store
 from tests.attacks.exporting import export_of, with_key
 from tests.support import ROOT
-from tests.support.models import TORTURE, state_bytes
+from tests.support.models import TORTURE
 from tests.support.pages import make_page
 from tests.support.places import place, space
 
@@ -68,14 +67,6 @@ def test_a_sealed_record_of_an_impossible_page_is_refused(fields):
     key, record = first_page(**fields)
     with pytest.raises(CorruptError, match="impossible values"):
         Record.unpack(key, record.pack())
-
-
-def test_a_record_of_an_unknown_form_is_left_to_versions_that_know_it():
-    key, record = first_page()
-    with pytest.raises(IncompatibleError, match="form 2"):
-        Record.unpack(key, replace(record, form=2).pack())
-    key, record = first_page(form=SNAPSHOT, tokens=b"")
-    assert Record.unpack(key, record.pack()) == record
 
 
 @pytest.mark.parametrize("fields", [{"last_used": 2**63}, {"last_used": 0, "expires": 2**64 - 1}])
@@ -171,13 +162,3 @@ def test_a_payload_of_which_a_record_claims_more_than_there_is_raises_our_error(
 
 
 # -- states, prompts, configurations ----------------------------------------------------------------------------------
-
-
-def test_a_page_after_the_last_possible_position_has_no_shape(llama):
-    llm = llama()
-    llm.eval([1, 2, 3])
-    data = state_bytes(llm)
-    shape = parse_sequence(data).shape
-    assert shape.fits(data, 0, 3)
-    for start in (2**31 - 2, 2**31, 2**32 - 1):
-        assert not shape.fits(data, start, 3)

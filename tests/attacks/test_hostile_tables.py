@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import closing, contextmanager
 
 import psycopg
-import pytest
 from sqlalchemy import make_url
 
 from prefixstore.backends.sql import migrations
@@ -31,13 +30,6 @@ def role(url, name, options=""):
         yield make_url(url).set(username=name).render_as_string(hide_password=False)
     finally:
         as_administrator(url, f"DROP OWNED BY {name} CASCADE", f"DROP ROLE {name}")
-
-
-@pytest.mark.parametrize("change", ["DROP value", "RENAME value TO other"])
-def test_a_table_without_a_column_is_a_clear_error(new_database, change):
-    url = new_database()
-    as_administrator(url, f"ALTER TABLE prefixstore_rows {change}")
-    assert refusal(url).startswith("IncompatibleError: ")
 
 
 def test_tables_of_a_role_that_need_not_be_trusted_are_refused_unread(new_database):
@@ -141,25 +133,6 @@ def test_functions_in_our_schema_are_not_called(new_database):
         assert store.backend.rows.disk_bytes() > 0
         assert len(store.engine.evict(0).pages) == 6
     migrations.upgrade(url)
-
-
-@pytest.mark.parametrize("n_schemas", [1, 2])
-def test_all_tables_are_those_of_one_schema(new_database, n_schemas):
-    url = new_database(empty=True)
-    schemas = [f"s{i}" for i in range(n_schemas)]
-    as_administrator(url, *(f"CREATE SCHEMA {name}" for name in [*schemas, "ours"]))
-    migrations.upgrade(url + "&options=-csearch_path%3Dours")
-    # one more of our tables appears in a schema that comes first
-    path = ",".join([*schemas, "ours"])
-    with closing(Store(open_pages(f"{url}&options=-csearch_path%3D{path}", max_bytes=MIB))) as store:
-        store.put(A)
-        as_administrator(url, f"CREATE TABLE {schemas[-1]}.prefixstore_rows AS SELECT * FROM ours.prefixstore_rows")
-        # the sessions that are open go on, with the tables that they found
-        assert store.fetch(A) == 3
-    # a new one finds half of a store
-    assert refusal(f"{url}&options=-csearch_path%3D{path}").startswith(("IncompatibleError", "LocationError"))
-    as_administrator(url, f"DROP TABLE {schemas[-1]}.prefixstore_rows")
-    assert refusal(f"{url}&options=-csearch_path%3D{path}") == "opened"
 
 
 def test_the_roles_that_the_documents_tell_to_make_are_enough(new_database):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +11,7 @@ import lmdb
 import pytest
 
 import prefixstore.opening
-from prefixstore import LocationError, PrefixStore, UnavailableError
+from prefixstore import PrefixStore, UnavailableError
 from prefixstore.backends.lmdb import environment as lmdb_environment
 from prefixstore.engine import breaker, engine, queue
 from tests.attacks.flaky_backend import FlakyBackend
@@ -234,30 +232,6 @@ def test_a_location_that_is_deleted_under_a_running_store_is_created_again(schem
         assert server.hits(1)
 
 
-def test_with_a_file_in_the_place_of_a_folder_above_pages_are_dropped_until_the_folder_is_back(llama, tmp_path):
-    above = tmp_path / "d" / "e"
-    with serving(llama(), f"lmdb://{above}/kv", 0, 1) as server:
-        server.llm.reset()
-        server.store.clear()  # of what was stored when the answers were learned
-        server.ask(0)
-        server.store.flush()
-        shutil.rmtree(above)
-        above.write_bytes(b"not a folder")
-        server.ask(1)
-        with pytest.raises(LocationError):
-            server.store.flush()
-        # not lost in the file that no name leads to any longer
-        counters = server.store.engine.counters
-        assert counters.group("dropped")["unavailable"] > 0
-        assert counters.group("miss")["unavailable"] > 0
-        assert above.read_bytes() == b"not a folder"
-        above.unlink()
-        above.mkdir()
-        server.recovers(1)
-    with serving(llama(), f"lmdb://{above}/kv", 1) as server:
-        assert server.hits(1)
-
-
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
 def test_another_store_put_in_place_is_used_from_then_on(scheme, llama, tmp_path, request):
     other, location = (place(scheme, tmp_path, request, name) for name in ("other", "kv"))
@@ -282,33 +256,6 @@ def test_another_store_put_in_place_is_used_from_then_on(scheme, llama, tmp_path
 
 
 # -- LMDB --------------------------------------------------------------------------------------------------------------
-
-
-READERS = """
-import lmdb, sys
-env = lmdb.open(sys.argv[1], max_dbs=8, map_size=1 << 30, readonly=True)
-held = []
-try:
-    while True: held.append(env.begin())
-except lmdb.ReadersFullError: print("full", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_readers_that_take_all_slots_cause_misses_and_dead_ones_free_them(llama, tmp_path):
-    with serving(llama(), tmp_path / "kv", 0) as server:
-        server.ask(0)
-        server.store.flush()
-        with subprocess.Popen(
-            [sys.executable, "-c", READERS, str(tmp_path / "kv")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        ) as other:
-            assert other.stdout.readline() == b"full\n"
-            server.ask(0)
-            assert server.store.stats().misses["unavailable"] == 1
-            other.kill()
-            other.wait()
-        server.recovers()
-        assert server.hits(0)
 
 
 def test_an_environment_that_has_failed_permanently_is_opened_again(llama, tmp_path):

@@ -9,10 +9,9 @@ import psycopg
 import pytest
 from sqlalchemy import make_url
 
-from prefixstore.engine.pages import open_pages
 from prefixstore.errors import StorageError
 from tests.attacks.server_work import WORK, is_intact, lookup, stored
-from tests.support.engines import MIB, A, B, C
+from tests.support.engines import A, B, C
 from tests.support.models import TORTURE
 from tests.support.places import refusal
 from tests.support.postgres import private_server, server_program, small_disk_server, store_on
@@ -175,46 +174,3 @@ def test_a_role_that_may_only_read_finds_pages_and_drops_its_own(administrator, 
         assert store.fetch(A) == 3
         assert store.put(C) == 3
     is_intact(url, A, B, C)
-
-
-def test_a_server_without_free_connections_causes_misses_only(administrator, user):
-    url, session = administrator
-    session.execute("GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA public TO pfxs_user")
-    with stored(user, A) as store:
-        session.execute("ALTER ROLE pfxs_user CONNECTION LIMIT 0")
-        session.execute(TERMINATE)
-        assert lookup(store, A) == 0
-        WORK["put"](store)
-        with pytest.raises(StorageError, match="too many connections"):
-            open_pages(user, max_bytes=MIB)
-        session.execute("ALTER ROLE pfxs_user CONNECTION LIMIT -1")
-        assert store.fetch(A) == 3
-        assert store.put(B) == 3
-    is_intact(url, A, B)
-
-
-def is_dropped(store):
-    """Whether pages were dropped, after another attempt to put some; it ends earlier if they cannot be looked up."""
-    WORK["put"](store)
-    return store.counters.group("dropped") == {"unavailable": 3}
-
-
-def test_a_statement_that_the_server_ends_drops_pages_and_nothing_else(administrator):
-    url, session = administrator
-    limit = f"ALTER DATABASE {make_url(url).database} SET statement_timeout"
-    with stored(url, A) as store:
-        with psycopg.connect(libpq(url)) as other:
-            other.execute("SELECT * FROM prefixstore_meta FOR UPDATE")
-            # no other statement may take so short a time only: of sessions from here on
-            session.execute(f"{limit} = '150ms'")
-            session.execute(TERMINATE + f" AND pid <> {other.info.backend_pid}")
-            wait_for(lambda: is_dropped(store), "the end of a statement of a commit")
-            # nobody is kept from reading
-            wait_for(lambda: lookup(store, A) == 3, "a hit")
-            session.execute(f"{limit} = 0")
-            session.execute(TERMINATE + f" AND pid <> {other.info.backend_pid}")
-            other.rollback()
-        assert store.put(B) == 3
-        assert store.fetch(B) == 3
-        assert store.counters.group("dropped") == {"unavailable": 3}
-    is_intact(url, A, B)

@@ -82,32 +82,8 @@ def test_a_store_whose_file_grew_during_a_power_loss_is_recognized(tmp_path):
         assert view.used.entries == 1
 
 
-def test_opening_a_store_read_only_does_not_grow_its_file(tmp_path):
-    with closing(open_pages(str(tmp_path), max_bytes=1 << 24)) as backend:
-        before = backend.rows._environment.env.info()["map_size"]
-        open_pages(str(tmp_path), max_bytes=1 << 30, read_only=True).close()
-        assert backend.rows._environment.env.info()["map_size"] == before
-
-
 def ask(connection, question: str) -> list[str]:
     return [str(value) for value in connection.execute(question).fetchone()]
-
-
-def test_a_session_keeps_the_durability_of_the_server(new_database):
-    location = new_database()
-    with (
-        closing(open_pages(location, max_bytes=1 << 24)) as backend,
-        psycopg.connect(location.replace("+psycopg", "")) as plain,
-        backend.rows.connection() as ours,
-    ):
-        settings = "SELECT " + ", ".join(
-            f"current_setting('{name}')"
-            for name in ("fsync", "synchronous_commit", "full_page_writes", "commit_delay", "wal_sync_method")
-        )
-        assert ask(ours, settings) == ask(plain, settings)
-        kinds = "SELECT DISTINCT relpersistence FROM pg_class WHERE relname LIKE 'prefixstore%' AND relkind = 'r'"
-        # no table is left out of the server's log
-        assert ask(plain, kinds) == ["p"]
 
 
 def test_a_flush_is_durable_in_postgresql_where_a_commit_is_not(new_database):

@@ -64,19 +64,6 @@ def test_the_child_is_killed_while_it_answers(serve: Serve, alone: Running):
     assert "Traceback" not in served.text()
 
 
-def test_a_model_that_was_replaced_before_the_child_is_started_again(serve: Serve, tmp_path: Path, docs_model: Path):
-    model = Path(shutil.copy(docs_model, tmp_path / "model.gguf"))
-    served = serve(model=model)
-    served.complete(prompt(1))
-    served.saved()
-    # the same content: its pages are found again
-    Path(shutil.copy(docs_model, tmp_path / "new.gguf")).replace(model)
-    os.kill(served.child(), signal.SIGKILL)
-    assert cached(_until_answered(served, prompt(1))) > 200
-    served.complete(prompt(2))
-    assert served.until(lambda status: status["saves"] >= 2)["failures"] == {}
-
-
 def test_the_child_is_killed_around_its_saves(serve: Serve, alone: Running):
     served = serve()
     dice = random.Random(0)
@@ -166,20 +153,6 @@ def test_a_crowd_that_leaves_again_and_again_blocks_nothing(serve: Serve, alone:
         assert served.complete(prompt(i))["content"] in own_answers(alone, prompt(i))
 
 
-def test_requests_of_all_kinds_at_once(serve: Serve, alone: Running):
-    served = serve("-np", "3")
-    kinds: list[dict[str, Any]] = [{}, {"n_cmpl": 2}, {"lora": [{"id": 0, "scale": 1.0}]}, {"cache_prompt": False}]
-    kinds += [{"id_slot": 1}, {"prompt": ["Hello", "Good day"]}, {"prompt": "x " * 6000}, {"n_predict": 0}]
-    with ThreadPoolExecutor(12) as threads:
-        work = [threads.submit(_ask, served, prompt(i % 7), **kinds[i % len(kinds)]) for i in range(64 * TORTURE)]
-        answers = [one.result() for one in work]
-    for i, answer in enumerate(answers):
-        assert answer is not None
-        assert answer.status_code == (400 if "x " * 9 in str(kinds[i % len(kinds)]) else 200), answer.text
-    for i in range(7):
-        assert served.complete(prompt(i))["content"] in own_answers(alone, prompt(i))
-
-
 # -- clients that mean harm --------------------------------------------------------------------------------------------
 
 
@@ -258,23 +231,6 @@ def test_odd_requests_get_an_answer_and_leave_nothing_in_the_log(
     assert "Traceback" not in served.text()
 
 
-def test_a_target_that_the_server_cannot_bear_does_not_lose_its_slots(tmp_path: Path, docs_model: Path):
-    running = start(docs_model, tmp_path / "slots", "-c", "4096", "--no-cache-idle-slots")
-    options = [str(tmp_path / "store"), "--port", "0", "--server", running.url, "--slots-dir", str(tmp_path / "slots")]
-    served = launch(tmp_path, "served", options)
-    try:
-        served.wait_ready()
-        served.complete(prompt(1))
-        before = _held(served)
-        assert served.get("/" + "a" * 20_000).status_code == 400
-        assert served.get("/health", headers={"x": "a" * 50_000}).status_code >= 400
-        assert _held(served) == before
-        assert served.status()["ready"]
-    finally:
-        served.end()
-        running.stop()
-
-
 def test_a_connection_that_the_server_closes_does_not_lose_its_slots(tmp_path: Path, docs_model: Path):
     """Of a server whose process is not known, that may mean that it has ended."""
     running = start(docs_model, tmp_path / "slots", "-c", "4096", "--no-cache-idle-slots")
@@ -317,31 +273,6 @@ def test_a_tenant_finds_nothing_that_another_leaves_in_a_slot_while_it_goes_on(s
         slot = next(line for line in served.text().splitlines() if "truncated = 1" in line).split("id ")[1].split()[0]
         assert cached(served.complete(secret, 1, headers=ours, id_slot=int(slot))) == 0
         assert other.result().status_code == 200
-
-
-def test_a_server_that_is_none_ends_the_command(tmp_path: Path):
-    server = tmp_path / "llama-server"
-    server.write_text(
-        f"#!{sys.executable}\n"
-        "import http.server, socketserver, sys\n"
-        "class Handler(http.server.BaseHTTPRequestHandler):\n"
-        "    def do_GET(self):\n"
-        "        if self.path == '/health':\n"
-        "            self.send_response(200)\n"
-        "            self.send_header('content-length', '0')\n"
-        "            self.end_headers()\n"
-        "        self.close_connection = True\n"
-        "    def log_message(self, *_):\n"
-        "        pass\n"
-        "at = sys.argv[sys.argv.index('--host') + 1]\n"
-        "socketserver.ThreadingUnixStreamServer(at, Handler).serve_forever()\n"
-    )
-    server.chmod(0o755)
-    served = launch(tmp_path, "served", [str(tmp_path / "store"), "--port", "0", "--", str(server)])
-    try:
-        assert served.process.wait(START_SECONDS) == 1
-    finally:
-        served.end()
 
 
 def test_a_client_that_stops_reading_gives_its_slot_back(serve: Serve, alone: Running, tmp_path: Path):

@@ -21,7 +21,7 @@ from prefixstore.engine.page_checks import flaws
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import LocationError, StorageError, UnavailableError
 from tests.support import PATIENCE, ROOT
-from tests.support.engines import MIB, A, B, C, Store, store_of
+from tests.support.engines import MIB, A, C, Store, store_of
 from tests.support.http_proxy import CUT, DROP, HANG, LOSE, PASS, HTTPProxy
 from tests.support.models import TORTURE
 from tests.support.places import opened, refusal
@@ -182,15 +182,6 @@ def test_wrong_credentials_are_named_and_not_shown(seaweedfs, monkeypatch, caplo
         assert secret not in message + caplog.text + repr(caught.value)
 
 
-def test_without_credentials_opening_fails_soon(seaweedfs, monkeypatch):
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    started = time.monotonic()
-    message = refusal(prefix_on(seaweedfs))
-    assert "there are no credentials" in message or "no answer" in message
-    assert time.monotonic() - started < 60
-
-
 WRITER = """
 import random, sys
 from contextlib import suppress
@@ -308,16 +299,3 @@ def test_two_compactors_and_a_writer(seaweedfs, at_once):
         store.close()
     with opened(url) as backend:
         assert is_tidy(backend)
-
-
-def test_a_clock_that_is_wrong_by_a_day_changes_nothing(seaweedfs, monkeypatch):
-    """Only signatures depend on it: the server refuses those that are too old."""
-    url = prefix_on(seaweedfs)
-    with store_of(open_pages(url, max_bytes=MIB)) as one, store_of(open_pages(url, max_bytes=MIB)) as two:
-        now = time.time
-        one.put(A)
-        monkeypatch.setattr(time, "time", lambda: now() + 86_400)
-        monkeypatch.setattr(time, "time_ns", lambda: int((now() + 86_400) * 1e9))
-        two.put(B)
-        two.backend.scrub()
-        assert one.fetch(B) == two.fetch(A) == 3

@@ -9,7 +9,7 @@ import pytest
 import valkey
 
 from prefixstore.backends.valkey import connections
-from prefixstore.errors import FullError, LocationError, StorageError
+from prefixstore.errors import FullError, StorageError
 from tests.attacks.server_work import WORK, is_intact, lookup, stored, tried
 from tests.support.engines import NS, A, B, C
 from tests.support.models import TORTURE
@@ -178,40 +178,4 @@ def test_a_server_out_of_memory_evicts_by_our_policy():
         wait_for(lambda: tried(lambda each: each.put(B))(store) or lookup(store, B) == 3, "a put")
 
 
-@pytest.mark.parametrize("policy", ["allkeys-lru", "allkeys-random"])
-def test_a_server_that_evicts_by_itself_costs_only_what_it_evicts(policy):
-    options = {"maxmemory": "16mb", "maxmemory-policy": policy}
-    with private_valkey(**options) as server, stored(server.url, max_bytes=1 << 30) as store:
-        n_hits = 0
-        for n in range(120 * TORTURE):
-            tokens = [1000 + n] * 12
-            tried(lambda each, tokens=tokens: each.put(tokens, size=300_000))(store)
-            n_hits += lookup(store, tokens) == 3
-            # older ones, whole, in part or not at all, and never wrong
-            lookup(store, [1000 + n // 2] * 12)
-        assert n_hits > 10
-        for _ in range(5):
-            tried(lambda each: each.engine.deleter.repair(each.engine.check()))(store)
-        assert {violation.rule for violation in store.engine.check()} <= {"payload"}
-
-
 # -- refused ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_password_that_is_changed_meanwhile_is_an_error_and_no_crash(new_valkey, valkey_server):
-    url = new_valkey()
-    rights = ["on", "+@all", "~*"]
-    with valkey_server.client() as client:
-        client.execute_command("ACL", "SETUSER", "changing", *rights, ">before")
-        try:
-            with stored(url.replace("unix://", "unix://changing:before@"), A) as store:
-                client.execute_command("ACL", "SETUSER", "changing", "resetpass", ">after")
-                client.execute_command("CLIENT", "KILL", "USER", "changing")
-                with pytest.raises(LocationError, match="refuses") as caught:
-                    store.fetch(A)
-                assert "before" not in str(caught.value)
-                WORK["put"](store)
-                client.execute_command("ACL", "SETUSER", "changing", ">before")
-                wait_for(lambda: lookup(store, A) == 3, "a hit")
-        finally:
-            client.execute_command("ACL", "DELUSER", "changing")

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 from valkey.connection import UnixDomainSocketConnection
 
-from prefixstore.backends import received
 from prefixstore.backends.received import ReceivedMemory
 from prefixstore.backends.valkey import payloads
 from prefixstore.backends.valkey.connections import translated
@@ -62,17 +61,6 @@ def test_a_server_that_repeats_the_arguments_of_auth_shows_no_password():
         with pytest.raises(StorageError, match="unknown command 'AUTH'") as caught:
             open_pages(url, max_bytes=MIB)
     assert secret not in "".join(traceback.format_exception(caught.value))
-
-
-@pytest.mark.parametrize("answer", [b"-MOVED 1 nowhere\r\n", b"-MOVED 1 127.0.0.1:\r\n", b":x\r\n", b"*x\r\n"])
-def test_what_should_be_a_number_and_is_none_is_an_error_of_ours(answer):
-    with answering(answer) as port, pytest.raises(UnavailableError):
-        open_pages(f"valkey://127.0.0.1:{port}", max_bytes=MIB)
-
-
-def test_a_host_whose_name_cannot_be_encoded_is_an_error_of_ours():
-    with pytest.raises(UnavailableError):
-        open_pages(f"valkey://{'a' * 70}.b", max_bytes=MIB)
 
 
 # -- what a commit cannot do ------------------------------------------------------------------------------------------
@@ -155,21 +143,6 @@ def test_an_answer_that_is_no_value_is_an_error_of_ours(before, answer):
             payloads._Replies(connection, ReceivedMemory(), SimpleNamespace()).next()
 
 
-def test_a_payload_for_which_there_is_no_memory_is_an_error_of_ours(url, monkeypatch):
-    with closing(open_pages(url, max_bytes=MIB)) as backend:
-        with backend.update() as transaction:
-            key = put(transaction, 1)
-
-        def refuse(size):
-            raise MemoryError
-
-        with monkeypatch.context() as patch, backend.view() as view:
-            patch.setattr(received, "bytearray", refuse, raising=False)
-            with pytest.raises(UnavailableError, match="no memory"):
-                view.payload(key)
-        assert sound(backend) == {key}
-
-
 def test_a_flush_that_the_user_may_not_wait_for_is_no_promise(url, client, valkey_server):
     with closing(open_pages(url, max_bytes=MIB)):
         pass
@@ -208,14 +181,3 @@ def test_rows_that_are_none_are_found_and_end_every_walk(url, client, kind):
         # the location starts over
         assert (store.put(B), store.fetch(B), store.fetch(A)) == (3, 3, 0)
         assert store.engine.check() == []
-
-
-def test_what_is_left_of_a_location_of_another_version_stays(url, client):
-    with closing(open_pages(url, max_bytes=MIB)) as backend, backend.update() as transaction:
-        put(transaction, 1)
-    client.hset(name_of(url, "meta"), "format", "99")
-    client.delete(name_of(url, "order"))
-    before = set(client.keys(name_of(url, "*")))
-    with pytest.raises(IncompatibleError, match="upgrade"):
-        open_pages(url, max_bytes=MIB)
-    assert set(client.keys(name_of(url, "*"))) == before

@@ -17,7 +17,6 @@ from prefixstore.errors import (
     ServerError,
     ServerRefusedError,
     ServerTooOldError,
-    ServerUnreachableError,
 )
 from prefixstore.server import LlamaServer
 from tests.support.llama_server import Running
@@ -121,18 +120,6 @@ def test_each_fault_has_its_error(code: int, body: object, error: type[ServerErr
             client.save(0, "x")
 
 
-def test_nobody_there_or_a_router():
-    with LlamaServer("http://127.0.0.1:9", timeout=1) as client:
-        with pytest.raises(ServerUnreachableError, match="no server answers"):
-            client.props()
-        assert client.process() is None
-    # a name that cannot be encoded
-    with LlamaServer(f"http://{'a' * 70}.b") as client, pytest.raises(ServerUnreachableError):
-        client.props()
-    with answering(200, {"role": "router"}) as client, pytest.raises(ServerRefusedError, match="router"):
-        client.props()
-
-
 @pytest.mark.parametrize(
     "url",
     [
@@ -159,9 +146,3 @@ def test_a_key_that_no_header_can_have_is_refused_and_not_repeated(key: str):
     with pytest.raises(InvalidParameterError) as raised:
         LlamaServer("http://here", api_key=key)
     assert key.strip() not in str(raised.value)
-
-
-@pytest.mark.parametrize(("code", "body"), [(404, {"error": {"message": "File Not Found"}}), (200, []), (200, {})])
-def test_a_server_that_is_no_prefixstore_serve_is_told_from_one(code: int, body: object):
-    with answering(code, body) as client, pytest.raises(ServerTooOldError, match="is no prefixstore serve"):
-        client.proxy_status()

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.server.test_slots import N, opened
-from tests.support.llama_server import Running, binary
+from tests.support.llama_server import Running
 from tests.support.models import prompt
-from tests.support.served import launch
 
 
 def drafting(model: Path) -> list[str]:
@@ -47,14 +46,3 @@ def test_a_slot_is_restored_whatever_its_draft_held_and_the_pages_are_those_of_a
         assert slots.namespace() == namespace
         assert slots.restore(0, tokens).n_tokens == restored
         assert plain.complete(tokens)["content"] == right["content"]
-
-
-@pytest.mark.slow
-def test_tenants_are_not_separated_by_a_server_whose_drafts_keep_something_of_all(tmp_path: Path, docs_model: Path):
-    command = [str(binary()), "-m", str(docs_model), "-c", "512", "--spec-type", "ngram-mod"]
-    served = launch(
-        tmp_path, "refused", [str(tmp_path / "store"), "--port", "0", "--salt-from", "api-key", "--", *command]
-    )
-    assert served.ended() != 0
-    assert "--salt-from cannot be used with a llama-server that drafts" in served.text()
-    served.end()

@@ -11,20 +11,17 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from multidict import CIMultiDict
 
 from prefixstore.server import exchange as exchange_module
 from prefixstore.server.exchange import (
     MAX_FIELDS,
     MAX_LINE,
-    ROOM,
     BodiesFullError,
     BodyBudget,
     BodyTooLargeError,
     Exchange,
     server_of,
 )
-from prefixstore.server.prompts import LARGE, aside
 
 BODY = b'{"prompt":"a"}'
 LENGTH = b"Content-Length: %d\r\n\r\n" % len(BODY)
@@ -178,17 +175,6 @@ def test_a_client_that_sends_nothing_more_is_disconnected(sent: bytes, monkeypat
     _with_server(use)
 
 
-def test_a_body_is_asked_for_if_the_client_waits_for_that():
-    async def use(connect: Callable[[], Awaitable[Streams]]) -> None:
-        reader, writer = await connect()
-        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n" + LENGTH)
-        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-        writer.write(BODY)
-        assert (await _answer(reader))[2] == BODY.decode()
-
-    _with_server(use)
-
-
 def test_the_path_is_that_of_the_target_that_is_passed_on():
     seen: list[tuple[bytes, str]] = []
 
@@ -250,80 +236,7 @@ def test_the_bodies_of_all_requests_have_a_limit_together_and_give_it_back():
     assert budget.used == 0
 
 
-def test_a_body_that_is_too_large_is_taken_in_so_that_its_refusal_can_be_read():
-    async def refuse(exchange: Exchange) -> None:
-        with pytest.raises(BodyTooLargeError):
-            await exchange.body()
-        exchange.refuse(413, "invalid_request_error", "too large")
-
-    async def use(connect: Callable[[], Awaitable[Streams]]) -> None:
-        size = 8 << 20
-        chunks = b"%x\r\n%s\r\n0\r\n\r\n" % (size, b"x" * size)
-        for head, body in ((b"Content-Length: %d\r\n\r\n" % size, b"x" * size), (CHUNKED, chunks)):
-            reader, writer = await connect()
-            # as a client does that reads nothing before it has sent all
-            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\n" + head + body)
-            await writer.drain()
-            assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
-            writer.close()
-
-    _with_server(use, refuse, max_body=1 << 20)
-
-
-def test_others_go_on_while_a_large_body_is_read():
-    async def scene() -> None:
-        began, goes_on = asyncio.Event(), asyncio.Event()
-        loop = asyncio.get_running_loop()
-
-        def work() -> str:
-            loop.call_soon_threadsafe(began.set)
-            asyncio.run_coroutine_threadsafe(goes_on.wait(), loop).result(120)
-            return "done"
-
-        task = asyncio.create_task(aside(LARGE, work))
-        await began.wait()
-        goes_on.set()
-        assert await task == "done"
-        assert await aside(1, lambda: "at once") == "at once"
-
-    asyncio.run(asyncio.wait_for(scene(), 120))
-
-
 # -- what is answered -------------------------------------------------------------------------------------------------
-
-
-def test_the_answer_of_a_client_that_does_not_read_is_kept_for_it():
-    written = asyncio.Event()
-
-    async def stream(exchange: Exchange) -> None:
-        await exchange.begin(200, CIMultiDict([("x", "1"), ("x", "2")]))
-        for i in range(10):
-            await exchange.write(b"%d" % i * (ROOM // 10))
-        written.set()
-
-    async def use(connect: Callable[[], Awaitable[Streams]]) -> None:
-        reader, writer = await connect()
-        writer.write(PLAIN)
-        # a slot is free again, before anything is read
-        await written.wait()
-        head = await reader.readuntil(b"\r\n\r\n")
-        assert head.count(b"x: ") == 2
-        content = b"".join([chunk async for chunk in _chunks(reader)])
-        assert content == b"".join(b"%d" % i * (ROOM // 10) for i in range(10))
-
-    _with_server(use, stream)
-
-
-async def _chunks(reader: asyncio.StreamReader) -> Any:
-    while size := int(await reader.readline(), 16):
-        yield await reader.readexactly(size)
-        await reader.readline()
-
-
-async def _endless(exchange: Exchange) -> None:
-    await exchange.begin(200, {})
-    while True:
-        await exchange.write(b"x" * 10_000)
 
 
 @pytest.mark.parametrize("reads", [True, False])

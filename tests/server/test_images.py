@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import httpx
 import pytest
 
 from prefixstore.models.file import read_metadata
-from prefixstore.server.prompts import parse
 from tests.support.llama_server import Running, start
 from tests.support.served import TEXT, Serve, Served
 from tests.support.vision import picture, write_projector
@@ -45,11 +43,6 @@ def chat(image: int, *turns: str, system: str = SYSTEM) -> dict[str, Any]:
     for i, turn in enumerate(turns[1:]):
         messages.append({"role": ("assistant", "user")[i % 2], "content": turn})
     return {"messages": messages, "max_tokens": 10, "temperature": 0}
-
-
-def raw(marker: str, image: int, text: str = SYSTEM) -> dict[str, Any]:
-    prompt = {"prompt_string": f"{text} {marker} What is it?", "multimodal_data": [picture(image)]}
-    return {"prompt": prompt, "n_predict": 10, "temperature": 0}
 
 
 def ask(served: Served, body: dict[str, Any], path: str = CHAT) -> tuple[str, int]:
@@ -116,12 +109,3 @@ def test_a_conversation_about_an_image_keeps_its_slot(serve: Serve, alone: Runni
         assert n > 250
         served.saved()
     assert served.status()["failures"] == {}
-
-
-def test_the_images_of_a_chat_are_taken_out_and_told_apart():
-    asks = [parse(CHAT, json.dumps(chat(image, "What is it?")).encode()) for image in (1, 1, 2)]
-    numbers = [ask.media for ask in asks]
-    assert numbers[0] == numbers[1] != numbers[2]
-    assert all(number is not None and number < 0 for number in numbers)
-    assert len({ask.chat for ask in asks}) == 1
-    assert picture(1).encode() not in (asks[0].chat or b"")

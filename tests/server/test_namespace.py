@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
-import shutil
-import stat
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +21,10 @@ from prefixstore.errors import (
 from prefixstore.llama.fingerprint import namespace_of
 from prefixstore.llama.kv_memory import page_tokens_for
 from prefixstore.llama.state.parse import parse_sequence
-from prefixstore.models.file import file_digest, read_metadata
+from prefixstore.models.file import read_metadata
 from prefixstore.server import SlotStore
-from prefixstore.server import namespace as namespace_module
-from prefixstore.server.arguments import FLAGS, KNOWN, OTHER_VARIABLES, REFUSED, VALUED, VARIABLES, parse_arguments
+from prefixstore.server.arguments import FLAGS, KNOWN, OTHER_VARIABLES, REFUSED, VALUED, VARIABLES
 from prefixstore.server.client import Props
-from prefixstore.server.find_process import RunningProcess
-from prefixstore.server.model_settings import gains_from_full_window
 from prefixstore.server.namespace import ServerIdentity
 from prefixstore.server.slot_file import SlotLayout
 from tests.support.llama_server import Running, binary
@@ -166,18 +159,6 @@ def test_other_types_than_the_arguments_say_are_refused(layout: SlotLayout, mode
         key_of(layout, models("llama"), "-ctv", "f32")
 
 
-def test_where_a_gpu_may_be_auto_stays_auto(
-    layout: SlotLayout, models: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-):
-    """V is laid out before llama.cpp knows whether a device has flash attention."""
-    monkeypatch.setattr(namespace_module, "_may_have_gpu", lambda: False)
-    on, auto = (key_of(layout, models("llama"), "-fa", value) for value in ("on", "auto"))
-    assert on == auto
-    monkeypatch.setattr(namespace_module, "_may_have_gpu", lambda: True)
-    on, auto = (key_of(layout, models("llama"), "-fa", value) for value in ("on", "auto"))
-    assert on != auto
-
-
 @pytest.mark.parametrize(
     ("arguments", "environment", "reason"),
     [
@@ -235,14 +216,6 @@ def test_a_configuration_file_is_refused(tmp_path: Path, models: Callable[..., P
     assert found.reason == "config_file"
 
 
-def test_switched_off_again_is_off():
-    for environment in ({"LLAMA_ARG_NO_CONTEXT_SHIFT": "1", "LLAMA_ARG_CONTEXT_SHIFT": "1"}, {}):
-        found = parse_arguments(["-kvu", "-no-kvu", "--jinja", "-c", "5"], environment)
-        assert not found.is_on("context_shift")
-        assert not found.is_on("kv_unified")
-        assert (found.settings["n_ctx"], found.unknown) == ("5", [])
-
-
 def test_the_options_that_are_known_are_those_of_the_server():
     """An option with a value that is taken for one without, or the other way round, would hide the next one."""
     text = subprocess.run([binary(), "--help"], check=True, capture_output=True, text=True, timeout=60).stdout
@@ -296,13 +269,6 @@ def test_a_process_that_is_not_found_needs_a_name():
         ServerIdentity.of_process("http://models.example.org", PROPS)
 
 
-def test_a_process_that_chooses_among_servers_needs_a_name(monkeypatch: pytest.MonkeyPatch):
-    swapping = RunningProcess(1, ["/usr/bin/llama-swap", "-config", "models.yaml"], {}, Path("/"), 0)
-    monkeypatch.setattr(namespace_module, "running_process", lambda _: swapping)
-    with pytest.raises(InvalidParameterError, match="llama-swap listens"):
-        ServerIdentity.of_process("http://127.0.0.1:9", PROPS)
-
-
 def test_a_model_that_changed_since_the_server_was_started_is_refused(
     models: Callable[..., Path], llama_server: Callable[..., Running], tmp_path: Path
 ):
@@ -314,13 +280,6 @@ def test_a_model_that_changed_since_the_server_was_started_is_refused(
     os.utime(model)
     with pytest.raises(ContextError, match="restart the server"):
         ServerIdentity.of_process(running.url, props)
-
-
-def test_a_part_of_a_model_that_is_gone_is_named(models: Callable[..., Path], tmp_path: Path):
-    shutil.copy(models("llama"), tmp_path / "m-00001-of-00002.gguf")
-    props = replace(PROPS, model_path=str(tmp_path / "m-00001-of-00002.gguf"))
-    with pytest.raises(ContextError, match=r"m-00002-of-00002\.gguf: No such file"):
-        ServerIdentity.of_command(["llama-server"], {}, props)
 
 
 def test_the_metadata_is_that_which_the_file_has(models: Callable[..., Path], tmp_path: Path):
@@ -336,51 +295,3 @@ def test_the_metadata_is_that_which_the_file_has(models: Callable[..., Path], tm
         (tmp_path / "cut.gguf").write_bytes(data[:n])
         with pytest.raises(ContextError, match="cannot read the metadata"):
             read_metadata(tmp_path / "cut.gguf")
-
-
-@pytest.mark.parametrize("alignment", ["32", 0, -1, 32.5, float("nan")])
-def test_an_alignment_that_is_no_number_of_bytes_is_named(tmp_path: Path, alignment: object):
-    writer = gguf.GGUFWriter(tmp_path / "odd.gguf", "llama")
-    add = {str: writer.add_string, int: writer.add_int32, float: writer.add_float32}[type(alignment)]
-    add("general.alignment", alignment)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    with pytest.raises(ContextError, match="alignment"):
-        read_metadata(tmp_path / "odd.gguf")
-
-
-def test_what_is_remembered_of_a_file_is_for_its_user_only(models: Callable[..., Path], tmp_path: Path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    before = os.umask(0)
-    try:
-        digest = file_digest(models("llama"))
-    finally:
-        os.umask(before)
-    (kept,) = (tmp_path / "cache").rglob("digests/*")
-    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
-    assert digest == hashlib.sha256(models("llama").read_bytes()).hexdigest()
-
-
-def test_a_path_that_leads_nowhere_is_named(tmp_path: Path):
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    for path in (tmp_path / "loop", "a\0b", tmp_path / "none"):
-        with pytest.raises(ContextError, match="fingerprint"):
-            file_digest(path)
-
-
-def test_the_full_window_is_asked_for_only_where_it_costs_nothing_and_nothing_else_helps(models: Callable[..., Path]):
-    def gains(arch: str, *arguments: str) -> bool:
-        return gains_from_full_window(parse_arguments(arguments, {}), str(models(arch)))
-
-    # the window has 256 tokens
-    assert gains("gemma3", "-c", "256")
-    assert gains("gemma3", "-c", "512", "-np", "2")
-    assert not gains("gemma3", "-c", "512", "-np", "2", "-kvu")
-    assert not gains("gemma3", "-c", "2048")
-    assert not gains("gemma3")
-    assert not gains("gemma3", "-c", "256", "--swa-full")
-    assert not gains("llama", "-c", "256")
-    assert not gains("lfm2", "-c", "256")
-    assert not gains_from_full_window(parse_arguments(["-c", "256"], {}), "no/such.gguf")
-    assert not gains_from_full_window(parse_arguments(["-c", "256"], {}), None)

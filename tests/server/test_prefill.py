@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 from prefixstore.server import prefill
 from prefixstore.server.prefill import MIN_MISSING, MOST_STOPS, most_stops
 from prefixstore.server.prompts import parse
-from prefixstore.server.rates import FEW_TOKENS, Rates, Usage
+from prefixstore.server.rates import Rates
 from tests.support.llama_server import Running
 from tests.support.models import prompt as numbers
 from tests.support.served import TEXT, Serve
@@ -23,7 +22,6 @@ from tests.support.timeouts import usual_limits
 
 Models = Callable[..., Path]
 Started = Callable[..., Running]
-ARCHS = ["gemma3", "mamba", "lfm2"]
 SHARED, QUESTION = numbers(1000), numbers(120, seed=1)
 OTHER = numbers(130, seed=2)
 
@@ -33,11 +31,6 @@ def computed(answer: dict[str, Any]) -> int:
 
 
 # -- how often it is worth it ------------------------------------------------------------------------------------------
-
-
-def test_nothing_is_known_of_a_new_server_so_a_stop_is_tried():
-    assert most_stops(Rates(), MIN_MISSING, 4000) == MOST_STOPS
-    assert most_stops(Rates(), MIN_MISSING - 1, 4000) == 0
 
 
 @pytest.mark.parametrize(("copy_seconds", "stops"), [(0.001, MOST_STOPS), (0.05, 2), (0.1, 1), (0.2, 0)])
@@ -53,23 +46,6 @@ def test_stops_take_at_most_three_percent_of_computing_a_prompt(
     # twice as many tokens take at most twice as long to copy, and half of them no longer than all
     assert most_stops(rates, 2000, 2000) <= stops
     assert most_stops(rates, 8000, 8000) == stops
-
-
-def test_a_batch_of_few_tokens_counts_and_a_state_that_does_not_grow_is_known_to_be_as_fast_to_copy():
-    rates = Rates()
-    rates.saved(1000, 1 << 20, 0.02)
-    assert rates.stopping(4000) == pytest.approx(0.08)
-    rates.saved(4000, 1 << 20, 0.02)
-    assert rates.stopping(4000) == pytest.approx(0.02)
-    rates.computed(FEW_TOKENS, 0.1)
-    assert rates.stopping(4000) > 0.2
-    assert rates.token_seconds == Rates().token_seconds
-
-
-def test_what_was_computed_ahead_of_a_request_was_not_cached():
-    assert Usage(1408, 1, 16).after(1408) == Usage(0, 1409, 16)
-    assert Usage(1408, 1, 16).after(174) == Usage(1234, 175, 16)
-    assert Usage(0, 1409, 16).after(1300) == Usage(0, 2709, 16), "the slot was emptied in between"
 
 
 @pytest.mark.parametrize(
@@ -119,13 +95,6 @@ def test_short_prompts_and_memory_that_can_be_cut_are_computed_at_once(serve: Se
 
 
 @pytest.mark.slow
-def test_what_goes_past_the_store_is_computed_at_once(serve: Serve, models: Models):
-    served = serve(model=models("lfm2"))
-    for options in ({"cache_prompt": False}, {"steering": 1}):
-        assert computed(served.complete(SHARED, **options)) == len(SHARED)
-
-
-@pytest.mark.slow
 def test_a_client_sees_the_errors_of_the_server(serve: Serve, models: Models):
     served = serve("-c", "2048", "-np", "1", model=models("lfm2"))
     for body in ({"prompt": numbers(2100)}, {"prompt": SHARED, "grammar": "root ::= ("}):
@@ -150,38 +119,6 @@ def test_a_client_that_goes_away_meanwhile_stops_the_server(serve: Serve, models
     answer = served.complete(SHARED)
     assert answer["content"] == llama_server(models("lfm2")).cold(SHARED)
     assert served.status()["failures"] == {}
-
-
-@pytest.mark.slow
-def test_prompts_side_by_side_are_each_computed_once(serve: Serve, models: Models, llama_server: Started):
-    served = serve(model=models("lfm2"))
-    prompts = [numbers(1200, seed) for seed in range(4)]
-    answers: list[dict[str, Any]] = [{}] * 4
-
-    def ask(i: int) -> None:
-        answers[i] = served.complete(prompts[i])
-
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    alone = llama_server(models("lfm2"))
-    assert [answer["content"] for answer in answers] == [alone.cold(prompt) for prompt in prompts]
-    assert served.counts(4 * 1200, "prefixstore_request_computed_tokens_total", endpoint="/completion")
-
-
-@pytest.mark.slow
-def test_a_stream_is_told_that_the_server_still_computes(serve: Serve, models: Models):
-    served = serve("-c", "16384", "-np", "1", "--sse-ping-interval", "1", "-b", "64", "-ub", "64", model=models("lfm2"))
-    body = {"prompt": numbers(16000), "n_predict": 4, "stream": True}
-    with served.http.stream("POST", served.url + "/completion", json=body) as response:
-        assert response.status_code == 200
-        assert response.headers["content-type"].startswith("text/event-stream")
-        lines = [line for line in response.iter_lines() if line]
-    assert lines[0] == ":", "the head came before the answer"
-    assert lines[-1].startswith("data: ")
-    assert json.loads(lines[-1].removeprefix("data: "))["stop"] is True
 
 
 @pytest.mark.slow

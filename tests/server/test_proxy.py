@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
 import sys
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,7 +19,6 @@ import pytest
 from prefixstore import PrefixStore
 from prefixstore.cli import main
 from prefixstore.maintenance.archive import Archive
-from tests.support import ROOT
 from tests.support.llama_server import Running, binary
 from tests.support.models import prompt as numbers
 from tests.support.served import TEXT, Serve, Served, cached, launch, own_answers, prompt
@@ -273,22 +266,6 @@ def test_the_official_client_streams_as_it_comes_and_its_leaving_frees_the_slot(
     assert served.complete(prompt(12))["content"] in own_answers(alone, prompt(12))
 
 
-@pytest.mark.slow
-def test_eight_clients_at_once_get_the_answers_that_they_would_get_alone(serve: Serve, alone: Running):
-    served = serve()
-    right = {i: own_answers(alone, prompt(i)) for i in range(8)}
-    with ThreadPoolExecutor(8) as threads:
-        for _ in range(2):
-            answers = list(threads.map(lambda i: _complete(served, prompt(i)), range(8)))
-            assert all(answer["content"] in right[i] for i, answer in enumerate(answers))
-    assert served.status()["failures"] == {}
-
-
-def _complete(served: Served, text: str) -> dict[str, Any]:
-    body = {"prompt": text, "n_predict": 12, "temperature": 0}
-    return dict(httpx.post(f"{served.url}/completion", json=body, timeout=120, trust_env=False).json())
-
-
 # -- what passes through ----------------------------------------------------------------------------------------------
 
 
@@ -374,20 +351,6 @@ def test_it_relays_to_no_other_server(shared_proxy: Served):
 
 
 @pytest.mark.slow
-def test_a_server_that_sleeps_wakes_up_warm(serve: Serve, alone: Running):
-    served = serve("--sleep-idle-seconds", "1")
-    served.complete(prompt(27))
-    served.saved()
-    served.until(lambda _: bool(served.get("/props").json()["is_sleeping"]))
-    again = served.complete(prompt(27))
-    assert again["content"] in own_answers(alone, prompt(27))
-    assert cached(again) > 200
-    assert served.status()["failures"] == {}
-    served.until(lambda _: bool(served.get("/props").json()["is_sleeping"]))
-    assert served.stop() == 0
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["gemma3", "lfm2"])
 def test_memory_that_cannot_be_cut_goes_on_after_a_restart(arch: str, serve: Serve, models: Callable[..., Path]):
     tokens = numbers(700)
@@ -430,25 +393,6 @@ def test_two_proxies_and_a_llama_share_a_store(serve: Serve, alone: Running, doc
     llm.close()
 
 
-@pytest.mark.slow
-def test_a_location_that_others_lock_delays_no_answer(serve: Serve, alone: Running, tmp_path: Path):
-    served = serve("-np", "1")
-    right = {i: own_answers(alone, prompt(i)) for i in (2, 3)}
-    served.complete(prompt(1))
-    served.saved()
-    with PrefixStore(tmp_path / "store", namespace="other") as store:
-        # a store that can write nothing for half a minute gives pages up
-        with store.engine._backend.update():
-            for i in (2, 3):
-                assert served.complete(prompt(i))["content"] in right[i]
-                served.until(lambda status: not status["slots"][0]["unsaved_tokens"])
-        served.saved()
-    assert served.stop() == 0
-    served = serve("-np", "1")
-    for i in (2, 3):
-        assert cached(served.complete(prompt(i))) > 200
-
-
 # -- keys and tenants -------------------------------------------------------------------------------------------------
 
 
@@ -465,29 +409,6 @@ def test_api_keys_are_those_of_the_server(serve: Serve):
     served = serve("--api-key", KEY, headers={"x-api-key": KEY})
     assert cached(served.complete(prompt(18))) > 200
     assert KEY not in served.text()
-
-
-@pytest.mark.slow
-def test_api_keys_of_a_file_of_settings_are_needed(serve: Serve, tmp_path: Path):
-    """llama-server reads it before its arguments."""
-    file = tmp_path / "config" / "llama.cpp" / "config.ini"
-    file.parent.mkdir(parents=True)
-    file.write_text(f"; of all programs\n[*]\napi-key = {KEY}\n")
-    served = serve(environment={"XDG_CONFIG_HOME": str(tmp_path / "config")})
-    body = {"prompt": "Hello", "n_predict": 1}
-    assert [served.post("/completion", json=body).status_code, served.get("/slots").status_code] == [401, 401]
-    assert served.post("/completion", json=body, headers={"x-api-key": KEY}).status_code == 200
-    file.write_text(f"; api-key = {KEY}\n")
-    served = serve(environment={"XDG_CONFIG_HOME": str(tmp_path / "config")})
-    assert served.post("/completion", json=body).status_code == 200
-
-
-@pytest.mark.parametrize("key", ["", " "])
-def test_an_empty_admin_key_is_refused(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """A shell makes that of a variable that is not set."""
-    arguments = ["serve", str(tmp_path / "store"), "--admin-key", key, "--", str(binary()), "--port", "1"]
-    assert main(arguments) == 2
-    assert "--admin-key is empty" in capsys.readouterr().err
 
 
 def _script(tmp_path: Path, options: str) -> str:
@@ -587,31 +508,7 @@ def test_the_store_keeps_what_each_tenant_has_asked_for(serve: Serve, tmp_path: 
     assert history.describe(known["x-tenant:ann"]).quantization is not None
 
 
-@pytest.mark.slow
-def test_tenants_find_nothing_of_each_other_after_requests_that_choose_their_slots(serve: Serve):
-    served = serve("-np", "2", options=("--salt-from", "api-key", "--admin-key", "admin"))
-    ann, bob = ({"Authorization": f"Bearer {name}"} for name in ("ann", "bob"))
-    for options in ({"n_cmpl": 2}, {"prompt": [prompt(21), prompt(21)]}, {"cache_prompt": False}):
-        body = {"prompt": prompt(21), "n_predict": 2} | options
-        for headers in (ann, bob):
-            answer = served.post("/completion", json=body, headers=headers).json()
-            for one in answer if isinstance(answer, list) else [answer]:
-                assert cached(one) == 0
-        assert cached(served.complete(prompt(21), headers=bob | {"X-Other": "1"})) in (0, *range(200, 2000))
-    message = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
-    assert served.post("/v1/messages", json=message, headers=ann).status_code == 200
-
-
 # -- the child --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_server_that_cannot_start_ends_the_command(serve: Serve, tmp_path: Path):
-    served = serve(model=tmp_path / "missing.gguf", ready=False)
-    assert served.ended() == 1
-    assert "before it was ready" in served.text()
-    # nothing was in a slot
-    assert "storing the contents" not in served.text()
 
 
 @pytest.mark.parametrize("option", [("--port", "1"), ("--context-shift",), ("--cache-reuse", "64"), ("--no-slots",)])
@@ -637,134 +534,12 @@ def test_a_clean_stop_stores_the_slots_ends_the_child_and_leaves_nothing(number:
     assert cached(served.complete(prompt(23))) > 200
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_many_signals_end_it_as_cleanly(number: int, serve: Serve):
-    served = serve()
-    child = served.child()
-    at_once = "stopping immediately"
-    with served.endless() as lines:
-        next(lines)
-
-        def said() -> bool:
-            with suppress(ProcessLookupError):
-                served.process.send_signal(number)
-            return ": stopping" in served.text() and (at_once in served.text() or number != signal.SIGINT)
-
-        # two that come before the process has a turn are one
-        wait_for(said, "it does not stop")
-        for _ in range(20):
-            with suppress(ProcessLookupError):
-                served.process.send_signal(number)
-            time.sleep(0.01)
-    assert served.ended() == 0
-    assert "Traceback" not in served.text()
-    assert not _is_running(child)
-    assert (at_once in served.text()) == (number == signal.SIGINT)
-
-
-@pytest.mark.slow
-def test_it_goes_on_when_nobody_reads_its_messages(tmp_path: Path, docs_model: Path):
-    read, write = os.pipe()
-    command = [sys.executable, "-m", "prefixstore", "serve", str(tmp_path / "store"), "--port", "0", "--"]
-    command += [str(binary()), "-m", str(docs_model), "-c", "512", "-np", "1", "--no-warmup", "--log-disable"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=write, cwd=ROOT)
-    os.close(write)
-    try:
-        with os.fdopen(read, "rb") as first:
-            url = first.readline().decode().split("listening on ")[1].strip()
-        health = f"{url}/prefixstore/health"
-        wait_for(lambda: httpx.get(health, timeout=60, trust_env=False).is_success or process.poll(), "ready", 180)
-        assert process.poll() is None
-        process.terminate()
-        assert process.wait(120) == 0
-    finally:
-        process.kill()
-        process.wait()
-
-
-@pytest.mark.slow
-def test_a_port_in_use_is_said_before_the_model_is_loaded(serve: Serve):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        served = serve(ready=False, options=("--port", str(port)))
-        assert served.ended() == 2
-    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in served.text()
-    assert "load_model" not in served.text()
-
-
-@pytest.mark.parametrize(
-    ("command", "says"),
-    [
-        (["--", "llama-servr", "-m", "m.gguf"], "llama-servr is not on the PATH"),
-        (["--", "./llama-servr", "-m", "m.gguf"], "./llama-servr is not an executable file"),
-        (["--", "-m", "m.gguf"], "the program comes first"),
-        (["llama-server", "-m", "m.gguf"], "Options of llama-server follow --"),
-        (["--host", "256.0.0.1", "--", sys.executable, "-c", "0"], "--host '256.0.0.1' is not an address"),
-    ],
-)
-def test_a_command_that_cannot_be_started_is_told(
-    command: list[str], says: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-):
-    assert main(["serve", str(tmp_path / "store"), "--port", "0", *command]) == 2
-    assert says in capfd.readouterr().err
-
-
-def test_the_hooks_say_that_the_proxy_needs_none(
-    shared_proxy: Served, capsys: pytest.CaptureFixture[str], tmp_path: Path
-):
-    options = ["--server", shared_proxy.url, "--slots-dir", str(tmp_path)]
-    assert main(["slots", "save", "--all", *options, str(tmp_path / "store")]) == 2
-    assert "saves and restores slots itself" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_router_is_refused_by_its_name(tmp_path: Path):
-    served = launch(tmp_path, "served", [str(tmp_path / "store"), "--port", "0", "--", str(binary())])
-    assert served.ended() == 1
-    served.end()
-    assert "is a router" in served.text()
-
-
-@pytest.mark.slow
-def test_a_request_has_saved_what_its_restore_has_saved(serve: Serve, tmp_path: Path):
-    served = serve()
-    served.complete(prompt(4, 4500))
-    served.stop()
-    # as if it had been computed on a machine on which that takes longer than any restore
-    with Archive(str(tmp_path / "store")) as archive, archive.backend.update() as transaction:
-        for key, record, usage in list(transaction.scan()):
-            payload = bytes(transaction.payload(key))
-            transaction.delete(key)
-            transaction.put(key, replace(record, compute_us=2 * 10**9), usage, payload)
-    served = serve()
-    assert cached(served.complete(prompt(4, 4500))) > 200
-    saved = served.metric("prefixstore_saved_seconds_total")
-    assert saved > 0
-    assert served.counts(saved, "prefixstore_request_saved_seconds_total", endpoint="/completion")
-
-
 # -- a server that runs already ---------------------------------------------------------------------------------------
 
 
 def _in_front_of(running: Running, tmp_path: Path, *options: str) -> Served:
     arguments = [str(tmp_path / "store"), "--port", "0", "--server", running.url]
     return launch(tmp_path, "in_front", [*arguments, "--slots-dir", str(running.slots_dir), *options])
-
-
-@pytest.mark.slow
-def test_a_server_that_does_not_answer_is_waited_for_and_that_is_said_once(tmp_path: Path):
-    with socket.socket() as unheard:
-        unheard.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{unheard.getsockname()[1]}"
-        arguments = [str(tmp_path / "store"), "--port", "0", "--server", url, "--slots-dir", str(tmp_path)]
-        served = launch(tmp_path, "served", arguments)
-        try:
-            wait_for(lambda: "waiting for" in served.text(), "the message", 120)
-            assert served.stop() == 0
-        finally:
-            served.end()
-    assert served.text().count(f"prefixstore: waiting for {url}: it does not answer") == 1
 
 
 def _replaced(running: Running, llama_server: Callable[..., Running], model: Path, *options: str) -> Running:

@@ -22,9 +22,9 @@ from prefixstore.server.command import ServerCommand, private_directory
 from prefixstore.server.exchange import BodyBudget, Exchange
 from prefixstore.server.namespace import ServerIdentity
 from prefixstore.server.own_endpoints import OwnEndpoints
-from prefixstore.server.prompts import MAX_PARTS, Ask, parse, pinned, unknown_field
-from prefixstore.server.rates import RETRY_EVERY, SMALLEST_FILE, AnswerTail, Rates, Usage
-from prefixstore.server.serving import ServeSettings, failure_of
+from prefixstore.server.prompts import MAX_PARTS, Ask, parse, unknown_field
+from prefixstore.server.rates import RETRY_EVERY, AnswerTail, Rates, Usage
+from prefixstore.server.serving import ServeSettings
 from prefixstore.server.session import ServerSession
 from prefixstore.server.slot_manager import SlotManager
 from prefixstore.server.slot_pool import Plan, PoolFullError, SlotPool
@@ -83,12 +83,6 @@ def tokens(*values: int) -> Any:
 def test_a_request_says_why_it_is_passed_on(path: str, body: Any, reason: str | None, can_pin: bool, taints: bool):
     ask = parse(path, json.dumps(body).encode())
     assert (ask.reason, ask.can_pin, ask.taints) == (reason, can_pin, taints)
-
-
-def test_a_large_file_that_is_said_to_hold_no_tokens_is_no_error():
-    rates = Rates()
-    rates.restored(0, SMALLEST_FILE, 1.0)
-    assert rates.restoring(SMALLEST_FILE) == pytest.approx(1.0)
 
 
 def test_the_fields_of_llama_server_and_of_official_clients_are_known():
@@ -151,15 +145,6 @@ def test_which_errors_say_that_nothing_was_computed(body: bytes, statuses: tuple
     assert tuple(status for status in (200, 400, 500, 501, 503) if ask.has_left_nothing(status)) == statuses
 
 
-def test_fields_are_added_at_the_end_and_win():
-    assert json.loads(pinned(b'{"id_slot": 3, "x": "}"} \n', id_slot=1, n_cache_reuse=0)) == {
-        "id_slot": 1,
-        "x": "}",
-        "n_cache_reuse": 0,
-    }
-    assert json.loads(pinned(b"{ }", id_slot=1)) == {"id_slot": 1}
-
-
 def test_what_a_model_says_is_not_taken_for_the_words_of_the_server():
     said = json.dumps({"content": '"timings":{"cache_n":9,"prompt_n":9}', "timings": {"cache_n": 1, "prompt_n": 2}})
     tail = AnswerTail()
@@ -168,15 +153,6 @@ def test_what_a_model_says_is_not_taken_for_the_words_of_the_server():
     assert tail.usage() == Usage(1, 2)
     tail = AnswerTail()
     tail.feed(json.dumps({"content": '"timings":{"cache_n":9,"prompt_n":9}'}).encode())
-    assert tail.usage() is None
-
-
-@pytest.mark.parametrize(
-    "end", [b'"logprob":-', b'"prob":1e', b'"timings":{"cache_n":1e999,"prompt_n":1}', b'"prompt_tokens":1e99,"n":--']
-)
-def test_an_answer_that_is_cut_in_a_number_says_nothing(end: bytes):
-    tail = AnswerTail()
-    tail.feed(b'{"content":"a","cached_tokens":3,' + end)
     assert tail.usage() is None
 
 
@@ -208,12 +184,6 @@ def test_the_slot_that_holds_most_of_the_prompt_is_chosen_then_the_one_used_long
     assert chosen(pool, tokens(1)) is None
 
 
-def test_a_few_tokens_in_common_take_no_slot_from_a_conversation_while_another_is_free():
-    pool = SlotPool([(0, 100), (1, 100)], Rates(token_seconds=1.0))
-    pool.slots[0].tokens = tokens(*range(50))
-    assert chosen(pool, tokens(0, 1, *range(60, 90))) is pool.slots[1]
-
-
 class Copying:
     """A store in which nothing is found, and whose copy of a slot ends when it is told to."""
 
@@ -239,96 +209,6 @@ class Copying:
 
     def store(self) -> object:
         return True
-
-
-@pytest.mark.parametrize("others", [0, 50])
-def test_a_prompt_whose_slot_is_just_being_saved_waits_for_that_unless_another_slot_has_as_much(others: int):
-    prompt, store = tokens(*range(60)), Copying()
-    store.tokens = prompt
-
-    async def run() -> int:
-        pool = SlotPool([(0, 100), (1, 100)], Rates(token_seconds=1.0))
-        manager = SlotManager(pool, store, lambda _: None)
-        first = await manager.acquire(prompt, None)
-        manager.release(first, Usage(0, 60), began=True)
-        pool.slots[1 - first.slot.id].tokens = prompt[:others]
-        saving = asyncio.create_task(manager.save_when_idle())
-        await asyncio.to_thread(store.begun.wait, 60)
-        second = asyncio.create_task(manager.acquire(prompt, None))
-        # nothing ends a wait for the save before it has ended
-        done, _ = await asyncio.wait({second}, timeout=60 if others else 0.2)
-        assert bool(done) == (others > 0)
-        store.may_end.set()
-        held = await second
-        saving.cancel()
-        manager.release(held, None, began=False)
-        manager.close()
-        return abs(held.slot.id - first.slot.id)
-
-    assert asyncio.run(run()) == (others > 0)
-
-
-def test_a_save_that_was_begun_in_idle_time_ends_before_the_server_stops():
-    store = Copying()
-    store.tokens = tokens(*range(60))
-
-    async def run() -> int:
-        manager = SlotManager(SlotPool([(0, 100)], Rates()), store, lambda _: None)
-        held = await manager.acquire(store.tokens, None)
-        manager.release(held, Usage(0, 60), began=True)
-        saving = asyncio.create_task(manager.save_when_idle())
-        await asyncio.to_thread(store.begun.wait, 60)
-        saving.cancel()
-        asyncio.get_running_loop().call_later(0.05, store.may_end.set)
-        await asyncio.gather(saving, return_exceptions=True)
-        await manager.save_all(60)
-        await manager.keep_copies(60)
-        manager.close()
-        return manager.n_saves
-
-    assert asyncio.run(run()) == 1
-
-
-def test_the_slot_of_a_request_that_is_cut_by_a_stop_is_saved():
-    prompt, store = tokens(*range(60)), Copying()
-    store.tokens = prompt
-    store.may_end.set()
-
-    async def run() -> int:
-        manager = SlotManager(SlotPool([(0, 100)], Rates()), store, lambda _: None)
-        held = await manager.acquire(prompt, None)
-        stopping = asyncio.create_task(manager.save_all(60))
-        for _ in range(10):
-            await asyncio.sleep(0)
-        # its task has just been cancelled, and takes some steps to end
-        manager.release(held, None, began=True)
-        await stopping
-        await manager.keep_copies(60)
-        manager.close()
-        return manager.n_saves
-
-    assert asyncio.run(run()) == 1
-
-
-@pytest.mark.parametrize(("n_tokens", "saves"), [(60, 0), (90, 1)])
-def test_nobody_waits_for_the_save_of_what_is_soon_computed(n_tokens: int, saves: int, monkeypatch: pytest.MonkeyPatch):
-    """The slot goes to another prompt; with 4 ms a token, 60 of them take less than `SOON`, and 90 more."""
-    monkeypatch.setattr(slot_pool, "SOON", 0.3)
-    store = Copying()
-    store.tokens = tokens(*range(n_tokens))
-    store.may_end.set()
-
-    async def run() -> int:
-        pool = SlotPool([(0, 200)], Rates(token_seconds=0.004))
-        manager = SlotManager(pool, store, lambda _: None)
-        held = await manager.acquire(store.tokens, None)
-        manager.release(held, Usage(0, n_tokens), began=True)
-        await manager.acquire(tokens(*range(100, 160)), None)
-        await manager.keep_copies(60)
-        manager.close()
-        return manager.n_saves
-
-    assert asyncio.run(run()) == saves
 
 
 class Emptying:
@@ -362,32 +242,6 @@ def test_of_a_slot_that_cannot_be_emptied_nothing_is_used(stuck: tuple[int, ...]
         manager.close()
 
     asyncio.run(run())
-
-
-def test_a_request_that_leaves_while_no_slot_can_be_emptied_gives_its_slot_back():
-    begun, may_end = threading.Event(), threading.Event()
-
-    def erase(_: int) -> None:
-        begun.set()
-        assert may_end.wait(60)
-        raise UnavailableError("it does not answer")
-
-    async def run() -> int:
-        pool = SlotPool([(0, 100)])
-        manager = SlotManager(pool, None, erase)
-        pool.slots[0].rows = Rows.ALTERED
-        asking = asyncio.create_task(manager.acquire(tokens(*range(60)), None))
-        await asyncio.to_thread(begun.wait, 60)
-        for _ in range(3):
-            asking.cancel()
-            await asyncio.sleep(0)
-        assert pool.n_busy == 1
-        may_end.set()
-        await asyncio.gather(asking, return_exceptions=True)
-        manager.close()
-        return pool.n_busy
-
-    assert asyncio.run(run()) == 0
 
 
 def test_a_copy_is_dropped_if_a_request_that_may_use_any_slot_has_begun_meanwhile():
@@ -483,25 +337,6 @@ def test_nothing_is_computed_from_a_slot_whose_restore_has_failed(stuck: tuple[i
     asyncio.run(run())
 
 
-def test_requests_that_go_past_the_store_keep_their_own_slot():
-    """Those with a field that is not known: nobody else gets their rows, and they lose nothing by that."""
-
-    async def run() -> None:
-        pool, erase = SlotPool([(0, 200), (1, 200)]), Emptying()
-        manager = SlotManager(pool, None, erase)
-        first = await manager.acquire(tokens(*range(60)), None, asks=False, trusts=True)
-        manager.release(first, Usage(0, 60), began=True, taints=True)
-        again = await manager.acquire(tokens(*range(90)), None, asks=False, trusts=True)
-        assert (again.slot, again.slot.is_clean, erase.asked) == (first.slot, False, [])
-        manager.release(again, Usage(60, 30), began=True, taints=True)
-        both = [await manager.acquire(tokens(*range(90)), None) for _ in range(2)]
-        assert all(held.slot.is_clean for held in both)
-        assert erase.asked == [first.slot.id]
-        manager.close()
-
-    asyncio.run(run())
-
-
 def test_a_request_gets_no_rows_that_may_be_those_of_another_tenant_even_if_it_would_trust_its_own():
     """A slot that could not be emptied, and that its next request has not computed anything in."""
 
@@ -563,64 +398,11 @@ def test_a_slot_whose_rows_come_into_doubt_while_it_is_saved_is_emptied(monkeypa
     asyncio.run(run())
 
 
-def test_the_slots_of_a_server_that_is_not_our_child_are_emptied_before_their_first_use():
-    pool = SlotPool([(0, 100), (1, 100)], Rates())
-    pool.restarted(are_empty=False)
-    assert all(weigh(pool, slot, tokens(1)).erase_first for slot in pool.slots)
-    assert all(weigh(pool, slot, tokens(1), trusts=True).erase_first for slot in pool.slots)
-    pool.restarted()
-    assert not any(weigh(pool, slot, tokens(1)).erase_first for slot in pool.slots)
-
-
-def test_while_there_is_no_store_nothing_waits_to_be_saved():
-    async def run() -> object:
-        manager = SlotManager(SlotPool([(0, 100)], Rates()), None, lambda _: None)
-        manager.release(await manager.acquire(tokens(*range(60)), None), Usage(0, 60), began=True)
-        assert manager.pool.slots[0].is_worth_saving
-        manager.close()
-        return manager.pool.next_save()
-
-    assert asyncio.run(run()) is None
-
-
 def test_what_is_found_is_restored_if_that_is_faster_than_computing_it():
     pool = SlotPool([(0, 100)], Rates(token_seconds=1e-3, restore_seconds=1e-6))
     slot, prompt = pool.slots[0], tokens(*range(50))
     assert weigh(pool, slot, prompt, found=(40, 10_000)).restore
     assert not weigh(pool, slot, prompt, found=(40, 50_000)).restore
-
-
-def test_a_restore_that_was_slow_by_chance_is_not_the_last_one():
-    """What it has taken says that computing is faster; nothing else is measured unless one is tried again."""
-    store = Copying()
-    store.n_tokens, store.n_bytes = 60, 1 << 20
-
-    async def run() -> list[str | None]:
-        rates = Rates(token_seconds=1e-3)
-        rates.restored(60, 1 << 20, 5.0)
-        manager = SlotManager(SlotPool([(0, 100)], rates), store, lambda _: None)
-        reasons = []
-        for i in range(RETRY_EVERY + 2):
-            held = await manager.acquire(tokens(*range(i, i + 60)), None)
-            manager.release(held, None, began=False)
-            manager.pool.slots[0].emptied()
-            reasons.append(held.reason)
-            if store.n_restores == 1:
-                # it was fast this time
-                rates.restore_seconds = 1e-9
-        manager.close()
-        return reasons
-
-    assert asyncio.run(run()) == [*["slow"] * (RETRY_EVERY - 1), None, None, None]
-    assert store.n_restores == 3
-
-
-def test_batches_that_took_long_beside_other_prompts_do_not_make_stops_dear():
-    rates = Rates()
-    for seconds in (0.9, 0.002, 0.8, 0.7):
-        rates.computed(1, seconds)
-    assert rates.stopping(1000) == pytest.approx(rates.stopping(10))
-    assert rates.stopping(1000) < 0.01
 
 
 def test_restores_that_stay_slow_are_tried_ever_more_seldom():
@@ -642,14 +424,6 @@ def test_of_memory_that_cannot_be_cut_only_what_ends_where_the_prompt_goes_on_is
     assert not weigh(pool, slot, prompt, found=(30, 1000)).restore
 
 
-def test_another_tenants_slot_is_emptied_and_its_tokens_are_not_seen():
-    pool = SlotPool([(0, 100)], Rates(), separated=True)
-    pool.slots[0].tokens, pool.slots[0].owner = tokens(*range(50)), "ann"
-    assert weigh(pool, pool.slots[0], tokens(*range(50)), "ann").erase_first is False
-    plan = weigh(pool, pool.slots[0], tokens(*range(50)), "bob")
-    assert (plan.erase_first, plan.n_live) == (True, 0)
-
-
 def test_a_request_that_may_use_any_slot_taints_all_even_one_that_is_busy():
     pool = SlotPool([(0, 100), (1, 100)])
     pool.hold(pool.slots[0])
@@ -658,40 +432,6 @@ def test_a_request_that_may_use_any_slot_taints_all_even_one_that_is_busy():
         assert not pool.slots[0].is_clean
     assert not any(slot.is_clean for slot in pool.slots)
     assert not use.is_harmless
-
-
-class Looking:
-    """A store that has what was put into it, and counts how often it was asked."""
-
-    def __init__(self) -> None:
-        self.n_tokens = self.n_asked = 0
-
-    def find(self, prompt: Any, salt: str | None = None) -> Any:
-        self.n_asked += 1
-        return SimpleNamespace(n_tokens=self.n_tokens, n_bytes=self.n_tokens, reason=None)
-
-    def restore(self, slot: int, prompt: Any, salt: str | None = None) -> Any:
-        return SimpleNamespace(n_tokens=self.n_tokens, n_bytes=1, saved_seconds=0.0, reason=None)
-
-
-def test_a_request_that_waits_for_a_slot_finds_what_was_stored_meanwhile_and_asks_once():
-    async def scene() -> tuple[int, int]:
-        pool, store = SlotPool([(0, 500)], Rates(token_seconds=1.0), max_waiting=1), Looking()
-        manager = SlotManager(pool, store, lambda _: None)  # type: ignore[arg-type]
-        held = await manager.acquire(tokens(*range(300)), None)
-        waiting = asyncio.create_task(manager.acquire(tokens(*range(200), *range(300, 400)), None))
-        await asyncio.sleep(0.01)
-        with pytest.raises(PoolFullError):
-            await manager.acquire(tokens(*range(400, 500)), None)
-        n_asked = store.n_asked
-        store.n_tokens = 200
-        manager.release(held, None, began=False)
-        claim = await waiting
-        manager.release(claim, None, began=False)
-        manager.close()
-        return claim.n_found, store.n_asked - n_asked
-
-    assert asyncio.run(scene()) == (200, 1)
 
 
 def test_requests_wait_in_order_and_one_that_gives_up_wakes_the_next():
@@ -775,32 +515,6 @@ def test_the_next_request_of_a_conversation_gets_its_slot_and_that_of_another_us
         assert found is not None
         assert found[0] is slot
     assert pool.continued(CHAT, later, None) is None
-
-
-def test_what_was_not_saved_is_lost_to_a_request_only_if_nothing_else_is_as_fast():
-    """Users who share a system prompt: each gets an empty slot, and the shared part from the store."""
-    pool = SlotPool([(0, 4096), (1, 4096)], Rates(token_seconds=5e-4))
-    # nothing is saved: there is no store
-    shared = np.arange(1000, dtype=np.int32)
-    ann, bob = (np.concatenate([shared, np.full(300, n, np.int32)]) for n in (1, 2))
-    pool.slots[0].tokens = ann
-    for n_unsaved, n_found, wanted in ((300, 1000, 1), (0, 1000, 0), (300, 0, 0)):
-        pool.slots[0].n_unsaved = n_unsaved
-        claim = Claim(bob, None)
-        claim.n_found, claim.n_bytes = n_found, n_found * 4096
-        slot = pool.take_now(claim)
-        assert slot is not None
-        assert slot.id == wanted
-        pool.release(slot)
-
-
-def test_a_chat_of_another_form_is_always_looked_up():
-    assert parse(CHAT, b'{"messages": "Hello"}').turns is None
-    assert parse("/completion", b'{"prompt": "Hello"}').turns is None
-    nested = b"[" * 900 + b"]" * 900
-    assert parse(CHAT, b'{"messages": [{"role": "user", "content": %s}]}' % nested).chat is not None
-    anthropic = json.dumps({"messages": ASKED[1:], "system": "Be brief.", "max_tokens": 8}).encode()
-    assert parse("/v1/messages", anthropic).turns is not None
 
 
 def test_headers_of_one_connection_stay_there():
@@ -891,15 +605,6 @@ def test_no_connection_to_the_server_is_used_twice():
     assert len(served) == 3
 
 
-def test_options_are_known_in_both_spellings(tmp_path: Path):
-    assert ServerCommand(["llama-server", "--api_key", "K"], {}, tmp_path).has_keys
-    with pytest.raises(InvalidParameterError, match="context-shift"):
-        ServerCommand(["llama-server", "--context_shift"], {}, tmp_path)
-    (second := tmp_path / "second").mkdir(mode=0o700)
-    with pytest.raises(InvalidParameterError, match="cache-ram 512"):
-        ServerCommand(["llama-server", "-cram", "0", "--cache_ram", "512"], {}, second, separated=True)
-
-
 def exchange(path: str, headers: list[tuple[str, str]]) -> Exchange:
     return Exchange(make_mocked_request("GET", path, CIMultiDict(headers)), 0, BodyBudget(0))
 
@@ -927,24 +632,6 @@ def test_a_location_that_does_not_answer_stops_no_request(path: str):
 
     asyncio.run(scene())
     assert was_in_time == [True]
-
-
-def test_a_server_that_cannot_be_watched_ends_the_command_and_not_just_the_watch():
-    class Answering(ServerSession):
-        async def _is_healthy(self) -> bool:
-            return True
-
-        async def ready(self) -> None:
-            raise AttributeError("an answer in another form")
-
-    async def scene() -> Exception | None:
-        settings, nothing = ServeSettings(location="memory:"), Path("/nowhere")
-        session = Answering(Upstream("http://server", timeout=60), settings, nothing, ServerIdentity)
-        watching = asyncio.create_task(session.watch())
-        await asyncio.wait({watching})
-        return failure_of(watching)
-
-    assert "AttributeError" in str(asyncio.run(scene()))
 
 
 def test_a_store_that_could_not_be_opened_is_opened_by_a_later_request(monkeypatch: pytest.MonkeyPatch):

@@ -56,15 +56,6 @@ def test_the_rows_of_a_request_with_an_unknown_field_are_neither_used_nor_stored
 
 
 @pytest.mark.slow
-def test_a_field_that_the_operator_allows_changes_nothing(serve: Serve):
-    served = serve(options=("--allow-field", "steering", "--allow-field", "other"))
-    assert [cached(_passed(served, prompt(3))) > 200 for _ in range(2)] == [False, True]
-    served.saved()
-    assert served.status()["store"]["pages_captured"] > 0
-    assert served.metric("prefixstore_requests_passed_total") == 0
-
-
-@pytest.mark.slow
 def test_an_unknown_field_where_no_slot_can_be_named_empties_all(serve: Serve):
     served = serve()
     for i in (4, 5):
@@ -146,18 +137,6 @@ def test_rows_that_a_request_with_an_error_as_its_answer_has_moved_are_neither_u
 
 
 @pytest.mark.slow
-def test_a_range_hides_no_answer(serve: Serve):
-    served = serve("-np", "1")
-    for text in ("bytes=0-3", "bytes=99999999-"):
-        answer = served.post(
-            "/completion", json={"prompt": prompt(8), "n_predict": 2} | UNKNOWN, headers={"Range": text}
-        )
-        assert answer.status_code == 200
-        assert answer.json()["tokens_predicted"] == 2
-        assert served.status()["slots"][0]["to_be_erased"]
-
-
-@pytest.mark.slow
 def test_rows_that_were_moved_before_the_proxy_came_are_not_used(
     llama_server: Callable[..., Running], docs_model: Path, tmp_path: Path
 ):
@@ -197,20 +176,6 @@ def _stuck(tmp_path: Path, *slots: int) -> dict[str, str]:
         "LlamaServer.erase = erase_most\n"
     )
     return {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}"}
-
-
-@pytest.mark.slow
-def test_a_slot_that_cannot_be_emptied_breaks_no_completion(serve: Serve, alone: Running, tmp_path: Path):
-    served = serve(environment=_stuck(tmp_path, 0, 1))
-    for slot in (0, 1):
-        _passed(served, prompt(6), id_slot=slot)
-    for options in ({}, {"id_slot": 0}, {}):
-        answer = served.complete(prompt(6), **options)
-        assert answer["content"] in own_answers(alone, prompt(6))
-        # no slot has anything that may be used
-        assert cached(answer) == 0
-    message = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
-    assert served.post("/v1/messages", json=message).status_code == 200
 
 
 @pytest.mark.slow

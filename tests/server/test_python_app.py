@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import warnings
 import weakref
 from pathlib import Path
@@ -15,12 +14,9 @@ from llama_cpp.server import app as stock
 from llama_cpp.server.settings import ModelSettings, ServerSettings
 
 from prefixstore import ContextError, MisuseError, PrefixStore, UnavailableError
-from prefixstore.errors import InvalidParameterError
-from prefixstore.llama.paged_memory import PagedMemory
 from prefixstore.server import create_app
 from prefixstore.server import python_server as module
-from prefixstore.server.completions import CompletionWatch
-from tests.support.models import load, prompt
+from tests.support.models import prompt
 
 TEXT = "The list of files is sorted. " * 20
 PATH = "/v1/completions"
@@ -104,19 +100,6 @@ def test_a_store_that_fails_is_a_miss(client, monkeypatch, method):
     ask(made, "Something else. " * 30)
     assert text_of(ask(made)) == text_of(cold)
     assert store.check() == []
-
-
-def test_a_fault_of_the_store_or_of_the_metrics_does_not_reach_an_answer(client, monkeypatch, caplog):
-    class Faulty:
-        observe = passed = lambda *_, **__: 1 / 0
-
-    made = client(metrics=Faulty())
-    monkeypatch.setattr(PagedMemory, "take", lambda *_: 1 / 0)
-    with caplog.at_level(logging.WARNING, "prefixstore"):
-        one, two = ask(made), ask(made)
-    assert text_of(one) == text_of(two)
-    assert cached(two) == two["usage"]["prompt_tokens"] - 1
-    assert "could not be counted" in caplog.text
 
 
 @pytest.mark.slow
@@ -220,23 +203,6 @@ def test_a_model_to_which_the_store_cannot_be_attached_is_served_without(client,
     assert cached(ask(made, model="model-1")) == answer["usage"]["prompt_tokens"] - 1
 
 
-def test_a_handler_with_template_settings_still_shows_that_it_brings_images(client, settings, monkeypatch):
-    def loaded(given):
-        llm = load(given.model)
-        llm.chat_handler = lambda **_: None  # as the server wraps it
-        return llm
-
-    from llama_cpp.server.model import LlamaProxy
-
-    monkeypatch.setattr(LlamaProxy, "load_llama_from_model_settings", staticmethod(loaded))
-    told = Told()
-    made = client([settings(clip_model_path="clip.gguf")], metrics=told)
-    answer = ask(made)
-    assert cached(answer) is None
-    assert told.seen == [(PATH, "multimodal")]
-    assert made.app.state.prefixstore.stats().misses == {"multimodal": 1, "not_found": 1}
-
-
 def test_one_application_a_process_and_another_after_it_is_closed(tmp_path, settings):
     app = create_app(tmp_path / "kv", model_settings=[settings()])
     with pytest.raises(MisuseError, match="close that one first"):
@@ -255,15 +221,6 @@ def test_one_application_a_process_and_another_after_it_is_closed(tmp_path, sett
         assert cached(answer) == answer["usage"]["prompt_tokens"] - 1
     stock._llama_proxy.close()
     stock._llama_proxy = None
-
-
-def test_a_store_or_a_model_that_cannot_be_opened_is_an_error_at_the_start(tmp_path, settings):
-    with pytest.raises(InvalidParameterError, match="codec"):
-        create_app(tmp_path / "kv", model_settings=[settings()], codec="gzip")
-    with pytest.raises(ValueError, match="does not exist"):
-        create_app(tmp_path / "kv", model_settings=[ModelSettings(model="none.gguf")])
-    with pytest.raises(InvalidParameterError, match="model_settings"):
-        create_app(tmp_path / "kv", config=tmp_path / "x.toml", model_settings=[settings()])
 
 
 @pytest.mark.parametrize(
@@ -304,21 +261,6 @@ def test_the_command_serves_what_it_is_told_to(tmp_path, models, monkeypatch):
     assert cached(answer) == 0
     assert (settings.host, settings.port) == ("localhost", 0)
     assert (parameters.salt, parameters.page_tokens, parameters.budget.max_bytes) == ("a b", 128, 1 << 30)
-
-
-def test_a_watch_does_not_keep_a_llama_alive(models):
-    llm = load(models("llama"))
-    with PrefixStore("memory:", llm) as store:
-        llm.set_cache(store)
-        CompletionWatch(llm, store, Told())
-        llm(TEXT, max_tokens=1)
-        generated = llm.generate(prompt(20), temp=0)
-        next(generated)
-        assert isinstance(generated.send(None), int)
-        gone = weakref.ref(llm)
-        del llm, generated
-        gc.collect()
-        assert gone() is None
 
 
 @pytest.mark.parametrize(

@@ -58,31 +58,3 @@ def test_the_page_is_public_and_says_nothing_and_the_content_needs_the_key(serve
     assert browser.run("return document.querySelectorAll('#path button').length") == 2
     # the browser itself tells of answers without content, and of nothing else
     assert all("401" in message and "report.json" in message for message in browser.messages())
-
-
-@pytest.mark.slow
-def test_without_a_key_nothing_of_prompts_is_shown(serve: Serve, browser):
-    served = serve()
-    served.complete(prompt(32))
-    status = served.saved()
-    content = content_of(served)
-    assert content["pages"] == status["store"]["entries"] > 0
-    assert content["max_bytes"] > content["used_bytes"]
-    assert (content["labels"], set(content["runs"]["labels"])) == ("none", {""})
-    browser.open(f"{served.url}/prefixstore/")
-    browser.until(lambda: browser.find("#tree").is_displayed())
-    browser.painted()
-    assert "nothing of the prompts" in browser.text("#footer")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("options", "status"), [(("--admin-key", "admin"), 401), ((), 403)])
-def test_where_tenants_are_separated_only_the_admin_sees_them(serve: Serve, options, status):
-    served = serve("-np", "2", options=("--salt-from", "header:X-Tenant", *options))
-    served.complete(prompt(33), headers={"X-Tenant": "ann", "Authorization": "Bearer admin"})
-    assert served.get("/prefixstore/report.json", headers={"X-Tenant": "ann"}).status_code == status
-    if options:
-        served.headers = {"Authorization": "Bearer admin"}
-        served.saved()
-        content = content_of(served)
-        assert [space["tenant"] for space in content["spaces"]] == ["x-tenant:ann"]

@@ -199,31 +199,6 @@ def test_an_adapter_separates_pages_and_is_the_one_of_a_llama(models, stack, sto
         made(loras=loras * 2)
 
 
-def test_settings_that_change_a_state_separate_pages_even_if_they_are_not_given(example, store):
-    options = [{}, {"rope_freq_base": 9999.0}, {"rope_freq_scale": 0.5}, {"flash_attn": False}, {"type_k": 8}]
-    namespaces = [example(store, **one).cache.namespace for one in (*options, {}, {"n_seq_max": 2}, {"n_ctx": 8192})]
-    keys = [namespace.key for namespace in namespaces]
-    assert len(set(keys[:5])) == 5
-    # the same context, and others whose rows are the same
-    assert keys[5:] == [keys[0]] * 3
-
-
-@pytest.mark.slow
-def test_requests_at_the_same_time_answer_as_alone(example, store):
-    # batches of several requests are computed by other kernels: compared with the same server without a store
-    plain, stored = example(), example(store)
-    for _ in range(2):
-        expected, found = ([made.request(tokens) for tokens in USERS[:4]] for made in (plain, stored))
-        plain.run()
-        stored.run()
-        assert [one["text"] for one in found] == [one["text"] for one in expected]
-        store.flush()
-        stored.forget()
-        plain.forget()
-    assert stored.scheduler.metrics.sequence_cache_hits_total > 0
-    assert store.check() == []
-
-
 def test_nothing_is_matched_or_stored_from_an_image_on(example, store):
     made = example(store)
     image = [-5, -6, -7]
@@ -286,67 +261,3 @@ def test_a_store_that_fails_is_a_miss(example, store, monkeypatch, method):
     assert made.ask(USERS[0]) == expected
     assert made.computed == 1 + GENERATED
     assert store.check() == []
-
-
-def test_a_damaged_page_costs_a_miss(example, store, monkeypatch):
-    made = example(store)
-    expected = made.ask(USERS[0])
-    store.flush()
-    page = store.engine.pages()[1]
-    with store.engine._backend.update() as transaction:
-        record, usage = transaction.record(page.key), transaction.usage(page.key)
-        transaction.put(page.key, record, usage, b"\0" * record.stored_bytes)
-    for _ in range(2):
-        made.forget()
-        assert made.ask(USERS[0]) == expected
-    assert made.scheduler.metrics.sequence_cache_load_failures_total == 1
-    store.flush()
-    made.forget()
-    made.computed = 0
-    assert made.ask(USERS[0]) == expected
-    assert made.computed == 1 + GENERATED
-
-
-def test_short_prompts_are_left_alone_and_a_waiting_prompt_counts_once(example, store):
-    made = example(store)
-    made.ask(USERS[0][:10])
-    store.flush()
-    assert store.stats().entries == 0
-    before = store.stats().misses.get("not_found", 0)
-    for _ in range(5):
-        assert made.cache.lookup(USERS[0]) is None
-    assert store.stats().misses["not_found"] == before + 1
-
-
-def test_a_read_only_store_is_never_written(example, store, tmp_path):
-    example(store).ask(USERS[0])
-    store.close()
-    with PrefixStore(tmp_path / "kv", namespace="example", read_only=True) as reading:
-        made = example(reading)
-        made.ask(USERS[1])
-        assert made.scheduler.metrics.sequence_cache_hits_total == 1
-        assert made.cache.lookup([*USERS[1], 5]).length == 600
-        made.close = lambda: None
-
-
-def test_a_model_in_use_is_refused_and_one_without_states_is_left_alone(example, store, caplog):
-    made = example()
-    made.ask(USERS[0])
-    with pytest.raises(MisuseError, match="before its first request"):
-        sequence_cache(store, made.model)
-    with pytest.raises(MisuseError, match="Model of the example server"):
-        sequence_cache(store, object())
-    cache = example(store, embedding=True).cache
-    assert "embedding" in caplog.text
-    assert cache.namespace is None
-    assert cache.lookup(USERS[0]) is None
-    cache.save(USERS[0], np.zeros(8, np.uint8), None)
-    assert cache.load(example_server().SequenceCache.Match((1, 2), False)) is None
-    options = {"arch": "gemma3", "swa_full": False}
-    assert example(store, settings=options, **options).cache.namespace is None
-    assert "swa_full" in caplog.text
-
-
-def test_a_protocol_without_the_classes_of_the_server_is_refused(example, store):
-    with pytest.raises(MisuseError, match="Match and Load"):
-        sequence_cache(store, example().model, protocol=object())

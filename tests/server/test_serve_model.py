@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -72,28 +70,6 @@ def test_wrong_usage_is_told(arguments, says, tmp_path, monkeypatch, capsys):
     (tmp_path / "m.gguf").touch()
     assert main(["serve", "kv", *arguments]) == 2
     assert says in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wrong", ["port", "location"])
-def test_a_port_or_a_location_that_cannot_be_used_is_told_before_the_model_is_loaded(wrong, tmp_path):
-    """A file that is not a model would be the error otherwise."""
-    model = tmp_path / "m.gguf"
-    model.write_bytes(b"not a model")
-    (tmp_path / "file").write_text("not a store")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1] if wrong == "port" else 0
-        location = tmp_path / ("kv" if wrong == "port" else "file")
-        for arguments in (
-            command(location, "--model", model, "--port", port),
-            [sys.executable, "-m", "prefixstore.server", str(location), "--config_file", str(tmp_path / "models.json")],
-        ):
-            settings = {"host": "127.0.0.1", "port": port, "models": [{"model": str(model)}]}
-            (tmp_path / "models.json").write_text(json.dumps(settings))
-            done = subprocess.run(arguments, check=False, capture_output=True, text=True, timeout=120)
-            code, says = (2, f"cannot listen on 127.0.0.1:{port}") if wrong == "port" else (3, str(location))
-            assert (done.returncode, says in done.stderr) == (code, True), done.stderr
-            assert "model" not in done.stderr.lower().replace("m.gguf", "")
 
 
 WITHOUT = """

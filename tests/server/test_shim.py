@@ -106,15 +106,6 @@ def test_it_says_and_ends_what_llama_server_does(shim: Path, options: tuple[str,
         assert (ours.stdout, ours.stderr) == (its.stdout, its.stderr)
 
 
-@pytest.mark.slow
-def test_with_what_cannot_be_stored_it_is_llama_server_alone(shim: Path, start: Start, tmp_path: Path):
-    _, url = start(shim, "--context-shift")
-    _complete(url)
-    assert httpx.get(f"{url}/prefixstore/health", trust_env=False).status_code == 404
-    assert "--context-shift cannot be used behind the proxy" in (tmp_path / "log").read_text()
-    assert not (tmp_path / "kv").exists()
-
-
 def test_it_starts_nothing_that_is_not_there_nor_itself(
     shim: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

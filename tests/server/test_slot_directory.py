@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from prefixstore.errors import CorruptError, ServerBusyError
-from prefixstore.server.client import LlamaServer, SlotAction
+from prefixstore.errors import ServerBusyError
+from prefixstore.server.client import SlotAction
 from prefixstore.server.slot_files import SlotDirectory
 from tests.support import ROOT
 
@@ -41,20 +41,6 @@ def test_a_file_that_is_cut_after_it_was_read_ends_nothing(tmp_path: Path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_file_that_is_cut_while_it_is_read_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    directory, readv = SlotDirectory(tmp_path), os.readv
-    (tmp_path / "file").write_bytes(b"x" * 1000)
-
-    def cut(handle: int, buffers: Any) -> int:
-        os.truncate(tmp_path / "file", 600)
-        return readv(handle, buffers)
-
-    monkeypatch.setattr(os, "readv", cut)
-    with pytest.raises(CorruptError, match="after 600 bytes of 1000"):
-        directory.read("file", 1000)
-    assert list(tmp_path.iterdir()) == []
-
-
 class Server:
     """One that restores what is in a file by then, and says nothing of it but its size; it drafts nothing."""
 
@@ -72,16 +58,6 @@ class Server:
 
     def erase(self, slot: int) -> None:
         self.erased.append(slot)
-
-
-def load(directory: SlotDirectory, server: Any) -> None:
-    buffer = directory.acquire(1000)
-    buffer.view[:] = bytes(1000)
-    try:
-        directory.load(server, 3, 7, buffer)
-    finally:
-        buffer.release()
-        directory.close()
 
 
 def test_a_file_is_used_again_and_is_gone_when_the_directory_is_closed(tmp_path: Path):
@@ -122,12 +98,3 @@ def test_a_file_is_used_again_and_is_gone_when_the_directory_is_closed(tmp_path:
     late.release()
     assert list(tmp_path.iterdir()) == []
     assert read == [b"a" * 1000, b"b" * 900, b"c" * 1100]
-
-
-def test_before_a_server_has_said_that_it_drafts_nothing_its_slots_are_emptied_first(tmp_path: Path):
-    server: Any = Server(tmp_path, Path.read_bytes)
-    load(SlotDirectory(tmp_path), server)
-    assert server.erased == []
-    server.is_drafting = LlamaServer(server.url).is_drafting
-    load(SlotDirectory(tmp_path), server)
-    assert server.erased == [3]

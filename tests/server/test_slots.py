@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import signal
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -17,9 +15,7 @@ import pytest
 from prefixstore import PrefixStore
 from prefixstore.errors import (
     CorruptError,
-    FullError,
     InvalidParameterError,
-    ServerBusyError,
     ServerRefusedError,
     ServerUnreachableError,
     UnavailableError,
@@ -27,13 +23,10 @@ from prefixstore.errors import (
 from prefixstore.format.keys import PAGE, page_keys
 from prefixstore.llama.capture import Capture
 from prefixstore.llama.state.form import Form
-from prefixstore.server import LlamaServer, SlotStore
-from prefixstore.server import slot_files as slot_files_module
+from prefixstore.server import SlotStore
 from prefixstore.server.namespace import ServerIdentity
-from prefixstore.server.slot_files import PREFIX, SlotDirectory
 from tests.support.llama_server import Running
 from tests.support.models import answer, forget, load, prompt
-from tests.support.signals import suspend
 
 N = 700
 KEEP_SLOTS = "--no-cache-idle-slots"
@@ -204,30 +197,6 @@ def test_rows_that_a_window_has_left_are_never_missing(
     assert (again["timings"]["cache_n"], again["content"]) == (450, cold)
 
 
-@pytest.mark.slow
-def test_a_window_that_was_restored_can_be_left_and_stored_again(
-    models: Callable[..., Path], llama_server: Callable[..., Running]
-):
-    running = llama_server(models("gemma3"))
-    tokens = prompt(N)
-    running.complete(tokens, n=4)
-    with opened(running, "memory:") as slots:
-        saved = slots.save(0).tokens.tolist()
-        for turn in range(3):
-            assert slots.restore(1, saved).n_tokens == len(saved)
-            turned = [*saved, *prompt(90, seed=10 + turn)]
-            cold = running.cold(turned, slot=0)
-            again = running.complete(turned, slot=1)
-            assert (again["timings"]["cache_n"], again["content"]) == (len(saved), cold)
-            assert slots.save(1).reason is None
-            saved = slots.save(1).tokens.tolist()
-        # branches: the server computes what it does not have
-        for n in (len(saved) - 1, len(saved) - 2, len(saved) - 300):
-            slots.restore(1, saved)
-            branch = [*saved[:n], *prompt(20, seed=n)]
-            assert running.complete(branch, slot=1)["content"] == running.cold(branch, slot=0)
-
-
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
@@ -273,25 +242,6 @@ def test_a_fault_or_a_ctrl_c_leaves_no_file_behind(running: Running, monkeypatch
         with pytest.raises(InvalidParameterError, match="has the slots 0, 1"):
             slots.restore(2, tokens)
     assert left_behind(running) == []
-
-
-def test_stale_files_are_swept_and_others_are_not(running: Running):
-    old, young, other = (running.slots_dir / name for name in (f"{PREFIX}old", f"{PREFIX}young", "mine"))
-    for path in (old, young, other):
-        path.write_bytes(b"x")
-    os.utime(old, (1, 1))
-    os.utime(other, (1, 1))
-    with opened(running, "memory:"):
-        assert sorted(left_behind(running)) == ["mine", young.name]
-
-
-def test_a_directory_that_the_server_does_not_use_is_refused(running: Running, tmp_path: Path):
-    identity = ServerIdentity.of_command(running.argv, os.environ, running.client.props())
-    (tmp_path / "other").mkdir()
-    with pytest.raises(InvalidParameterError, match="is not the directory that the server writes"):
-        SlotStore("memory:", running.client, tmp_path / "other", identity)
-    with pytest.raises(InvalidParameterError, match="is not a directory"):
-        SlotStore("memory:", running.client, tmp_path / "none", identity)
 
 
 @pytest.mark.parametrize("planted", ["symlink", "fifo", "directory"])
@@ -451,13 +401,6 @@ def test_a_server_that_is_down_is_an_error_and_comes_back(
         assert left_behind(running) == []
 
 
-def test_a_store_is_not_opened_before_the_server_answers(running: Running):
-    identity = ServerIdentity.of_command(running.argv, os.environ, running.client.props())
-    away = LlamaServer("http://127.0.0.1:9", timeout=1)
-    with pytest.raises(ServerUnreachableError):
-        SlotStore("memory:", away, running.slots_dir, identity)
-
-
 @pytest.mark.slow
 def test_many_threads_save_and_restore_at_once(models: Callable[..., Path], llama_server: Callable[..., Running]):
     running = llama_server(models("llama", n_head=2), "-np", "4")
@@ -483,57 +426,3 @@ def test_many_threads_save_and_restore_at_once(models: Callable[..., Path], llam
             thread.join()
         assert faults == []
         assert all(slots.find(one).n_tokens == N for one in prompts)
-
-
-def test_a_file_that_the_server_writes_late_is_removed(running: Running, monkeypatch: pytest.MonkeyPatch):
-    """It saves a busy slot when that becomes idle; by then nobody waits for it."""
-    with served(running) as (slots, _):
-        late: list[str] = []
-
-        def gives_up(slot: int, name: str) -> Any:
-            late.append(name)
-            raise ServerBusyError("in this test")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(slots.server, "save", gives_up)
-            with pytest.raises(ServerBusyError):
-                slots.save(1)
-        slots.server.save(1, late[0])
-    assert left_behind(running) == []
-
-
-@pytest.mark.slow
-def test_a_server_that_does_not_answer_in_time_is_busy(running: Running):
-    with served(running) as (slots, tokens), LlamaServer(running.url, timeout=0.2) as quick:
-        slots.server = quick
-        suspend(running.process)
-        try:
-            with pytest.raises(ServerBusyError):
-                slots.restore(1, tokens)
-        finally:
-            running.process.send_signal(signal.SIGCONT)
-        slots.server = running.client
-        assert slots.restore(1, tokens).n_tokens == N
-        assert running.is_alive()
-
-
-@pytest.mark.parametrize(("mode", "n_warnings"), [(0o700, 0), (0o1777, 0), (0o777, 1)])
-def test_a_slot_directory_in_which_all_can_replace_files_is_warned_of(
-    mode: int, n_warnings: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
-    (place := tmp_path / "slots").mkdir()
-    place.chmod(mode)
-    SlotDirectory(place)
-    assert len([record for record in caplog.records if "every user" in record.message]) == n_warnings
-
-
-def test_a_full_slot_directory_is_a_full_error(running: Running, monkeypatch: pytest.MonkeyPatch):
-    with served(running) as (slots, tokens):
-
-        def full(*_: Any) -> Any:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        monkeypatch.setattr(slot_files_module, "_created", full)
-        with pytest.raises(FullError, match="no space for a slot file"):
-            slots.restore(1, tokens)
-        assert left_behind(running) == []

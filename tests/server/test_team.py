@@ -71,20 +71,6 @@ def test_alice_is_deleted_by_her_key(serve: Serve, tmp_path: Path, capsys, monke
 
 
 @pytest.mark.slow
-def test_tenants_are_listed_as_their_header_names_them(serve: Serve, tmp_path: Path, capsys):
-    served = serve(options=("--salt-from", "header:X-Tenant", "--admin-key", "sk-admin"), headers=of_key("sk-admin"))
-    names = ["società", "societÅ", "alice 内"]
-    for i, name in enumerate(names):
-        served.complete(prompt(i), headers={"X-Tenant": name.encode()})
-        served.saved()
-    served.complete(prompt(7), headers={"X-Tenant": b"societ\xe0"})
-    served.saved()
-    assert served.stop() == 0
-    found = {one["tenant"] for one in listed(capsys, tmp_path / "store")}
-    assert found == {*(f"x-tenant:{name}" for name in names), "x-tenant/latin-1:società"}
-
-
-@pytest.mark.slow
 def test_requests_share_with_those_of_the_same_tenant_and_cache_salt_only(serve: Serve, alone: Running):
     served = serve(options=("--salt-from", "header:X-Tenant", "--admin-key", "sk-admin"), headers=of_key("sk-admin"))
     seen, right = {}, own_answers(alone, prompt(3))
@@ -237,12 +223,3 @@ def test_a_damaged_store_is_moved_aside_if_that_is_wanted(serve: Serve, tmp_path
     assert (aside / "data.mdb").read_bytes() == before
     assert f"its files were moved to {aside}" in served.text()
     assert cached(serve().complete(prompt(1))) > 200
-
-
-@pytest.mark.slow
-def test_a_damaged_store_keeps_the_server_from_starting_if_that_is_wanted(serve: Serve, tmp_path: Path):
-    damage(tmp_path)
-    served = serve(options=("--on-damage", "fail"), ready=False)
-    assert served.ended() == 3
-    assert "is not an LMDB environment" in served.text()
-    assert not any(said in served.text() for said in ("THE STORE CANNOT BE USED", "load_model"))

@@ -6,18 +6,15 @@ import asyncio
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from prefixstore.errors import ServerError
 from prefixstore.server import child as child_module
 from prefixstore.server.child import Child, hangs
 from prefixstore.server.command import ServerCommand
-from prefixstore.server.find_process import start_ticks, work_of_session
 from prefixstore.server.upstream import Upstream
 from tests.support.llama_server import binary
 
@@ -50,28 +47,6 @@ def test_a_server_hangs_if_it_neither_answers_nor_works_several_times_in_a_row()
     # one that computes, or whose work is not known, never hangs
     assert asked([False] * 50, lambda n: n, 2) == -1
     assert asked([False] * 50, lambda _: None, 2) == -1
-
-
-def test_the_work_of_a_session_grows_only_if_something_is_done():
-    before = work_of_session(os.getsid(0))
-    assert before is not None
-    n = 0
-    while work_of_session(os.getsid(0)) == before:
-        n += sum(range(1000))
-    assert work_of_session(1 << 30) is None
-
-
-def test_the_names_of_processes_need_not_be_text():
-    # as one is whose fifteenth byte is in the middle of a letter
-    name_it = "import ctypes, sys; ctypes.CDLL(None).prctl(15, b'prozess \\xc3', 0, 0, 0);"
-    command = [sys.executable, "-c", name_it + "print(flush=True); sys.stdin.read()"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as named:
-        assert named.stdout is not None
-        named.stdout.readline()
-        assert b"\xc3" in Path(f"/proc/{named.pid}/comm").read_bytes()
-        assert work_of_session(os.getsid(0)) is not None
-        assert start_ticks(named.pid) is not None
-        named.communicate()
 
 
 @pytest.mark.slow
@@ -117,20 +92,6 @@ def test_a_child_that_hangs_is_started_again(
     assert private.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_directory_that_another_has_put_there_is_not_used(tmp_path: Path):
-    (private := tmp_path / "private").mkdir(mode=0o700)
-    command = ServerCommand(["llama-server"], {}, private)
-    shutil.rmtree(private)
-    (tmp_path / "open").mkdir()
-    private.symlink_to(tmp_path / "open")
-    with pytest.raises(ServerError, match="replaced"):
-        command.prepare()
-    private.unlink()
-    private.mkdir(mode=0o755)
-    with pytest.raises(ServerError, match="replaced"):
-        command.prepare()
-
-
 class Program:
     """A program in the place of llama-server."""
 
@@ -145,26 +106,6 @@ class Program:
 
     def prepare(self) -> None:
         self.socket.unlink(missing_ok=True)
-
-
-async def nothing() -> None: ...
-
-
-def test_a_child_that_is_being_started_is_ended_by_a_stop_as_well(tmp_path: Path):
-    async def scene() -> None:
-        child = Child(Program(tmp_path / "socket", "sleep", "1000"), dict(os.environ), nothing, lambda: None)
-        running = asyncio.create_task(child.run())
-        await asyncio.sleep(0)
-        assert child.process is None
-        await child.stop()
-        try:
-            await asyncio.wait_for(asyncio.shield(running), 120)
-            assert child.process is not None
-            assert child.process.returncode == -signal.SIGTERM
-        finally:
-            await child.stop(at_once=True)
-
-    asyncio.run(scene())
 
 
 # it is healthy, answers one question, and as soon as it is asked another one it hangs up, and ends a while later
