@@ -28,10 +28,12 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# those of tests/attacks one at a time: many of them are crowds of processes
+# these one at a time: crowds of processes, and what measures time
+ALONE := $(patsubst %,tests/attacks/test_%.py,crowd exits outages postgresql proxy s3 soak stopped valkey)
+
 attack: $(VENV)/.dev
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal --ignore tests/attacks -m 'slow or attack'
-	$(BIN)/python -m pytest tests/attacks
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(addprefix --ignore ,$(ALONE)) -m 'slow or attack'
+	$(BIN)/python -m pytest $(ALONE)
 
 torture: $(VENV)/.dev
 	PREFIXSTORE_TORTURE=1 $(BIN)/python -m pytest --timeout=3600 -m attack

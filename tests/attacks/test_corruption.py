@@ -16,10 +16,10 @@ from prefixstore import CorruptError, PrefixStore
 from prefixstore.engine.pages import open_pages
 from tests.attacks.damaged_file import MIB, build, location
 from tests.support import PATIENCE, ROOT
-from tests.support.models import TORTURE, answer, prompt
+from tests.support.models import TORTURE, answer, prompt, volume
 from tests.support.places import contents, fill, space
 
-CASES = 15 * TORTURE
+CASES = volume(15)
 
 
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.support.interrupted_llama import KINDS, OPERATIONS, attempt, bench, interrupts
-from tests.support.models import TORTURE_OF_LONG
+from tests.support.models import TORTURE_OF_LONG, volume
 
-STEPS = 4 * TORTURE_OF_LONG
+STEPS = volume(4, TORTURE_OF_LONG)
 
 
 @pytest.fixture(scope="module", params=KINDS)

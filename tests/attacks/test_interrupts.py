@@ -17,7 +17,7 @@ from prefixstore.maintenance.transfer import copy_store, export_store, import_st
 from tests.support import outcome
 from tests.support.ctrl_c import interrupted, places_in, sample
 from tests.support.engines import MIB, NS, A, B, C, P, Store, wait_for
-from tests.support.models import TORTURE_OF_LONG
+from tests.support.models import TORTURE_OF_LONG, volume
 from tests.support.places import LOCKING, fill, place, space
 from tests.support.valkey import forget_lock
 
@@ -168,7 +168,7 @@ def test_a_ctrl_c_at_any_place_leaves_a_store_that_works(scheme, behind, name, t
     n_places = places_in(lambda: WORK[name][0](store))
     store.engine.close()
     assert n_places
-    for k in sample(n_places, PLACES[scheme] * TORTURE_OF_LONG):
+    for k in sample(n_places, volume(PLACES[scheme], TORTURE_OF_LONG)):
         attack(location, name, k, write_behind=behind)
 
 
@@ -198,7 +198,7 @@ def test_a_ctrl_c_while_pages_are_moved_leaves_both_locations_sound(scheme, tmp_
         fill(backend, space(), [A, C])
     with Archive(here) as source, Archive(there, create=True) as target:
         n_places = places_in(lambda: moved(source, target, io.BytesIO()))
-    for k in sample(n_places, 12 * TORTURE_OF_LONG):
+    for k in sample(n_places, volume(12, TORTURE_OF_LONG)):
         with Archive(here) as source, Archive(there) as target:
             interrupted(lambda source=source, target=target: moved(source, target, io.BytesIO()), k)
             if scheme == "valkey":

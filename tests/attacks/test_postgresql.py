@@ -12,7 +12,7 @@ from sqlalchemy import make_url
 from prefixstore.errors import StorageError
 from tests.attacks.server_work import WORK, is_intact, lookup, stored
 from tests.support.engines import A, B, C
-from tests.support.models import TORTURE
+from tests.support.models import volume
 from tests.support.places import refusal
 from tests.support.postgres import private_server, server_program, small_disk_server, store_on
 from tests.support.sql_rows import before_statements, statements
@@ -80,7 +80,7 @@ def test_a_server_that_is_killed_while_pages_are_written_loses_none_that_was_flu
         url = store_on(server)
         flushed: list[list[int]] = []
         with stored(url) as store:
-            for k in range(4 * TORTURE):
+            for k in range(volume(4)):
                 tokens = [100 + k] * 12
                 assert store.put(tokens) == 3
                 store.engine.flush()

@@ -110,7 +110,7 @@ def attack(setting: Setting, models, tmp_path, *, rounds: int) -> list[str]:
             lives = 0, setting.page_tokens + 9 + seed
             garbage = itertools.product(cases(one.pages, setting, np.random.default_rng(seed)), lives)
             # prime to the number of kinds: a few of each kind, and a few for each page
-            for case, live in itertools.islice(garbage, 0, None, 1 if TORTURE_OF_LONG > 1 else 7):
+            for case, live in itertools.islice(garbage, 0, None, 1 if TORTURE_OF_LONG > 1 else 13):
                 n += 1
                 wrong += one.run(case, live)
         # what is not garbage is still used

@@ -16,11 +16,11 @@ from prefixstore.errors import StorageError
 from prefixstore.format.keys import PAGE, as_tokens
 from prefixstore.maintenance.archive import Archive
 from tests.support.engines import MIB, NS, P, Store, state_of
-from tests.support.models import TORTURE
+from tests.support.models import volume
 from tests.support.places import SCHEMES, place
 from tests.support.rows import EVERYTHING
 
-ROUNDS = 6 * TORTURE
+ROUNDS = volume(6)
 # they share their first pages
 SEQUENCES = [[i // 4] * P + [i // 2] * P + [i] * 3 for i in range(12)]
 

@@ -7,7 +7,7 @@ from contextlib import closing, suppress
 
 from prefixstore import PrefixStore
 from prefixstore.engine import breaker
-from tests.support.models import TORTURE, answer, attached, forget, load, prompt
+from tests.support.models import answer, attached, forget, load, prompt, volume
 from tests.support.proxy import Line
 from tests.support.timeouts import wait_for
 from tests.support.valkey import private_valkey
@@ -33,7 +33,7 @@ def test_a_shared_server_that_is_killed_forgets_and_cuts_its_answers(models, tmp
     with private_valkey() as server, closing(Line(("127.0.0.1", server.port))) as link:
         url = f"valkey://127.0.0.1:{link.port}/0"
         is_up = True
-        for number in range(3 * TORTURE):
+        for number in range(volume(3)):
             with PrefixStore([f"lmdb://{tmp_path / str(number)}", url], max_delay=None) as store:
                 attached(store, llm)
                 for _ in range(6):

@@ -12,7 +12,7 @@ from prefixstore.backends.valkey import connections
 from prefixstore.errors import FullError, StorageError
 from tests.attacks.server_work import WORK, is_intact, lookup, stored, tried
 from tests.support.engines import NS, A, B, C
-from tests.support.models import TORTURE
+from tests.support.models import volume
 from tests.support.timeouts import wait_for
 from tests.support.valkey import forget_lock, private_valkey
 
@@ -77,7 +77,7 @@ def test_a_server_that_is_killed_while_pages_are_written_keeps_what_its_log_has(
     with private_valkey(appendonly=log, appendfsync="everysec") as server, stored(server.url) as store:
         chance = random.Random(5)
         flushed = []
-        for k in range(4 * TORTURE):
+        for k in range(volume(4)):
             tokens = [100 + k] * 12
             assert store.put(tokens) == 3
             store.engine.flush()
@@ -123,7 +123,7 @@ def test_keys_that_vanish_at_any_time_are_misses(new_valkey, valkey_server):
             return real(connection, work)
 
         n_found = 0
-        for _ in range(150 * TORTURE):
+        for _ in range(volume(150)):
             store.backend.rows._connections._use = use
             tried(lambda each: each.put(chance.choice(sequences)))(store)
             n_found += lookup(store, chance.choice(sequences)) == 3

@@ -9,12 +9,8 @@ from typing import Any
 
 import pytest
 
-from prefixstore import PrefixStore
 from prefixstore.cli import main
 from tests.support.llama_server import Running
-from tests.support.models import prompt
-
-N = 300
 
 
 @pytest.fixture
@@ -101,47 +97,3 @@ def test_the_key_of_the_server_may_come_from_the_environment(
     monkeypatch.setenv("PREFIXSTORE_SERVER_KEY", "sk-slots")
     monkeypatch.setenv("LLAMA_API_KEY", "of another one")
     assert run("status", "--server", running.url)[0] == 0
-
-
-@pytest.mark.slow
-def test_what_is_wrong_is_said(
-    run: Callable[..., tuple[int, str, str]],
-    models: Callable[..., Path],
-    llama_server: Callable[..., Running],
-    tmp_path: Path,
-):
-    running = llama_server(models("llama", n_head=2))
-    at = ["--server", running.url, "--slots-dir", running.slots_dir]
-    for arguments, message in (
-        (["save", tmp_path / "kv", *at], "either --slot N or --all"),
-        (["save", tmp_path / "kv", "--slot", "7", *at], "has the slots 0, 1"),
-        (["restore", tmp_path / "kv", *at], "one of --prompt-file"),
-        (["restore", tmp_path / "kv", "--prompt-file", tmp_path / "none", *at], "cannot be read"),
-        (["restore", tmp_path / "kv", "--messages", __file__, *at], "not valid JSON"),
-        (["erase", "--server", running.url, "--slot", "7"], "has the slots 0, 1"),
-        (["save", tmp_path / "kv", "--all", "--server", running.url, "--slots-dir", tmp_path], "--slot-save-path"),
-        (
-            ["save", tmp_path / "kv", "--all", "--namespace", "x", "--server", running.url, "--slots-dir", tmp_path],
-            "--slot-save-path",
-        ),
-    ):
-        code, _, err = run(*arguments)
-        assert (code, message in err) == (2, True), err
-    assert list(running.slots_dir.iterdir()) == []
-    (tmp_path / "empty.txt").write_text("Something. " * 30)
-    for source in (["--deepest"], ["--prompt-file", tmp_path / "empty.txt"]):
-        code, _, err = run("restore", tmp_path / "mistyped", *source, *at)
-        assert code == 3
-        assert "mistyped" in err
-    assert not (tmp_path / "mistyped").exists()
-    code, _, err = run("status", "--server", "http://127.0.0.1:9")
-    assert code == 3
-    assert "no server answers" in err
-    # nothing is stored yet
-    PrefixStore(tmp_path / "kv", namespace="x").close()
-    running.complete(prompt(N), n=2)
-    assert run("restore", tmp_path / "kv", "--deepest", *at)[0] == 1
-    # a name instead of the process
-    assert run("save", tmp_path / "kv", "--all", "--namespace", "mine", *at)[0] == 0
-    assert run("restore", tmp_path / "kv", "--slot", "1", "--deepest", "--namespace", "mine", *at)[0] == 0
-    assert run("restore", tmp_path / "kv", "--slot", "1", "--deepest", "--namespace", "yours", *at)[0] == 1

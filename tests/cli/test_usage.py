@@ -10,7 +10,6 @@ import re
 import select
 import signal
 import struct
-import subprocess
 import sys
 import termios
 import time
@@ -238,27 +237,3 @@ def test_names_of_tenants_do_not_command_a_terminal(tmp_path, run):
         assert not {"\x1b", "\x9b", "\x07"} & set(out)
     screen = Screen("lmdb:///kv", fault=name)
     assert "\x1b" not in "".join(lines(screen, 80, None))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_streams_that_are_closed_are_no_fault_and_no_file_of_the_store_takes_their_place(tmp_path):
-    with Archive(tmp_path / "kv", create=True) as archive:
-        fill(archive.backend, space("t"), [[1, 2, 3, 4]])
-    code = (
-        "import os, sys; from prefixstore.cli import app, main; from prefixstore.maintenance.archive import Archive;"
-        "seen = []; closed = Archive.close;"
-        "Archive.close = lambda self: (seen.extend(os.readlink(f'/proc/self/fd/{n}') for n in range(3)), closed(self));"
-        "code = main(sys.argv[2:]); open(sys.argv[1], 'w').write(f'{code} {len(seen)} {seen}')"
-    )
-    command = [sys.executable, "-c", code, tmp_path / "seen", "stats", tmp_path / "kv", "--json"]
-    subprocess.run(
-        ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", *command],
-        cwd=ROOT,
-        check=True,
-        stdin=subprocess.PIPE,
-        capture_output=True,
-    )
-    seen = (tmp_path / "seen").read_text()
-    assert seen.startswith("0 3 ")
-    assert "data.mdb" not in seen

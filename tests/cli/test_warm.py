@@ -11,9 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from prefixstore import PrefixStore
-from prefixstore.maintenance.archive import Archive
 from tests.support.models import load, prompt
-from tests.support.places import MIB
 from tests.support.signals import default_signals
 from tests.support.warming import app, shared_prompts, unique_tokens, write_jsonl
 from tests.support.worker import ROOT
@@ -50,21 +48,6 @@ def test_two_stores_are_one_in_front_of_the_other(warm, file, tmp_path, models):
     told = json.loads(warm(file, "--store", f"lmdb://{tmp_path / 'none'}", "--dry-run", "--json").stdout)
     assert told["location"] == f"lmdb://{tmp_path / 'kv'}, lmdb://{tmp_path / 'none'}"
     assert told["missing_tokens"] == 0
-
-
-@pytest.mark.slow
-def test_a_far_location_is_given_as_to_a_server(warm, file, tmp_path, models):
-    far = f"lmdb://{tmp_path / 'far'}"
-    result = warm(file, "--far", far, "--far-max-bytes", "1MiB", "--max-bytes", "1GiB", "--json")
-    assert json.loads(result.stdout)["location"] == f"lmdb://{tmp_path / 'kv'}, {far}"
-    with Archive(far, read_only=True) as archive, Archive(tmp_path / "kv", read_only=True) as near:
-        assert archive.used().bytes <= MIB < near.used().bytes
-    # behind the location of a file
-    config = tmp_path / "warm.toml"
-    config.write_text(f'[store]\nlocation = "{tmp_path / "kv"}"\n')
-    given = ["--model", models("llama"), "--config", config, file, "--far", far, "--dry-run", "--json"]
-    assert json.loads(warm(*given, defaults=False).stdout)["location"] == f"lmdb://{tmp_path / 'kv'}, {far}"
-    assert warm(file, "--store", far, "--far", far).exit_code == 2
 
 
 def test_problems_are_reported_with_file_and_line_and_the_rest_is_warmed(warm, tmp_path):
@@ -108,23 +91,6 @@ def test_without_n_ctx_the_context_holds_the_longest_prompt(warm, models, tmp_pa
     assert "evaluated tokens 0" in rows
     expected = json.loads(warm(*given, where, "--dry-run", "--json", defaults=False, **piped).stdout)
     assert (expected["n_ctx"], expected["missing_tokens"]) == (told["n_ctx"], 0)
-
-
-@pytest.mark.slow
-def test_options_and_a_file_give_the_same_namespace(warm, file, tmp_path, models):
-    config = tmp_path / "warm.toml"
-    config.write_text(
-        f'[model]\npath = "{models("llama")}"\nn_ctx = 2048\nn_threads = 1\ntype_k = "q8_0"\n'
-        '[store]\nlocation = "kv"\nsalt = "t"\n[warm]\nprompts = ["prompts.jsonl"]\npin = true\n'
-    )
-    first = warm("--config", config, "--json", defaults=False)
-    assert json.loads(first.stdout)["evaluated_tokens"] == UNIQUE
-    second = warm(file, "--type-k", "q8_0", "--salt", "t", "--json")
-    assert json.loads(second.stdout)["evaluated_tokens"] == 0
-    assert "note" not in second.stderr
-    other = warm(file, "--config", config, "--type-k", "f16", "--json", defaults=False)
-    assert json.loads(other.stdout)["evaluated_tokens"] == UNIQUE
-    assert "note: the store has no pages for these settings yet: type_k is f16 here, q8_0 in the store" in other.stderr
 
 
 @pytest.mark.slow

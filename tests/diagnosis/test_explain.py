@@ -269,15 +269,3 @@ def test_the_command_explains_a_prompt_with_the_vocabulary_alone(templated, llm,
     request.write_text(json.dumps(chat("Who are you?", system=f"Now: 2026-11-22 09:48:01. {RULES}")["messages"]))
     code, out, _ = run(store.location, "--model", templated, "--messages", request)
     assert (code, "All of it that can be restored: only" in out) == (0, True)
-
-
-def test_the_command_compares_the_settings_of_a_config(templated, llm, store, tmp_path, run):
-    ask(llm, RULES)
-    store.flush()
-    config = tmp_path / "warm.toml"
-    config.write_text(
-        f'[model]\npath = "{templated}"\nn_ctx = 1024\ntype_k = "q8_0"\n[store]\nlocation = "kv"\npage_tokens = 32\n'
-    )
-    code, out, _ = run(store.location, "--config", config, RULES)
-    assert code == 1
-    assert "type_k is q8_0 here, f16 in the store" in " ".join(out.split())

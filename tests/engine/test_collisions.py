@@ -17,7 +17,7 @@ from prefixstore.format.keys import as_tokens, page_keys
 from prefixstore.format.record import Usage
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import copy_store, export_store, import_store
-from tests.support.engines import NS, OTHER, P, state_of, store_of, two_stores
+from tests.support.engines import NS, P, two_stores
 from tests.support.places import contents, fill, space
 
 # under the weak hash, the first pages of both have the same key
@@ -32,24 +32,6 @@ def weak_hash(monkeypatch):
     six, seven = (as_tokens([token]).tobytes() for token in (6, 7))
     monkeypatch.setattr(keys, "_digest", lambda content, person: strong(content.replace(seven, six), person))
     assert page_keys(NS, as_tokens(MINE + NEXT), P) == page_keys(NS, as_tokens(THEIRS + NEXT), P)
-
-
-@pytest.mark.parametrize("stored", [THEIRS, THEIRS + NEXT, [*THEIRS, 1, 2]], ids=["one", "two", "tail"])
-@pytest.mark.usefixtures("weak_hash")
-def test_a_page_that_waits_for_its_commit_replaces_another_one_and_what_is_stored_after_it(tmp_path, stored):
-    with two_stores(tmp_path) as (one, two):
-        waiting = one.announce(MINE)
-        two.put(stored)
-        two.put(stored[:4], namespace=OTHER)
-        # what was computed after the other page is not found after this one
-        assert one.match([*MINE, *stored[4:]]) == 4
-        assert one.engine.commit(waiting) == 1
-        for store in (one, two):
-            assert store.match([*MINE, *stored[4:]]) == 4
-            assert store.match(stored) == 0
-            assert store.fetch(MINE) == 1
-        # and nothing else is gone
-        assert one.stored_keys() == {*page_keys(NS, as_tokens(MINE), P), *page_keys(OTHER, as_tokens(THEIRS), P)}
 
 
 @pytest.mark.usefixtures("weak_hash")
@@ -91,18 +73,3 @@ def test_an_imported_page_is_refused_where_another_one_has_its_key(through):
         assert (moved.pages, moved.present) == (0, 0)
         assert moved.refused == 2
         assert contents(target.backend) == before
-
-
-@pytest.mark.usefixtures("weak_hash")
-def test_a_state_in_memory_is_that_of_its_own_page():
-    with store_of(options={"ram_bytes": 1 << 20}) as store:
-        store.put(MINE)
-        theirs = store.pages([9] * 4)[0].page
-        assert store.engine._ram.state(theirs) is None
-        (page,) = store.engine.match(NS, as_tokens(MINE), P).pages
-        assert bytes(store.engine._ram.state(page)) == state_of(page.key)
-        assert store.engine._ram.state(replace_tokens(page)) is None
-
-
-def replace_tokens(page):
-    return type(page)(page.key, page.parent, page.namespace, 0, as_tokens(THEIRS).tobytes(), 0, 0, 0, 0, 0)

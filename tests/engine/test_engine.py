@@ -7,26 +7,10 @@ import pytest
 from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens
-from tests.support.engines import NS, OTHER, A, B, C, MemoryPages, P, entry, state_of, store_of
+from tests.support.engines import NS, A, B, MemoryPages, P, entry, state_of, store_of
 from tests.support.faults import FaultyBackend
 
 # -- match and fetch ---------------------------------------------------------------------------------------------------
-
-
-def test_the_longest_stored_prefix_is_found_to_the_token():
-    with store_of() as store:
-        assert store.put([1, 2, 3, 4, 5, 6, 7, 8, 9, 10]) == 3
-        for prompt, expected in [
-            ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], 10),
-            ([1, 2, 3, 4, 5, 6, 7, 8, 9], 9),
-            ([1, 2, 3, 4, 5, 6, 9, 9], 6),
-            ([1, 9], 1),
-            ([9, 1], 0),
-            ([], 0),
-        ]:
-            assert store.match(prompt) == expected
-            assert store.match(prompt, namespace=OTHER) == 0
-        assert store.fetch([1, 2, 3, 4, 5, 6, 9, 9]) == 2
 
 
 def test_a_restore_that_began_before_the_commit_keeps_its_buffers():
@@ -69,30 +53,6 @@ def test_a_packed_page_is_restored_with_the_same_bytes():
 
 
 # -- eviction ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_least_recently_used_leaf_is_evicted_first():
-    with store_of(max_bytes=6 * entry()) as store:
-        store.put(A)
-        store.put(B)
-        store.fetch(A)
-        store.put(C[:4])
-        assert [store.match(tokens) for tokens in (A, B, C)] == [12, 8, 4]
-        store.put(C)
-        assert [store.match(tokens) for tokens in (A, B, C)] == [12, 0, 12]
-        assert store.counters["evictions"] == 3
-
-
-def test_pinned_pages_stay_until_they_are_unpinned():
-    with store_of(max_bytes=3 * entry()) as store:
-        store.put(A)
-        assert store.engine.pin(NS, as_tokens(A), P, pinned=True) == 12
-        assert store.put(B) == 0
-        assert store.counters.group("dropped") == {"budget": 3}
-        assert store.match(A) == 12
-        assert store.engine.pin(NS, as_tokens([*A, 1]), P, pinned=False) == 12
-        assert store.put(B) == 3
-        assert [store.match(A), store.match(B)] == [0, 12]
 
 
 def test_a_page_larger_than_the_budget_is_dropped_and_evicts_nothing():

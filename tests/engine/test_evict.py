@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from prefixstore import InvalidParameterError, PrefixStore
+from prefixstore import PrefixStore
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.pages import open_pages
 from prefixstore.engine.saved_notes import POLICY_NOTE
@@ -79,29 +79,6 @@ def test_a_store_evicts_to_a_share_of_its_budget_or_to_a_size_and_writes_what_wa
         assert store.stats().utilization <= 0.5
         assert store.evict("10KB").bytes_left <= 10_000
         assert store.evict(0).bytes_left == 0
-
-
-def test_a_location_knows_the_policy_of_its_store(tmp_path):
-    url = f"lmdb://{tmp_path / 'kv'}"
-    with opened(url) as backend:
-        fill(backend, PAGES, [[n] * 4 for n in range(4)], last_used=1)
-    with Archive(url) as archive:
-        assert archive.policy == "lru"
-    for policy in ("longest_first", "lfu"):
-        with store_of(open_pages(url, max_bytes=64 * MIB)) as store:
-            store.engine._catalog.policy.name = policy
-            store.put([len(policy)] * P)
-        with Archive(url) as archive:
-            assert archive.policy == policy
-            assert archive.evict("1GiB", dry_run=True).policy == policy
-    with Archive(url, policy="priority") as archive:
-        assert archive.policy == "priority"
-    with opened(url) as backend, backend.update() as transaction:
-        transaction.put_note(POLICY_NOTE, b"\xffnewer")
-    with Archive(url) as archive:
-        assert archive.policy == "lru"
-    with pytest.raises(InvalidParameterError, match="policy='x' is unknown"):
-        Archive(url, policy="x")
 
 
 def test_an_archive_evicts_in_the_order_of_the_policy(tmp_path):

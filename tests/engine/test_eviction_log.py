@@ -5,23 +5,15 @@ from __future__ import annotations
 import time
 
 from prefixstore.engine import eviction_log
-from prefixstore.engine.budget import Budget, Quota
-from prefixstore.engine.eviction_log import EVICTIONS_NOTE, REMEMBERED, Cause, EvictionLog
+from prefixstore.engine.budget import Quota
+from prefixstore.engine.eviction_log import REMEMBERED, Cause, EvictionLog
 from prefixstore.engine.miss import miss_reason
-from prefixstore.engine.saved_notes import SavedNotes
-from prefixstore.engine.space import Evictor
-from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_keys
 from tests.support.engines import NS, A, B, C, P, entry, store_of
 
 
 def key(number):
     return number.to_bytes(8, "little") + bytes(24)
-
-
-def noted(backend):
-    with backend.view() as view:
-        return view.note(EVICTIONS_NOTE)
 
 
 def test_the_latest_are_remembered_and_each_page_once():
@@ -38,24 +30,6 @@ def test_the_latest_are_remembered_and_each_page_once():
     # what does not fit is what is oldest
     assert list(eviction_log.parsed(log.pack(None, 30))) == [key(20)[:8], key(REMEMBERED + 9)[:8]]
     assert log.pack(None, -5) == b""
-
-
-def note_of(store, max_bytes=64 << 20, **options):
-    return SavedNotes(store.backend, Evictor(store.engine._catalog, Budget(max_bytes), store.counters), **options)
-
-
-def test_a_location_that_fails_or_is_small_has_no_note(monkeypatch):
-    with store_of() as store:
-        store.engine._catalog.evictions.add(key(1), Cause.SPACE, 5.0)
-        note_of(store, 100).save(closing=True)
-        assert noted(store.backend) is None
-
-        def fails():
-            raise UnavailableError("fails on purpose")
-
-        monkeypatch.setattr(store.backend, "update", fails)
-        note_of(store).save(closing=True)
-        monkeypatch.undo()
 
 
 def found(store, tokens):

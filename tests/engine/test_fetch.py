@@ -5,12 +5,9 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 
-import numpy as np
 import pytest
 
-from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine import readers
-from prefixstore.engine.pages import Pages
 from prefixstore.engine.ram import RamTier
 from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
 from prefixstore.format.keys import as_tokens
@@ -37,23 +34,6 @@ def test_states_are_in_order_for_any_mix_of_codecs(workers, codecs, streamed):
             assert store.fetch(streamed=streamed) == len(codecs)
         assert store.counters.group("unreadable") == {}
         assert store.backend.fetches_closed == (3 if codecs else 0)
-
-
-def test_states_stay_valid_until_the_block_is_left(workers):
-    with store_of(MIXED) as store, store.engine.fetching(store.pages) as states:
-        all_of_them = list(states)
-        with store.engine.fetching(store.pages, streamed=True) as others:
-            assert len(list(others)) == len(MIXED)
-        assert [bytes(state) for state in all_of_them] == [state_of(i) for i in range(len(MIXED))]
-
-
-def test_a_raw_page_is_not_copied(tmp_path):
-    with store_of(["raw", "planes"], Pages(LMDBBackend(tmp_path / "kv", 1 << 24))) as store:
-        with store.backend.view() as view:
-            stored = np.frombuffer(view.payload(store.pages[0].key), np.uint8)
-            with store.engine.fetching(store.pages) as states:
-                assert np.frombuffer(next(states), np.uint8).ctypes.data == stored.ctypes.data
-        del stored
 
 
 # -- states in memory --------------------------------------------------------------------------------------------------

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import threading
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine.pages import Pages
-from tests.support.engines import MIB, A, B, C, Store, gated, store_of, wait_for, writer_of
+from tests.support.engines import MIB, A, B, C, store_of, writer_of
 
 
 def test_parent_and_forked_child_each_write_their_own_pages(tmp_path):
@@ -33,30 +32,3 @@ def test_parent_and_forked_child_each_write_their_own_pages(tmp_path):
             assert os.waitpid(pid, 0)[1] == 0
             writer.flush()
         assert [store.fetch(tokens) for tokens in (A, B, C)] == [3, 3, 3]
-
-
-def test_a_forked_child_closes_its_own_copy_of_an_engine_that_the_parent_is_closing(tmp_path):
-    gate = threading.Event()
-
-    store = Store(gated(Pages, gate)(LMDBBackend(tmp_path, MIB)))
-    for new in store.pages(A):
-        assert store.engine.submit(new)
-    store.engine.close_soon()
-    wait_for(lambda: store.engine._queue._closing, "the thread that closes the engine")
-    pid = os.fork()
-    if pid == 0:
-        done = 1
-        try:
-            # as for a store that the child collects, and at its end
-            store.engine.close_soon()
-            wait_for(lambda: store.engine._closed, "the close in the child")
-            store.engine.close()
-            done = 0
-        finally:
-            os._exit(done)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert not store.engine._closed
-    gate.set()
-    wait_for(lambda: store.engine._closed, "the close in the parent")
-    with store_of(Pages(LMDBBackend(tmp_path, MIB))) as again:
-        assert again.fetch(A) == 3

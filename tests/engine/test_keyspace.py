@@ -16,6 +16,7 @@ from prefixstore.engine.keyspace import CHILD, record_row
 from prefixstore.engine.siblings import Child, child_path, first_node
 from prefixstore.format.keys import PAGE, SNAPSHOT, as_tokens
 from prefixstore.format.record import place_of
+from tests.support import seeds
 from tests.support.pages import NAMESPACE, make_page
 
 OTHER = bytes(reversed(NAMESPACE))
@@ -128,7 +129,7 @@ def backend():
 # -- children ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", seeds(1, 2))
 def test_children_are_those_of_plain_lists_after_any_changes(backend, seed):
     family = Family(seed)
     for _ in range(40):

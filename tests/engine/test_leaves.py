@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import random
 from contextlib import closing
+from dataclasses import dataclass
 
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine import keyspace
-from prefixstore.engine.keyspace import Count, leaf_row
+from prefixstore.engine.keyspace import Count, Leaf, leaf_row
 from prefixstore.engine.page_checks import flaws
 from prefixstore.engine.pages import Pages
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.namespace import Namespace
-from prefixstore.format.record import Usage
+from prefixstore.format.record import Record, Usage, head_of
 from tests.support.engines import MIB, MemoryPages
 from tests.support.newer import make_corrupt, make_newer
+from tests.support.pages import make_page
 
 SPACES = [Namespace({"salt": salt, "model": model}) for salt, model in (("a", "x"), ("a", "y"), ("b", "x"))]
 NOW = 1_700_000_000_000_000_000
+CANONICAL = {one.key: one.canonical for one in SPACES}
 
 
 @pytest.fixture(params=["memory", "lmdb"])
@@ -28,6 +31,133 @@ def backend(request, tmp_path):
         MemoryPages() if request.param == "memory" else Pages(LMDBBackend(tmp_path / "kv", 64 * MIB))
     ) as found:
         yield found
+
+
+@dataclass
+class Known:
+    """A page of the model."""
+
+    record: Record
+    usage: Usage
+
+    @property
+    def size(self):
+        return self.record.stored_bytes + len(self.record.tokens)
+
+
+class Model:
+    """Pages in a dict, and the same in a backend; what the rows should be is worked out when it is asked for."""
+
+    def __init__(self, backend):
+        self.backend = backend
+        self.pages: dict[bytes, Known] = {}
+
+    def leaves(self):
+        """The rows of leaves, and their values."""
+        parents = {page.record.parent for page in self.pages.values()}
+        return {
+            leaf_row(page.record.namespace, key): Leaf.of(head_of(page.record.pack()), page.usage)
+            for key, page in self.pages.items()
+            if key not in parents and not page.usage.pinned
+        }
+
+    def count(self, namespaces):
+        leaves, total = self.leaves(), Count()
+        for key, page in self.pages.items():
+            record, space = page.record, page.record.namespace
+            if space in namespaces:
+                pinned, has_leaf = page.usage.pinned, leaf_row(space, key) in leaves
+                sizes = (record.stored_bytes, record.raw_bytes, page.size)
+                total = total.plus(Count(1, *sizes, int(pinned), page.size * pinned, int(has_leaf)))
+        return total
+
+    def assert_equal(self):
+        with self.backend.view() as view:
+            assert stored_leaves(view) == self.leaves()
+            counts = view.counts()
+            assert counts.pop(keyspace.COUNT, Count()) == view.count() == self.count([one.key for one in SPACES])
+            for space in SPACES:
+                assert view.count(space.key) == self.count([space.key])
+            # a namespace without pages has no row
+            assert len(counts) == len({page.record.namespace for page in self.pages.values()})
+            assert {row: one for row, one in view.recount().items() if row != keyspace.COUNT} == counts
+            assert list(flaws(view)) == []
+            for salt in "ab":
+                spaces = {page.record.namespace for page in self.pages.values()}
+                assert view.namespaces_of(salt).keys() == spaces & {s.key for s in SPACES if s.settings["salt"] == salt}
+
+    def put(self, transaction, number, parent, space, usage):
+        """Put a page after a page of the model, or the first one of a sequence; its key."""
+        above = self.pages[parent].record if parent is not None else None
+        start = above.start + len(above.tokens) // 4 if above is not None else 0
+        payload = bytes(number % 50)
+        key, record = make_page(payload, [number] * 4, parent=parent or space, start=start, namespace=space)
+        if space in CANONICAL:
+            transaction.put_namespace(space, CANONICAL[space])
+        transaction.put(key, record, usage, payload)
+        self.pages[key] = Known(record, usage)
+        return key
+
+    def delete(self, transaction, key):
+        """Delete a page with what follows it, the last ones first."""
+        for child in [each for each, page in self.pages.items() if page.record.parent == key]:
+            self.delete(transaction, child)
+        assert transaction.delete(key)
+        del self.pages[key]
+
+
+def stored_leaves(view):
+    return {row.key: Leaf.unpack(row.value) for rows in keyspace.walk(view.rows, keyspace.LEAF) for row in rows}
+
+
+def some_usage(chance):
+    priority, expires = chance.randint(-9, 9), chance.choice([0, NOW + chance.randrange(10**9)])
+    uses, pinned = chance.randint(1, 9), chance.random() < 0.2
+    return Usage(
+        NOW + chance.randrange(10**12), chance.randrange(9), pinned, priority, expires, uses, chance.randrange(9)
+    )
+
+
+def change(chance, model, transaction, number):
+    """One random change."""
+    what, keys = chance.random(), list(model.pages)
+    if what < 0.5 or not keys:
+        parent = chance.choice([None, *keys])
+        space = model.pages[parent].record.namespace if parent is not None else chance.choice(SPACES).key
+        model.put(transaction, number, parent, space, some_usage(chance))
+        return
+    key = chance.choice(keys)
+    if what < 0.7:
+        if chance.random() < 0.3 or all(page.record.parent != key for page in model.pages.values()):
+            model.delete(transaction, key)
+    elif what < 0.8:
+        # the same page once more, as another process may put it
+        page = model.pages[key]
+        page.usage = some_usage(chance)
+        transaction.put(key, page.record, page.usage, bytes(page.record.stored_bytes))
+    else:
+        model.pages[key].usage = some_usage(chance)
+        transaction.touch(key, model.pages[key].usage)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_after_any_changes_leaves_and_counts_are_what_the_pages_say(backend, seed):
+    chance, model = random.Random(seed), Model(backend)
+    numbers = iter(range(1, 10_000))
+    with backend.update() as transaction:
+        for space in SPACES:
+            transaction.put_namespace(space.key, space.canonical)
+    for _ in range(20):
+        with backend.update() as transaction:
+            for _ in range(chance.randint(1, 6)):
+                change(chance, model, transaction, next(numbers))
+            # also before it is written
+            assert transaction.count() == model.count([one.key for one in SPACES])
+        model.assert_equal()
+    with backend.update() as transaction:
+        for key in [key for key, page in model.pages.items() if page.record.start == 0]:
+            model.delete(transaction, key)
+    model.assert_equal()
 
 
 def tree(backend, n=40):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 from prefixstore.format.codec import CODECS
-from tests.support.engines import MemoryPages, P, Store, compressible, entry, store_of
+from tests.support.engines import MemoryPages, P, Store, compressible, entry
 
 SIZE = 24_000  # six pages of an LMDB file, five when it is packed
 ENTRY = entry(P, SIZE)
@@ -58,28 +56,3 @@ def test_beyond_the_high_mark_new_pages_are_packed_until_no_more_than_the_low_ma
         store.put(single(number), SIZE)
     assert codecs(store)[-1] == "raw"
     store.close()
-
-
-def test_a_smaller_budget_is_respected_in_short_transactions(monkeypatch):
-    deleted = []
-
-    class Counting(MemoryPages):
-        @contextmanager
-        def update(self):
-            with super().update() as transaction:
-                before = transaction.used.entries
-                yield transaction
-                deleted.append(before - transaction.used.entries)
-
-    monkeypatch.setattr("prefixstore.engine.space.PAGES_AT_ONCE", 8)
-    with store_of(Counting()) as store:
-        for number in range(100):
-            store.put([number] * P)
-        store.max_bytes = 20 * entry()
-        store.open()
-        deleted.clear()
-        store.put([100] * P)
-        assert max(deleted) <= 8
-        assert store.match([100] * P) == P
-        with store.backend.view() as view:
-            assert view.used.bytes <= store.max_bytes

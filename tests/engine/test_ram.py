@@ -6,17 +6,13 @@ import threading
 from contextlib import closing
 
 import numpy as np
-import pytest
 
 from prefixstore.engine.index import Page
 from prefixstore.engine.ram import ENTRY_BYTES, RamTier
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import Usage
-from prefixstore.store import PrefixStore
 from tests.support.engines import NS, A, MemoryPages, P, Store
-from tests.support.models import answer, prompt
 from tests.support.pages import make_page
-from tests.support.timeouts import wait_for
 
 MIB = 1 << 20
 
@@ -83,22 +79,3 @@ def test_a_page_that_another_process_has_deleted_leaves_the_tier():
         store.match(A)
         assert store.engine._ram.state(gone) is None
         assert 0 < store.engine.ram_bytes < before
-
-
-@pytest.mark.slow
-def test_pages_are_in_ram_after_a_capture_and_after_a_hit(llama, tmp_path):
-    tokens = prompt(700)
-    with PrefixStore(tmp_path / "kv", llm := llama(), ram_bytes="64MiB") as store:
-        llm.set_cache(store)
-        expected = answer(llm, tokens)
-        store.flush()
-        captured = store.stats()
-        assert captured.bytes_in_ram >= captured.bytes_raw > 0
-    with PrefixStore(tmp_path / "kv", llm := llama(), ram_bytes="64MiB", read_only=True) as store:
-        llm.set_cache(store)
-        assert store.stats().bytes_in_ram == 0
-        assert answer(llm, tokens) == expected
-        wait_for(lambda: store.stats().bytes_in_ram > 0, "a state in memory")
-        # restored from RAM
-        llm.reset()
-        assert store.restore(tokens) == 699

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -43,18 +42,6 @@ def test_a_page_whose_verification_fails_by_any_error_stays_unverified(monkeypat
             with pytest.raises(ZeroDivisionError):
                 states.verified()
         assert (states.n_given, states.n_verified) == (1, 0)
-
-
-@pytest.mark.parametrize("streamed", [True, False])
-@pytest.mark.parametrize("codec", ["raw", "zstd"])
-def test_a_record_that_claims_another_size_than_the_index_knows_is_not_unpacked(monkeypatch, streamed, codec):
-    monkeypatch.setattr(readers, "decode_into", lambda *args: pytest.fail("unpacked"))
-    monkeypatch.setattr(readers, "decode", lambda *args: pytest.fail("unpacked"))
-    with store_of([codec] * 3) as store:
-        store.backend.change = lambda i, record, payload: (replace(record, raw_bytes=1 << 40), payload)
-        with store.engine.fetching(store.pages, streamed=streamed) as states:
-            assert list(states) == []
-        assert store.counters.group("unreadable") == {"shape": 1}
 
 
 # -- closing -----------------------------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def tiers(near=None, far=None, **options):
         yield store
 
 
-@pytest.fixture(params=["memory", "lmdb", "sqlite", "postgresql", "valkey", "s3"])
+@pytest.fixture(params=["lmdb", "valkey"])
 def far(request, tmp_path):
     """A far location of every kind, which several stores use one after the other."""
     backend = open_pages(place(request.param, tmp_path, request, "far"), max_bytes=64 * MIB)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.model.machine import Place, kill_everywhere, run
 from tests.model.process import Disks, Processes
-from tests.support.models import TORTURE
+from tests.support.models import TORTURE, volume
 from tests.support.places import KEY, SCHEMES, place
 
 # examples, and steps of each: in a run of all tests, and in one of the attacks
@@ -28,7 +28,7 @@ LONG = {
 }
 
 # between the moments at which a process is killed, where each costs many requests
-STEP = {"valkey": 5, "s3": 30}
+STEP = {"valkey": 8, "s3": 45}
 
 
 @pytest.fixture
@@ -60,13 +60,13 @@ def test_promises_are_kept(scheme, place_of):
 @pytest.mark.parametrize("schemes", LONG)
 def test_promises_are_kept_at_length(schemes, place_of):
     examples, steps = LONG[schemes]
-    run(place_of(schemes), examples * TORTURE, steps)
+    run(place_of(schemes), volume(examples), steps)
 
 
 @pytest.mark.attack
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_process_that_is_killed_anywhere_leaves_what_was_promised(scheme, place_of):
-    assert kill_everywhere(place_of(scheme), 1 if TORTURE > 1 else STEP.get(scheme, 2)) > 10
+    assert kill_everywhere(place_of(scheme), 1 if TORTURE > 1 else STEP.get(scheme, 3)) > 10
 
 
 @pytest.mark.attack
@@ -81,12 +81,12 @@ def test_an_encrypted_location_keeps_the_same_promises(tmp_path, monkeypatch):
 
     with closing(Processes()) as processes:
         encrypted = Place(locations, is_shared=True, process=processes)
-        run(encrypted, 15 * TORTURE, 30)
-        assert kill_everywhere(encrypted, 1 if TORTURE > 1 else 3) > 10
+        run(encrypted, volume(15), 30)
+        assert kill_everywhere(encrypted, 1 if TORTURE > 1 else 5) > 10
 
 
 @pytest.mark.attack
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
 def test_what_was_flushed_survives_a_loss_of_power(scheme, tmp_path, recorded):
     url = "lmdb://{root}/kv" if scheme == "lmdb" else "sqlite:///{root}/kv.db"
-    run(Place(lambda: lambda _: [url], process=recorded, disks=lambda: Disks(tmp_path)), 20 * TORTURE)
+    run(Place(lambda: lambda _: [url], process=recorded, disks=lambda: Disks(tmp_path)), volume(20))

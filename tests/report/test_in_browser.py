@@ -10,7 +10,6 @@ from prefixstore.engine.pages import open_pages
 from prefixstore.report.content import content_of
 from prefixstore.report.page import html_of
 from tests.report.test_page import EVIL
-from tests.support.browser import PHONE
 from tests.support.forest import HOUR, lived_in
 from tests.support.places import fill, space
 
@@ -128,25 +127,6 @@ def test_keys_move_zoom_and_search(browser, page):
     assert trail(browser)[-1] == first
 
 
-@pytest.mark.slow
-def test_it_is_dark_for_those_who_want_it(browser, page):
-    back = "return getComputedStyle(document.body).backgroundColor"
-    browser.open(page)
-    light, drawn = browser.run(back), browser.run("return document.getElementById('tree').toDataURL()")
-    browser.screen(dark=True)
-    browser.painted()
-    assert browser.run(back) != light
-    assert browser.run("return document.getElementById('tree').toDataURL()") != drawn
-    # from auto to light, to dark, and to auto
-    browser.find("#theme").click()
-    assert browser.run(back) == light
-    browser.screen()
-    browser.find("#theme").click()
-    assert browser.run(back) != light
-    browser.find("#theme").click()
-    assert browser.run(back) == light
-
-
 @pytest.mark.parametrize("dark", [False, True])
 def test_texts_can_be_read_on_what_they_stand_on(browser, page, dark):
     browser.screen(dark=dark)
@@ -168,28 +148,6 @@ def test_texts_can_be_read_on_what_they_stand_on(browser, page, dark):
         """
     )
     assert min(ratios) >= 4.4
-
-
-@pytest.mark.slow
-def test_it_can_be_read_on_a_phone(browser, page):
-    browser.screen(PHONE, scale=2)
-    browser.open(page)
-    browser.painted()
-    assert browser.run("return document.documentElement.scrollWidth") <= PHONE[0]
-    assert browser.colours("#tree") > 20
-    assert browser.run("return document.getElementById('tree').width") > 600
-    outside = browser.run(
-        "return [...document.querySelectorAll('main *')].filter((one) => one.getClientRects().length"
-        " && one.getBoundingClientRect().right > innerWidth + 1).map((one) => one.tagName + one.className)"
-    )
-    assert outside == []
-    small = browser.run(
-        "return [...document.querySelectorAll('button, select, input')].filter((one) => one.getClientRects().length"
-        " && one.getBoundingClientRect().height < 32).map((one) => one.textContent)"
-    )
-    assert small == []
-    click(browser, 0.1, 2)
-    assert len(trail(browser)) == 3
 
 
 def test_history_is_drawn_if_there_is_any(browser, content, tmp_path):

@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -409,60 +408,6 @@ def test_api_keys_are_those_of_the_server(serve: Serve):
     served = serve("--api-key", KEY, headers={"x-api-key": KEY})
     assert cached(served.complete(prompt(18))) > 200
     assert KEY not in served.text()
-
-
-def _script(tmp_path: Path, options: str) -> str:
-    """A command that starts llama-server with more options than it is given, and is not replaced by it."""
-    script = tmp_path / "start.sh"
-    script.write_text(f'#!/bin/sh\n{binary()} "$@" {options}\n')
-    script.chmod(0o755)
-    return str(script)
-
-
-def _arguments(tmp_path: Path, command: str, model: Path, *options: str) -> list[str]:
-    common = ["-m", str(model), "--no-warmup", "-t", "1", "-np", "1", "-c", "4096"]
-    return [str(tmp_path / "store"), "--port", "0", *options, "--", command, *common]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="without /proc it is not seen")
-@pytest.mark.parametrize(
-    ("options", "given", "said"),
-    [
-        ("--api-key secret", (), "API keys of its own"),
-        ("--cache-ram 100", ("--salt-from", "header:X-Tenant"), "--cache-ram of its own"),
-    ],
-)
-def test_a_script_that_opens_what_should_be_closed_is_refused(
-    options: str, given: tuple[str, ...], said: str, tmp_path: Path, docs_model: Path
-):
-    script = _script(tmp_path, options)
-    served = launch(tmp_path, "served", _arguments(tmp_path, script, docs_model, *given))
-    try:
-        assert served.ended() == 1
-        assert said in served.text()
-    finally:
-        served.end()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="without /proc it is not seen")
-def test_what_a_script_adds_is_part_of_the_namespace_and_its_server_ends_with_it(tmp_path: Path, docs_model: Path):
-    script = _script(tmp_path, "--rope-freq-base 77777")
-    found = []
-    for command in (script, script, str(binary())):
-        served = launch(tmp_path, "served", _arguments(tmp_path, command, docs_model))
-        try:
-            served.wait_ready()
-            found.append(cached(served.complete(prompt(19))))
-            child = served.child()
-            servers = [child, *map(int, Path(f"/proc/{child}/task/{child}/children").read_text().split())]
-            assert len(servers) == (2 if command == script else 1)
-            assert served.stop() == 0
-            wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in servers), "the end", 120)  # noqa: B023
-        finally:
-            served.end()
-    assert [n > 200 for n in found] == [False, True, False]
 
 
 def _listens_at(child: int) -> Path:

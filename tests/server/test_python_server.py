@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -81,22 +80,6 @@ def test_a_restarted_server_is_warm_and_answers_as_cold(models, location, cold):
     assert [cached(one) for one in second] == [n - 1, first[1].usage.prompt_tokens - 1, n - 1]
 
 
-@pytest.mark.slow
-def test_a_disconnect_in_mid_stream_leaves_a_sound_server(models, location, cold):
-    given = messages("Talk for a long time.")
-    with start(models, location) as server:
-        with server.chat(given, stream=True, max_tokens=1000) as stream:
-            next(iter(stream))
-        answer = server.chat(given)
-        assert text_of(answer) == text_of(cold(given))
-        assert cached(answer) > 0
-        other = messages("Another question.")
-        assert text_of(server.chat(other)) == text_of(cold(other))
-        server.stop()
-    with Archive(location, read_only=True) as archive:
-        assert archive.check() == []
-
-
 @pytest.mark.attack
 def test_a_server_that_is_killed_in_mid_stream_leaves_a_sound_store(models, location, cold):
     given = messages("Talk for a long time.")
@@ -117,16 +100,6 @@ def test_a_server_that_is_killed_in_mid_stream_leaves_a_sound_store(models, loca
         server.stop()
     with Archive(location, read_only=True) as archive:
         assert archive.check() == []
-
-
-@pytest.mark.slow
-def test_clients_at_the_same_time(models, location, cold):
-    given = [messages(f"Question {i}?") for i in range(8)]
-    with start(models, location, "--interrupt-requests", "false") as server:
-        with ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(server.chat, given))
-        assert [text_of(answer) for answer in answers] == [text_of(cold(one)) for one in given]
-        assert sorted(cached(answer) > 0 for answer in answers) == [False] + [True] * 7
 
 
 @pytest.mark.slow

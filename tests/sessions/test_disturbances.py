@@ -37,8 +37,7 @@ def turned(sessions, alone, name, tokens, n=6):
     return after
 
 
-@pytest.mark.parametrize("is_inside", [False, True], ids=["between blocks", "inside a block"])
-@pytest.mark.parametrize("how", REACHES)
+@pytest.mark.parametrize(("how", "is_inside"), [(how, i % 2 == 0) for i, how in enumerate(REACHES)])
 def test_whatever_is_done_to_the_context_nobody_gets_wrong_rows(how, is_inside, llm, alone, store, sessions):
     held = {name: turned(sessions, alone, name, prompt(60, seed=i)) for i, name in enumerate(("alice", "bob"))}
     if is_inside:

@@ -16,18 +16,6 @@ class Other(Ticket):
         self.thread, self.loop, self.task = object(), None, None
 
 
-def test_a_place_that_was_abandoned_is_passed_over():
-    queue, first, last = Queue(), Ticket(), Other()
-    queue.enter(first)
-    queue.enter(last)
-    del first
-    mine = Ticket()  # of the same owner as the first
-    queue.enter(mine)
-    assert queue.look() is last
-    queue.leave(last)
-    assert queue.wait(mine, 0)
-
-
 def test_tasks_and_threads_wait_in_one_queue():
     queue, first, served = Queue(), Other(), []
     queue.enter(first)
@@ -65,31 +53,3 @@ def test_tasks_and_threads_wait_in_one_queue():
     for thread in threads:
         thread.join()
     assert served == list(range(6))
-
-
-def test_a_cancelled_task_loses_its_place_even_if_it_was_just_told():
-    queue = Queue()
-
-    async def main():
-        first, last = Other(), Other()
-        queue.enter(first)
-
-        async def wait():
-            ticket = Ticket(is_async=True)
-            queue.enter(ticket)
-            try:
-                await queue.wait_async(ticket, None)
-            finally:
-                queue.leave(ticket)
-
-        tasks = [asyncio.create_task(wait()) for _ in range(3)]
-        await asyncio.sleep(0)
-        queue.enter(last)
-        tasks[1].cancel()
-        queue.leave(first)  # the first task is told
-        tasks[0].cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [isinstance(result, asyncio.CancelledError) for result in results] == [True, True, False]
-        assert queue.look() is last
-
-    asyncio.run(main())

@@ -22,6 +22,13 @@ N_CTX = 4096
 TORTURE = 20 if os.environ.get("PREFIXSTORE_TORTURE") else 1
 # those whose bounded form is long already
 TORTURE_OF_LONG = 5 if TORTURE > 1 else 1
+
+
+def volume(n: int, times: int = TORTURE) -> int:
+    """How many of ``n`` cases are tried: half of them in a bounded run, and so many times as many at length."""
+    return n * times if TORTURE > 1 else (n + 1) // 2
+
+
 # the models are tiny, and llama.cpp's threads wait for each other by spinning: two processes would starve each other
 ONE_THREAD = {"n_threads": 1, "n_threads_batch": 1}
 # Attention is most of what they compute: two heads take half of the time of four, and the state is the same. Heads that
