@@ -305,7 +305,7 @@ class BackendContract:
 
             def write() -> None:
                 try:
-                    for turn in range(1, 41):
+                    for turn in range(1, 22):
                         value = None if turn % 5 == 0 else b"%d" % turn
                         payloads = [
                             (value or b"") * (3 * MIB if i == turn % 7 == 0 else turn) for i in range(len(keys))
@@ -511,7 +511,7 @@ class PersistentBackendContract(BackendContract):
         How many processes are killed while they write. Fewer, where others have to wait for what a dead one holds.
     """
 
-    kills = 8
+    kills = 4
 
     def reopen(self, tmp_path: Path) -> Backend:
         """Open once more what `open_backend` has opened in this directory."""

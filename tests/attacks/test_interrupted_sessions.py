@@ -16,7 +16,7 @@ SMALL = {"n_ctx": 256, "n_batch": 32, "n_ubatch": 32}
 
 # what is raised in a finalizer, Python ignores
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("arch", ["llama", "mamba"])
+@pytest.mark.parametrize("arch", ["llama"])
 def test_ctrl_c_at_any_place_of_a_session(arch, models, tmp_path):
     llm, alone = (load(models(arch), **SMALL) for _ in range(2))
     texts = {seed: answer(alone, prompt(40, seed=seed), 3) for seed in range(2)}

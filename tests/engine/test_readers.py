@@ -48,7 +48,7 @@ def test_a_page_whose_verification_fails_by_any_error_stays_unverified(monkeypat
 
 
 # a reader of packed pages has up to five threads
-@pytest.mark.parametrize(("codec", "n_threads"), [("raw", 50), ("zstd", 12)])
+@pytest.mark.parametrize(("codec", "n_threads"), [("raw", 20), ("zstd", 8)])
 def test_restores_that_have_begun_end_when_the_store_is_closed(codec, n_threads):
     with store_of([codec] * 8) as store:
         store.backend.alone = nullcontext  # each has a view of its own

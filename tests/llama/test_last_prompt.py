@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from prefixstore import MisuseError, PrefixStore, UnavailableError
+from prefixstore import PrefixStore, UnavailableError
 from tests.support.models import answer, attached, forget, prompt
 
 KINDS = {"llama": {}, "gemma3": {"swa_full": False}, "mamba": {}, "lfm2": {}}
@@ -99,20 +99,3 @@ def test_a_location_that_fails_and_a_fault_of_the_store_are_reasons(llama, store
         patched.setattr(type(store.engine), "match", unavailable)
         answer(llm, tokens, 1)
     assert (store.last.source, store.last.miss, store.last.computed) == ("cold", "unavailable", 300)
-
-
-def test_what_is_no_prompt_leaves_no_record(llama, store):
-    llm = attached(store, llama())
-    with pytest.raises(MisuseError):
-        store.restore("text")
-    assert store.last is None
-    answer(llm, prompt(30), 1)
-    record = store.last
-    # nor one that cannot be attached
-    other = llama()
-    with PrefixStore("memory:", other):
-        other.set_cache(store)
-        answer(other, prompt(30), 1)
-    assert (store.last, store.last_of(other)) == (record, None)
-    store.close()
-    assert store.last == record

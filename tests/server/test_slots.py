@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from prefixstore.llama.capture import Capture
 from prefixstore.llama.state.form import Form
 from prefixstore.server import SlotStore
 from prefixstore.server.namespace import ServerIdentity
-from tests.support.llama_server import Running
+from tests.support.llama_server import Running, start
 from tests.support.models import answer, forget, load, prompt
 
 N = 700
@@ -210,9 +210,12 @@ def served(running: Running, location: str = "memory:", **options: Any):
         yield slots, tokens
 
 
-@pytest.fixture
-def running(models: Callable[..., Path], llama_server: Callable[..., Running]) -> Running:
-    return llama_server(models("llama", n_head=2), KEEP_SLOTS)
+@pytest.fixture(scope="module")
+def running(models: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """One for all faults: each test opens a store of its own, and leaves nothing behind."""
+    running = start(models("llama", n_head=2), tmp_path_factory.mktemp("running") / "slots", KEEP_SLOTS)
+    yield running
+    running.stop()
 
 
 def left_behind(running: Running) -> list[str]:
