@@ -9,16 +9,15 @@ import pytest
 from prefixstore import PrefixStore
 from tests.support import PATIENCE, outcome
 from tests.support.ctrl_c import interrupted, places_in, sample
-from tests.support.models import TORTURE, answer, load, prompt
+from tests.support.models import answer, load, prompt, volume
 
 SMALL = {"n_ctx": 256, "n_batch": 32, "n_ubatch": 32}
 
 
 # what is raised in a finalizer, Python ignores
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("arch", ["llama"])
-def test_ctrl_c_at_any_place_of_a_session(arch, models, tmp_path):
-    llm, alone = (load(models(arch), **SMALL) for _ in range(2))
+def test_ctrl_c_at_any_place_of_a_session(models, tmp_path):
+    llm, alone = (load(models("llama"), **SMALL) for _ in range(2))
     texts = {seed: answer(alone, prompt(40, seed=seed), 3) for seed in range(2)}
     with PrefixStore(tmp_path / "kv", llm, page_tokens=16, min_tokens=4) as store:
         sessions = store.sessions(max_sessions=3)
@@ -36,7 +35,7 @@ def test_ctrl_c_at_any_place_of_a_session(arch, models, tmp_path):
         work()
         n = places_in(work)
         assert n > 500
-        for at in sample(n, 150 * TORTURE):
+        for at in sample(n, volume(150)):
             sessions.evict_all()
             turn("bob", 1)
             where = interrupted(work, at)

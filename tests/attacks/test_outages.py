@@ -7,12 +7,10 @@ import threading
 from contextlib import contextmanager
 from pathlib import Path
 
-import lmdb
 import pytest
 
 import prefixstore.opening
 from prefixstore import PrefixStore, UnavailableError
-from prefixstore.backends.lmdb import environment as lmdb_environment
 from prefixstore.engine import breaker, engine, queue
 from tests.attacks.flaky_backend import FlakyBackend
 from tests.support.models import TORTURE, answer, prompt
@@ -256,26 +254,3 @@ def test_another_store_put_in_place_is_used_from_then_on(scheme, llama, tmp_path
 
 
 # -- LMDB --------------------------------------------------------------------------------------------------------------
-
-
-def test_an_environment_that_has_failed_permanently_is_opened_again(llama, tmp_path):
-    with serving(llama(), tmp_path / "kv", 0, 1) as server:
-        server.ask(0)
-        server.store.flush()
-        environment = lmdb_environment._open[(tmp_path / "kv").resolve()]
-        real = environment.env
-
-        class Panicked:
-            """As LMDB is once it could not write which state is the newest."""
-
-            def begin(self, **_):
-                raise lmdb.PanicError("MDB_PANIC")
-
-            def __getattr__(self, name):
-                return getattr(real, name)
-
-        environment.env = Panicked()
-        assert server.hits(0)
-        assert environment.env is not real
-        server.ask(1)
-        server.recovers(1)

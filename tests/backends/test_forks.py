@@ -9,8 +9,6 @@ import threading
 import time
 from contextlib import closing, suppress
 
-import pytest
-
 from prefixstore.backends import forks, open_backend
 from prefixstore.backends.forks import ForkLevel, register_at_fork
 from tests.support import PATIENCE, ROOT
@@ -85,51 +83,6 @@ def write(backend):
     with backend.update() as draft:
         draft.put(b"key", b"value")
     return True
-
-
-EXECUTOR_WHILE_FORKING = """
-import os, threading
-from prefixstore.backends.forks import ForkLevel, register_at_fork
-from prefixstore.backends.memory import MemoryBackend
-from concurrent.futures import ThreadPoolExecutor
-
-executor = ThreadPoolExecutor(1)
-
-
-class User:
-    def before_fork(self):
-        thread = threading.Thread(target=executor.submit, args=(int,), daemon=True)
-        thread.start()
-        thread.join(60)
-        print("deadlock" if thread.is_alive() else "started", flush=True)
-        if thread.is_alive():
-            os._exit(1)
-
-    def after_fork_in_parent(self):
-        pass
-
-    def after_fork_in_child(self):
-        os._exit(0)
-
-
-user = User()
-register_at_fork(user, ForkLevel.HANDLE)
-os.waitpid(os.fork(), 0)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_thread_that_uses_a_handle_can_start_a_job_while_another_thread_forks():
-    done = subprocess.run(
-        [sys.executable, "-c", EXECUTOR_WHILE_FORKING],
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE,
-        cwd=ROOT,
-        check=False,
-    )
-    assert done.stdout == "started\n", done.stderr
 
 
 def test_numpy_imports_nothing_while_other_threads_may_fork():

@@ -13,7 +13,7 @@ import pytest
 from prefixstore.backends.lmdb import checked
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.lmdb.checked import NOTE
-from prefixstore.errors import CorruptError, UnavailableError
+from prefixstore.errors import CorruptError
 from tests.support import ROOT
 from tests.support.rows import delete, key_of, rows_of
 from tests.support.rows import put as put_row
@@ -133,27 +133,6 @@ def test_a_file_that_another_process_has_open_is_not_walked_and_after_a_kill_it_
     (kv / NOTE).write_bytes(b"")
     assert n_walks(monkeypatch, kv) == 1
     assert n_walks(monkeypatch, kv) == 0
-
-
-def test_a_file_that_cannot_be_walked_is_not_used_and_nothing_is_said_of_damage(kv, monkeypatch):
-    (kv / NOTE).unlink()
-    for name in ("/bin/false", "/nowhere"):
-        monkeypatch.setattr(checked, "get_executable", lambda name=name: name)
-        with pytest.raises(UnavailableError, match="cannot be checked"):
-            LMDBBackend(kv, 16 * MIB)
-
-
-@pytest.mark.parametrize(
-    ("number", "error"), [("SIGTERM", UnavailableError), ("SIGKILL", UnavailableError), ("SIGSEGV", CorruptError)]
-)
-def test_only_signals_of_wrong_pointers_are_damage(kv, tmp_path, monkeypatch, number, error):
-    (kv / NOTE).unlink()
-    ended = tmp_path / "ended"
-    ended.write_text(f"#!/bin/sh\nkill -{number.removeprefix('SIG')} $$\n")
-    ended.chmod(0o700)
-    monkeypatch.setattr(checked, "get_executable", lambda: str(ended))
-    with pytest.raises(error):
-        LMDBBackend(kv, 16 * MIB)
 
 
 @pytest.mark.parametrize("read_only", [False, True])

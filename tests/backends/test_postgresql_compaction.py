@@ -10,7 +10,7 @@ from prefixstore.backends.sql import compaction
 from prefixstore.backends.sql.postgresql import PostgreSQL
 from prefixstore.errors import LocationError
 from tests.support.postgres import database, name_of
-from tests.support.sql_rows import MIB, contents, delete, held, keys_of, opened, put, require_intact, row
+from tests.support.sql_rows import contents, delete, held, keys_of, opened, put, require_intact, row
 
 SIZE = 200_000
 
@@ -105,24 +105,6 @@ def test_others_read_in_each_transaction_and_write_between_two(churned, monkeypa
         monkeypatch.undo()
         assert contents(backend) == kept
         require_intact(backend)
-
-
-def test_while_somebody_reads_an_older_state_the_table_hardly_grows(churned):
-    url, _ = churned
-    with opened(url) as backend:
-        # a quarter of it is free then
-        put(backend, *(row(number, SIZE) for number in range(100, 110)))
-        kept = contents(backend)
-    with opened(url) as backend, opened(url) as other, other.connection() as reader:
-        reader.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-        reader.execute("SELECT count(*) FROM prefixstore_payloads")
-        before = backend.disk_bytes()
-        assert backend.compact() == 0
-        # by what is written between two or three vacuums, and not by all payloads
-        assert backend.disk_bytes() < before + 1.5 * MIB
-    with opened(url) as backend:
-        assert backend.compact() > 0
-        assert contents(backend) == kept
 
 
 def test_only_the_owner_of_the_tables_can(churned):

@@ -10,12 +10,11 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from prefixstore.backends.contract import Range, Row
+from prefixstore.backends.contract import Range
 from prefixstore.backends.sql import postgresql, postgresql_rows, sqlite, sqlite_rows
 from prefixstore.backends.sql.database import APPLICATION_ID
 from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
 from prefixstore.format.record import FORMAT_VERSION
-from tests.support import PATIENCE, in_thread, outcome
 from tests.support.sql_rows import (
     MIB,
     before_statements,
@@ -31,7 +30,6 @@ from tests.support.sql_rows import (
     row,
     statements,
 )
-from tests.support.timeouts import wait_for
 from tests.support.worker import in_fork
 
 
@@ -94,30 +92,6 @@ def test_a_sqlite_file_that_is_truncated_does_not_end_the_process(tmp_path, shar
 # -- what is stored ----------------------------------------------------------------------------------------------------
 
 
-def spoil(path, statement, *parameters):
-    """Change a SQLite file whose columns may be NULL from now on."""
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("PRAGMA writable_schema=ON")
-        connection.execute("UPDATE sqlite_master SET sql = replace(sql, ' NOT NULL', '')")
-        connection.execute("PRAGMA writable_schema=RESET")
-        connection.execute(statement, parameters)
-
-
-@pytest.mark.parametrize("wrong", ["text", "CAST(x'ff00' AS TEXT)", 5, None])
-def test_a_sqlite_value_that_is_something_else_than_bytes_is_read_as_other_bytes(tmp_path, wrong):
-    """There any column may hold anything."""
-    url = f"sqlite:///{tmp_path}/kv.db"
-    with opened(url) as backend:
-        keys = put(backend, row(1), row(2))
-    spoil(tmp_path / "kv.db", "UPDATE prefixstore_rows SET value = ? WHERE key = ?", wrong, keys[0])
-    with opened(url) as backend, backend.view() as view:
-        value, other = view.get(keys)
-        assert type(value) is bytes
-        assert value != other == row(2)[1]
-        assert view.ranges([Range(b"r", b"s")]) == [[Row(keys[0], value), Row(keys[1], other)]]
-        assert held(view, keys) == [(value, row(1)[2]), (other, row(2)[2])]
-
-
 def test_a_payload_with_missing_or_extra_pieces_is_what_there_is_of_it(url):
     """Whoever knows what it should be verifies it; the payloads after it are read."""
     rows = [row(i, 2 * MIB) for i in range(4)]
@@ -163,24 +137,6 @@ def test_a_damaged_index_of_a_sqlite_file_is_reported(tmp_path):
 
 
 # -- round trips and plans ---------------------------------------------------------------------------------------------
-
-
-def test_each_question_is_one_round_trip(new_database):
-    with opened(new_database()) as backend:
-        keys = put(backend, *(row(i) for i in range(30)))
-        unknown = [bytes([i % 256, i // 256]) * 8 for i in range(5000)]
-        ranges = [Range(key, b"s", 2, bool(i % 2)) for i, key in enumerate(keys)]
-        asked = {
-            "rows": lambda view: None not in view.get(keys),
-            "thousands": lambda view: view.get(keys + unknown)[30:] == [None] * 5000,
-            "ranges": lambda view: [len(rows) for rows in view.ranges(ranges)] == [2] * 29 + [1],
-            "payloads": lambda view: len(held(view, keys)) == 30,
-            "what is used": lambda view: view.used > 30_000,
-        }
-        for what, ask in asked.items():
-            with statements() as sent, backend.view() as view:
-                assert ask(view), what
-            assert len(sent) == 1, what
 
 
 def test_a_commit_is_few_statements_however_many_rows_it_writes(new_database):
@@ -258,21 +214,6 @@ def test_a_connection_that_drops_between_the_statements_of_a_commit_leaves_nothi
                 except UnavailableError:
                     assert contents(backend) == before
             require_intact(backend)
-
-
-def test_a_view_in_another_thread_goes_on_while_the_location_is_closed(url):
-    with opened(url) as backend:
-        (key,) = put(backend, row(1))
-        with backend.view() as view:
-            closing_it = in_thread(backend.close)
-            # that of a SQLite file waits for the view
-            wait_for(lambda: backend._closed or backend._handle_lock._alone, "the thread that closes it")
-            assert outcome(lambda: view.get([key]), "a reader") == [row(1)[1]]
-            assert outcome(lambda: held(view, [key]), "a reader") == [row(1)[1:]]
-        closing_it.join(PATIENCE)
-        with pytest.raises(UnavailableError), backend.view():
-            pass
-        assert not backend.idle
 
 
 @pytest.mark.slow

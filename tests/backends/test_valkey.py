@@ -267,28 +267,6 @@ def test_read_only_needs_a_store_and_writes_nothing(url, client):
 # -- round trips ------------------------------------------------------------------------------------------------------
 
 
-def test_every_read_of_many_rows_is_one_round_trip(url, monkeypatch):
-    sent = []
-    real = connections.Connections.use
-    monkeypatch.setattr(connections.Connections, "use", lambda self, work: (sent.append(1), real(self, work))[1])
-    with rows_of(url) as backend:
-        change_rows(backend, **{f"{n:04}": (b"%d" % n,) for n in range(1000)})
-        with backend.view() as view:
-            for read in (
-                lambda: view.get([b"%04d" % n for n in range(500)]),
-                lambda: view.ranges([Range(b"%04d" % n, b"%04d" % (n + 10)) for n in range(0, 900, 10)]),
-                lambda: view.ranges([ALL, ALL._replace(reverse=True)]),
-                lambda: view.used,
-            ):
-                del sent[:]
-                read()
-                assert len(sent) == 1
-        del sent[:]
-        change_rows(backend, a=(b"1",), b=(b"2",))
-        # the lock, and the commit
-        assert len(sent) == 2
-
-
 def test_a_lookup_takes_few_round_trips(url, monkeypatch):
     with closing(Store(open_pages(url, max_bytes=64 * MIB))) as writer:
         tokens = list(range(400))
@@ -519,19 +497,3 @@ def test_tls_is_verified(certificate):
             open_pages(f"valkeys://127.0.0.1:{port}?ssl_ca_certs={cert}", max_bytes=MIB)
     finally:
         server.__exit__(None, None, None)
-
-
-def test_an_update_that_has_begun_ends_although_another_thread_closes_the_location(url, client):
-    with rows_of(url) as backend, rows_of(url) as other:
-        change_rows(backend, backend.close, a=(b"1", b"x"))
-        assert stored(other) == {b"a": (b"1", b"x")}
-    with rows_of(url) as backend:
-
-        def fail():
-            backend.close()
-            raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            change_rows(backend, fail, b=(b"2", b"y"))
-        # or nobody could write for as long as the lock lasts
-        assert not client.exists(named(url, "lock"))

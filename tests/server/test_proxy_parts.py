@@ -20,12 +20,9 @@ from prefixstore.server import slot_pool
 from prefixstore.server.chats import Turns
 from prefixstore.server.command import ServerCommand, private_directory
 from prefixstore.server.exchange import BodyBudget, Exchange
-from prefixstore.server.namespace import ServerIdentity
 from prefixstore.server.own_endpoints import OwnEndpoints
 from prefixstore.server.prompts import MAX_PARTS, Ask, parse, unknown_field
 from prefixstore.server.rates import RETRY_EVERY, AnswerTail, Rates, Usage
-from prefixstore.server.serving import ServeSettings
-from prefixstore.server.session import ServerSession
 from prefixstore.server.slot_manager import SlotManager
 from prefixstore.server.slot_pool import Plan, PoolFullError, SlotPool
 from prefixstore.server.slot_record import Claim, PoolSlot, Request, Rows
@@ -632,27 +629,3 @@ def test_a_location_that_does_not_answer_stops_no_request(path: str):
 
     asyncio.run(scene())
     assert was_in_time == [True]
-
-
-def test_a_store_that_could_not_be_opened_is_opened_by_a_later_request(monkeypatch: pytest.MonkeyPatch):
-    opened: list[float] = []
-
-    class Ready(ServerSession):
-        async def _open(self) -> None:
-            self._last_opened = asyncio.get_running_loop().time()
-            opened.append(self._last_opened)
-
-    async def scene() -> None:
-        settings, nothing = ServeSettings(location="memory:"), Path("/nowhere")
-        session = Ready(Upstream("http://server", timeout=60), settings, nothing, ServerIdentity)
-        session.is_child = True
-        session._is_up.set()
-        await session._open()
-        for seconds in (3600.0, 0.0):
-            monkeypatch.setattr("prefixstore.server.session.REOPEN_SECONDS", seconds)
-            assert await session.look()
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-
-    asyncio.run(scene())
-    assert len(opened) == 2
