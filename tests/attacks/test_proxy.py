@@ -23,7 +23,7 @@ import pytest
 
 from tests.support import PATIENCE, ROOT
 from tests.support.llama_server import Running, binary, start
-from tests.support.models import TORTURE
+from tests.support.models import volume
 from tests.support.proxy import Line
 from tests.support.served import START_SECONDS, Serve, Served, cached, launch, own_answers, prompt
 
@@ -67,7 +67,7 @@ def test_the_child_is_killed_while_it_answers(serve: Serve, alone: Running):
 def test_the_child_is_killed_around_its_saves(serve: Serve, alone: Running):
     served = serve()
     dice = random.Random(0)
-    for i in range(6 * TORTURE):
+    for i in range(volume(6)):
         text = prompt(i % 12)
         answer = _until_answered(served, text)
         assert answer["content"] in own_answers(alone, text)
@@ -79,7 +79,7 @@ def test_the_child_is_killed_around_its_saves(serve: Serve, alone: Running):
 
 def test_both_are_killed_at_any_time_and_the_store_stays_sound(serve: Serve, alone: Running, tmp_path: Path):
     dice = random.Random(1)
-    for i in range(4 * TORTURE):
+    for i in range(volume(4)):
         served = serve()
         crowd = [threading.Thread(target=_ask, args=(served, prompt(j))) for j in range(i, i + 3)]
         for thread in crowd:
@@ -138,7 +138,7 @@ def test_the_store_vanishes_while_it_is_used(serve: Serve, alone: Running, tmp_p
 def test_a_crowd_that_leaves_again_and_again_blocks_nothing(serve: Serve, alone: Running):
     served = serve()
     dice = random.Random(2)
-    times = [dice.uniform(0.01, 1.0) for _ in range(60 * TORTURE)]
+    times = [dice.uniform(0.01, 1.0) for _ in range(volume(60))]
 
     def leave(i: int) -> None:
         body = {"prompt": prompt(i % 10), "n_predict": 200, "stream": bool(i % 2), "ignore_eos": True}

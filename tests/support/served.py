@@ -225,7 +225,7 @@ def shared_proxy(tmp_path_factory: pytest.TempPathFactory, docs_model: Path) -> 
         yield starter()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def alone(tmp_path_factory: pytest.TempPathFactory, docs_model: Path) -> Any:
     """The server without the proxy, whose cold answers are right."""
     running = start(docs_model, tmp_path_factory.mktemp("alone") / "slots", "-c", "4096", "--cache-ram", "0")
