@@ -287,13 +287,13 @@ def test_two_compactors_and_a_writer(seaweedfs, at_once):
     for thread in threads:
         thread.start()
     try:
-        stored = [number for number in range(40) if stores[0].put(sequence(number)) == 2]
+        stored = [number for number in range(20) if stores[0].put(sequence(number)) == 2]
     finally:
         is_done.set()
         for thread in threads:
             thread.join()
     assert failures == []
-    assert len(stored) > 30
+    assert len(stored) > 14
     for store in stores:
         assert all(store.fetch(sequence(number)) == 2 for number in stored)
         store.close()
