@@ -34,7 +34,7 @@ SEQUENCES = ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 10], [20, 21, 22
 MINE, YOURS = space("mine"), space("yours")
 
 
-@pytest.fixture(params=["lmdb", "sqlite"])
+@pytest.fixture(params=["lmdb", pytest.param("sqlite", marks=pytest.mark.attack)])
 def store(request, tmp_path):
     """A location with two tenants."""
     location = f"lmdb://{tmp_path}/kv" if request.param == "lmdb" else f"sqlite:///{tmp_path}/kv.db"

@@ -60,7 +60,8 @@ def plain_rows(pages):
         return view.ranges([keyspace.Range(b"", b"\xff" * 16)])[0]
 
 
-@pytest.fixture(params=SCHEMES)
+# a layer over each backend alike
+@pytest.fixture(params=["lmdb", *(pytest.param(each, marks=pytest.mark.attack) for each in SCHEMES if each != "lmdb")])
 def url(request, tmp_path):
     return place(request.param, tmp_path, request)
 

@@ -18,9 +18,9 @@ AMPLE = Budget(1 << 40)
 ONE, TWO = space("one"), space("two")
 
 
-@pytest.fixture(params=["memory", "lmdb"])
-def backend(request, tmp_path):
-    with opened("memory:" if request.param == "memory" else f"lmdb://{tmp_path}/kv") as found:
+@pytest.fixture
+def backend():
+    with opened("memory:") as found:
         yield found
 
 

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine import keyspace
 from prefixstore.engine.keyspace import Count, Leaf, leaf_row
 from prefixstore.engine.page_checks import flaws
-from prefixstore.engine.pages import Pages
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import Record, Usage, head_of
-from tests.support.engines import MIB, MemoryPages
+from tests.support.engines import MemoryPages
 from tests.support.newer import make_corrupt, make_newer
 from tests.support.pages import make_page
 
@@ -25,11 +23,9 @@ NOW = 1_700_000_000_000_000_000
 CANONICAL = {one.key: one.canonical for one in SPACES}
 
 
-@pytest.fixture(params=["memory", "lmdb"])
-def backend(request, tmp_path):
-    with closing(
-        MemoryPages() if request.param == "memory" else Pages(LMDBBackend(tmp_path / "kv", 64 * MIB))
-    ) as found:
+@pytest.fixture
+def backend():
+    with closing(MemoryPages()) as found:
         yield found
 
 

@@ -9,6 +9,7 @@ import pytest
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine.pages import Pages
 from prefixstore.format.keys import as_tokens
+from tests.support import seeds
 from tests.support.engines import MIB, NS, OTHER, MemoryPages, Store, snapshot_of
 
 # 256 and -1 are next to 1 and 0 in another byte order
@@ -34,16 +35,15 @@ class Random:
         return new
 
 
-@pytest.fixture(params=["memory", "lmdb"])
-def store(request, tmp_path):
-    backend = MemoryPages() if request.param == "memory" else Pages(LMDBBackend(tmp_path / "kv", 64 * MIB))
-    opened = Store(backend)
+@pytest.fixture
+def store():
+    opened = Store(MemoryPages())
     yield opened
     opened.engine.close()
 
 
 @pytest.mark.parametrize("alphabet", ALPHABETS, ids=["narrow", "wide"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(1, 3))
 def test_the_longest_prefix_is_found_to_the_token_stored_or_waiting(store, alphabet, seed):
     some = Random(seed, alphabet)
     known, waiting = [], []
@@ -66,7 +66,7 @@ def test_the_longest_prefix_is_found_to_the_token_stored_or_waiting(store, alpha
     store.engine.commit(waiting)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(1, 3))
 def test_the_deepest_snapshot_is_found_within_a_limit_and_at_a_multiple(store, seed):
     some = Random(seed, [0, 1])
     known, waiting = [], []

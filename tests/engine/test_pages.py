@@ -36,7 +36,7 @@ MISSING = bytes(KEY_BYTES)
 SETTINGS = b'{"label":"pages"}'
 
 
-@pytest.fixture(params=["memory", "lmdb", "encrypted"])
+@pytest.fixture(params=["memory", "encrypted"])
 def backend(request, tmp_path):
     location = "memory:" if request.param == "memory" else f"lmdb://{tmp_path}/kv"
     key = KEY if request.param == "encrypted" else None
