@@ -80,13 +80,13 @@ def asked(question: str, document: str) -> list[dict[str, str]]:
     return [SYSTEM, {"role": "user", "content": document + question}]
 
 
-@pytest.mark.parametrize("form", ["a number", "tokens", "messages"])
+@pytest.mark.parametrize("form", ["tokens", "messages"])
 def test_a_prompt_is_resumed_at_a_boundary_that_the_caller_names(llama, store, arch, form):
     document = "The names of temporary files are chosen at random, and nobody else may open them. " * 20
     llm, (first, other) = attached(store, llama(arch)), [asked(question, document) for question in QUESTIONS[:2]]
     tokens = chat_tokens(llm, first, {}, generation_prompt=True)
     n = common_prefix(tokens, chat_tokens(llm, asked("", document), {}, generation_prompt=False))
-    prefix = {"a number": n, "tokens": tokens[:n], "messages": {"messages": asked("", document)}}[form]
+    prefix = {"tokens": tokens[:n], "messages": {"messages": asked("", document)}}[form]
     with store.boundary(prefix):
         say(llm, first, 1)
     assert n in stored(store)

@@ -159,8 +159,6 @@ def left(llm, open_store):
     ("purged", "stay"),
     [
         ({"everything": True}, []),
-        ({"salt": "tenant"}, []),
-        ({"older_than": 1e-9}, []),
         ({"tokens": "alice"}, ["bob", "carol"]),
         ({"tokens": "shared"}, ["carol"]),
         ({"salt": "another"}, ["alice", "bob", "carol"]),
@@ -192,15 +190,13 @@ def test_one_whose_pages_were_evicted_is_not_resumed(left, llm, open_store):
             assert (session.source == "store") == (len(session.tokens) > 0)
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "other", "empty"])
+@pytest.mark.parametrize("damage", ["flipped", "other"])
 def test_a_damaged_note_is_ignored(damage, left, llm, open_store, caplog):
     store = open_store(llm, salt="tenant")
     note = note_of(store)
     damaged = {
-        "cut": note[: len(note) // 2],
         "flipped": note[:-5] + bytes([note[-5] ^ 1]) + note[-4:],
         "other": b"another application's",
-        "empty": b"",
     }[damage]
     store.engine.change_note(note_name(store.namespace.key), lambda _: damaged)
     sessions = store.sessions()
