@@ -305,7 +305,7 @@ class BackendContract:
 
             def write() -> None:
                 try:
-                    for turn in range(1, 22):
+                    for turn in range(1, 21):
                         value = None if turn % 5 == 0 else b"%d" % turn
                         payloads = [
                             (value or b"") * (3 * MIB if i == turn % 7 == 0 else turn) for i in range(len(keys))

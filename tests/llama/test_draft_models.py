@@ -24,7 +24,7 @@ MODELS = [
     ("arch", "options", "n_batch"),
     [
         # several batches for a prompt; each process takes a second
-        pytest.param(arch, options, n, marks=() if n == 128 and arch in ("llama", "lfm2") else pytest.mark.slow)
+        pytest.param(arch, options, n, marks=() if n == 128 and arch == "llama" else pytest.mark.slow)
         for arch, options in MODELS
         for n in (128, 512)
     ],
