@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import sys
 import tarfile
@@ -19,26 +18,7 @@ from prefixstore.traces.plot import svg
 from prefixstore.traces.read import read_trace
 from prefixstore.traces.replay import Belady, replay
 from tests.support import ROOT
-
-
-def written(path, prompts):
-    path.write_text("".join(json.dumps({"timestamp": 0, "hash_ids": blocks}) + "\n" for blocks in prompts))
-    return path
-
-
-def conversations(seed, n_prompts=150):
-    """Prompts that continue others, or start after one of three beginnings; blocks name their prefix."""
-    chance = random.Random(seed)
-    known = [[0], [1], [2]]
-    fresh = 3
-    prompts = []
-    for _ in range(n_prompts):
-        before = chance.choice(known[-30:] if chance.random() < 0.6 else known[:3])
-        n = chance.randint(0, 5)
-        prompts.append([*before, *range(fresh, fresh + n)])
-        fresh += n
-        known.append(prompts[-1])
-    return prompts
+from tests.support.traces import conversations, requests, written
 
 
 @pytest.fixture
@@ -124,7 +104,7 @@ def peak(work):
 def test_belady_holds_as_much_as_fits_and_not_what_was_asked():
     prompts = [list(range(10))] * 2000
     cache = Belady(10, prompts)
-    _, held = peak(lambda: [cache.request(prompt) for prompt in prompts])
+    _, held = peak(lambda: requests(cache, prompts))
     assert held < 1 << 20
     assert cache.written == 10
 
