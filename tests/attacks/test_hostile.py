@@ -7,27 +7,18 @@ import json
 import subprocess
 import sys
 import tracemalloc
-from contextlib import closing
 
 import llama_cpp
-import numpy as np
 import pytest
 
-from prefixstore.engine.budget import Budget
-from prefixstore.engine.engine import Engine
-from prefixstore.engine.pages import open_pages
-from prefixstore.engine.policy import lru
 from prefixstore.errors import CorruptError
-from prefixstore.format.autocodec import pick
 from prefixstore.format.export import EXPORT_VERSION, HEADER, MAGIC, ExportReader
 from prefixstore.format.keys import namespace_key
 from prefixstore.format.record import FORMAT_VERSION, Record, Usage
-from prefixstore.stats import Counters
 from tests.attacks.exporting import sealed_entry
 from tests.support import ROOT
 from tests.support.models import TORTURE
 from tests.support.pages import make_page
-from tests.support.places import contents, fill, place, space
 
 Q8 = {"flash_attn": True, "type_k": llama_cpp.GGML_TYPE_Q8_0, "type_v": llama_cpp.GGML_TYPE_Q8_0}
 
@@ -76,24 +67,6 @@ def test_a_forged_state_with_a_right_checksum_changes_no_answer(models, tmp_path
     assert done["unreadable"].keys() <= {"shape", "refused"}
     assert sum(done["unreadable"].values()) > done["ran"] / 4, done
     assert done["last"] > 128
-
-
-@pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
-def test_a_condemned_page_that_another_process_has_replaced_stays(tmp_path, request, scheme):
-    with closing(open_pages(place(scheme, tmp_path, request), max_bytes=64 << 20)) as backend:
-        engine = Engine(backend, Budget(64 << 20), lru(), pick("raw"), Counters())
-        paths = fill(backend, space(), [list(range(8)), [9, 9, 9, 9]])
-        path = engine.match(space().key, np.arange(8, dtype="<i4"), 4)
-        asked = []
-        engine.condemn(path.pages[0], lambda state, start, n: asked.append((len(state), start, n)) is None)
-        assert engine.match(space().key, np.arange(8, dtype="<i4"), 4).n_tokens == 0
-        engine.commit([])
-        assert asked == [(1000, 0, 4)]
-        assert contents(backend).keys() == {key for path in paths for key in path}
-        assert engine.match(space().key, np.arange(8, dtype="<i4"), 4).n_tokens == 8
-        engine.condemn(path.pages[0], lambda state, start, n: False)
-        engine.commit([])
-        assert contents(backend).keys() == set(paths[1])
 
 
 # -- an export file with right checksums; forged records, pages and files of all kinds are made by test_fuzz ---------

@@ -9,7 +9,6 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from prefixstore import PrefixStore, load
@@ -277,67 +276,10 @@ def test_no_cell_of_a_table_for_programs_is_a_formula(tmp_path, run, as_json, na
     assert as_json("ls", path)[1][0]["settings"]["salt"] == name
 
 
-@pytest.mark.slow
-def test_a_tree_has_a_depth_a_limit_and_filters(tmp_path, run, as_json):
-    path = tmp_path / "branches"
-    location = filled(path, [[1, 2, 3, 4, i, i, i, i, 5, 5, 5, i] for i in range(10, 20)])
-    assert len(run("tree", path)[1].splitlines()) == 1 + 1 + 10 + 1
-    assert len(run("tree", path, "--depth", 1)[1].splitlines()) == 1 + 1 + 1
-    limited = run("tree", path, "--limit", 3)[1].splitlines()
-    assert limited[-2:] == ["    … 7 more", f"{location}: 21 pages"]
-    assert len(as_json("tree", path, "--depth", 1)[1]) == 1
-    page = as_json("tree", path)[1][-1]["page"]
-    run("pin", path, page)
-    assert len(as_json("tree", path, "--pinned")[1]) == 3
-    assert len(as_json("tree", path, "--older-than", "1h")[1]) == 21
-    run("export", path, "--out", tmp_path / "f.pstore")
-
-
 # -- warming ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_budget_that_is_too_small_is_told_before_anything_is_computed(tmp_path, run, models):
-    file = write_jsonl(tmp_path / "p.jsonl", [{"tokens": prompt(900, i)} for i in range(8)])
-    given = ["warm", "--model", models("llama"), "--store", tmp_path / "kv", file]
-    note = r"note: the prompts need about [\d.]+ MiB, and lmdb://\S+ may hold 2.0 MiB: not all will be stored"
-    code, _, err = run(*given, "--max-bytes", "2MiB", "--dry-run")
-    assert (code, re.search(note, err) is not None) == (1, True)
-    code, _, err = run(*given, "--max-bytes", "2MiB")
-    assert code == 1
-    assert re.search(note, err).start() < err.index("evaluating: ")
-    assert "not completely stored" in err
-    assert "note: the prompts need" not in run(*given)[2]
-    with Archive(tmp_path / "kv") as archive:
-        held = archive.used().bytes
-    write_jsonl(file, [{"tokens": prompt(900, i)} for i in range(50, 54)])
-    err = run(*given, "--max-bytes", f"{held + (1 << 20)}B", "--dry-run")[2]
-    assert "other pages will be evicted" in err
-
-
 # -- moving -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_an_import_into_a_small_budget_warns_first_and_its_figures_add_up(tmp_path, run, as_json):
-    source = filled(tmp_path / "source", [list(np.arange(40) + 100 * i) for i in range(60)])
-    file = tmp_path / "f.pstore"
-    run("export", source, "--out", file)
-    target = filled(tmp_path / "target")
-    before, total = n_pages(target), n_pages(source)
-    code, out, err = run("import", target, file, "--max-bytes", "300KiB")
-    assert code == 1
-    assert "or other pages be evicted; pass a larger --max-bytes" in err
-    found = re.findall(r"^([\d,]+) pages (imported|did|evicted)", out, re.MULTILINE)
-    numbers = {what: int(n.replace(",", "")) for n, what in found}
-    assert numbers["imported"] + numbers["did"] == total
-    assert before + numbers["imported"] - numbers.get("evicted", 0) == n_pages(target)
-    # what is there already needs no space
-    assert run("import", filled(tmp_path / "large"), file)[2] == ""
-    assert run("import", tmp_path / "large", file, "--max-bytes", "4MiB")[2] == ""
-    code, found = as_json("copy", source, tmp_path / "small", "--max-bytes", "300KiB")
-    assert (code, found["pages"] + found["refused"]) == (1, total)
-    assert found["pages"] == n_pages(tmp_path / "small")
 
 
 # -- from Python ------------------------------------------------------------------------------------------------------

@@ -143,18 +143,6 @@ def test_stats_as_json_are_complete(used, run):
     assert len(found["requests"]) >= 6
 
 
-def test_stats_of_a_shared_location_say_where_prompts_are_counted(new_valkey, models, tmp_path, run):
-    far = new_valkey()
-    llm = load(models("llama"))
-    with PrefixStore([tmp_path / "kv", far], llm) as store:
-        llm.set_cache(store)
-        llm(prompt(300), max_tokens=1)
-    note = "note: prompts of processes that use this as a far location are counted in their nearer location"
-    assert note in run("stats", far)[2]
-    code, out, err = run("stats", tmp_path / "kv")
-    assert (code, "hit rate" in out, note in err) == (0, True, False)
-
-
 def test_stats_for_prometheus_have_the_budget_and_the_kept_figures(used, run):
     code, out, _ = run("stats", used[0], "--prometheus")
     assert code == 0

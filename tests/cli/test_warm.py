@@ -94,21 +94,6 @@ def test_without_n_ctx_the_context_holds_the_longest_prompt(warm, models, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_check_explains_why_a_namespace_differs(warm, file):
-    empty = warm("--check")
-    assert (empty.exit_code, "no pages at all" in empty.stdout) == (1, True)
-    warm(file)
-    same = warm("--check")
-    assert (same.exit_code, "has pages for these settings" in same.stdout) == (0, True)
-    other = warm("--check", "--type-k", "q8_0", "--salt", "t")
-    assert other.exit_code == 1
-    assert "type_k is q8_0 here, f16 in the store" in other.stdout
-    assert "salt is t here, not set in the store" in other.stdout
-    told = json.loads(warm("--check", "--json", "--salt", "t").stdout)
-    assert (told["stored"], told["differences"]) == (False, ["salt is t here, not set in the store"])
-
-
-@pytest.mark.slow
 def test_a_dry_run_estimates_the_cost_and_stores_nothing(warm, file, tmp_path):
     told = json.loads(warm(file, "--dry-run", "--json").stdout)
     assert not (tmp_path / "kv").exists()

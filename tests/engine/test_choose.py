@@ -7,7 +7,7 @@ import random
 import pytest
 
 from prefixstore.engine import keyspace
-from prefixstore.engine.eviction import KEPT, POLICIES, POOL, Group, Victims
+from prefixstore.engine.eviction import KEPT, POLICIES, POOL, Victims
 from prefixstore.engine.keyspace import Leaf, leaf_row
 from prefixstore.format.record import Usage
 from tests.support.engines import NS, OTHER, MemoryPages, P, store_of
@@ -255,18 +255,3 @@ def test_leaf_rows_of_pages_that_are_gone_are_dropped_and_an_eviction_comes_to_a
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("said", "n"), [(None, 300), (0, 300), (10**6, 100)])
-def test_a_group_takes_only_its_own(backend, said, n):
-    mine, third = fill(backend, n), b"t" * 32
-    others = fill(backend, n, space=OTHER)
-    more = fill(backend, 20, space=third)
-    choose = Chooser()
-    with backend.update() as transaction:
-        group = Group(b"mine", {NS: n if said is None else said, third: 20 if said is None else said})
-        found = taken(choose.victims(transaction, group), transaction)
-        assert sorted(found) == sorted(mine + more)
-    with backend.update() as transaction:
-        assert taken(choose.victims(transaction, Group(b"none", {})), transaction) == []
-        assert sorted(taken(choose.victims(transaction), transaction)) == sorted(others)

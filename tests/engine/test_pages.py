@@ -69,29 +69,6 @@ def test_a_page_that_was_put_is_read_back_unchanged(backend):
         assert {name: facts[name] for name in expected} == expected
 
 
-def test_the_generation_counts_updates_that_put_delete_or_pin(backend):
-    def step(work):
-        with backend.view() as view:
-            before = view.generation
-        with backend.update() as transaction:
-            work(transaction)
-        with backend.view() as view:
-            return view.generation - before
-
-    key, _ = make_page(bytes(100), [1, 2])
-    assert step(lambda transaction: [put(transaction, number) for number in range(1, 4)]) == 1
-    for work in (
-        lambda transaction: transaction.record(key),
-        lambda transaction: transaction.touch(key, Usage(3)),
-        lambda transaction: transaction.put_namespace(MISSING, b"{}"),
-        lambda transaction: transaction.put_note(b"name", b"value"),
-        lambda transaction: transaction.delete(MISSING),
-    ):
-        assert step(work) == 0
-    assert step(lambda transaction: transaction.touch(key, Usage(3, pinned=True))) == 1
-    assert step(lambda transaction: transaction.delete(key)) == 1
-
-
 def test_namespaces_are_remembered_with_their_settings_as_long_as_they_have_pages(backend):
     with backend.update() as transaction:
         put(transaction, 1)
@@ -215,22 +192,6 @@ def test_a_repair_leaves_a_page_in_its_place_where_a_damaged_record_says_that_it
         with backend.view() as view:
             assert [one.key for one in view.children([space().key], PAGE)] == [good]
             assert view.followed([space().key]) == {space().key}
-
-
-def test_usages_without_a_record_are_found_and_deleted():
-    with Archive("memory:", create=True) as archive:
-        paths = fill(archive.backend, space(), SEQUENCES)
-        # of a page that has lost its record, of one that never was, and of none that can be
-        gone = [paths[0][1], bytes(32), b"short", bytes(40)]
-        write(archive.backend, record_row(gone[0]), None)
-        for key in gone[1:]:
-            write(archive.backend, usage_row(key), Usage(1).pack())
-        found, _ = archive.repair()
-        assert sorted(one.key for one in found if one.rule == "orphan") == sorted(key.hex() for key in gone)
-        assert archive.check() == []
-        with archive.backend.rows.view() as view:
-            left = {row.key[1:] for row in view.ranges([everything_of(b"u")])[0]}
-        assert left == {key for path in paths for key in path} - set(gone)
 
 
 LONG = [[0] * 400, [0] * 300 + [1] * 100, [0] * 300 + [2] * 50, [0] * 300]

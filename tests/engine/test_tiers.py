@@ -6,8 +6,6 @@ from contextlib import closing, contextmanager, suppress
 
 import pytest
 
-from prefixstore.backends.lazy import LazyBackend
-from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import breaker
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.eviction import POLICIES
@@ -199,17 +197,6 @@ def test_each_page_comes_from_the_nearest_location_that_has_it(near):
             assert other.given() == (14, 6)
 
 
-def test_read_only_keeps_and_writes_nothing(tmp_path):
-    far = Pages(MemoryBackend("shared", max_bytes=64 * MIB))
-    with tiers(MemoryPages(), far) as one:
-        one.capture(LONG)
-        one.engine.flush()
-        near = MemoryPages()
-        with tiers(near, Pages(MemoryBackend("shared", max_bytes=64 * MIB, read_only=True)), read_only=True) as other:
-            assert other.restore(LONG) == 10
-            assert keys_of(near) == set()
-
-
 # -- the far queue -----------------------------------------------------------------------------------------------------
 
 
@@ -355,28 +342,6 @@ def test_a_lookup_does_not_wait_for_a_far_location_that_hangs(near):
         far.answers.set()
         wait_for(lambda: store.engine._overdue.is_there, "the question is answered")
         assert store.match([*LONG, *A]) == len(LONG)
-
-
-def test_a_far_location_that_cannot_be_reached_at_first_is_opened_later(near):
-    attempts = []
-
-    def open_it():
-        attempts.append(1)
-        if len(attempts) < 3:
-            raise UnavailableError("not there")
-        return MemoryPages().rows
-
-    lazy = LazyBackend("valkey://h/0", open_it)
-    far = Pages(lazy)
-    with pytest.MonkeyPatch.context() as patch, tiers(near, far) as store:
-        patch.setattr("prefixstore.backends.lazy.PAUSE_SECONDS", 0.0)
-        store.capture(LONG)
-        store.engine.flush()
-        wait_for(lambda: store.match([*LONG, *A]) and lazy._backend is not None, "the far location is opened")
-        store.restore(LONG)
-        store.engine.flush()
-        assert keys_of(far) == keys_of(near)
-    far.close()
 
 
 def test_a_damaged_page_of_the_near_location_comes_from_the_far_one(near):

@@ -11,8 +11,8 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from prefixstore import IncompatibleError, InvalidParameterError, MisuseError, NotAttachedError, PrefixStore
-from tests.support.models import answer, attached, evaluated, forget, logits, prompt
+from prefixstore import IncompatibleError, MisuseError, PrefixStore
+from tests.support.models import answer, evaluated, forget, logits, prompt
 
 MESSAGES = [
     {"role": "system", "content": "You answer questions about the standard library. " * 20},
@@ -238,21 +238,3 @@ def test_a_state_that_an_attached_llama_saved_can_be_stored_and_is_found(llama, 
     llm.reset()
     llm.load_state(found)
     assert llm.input_ids[: llm.n_tokens].tolist() == tokens
-
-
-def test_what_is_no_known_state_is_refused(llama, store):
-    llm = llama()
-    llm.eval(prompt(100))
-    state = llm.save_state()
-    with pytest.raises(NotAttachedError, match="attach"):
-        store[prompt(100)] = state
-    attached(store, llm)
-    with pytest.raises(InvalidParameterError, match="save_state"):
-        store[prompt(100)] = b"state"
-    llm.reset()
-    llm.eval(prompt(100))
-    state = llm.save_state()
-    state.input_ids[3] += 1
-    with pytest.raises(MisuseError, match="not known"):
-        store[prompt(100)] = state
-    assert store.stats().pages_captured == 0

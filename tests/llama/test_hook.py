@@ -121,17 +121,6 @@ def test_generate_and_eval_work_with_restore_and_capture(llama, store):
     assert next(cold.generate(tokens, temp=0)) == first
 
 
-def test_restore_and_capture_take_a_llama_that_is_not_attached(llama, store):
-    llm, tokens = llama(), prompt(500)
-    llm.eval(tokens)
-    assert store.capture(llm) == 2
-    store.flush()
-    other = llama()
-    assert store.restore(tokens, other) == 499
-    assert "eval" not in vars(llm)
-    assert "eval" not in vars(other)
-
-
 def test_detach_leaves_the_llama_as_it_was(llama, store):
     llm = llama()
     before = dict(vars(llm))

@@ -169,42 +169,6 @@ def test_other_files_and_other_versions_are_refused(source):
             ExportReader(io.BytesIO(data), "f")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("before", "sizes"), [((2, 770), (32, 853)), ((3, 770), (64, 770))])
-def test_large_pages_into_a_small_store_that_is_full_are_stored_or_left_out(tmp_path, before, sizes):
-    """In one transaction nothing that it frees can be used again: so only a few fit at a time, or one."""
-
-    def exported(tag, n, kib):
-        with Archive(tmp_path / f"source {tag}", create=True) as source:
-            depth = 4 if tag else 1
-            for i in range(n // depth):
-                fill(source.backend, MINE, [[10 * i + tag] * 4 * depth], size=kib << 10)
-            return packed(source)
-
-    files = [exported(tag, *one) for tag, one in enumerate((before, sizes))]
-    with Archive(tmp_path / "target", create=True, max_bytes=3 << 20) as target:
-        import_store(ExportReader(io.BytesIO(files[0]), "f"), target)
-    with Archive(tmp_path / "target", max_bytes=3 << 20) as target:
-        moved = import_store(ExportReader(io.BytesIO(files[1]), "f"), target)
-        assert moved.pages + moved.refused == sizes[0]
-        assert moved.pages > 0
-        assert target.check(3 << 20) == []
-
-
-def test_a_tail_is_replaced_by_the_page_that_continues_it_and_is_not_imported_again(tmp_path):
-    with Archive(tmp_path / "a", create=True) as short, Archive(tmp_path / "b", create=True) as long:
-        fill(short.backend, MINE, [[1, 2]], pinned=True)
-        fill(long.backend, MINE, [[1, 2, 3]])
-        assert copy_store(long, short).pages == 1
-        assert [page.n_tokens for page in short.pages()] == [3]
-        fill(short.backend, YOURS, [[1, 2, 3]])
-        with Archive(tmp_path / "c", create=True) as tail:
-            fill(tail.backend, YOURS, [[1, 2]])
-            moved = copy_store(tail, short)
-        assert (moved.pages, moved.present) == (0, 1)
-        assert short.check() == []
-
-
 def test_damaged_pages_are_left_out_with_their_descendants(source, tmp_path):
     paths = fill(source.backend, MINE, SEQUENCES)
     with source.backend.update() as transaction:

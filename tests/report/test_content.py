@@ -113,18 +113,6 @@ def test_pages_that_lost_their_parent_or_cannot_be_read_do_no_harm(monkeypatch):
     assert sorted(rows(content, "parent", "pages", "labels")) == [(-1, 1, "25"), (-1, 1, "30"), (-1, 2, "5 6 7 8 9")]
 
 
-def test_a_record_that_names_its_own_descendant_as_parent_makes_no_circle(backend):
-    a, b = b"a" * 32, b"b" * 32
-    with backend.view() as view:
-        assert len(read_facts(view)) == 0
-        facts = np.zeros(2, read_facts(view).dtype)
-    for i, (key, parent) in enumerate(((a, b), (b, a))):
-        facts[i]["key"], facts[i]["parent"], facts[i]["namespace"] = np.void(key), np.void(parent), np.void(MINE.key)
-        facts[i]["n_tokens"], facts[i]["is_readable"] = 4, True
-    runs = runs_of(facts, [MINE.key], NOW * 10**9)
-    assert runs["parent"].tolist() == [-1, -1]
-
-
 def test_what_is_too_small_is_counted_together(backend):
     n = wide(backend, 3000)
     with backend.view() as view:
@@ -188,14 +176,6 @@ def test_evicted_pages_that_the_policy_remembers_are_counted(backend):
     fill(backend, MINE, ([1, 2, 3, 4],))
     content = report(backend)
     assert content["evicted"]["reused"] == pytest.approx(500, abs=5)
-
-
-def test_of_pages_that_are_all_alike_a_part_of_the_store_serves_that_part(backend):
-    trees = [Tree([i, i + 1, i + 2, i + 3], 3, DAY, 10 * DAY) for i in range(0, 4000, 4)]
-    put(backend, MINE, trees, size=100, now=NOW)
-    with backend.view() as view:
-        found = estimates(read_facts(view), None, NOW * 10**9)
-    assert [round(one.reuse, 6) for one in found] == [0.25, 0.5, 0.75, 1.0]
 
 
 def test_a_larger_store_never_serves_less(backend):

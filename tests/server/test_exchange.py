@@ -175,28 +175,6 @@ def test_a_client_that_sends_nothing_more_is_disconnected(sent: bytes, monkeypat
     _with_server(use)
 
 
-def test_the_path_is_that_of_the_target_that_is_passed_on():
-    seen: list[tuple[bytes, str]] = []
-
-    async def note(exchange: Exchange) -> None:
-        seen.append((exchange.target, exchange.path))
-        exchange.answer(200, b"{}", "application/json")
-
-    async def use(connect: Callable[[], Awaitable[Streams]]) -> None:
-        reader, writer = await connect()
-        for target in (b"/a%2Fb?c=%20#d", b"/x#/slots", b"http://192.0.2.1/a", b"//a"):
-            writer.write(b"GET " + target + b" HTTP/1.1\r\nHost: x\r\n\r\n")
-            await _answer(reader)
-
-    _with_server(use, note)
-    assert seen == [
-        (b"/a%2Fb?c=%20", "/a/b"),
-        (b"/x", "/x"),
-        (b"http://192.0.2.1/a", "http://192.0.2.1/a"),
-        (b"//a", "//a"),
-    ]
-
-
 def test_the_bodies_of_all_requests_have_a_limit_together_and_give_it_back():
     budget, errors = BodyBudget(250), list[type[Exception] | None]()
     held = asyncio.Event()

@@ -131,27 +131,6 @@ def test_what_was_warmed_for_a_server_is_restored_for_its_first_prompt(
 
 
 @pytest.mark.slow
-def test_a_server_and_doctor_say_if_the_pages_of_its_model_are_for_other_settings(
-    serve: Serve, docs_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(json.dumps({"prompt": TEXT[:3000]}))
-    # as a Llama has it by default
-    assert main(["warm", "--model", str(docs_model), "--store", str(tmp_path / "store"), str(file)]) == 0
-    served = serve()
-    differ = "flash_attn_type is enabled here, disabled in the store"
-    assert f"has pages of this model, and none for these settings: {differ}. Start the server with" in served.text()
-    assert served.status()["store"]["other_settings"] == [differ]
-    capsys.readouterr()
-    assert main(["doctor", str(tmp_path / "store"), "--server", served.url, "--json"]) == 1
-    finding = next(one for one in json.loads(capsys.readouterr().out)["findings"] if one["name"] == "server")
-    assert (finding["level"], differ in finding["value"]) == ("problem", True)
-    assert "prefixstore warm --for-server" in finding["advice"]
-    served.complete(TEXT[:3000])
-    served.until(lambda status: status["store"]["other_settings"] == [])
-
-
-@pytest.mark.slow
 def test_a_chat_that_goes_on_in_its_slot_is_not_looked_up_and_one_that_was_lost_there_is_told(serve: Serve):
     served = serve("-np", "1", "--api-key", KEY, headers={"Authorization": f"Bearer {KEY}"})
     chat = [{"role": "system", "content": TEXT[:1500]}, {"role": "user", "content": "What is a slot?"}]

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from prefixstore import PrefixStore
 from prefixstore.cli import main
 from prefixstore.format.namespace import parted
 from prefixstore.maintenance.archive import Archive
@@ -175,15 +174,6 @@ def damage(tmp_path: Path) -> Path:
     return store
 
 
-def damage_own(tmp_path: Path) -> Path:
-    """As `damage`, of what was a store."""
-    store = tmp_path / "store"
-    PrefixStore(store).close()
-    with (store / "data.mdb").open("r+b") as file:
-        file.write(bytes(8192))
-    return store
-
-
 def _answers_without_the_store(served: Served) -> None:
     assert served.get("/prefixstore/health").status_code == 200
     answer = served.post("/completion", json={"prompt": prompt(1), "n_predict": 4})
@@ -208,18 +198,3 @@ def test_a_damaged_store_costs_the_cache_and_what_is_no_store_is_never_moved_asi
     assert served.stop() == 0
     assert [file.name for file in store.iterdir() if file.name != "lock.mdb"] == ["data.mdb"]
     assert (store / "data.mdb").read_bytes() == before
-
-
-@pytest.mark.slow
-def test_a_damaged_store_is_moved_aside_if_that_is_wanted(serve: Serve, tmp_path: Path):
-    store = damage_own(tmp_path)
-    before = (store / "data.mdb").read_bytes()
-    served = serve(options=("--on-damage", "aside"))
-    served.complete(prompt(1))
-    served.saved()
-    assert served.metric("prefixstore_location_up") == 1
-    assert served.stop() == 0
-    (aside,) = store.glob("damaged-*")
-    assert (aside / "data.mdb").read_bytes() == before
-    assert f"its files were moved to {aside}" in served.text()
-    assert cached(serve().complete(prompt(1))) > 200

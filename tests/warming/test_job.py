@@ -145,17 +145,6 @@ def test_snapshots_are_taken_where_prompts_branch_and_end(llama, tmp_path, arch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"arch": "gemma3", "swa_full": False}])
-def test_a_full_queue_loses_nothing(llama, tmp_path, options):
-    llm = llama(**options)
-    with PrefixStore(tmp_path, llm, queue_bytes=1) as store:
-        write = store.engine.commit
-        store.engine.commit = lambda batch: time.sleep(0.01) or write(batch)
-        assert warm(llm, store, PROMPTS[:20]).evaluated_tokens == unique_tokens(PROMPTS[:20])
-        assert holds_all(store, PROMPTS[:20])
-
-
-@pytest.mark.slow
 def test_prompts_beyond_the_budget_are_reported_and_the_job_ends(llama, tmp_path):
     llm = llama()
     with PrefixStore(tmp_path, llm, max_bytes="6MB") as store:
