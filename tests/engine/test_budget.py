@@ -46,8 +46,8 @@ class Tenant(Store):
         return path.n_tokens
 
     def held(self):
-        """How many of the sequences [0]*4 to [99]*4 are stored."""
-        return sum(self.match([i] * P) == P for i in range(100))
+        """How many of the sequences [0]*4 to [119]*4 are stored."""
+        return sum(self.match([i] * P) == P for i in range(120))
 
 
 @pytest.fixture
