@@ -58,7 +58,7 @@ def test_a_forged_state_with_a_right_checksum_changes_no_answer(models, tmp_path
         "location": f"sqlite:///{tmp_path}/kv.db",
         "options": options,
         "first": 3,
-        "step": 1 if TORTURE > 1 else 47,
+        "step": 1 if TORTURE > 1 else 29,
     }
     done = json.loads(in_child("forged_states", [json.dumps(case)], seconds=240 * TORTURE).splitlines()[-1])
     assert done["ran"] > 5
