@@ -22,7 +22,7 @@ from prefixstore.maintenance.holdings import Holding
 from prefixstore.metrics import location_text
 from prefixstore.models.file import model_title
 from prefixstore.report.labels import visible
-from prefixstore.stats import short
+from prefixstore.stats import OTHERS, short
 from prefixstore.units import format_bytes, format_number, format_seconds, format_share
 
 __all__ = ["stats"]
@@ -110,7 +110,7 @@ def _groups(
     """What is stored and was counted of each model or tenant, with its title as `kind`; the largest first."""
     figures: defaultdict[str, list[Figures]] = defaultdict(list)
     held: defaultdict[str, list[Holding]] = defaultdict(list)
-    titles: dict[str, str] = {}
+    titles = {OTHERS: "(others)"}
     for holding in holdings:
         titles[short(holding.key)] = title(holding)
         held[title(holding)].append(holding)

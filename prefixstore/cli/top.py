@@ -17,6 +17,7 @@ from rich.text import Text
 
 from prefixstore.cli.listing import SHORT
 from prefixstore.cli.output import ago, columns_shown, grid
+from prefixstore.cli.stats import GONE
 from prefixstore.engine.facts import FACTS
 from prefixstore.engine.page_view import Used, View
 from prefixstore.errors import CorruptError, StorageError
@@ -26,7 +27,7 @@ from prefixstore.format.namespace import Namespace
 from prefixstore.maintenance.archive import Archive
 from prefixstore.models.file import model_title
 from prefixstore.report.labels import visible
-from prefixstore.stats import DAY, short
+from prefixstore.stats import DAY, OTHERS, short
 from prefixstore.units import format_bytes, format_number, format_seconds, format_share
 
 __all__ = ["Screen", "hottest", "lines", "top"]
@@ -221,7 +222,7 @@ def _rates(screen: Screen, columns: int) -> list[str]:
 def _busiest(screen: Screen, columns: int) -> list[str]:
     rows = [
         [
-            screen.titles.get(name, "others"),
+            "(others)" if name == OTHERS else screen.titles.get(name, GONE),
             format_number(one.lookups),
             format_share(one.hit_rate),
             format_number(one.prompt_tokens),

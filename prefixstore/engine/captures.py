@@ -193,15 +193,19 @@ class Captures(Part):
         except StorageError as error:
             log.warning("%d pages were dropped: %s", len(batch), error)
             return 0
-        self._backend.mend()
-        self._write_bookmarks()
-        self._notes.save()
+        try:
+            self._backend.mend()
+            self._write_bookmarks()
+            self._notes.save()
+        except Exception as error:  # what follows a commit must not cost its pages, which are stored
+            level = logging.WARNING if isinstance(error, StorageError) else logging.ERROR
+            log.log(level, "what follows a commit was not done: %s", error, exc_info=error)
         return n_written
 
     @property
     def has_deferred(self) -> bool:
         """Whether uses, bookmarks, figures, or pages to be deleted wait for the next commit."""
-        return self._committer.has_deferred or self._bookmarks.has_pending
+        return self._committer.has_deferred or self._bookmarks.has_pending or self._notes.figures_are_due
 
     @property
     def shortage(self) -> Shortage | None:

@@ -87,7 +87,7 @@ class Committer(Part):
 
     @property
     def has_deferred(self) -> bool:
-        """Whether uses, figures, or pages to be deleted wait for the next commit."""
+        """Whether uses, or pages to be deleted, wait for the next commit."""
         return self._housekeeping and self._catalog.has_deferred
 
     def commit(self, batch: Sequence[PendingPage]) -> list[PendingPage]:

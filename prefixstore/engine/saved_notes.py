@@ -31,6 +31,8 @@ POLICY_SECONDS, POLICY_LOOKUPS = 600.0, 50
 EVICTION_SECONDS = 60.0
 # figures are saved so often at most; for so many bytes of the budget they may have a row, and there are so many at most
 FIGURE_SECONDS, BYTES_FOR_A_ROW, MOST_ROWS = 10.0, 1 << 16, 2048
+# how often a reader of figures waits for those that are being saved, and how long
+ATTEMPTS, PAUSE_SECONDS = 20, 0.01
 # the name of the policy by which pages are evicted
 POLICY_NOTE = b"policy"
 
@@ -82,6 +84,8 @@ class SavedNotes:
         self._notes_budget = notes_budget
         # figures are added to the note by one thread at a time
         self._adding = threading.Lock()
+        # odd while that is done
+        self._turn = 0
         self._catalog = evictor.catalog
         self._evictor = evictor
         self._clock = clock
@@ -121,9 +125,14 @@ class SavedNotes:
             self._write(name, lambda _, at_most: _fitting(catalog.learned(), at_most))
         if self._is_due(EVICTIONS_NOTE, evictions.n_added, 1, EVICTION_SECONDS, closing):
             self._write(EVICTIONS_NOTE, evictions.pack)
-        if closing or self._clock() >= self._figures_at + FIGURE_SECONDS:
+        if closing or self.figures_are_due:
             self._figures_at = self._clock()
             self.save_figures()
+
+    @property
+    def figures_are_due(self) -> bool:
+        """Whether something was counted that has waited for long enough."""
+        return self._clock() >= self._figures_at + FIGURE_SECONDS and bool(self._counters.unwritten())
 
     def save_figures(self) -> None:
         """Add what was counted here to the figures of the location, unless another thread does; or that waits."""
@@ -131,18 +140,27 @@ class SavedNotes:
         if not self._adding.acquire(blocking=False):
             return
         try:
+            self._turn += 1
             kept = self._counters.unwritten()
             most_rows = min(self._evictor.budget.max_bytes // BYTES_FOR_A_ROW, MOST_ROWS)
             if kept and self._write(NOTE, lambda old, n: _fitting(self._figures(old, kept).pack(most_rows), n)):
                 self._counters.written(kept)
         finally:
+            self._turn += 1
             self._adding.release()
 
     def history(self) -> History:
         """How the location was used, what is not written yet included. Raises `StorageError`."""
-        with self._backend.view() as view:
-            note = view.note(NOTE)
-        return self._figures(note, self._counters.unwritten())
+        for _ in range(ATTEMPTS):
+            turn = self._turn
+            with self._backend.view() as view:
+                note = view.note(NOTE)
+            kept = self._counters.unwritten()
+            if turn == self._turn and turn % 2 == 0:
+                break
+            # what is being saved is in both, or in neither
+            time.sleep(PAUSE_SECONDS)
+        return self._figures(note, kept)
 
     def _figures(self, note: bytes | None, kept: Kept) -> History:
         """The figures of a note, and what was counted here."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import BinaryIO
 
@@ -149,10 +150,10 @@ def copy_store(
     pages = _Source(source, namespaces, keys)
     known = source.history().models
     for settings in pages.settings.values():
-        space = Namespace.parse(settings)
-        target.engine.describe(space, known.get(str(space.settings.get("model"))[:DIGITS]))
+        with suppress(CorruptError):  # it has no name then; its pages are copied all the same
+            space = Namespace.parse(settings)
+            target.engine.describe(space, known.get(str(space.settings.get("model"))[:DIGITS]))
     moved = _write((page._replace(payload=bytes(page.payload)) for page in pages), pages.settings, target)
-    target.engine.flush()
     return replace(moved, damaged=pages.damaged)
 
 

@@ -175,8 +175,10 @@ class Proxy:
             # any client could write files into its directory in memory, which are never deleted
             exchange.refuse(501, "not_supported_error", "slots are saved into the store only")
             return
-        if exchange.method == "POST" and path == "/lora-adapters" and self._session.reason is None:
-            # one with --lora is not stored; of one whose arguments are not known it would not show
+        is_stored = self._session.store is None or self._session.reason is None
+        if exchange.method == "POST" and path == "/lora-adapters" and is_stored:
+            # One with --lora is not stored; of one whose arguments are not known it would not show. A store that could
+            # not be opened may be soon.
             exchange.refuse(501, "not_supported_error", "adapters cannot be changed while the store is used")
             return
         # as a whole: while a client sends it, no thread of the server waits for it, and no slot is in doubt

@@ -18,7 +18,7 @@ import numpy as np
 
 from prefixstore.format.keys import NO_TOKENS, Tokens
 from prefixstore.server.rates import Usage
-from prefixstore.server.slot_pool import SlotPool
+from prefixstore.server.slot_pool import SlotPool, SlotsReplacedError
 from prefixstore.server.slot_record import WORTH_A_SAVE, Claim, PoolSlot, Rows
 
 if TYPE_CHECKING:
@@ -153,17 +153,10 @@ class SlotManager:
         PoolFullError
             If too many requests wait for a slot.
         """
-        best = None
-        if tokens is not None:
-            claim = Claim(tokens, owner)
-            # of slots without any of it, the server takes the one used longest ago
-            best = max(self.pool.slots, key=lambda slot: (self.pool.live(slot, claim), -slot.used))
         claims: list[Claim] = []
+        while not await self._take_all(claims, owner, tokens):
+            pass  # the server has other slots by now
         try:
-            # in order: two such requests cannot wait for each other
-            for slot in self.pool.slots:
-                prompt = tokens if slot is best else None
-                claims.insert(0 if slot is best else len(claims), await self.acquire(prompt, owner, slot.id))
             yield claims
         finally:
             for claim in claims:
@@ -171,6 +164,31 @@ class SlotManager:
                     self.release(claim, None, began=True, taints=True)
                 else:
                     self.pool.release(claim.slot)
+
+    async def _take_all(self, claims: list[Claim], owner: str | None, tokens: Tokens | None) -> bool:
+        """Take every slot into `claims`; if they are replaced meanwhile, take none, and return False."""
+        slots, best = self.pool.slots, None
+        if tokens is not None:
+            claim = Claim(tokens, owner)
+            # of slots without any of it, the server takes the one used longest ago
+            best = max(slots, key=lambda slot: (self.pool.live(slot, claim), -slot.used))
+        is_complete = False
+        try:
+            # in order: two such requests cannot wait for each other
+            for slot in slots:
+                prompt = tokens if slot is best else None
+                claims.insert(0 if slot is best else len(claims), await self.acquire(prompt, owner, slot.id))
+                if self.pool.slots is not slots:
+                    return False
+            is_complete = True
+        except SlotsReplacedError:
+            return False
+        finally:
+            if not is_complete:
+                for claim in claims:
+                    self.pool.release(claim.slot)
+                claims.clear()
+        return True
 
     async def _find(self, claim: Claim, slots: Sequence[PoolSlot]) -> None:
         """Ask the store for a prompt, once, unless one of these slots has it."""

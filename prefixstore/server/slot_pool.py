@@ -15,7 +15,7 @@ from prefixstore.format.keys import common_prefix
 from prefixstore.server.rates import Rates
 from prefixstore.server.slot_record import Claim, PoolSlot, Rows
 
-__all__ = ["Elsewhere", "Plan", "PoolFullError", "SlotPool"]
+__all__ = ["Elsewhere", "Plan", "PoolFullError", "SlotPool", "SlotsReplacedError"]
 
 # A shorter common beginning is no reason to prefer a slot.
 WORTH_KEEPING = 32
@@ -32,6 +32,10 @@ WORTH_WAITING = 8.0
 
 class PoolFullError(Exception):
     """Too many requests wait for a slot already."""
+
+
+class SlotsReplacedError(PoolFullError):
+    """The server has other slots now than the one that was waited for."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ class SlotPool:
         Raises
         ------
         PoolFullError
-            If too many wait already.
+            If too many wait already, or the slots are replaced before it has the wanted one.
         """
         # a slot that is idle is one that nobody waits for
         if (slot := self.take_now(claim)) is not None:
@@ -150,11 +154,13 @@ class SlotPool:
         self._waiting.append(waiting)
         try:
             return await granted
+        except SlotsReplacedError:
+            raise
         except BaseException:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
                 self.changed.set()
-            elif not granted.cancelled():
+            elif not granted.cancelled() and granted.exception() is None:
                 # it was granted just now
                 self.release(granted.result())
             raise
@@ -233,6 +239,10 @@ class SlotPool:
         for slot, (_, n_ctx) in zip(self.slots, slots, strict=True):
             slot.n_ctx = n_ctx
         self.restarted(are_empty=are_empty)
+        for claim, granted in self._waiting:
+            if claim.wanted is not None and not granted.done():
+                granted.set_exception(SlotsReplacedError("the slots of the server were replaced"))
+        self._waiting = [(claim, granted) for claim, granted in self._waiting if claim.wanted is None]
         self._grant()
         return True
 

@@ -336,12 +336,13 @@ class Session:
         """
         if self._owner.turn is not self.turn:
             return
-        self.is_discarded, self._is_ending = self.is_discarded or discard, True
+        self._is_ending = True
         with self._owner.queue.in_use:
             if self._depth:
                 self._is_ending = False
                 raise MisuseError(f"this thread is in a call of session {self.name!r}; leave it after that")
             try:
+                self.is_discarded = self.is_discarded or discard
                 if self._owner.turn is self.turn:
                     try:
                         for stream in self._streams:

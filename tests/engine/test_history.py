@@ -127,6 +127,26 @@ def test_figures_are_written_while_a_store_goes_on(monkeypatch):
         assert kept(store.backend).total().lookups == 1
 
 
+def test_what_was_counted_is_written_after_a_while_without_a_page(monkeypatch):
+    with store_of() as store:
+        ask(store, 1)
+        assert not store.engine.captures.has_deferred
+        monkeypatch.setattr("prefixstore.engine.saved_notes.FIGURE_SECONDS", 0.0)
+        assert store.engine.captures.has_deferred
+        store.engine.commit([])
+        assert kept(store.backend).total().lookups == 1
+        assert not store.engine.captures.has_deferred
+
+
+def test_a_fault_after_a_commit_costs_none_of_its_pages(monkeypatch):
+    with store_of() as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(store.engine._notes, "save", lambda: 1 / 0)
+            assert store.put(A) == 3
+        assert store.counters.group("dropped") == {}
+        assert store.fetch(A) == 3
+
+
 # -- days -------------------------------------------------------------------------------------------------------------
 
 

@@ -661,6 +661,29 @@ def test_a_request_that_waits_gets_a_slot_of_the_server_that_answers_next():
     assert asyncio.run(asyncio.wait_for(scene(), 120)) == [(0, 200, False), (1, 200, False)]
 
 
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
+def test_a_request_for_all_slots_has_all_of_the_server_that_answers_next(before: int, after: int):
+    async def scene() -> tuple[int, int]:
+        pool = SlotPool([(i, 100) for i in range(before)], separated=True)
+        manager = SlotManager(pool, None, lambda _: None)
+        held = await pool.take(Claim(tokens(), None, wanted=1))
+
+        async def ask() -> int:
+            async with manager.all_slots("alice") as claims:
+                return len({claim.slot.id for claim in claims if claim.slot in pool.slots and claim.slot.is_busy})
+
+        asking = asyncio.create_task(ask())
+        await asyncio.sleep(0.01)
+        assert pool.n_busy == 2
+        pool.replaced([(i, 50) for i in range(after)], are_empty=True)
+        pool.release(held)
+        found = await asking
+        manager.close()
+        return found, pool.n_busy
+
+    assert asyncio.run(asyncio.wait_for(scene(), 120)) == (after, 0)
+
+
 def test_requests_wait_in_order_and_one_that_gives_up_wakes_the_next():
     async def scene() -> list[str]:
         pool, done = SlotPool([(0, 100)], max_waiting=3), []
