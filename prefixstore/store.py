@@ -13,7 +13,7 @@ from prefixstore.backends.keys import Key
 from prefixstore.engine.miss import bypassing
 from prefixstore.errors import InvalidParameterError, NotAttachedError
 from prefixstore.format.keys import Tokens, TokenSequence, as_tokens
-from prefixstore.llama.cache import LlamaCache
+from prefixstore.llama.attached import AttachedStore
 from prefixstore.opening import Locations
 from prefixstore.parameters import Parameters
 from prefixstore.results import Match
@@ -31,7 +31,7 @@ __all__ = ["PrefixStore"]
 log = logging.getLogger("prefixstore")
 
 
-class PrefixStore(LlamaCache):
+class PrefixStore(AttachedStore):
     """A persistent prefix cache for llama-cpp-python.
 
     Parameters

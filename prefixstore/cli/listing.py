@@ -14,7 +14,7 @@ from prefixstore.cli.model import text_of_tokens
 from prefixstore.cli.output import DONE, FAILED, Form, ago, iso, rows_of, say, table, tell, visible_lines
 from prefixstore.engine.index import Page
 from prefixstore.errors import InvalidParameterError
-from prefixstore.format.figures import DIGITS
+from prefixstore.format.namespace import model_digits
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.holdings import Holding
 from prefixstore.models.file import model_title, setting_text
@@ -121,7 +121,7 @@ def _differences(holdings: list[Holding]) -> dict[bytes, str]:
 def _facts(holding: Holding, names: Mapping[str, str]) -> dict[str, object]:
     return {
         "namespace": holding.key.hex(),
-        "model_name": names.get(str(holding.settings.get("model"))[:DIGITS]),
+        "model_name": names.get(model_digits(holding.settings)),
         "settings": dict(holding.settings) if holding.namespace is not None else None,
         "pages": holding.pages,
         "tokens": holding.tokens,

@@ -44,9 +44,9 @@ from prefixstore.engine.tap import Tap
 from prefixstore.engine.upkeep import Upkeep
 from prefixstore.errors import MisuseError, StorageError
 from prefixstore.format.autocodec import Encoder
-from prefixstore.format.figures import DIGITS, History
+from prefixstore.format.figures import History
 from prefixstore.format.keys import Tokens
-from prefixstore.format.namespace import Namespace
+from prefixstore.format.namespace import Namespace, model_digits
 from prefixstore.results import SessionCounts, TierStats
 from prefixstore.stats import Counters
 
@@ -219,9 +219,9 @@ class Engine:
     @handed_over
     def describe(self, namespace: Namespace, model: str | None = None) -> None:
         """Have the name of the model of a namespace kept in the location, with the figures."""
-        digest = namespace.settings.get("model")
-        if model and isinstance(digest, str):
-            self._models[digest[:DIGITS]] = model
+        digits = model_digits(namespace.settings)
+        if model and digits:
+            self._models[digits] = model
 
     # -- reading ------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from prefixstore.backends.threads import handed_over
 from prefixstore.engine.index import Page, Path, in_order
-from prefixstore.engine.lookup import Located, Prompt, Waiting
+from prefixstore.engine.located import Located, Prompt, Waiting
 from prefixstore.engine.page_view import View
 from prefixstore.engine.part import Part, Shared
 from prefixstore.engine.trie import Entry

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.index import Page, shared_tokens
-from prefixstore.engine.lookup import Located
+from prefixstore.engine.located import Located
 from prefixstore.engine.page_view import View
 from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES, Tokens
 from prefixstore.format.record import Record

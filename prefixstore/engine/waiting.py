@@ -11,7 +11,7 @@ from enum import Enum
 
 from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.index import Page, is_same, later
-from prefixstore.engine.lookup import Prompt, Waiting
+from prefixstore.engine.located import Prompt, Waiting
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.pages import Pages
 from prefixstore.engine.pending import Damage, Deferred, PendingPage

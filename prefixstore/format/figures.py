@@ -13,7 +13,7 @@ from prefixstore.errors import CorruptError
 from prefixstore.format.saved_state import pack_state, unpack_state
 from prefixstore.stats import DAY, OTHERS, Kept
 
-__all__ = ["DIGITS", "NOTE", "Figures", "History"]
+__all__ = ["NOTE", "Figures", "History"]
 
 log = logging.getLogger("prefixstore")
 
@@ -22,8 +22,6 @@ NOTE = b"figures"
 DAYS_KEPT = 31
 # names of models that are kept, and their length
 MOST_MODELS, LONGEST_NAME = 64, 200
-# the first ones of the digest of a model, by which it is known
-DIGITS = 12
 # no store has counted as much
 LARGEST = 2**62
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 from prefixstore.errors import CorruptError
 from prefixstore.format.keys import namespace_key
 
-__all__ = ["Namespace", "parted", "salt_in"]
+__all__ = ["Namespace", "model_digits", "parted", "salt_in"]
 
 # What the client of a server may add to its tenant's name. It stands before the first colon, where nothing else has a
 # slash.
@@ -26,6 +26,11 @@ def parted(salt: str) -> tuple[str, str | None]:
     source, colon, name = salt.partition(":")
     found = _WITHIN.search(source + colon)
     return _WITHIN.sub("", source + colon, count=1) + name, found[1] if found else None
+
+
+def model_digits(settings: Mapping[str, object]) -> str:
+    """The first 12 digits of the digest of a model, which stand for it where it has no name; empty if there is none."""
+    return str(settings.get("model") or "")[:12]
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from prefixstore.engine.importing import Imported
 from prefixstore.engine.index import Page, is_same
 from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.export import ExportReader, ExportWriter
-from prefixstore.format.figures import DIGITS
-from prefixstore.format.namespace import Namespace
+from prefixstore.format.namespace import Namespace, model_digits
 from prefixstore.format.record import StoredPage, checksum
 from prefixstore.maintenance.archive import Archive
 
@@ -152,7 +151,7 @@ def copy_store(
     for settings in pages.settings.values():
         with suppress(CorruptError):  # it has no name then; its pages are copied all the same
             space = Namespace.parse(settings)
-            target.engine.describe(space, known.get(str(space.settings.get("model"))[:DIGITS]))
+            target.engine.describe(space, known.get(model_digits(space.settings)))
     moved = _write((page._replace(payload=bytes(page.payload)) for page in pages), pages.settings, target)
     return replace(moved, damaged=pages.damaged)
 

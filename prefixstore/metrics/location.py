@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefixstore.engine.page_view import Used
 from prefixstore.format.figures import History
+from prefixstore.format.namespace import model_digits
 from prefixstore.metrics.exposition import OTHER, import_prometheus, new_registry, render
 from prefixstore.metrics.stores import METRICS
 
@@ -18,8 +19,8 @@ __all__ = ["MOST_MODELS", "location_text"]
 
 # the largest ones have series of their own; all others are one
 MOST_MODELS = 50
-# characters of a label that a user has chosen, and digits of the digest of a model
-LABEL_LENGTH, DIGITS = 64, 12
+# characters of a label that a user has chosen
+LABEL_LENGTH = 64
 # by the name of the gauge: what a holding calls it
 HOLDINGS = {
     "model_pages": ("pages", "Pages of a model."),
@@ -97,7 +98,7 @@ def _by_model(holdings: Iterable[Holding]) -> dict[tuple[str, str], Counter[str]
     found: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for one in holdings:
         settings = one.namespace.settings if one.namespace is not None else {}
-        labels = str(settings.get("model") or "")[:DIGITS], str(settings.get("label") or "")[:LABEL_LENGTH]
+        labels = model_digits(settings), str(settings.get("label") or "")[:LABEL_LENGTH]
         found[labels].update({field: getattr(one, field) for field, _ in HOLDINGS.values()})
     shown: dict[tuple[str, str], Counter[str]] = {}
     for i, (labels, held) in enumerate(sorted(found.items(), key=lambda each: -each[1]["stored_bytes"])):

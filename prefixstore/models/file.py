@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 from prefixstore.backends.location import cache_directory
 from prefixstore.backends.trusted import require_trusted_files
 from prefixstore.errors import ContextError, LocationError
+from prefixstore.format.namespace import model_digits
 
 __all__ = [
     "CACHE_TYPES",
@@ -173,7 +174,7 @@ def model_title(settings: Mapping[str, object], names: Mapping[str, str]) -> str
     names
         Of models, by the first digits of their digests; see `History`.
     """
-    digest = str(settings.get("model") or "")[:12]
+    digest = model_digits(settings)
     name = names.get(digest) or str(settings.get("label") or settings.get("server") or digest or "unknown")
     kinds = [setting_text(one, settings[one]) for one in ("type_k", "type_v") if settings.get(one) is not None]
     return name if set(kinds) <= {"f16"} else f"{name} (KV {'/'.join(dict.fromkeys(kinds))})"

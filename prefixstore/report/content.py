@@ -15,7 +15,7 @@ from prefixstore.engine.page_view import View
 from prefixstore.engine.saved_notes import noted_policy
 from prefixstore.errors import CorruptError
 from prefixstore.format.figures import NOTE, Figures, History
-from prefixstore.format.namespace import Namespace
+from prefixstore.format.namespace import Namespace, model_digits
 from prefixstore.models.file import model_title
 from prefixstore.report.labels import Words, labels_of, visible
 from prefixstore.report.runs import MOST_RUNS, USES, Column, limited, read_facts, runs_of
@@ -132,7 +132,7 @@ def _space(key: bytes, settings: bytes | None, names: Mapping[str, str]) -> dict
     return {
         "key": key.hex()[:DIGITS],
         "model": visible(model_title(found, names)),
-        "digest": visible(str(found.get("model") or "")[:DIGITS]),
+        "digest": visible(model_digits(found)),
         "tenant": visible(str(found.get("salt") or "")),
     }
 

@@ -21,7 +21,7 @@ from prefixstore.units import shown
 if TYPE_CHECKING:
     from prefixstore.engine.engine import Engine
     from prefixstore.format.keys import Tokens
-    from prefixstore.llama.cache import LlamaCache
+    from prefixstore.llama.attached import AttachedStore
     from prefixstore.llama.hook import Hook
 
 __all__ = ["MAX_NAME_BYTES", "Reuse", "Sessions"]
@@ -54,7 +54,7 @@ class Sessions:
         Of the session that has it.
     """
 
-    def __init__(self, store: LlamaCache, hook: Hook, engine: Engine, max_sessions: int) -> None:
+    def __init__(self, store: AttachedStore, hook: Hook, engine: Engine, max_sessions: int) -> None:
         if isinstance(max_sessions, bool) or not isinstance(max_sessions, int) or max_sessions < 1:
             raise InvalidParameterError(f"max_sessions={max_sessions!r} must be an integer of at least 1")
         if hook.kind.reason is not None:

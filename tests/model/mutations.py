@@ -19,7 +19,7 @@ from prefixstore.engine.commit import Committer
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.far import FarEngine
 from prefixstore.engine.index import Page, Path
-from prefixstore.engine.lookup import Located
+from prefixstore.engine.located import Located
 from prefixstore.engine.lookups import Lookups
 from prefixstore.engine.queue import WriteQueue
 from prefixstore.engine.ram import RamTier

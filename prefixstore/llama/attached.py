@@ -1,4 +1,4 @@
-"""`LlamaCache`: the Llamas that use a location as their cache, and how llama-cpp-python calls it."""
+"""`AttachedStore`: the Llamas that use a location as their cache, and how llama-cpp-python calls it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from prefixstore.llama.hook import Hook
     from prefixstore.sessions.sessions import Sessions
 
-__all__ = ["LlamaCache"]
+__all__ = ["AttachedStore"]
 
 log = logging.getLogger("prefixstore")
 
 
-class LlamaCache(OpenLocation):
+class AttachedStore(OpenLocation):
     """A location that any number of Llamas use as their cache, each in its namespace. Parameters as `OpenLocation`."""
 
     def __init__(self, location: Locations, parameters: Parameters) -> None:
