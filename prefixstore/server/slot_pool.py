@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -293,7 +294,7 @@ class SlotPool:
 
     def would_save(self, slot: PoolSlot) -> bool:
         """Whether a request waits until this slot is saved, which it will take for itself."""
-        if not self.may_save(slot) or not slot.is_worth_saving:
+        if not self.may_save(slot) or not slot.is_worth_saving or time.monotonic() < slot.retry_at:
             return False
         computing, saving = self.rates.computing(slot.n_unsaved), self.rates.saving(len(slot.tokens))
         return computing > SOON and (not self._waiting or computing >= WORTH_WAITING * saving)
@@ -308,5 +309,5 @@ class SlotPool:
     def _due(self, slot: PoolSlot) -> float:
         if self.n_elsewhere == 0 and self.n_busy == 0:
             # between the answer of one conversation and the next question of another the server is not idle yet
-            return max(one.used for one in self.slots) + DEBOUNCE
-        return max(slot.used + DEBOUNCE, slot.unsaved_since + PATIENCE)
+            return max(slot.retry_at, max(one.used for one in self.slots) + DEBOUNCE)
+        return max(slot.retry_at, slot.used + DEBOUNCE, slot.unsaved_since + PATIENCE)

@@ -15,6 +15,8 @@ __all__ = ["WORTH_A_SAVE", "Claim", "PoolSlot", "Rows"]
 
 # Fewer new tokens are saved only when the server stops.
 WORTH_A_SAVE = 32
+# how long after a save that has failed
+RETRY_SECONDS = 10.0
 
 
 class Rows(IntEnum):
@@ -47,7 +49,9 @@ class PoolSlot:
     is_lost
         Whether the server was restarted while it was busy: what was done to it may belong to either server.
     n_unsaved, unsaved_since
-        How many tokens entered it since it was saved, or that has failed, and when the first of them did.
+        How many tokens entered it since it was saved, and when the first of them did.
+    retry_at
+        When it may be saved again, after that has failed.
     used
         When its last answer has ended.
     told
@@ -63,6 +67,7 @@ class PoolSlot:
     is_lost: bool = False
     n_unsaved: int = 0
     unsaved_since: float = 0.0
+    retry_at: float = 0.0
     used: float = 0.0
     told: str | None = None
 
@@ -115,8 +120,8 @@ class PoolSlot:
         self.tokens, self.n_unsaved = tokens, 0
 
     def not_saved(self) -> None:
-        """Note that a save of it has failed: it is tried again after the next answer."""
-        self.n_unsaved = 0
+        """Note that a save of it has failed: it is tried again after a while, and at the end."""
+        self.retry_at = time.monotonic() + RETRY_SECONDS
 
     def doubt(self, rows: Rows = Rows.UNKNOWN) -> None:
         """Note that its rows may be other than those of its tokens."""

@@ -449,6 +449,21 @@ def test_nothing_is_computed_from_a_slot_whose_restore_has_failed(stuck: tuple[i
     asyncio.run(run())
 
 
+def test_a_save_that_fails_is_tried_again_after_a_while_and_at_the_end():
+    slot = PoolSlot(0, 1000)
+    slot.computed(tokens(*range(100)), 100)
+    pool = SlotPool([(0, 1000)])
+    pool.slots, pool.has_store = [slot], True
+    first = pool.next_save()
+    slot.not_saved()
+    later = pool.next_save()
+    assert first is not None
+    assert later is not None
+    assert later[0] > max(first[0], time.monotonic())
+    assert slot.is_worth_saving
+    assert not pool.would_save(slot)
+
+
 def test_a_prompt_that_is_too_short_for_the_store_is_told_so():
     async def run() -> str:
         manager = SlotManager(SlotPool([(0, 100)]), None, lambda _: None)
