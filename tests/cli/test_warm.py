@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from prefixstore import PrefixStore
+from prefixstore import LocationError, PrefixStore
+from prefixstore.backends.keys import line_of
 from tests.support.models import load, prompt
 from tests.support.signals import default_signals
 from tests.support.warming import app, shared_prompts, unique_tokens, write_jsonl
@@ -48,6 +50,28 @@ def test_two_stores_are_one_in_front_of_the_other(warm, file, tmp_path, models):
     told = json.loads(warm(file, "--store", f"lmdb://{tmp_path / 'none'}", "--dry-run", "--json").stdout)
     assert told["location"] == f"lmdb://{tmp_path / 'kv'}, lmdb://{tmp_path / 'none'}"
     assert told["missing_tokens"] == 0
+
+
+@pytest.mark.slow
+def test_an_encrypted_store_is_warmed_and_has_sessions(warm, file, tmp_path, models, monkeypatch):
+    keys = tmp_path / "kv.key"
+    keys.write_text(line_of(bytes(range(32))))
+    keys.chmod(0o600)
+    monkeypatch.setenv("PREFIXSTORE_KEY", f"file:{keys}")
+    assert warm(file).exit_code == 0
+    stored = (tmp_path / "kv" / "data.mdb").read_bytes()
+    assert np.array(PROMPTS[0][:8], "<i4").tobytes() not in stored
+    for source in ("cold", "store"):
+        with PrefixStore(tmp_path / "kv") as store:
+            store.attach(load(models("llama")))
+            assert store.restore(PROMPTS[0]) == len(PROMPTS[0]) - 1
+            with store.sessions().admit("bob") as session:
+                assert (session.source, len(session.tokens)) == (source, 0 if source == "cold" else 300)
+                if source == "cold":
+                    session.eval(prompt(300))
+    monkeypatch.delenv("PREFIXSTORE_KEY")
+    with pytest.raises(LocationError, match="it is encrypted"):
+        PrefixStore(tmp_path / "kv", load(models("llama")))
 
 
 def test_problems_are_reported_with_file_and_line_and_the_rest_is_warmed(warm, tmp_path):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import subprocess
-from contextlib import closing
+import sys
+from contextlib import closing, suppress
 
 import lmdb
 import pytest
@@ -19,6 +22,7 @@ from prefixstore.engine.pages import open_pages
 from prefixstore.errors import IncompatibleError, UndecryptableError
 from prefixstore.format.record import Record
 from prefixstore.maintenance.archive import Archive
+from tests.support import ROOT
 from tests.support.places import KEY, MIB, SCHEMES, contents, fill, place, refusal, space
 
 OLD, NEW, OF_ALICE, LATER = (bytes(range(start, start + 32)) for start in (0, 32, 64, 96))
@@ -353,6 +357,39 @@ def test_a_rotation_that_is_interrupted_goes_on(at, tmp_path, monkeypatch):
     with opened(url, NEW, OLD) as pages:
         assert pages.encrypted.rotate()[1] == 0
         assert ids_in(pages) == ({key_id(NEW)},) * 2
+        assert contents(pages) == before
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
+def test_a_rotation_that_is_killed_at_any_time_loses_nothing_and_goes_on(scheme, tmp_path, request):
+    url, keys = place(scheme, tmp_path, request), tmp_path / "kv.key"
+    sequences = [[n] * 4 + [i] * 4 for n in range(40) for i in range(10)]
+    with opened(url, OLD) as pages:
+        fill(pages, ALICE, sequences)
+        before = contents(pages)
+    keys.write_text(line_of(OLD) + line_of(NEW))
+    keys.chmod(0o600)
+    code = "import sys; from prefixstore.cli import main; print('begins', flush=True); sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "key", "rotate", url]
+    environment = {**os.environ, "PREFIXSTORE_KEY": f"file:{keys}"}
+    killed, pause = 0, 0.0
+    while True:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stdout.readline() == b"begins\n"
+        # what it has done until then is left to chance
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(pause)
+        process.kill()
+        killed += process.wait() == -signal.SIGKILL
+        process.communicate()
+        with opened(url, NEW, OLD) as pages:
+            assert contents(pages) == before
+        if process.returncode == 0:
+            break
+        pause += 0.05
+    assert killed > 3
+    with opened(url, NEW) as pages:
         assert contents(pages) == before
 
 

@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import llama_cpp
 import pytest
 
 from prefixstore import PrefixStore
+from prefixstore.backends.keys import line_of
 from prefixstore.cli import main
 from prefixstore.maintenance.archive import Archive
 from prefixstore.stats import short
@@ -70,6 +72,28 @@ def test_what_is_new_is_stored_when_the_slot_is_idle_and_survives_a_crash_of_bot
     served = serve()
     again = served.complete(prompt(2))
     assert again["content"] in own_answers(alone, prompt(2))
+    assert cached(again) > 200
+
+
+@pytest.mark.slow
+def test_with_a_key_nothing_of_a_prompt_is_in_the_store_and_it_is_warm_after_a_restart(
+    serve: Serve, alone: Running, tmp_path: Path
+):
+    keys = tmp_path / "kv.key"
+    keys.write_text(line_of(bytes(range(32))))
+    keys.chmod(0o600)
+    with_key = {"PREFIXSTORE_KEY": f"file:{keys}"}
+    served = serve(environment=with_key)
+    served.complete(prompt(4))
+    tokens = served.post("/tokenize", json={"content": prompt(4), "add_special": True}).json()["tokens"]
+    served.saved()
+    served.end()
+    stored = b"".join(file.read_bytes() for file in (tmp_path / "store").rglob("*") if file.is_file())
+    assert len(stored) > 10_000
+    assert struct.pack("<8i", *tokens[8:16]) not in stored
+    served = serve(environment=with_key)
+    again = served.complete(prompt(4))
+    assert again["content"] in own_answers(alone, prompt(4))
     assert cached(again) > 200
 
 
