@@ -63,12 +63,13 @@ def test_an_encrypted_store_is_warmed_and_has_sessions(warm, file, tmp_path, mod
     assert np.array(PROMPTS[0][:8], "<i4").tobytes() not in stored
     for source in ("cold", "store"):
         with PrefixStore(tmp_path / "kv") as store:
-            store.attach(load(models("llama")))
+            store.attach(llm := load(models("llama")))
             assert store.restore(PROMPTS[0]) == len(PROMPTS[0]) - 1
             with store.sessions().admit("bob") as session:
                 assert (session.source, len(session.tokens)) == (source, 0 if source == "cold" else 300)
                 if source == "cold":
                     session.eval(prompt(300))
+            assert llm.n_tokens
     monkeypatch.delenv("PREFIXSTORE_KEY")
     with pytest.raises(LocationError, match="it is encrypted"):
         PrefixStore(tmp_path / "kv", load(models("llama")))
