@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.lmdb.environment import OLD
 from prefixstore.errors import UnavailableError
-from tests.support import python, seeds
+from tests.support import PATIENCE, ROOT, python, seeds
 from tests.support.rows import key_of, rows_of
 
 MIB = 1 << 20
@@ -174,3 +176,72 @@ def test_a_scrub_that_ends_before_the_old_file_is_overwritten_is_completed_by_th
         assert readable(tmp_path, range(10, 30)) == 0
         assert rows_of(backend) == before
         assert not (tmp_path / OLD).exists()
+
+
+READER = """
+import sys, lmdb
+env = lmdb.open(sys.argv[1], readonly=True, max_readers=512)
+print("open", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("n_updates", [4, 5])
+def test_another_program_that_has_the_file_open_does_not_make_lmdb_take_the_wrong_half_of_a_new_one(
+    n_updates, tmp_path
+):
+    """LMDB tells by the number of the last transaction which of two first pages counts; it is kept in the lock file."""
+    backend = LMDBBackend(str(tmp_path), 64 * MIB)
+    for number in range(n_updates):
+        write(backend, range(10 * number, 10 * number + 8))
+    command = [sys.executable, "-c", READER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
+        assert reader.stdout.readline() == b"open\n"
+        for _ in range(2):
+            before = rows_of(backend)
+            backend.compact(erase=True)
+            assert rows_of(backend) == before
+            write(backend, [1000])
+            delete(backend, [1000])
+            assert rows_of(backend) == before
+        reader.communicate(b"\n")
+    backend.close()
+    with closing(LMDBBackend(str(tmp_path), 64 * MIB)) as backend:
+        assert rows_of(backend) == before
+
+
+COMPACTOR = """
+import sys
+from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.errors import UnavailableError
+backend = LMDBBackend(sys.argv[1], 64 << 20)
+done = refused = 0
+for turn in range(150):
+    try:
+        backend.compact()
+        done += 1
+    except UnavailableError:
+        refused += 1
+    with backend.update() as draft:
+        draft.put(b"by " + sys.argv[2].encode(), b"%d" % turn)
+    with backend.view() as view:
+        assert view.get([b"by " + sys.argv[2].encode()]) == [b"%d" % turn], turn
+        assert None not in view.get([b"%d" % n for n in range(50)]), turn
+backend.close()
+print(done, refused)
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_compact_one_location_at_the_same_time_lose_nothing(tmp_path):
+    with closing(LMDBBackend(str(tmp_path), 64 * MIB)) as backend, backend.update() as draft:
+        for number in range(50):
+            draft.put(b"%d" % number, b"1", b"x" * 50_000)
+    processes = [
+        subprocess.Popen([sys.executable, "-c", COMPACTOR, str(tmp_path), name], stdout=subprocess.PIPE, cwd=ROOT)
+        for name in ("one", "two", "three")
+    ]
+    assert [process.communicate(timeout=PATIENCE) and process.returncode for process in processes] == [0, 0, 0]
+    with closing(LMDBBackend(str(tmp_path), 64 * MIB)) as backend, backend.view() as view:
+        assert view.get([b"by one", b"by two", b"by three"]) == [b"149"] * 3
+        assert None not in list(view.payloads([b"%d" % number for number in range(50)]))

@@ -158,15 +158,20 @@ class CheckedFile:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """A block in which no other process has the data open, or can open them. Raises `UnavailableError`."""
-        if self._handle is not None and not _lock(self._handle, fcntl.LOCK_EX):
-            # it may have lost the other one
-            fcntl.flock(self._handle, fcntl.LOCK_SH)
-            raise UnavailableError(f"{self._path} is open in another process; stop all that use it, and try again")
+        if self._handle is None:
+            yield
+            return
+        # A lock is given up before it becomes another one. So one process at a time tries that: otherwise two could
+        # give up theirs, and one be alone while the other still has the data open.
+        directory = os.open(self._path.parent, os.O_RDONLY | os.O_CLOEXEC)
         try:
+            if not _lock(directory, fcntl.LOCK_EX) or not _lock(self._handle, fcntl.LOCK_EX):
+                raise UnavailableError(f"{self._path} is open in another process; stop all that use it, and try again")
             yield
         finally:
-            if self._handle is not None:
-                _lock(self._handle, fcntl.LOCK_SH)
+            # nobody who is alone waits for the lock of the directory
+            fcntl.flock(self._handle, fcntl.LOCK_SH)
+            os.close(directory)
 
     def use(self) -> None:
         """The data are a store's, and are about to be used: until they are closed, nothing is noted of them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
+import stat
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -267,15 +268,18 @@ class Environment:
                     self._remove_rests(erase=erase)
                     with TemporaryDirectory(dir=self.path, prefix=NEW) as directory:
                         self._copy(directory)
-                        new = Path(directory) / DATA
-                        shutil.copymode(file, new)
-                        with suppress(PermissionError):
-                            shutil.chown(new, before.st_uid, before.st_gid)
                         self._is_broken = True
                         self.env.close()
                         # so that it is found by the next attempt if this one is killed before it is overwritten
                         os.link(file, old)
-                        new.replace(file)
+                        # The other program that may have the old file open keeps its lock file: the numbers of
+                        # transactions in that are not those of the new one.
+                        for name in (LOCK, DATA):
+                            new, former = Path(directory) / name, (self.path / name).stat()
+                            new.chmod(stat.S_IMODE(former.st_mode))
+                            with suppress(PermissionError):
+                                shutil.chown(new, former.st_uid, former.st_gid)
+                            new.replace(self.path / name)
                     sync_path(self.path)
                     self._remove_rests(erase=erase)
             except OSError as error:
