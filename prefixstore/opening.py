@@ -164,8 +164,16 @@ class OpenLocation:
         ------
         StorageError
             If something cannot be written, or made durable. The store is closed all the same.
+        MisuseError
+            If the calling thread is in the block of a view or of a restore. The store stays open.
         """
-        self._finalizer()
+        # an interrupt ends the wait only: whoever calls again, or the end of the process, waits for the rest
+        try:
+            self._engine.close()
+        except StorageError:
+            self._finalizer.detach()
+            raise
+        self._finalizer.detach()
 
     def __enter__(self) -> Self:
         self._alive()

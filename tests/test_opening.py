@@ -6,9 +6,10 @@ import os
 
 import pytest
 
-from prefixstore import ClosedError, InvalidParameterError, NotAttachedError, PrefixStore
+from prefixstore import ClosedError, InvalidParameterError, MisuseError, NotAttachedError, PrefixStore
 from prefixstore.backends.memory import agreed_bytes
 from prefixstore.engine.pages import open_pages
+from prefixstore.maintenance.archive import Archive
 from tests.support.engines import MIB
 from tests.support.models import answer, attached, evaluated, forget, prompt
 from tests.support.places import contents, fill, space
@@ -115,3 +116,25 @@ def test_a_forked_child_has_a_copy_that_its_stores_share():
     assert len(contents(two)) == 1
     one.close()
     two.close()
+
+
+def test_a_close_that_does_not_get_through_is_made_up_for(tmp_path):
+    with Archive(tmp_path / "kv", create=True) as archive:
+        fill(archive.backend, space(), [[1, 2, 3, 4]])
+    store = PrefixStore(tmp_path / "kv")
+    pages = store._engine.lookups.pages()
+    with store._engine.fetching(pages), pytest.raises(MisuseError, match="leave it first"):
+        store.close()
+    store.flush()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(store._engine), "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.close()
+    store.close()
+    assert store._engine.is_closed
+    with pytest.raises(ClosedError):
+        store.flush()
+
+
+def interrupted(engine):
+    raise KeyboardInterrupt

@@ -92,7 +92,7 @@ def rotate(location: str) -> Result:
     with Archive(location) as archive:
         name, done, left = archive.rotate_keys()
         where = archive.location
-    text = f"{where}: {counted(done, 'row')} encrypted anew under the key {name}"
+    text = f"{where}: {counted(done, 'row')} encrypted anew; the newest key of the store is {name}"
     if left:
         rows = counted(left, "row")
         text += f"; {rows} cannot be decrypted: keep the older keys, or delete those with prefixstore check --repair"

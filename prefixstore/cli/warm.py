@@ -142,6 +142,8 @@ def _warm(settings: Config, sources: list[str], *, generation_prompt: bool, pin:
         progress(Progress())
         how: dict[str, Any] = {"generation_prompt": generation_prompt, "stop": lambda: bool(caught)}
         ready = prepare(settings, sources, **how)
+        # what was not read is not known
+        is_cut = bool(caught)
         n_ctx = ready.llm.n_ctx()
         # what another job has stored is worth waiting for
         with ready.settings.open_store(ready.llm, max_delay=None) as store:
@@ -151,7 +153,8 @@ def _warm(settings: Config, sources: list[str], *, generation_prompt: bool, pin:
             report = run_job(ready.llm, store, ready.prompts, progress=progress, pin=pin, **how)
             dropped, location = store.stats().dropped, store.location
         ready.llm.close()
-    if not report.prompts and not report.problems:
+        report = replace(report, interrupted=report.interrupted or is_cut)
+    if not report.prompts and not report.problems and not is_cut:
         say(f"note: there are no prompts in {', '.join(sources)}")
     print_problems(report.problems)
     print_unstored(report, dropped)

@@ -203,7 +203,8 @@ class Encrypted:
         """Have the header no longer name these keys."""
         with self._backend.update() as rows:
             cipher = self._cipher_in(rows)
-            needed = [name for name in cipher.needed if name not in older]
+            # without a row, nothing has named the newest one yet
+            needed = [name for name in cipher.needed if name not in older] or [cipher.keys.newest]
             rows.put(HEADER, RowCipher(cipher.secret, needed, cipher.keys).header())
 
     def undecryptable(self, *, delete: bool = False) -> int:

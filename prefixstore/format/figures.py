@@ -178,7 +178,10 @@ class History:
         for day, name in named[: max(len(named) - most_rows, 0)]:
             both = self.days.pop((day, name)), self.days.get((day, OTHERS), Figures())
             self.days[day, OTHERS] = Figures.sum(both)
-        rows = (ROW.pack(day, bytes.fromhex(name), *figures) for (day, name), figures in self.days.items())
+        rows = (
+            ROW.pack(day, bytes.fromhex(name), *(max(1 - LARGEST, min(n, LARGEST - 1)) for n in figures))
+            for (day, name), figures in self.days.items()
+        )
         models = list(self.models.items())[-MOST_MODELS:]
         names = {MODEL + digest: text[:LONGEST_NAME].encode("utf-8", "replace") for digest, text in models}
         budget = LIMITS.pack(self.max_bytes or 0, self.max_entries or 0)

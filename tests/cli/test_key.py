@@ -91,7 +91,7 @@ def test_a_key_is_replaced(tmp_path, run, key):
     old = key.read_text()
     run("key", "add", key)
     newest = keys_in(key).newest.hex()
-    assert f"encrypted anew under the key {newest}" in run("key", "rotate", url).out
+    assert f"encrypted anew; the newest key of the store is {newest}" in run("key", "rotate", url).out
     assert json.loads(run("key", "rotate", url, "--json").out)["rows"] == 0
     key.write_text(key.read_text().removeprefix(old))
     assert pages_of(url) == before

@@ -333,6 +333,18 @@ def test_who_lacks_a_key_that_another_process_has_begun_to_use_finds_it_soon(tmp
         assert contents(pages) == {}
 
 
+def test_a_location_without_rows_is_rotated_too(tmp_path):
+    url = f"lmdb://{tmp_path}/kv"
+    with opened(url, OLD) as pages:
+        fill(pages, ALICE, SEQUENCES)
+    with closing(Archive(url, key=Given(OLD))) as archive:
+        archive.purge(everything=True)
+    with opened(url, NEW, OLD) as pages:
+        pages.encrypted.rotate()
+    with opened(url, NEW) as pages:
+        assert contents(pages) == {}
+
+
 @pytest.mark.parametrize("at", [0, 13])
 def test_a_rotation_that_is_interrupted_goes_on(at, tmp_path, monkeypatch):
     monkeypatch.setattr(encrypted, "ROWS_AT_ONCE", 1)

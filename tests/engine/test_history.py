@@ -138,6 +138,12 @@ def test_what_was_counted_is_written_after_a_while_without_a_page(monkeypatch):
         assert not store.engine.captures.has_deferred
 
 
+def test_figures_larger_than_any_are_cut():
+    history = History()
+    history.add({(TODAY, short(key_of(n)), "prompt_tokens"): 2**62 - 1 for n in range(5)})
+    assert 0 < History.of(history.pack(0)).total().prompt_tokens < 2**63
+
+
 def test_a_fault_after_a_commit_costs_none_of_its_pages(monkeypatch):
     with store_of() as store:
         with monkeypatch.context() as patch:
