@@ -249,8 +249,8 @@ def _miscounted(view: View) -> Iterator[tuple[str, bytes, str]]:
         if is_right:
             return
         if view.last_generation() == generation:
-            what = f"there are {tuple(every)} pages and bytes"
-            yield "index", b"", f"{what}, and they were counted as {tuple(all_counted)}, or not all by namespace"
+            what = f"there are {every.pages} pages of {every.stored_bytes} bytes, counted as {all_counted.pages} of"
+            yield "index", b"", f"{what} {all_counted.stored_bytes}, or not all by namespace"
             return
 
 
