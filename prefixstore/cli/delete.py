@@ -127,6 +127,8 @@ def purge(
     done = "would be deleted" if dry_run else "deleted and overwritten" if scrubbed and is_local else "deleted"
     if scrubbed and not is_local:
         say("note: what the server keeps of them is not overwritten: freed memory, logs, old versions, replicas")
+    elif scrubbed and not removed.pages:
+        say("note: what was deleted before is overwritten now")
     # the log of the archive has said what a purge leaves
     for problem in [*problems, *(left if dry_run else [])]:
         say(f"{where}: {problem}")
@@ -152,7 +154,7 @@ def _is_scrubbed(archive: Archive) -> bool:
     try:
         archive.scrub()
     except UnavailableError as error:
-        say(f"prefixstore: the pages were deleted, but could not be overwritten; run it again: {error}")
+        say(f"prefixstore: the pages were deleted, but could not be overwritten yet; run it again: {error}")
         return False
     return True
 
