@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import BinaryIO
 
@@ -66,9 +65,11 @@ class _Source:
         pages = chosen(archive, namespaces, keys)
         those = {page.namespace for page in pages}
         with archive.backend.view() as view:
-            self.settings = {key: settings for key, settings in view.namespaces().items() if key in those}
+            known = view.namespaces()
+        self.settings = {key: known[key] for key in those if _is_sound(key, known.get(key))}
         self._pages = [page for page in pages if page.namespace in self.settings]
-        self.damaged = 0
+        # nobody could restore those whose settings are not known
+        self.damaged = len(pages) - len(self._pages)
 
     def __iter__(self) -> Iterator[StoredPage]:
         """Parents before their children. A payload is valid until the next page is requested.
@@ -94,6 +95,14 @@ class _Source:
                     # not an error of the location: an outage says nothing about its pages
                     lost.add(page.key)
                     self.damaged += 1
+
+
+def _is_sound(key: bytes, settings: bytes | None) -> bool:
+    """Whether these are the settings of a namespace."""
+    try:
+        return settings is not None and Namespace.parse(settings).key == key
+    except CorruptError:
+        return False
 
 
 def _write(pages: Iterable[StoredPage], settings: Mapping[bytes, bytes], target: Archive) -> Moved:
@@ -149,9 +158,8 @@ def copy_store(
     pages = _Source(source, namespaces, keys)
     known = source.history().models
     for settings in pages.settings.values():
-        with suppress(CorruptError):  # it has no name then; its pages are copied all the same
-            space = Namespace.parse(settings)
-            target.engine.describe(space, known.get(model_digits(space.settings)))
+        space = Namespace.parse(settings)
+        target.engine.describe(space, known.get(model_digits(space.settings)))
     moved = _write((page._replace(payload=bytes(page.payload)) for page in pages), pages.settings, target)
     return replace(moved, damaged=pages.damaged)
 
