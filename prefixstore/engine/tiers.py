@@ -164,7 +164,7 @@ class TieredEngine(Engine):
                 self.far.counters.count("late_lookups")
                 return None
         except Exception as error:  # a fault of the far location must not cost what the nearer one has
-            is_expected = isinstance(error, StorageError | ClosedError)
+            is_expected = isinstance(error, StorageError | ClosedError) or self.far.is_closed
             level = logging.INFO if is_expected else logging.ERROR
             log.log(level, "the far location was not queried: %s", error, exc_info=None if is_expected else error)
             return None

@@ -401,11 +401,6 @@ class Archive(AbstractContextManager["Archive"]):
         """What a purge, of this tenant or of all, leaves since it is not known whether it matches: sentences."""
         return unmatched(self, salt)
 
-    @property
-    def n_newer(self) -> int:
-        """How many pages a newer version wrote, or follow such a page: it is unknown what they match."""
-        return self.engine.deleter.n_newer()
-
     def scrub(self) -> None:
         """Overwrite what deletions have freed, so that nothing of it can be read from the files.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import shutil
@@ -266,7 +265,6 @@ def _what_is_stored(session: ServerSession) -> str:
 def _tell_of(stores: StoreMetrics, store: SlotStore | None) -> None:
     """Have the metrics tell of this store, or of none."""
     if store is None:
-        with contextlib.suppress(KeyError):
-            stores.remove()
+        stores.remove()
     else:
         stores.add(store.engine)

@@ -142,7 +142,7 @@ def test_a_purge_leaves_pages_of_a_newer_version_and_what_follows_them_and_says_
         assert archive.purge(**choice).pages == n
         with archive.backend.view() as view:
             assert view.used.entries == 4 - n
-        assert archive.n_newer == 4 - n
+        assert archive.engine.deleter.n_newer() == 4 - n
         assert ("newer prefixstore" in caplog.text) == ("everything" not in choice)
 
 
