@@ -178,7 +178,10 @@ class Disk:
         """Make the directory `target` what is left."""
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir()
-        for path, number in self.names(mode, rng).items():
+        names = self.names(mode, rng)
+        for path, number in names.items():
+            if path != self._root and str(Path(path).parent) not in names:
+                continue  # a directory that is gone has nothing in it
             place = target / os.path.relpath(path, self._root)
             if number in self._files:
                 content = self._files[number].after(mode, rng)
