@@ -38,9 +38,13 @@ def test_an_unexpected_exception_does_not_reach_a_completion(llama, cold, monkey
         assert "division by zero" in caplog.text
 
 
-def test_llama_cpp_refusing_a_page_ends_the_restore_with_what_is_there(llama, cold, monkeypatch):
+@pytest.mark.parametrize("write_behind", [True, False])
+def test_llama_cpp_refusing_a_page_ends_the_restore_with_what_is_there(llama, cold, monkeypatch, write_behind):
     llm = llama()
-    with PrefixStore("memory:", llm) as store:
+    with PrefixStore("memory:", llm, write_behind=write_behind) as store:
+        if write_behind:
+            # pages that wait to be written need no check
+            monkeypatch.setattr(store.engine._queue, "_commit", lambda batch: None)
         llm.set_cache(store)
         answer(llm, TOKENS, 1)
         real, loads = llama_cpp.llama_state_seq_set_data, []

@@ -269,6 +269,9 @@ class PageStrategy(Strategy[PagedMemory]):
         finally:
             # after any other error, too
             n_good = states.n_verified if states is not None else 0
+            if states is not None and is_refused:
+                # its bytes may be right all the same
+                n_good = min(n_good, states.n_given - 1)
             is_kept = not unfinished.unverified
             if states is not None and not is_kept:
                 is_kept = not is_refused and n_good == states.n_given
