@@ -132,7 +132,7 @@ class Keys:
 
     @property
     def masters(self) -> Mapping[bytes, bytes]:
-        """Those of the store: what they seal is no tenant's to forge."""
+        """The keys of the store, by their ids. No tenant has one, so no tenant can forge what they seal."""
         return {name: self.secrets[name] for name in self.ids.get(None, ())}
 
     @property
@@ -184,8 +184,8 @@ class Keys:
                 forgotten[gone] = tenant
             else:
                 raise LocationError(
-                    f"line {number} of {source} is no key, or one that another line has: write 32 bytes in base64, "
-                    "after the word key, or after tenant and a name; prefixstore key new makes one"
+                    f"line {number} of {source} is not a key, or repeats that of another line: write 32 bytes in "
+                    "base64, after the word key, or after tenant and a name; prefixstore key new makes one"
                 )
         if None not in ids:
             raise LocationError(f"{source} has no key; prefixstore key new makes one")

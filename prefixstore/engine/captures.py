@@ -197,9 +197,8 @@ class Captures(Part):
             self._backend.mend()
             self._write_bookmarks()
             self._notes.save()
-        except Exception as error:  # what follows a commit must not cost its pages, which are stored
-            level = logging.WARNING if isinstance(error, StorageError) else logging.ERROR
-            log.log(level, "what follows a commit was not done: %s", error, exc_info=error)
+        except Exception:  # they handle faults of the location; others must not cost the pages, which are stored
+            log.exception("what follows a commit was not done")
         return n_written
 
     @property

@@ -186,7 +186,7 @@ def _misplaced(view: View, rows: Sequence[Row]) -> list[Row]:
 
 
 def _may_be_below(row: bytes, key: bytes, record: bytes | None) -> bool:
-    """Whether a page may be below a child row; where one belongs whose record is damaged, nobody can say."""
+    """Whether a page may be below a child row. If its record is damaged, it may be below any."""
     return record is not None and ((path := path_in(key, record)) is None or row in path)
 
 

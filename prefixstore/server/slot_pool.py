@@ -70,7 +70,7 @@ class Plan:
 
 @dataclass
 class Elsewhere:
-    """A request that may use any slot; `is_harmless` if it turned out that it used none."""
+    """A request that may use any slot; `is_harmless` if it leaves in none what others must not find."""
 
     is_harmless: bool = False
 
@@ -155,14 +155,12 @@ class SlotPool:
         self._waiting.append(waiting)
         try:
             return await granted
-        except SlotsReplacedError:
-            raise
         except BaseException:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
                 self.changed.set()
             elif not granted.cancelled() and granted.exception() is None:
-                # it was granted just now
+                # it was granted just now, and its slot is still there
                 self.release(granted.result())
             raise
 

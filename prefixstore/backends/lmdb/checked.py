@@ -169,7 +169,7 @@ class CheckedFile:
                 raise UnavailableError(f"{self._path} is open in another process; stop all that use it, and try again")
             yield
         finally:
-            # nobody who is alone waits for the lock of the directory
+            # waits at most for a process that reads the data to check them: nobody waits for the lock of the directory
             fcntl.flock(self._handle, fcntl.LOCK_SH)
             os.close(directory)
 
