@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import wraps
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
 from prefixstore.errors import ContextError, InvalidParameterError, MisuseError, NotAttachedError, StaleLeaseError
 from prefixstore.format.keys import NO_TOKENS, Tokens, as_tokens
@@ -26,8 +27,21 @@ __all__ = ["Session", "Source", "Stream"]
 
 Source: TypeAlias = Literal["cold", "live", "store"]
 
+F = TypeVar("F", bound=Callable[..., Any])
+R = TypeVar("R")
+
 # of leases
 _numbers = itertools.count(1)
+
+
+def _call(method: F) -> F:
+    """A method during which the session is in use: see `Session.using`."""
+
+    @wraps(method)
+    def using(self: Session, *args: Any, **kwargs: Any) -> Any:
+        return self.using(lambda: method(self, *args, **kwargs))
+
+    return cast("F", using)
 
 
 class Session:
@@ -114,11 +128,11 @@ class Session:
         return self._owner.has_evaluated(self.turn)
 
     @property
+    @_call
     def tokens(self) -> Tokens:
         """What the session holds; until something is evaluated, what it held before. Empty if it is unknown."""
-        with self.using():
-            known = self.known() if self.has_evaluated else self._held
-            return known if known is not None else NO_TOKENS
+        known = self.known() if self.has_evaluated else self._held
+        return known if known is not None else NO_TOKENS
 
     def known(self) -> Tokens | None:
         """A copy of what the context holds; None if that is not known, or not stored."""
@@ -139,11 +153,13 @@ class Session:
 
     # -- the calls of the Llama ---------------------------------------------------------------------------------------
 
+    @_call
     def create_chat_completion(self, messages: Any, **options: Any) -> Any:
         """``Llama.create_chat_completion``: the answer, or with ``stream=True`` a `Stream` of its chunks."""
-        with self.using() as llm:
-            return self._streamed(llm.create_chat_completion(messages, **options))
+        llm = self._hook.llm
+        return self._streamed(llm.create_chat_completion(messages, **options))
 
+    @_call
     def create_completion(self, prompt: Any, **options: Any) -> Any:
         """``Llama.create_completion``: the completion, or with ``stream=True`` a `Stream` of its chunks.
 
@@ -152,11 +168,12 @@ class Session:
         InvalidParameterError
             If the prompt is neither text nor tokens of the model.
         """
-        with self.using() as llm:
-            if not isinstance(prompt, str):
-                prompt = self._checked(llm, prompt).tolist()
-            return self._streamed(llm.create_completion(prompt, **options))
+        llm = self._hook.llm
+        if not isinstance(prompt, str):
+            prompt = self._checked(llm, prompt).tolist()
+        return self._streamed(llm.create_completion(prompt, **options))
 
+    @_call
     def generate(self, tokens: Sequence[int], **options: Any) -> Stream:
         """``Llama.generate``, after what is stored of the prompt was restored; with ``reset=False``, as `eval`.
 
@@ -167,20 +184,21 @@ class Session:
         ContextError
             As for `eval`.
         """
-        with self.using() as llm:
-            given, is_new = self._checked(llm, tokens).tolist(), options.get("reset", True)
-            if not is_new:
-                given = [*self._rewound(), *given]
-            if not given and (is_new or not llm.n_tokens):
-                raise InvalidParameterError("there is nothing to continue from; give at least one token")
-            self._check_room(len(given) + (0 if is_new else llm.n_tokens))
-            if is_new:
-                self._owner.restore(as_tokens(given))
-            stream: Stream = self._streamed(llm.generate(given, **options))
-            # from then on, each step evaluates the token before
-            stream.before_next = lambda: self._check_room(llm.n_tokens + 1)
-            return stream
+        llm = self._hook.llm
+        given, is_new = self._checked(llm, tokens).tolist(), options.get("reset", True)
+        if not is_new:
+            given = [*self._rewound(), *given]
+        if not given and (is_new or not llm.n_tokens):
+            raise InvalidParameterError("there is nothing to continue from; give at least one token")
+        self._check_room(len(given) + (0 if is_new else llm.n_tokens))
+        if is_new:
+            self._owner.restore(as_tokens(given))
+        stream: Stream = self._streamed(llm.generate(given, **options))
+        # from then on, each step evaluates the token before
+        stream.before_next = lambda: self._check_room(llm.n_tokens + 1)
+        return stream
 
+    @_call
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluate tokens after those that the session holds, and before that those no longer in the context.
 
@@ -191,11 +209,12 @@ class Session:
         ContextError
             If it is not known what the context holds, as with images, or if they do not fit into it.
         """
-        with self.using() as llm:
-            given = [*self._rewound(), *self._checked(llm, tokens).tolist()]
-            self._check_room(llm.n_tokens + len(given))
-            llm.eval(given)
+        llm = self._hook.llm
+        given = [*self._rewound(), *self._checked(llm, tokens).tolist()]
+        self._check_room(llm.n_tokens + len(given))
+        llm.eval(given)
 
+    @_call
     def stream(
         self,
         prompt: str | Sequence[int],
@@ -241,15 +260,15 @@ class Session:
         """
         from prefixstore.llama.moving_window import MovingWindow, generated  # noqa: PLC0415 - the extra "llama"
 
-        with self.using() as llm:
-            try:
-                given = llm.tokenize(prompt.encode(), special=True) if isinstance(prompt, str) else prompt
-            except UnicodeEncodeError as error:
-                raise InvalidParameterError(f"the prompt must be valid text: {error}") from error
-            tokens = self._checked(llm, given)
-            moving = MovingWindow(self._hook, sink, window, exact=exact, before_first=self._before_shift)
-            streamed: Stream = self._streamed(generated(moving, tokens, max_tokens, self._owner.restore, sampling))
-            return streamed
+        llm = self._hook.llm
+        try:
+            given = llm.tokenize(prompt.encode(), special=True) if isinstance(prompt, str) else prompt
+        except UnicodeEncodeError as error:
+            raise InvalidParameterError(f"the prompt must be valid text: {error}") from error
+        tokens = self._checked(llm, given)
+        moving = MovingWindow(self._hook, sink, window, exact=exact, before_first=self._before_shift)
+        streamed: Stream = self._streamed(generated(moving, tokens, max_tokens, self._owner.restore, sampling))
+        return streamed
 
     def _before_shift(self) -> None:
         """Have all pages captured, and note what they hold."""
@@ -285,9 +304,11 @@ class Session:
         with suppress(ValueError):
             self._streams.remove(stream)
 
-    @contextmanager
-    def using(self, *, needs_store: bool = True) -> Generator[Llama]:
-        """A block for one call: one at a time, and not after the end of the lease."""
+    def using(self, call: Callable[[], R], *, needs_store: bool = True) -> R:
+        """Do this for a caller: one call at a time, and none after the end of the lease.
+
+        It is a function of a function since a Ctrl-C between a generator's ``yield`` and the block would leave it open.
+        """
         self.check()
         with self._owner.queue.in_use:
             self._depth += 1
@@ -298,7 +319,7 @@ class Session:
                         f"the store was closed, or detached from the Llama, while session {self.name!r} had it; leave "
                         "the block before that"
                     )
-                yield self._hook.llm
+                return call()
             finally:
                 self._depth -= 1
 
@@ -345,7 +366,7 @@ class Session:
                 self.is_discarded = self.is_discarded or discard
                 if self._owner.turn is self.turn:
                     try:
-                        for stream in self._streams:
+                        for stream in list(self._streams):
                             stream.abandon()
                     finally:
                         self._owner.end(self)
@@ -375,31 +396,32 @@ class Stream(Iterator[Any]):
         self.before_next: Callable[[], object] = lambda: None
 
     def __next__(self) -> Any:
-        with self._session.using():
-            try:
-                if self._has_begun:
-                    self.before_next()
-                self._has_begun = True
-                return next(self._inner)
-            except BaseException:  # it is exhausted, or has failed
-                self._session.forget(self)
-                raise
+        return self._session.using(self._next)
+
+    def _next(self) -> Any:
+        try:
+            if self._has_begun:
+                self.before_next()
+            self._has_begun = True
+            return next(self._inner)
+        except BaseException:  # it is exhausted, or has failed
+            self._session.forget(self)
+            raise
 
     def send(self, value: Any) -> Any:
         """As a generator's: the next one, after `value` was passed in."""
         inner: Any = self._inner
-        with self._session.using():
-            return inner.send(value)
+        return self._session.using(lambda: inner.send(value))
 
     def close(self) -> None:
         """End it before it is exhausted."""
         if not self._session.is_over:
-            with suppress(StaleLeaseError), self._session.using(needs_store=False):
-                self.abandon()
-                self._session.forget(self)
+            with suppress(StaleLeaseError):
+                self._session.using(self.abandon, needs_store=False)
 
     def abandon(self) -> None:
         """As `close`, inside of a call."""
+        self._session.forget(self)
         close = getattr(self._inner, "close", None)
         if close is not None:
             close()
