@@ -41,7 +41,9 @@ CONVERSATIONS, PROMPT_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 4, 4000, 40, 8
 PHASES = ("cold", "again", "restart", "live")
 # conversations whose first prompt is repeated after a restart
 REPEATED = 2
-CLIENTS, REQUESTS, SHORT_TOKENS, LONGER_ANSWER = (1, 4, 8), 24, 64, 16
+CLIENTS, SHORT_TOKENS, LONGER_ANSWER = (1, 4, 8, 32), 64, 16
+# at least, and two for each client
+REQUESTS = 24
 # alternating requests to a live slot, and rounds of throughput
 LIVE, ROUNDS = 30, 3
 # seconds to start, and for one answer
@@ -266,11 +268,11 @@ def conversations(
 
 def throughput(client: httpx.Client, words: Words, n_clients: int, seed: int) -> float:
     """Requests per second of so many clients, of whose prompts nothing can be found."""
-    prompts = [words.text(SHORT_TOKENS, seed * 10_000 + i) for i in range(REQUESTS)]
+    prompts = [words.text(SHORT_TOKENS, seed * 10_000 + i) for i in range(max(REQUESTS, 2 * n_clients))]
     started = time.perf_counter()
     with ThreadPoolExecutor(n_clients) as pool:
         list(pool.map(lambda prompt: ask(client, prompt, max_tokens=LONGER_ANSWER), prompts))
-    return REQUESTS / (time.perf_counter() - started)
+    return len(prompts) / (time.perf_counter() - started)
 
 
 def side_by_side(alone: Server, ours: Server, directory: Path, words: Words) -> dict[str, Any]:
