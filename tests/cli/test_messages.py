@@ -24,7 +24,6 @@ def store(tmp_path_factory):
         (2, "no-such-command", "No such command"),
         (2, "stats x --no-such-option", "No such option"),
         (2, "stats nonsense://x", "nonsense"),
-        (2, "show {store}", "is not the key of a page; pass [LOCATION] HASH"),
         (2, "show {store} ffff", "{store}: no page begins with 'ffff'; prefixstore tree lists them"),
         (2, "purge {store}", "no pages are selected"),
         (2, "tree {store} --containing x", "--containing needs --model or --tokenizer"),
@@ -55,11 +54,12 @@ def store(tmp_path_factory):
         (2, "purge {store} --older-than 30", "--older-than='30' has no unit; pass one, as in"),
         (2, "evict {store} --to 1000", "--to='1000' has no unit"),
         (2, "check {store} --repair --max-bytes 1000", "--max-bytes='1000' has no unit"),
-        (2, "tree {store} --older-than yesterday", "pass seconds, or 30d, 12h"),
-        (2, "evict {store} --to much", "pass bytes, or a size such as 20GiB"),
+        (2, "tree {store} --older-than yesterday", 'such as "30d", "12h"'),
+        (2, "evict {store} --to much", 'pass bytes, or a size such as "20GiB"'),
         # files, to be read or written, that cannot be
         (2, "export {store} --out no/f", "cannot be written"),
-        (2, "export {store} --out three.toml", "is not an export of prefixstore; choose another name"),
+        (2, "export {store} --out three.toml", "was not written by this command; choose another name"),
+        (2, "report {store} --yes --out three.toml", "was not written by this command; choose another name"),
         (2, "report {store} --out no/f.html", "no/f.html cannot be written: No such file or directory; choose another"),
         (2, f"report {{store}} --out {LONG}", "File name too long"),
         (2, f"export {{store}} --out {LONG}", "File name too long"),
@@ -82,7 +82,7 @@ def store(tmp_path_factory):
         # a URL where something else is expected is repeated without its password
         (2, f"import lmdb:kv {SECRET}", "host"),
         (2, f"init {SOCKET}", "cannot be written"),
-        (2, f"show {SECRET}", "is not the key of a page"),
+        (3, f"show {SECRET}", "no store"),
         (2, f"stats --config {SOCKET}", "No such file"),
         (2, f"verify kv --model {SECRET}", "host"),
         (2, f"explain kv --model x --prompt-file {SOCKET}", ""),
@@ -95,7 +95,7 @@ def test_a_command_that_fails_says_why_and_changes_nothing(tmp_path, models, sto
     found, out, err = run(*(word.format(**names) for word in command.split()))
     assert (found, out) == (code, "")
     assert says.format(**names) in " ".join(err.split())
-    for word in ("Traceback", "timedelta", "an int", "S3CR", "ET@"):
+    for word in ("Traceback", "S3CR", "ET@"):
         assert word not in err
     assert n_pages(store) == 6
     assert [path.name for path in folder.iterdir()] == ["three.toml"]
