@@ -160,10 +160,6 @@ def test_init_writes_a_config_that_everything_accepts(tmp_path, run, models, as_
     text = (tmp_path / "work" / "prefixstore.toml").read_text()
     (tmp_path / "all.toml").write_text(re.sub(r"^# (\w+ = )", r"\1", text, flags=re.MULTILINE))
     assert load_config(tmp_path / "all.toml").warm["pin"]
-    # nothing is overwritten unasked
-    code, _, err = run("init")
-    assert (code, "prefixstore.toml exists" in err) == (1, True)
-    assert (run("init", "--yes")[0], load_config("prefixstore.toml").model["n_ctx"]) == (0, 4096)
 
 
 def test_serve_says_which_settings_it_ignores(tmp_path, run, monkeypatch):
