@@ -11,10 +11,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
+from itertools import chain
 from typing import Any, TypeVar
 
 import typer
-from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -42,6 +42,8 @@ __all__ = [
 DONE, FAILED = 0, 1
 # columns of a file or a pipe, where no table is too wide
 WIDE = 10_000
+# a column of texts is not made narrower than this
+NARROWEST = 12
 # a spreadsheet takes a cell that begins with one of these for a formula, and runs it
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
@@ -143,18 +145,23 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 def table_of(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """A table; columns whose name ends in ``>`` are aligned to the right, and empty ones are left out.
 
-    Where the terminal is too narrow, texts take several lines, and then numbers are cut.
+    Where the terminal is too narrow, texts take several lines; if that is not enough, rows are names and values.
     """
     cells = [list(map(visible_lines, row)) for row in rows]
-    has_header = any(name.rstrip(">") for name in columns)
-    shown = Table(box=box.SIMPLE_HEAD if has_header else None, show_header=has_header, show_edge=False, pad_edge=False)
     kept = [i for i in range(len(columns)) if any(row[i] for row in cells)]
+    titles = [name.rstrip(">") for name in columns]
+    has_header = any(titles)
+    sizes = {i: max(len(row[i]) for row in [titles, *cells]) for i in kept}
+    least = sum(size if columns[i].endswith(">") else min(size, NARROWEST) for i, size in sizes.items())
+    if has_header and least + 2 * len(kept) > (terminal_width() or WIDE):
+        facts = [[[titles[i], row[i]] for i in kept if row[i]] + [["", ""]] for row in cells]
+        return table_of(["", ""], chain.from_iterable(facts))
+    shown = Table(box=None, show_header=has_header, pad_edge=False)
     for i in kept:
-        title = Text(columns[i].rstrip(">"))
         if columns[i].endswith(">"):
-            shown.add_column(title, justify="right", no_wrap=True)
+            shown.add_column(Text(titles[i]), justify="right", no_wrap=True)
         else:
-            shown.add_column(title, overflow="fold")
+            shown.add_column(Text(titles[i]), overflow="fold")
     for row in cells:
         shown.add_row(*(Text(row[i]) for i in kept))
     return shown
