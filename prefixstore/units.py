@@ -97,13 +97,7 @@ def shown(value: object) -> str:
 
 
 def _not_a_size(parameter: str, size: object) -> str:
-    valid = "bytes, or a size such as 20GiB" if _is_option(parameter) else 'an int (bytes) or text such as "20GiB"'
-    return f"{parameter}={shown(size)} is not a valid size; pass {valid}"
-
-
-def _is_option(parameter: str) -> bool:
-    """Whether a parameter is an option of a command, whose users do not write Python."""
-    return parameter.startswith("--")
+    return f'{parameter}={shown(size)} is not a valid size; pass bytes, or a size such as "20GiB"'
 
 
 def format_bytes(size: float) -> str:
@@ -168,6 +162,7 @@ def parse_seconds(duration: float | str | timedelta, parameter: str) -> float:
     elif isinstance(duration, (int, float)) and not isinstance(duration, bool):
         seconds = duration
     if not 0 < seconds < 100 * 366 * 86_400:
-        valid = "seconds, or 30d, 12h" if _is_option(parameter) else 'seconds, a timedelta or text such as "30d"'
-        raise InvalidParameterError(f"{parameter}={shown(duration)} is not a valid duration; pass {valid}")
+        raise InvalidParameterError(
+            f'{parameter}={shown(duration)} is not a valid duration; pass seconds, or a duration such as "30d", "12h"'
+        )
     return seconds

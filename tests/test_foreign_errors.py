@@ -14,7 +14,6 @@ from prefixstore import LocationError, PrefixStore, PrefixStoreError
 from prefixstore.config import load_config
 from prefixstore.maintenance.archive import Archive
 from prefixstore.units import parse_bytes, parse_seconds
-from prefixstore.warming.leases import PREFIX, Leases
 from tests.support.places import fill, space
 
 BOUNDED = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
@@ -133,24 +132,6 @@ def test_of_a_config_file(tmp_path, text):
     (tmp_path / "x.toml").write_text(text, "utf-8", errors="surrogatepass")
     with ours():
         load_config(tmp_path / "x.toml").open_store(None)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        "[" * 200_000,
-        '{"owner": "x", "until": 1e999}',
-        '{"owner": "x", "until": NaN}',
-        f'{{"owner": "x", "until": {"9" * 400}}}',
-        f'{{"owner": "x", "until": {"9" * 5000}}}',
-        '"\\ud800"',
-    ],
-    ids=lambda value: value[:60],
-)
-def test_of_a_note_that_is_not_a_lease(value):
-    with PrefixStore("memory:") as store, Leases(store.engine.upkeep) as leases:
-        store.engine.upkeep.change_note(PREFIX + b"a", lambda _: value.encode())
-        assert leases.acquire(b"a")
 
 
 def test_an_lmdb_store_that_cannot_be_mapped_is_refused(tmp_path):

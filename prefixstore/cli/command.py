@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import inspect
 import os
-import re
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import typer
 from prefixstore.backends.keys import use_by_default
 from prefixstore.backends.location import ENVIRONMENT, is_url, without_password, without_passwords
 from prefixstore.cli import options
-from prefixstore.cli.output import DONE, FAILED, emit, fields, has_terminal, say, tell, visible_lines
+from prefixstore.cli.output import DONE, FAILED, emit, fields, has_terminal, say, tell
 from prefixstore.config import Config, load_config
 from prefixstore.errors import (
     IncompatibleError,
@@ -38,12 +37,6 @@ ARE_UNUSABLE = (LocationError, IncompatibleError, UnavailableError, ServerUnreac
 HIDDEN = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 # the argument that is the location, by its names in the commands
 LOCATIONS = ("location", "source", "store")
-# an argument that can be left out if one of these options is given
-INSTEAD = {"prompt": ("prompt_file", "messages")}
-# the key of a page; what is none is a location after which it was forgotten
-HEXADECIMAL = re.compile("[0-9A-Fa-f]+")
-# a location rather than a prompt
-URL_OR_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(//.*|)|[^\s/]*/\S*")
 
 
 @dataclass(frozen=True)
@@ -112,7 +105,7 @@ def ready(command: Callable[..., Result | int | None]) -> Callable[..., None]:
         except OSError as error:
             if error.errno not in HIDDEN or error.filename is None:
                 raise
-            say(f"prefixstore: {visible_lines(os.fsdecode(error.filename))}: {error.strerror}")
+            say(f"prefixstore: {os.fsdecode(error.filename)}: {error.strerror}")
             code = MISUSED
         except KeyboardInterrupt:
             code = 128 + signal.SIGINT
@@ -135,15 +128,13 @@ class _Place:
 
     def __init__(self, parameters: dict[str, inspect.Parameter]) -> None:
         self._parameters = parameters
-        positional = {
-            name: one for name, one in parameters.items() if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-        }
+        positional = [name for name, one in parameters.items() if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        needed = [name for name in positional if parameters[name].default is inspect.Parameter.empty]
         self.name = next((name for name in LOCATIONS if name in positional), None)
-        needed = {name for name, one in positional.items() if one.default is inspect.Parameter.empty}
         # a command that does without a location can be given two by the file
         self._is_needed = self.name in needed
         # what follows it, and has to be given
-        self._after = [name for name in positional if name != self.name and (name in needed or name in INSTEAD)]
+        self._after = [name for name in needed if name != self.name]
         self._has_config = "config" in parameters
 
     def optional(self) -> dict[str, inspect.Parameter]:
@@ -156,8 +147,12 @@ class _Place:
         if self.name is None:
             return
         config: Path | None = given.get("config") if self._has_config else given.pop("config")
-        if self._after and self._is_left_out(given, self._after[-1]):
-            self._move_up(given, [self.name, *self._after])
+        if self._after and given[self._after[-1]] is None:
+            # the location was left out, so each argument is in the place of the one before it
+            names = [self.name, *self._after]
+            given.update(zip(names, [None, *(given[name] for name in names)], strict=False))
+            if given[names[-1]] is None:
+                raise InvalidParameterError(f"{options.HELP[names[-1]][0]} is missing; see --help")
         settings = load_config(config) if config is not None else Config()
         if given[self.name] is None and self._is_needed:
             given[self.name] = _default_location(given, config, settings)
@@ -175,26 +170,6 @@ class _Place:
         # a text is shown where it can be, so what is missing for it is no error
         if wants_text and settings.path and Path(settings.path).is_file():
             given["model"] = Path(settings.path)
-
-    def _is_left_out(self, given: dict[str, Any], last: str) -> bool:
-        """Whether the location was left out, so that each argument is in the place of the one before it."""
-        if given[last] is not None:
-            return False
-        if last not in INSTEAD:
-            return True
-        text = given[str(self.name)]
-        if text is None or any(given.get(option) is not None for option in INSTEAD[last]):
-            return False
-        return URL_OR_PATH.fullmatch(text) is None and not os.path.exists(text)  # noqa: PTH110 - false for a long text
-
-    def _move_up(self, given: dict[str, Any], names: list[str]) -> None:
-        """Move each argument to the place after it, and check that none is missing."""
-        given.update(zip(names, [None, *(given[name] for name in names)], strict=False))
-        last = given[names[-1]]
-        if last is None:
-            raise InvalidParameterError(f"{options.HELP[names[-1]][0]} is missing; see --help")
-        if names[-1] == "digits" and HEXADECIMAL.fullmatch(last) is None:
-            raise InvalidParameterError(f"{last!r} is not the key of a page; pass [LOCATION] HASH, see --help")
 
 
 def _default_location(given: dict[str, Any], config: Path | None, settings: Config) -> str:

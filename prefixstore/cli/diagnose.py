@@ -7,14 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from prefixstore.backends.location import path_of
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.files import STANDARD, chat_in, text_in
 from prefixstore.cli.model import configured, open_model, silence
-from prefixstore.cli.output import DONE, FAILED, say, tell, visible_lines, wrapped
+from prefixstore.cli.output import DONE, FAILED, say, tell
 from prefixstore.config import load_config
 from prefixstore.diagnosis.doctor import Finding, Level, examine
 from prefixstore.diagnosis.explain import explain_without_context
@@ -58,10 +56,9 @@ def doctor(
     def show() -> None:
         width = max(len(finding.name) for finding in found)
         for finding in found:
-            before = f"{MARKS[finding.level]}  {finding.name:{width}}  "
-            _print_labelled(before, finding.value)
+            tell(f"{MARKS[finding.level]}  {finding.name:{width}}  {finding.value}")
             if finding.advice:
-                _print_labelled(" " * len(before), finding.advice)
+                tell(f"      {'':{width}}  {finding.advice}")
         tell(f"{counted(n_problems, 'problem')} to fix" if n_problems else "no problems found")
 
     data = {"location": where, "problems": n_problems, "findings": [asdict(finding) for finding in found]}
@@ -143,11 +140,7 @@ def explain(
     finally:
         llm.close()
 
-    def show() -> None:
-        for label, text in found.lines():
-            _print_labelled(label, text)
-
-    return Result(asdict(found), show, DONE if found.reason == "complete" else FAILED)
+    return Result(asdict(found), str(found), DONE if found.reason == "complete" else FAILED)
 
 
 def _content(prompt: str | None, prompt_file: Path | None, messages: Path | None) -> str | dict[str, Any]:
@@ -156,7 +149,3 @@ def _content(prompt: str | None, prompt_file: Path | None, messages: Path | None
     if prompt is not None:
         return prompt
     return text_in(prompt_file) if prompt_file is not None else chat_in(messages or Path(STANDARD))
-
-
-def _print_labelled(label: str, text: str) -> None:
-    typer.echo(wrapped(visible_lines(text), label=label))

@@ -15,7 +15,7 @@ from prefixstore.backends.files import sync_path
 from prefixstore.errors import InvalidParameterError
 from prefixstore.units import format_bytes
 
-__all__ = ["STANDARD", "chat_in", "reading", "text_in", "writing"]
+__all__ = ["STANDARD", "chat_in", "is_replaced", "reading", "text_in", "writing"]
 
 # stdin or stdout, in place of a file
 STANDARD = "-"
@@ -36,6 +36,25 @@ def reading(path: str) -> Iterator[BinaryIO]:
         yield opened
 
 
+def is_replaced(path: Path, begins: tuple[bytes, ...] = (b"",)) -> bool:
+    """Whether something is there that will be replaced: a file that is empty, or begins in one of these ways.
+
+    Anything else was named by mistake. Raises `InvalidParameterError`.
+    """
+    if path.exists() and not path.is_file():
+        # a device would be replaced, and a pipe waited for
+        raise InvalidParameterError(f"{path} exists and is not a file; choose another name")
+    try:
+        with path.open("rb") as file:
+            begin = file.read(max(map(len, begins)))
+    except OSError:
+        # a link that leads nowhere is there; of all else, writing says why
+        return os.path.lexists(path)
+    if begin and not begin.startswith(begins):
+        raise InvalidParameterError(f"{path} exists and was not written by this command; choose another name")
+    return True
+
+
 @contextmanager
 def writing(path: str, *, mode: int = 0o600, replace: bool = True) -> Iterator[BinaryIO]:
     """A file that gets its name when it is complete, or stdout for ``-``. Raises `InvalidParameterError`.
@@ -49,9 +68,7 @@ def writing(path: str, *, mode: int = 0o600, replace: bool = True) -> Iterator[B
         return
     target, part = Path(path), None
     try:
-        if target.exists() and not target.is_file():
-            # a device would be replaced, and a pipe waited for
-            raise InvalidParameterError(f"{path} exists and is not a file; choose another name")
+        is_replaced(target)
         # a new name: an existing file may be a link, or readable by others
         new = target.with_name(f".{target.name}.{secrets.token_hex(6)}.part") if replace else target
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:  # noqa: PTH123 - it is open

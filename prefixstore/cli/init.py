@@ -11,7 +11,7 @@ from prefixstore.backends.files import expanded
 from prefixstore.backends.location import default_location, is_url, without_password
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
-from prefixstore.cli.files import writing
+from prefixstore.cli.files import is_replaced, writing
 from prefixstore.cli.output import FAILED, may_replace, say
 from prefixstore.errors import InvalidParameterError
 from prefixstore.opening import locations_of
@@ -64,8 +64,7 @@ def init(
     Example: prefixstore init --model model.gguf --store lmdb:///var/cache/kv
     """
     options.max_bytes_of(max_bytes)
-    # a link that leads nowhere too
-    exists = os.path.lexists(file)
+    exists = is_replaced(file)
     if exists and not may_replace(file, yes=yes):
         return FAILED
     locations = store or [default_location()]

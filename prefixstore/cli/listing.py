@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,15 @@ import numpy as np
 
 from prefixstore.cli.command import Result
 from prefixstore.cli.model import text_of_tokens
-from prefixstore.cli.output import DONE, FAILED, Form, ago, iso, rows_of, say, table, tell, visible_lines
+from prefixstore.cli.output import DONE, FAILED, Form, ago, iso, rows_of, say, table, tell
 from prefixstore.engine.index import Page
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.namespace import model_digits
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.holdings import Holding
 from prefixstore.models.file import model_title, setting_text
-from prefixstore.report.labels import Words, visible
-from prefixstore.units import counted, format_bytes, format_seconds
+from prefixstore.report.labels import Words
+from prefixstore.units import counted, format_bytes
 
 __all__ = ["SHORT", "chosen_namespaces", "ls", "page_facts", "show", "text_of_pages"]
 
@@ -82,10 +81,10 @@ def ls(
         rows = [
             [
                 one.key.hex()[:SHORT],
-                visible(model_title(one.settings, names)),
-                visible(str(one.settings.get("label") or "")),
-                visible(str(one.settings.get("salt") or "")),
-                visible(differ[one.key]),
+                model_title(one.settings, names),
+                str(one.settings.get("label") or ""),
+                str(one.settings.get("salt") or ""),
+                differ[one.key],
                 f"{one.pages:,}",
                 f"{one.tokens:,}",
                 format_bytes(one.stored_bytes),
@@ -157,48 +156,26 @@ def show(location: str, digits: str, *, model: Path | None = None, tokenizer: Pa
         settings = next((one.settings for one in archive.holdings() if one.key == page.namespace), {})
         model_called = model_title(settings, archive.history().models)
         named = {"model": model_called, "tenant": settings.get("salt"), "label": settings.get("label")}
-        more = {"path": [one.key.hex() for one in path], "children": [one.key.hex() for one in page.children]}
-        return Result(
-            page_facts(page, words) | more | {"damage": damage},
-            {"location": archive.location} | _in_words(page, path, named, damage, words),
-            FAILED if damage else DONE,
-        )
+        facts: dict[str, object] = {
+            **page_facts(page, words),
+            "path": [one.key.hex() for one in path],
+            "children": [one.key.hex() for one in page.children],
+            "damage": damage,
+        }
+        shown = {"location": archive.location, **named, **facts}
+        texts = {name.replace("_", " "): _in_words(name, value) for name, value in shown.items()}
+        return Result(facts, {name: text for name, text in texts.items() if text}, FAILED if damage else DONE)
 
 
-def _in_words(
-    page: Page, path: list[Page], named: Mapping[str, object], damage: str | None, words: Words | None
-) -> dict[str, object]:
-    packed = page.stored_bytes / page.raw_bytes if page.raw_bytes else 1.0
-    size = format_bytes(page.stored_bytes)
-    n_after = len(page.children)
-    facts: dict[str, object] = {
-        "page": page.key.hex(),
-        "position": f"tokens {page.start + 1:,} to {page.end:,} of its sequence, page {len(path)} of its path",
-        "follows": path[-2].key.hex()[:SHORT] if len(path) > 1 else "nothing: a sequence begins here",
-        "followed by": counted(n_after, "page") if n_after else "nothing: a sequence ends here",
-        "namespace": page.namespace.hex()[:SHORT],
-        **{name: visible(str(value)) for name, value in named.items() if value},
-        "size": size if packed == 1.0 else f"{size}, packed from {format_bytes(page.raw_bytes)}",
-        **({"computed in": format_seconds(page.compute_us / 1e6)} if page.compute_us else {}),
-        "restored": counted(page.hits, "time") if page.hits else "never",
-        "created": f"{ago(page.created)}, {iso(page.created)}",
-        "last used": f"{ago(page.last_used)}, {iso(page.last_used)}",
-        "expires": _expiry(page),
-        "pinned": "yes, it is not evicted" if page.pinned else "no",
-    }
-    if page.priority:
-        facts["priority"] = page.priority
-    facts["bytes"] = f"damaged: {damage}" if damage else "intact"
-    return facts | ({"text": visible_lines(text_of_pages([page], words))} if words is not None else {})
-
-
-def _expiry(page: Page) -> str:
-    if not page.expires:
-        return "never"
-    seconds = page.expires / 1e9 - time.time()
-    return (
-        f"in {format_seconds(round(seconds))}" if seconds > 0 else f"{ago(page.expires)}; deleted with the next write"
-    )
+def _in_words(name: str, value: object) -> str:
+    """A fact as people read it; empty for nothing."""
+    if isinstance(value, list):
+        return ", ".join(key[:SHORT] for key in value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return format_bytes(value) if name.endswith("bytes") else f"{value:,}"
+    return str(value or ("none: its bytes are intact" if name == "damage" else ""))
 
 
 def text_of_pages(pages: list[Page], words: Words) -> str:

@@ -32,15 +32,7 @@ def configured(
 
 
 def open_model(settings: Config, *, tokenizer_only: bool = False) -> Llama:
-    """The model of a command; unless ``verbose`` is set for it, llama.cpp's log is discarded.
-
-    Parameters
-    ----------
-    settings
-        The model and its settings.
-    tokenizer_only
-        Whether to leave the weights out; see `Config.open_tokenizer`.
-    """
+    """The model of a command, or its tokenizer; unless ``verbose`` is set for it, llama.cpp's log is discarded."""
     if not settings.model.get("verbose"):
         silence()
     return settings.open_tokenizer() if tokenizer_only else settings.open_llama()

@@ -1,4 +1,4 @@
-"""What commands print, what they ask, and how text fits the terminal."""
+"""What commands print, and what they ask."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import csv
 import enum
 import io
 import json
-import os
 import shutil
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
-from typing import Any, TextIO, TypeVar
+from itertools import chain
+from typing import Any, TypeVar
 
 import typer
-from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -27,29 +25,25 @@ from prefixstore.units import format_seconds
 __all__ = [
     "Form",
     "ago",
-    "columns_shown",
     "confirmed",
     "emit",
     "fields",
-    "grid",
     "has_terminal",
     "iso",
-    "listed",
     "may_replace",
+    "print_all",
     "rows_of",
     "say",
     "table",
+    "table_of",
     "tell",
-    "terminal_width",
-    "visible_lines",
-    "wrapped",
 ]
 
 DONE, FAILED = 0, 1
-# where output goes to a file or a pipe
-WIDE = 250
-# a column of texts is not made narrower than this: columns of numbers are left out instead
-NARROWEST_LABEL = 12
+# columns of a file or a pipe, where no table is too wide
+WIDE = 10_000
+# a column of texts is not made narrower than this
+NARROWEST = 12
 # a spreadsheet takes a cell that begins with one of these for a formula, and runs it
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
@@ -60,76 +54,18 @@ _T = TypeVar("_T")
 
 
 def say(text: str) -> None:
-    """Print a line to stderr, broken between words on a terminal."""
-    typer.echo(wrapped(text, sys.stderr), err=True)
+    """Print a line to stderr, without what a terminal would obey."""
+    typer.echo(visible_lines(text), err=True)
 
 
 def tell(text: str) -> None:
-    """Print a line of text to stdout, broken between words on a terminal."""
-    typer.echo(wrapped(text))
+    """Print a line to stdout, without what a terminal would obey."""
+    typer.echo(visible_lines(text))
 
 
 def visible_lines(text: str) -> str:
     """A text with its lines, and without what a terminal would obey."""
     return "\n".join(map(visible, text.split("\n")))
-
-
-def columns_shown() -> int:
-    """How many characters of a line of standard output can be shown."""
-    return terminal_width(sys.stdout) or WIDE
-
-
-def terminal_width(stream: TextIO) -> int | None:
-    """How wide the terminal is; None if it is none, whatever COLUMNS says: readline sets that for child processes."""
-    if not stream.isatty():
-        return None
-    try:
-        columns = os.get_terminal_size(stream.fileno()).columns
-    except OSError:
-        columns = 0
-    return columns or shutil.get_terminal_size().columns
-
-
-def wrapped(text: str, stream: TextIO | None = None, *, label: str = "") -> str:
-    """A text with its lines broken between words where they are too long for standard output, or another stream.
-
-    In a file or a pipe each line stays one. So does a word, such as a path, that is longer than the terminal is wide.
-
-    Parameters
-    ----------
-    text
-        The text.
-    stream
-        Where it is printed; standard output by default.
-    label
-        The text before it. All further lines are indented by its width, or else by two spaces.
-    """
-    columns = terminal_width(stream or sys.stdout)
-    lines = []
-    for i, line in enumerate(text.split("\n")):
-        words = line.lstrip(" ")
-        start = (label if i == 0 else " " * len(label)) + line[: len(line) - len(words)]
-        indent = " " * (len(start) + 2 * (not label))
-        lines.append(start + words if columns is None else _folded(words, columns, start, indent))
-    return "\n".join(lines)
-
-
-def _folded(text: str, columns: int, start: str, indent: str) -> str:
-    return textwrap.fill(
-        text, columns, initial_indent=start, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
-
-
-def listed(parts: Iterable[str], columns: int, start: str = "") -> list[str]:
-    """Parts that are not empty, with commas, in lines that break between them; no line without any.
-
-    The first line begins with `start`, and all others are indented two spaces more than that is.
-    """
-    # of the spaces within a part, none is a place to break at
-    text = ", ".join(part.replace(" ", "\xa0") for part in parts if part)
-    indent = " " * (len(start) - len(start.lstrip(" ")) + 2)
-    lines = _folded(text, columns, start, indent).split("\n") if text else []
-    return [line.replace("\xa0", " ") for line in lines]
 
 
 # -- data -------------------------------------------------------------------------------------------------------------
@@ -198,73 +134,55 @@ def ago(nanoseconds: int) -> str:
 
 def fields(values: Mapping[str, object]) -> None:
     """Print names and values to stdout, one pair a line."""
-    rows = [[name, str(value)] for name, value in values.items()]
-    _print_lines(_rendered(_table(["", ""], rows), columns_shown()))
+    table(["", ""], ([name, str(value)] for name, value in values.items()))
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table to stdout; columns whose name ends in ``>`` are aligned to the right, empty ones are left out.
+    """Print a table to stdout; see `table_of`."""
+    print_all(table_of(columns, rows))
 
-    Where the terminal is too narrow for a table with these columns, each row is a list of names and values.
+
+def table_of(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table; columns whose name ends in ``>`` are aligned to the right, and empty ones are left out.
+
+    Where the terminal is too narrow, texts take several lines; if that is not enough, rows are names and values.
     """
-    rows = [list(row) for row in rows]
-    kept = [i for i in range(len(columns)) if any(row[i] for row in rows)]
-    columns, rows = [columns[i] for i in kept], [[row[i] for i in kept] for row in rows]
-    shown, room = _table(columns, rows, box.SIMPLE_HEAD), columns_shown()
-    if Console(width=WIDE).measure(shown).maximum <= room:
-        _print_lines(_rendered(shown, room))
-        return
-    for row in rows:
-        typer.echo()
-        fields({column.rstrip(">"): value for column, value in zip(columns, row, strict=True) if value})
-
-
-def grid(rows: Sequence[Sequence[str]], columns: int, header: Sequence[str]) -> list[str]:
-    """The lines of a table whose first column is text, and whose others are numbers.
-
-    If it is wider than `columns`, the texts are shortened, and then the last numbers left out; nothing is broken in
-    two.
-    """
-    label = max(len(row[0]) for row in [header, *rows])
-    for n in range(len(header), 0, -1):
-        cells = [[visible(cell) for cell in row[:n]] for row in rows]
-        shown = _table([header[0], *(f"{name}>" for name in header[1:n])], cells, is_one_line=True)
-        shown.columns[0].min_width = min(label, NARROWEST_LABEL)
-        if n < 3 or Console(width=WIDE).measure(shown).minimum <= columns:
-            break
-    return _rendered(shown, columns)
-
-
-def _table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], lines: box.Box | None = None, *, is_one_line: bool = False
-) -> Table:
-    """A table; if each row `is_one_line`, a first column that is too wide is shortened."""
-    shown = Table(box=lines, show_header=any(name.rstrip(">") for name in columns), pad_edge=False)
-    for i, column in enumerate(columns):
-        is_number = column.endswith(">")
-        shown.add_column(
-            Text(column.rstrip(">")),
-            justify="right" if is_number else "left",
-            overflow="ellipsis" if is_one_line else "fold",
-            no_wrap=is_one_line and i > 0,
-        )
-    for row in rows:
-        shown.add_row(
-            *(Text(cell, no_wrap=is_one_line, overflow="ellipsis" if is_one_line else "fold") for cell in row)
-        )
+    cells = [list(map(visible_lines, row)) for row in rows]
+    kept = [i for i in range(len(columns)) if any(row[i] for row in cells)]
+    titles = [name.rstrip(">") for name in columns]
+    has_header = any(titles)
+    sizes = {i: max(len(row[i]) for row in [titles, *cells]) for i in kept}
+    least = sum(size if columns[i].endswith(">") else min(size, NARROWEST) for i, size in sizes.items())
+    if has_header and least + 2 * len(kept) > (terminal_width() or WIDE):
+        facts = [[[titles[i], row[i]] for i in kept if row[i]] + [["", ""]] for row in cells]
+        return table_of(["", ""], chain.from_iterable(facts))
+    shown = Table(box=None, show_header=has_header, pad_edge=False)
+    for i in kept:
+        if columns[i].endswith(">"):
+            shown.add_column(Text(titles[i]), justify="right", no_wrap=True)
+        else:
+            shown.add_column(Text(titles[i]), overflow="fold")
+    for row in cells:
+        shown.add_row(*(Text(row[i]) for i in kept))
     return shown
 
 
-def _rendered(shown: Table, room: int) -> list[str]:
-    console = Console(file=sys.stdout, width=room, markup=False, highlight=False)
-    with console.capture() as captured:
-        console.print(shown)
-    # it fills each line up to the width of the table
-    return [line.rstrip() for line in captured.get().removesuffix("\n").split("\n")]
+def terminal_width() -> int | None:
+    """How wide the terminal is to which stdout goes; None if it goes elsewhere."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
-def _print_lines(lines: Iterable[str]) -> None:
-    typer.echo("\n".join(lines))
+def print_all(*parts: RenderableType) -> None:
+    """Print tables, and texts as lines, to stdout."""
+    console = Console(file=sys.stdout, width=terminal_width() or WIDE, color_system=None, markup=False)
+    for part in parts:
+        if isinstance(part, str):
+            tell(part)
+            continue
+        with console.capture() as captured:
+            console.print(part)
+        # it fills each line up to the width of the table
+        tell("\n".join(line.rstrip() for line in captured.get().removesuffix("\n").split("\n")))
 
 
 # -- questions --------------------------------------------------------------------------------------------------------
@@ -277,7 +195,7 @@ def has_terminal() -> bool:
 
 def is_confirmed(question: str) -> bool:
     """Ask on a terminal whether to go on; a no is reported."""
-    if typer.confirm(wrapped(question, sys.stderr), err=True):
+    if typer.confirm(question, err=True):
         return True
     say("nothing was changed")
     return False
@@ -297,14 +215,7 @@ def confirmed(
 ) -> _T | None:
     """Delete, after asking on a terminal; None if the answer was no.
 
-    Parameters
-    ----------
-    delete
-        Deletes, or with ``dry_run=True`` finds out what that would be.
-    question
-        What to ask about that; None if it is nothing to ask about.
-    dry_run, yes
-        Whether these options were given.
+    `delete` finds out with ``dry_run=True`` what that would be; `question` says what to ask about that, or None.
     """
     if dry_run:
         return delete(dry_run=True)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
-from prefixstore.cli.files import STANDARD, writing
+from prefixstore.cli.files import STANDARD, is_replaced, writing
 from prefixstore.cli.model import text_of_tokens
 from prefixstore.cli.output import FAILED, may_replace, say
 from prefixstore.maintenance.archive import Archive
 from prefixstore.models.file import file_digest, model_parts
 from prefixstore.report.content import content_of
-from prefixstore.report.page import html_of
+from prefixstore.report.page import BEGIN, html_of
 from prefixstore.units import counted, format_bytes
 
 __all__ = ["report"]
@@ -33,12 +32,12 @@ def report(
 
     The page is one file that needs no network. With a model or a tokenizer it shows the text where prompts diverge;
     otherwise token ids, which anyone with the model can turn into text. Only its owner can read the file. On a terminal
-    it asks before it replaces a file; otherwise that needs --yes. Exit code 1: it was not replaced.
+    it asks before it replaces a report; otherwise that needs --yes. A file that is no report is never replaced. Exit
+    code 1: nothing was replaced.
 
     Example: prefixstore report lmdb:///var/cache/kv --out report.html --model m.gguf
     """
-    exists = os.path.lexists(out)
-    if exists and not may_replace(out, yes=yes):
+    if str(out) != STANDARD and is_replaced(out, (BEGIN.encode(),)) and not may_replace(out, yes=yes):
         return FAILED
     words = text_of_tokens(model, tokenizer)
     with Archive(location, read_only=True) as archive, archive.backend.view() as view:

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
 import typer
+from rich.console import RenderableType
 
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
-from prefixstore.cli.output import ago, columns_shown, grid, iso, listed, say
-from prefixstore.engine.index import Page
+from prefixstore.cli.output import ago, iso, print_all, say, table_of
 from prefixstore.engine.page_view import Used
 from prefixstore.format.figures import Figures, History
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.holdings import Holding
 from prefixstore.metrics import location_text
 from prefixstore.models.file import model_title
-from prefixstore.report.labels import visible
 from prefixstore.stats import OTHERS, short
 from prefixstore.units import format_bytes, format_number, format_seconds, format_share
 
-__all__ = ["stats"]
+__all__ = ["by_title", "in_use", "served", "stats"]
 
 # rows of a table on the screen; --json has all of them
 MOST_SHOWN = 10
+COLUMNS = ("stored>", "pages>", "hit rate>", "hits>", "saved>")
 # days, today included
 SPANS = {"today": 1, "last_7_days": 7, "last_31_days": None}
 # whose namespace has been deleted, or has never had a page
@@ -50,8 +50,7 @@ def stats(location: str, *, prometheus: bool = False, max_bytes: str | None = No
         capacity = given if given is not None else history.max_bytes
         if prometheus:
             return Result(None, partial(typer.echo, location_text(used, holdings, capacity, history), nl=False))
-        pages = archive.pages()
-        numbers = _numbers(archive, history, holdings, pages, used)
+        numbers = _numbers(archive, history, holdings, used)
         is_local = archive.backend.is_local
     if capacity is not None:
         numbers["capacity_bytes"] = capacity
@@ -66,18 +65,24 @@ def stats(location: str, *, prometheus: bool = False, max_bytes: str | None = No
     }
 
     def show() -> None:
-        for line in _lines(numbers, history, groups, columns_shown()):
-            typer.echo(visible(line))
+        spans = {name.replace("_", " "): history.total(days) for name, days in SPANS.items()}
+        shown: list[RenderableType] = [", ".join(_held(numbers)), "", *served(spans, _since(history))]
+        for name, some in groups.items():
+            if any(one[name] not in ("", GONE) for one in some):
+                shown += ["", table_of([name, *COLUMNS], map(partial(_row, name), some[:MOST_SHOWN]))]
+                if len(some) > MOST_SHOWN:
+                    shown.append(f"and {len(some) - MOST_SHOWN:,} more; --json has all")
+        print_all(numbers["location"], *shown)
         if not is_local and not history.total().lookups:
             say("note: prompts of processes that use this as a far location are counted in their nearer location")
 
-    return Result(numbers | _usage(history) | {f"by_{name}": some for name, some in groups.items()}, show)
+    since = iso(history.since * 10**9) if history.since is not None else None
+    counted = {name: history.total(days).as_dict() for name, days in SPANS.items()}
+    return Result(numbers | {"since": since} | counted | {f"by_{name}": some for name, some in groups.items()}, show)
 
 
-def _numbers(
-    archive: Archive, history: History, holdings: Sequence[Holding], pages: Sequence[Page], used: Used
-) -> dict[str, Any]:
-    now = time.time_ns()
+def _numbers(archive: Archive, history: History, holdings: Sequence[Holding], used: Used) -> dict[str, Any]:
+    now, pages = time.time_ns(), archive.pages()
     return {
         "location": archive.location,
         "encryption": archive.encryption,
@@ -97,75 +102,66 @@ def _numbers(
     }
 
 
-def _usage(history: History) -> dict[str, object]:
-    """How the location was used, for JSON."""
-    since = history.since
-    spans = {name: history.total(days).as_dict() for name, days in SPANS.items()}
-    return {"since": iso(since * 10**9) if since is not None else None, **spans}
-
-
 def _groups(
-    history: History, holdings: Iterable[Holding], kind: str, title: Callable[[Holding], str]
+    history: History, holdings: Sequence[Holding], kind: str, title: Callable[[Holding], str]
 ) -> list[dict[str, Any]]:
     """What is stored and was counted of each model or tenant, with its title as `kind`; the largest first."""
-    figures: defaultdict[str, list[Figures]] = defaultdict(list)
     held: defaultdict[str, list[Holding]] = defaultdict(list)
-    titles = {OTHERS: "(others)"}
     for holding in holdings:
-        titles[short(holding.key)] = title(holding)
         held[title(holding)].append(holding)
-    for (_, namespace), counted in history.days.items():
-        figures[titles.get(namespace, GONE)].append(counted)
+    figures = by_title(history, {short(one.key): title(one) for one in holdings})
     found: list[dict[str, Any]] = [
         {
             kind: name,
             **{size: sum(getattr(one, size) for one in held[name]) for size in ("pages", "tokens", "stored_bytes")},
-            **Figures.sum(figures[name]).as_dict(),
+            **figures.get(name, Figures()).as_dict(),
         }
         for name in dict.fromkeys([*held, *figures])
     ]
     return sorted(found, key=lambda one: (-one["stored_bytes"], -one["prompt_tokens"], one[kind]))
 
 
+def by_title(history: History, titles: Mapping[str, str], days: int | None = None) -> dict[str, Figures]:
+    """What was counted on the last days (None: on all), by what `titles` say of a namespace, by its name there."""
+    names: defaultdict[str, set[str]] = defaultdict(set)
+    for _, name in history.days:
+        names["(others)" if name == OTHERS else titles.get(name, GONE)].add(name)
+    return {title: history.total(days, namespaces=some) for title, some in names.items()}
+
+
 # -- text -------------------------------------------------------------------------------------------------------------
 
 
-def _lines(
-    numbers: dict[str, Any], history: History, groups: dict[str, list[dict[str, Any]]], columns: int
-) -> Iterator[str]:
-    yield numbers["location"] + ("" if numbers["encryption"] == "none" else f", {numbers['encryption']}")
-    yield from listed(_held(numbers), columns)
-    yield ""
-    yield from _served(history, columns)
-    for name, some in groups.items():
-        if any(one[name] not in ("", GONE) for one in some):
-            yield from _table(name, some, columns)
+def in_use(used: Used, capacity: int | None) -> str:
+    """How much of a location is used."""
+    share = f" of {format_bytes(capacity)} ({format_share(used.bytes / capacity, 1)})" if capacity else ""
+    return f"{format_bytes(used.bytes)}{share} used in {format_number(used.entries)} pages"
 
 
-def _held(numbers: dict[str, Any]) -> Iterator[str]:
-    used = format_bytes(numbers["used_bytes"])
-    if "capacity_bytes" in numbers:
-        used += f" of {format_bytes(numbers['capacity_bytes'])}"
-    yield f"{used} used" + (f" ({format_share(numbers['utilization'], 1)})" if "utilization" in numbers else "")
-    most = f" of {format_number(numbers['capacity_pages'])}" if "capacity_pages" in numbers else ""
-    yield f"{format_number(numbers['pages'])} page{'s' * (numbers['pages'] != 1)}{most}"
+def _held(numbers: Mapping[str, Any]) -> Iterator[str]:
+    yield in_use(Used(numbers["used_bytes"], numbers["pages"]), numbers.get("capacity_bytes"))
+    if "capacity_pages" in numbers:
+        yield f"at most {format_number(numbers['capacity_pages'])} pages"
     yield f"{format_number(numbers['tokens'])} tokens"
     if numbers["stored_bytes"] < numbers["raw_bytes"]:
         yield f"{format_bytes(numbers['stored_bytes'])} for {format_bytes(numbers['raw_bytes'])} of state"
     for what in ("pinned", "expired"):
-        n = numbers[f"{what}_pages"]
-        yield f"{format_number(n)} {what}" if n else ""
-    yield f"policy {numbers['policy']}" if numbers["policy"] is not None else ""
+        if n := numbers[f"{what}_pages"]:
+            yield f"{format_number(n)} {what}"
+    if numbers["policy"] is not None:
+        yield f"policy {numbers['policy']}"
+    if numbers["encryption"] != "none":
+        yield str(numbers["encryption"])
     if numbers["last_used"] is not None:
         yield f"used {ago(round(datetime.fromisoformat(numbers['last_used']).timestamp() * 1e9))}"
 
 
-def _served(history: History, columns: int) -> Iterator[str]:
-    figures = [history.total(days) for days in SPANS.values()]
+def served(spans: Mapping[str, Figures], since: str = "") -> list[RenderableType]:
+    """A table of what was counted in each span of time, the longest last; a line if that is nothing."""
+    figures = list(spans.values())
     if not figures[-1].prompt_tokens:
-        yield "no prompt has been looked up yet"
-        return
-    texts: dict[str, Callable[[Figures], str]] = {
+        return ["no prompt has been looked up yet"]
+    rows: dict[str, Callable[[Figures], str]] = {
         "hit rate": lambda one: format_share(one.hit_rate),
         "hits": lambda one: format_number(one.hits),
         "misses": lambda one: format_number(one.misses),
@@ -177,27 +173,20 @@ def _served(history: History, columns: int) -> Iterator[str]:
         "bytes written": lambda one: format_bytes(one.bytes_written),
         "pages evicted": lambda one: format_number(one.evictions),
     }
-    rows = [[name, *map(text, figures)] for name, text in texts.items()]
-    yield from grid(rows, columns, [_since(history), *(name.replace("_", " ") for name in SPANS)])
+    columns = [since, *(f"{name}>" for name in spans)]
+    return [table_of(columns, ([name, *map(text, figures)] for name, text in rows.items()))]
 
 
 def _since(history: History) -> str:
     return f"since {datetime.fromtimestamp(history.since, timezone.utc):%Y-%m-%d}" if history.since else ""
 
 
-def _table(name: str, groups: Sequence[dict[str, Any]], columns: int) -> Iterator[str]:
-    rows = [
-        [
-            one[name] or "(none)",
-            format_bytes(one["stored_bytes"]),
-            format_number(one["pages"]),
-            format_share(one["hit_rate"]),
-            format_number(one["hits"]),
-            format_seconds(one["seconds_saved"]) if one["hits"] else "-",
-        ]
-        for one in groups[:MOST_SHOWN]
+def _row(name: str, group: Mapping[str, Any]) -> list[str]:
+    return [
+        group[name] or "(none)",
+        format_bytes(group["stored_bytes"]),
+        format_number(group["pages"]),
+        format_share(group["hit_rate"]),
+        format_number(group["hits"]),
+        format_seconds(group["seconds_saved"]) if group["hits"] else "-",
     ]
-    yield ""
-    yield from grid(rows, columns, [name, "stored", "pages", "hit rate", "hits", "saved"])
-    if len(groups) > MOST_SHOWN:
-        yield f"and {len(groups) - MOST_SHOWN:,} more; --json has all"

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import typer
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.text import Text
 
 from prefixstore.cli.listing import SHORT
-from prefixstore.cli.output import ago, columns_shown, grid
-from prefixstore.cli.stats import GONE
+from prefixstore.cli.output import ago, print_all, table_of
+from prefixstore.cli.stats import by_title, in_use, served
 from prefixstore.engine.facts import FACTS
-from prefixstore.engine.page_view import Used, View
+from prefixstore.engine.page_view import View
 from prefixstore.errors import CorruptError, StorageError
 from prefixstore.format.figures import Figures, History
 from prefixstore.format.keys import PAGE
@@ -27,10 +24,10 @@ from prefixstore.format.namespace import Namespace
 from prefixstore.maintenance.archive import Archive
 from prefixstore.models.file import model_title
 from prefixstore.report.labels import visible
-from prefixstore.stats import DAY, OTHERS, short
-from prefixstore.units import format_bytes, format_number, format_seconds, format_share
+from prefixstore.stats import short
+from prefixstore.units import format_number, format_share
 
-__all__ = ["Screen", "hottest", "lines", "top"]
+__all__ = ["Screen", "hottest", "top"]
 
 # All pages are looked at for the hottest prefixes: so often at most, and no more than this share of the time.
 HOTTEST_SECONDS = 5.0
@@ -54,34 +51,22 @@ def top(location: str, *, once: bool = False, seconds: float = 2.0) -> None:
     Example: prefixstore top lmdb:///var/cache/kv
     """
     with Archive(location, read_only=True) as archive:
-        screen = Screen(archive.location)
+        screen = Screen()
         if once or not sys.stdout.isatty():
-            screen.read(archive)
-            for line in lines(screen, columns_shown(), None):
-                typer.echo(line)
-        else:
-            _watch(screen, archive, seconds)
-
-
-def _watch(screen: Screen, archive: Archive, seconds: float) -> None:
-    console = Console(file=sys.stdout, highlight=False)
-    with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            try:
-                screen.read(archive)
-                screen.fault = None
-            except StorageError as error:
-                screen.fault = str(error)
-            live.update(_styled(lines(screen, console.width, console.height - 1)), refresh=True)
-            time.sleep(seconds)
-
-
-def _styled(shown: Sequence[str]) -> Text:
-    """The lines, with the first one of each part in bold."""
-    text = Text(no_wrap=True, overflow="crop")
-    for before, line in zip(["", *shown], shown, strict=False):
-        text.append(f"{line}\n", "bold" if not before else "")
-    return text
+            print_all(*screen.read(archive))
+            return
+        console = Console(file=sys.stdout, markup=False, highlight=False)
+        # what does not fit the terminal is cut
+        with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
+            shown: Sequence[RenderableType] = ()
+            while True:
+                try:
+                    shown = [*screen.read(archive)]
+                    live.update(Group("Ctrl-C ends this", *shown), refresh=True)
+                except StorageError as error:
+                    fault = f"the location cannot be read: {visible(str(error))}"
+                    live.update(Group("Ctrl-C ends this", fault, *shown), refresh=True)
+                time.sleep(seconds)
 
 
 def hottest(view: View, n: int) -> list[Any]:
@@ -107,62 +92,72 @@ def hottest(view: View, n: int) -> list[Any]:
 # -- what is shown ----------------------------------------------------------------------------------------------------
 
 
-@dataclass
 class Screen:
-    """What is shown.
+    """What is shown, and what has to be remembered for it between two looks at a location."""
 
-    Attributes
-    ----------
-    location
-        The location.
-    history, used
-        How it was used, and what it holds.
-    titles
-        Whose the namespaces are, by their names in the history: their tenants and models.
-    totals
-        What was counted in all until a time, in seconds: each time that it was read in the last minute.
-    hottest
-        The prefixes that are used most; see `hottest`.
-    next_search
-        When they are looked for again.
-    fault
-        Why the location cannot be read; None if it can.
-    """
+    def __init__(self) -> None:
+        # whose the namespaces are, by their names in the history: their tenants and models
+        self._titles: dict[str, str] = {}
+        # what was counted in all until a time, in seconds: each time that it was read in the last minute
+        self._totals: list[tuple[float, Figures]] = []
+        self._hottest: Sequence[Any] = ()
+        self._next_search = 0.0
 
-    location: str
-    history: History = field(default_factory=History)
-    used: Used = field(default_factory=lambda: Used(0, 0))
-    titles: dict[str, str] = field(default_factory=dict)
-    totals: list[tuple[float, Figures]] = field(default_factory=list)
-    hottest: Sequence[Any] = ()
-    next_search: float = 0.0
-    fault: str | None = None
-
-    def read(self, archive: Archive) -> None:
-        """Read what changes. Raises `StorageError`."""
-        self.history = archive.history()
-        with archive.backend.view() as view:
-            self.used, spaces = view.used, view.namespaces()
-            if (started := time.monotonic()) >= self.next_search:
-                self.hottest = hottest(view, MOST_SHOWN)
+    def read(self, archive: Archive) -> Iterator[RenderableType]:
+        """Read what changes, and return the lines and tables that show it. Raises `StorageError`."""
+        history = archive.history()
+        with archive.view() as view:
+            used, spaces = view.used, view.namespaces()
+            if (started := time.monotonic()) >= self._next_search:
+                self._hottest = hottest(view, MOST_SHOWN)
                 took = time.monotonic() - started
-                self.next_search = started + max(HOTTEST_SECONDS, took / HOTTEST_SHARE)
+                self._next_search = started + max(HOTTEST_SECONDS, took / HOTTEST_SHARE)
         for key, settings in spaces.items():
-            if short(key) not in self.titles:
-                self.titles[short(key)] = _title(settings, self.history)
-        at = self.history.at
-        self.totals = [one for one in self.totals if one[0] >= at - LATEST_SECONDS] + [(at, self.history.total())]
+            if short(key) not in self._titles:
+                self._titles[short(key)] = _title(settings, history)
+        yield f"{time.strftime('%H:%M:%S', time.localtime(history.at))}  {archive.location}"
+        yield in_use(used, history.max_bytes)
+        yield ""
+        yield from served(self.spans(history))
+        busiest = sorted(by_title(history, self._titles, days=1).items(), key=lambda one: -one[1].prompt_tokens)
+        if rows := [_row(title, figures) for title, figures in busiest[:MOST_SHOWN] if figures.lookups]:
+            yield ""
+            yield table_of(["busiest today", "lookups>", "hit rate>", "tokens>", "restored>"], rows)
+        if self._hottest:
+            yield ""
+            columns = ["hottest prefixes", "uses>", "tokens>", "last used>", "page>"]
+            yield table_of(columns, map(self._hot_row, self._hottest))
 
-    def latest(self) -> Figures:
-        """What was counted since the first of the `totals`. Days that are no longer kept may be missing from it."""
-        (_, before), (_, now) = self.totals[0], self.totals[-1]
-        return Figures(*(max(n - m, 0) for n, m in zip(now, before, strict=True)))
+    def spans(self, history: History) -> dict[str, Figures]:
+        """What was counted since the first look of the last minute, today, and in all days."""
+        now = history.total()
+        self._totals = [one for one in self._totals if one[0] >= history.at - LATEST_SECONDS] + [(history.at, now)]
+        days = {"today": history.total(1), "31 days": now}
+        began, before = self._totals[0]
+        if began == history.at:
+            return days
+        # days that are no longer kept may be missing
+        latest = Figures(*(max(n - m, 0) for n, m in zip(now, before, strict=True)))
+        return {f"last {history.at - began:.0f} s": latest, **days}
 
-    def busiest(self) -> list[tuple[str, Figures]]:
-        """What was counted today of each namespace, the one with most tokens first."""
-        today = int(self.history.at // DAY)
-        found = [(name, figures) for (day, name), figures in self.history.days.items() if day == today]
-        return sorted(found, key=lambda one: -one[1].prompt_tokens)
+    def _hot_row(self, one: Any) -> list[str]:
+        return [
+            self._titles.get(short(one["namespace"].tobytes()), "unknown"),
+            format_number(int(one["hits"])),
+            format_number(int(one["start"]) + int(one["n_tokens"])),
+            ago(int(one["last_used"])),
+            one["key"].tobytes().hex()[:SHORT],
+        ]
+
+
+def _row(title: str, figures: Figures) -> list[str]:
+    return [
+        title,
+        format_number(figures.lookups),
+        format_share(figures.hit_rate),
+        format_number(figures.prompt_tokens),
+        format_number(figures.tokens_restored),
+    ]
 
 
 def _title(settings: bytes, history: History) -> str:
@@ -172,71 +167,3 @@ def _title(settings: bytes, history: History) -> str:
     except CorruptError:
         return "unknown"
     return ", ".join(filter(None, [str(found.get("salt") or ""), model_title(found, history.models)]))
-
-
-def lines(screen: Screen, columns: int, rows: int | None) -> list[str]:
-    """What is shown, in so many columns and rows; None for as many rows as it takes."""
-    title = f"{time.strftime('%H:%M:%S', time.localtime(screen.history.at))}  {screen.location}"
-    fault = [] if screen.fault is None else [f"the location cannot be read: {screen.fault}"]
-    tables = [_rates(screen, columns), _busiest(screen, columns), _hot(screen, columns)]
-    parts = [[title, *_used(screen, columns)], fault, *tables]
-    shown = [visible(line) for part in parts if part for line in ["", *part]][1:]
-    if rows is not None:
-        # the last line says how to leave
-        shown = [*shown[: rows - 1], "Ctrl-C ends this"]
-    return [line if len(line) <= columns else f"{line[: columns - 1]}…" for line in shown]
-
-
-def _used(screen: Screen, columns: int) -> list[str]:
-    pages, used = f"{format_number(screen.used.entries)} pages", format_bytes(screen.used.bytes)
-    budget = screen.history.max_bytes
-    if not budget:
-        return [f"{used} used, {pages}"]
-    share = screen.used.bytes / budget
-    n = min(30, max(columns - 50, 10))
-    full = min(round(share * n), n)
-    return [f"[{'#' * full}{'.' * (n - full)}] {used} of {format_bytes(budget)} ({format_share(share)}), {pages}"]
-
-
-def _rates(screen: Screen, columns: int) -> list[str]:
-    known = {"today": screen.history.total(1), "31 days": screen.history.total()}
-    if len(screen.totals) > 1:
-        seconds = round(screen.totals[-1][0] - screen.totals[0][0])
-        known = {f"last {seconds} s": screen.latest(), **known}
-    if not known["31 days"].prompt_tokens:
-        return ["no prompt has been looked up yet"]
-    figures = known.values()
-    rows = [
-        ["lookups", *(format_number(one.lookups) for one in figures)],
-        ["hit rate", *(format_share(one.hit_rate) for one in figures)],
-        ["of prompt restored", *(format_share(one.restored_share) for one in figures)],
-        ["tokens restored", *(format_number(one.tokens_restored) for one in figures)],
-        ["tokens computed", *(format_number(one.tokens_computed) for one in figures)],
-        ["time saved", *(format_seconds(one.seconds_saved) for one in figures)],
-        ["pages written", *(format_number(one.allocations) for one in figures)],
-        ["pages evicted", *(format_number(one.evictions) for one in figures)],
-    ]
-    return grid(rows, columns, ["", *known])
-
-
-def _busiest(screen: Screen, columns: int) -> list[str]:
-    rows = [
-        [
-            "(others)" if name == OTHERS else screen.titles.get(name, GONE),
-            format_number(one.lookups),
-            format_share(one.hit_rate),
-            format_number(one.prompt_tokens),
-            format_number(one.tokens_restored),
-        ]
-        for name, one in screen.busiest()[:MOST_SHOWN]
-    ]
-    return grid(rows, columns, ["busiest today", "lookups", "hit rate", "tokens", "restored"]) if rows else []
-
-
-def _hot(screen: Screen, columns: int) -> list[str]:
-    rows = []
-    for one in screen.hottest:
-        whose = screen.titles.get(short(one["namespace"].tobytes()), "unknown")
-        uses, tokens = format_number(int(one["hits"])), format_number(int(one["start"]) + int(one["n_tokens"]))
-        rows.append([whose, uses, tokens, ago(int(one["last_used"])), one["key"].tobytes().hex()[:SHORT]])
-    return grid(rows, columns, ["hottest prefixes", "uses", "tokens", "last used", "page"]) if rows else []

@@ -82,10 +82,6 @@ def replay_(
                 for name, one in ones.items()
             ),
         )
-        # a replay finds whole blocks
-        rounded = len(read.requests) * (read.block_tokens or 1)
-        if live is not None and live["hit_tokens"] > rounded + max(one.hit_tokens for one in found.values()):
-            tell("The recorded store found more: it had pages from before the recording; a replay starts empty.")
 
     replayed = {name: _json(one) for name, one in found.items()}
     data = {"trace": str(file), "pages": size, "skipped_lines": read.skipped, "recorded": live, "replayed": replayed}
@@ -103,8 +99,8 @@ def simulate_(
 ) -> Result:
     """Show the hit rate against the size of the store, and what twice the budget would gain.
 
-    Policies run in the real engine. Belady knows the future: no policy can find more. Sizes are multiples of the
-    budget, that is --max-bytes, --pages, or the recorded one; or shares of all that was asked.
+    Policies run in the real engine. Belady knows the future: no policy can find more. Sizes are shares of all that was
+    asked, and once and twice the budget, that is --max-bytes, --pages, or the recorded one.
 
     Example: prefixstore trace simulate trace.jsonl --max-bytes 20GiB --plot hits.svg
     """
@@ -119,20 +115,19 @@ def simulate_(
             plot.write_text(svg(found, f"Hit rate of {visible(file.name)}"), "utf-8")
         except OSError as error:
             raise InvalidParameterError(f"{plot} cannot be written: {error.strerror}") from None
-    size = budget if budget is not None else found.budget
     data = {
         "trace": str(file),
         "skipped_lines": read.skipped,
         "pages": list(found.sizes),
         "bytes": [found.bytes_of(size) for size in found.sizes],
-        "budget_pages": size,
+        "budget_pages": found.budget,
         "all_pages": found.total,
         "rates": {name: [round(one.rate, 4) for one in ones] for name, ones in found.found.items()},
         "twice_the_budget_wins": {name: found.gain(name) for name in found.found},
     }
 
     def show() -> None:
-        _about(read, file, size)
+        _about(read, file, found.budget)
         headers = ["pages>", *(["bytes>"] * (found.page_bytes is not None)), *(f"{name}>" for name in found.found)]
         table(headers, [_row(found, i) for i in range(len(found.sizes))])
         if found.holds_all:

@@ -14,7 +14,7 @@ from prefixstore.backends.keys import Keys, provider_of
 from prefixstore.backends.location import without_password
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
-from prefixstore.cli.files import STANDARD, reading, writing
+from prefixstore.cli.files import STANDARD, is_replaced, reading, writing
 from prefixstore.cli.listing import chosen_namespaces
 from prefixstore.cli.model import configured, has_model, open_model, tokens_of_prefix
 from prefixstore.cli.output import DONE, FAILED, may_replace, say, tell
@@ -61,7 +61,7 @@ def export(
         keys = None
         if prefix is not None or page is not None:
             keys = archive.with_ancestors(archive.select(namespaces=namespaces, tokens=tokens, page=page))
-        exists = out != STANDARD and _is_replaced(Path(out))
+        exists = out != STANDARD and is_replaced(Path(out), (MAGIC, ENCRYPTED))
         if dry_run:
             note = ", which would be replaced" if exists else ""
             return _planned("exported", archive, out, chosen(archive, namespaces, keys), note)
@@ -81,23 +81,6 @@ def _planned(done: str, archive: Archive, target: str, pages: list[Page], note: 
         f"{counted(len(pages), 'page')}, {format_bytes(size)}, "
         f"would be {done} from {archive.location} to {target}{note}",
     )
-
-
-def _is_replaced(target: Path) -> bool:
-    """Whether an export is there already. Refuses a file that is no export: it was named by mistake."""
-    if target.exists() and not target.is_file():
-        # a device would be replaced, and a pipe waited for
-        raise InvalidParameterError(f"{target} exists and is not a file; choose another name, or - for stdout")
-    try:
-        with target.open("rb") as file:
-            begin = file.read(len(MAGIC))
-    except OSError:
-        return target.exists()  # writing it says why
-    if begin and not begin.startswith((MAGIC, ENCRYPTED)):
-        raise InvalidParameterError(
-            f"{target} exists and is not an export of prefixstore; choose another name, or delete it"
-        )
-    return True
 
 
 def import_(
@@ -133,8 +116,6 @@ def import_(
                 _require(file, reader, store.namespace)
             llm.close()
         with Archive(location, max_bytes=budget, create=True) as archive:
-            if file != STANDARD and Path(file).is_file():
-                _warn_of_a_small_budget(file, Path(file).stat().st_size, archive)
             if reader.is_encrypted and archive.keys is None:
                 say(f"note: {file} is encrypted, and {archive.location} is not: PREFIXSTORE_KEY is not set")
             moved = import_store(reader, archive)
@@ -159,17 +140,6 @@ def _unsealed(key: str | None, name: str, begin: bytes, file: BinaryIO) -> Binar
     except ImportError as error:
         raise MissingExtraError(f'{name} is encrypted; pip install "prefixstore[encryption]"') from error
     return unsealed(begin, file, Keys.read(provider) if provider is not None else Keys(), name)
-
-
-def _warn_of_a_small_budget(source: str, size: int, archive: Archive) -> None:
-    """Say before anything is written that not all may fit."""
-    room = max(archive.max_bytes - archive.used().bytes, 0)
-    if size > room:
-        say(
-            f"note: {source} has {format_bytes(size)}; the limit of {archive.location} is "
-            f"{format_bytes(archive.max_bytes)}, with {format_bytes(room)} free: what is not there yet may be left "
-            "out, or other pages be evicted; pass a larger --max-bytes to keep all"
-        )
 
 
 def _require(file: str, reader: ExportReader, wanted: Namespace) -> None:
@@ -212,8 +182,6 @@ def copy(
         used = archive.used().bytes
         size = budget or max(2 * used, DEFAULT_BYTES)
         with Archive(target, max_bytes=size, create=True, key=to_key) as other:
-            size = sum(page.stored_bytes for page in chosen(archive, wanted))
-            _warn_of_a_small_budget(archive.location, size, other)
             moved = copy_store(archive, other, namespaces=wanted)
             places = {"location": archive.location, "target": other.location}
     return _moved(moved, "copied", started, places)

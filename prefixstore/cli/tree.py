@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-import typer
 
 from prefixstore.cli.command import Result
 from prefixstore.cli.listing import SHORT, chosen_namespaces, page_facts, text_of_pages
 from prefixstore.cli.model import text_of_tokens
-from prefixstore.cli.output import DONE, FAILED, Form, ago, columns_shown, listed, rows_of, say, tell
+from prefixstore.cli.output import DONE, FAILED, Form, ago, rows_of, say, tell
 from prefixstore.engine.index import Page
 from prefixstore.errors import InvalidParameterError
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import chosen
 from prefixstore.models.file import model_title
-from prefixstore.report.labels import Words, divergence, visible
+from prefixstore.report.labels import Words, divergence, label_of
 from prefixstore.units import counted, format_bytes, parse_seconds
 
 __all__ = ["tree"]
 
-# between what a text has in common with its neighbours, and what it does not
-BAR = "│"
-TEXT = 60  # characters shown of a text
-CONTEXT = 16  # characters shown of what comes before the place where branches part
-NARROW = 24  # with less room than this, a text gets a line of its own
 ORDERS: dict[str, Callable[[Page], float]] = {
     "used": lambda page: -page.last_used,
     "uses": lambda page: -page.hits,
@@ -55,9 +51,9 @@ def tree(
 ) -> Result:
     """Show the stored prefixes as a tree.
 
-    A run of pages without a branch is one line. With a model or a tokenizer its text is shown: the bar │ marks where
-    the text differs from that of the sibling branches. --limit counts the branches after each page (in json, csv
-    and tsv: the pages). Exit code 1 with --containing: the text is not stored.
+    A run of pages without a branch is one line. With a model or a tokenizer its text is shown, from where it differs
+    from that of the sibling branches. --limit counts the branches after each page (in json, csv and tsv: the pages).
+    Exit code 1 with --containing: the text is not stored.
 
     Example: prefixstore tree lmdb:///var/cache/kv --model m.gguf --containing "my secret"
     """
@@ -80,21 +76,37 @@ def tree(
             pages = _leading_to(
                 archive, pages, lambda page: containing in text_of_pages(archive.path(page)[-2:], words)
             )
-        shown = _Shown(pages, words, depth, limit, ORDERS[sort] if sort is not None else None)
         where, headings = archive.location, _headings(archive) if form is Form.TEXT else {}
     is_lost = containing is not None and not pages
+    order = ORDERS[sort] if sort is not None else None
+    facts = partial(_facts, pages, words, depth, limit, order)
 
     def show() -> None:
         if form is not Form.TEXT:
-            rows_of(shown.facts(), form)
+            rows_of(facts(), form)
             return
-        shown.print(headings)
+        _print(_branches(pages, depth, limit, order), headings, words)
         if not is_lost:
             tell(f"{where}: {counted(len(pages), 'page')}")
 
     if is_lost:
         say(f"{where}: the text is not stored")
-    return Result(shown.facts, show, FAILED if is_lost else DONE)
+    return Result(facts, show, FAILED if is_lost else DONE)
+
+
+def _facts(
+    pages: list[Page],
+    words: Words | None,
+    depth: int | None,
+    limit: int | None,
+    order: Callable[[Page], float] | None,
+) -> list[dict[str, object]]:
+    """Pages as data, down to a depth, in the order of the branches where one is asked for."""
+    if depth is not None:
+        pages = [page for branch in _branches(pages, depth, None, order) for page in branch.pages]
+    if order is not None:
+        pages = sorted(pages, key=order)
+    return [page_facts(page, words) for page in pages[:limit]]
 
 
 def _headings(archive: Archive) -> dict[bytes, str]:
@@ -103,7 +115,7 @@ def _headings(archive: Archive) -> dict[bytes, str]:
     for one in archive.holdings():
         tenant = one.settings.get("salt")
         known = [model_title(one.settings, names), *([f"tenant {tenant}"] if tenant else [])]
-        found[one.key] = visible(f"namespace {one.key.hex()[:SHORT]}  {', '.join(known)}")
+        found[one.key] = f"namespace {one.key.hex()[:SHORT]}  {', '.join(known)}"
     return found
 
 
@@ -116,115 +128,66 @@ def _leading_to(archive: Archive, pages: list[Page], is_wanted: Callable[[Page],
     return [page for page in pages if page.key in found]
 
 
-@dataclass
-class _Shown:
-    """Some pages as a tree.
+class _Branch(NamedTuple):
+    """A run of pages without a branch, or how many of those beside it are left out.
 
-    Parameters
-    ----------
-    chosen
-        The pages, with their ancestors.
-    words
-        For texts; None shows none.
-    depth, limit, order
-        Levels of branches, branches after each page, and their order; None for all, and as they are.
+    `level` counts the branches above it, and `shared` the first tokens that a branch beside it has too.
     """
 
-    chosen: list[Page]
-    words: Words | None
-    depth: int | None
-    limit: int | None
-    order: Callable[[Page], float] | None
-    _keys: set[bytes] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._keys = {page.key for page in self.chosen}
-
-    def pages(self) -> list[Page]:
-        """The pages down to the depth, in the order of the branches where one is asked for."""
-        pages = [page for _, chain, _, _ in self._branches(None) for page in chain] if self.depth else self.chosen
-        return sorted(pages, key=self.order) if self.order is not None else pages
-
-    def facts(self) -> list[dict[str, object]]:
-        """These pages as data."""
-        return [page_facts(page, self.words) for page in self.pages()[: self.limit]]
-
-    def print(self, headings: Mapping[bytes, str]) -> None:
-        """Print the tree, under the headings of its namespaces."""
-        namespace = b""
-        has_bar = False
-        for level, chain, shared, left_out in self._branches(self.limit):
-            indent = "  " * (level + 1)
-            if not chain:
-                typer.echo(f"{indent}… {left_out:,} more")
-                continue
-            if chain[0].namespace != namespace:
-                namespace = chain[0].namespace
-                tell(headings.get(namespace, f"namespace {namespace.hex()[:SHORT]}"))
-            parts = [
-                f"{chain[-1].key.hex()[:SHORT]}  tokens {chain[0].start + 1:,}-{chain[-1].end:,}",
-                counted(len(chain), "page"),
-                format_bytes(sum(page.stored_bytes for page in chain)),
-                counted(max(page.hits for page in chain), "use"),
-                ago(max(page.last_used for page in chain)),
-                "pinned" if all(page.pinned for page in chain) else "",
-            ]
-            line = "\n".join(listed(parts, columns_shown(), indent))
-            has_bar = has_bar or shared > 0
-            typer.echo(line if self.words is None else _with_text(line, indent, self._text(chain, shared)))
-        if has_bar:
-            tell(f"{BAR}: here the text differs from that of the sibling branches")
-
-    def _text(self, chain: list[Page], shared: int) -> str:
-        """The text of a chain, from the first token that no branch beside it has, and a little of what is before."""
-        tokens = np.frombuffer(b"".join(page.tokens for page in chain), "<i4")
-        assert self.words is not None
-        # half a character at the start is none
-        text = repr(self.words(tokens[shared:].tolist()).lstrip("\ufffd"))[1:-1]
-        before = self.words(tokens[max(0, shared - CONTEXT) : shared].tolist()).strip("\ufffd")
-        return f"…{repr(before)[1:-1][-CONTEXT:]}{BAR}{text}" if shared else text
-
-    def _branches(self, limit: int | None) -> Iterator[tuple[int, list[Page], int, int]]:
-        """Runs of pages without a branch: the branches above, the pages, how many tokens a neighbour has too.
-
-        Without pages: how many branches are left out.
-        """
-        waiting: list[tuple[int, list[Page], int, int]] = []
-
-        def add(level: int, pages: list[Page]) -> None:
-            if self.depth is not None and level >= self.depth:
-                return
-            tokens = {page.key: np.frombuffer(page.tokens, "<i4") for page in pages}
-            shared = divergence(tokens) if self.words is not None else {}
-            ordered = sorted(pages, key=self.order) if self.order is not None else pages
-            found = [(level, [page], shared.get(page.key, 0), 0) for page in ordered[:limit]]
-            left_out = len(ordered) - len(found)
-            waiting.extend(reversed([*found, (level, [], 0, left_out)] if left_out else found))
-
-        roots: dict[bytes, list[Page]] = {}
-        for page in sorted(self.chosen, key=lambda page: page.namespace):
-            if page.parent == page.namespace:
-                roots.setdefault(page.namespace, []).append(page)
-        for pages in roots.values():
-            add(0, pages)
-            while waiting:
-                level, chain, shared, left_out = waiting.pop()
-                children: list[Page] = []
-                while chain and len(children := [one for one in chain[-1].children if one.key in self._keys]) == 1:
-                    chain += children
-                yield level, chain, shared, left_out
-                if len(children) > 1:
-                    add(level + 1, children)
+    level: int
+    pages: list[Page]
+    shared: int = 0
+    left_out: int = 0
 
 
-def _with_text(line: str, indent: str, text: str) -> str:
-    """The facts of a branch with its text, which gets a line of its own where the terminal is narrow."""
-    room = columns_shown() - len(line) - 4
-    if room >= NARROW and "\n" not in line:
-        return f'{line}  "{_short(text, room)}"'
-    return f'{line}\n{indent}  "{_short(text, max(columns_shown() - len(indent) - 4, NARROW))}"'
+def _branches(
+    pages: list[Page], depth: int | None, limit: int | None, order: Callable[[Page], float] | None
+) -> Iterator[_Branch]:
+    """The branches of some pages, whose ancestors are among them: each before those that follow it."""
+    kept = {page.key for page in pages}
+    waiting: list[_Branch] = []
+
+    def add(level: int, siblings: list[Page]) -> None:
+        if depth is not None and level >= depth:
+            return
+        shared = divergence({page.key: np.frombuffer(page.tokens, "<i4") for page in siblings})
+        ordered = sorted(siblings, key=order) if order is not None else siblings
+        found = [_Branch(level, [page], shared[page.key]) for page in ordered[:limit]]
+        if len(found) < len(ordered):
+            found.append(_Branch(level, [], left_out=len(ordered) - len(found)))
+        waiting.extend(reversed(found))
+
+    firsts = sorted((page for page in pages if page.parent == page.namespace), key=lambda page: page.namespace)
+    for _, roots in groupby(firsts, key=lambda page: page.namespace):
+        add(0, list(roots))
+        while waiting:
+            branch = waiting.pop()
+            children: list[Page] = []
+            while branch.pages and len(children := [one for one in branch.pages[-1].children if one.key in kept]) == 1:
+                branch.pages.extend(children)
+            yield branch
+            if children:
+                add(branch.level + 1, children)
 
 
-def _short(text: str, room: int) -> str:
-    size = min(room, TEXT)
-    return text if len(text) <= size else f"{text[: size * 2 // 3 - 1]} … {text[-(size // 3 - 2) :]}"
+def _print(branches: Iterable[_Branch], headings: Mapping[bytes, str], words: Words | None) -> None:
+    """Print the tree, under the headings of its namespaces."""
+    namespace = b""
+    for level, pages, shared, left_out in branches:
+        indent = "  " * (level + 1)
+        if not pages:
+            tell(f"{indent}… {left_out:,} more")
+            continue
+        if pages[0].namespace != namespace:
+            namespace = pages[0].namespace
+            tell(headings.get(namespace, f"namespace {namespace.hex()[:SHORT]}"))
+        facts = [
+            f"{indent}{pages[-1].key.hex()[:SHORT]}  tokens {pages[0].start + 1:,}-{pages[-1].end:,}",
+            counted(len(pages), "page"),
+            format_bytes(sum(page.stored_bytes for page in pages)),
+            counted(max(page.hits for page in pages), "use"),
+            ago(max(page.last_used for page in pages)),
+            *(["pinned"] if all(page.pinned for page in pages) else []),
+        ]
+        tokens = np.frombuffer(b"".join(page.tokens for page in pages), "<i4")
+        tell(", ".join(facts) + (f'  "{label_of(tokens, shared, words)}"' if words is not None else ""))

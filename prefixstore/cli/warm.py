@@ -148,8 +148,6 @@ def _warm(settings: Config, sources: list[str], *, generation_prompt: bool, pin:
         # what another job has stored is worth waiting for
         with ready.settings.open_store(ready.llm, max_delay=None) as store:
             _print_notes(ready, store)
-            expected = estimate(ready.llm, store, ready.prompts, is_timed=False)
-            print_budget_note(store, store.location, expected.bytes)
             report = run_job(ready.llm, store, ready.prompts, progress=progress, pin=pin, **how)
             dropped, location = store.stats().dropped, store.location
         ready.llm.close()

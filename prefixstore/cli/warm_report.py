@@ -9,9 +9,7 @@ from dataclasses import asdict
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, TaskProgressColumn, TextColumn
-from rich.progress import Progress as Bar
-from rich.table import Column
+from rich.text import Text
 
 from prefixstore.cli.output import say
 from prefixstore.store import PrefixStore
@@ -95,23 +93,13 @@ def rows_of(found: WarmReport | Estimate) -> dict[str, object]:
 
 @contextmanager
 def progress_shown() -> Iterator[Callable[[Progress], None]]:
-    """A function that shows progress on stderr: as a bar on a terminal, otherwise as a line from time to time."""
+    """A function that shows progress on stderr: in one line on a terminal, otherwise as a line from time to time."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _Lines()
         return
-    # what does not fit into the line is left out
-    text = TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True, overflow="crop", ratio=1))
-    columns = [TextColumn("{task.description}"), BarColumn(max(8, min(40, console.width // 4))), TaskProgressColumn()]
-    with Bar(*columns, text, console=console, transient=True, expand=True) as bar:
-        task = bar.add_task("reading", total=None, text="")
-
-        def show(progress: Progress) -> None:
-            total = progress.missing_tokens if progress.phase != "reading" else None
-            told = _text(progress) if progress.phase != "reading" else ""
-            bar.update(task, description=progress.phase, total=total, completed=progress.done_tokens, text=told)
-
-        yield show
+    with console.status("") as status:
+        yield lambda progress: status.update(Text(_text(progress), no_wrap=True, overflow="ellipsis"))
 
 
 class _Lines:
@@ -125,12 +113,13 @@ class _Lines:
         at, phase = self._last
         if now - at >= LINE_SECONDS or progress.phase != phase:
             self._last = now, progress.phase
-            text = f"{progress.phase}: {_text(progress)}" if progress.phase != "reading" else "reading prompts"
-            typer.echo(text, err=True)
+            typer.echo(_text(progress), err=True)
 
 
 def _text(progress: Progress) -> str:
     """The progress as text."""
+    if progress.phase == "reading":
+        return "reading prompts"
     left = progress.seconds_left
     parts = [
         f"{format_seconds(left)} left" if left is not None else "",
@@ -139,4 +128,4 @@ def _text(progress: Progress) -> str:
         f"{format_bytes(progress.stored_bytes)} stored",
         f"{format_share(progress.hit_share)} hits",
     ]
-    return ", ".join(part for part in parts if part)
+    return f"{progress.phase}: {', '.join(filter(None, parts))}"

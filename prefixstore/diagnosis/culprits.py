@@ -68,21 +68,13 @@ class Culprit:
 
 @dataclass(frozen=True)
 class Texts:
-    """The texts of a prompt and of a stored sequence, both from one place before the fork on.
-
-    Attributes
-    ----------
-    here, there
-        The text of the prompt, and of what is stored. They begin with the same tokens.
-    at
-        Characters that these tokens have.
-    tokens_here, tokens_there
-        The tokens after the fork.
-    """
+    """The texts of a prompt (here) and of a stored sequence (there), both from one place before the fork on."""
 
     here: str
     there: str
+    # characters of the tokens that both begin with
     at: int
+    # after the fork
     tokens_here: Sequence[int]
     tokens_there: Sequence[int]
 

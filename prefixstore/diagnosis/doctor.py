@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import random
-import re
 import shutil
-import sqlite3
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -32,25 +30,14 @@ from prefixstore.units import counted, format_bytes, format_share, parse_bytes
 
 __all__ = ["Finding", "Level", "examine"]
 
-# a requirement of this package, with the oldest version that is tested
-REQUIREMENT = re.compile(r"([\w-]+)(?:\[[\w,]+\])?\s*>=([\d.]+)")
-NEEDED = ("lmdb", "numpy", "xxhash", "zstandard")
-WITH_MODELS = "llama-cpp-python"
-# what locations on servers are reached with, by scheme
-CLIENTS = {
-    **dict.fromkeys(("valkey", "valkeys", "redis", "rediss", "unix"), "valkey"),
-    **dict.fromkeys(("s3", "gs", "az"), "obstore"),
-    **dict.fromkeys(("postgresql", "postgres"), "psycopg"),
-}
-OLDEST_SQLITE = (3, 35)
+# what an error report needs the versions of, beside this package; installed or not
+PACKAGES = ("llama-cpp-python", "lmdb", "numpy", "SQLAlchemy", "psycopg", "valkey", "obstore", "aiohttp")
 # contexts of full length that a budget should hold
 CONTEXTS = 2
 # what is read to find damaged pages
 SAMPLE_PAGES, SAMPLE_BYTES = 256, 64 << 20
 # a hit rate of so many prompts, and up to so much, is a problem
 FEW_LOOKUPS, LOW_HIT_RATE = 10, 0.02
-# how a file of SQLite begins
-SQLITE = b"SQLite format 3\0"
 
 
 class Level(str, Enum):
@@ -63,19 +50,7 @@ class Level(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What was examined, what was found, and what to do about it.
-
-    Attributes
-    ----------
-    name
-        ``"file system"``, ``"free space"``, ...
-    value
-        What was found.
-    level
-        Whether that is good.
-    advice
-        What to change; empty if nothing.
-    """
+    """What was examined, what was found, whether that is good, and else what to change."""
 
     name: str
     value: str
@@ -92,19 +67,9 @@ def _found(name: str, value: str, problem: str = "", note: str = "") -> Finding:
 def examine(location: str | None, config: Config | None = None, max_bytes: int | str | None = None) -> list[Finding]:
     """Examine an installation and a location. Nothing is written, and no permission to write is needed.
 
-    Parameters
-    ----------
-    location
-        The store; by default that of the config, which may be two locations, or the default one.
-    config
-        With a model, the model is loaded, and its settings are compared with those of the stored pages.
-    max_bytes
-        The budget; by default that of the config, or the default one. Of two locations, that of the nearer one.
-
-    Raises
-    ------
-    InvalidParameterError
-        If the location or the size is not valid.
+    The location and the budget are by default those of the config, or the default ones; it may have two locations, of
+    which the budget is that of the nearer one. If it has a model, that is loaded, and its settings are compared with
+    those of the stored pages. Raises `InvalidParameterError`.
     """
     settings = config.store if config is not None else {}
     given = location if location is not None else settings.get("location")
@@ -115,7 +80,7 @@ def examine(location: str | None, config: Config | None = None, max_bytes: int |
     budget = None if limit is None else parse_bytes(limit, "max_bytes")
     far_limit = settings.get("far_max_bytes")
     far_budget = budget if far_limit is None else parse_bytes(far_limit, "far_max_bytes")
-    found = [*_versions(needs_model=config is not None and config.path is not None)]
+    found = [_versions()]
     holdings: list[Holding] = []
     can_open = True
     for n, (text, size) in enumerate(zip(texts, (budget, far_budget), strict=False), 1):
@@ -133,14 +98,13 @@ def _location(
 ) -> tuple[list[Finding], Sequence[Holding] | None]:
     """What is found in a location, and what it holds; None if it cannot be opened."""
     found = [Finding("location", without_password(text) if is_url(text) else str(Path(text).absolute()))]
-    name = CLIENTS.get(scheme_of(text), "")
-    if (version := _installed(name)) is not None:
-        found.append(_version(name, version))
     path = _path(text)
     if path is not None:
-        found += _place(path, is_written=is_written)
+        found.append(_file_system(path))
     try:
         with Archive(text, read_only=True) as archive:
+            if path is not None:
+                found.append(_permissions(path, is_written=is_written, is_store=True))
             holdings, used, history = archive.holdings(), archive.used().bytes, archive.history()
             found.append(_stored(used, holdings))
             found.append(Finding("encryption", archive.encryption))
@@ -152,9 +116,9 @@ def _location(
             return [*found, Finding("store", "cannot be opened", Level.PROBLEM, str(error))], None
         advice = "Check the path. If it is right, the first writer creates the store: prefixstore warm, or a server."
         # a new machine begins without one of its own
-        level = Level.NOTE if is_nearer else Level.PROBLEM
-        found.append(Finding("store", "none yet", level, advice))
+        found.append(Finding("store", "none yet", Level.NOTE if is_nearer else Level.PROBLEM, advice))
         holdings = []
+        found.append(_permissions(path, is_written=is_written, is_store=False))
         found += _budget(path, 0, budget or DEFAULT_BYTES)
     return found, holdings
 
@@ -193,47 +157,17 @@ def _use(history: History) -> Iterator[Finding]:
 # -- versions ---------------------------------------------------------------------------------------------------------
 
 
-def _versions(*, needs_model: bool) -> Iterator[Finding]:
+def _versions() -> Finding:
     from prefixstore import __version__  # noqa: PLC0415 - is not complete while the package is imported
 
-    yield Finding("prefixstore", __version__)
-    yield Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
-    for name in (*NEEDED, WITH_MODELS):
-        version = _installed(name)
-        if version is not None:
-            yield _version(name, version)
-            continue
-        advice = 'pip install "prefixstore[llama]"' if name == WITH_MODELS else f"pip install {name}"
-        if name in NEEDED or needs_model:
-            yield _found(name, "not installed", advice)
-        else:
-            yield _found(name, "not installed", note=f"For models of this process: {advice}")
-    is_old = sqlite3.sqlite_version_info < OLDEST_SQLITE
-    yield _found(
-        "sqlite", sqlite3.sqlite_version, note="SQLite stores need 3.35: use a newer Python." if is_old else ""
-    )
-
-
-def _installed(name: str) -> str | None:
-    """The version of a package."""
-    try:
-        return metadata.version(name) if name else None
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _version(name: str, version: str) -> Finding:
-    oldest = "0"
-    # not installed, where it is run from its sources
-    with suppress(metadata.PackageNotFoundError):
-        named = (REQUIREMENT.match(one) for one in metadata.requires("prefixstore") or ())
-        oldest = next((one[2] for one in named if one is not None and one[1] == name), oldest)
-    is_old = _numbers(version) < _numbers(oldest)
-    return _found(name, version, f'pip install -U "{name}>={oldest}"' if is_old else "")
-
-
-def _numbers(version: str) -> list[int]:
-    return list(map(int, re.findall(r"\d+", version)))
+    found = [
+        f"prefixstore {__version__}",
+        f"python {platform.python_version()} on {platform.system()} {platform.machine()}",
+    ]
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found.append(f"{name} {metadata.version(name)}")
+    return Finding("versions", ", ".join(found))
 
 
 # -- the place --------------------------------------------------------------------------------------------------------
@@ -253,40 +187,33 @@ def _path(text: str) -> Path | None:
     return None
 
 
-def _place(path: Path, *, is_written: bool) -> Iterator[Finding]:
+def _file_system(path: Path) -> Finding:
     mount = mount_of(path)
     if mount is None:
-        yield _found("file system", "not known", note="A network file system does not work.")
-    else:
-        shared = "LMDB and SQLite share memory: use a local disk, or PostgreSQL, Valkey or a bucket."
-        lost = f"It is {VOLATILE.get(mount.kind)}; use a disk or a volume to keep pages."
-        yield _found(
-            "file system",
-            f"{mount.kind} at {mount.point}",
-            shared if mount.kind in NETWORK else "",
-            lost if mount.kind in VOLATILE else "",
-        )
-    yield _permissions(path, is_read_only=mount is not None and mount.is_read_only, is_written=is_written)
+        return _found("file system", "not known", note="A network file system does not work.")
+    kind, point = mount
+    shared = "LMDB and SQLite share memory: use a local disk, or PostgreSQL, Valkey or a bucket."
+    lost = f"It is {VOLATILE.get(kind)}; use a disk or a volume to keep pages."
+    return _found(
+        "file system",
+        f"{kind} at {point}",
+        shared if kind in NETWORK else "",
+        lost if kind in VOLATILE else "",
+    )
 
 
-def _permissions(path: Path, *, is_read_only: bool, is_written: bool) -> Finding:
+def _permissions(path: Path, *, is_written: bool, is_store: bool) -> Finding:
+    """Who may use a store, or the directory where it would be created."""
     here = existing(path)
-    try:
-        found = here.stat()
-    except OSError as error:
-        return Finding("permissions", f"{here}: {error.strerror}", Level.PROBLEM, "Give this user access to it.")
-    mode = f"{stat.filemode(found.st_mode)} {here}"
-    if not os.access(here, os.R_OK | (os.X_OK if here.is_dir() else 0)):
-        return Finding("permissions", mode, Level.PROBLEM, "This user cannot read it; run as its owner.")
-    is_writable = os.access(here, os.W_OK) and not is_read_only
-    if not is_writable and is_written:
+    rights = here.stat().st_mode
+    mode = f"{stat.filemode(rights)} {here}"
+    if is_written and not os.access(here, os.W_OK):
         advice = "This user cannot write to it: servers of this user need read_only=True, or its owner."
         return Finding("permissions", mode, Level.PROBLEM, advice)
     private = f"chmod {'700' if here.is_dir() else '600'} {here}"
-    is_store = here == path.absolute() and _is_store(here)
-    if is_store and found.st_mode & stat.S_IRWXO:
+    if is_store and rights & stat.S_IRWXO:
         return Finding("permissions", mode, Level.PROBLEM, f"Others can read the prompts in it; {private}")
-    if is_store and found.st_mode & stat.S_IRWXG:
+    if is_store and rights & stat.S_IRWXG:
         advice = f"Its group can read the prompts in it. If that is not intended: {private}"
         return Finding("permissions", mode, Level.NOTE, advice)
     return Finding("permissions", mode)
@@ -298,16 +225,6 @@ def _is_missing(path: Path) -> bool:
         return not path.exists()
     except OSError:
         return False
-
-
-def _is_store(path: Path) -> bool:
-    if path.is_dir():
-        return (path / "data.mdb").exists()
-    if not path.is_file():
-        # to open a pipe waits for who writes to it
-        return False
-    with path.open("rb") as file:
-        return file.read(len(SQLITE)) == SQLITE
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------

@@ -41,26 +41,13 @@ CHILDREN = 16
 
 @dataclass(frozen=True)
 class Place:
-    """Where a prompt is looked up, and what is known of the context that asks.
-
-    Attributes
-    ----------
-    namespace
-        Its settings.
-    page_tokens
-        Length of its pages.
-    min_tokens
-        Shorter prompts are neither stored nor restored.
-    kind
-        What is stored of it.
-    token_seconds, page_seconds
-        How long computing a token and restoring a page take, as measured; None if not known.
-    """
+    """Where a prompt is looked up, and what is known of the context that asks."""
 
     namespace: Namespace
     page_tokens: int
     min_tokens: int
     kind: Kind = Kind.PAGES
+    # how long computing a token and restoring a page take, as measured
     token_seconds: float | None = None
     page_seconds: float | None = None
 
@@ -87,19 +74,7 @@ def explain_prompt(engine: Engine, hook: Hook, prompt: PromptLike, *, generation
 def explain_without_context(
     engine: Engine, tokenizer: Llama, prompt: PromptLike, *, salt: str | None, generation_prompt: bool
 ) -> Explanation:
-    """Explain what is stored of a prompt under any settings of a model, of which only the vocabulary is loaded.
-
-    Parameters
-    ----------
-    engine
-        Of the location.
-    tokenizer
-        The model, with ``vocab_only=True``.
-    prompt, generation_prompt
-        As for `PrefixStore.explain`.
-    salt
-        The tenant.
-    """
+    """As `PrefixStore.explain`, under any settings of a model, of which only the vocabulary is loaded."""
     tokens = tokens_of(tokenizer, prompt, generation_prompt=generation_prompt)
     model = "+".join(file_digest(part) for part in model_parts(tokenizer.model_path))
     known = [one for one in engine.upkeep.namespaces() if one.settings.get("model") == model and one.salt == salt]
@@ -132,25 +107,9 @@ def _page_tokens(namespace: Namespace) -> int:
 
 
 def explain(engine: Engine, llm: Llama, tokens: Tokens, place: Place, note: str = "") -> Explanation:
-    """Explain what is stored of a prompt, and why not more. Changes nothing.
+    """Explain what is stored of a prompt, and why not more; `note` is said at the end. Changes nothing.
 
-    Parameters
-    ----------
-    engine
-        Of the store.
-    llm
-        Has the vocabulary of the model.
-    tokens
-        The prompt.
-    place
-        Where it is looked up.
-    note
-        Something to say at the end.
-
-    Raises
-    ------
-    StorageError
-        If the location cannot be asked.
+    Raises `StorageError`. Of `llm` the vocabulary is used.
     """
     key = place.namespace.key
     shared = engine.match(key, tokens, place.page_tokens)

@@ -157,32 +157,27 @@ class Explanation:
     note: str = ""
 
     def __str__(self) -> str:
-        return "\n".join(f"{label}{text}" for label, text in self.lines())
-
-    def lines(self) -> list[tuple[str, str]]:
-        """How it reads: lines, however long, each as what stands in front of it (often nothing) and its text."""
-        n = counted(self.n_tokens, "token")
-        lines = [("", f"{self.location}: {self.n_matched:,} of {n} {'is' if self.n_tokens == 1 else 'are'} stored.")]
-        lines.append(("", self._why()))
+        lines = [f"{self.location}: {self.n_matched:,} of {counted(self.n_tokens, 'token')} are stored.", self._why()]
         if self.culprit is not None:
-            lines.append(("", f"Likely cause ({self.culprit.name}): {self.culprit}"))
+            lines.append(f"Likely cause ({self.culprit.name}): {self.culprit}")
         if self.fork is not None and self.reason in ("fork", "settings", "snapshot"):
-            before, here, there = map(_quoted, (self.fork.before, self.fork.here, self.fork.there))
-            if self.fork.at:
-                lines += [("", f"After {counted(self.fork.at, 'token')} the texts diverge:"), ("  before  ", before)]
-            else:
-                lines.append(("", "The texts differ from the first token on:"))
-            lines += [("  here    ", here), ("  stored  ", there)]
+            lines += [
+                f"After {counted(self.fork.at, 'token')} the texts diverge:",
+                f"  before  {_quoted(self.fork.before)}",
+                f"  here    {_quoted(self.fork.here)}",
+                f"  stored  {_quoted(self.fork.there)}",
+            ]
         for one in self.other_settings:
-            there = f"{counted(one.n_tokens, 'token')} {'is' if one.n_tokens == 1 else 'are'} stored"
-            lines.append(("", f"With other settings {there}: {'; '.join(one.differences)}"))
+            stored = f"Stored with other settings: {counted(one.n_tokens, 'token')}"
+            lines.append(f"{stored}; {'; '.join(one.differences)}")
         if self.restore.n_tokens:
-            them = "it" if self.restore.n_tokens == 1 else "them"
-            took = f"; computing {them} took {format_seconds(self.recompute.seconds)}" if self.recompute.seconds else ""
-            lines.append(("", f"To restore: {self.restore}{took}."))
+            took = f"; computing that took {format_seconds(self.recompute.seconds)}" if self.recompute.seconds else ""
+            lines.append(f"To restore: {self.restore}{took}.")
         if self.compute.n_tokens:
-            lines.append(("", f"To compute: {self.compute}."))
-        return lines + [("", self.note)] * bool(self.note)
+            lines.append(f"To compute: {self.compute}.")
+        if self.note:
+            lines.append(self.note)
+        return "\n".join(lines)
 
     def _why(self) -> str:
         evicted = ""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["NETWORK", "VOLATILE", "Mount", "existing", "mount_of"]
+__all__ = ["NETWORK", "VOLATILE", "existing", "mount_of"]
 
 MOUNTS = Path("/proc/self/mountinfo")
 # where several machines may have the same files, or memory maps are not shared
@@ -22,39 +21,23 @@ VOLATILE |= {"overlay": "the layer of a container, which is deleted with the con
 ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
-@dataclass(frozen=True)
-class Mount:
-    """Where a path is mounted.
-
-    Attributes
-    ----------
-    point
-        The directory.
-    kind
-        The type of the file system: ``"ext4"``, ``"nfs4"``, ...
-    is_read_only
-        Whether nothing can be written to it.
-    """
-
-    point: str
-    kind: str
-    is_read_only: bool
-
-
 def existing(path: Path) -> Path:
     """The path, or the nearest directory above it that exists, as far as this user may know."""
     path = path.absolute()
     return next((one for one in (path, *path.parents) if os.path.exists(one)), path)  # noqa: PTH110 - never raises
 
 
-def mount_of(path: Path) -> Mount | None:
-    """The mount of a path, or of the directory where it would be created; None where the system does not say."""
+def mount_of(path: Path) -> tuple[str, str] | None:
+    """The type of the file system that a path is on, or would be created on, and where that is mounted.
+
+    None where the system does not say.
+    """
     try:
         lines = MOUNTS.read_text("utf-8", "surrogateescape").splitlines()
     except OSError:
         return None
     real = os.path.realpath(existing(path))
-    found: Mount | None = None
+    found: tuple[str, str] | None = None
     for line in lines:
         fields, _, rest = line.partition(" - ")
         columns, kinds = fields.split(), rest.split()
@@ -63,6 +46,6 @@ def mount_of(path: Path) -> Mount | None:
         point = ESCAPED.sub(lambda digits: chr(int(digits[1], 8)), columns[4])
         is_inside = real == point or real.startswith(point.rstrip("/") + "/")
         # of several mounts on one directory, the last one is seen
-        if is_inside and (found is None or len(point) >= len(found.point)):
-            found = Mount(point, kinds[0], "ro" in columns[5].split(","))
+        if is_inside and (found is None or len(point) >= len(found[1])):
+            found = kinds[0], point
     return found

@@ -48,23 +48,9 @@ WINDOWS = {"day": 1, "week": 7, "month": None}
 def location_text(
     used: Used, holdings: Iterable[Holding], max_bytes: int | None = None, history: History | None = None
 ) -> str:
-    """What a location holds: in total, and by model, all tenants together.
+    """What a location holds, in total and by model, all tenants together; and how it was used in 1, 7 and 31 days.
 
-    Parameters
-    ----------
-    used
-        Of the location.
-    holdings
-        What it holds of its namespaces.
-    max_bytes
-        What it may hold, if that is known.
-    history
-        How it was used: today, and in the last 7 and 31 days.
-
-    Raises
-    ------
-    MissingExtraError
-        If prometheus_client is not installed.
+    Raises `MissingExtraError`.
     """
     client, registry = import_prometheus(), new_registry()
 

@@ -50,10 +50,8 @@ def content_of(
 
     Parameters
     ----------
-    view
-        Of the location.
-    location
-        Its URL, without passwords.
+    view, location
+        Of the location, and its URL, without passwords.
     words
         Tokens to text; None: runs are labelled with token ids.
     is_of
@@ -61,10 +59,8 @@ def content_of(
         others are labelled with token ids.
     with_tokens
         Whether runs are labelled at all. Without, nothing of the prompts is in the report.
-    max_bytes
-        What the location may hold, if that is known.
-    most_runs
-        How many runs are shown one by one.
+    max_bytes, most_runs
+        What the location may hold, if that is known; how many runs are shown one by one.
     clock
         Nanoseconds since the epoch.
     """

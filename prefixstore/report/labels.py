@@ -15,7 +15,7 @@ from prefixstore.format.keys import Tokens, common_prefix
 from prefixstore.format.record import Record
 from prefixstore.report.runs import Column
 
-__all__ = ["Words", "divergence", "labels_of", "visible"]
+__all__ = ["Words", "divergence", "label_of", "labels_of", "visible"]
 
 # tokens of a label: as text, and as ids
 TEXT_TOKENS, ID_TOKENS = 24, 10
@@ -23,8 +23,6 @@ TEXT_TOKENS, ID_TOKENS = 24, 10
 WORD_TOKENS = 4
 # characters of a label
 LENGTH = 80
-# where a page has fewer tokens left, those of the next one are read too
-ENOUGH = 6
 # records read at a time
 SLICE = 1000
 
@@ -46,14 +44,7 @@ def visible(text: str) -> str:
 def labels_of(view: View, facts: Facts, runs: Column, words: Sequence[Words | None]) -> tuple[list[str], list[int]]:
     """The label of each run, and how many of its first tokens it shares with a sibling.
 
-    Parameters
-    ----------
-    view
-        Has the tokens.
-    facts, runs
-        Of the pages.
-    words
-        Tokens to text, for each namespace; None: its labels are token ids.
+    `words` has what turns tokens into text, for each namespace; None: its labels are token ids.
     """
     labels, shared = [""] * len(runs), [0] * len(runs)
     groups: defaultdict[int, list[int]] = defaultdict(list)
@@ -66,20 +57,10 @@ def labels_of(view: View, facts: Facts, runs: Column, words: Sequence[Words | No
         first = _tokens(view, [bytes(facts["key"][runs["head"][i]]) for i in each])
         found = dict(zip(each, first, strict=True))
         for group in some:
-            for i, n in divergence({i: tokens for i in group if (tokens := found[i]) is not None}).items():
+            known = {i: tokens for i in group if (tokens := found[i]) is not None}
+            for i, n in divergence(known).items():
                 shared[i] = n
-        short = [
-            i
-            for i in each
-            if (tokens := found[i]) is not None and len(tokens) - shared[i] < ENOUGH and runs["second"][i] >= 0
-        ]
-        more = _tokens(view, [bytes(facts["key"][runs["second"][i]]) for i in short])
-        following = dict(zip(short, more, strict=True))
-        for i in each:
-            if (tokens := found[i]) is not None:
-                after = following.get(i)
-                whole = tokens if after is None else np.concatenate([tokens, after])
-                labels[i] = _label(whole, shared[i], words[runs["space"][i]])
+                labels[i] = label_of(known[i], n, words[runs["space"][i]])
     return labels, shared
 
 
@@ -119,7 +100,7 @@ def divergence(siblings: Mapping[_T, Tokens]) -> dict[_T, int]:
     return found
 
 
-def _label(tokens: Tokens, first: int, words: Words | None) -> str:
+def label_of(tokens: Tokens, first: int, words: Words | None) -> str:
     """The tokens from the first one that is not shared; as text from the beginning of its word."""
     rest = tokens[first : first + TEXT_TOKENS].tolist()
     if not rest:

@@ -8,12 +8,15 @@ import html
 import json
 from functools import lru_cache
 from pathlib import Path
+from string import Template
 
 from prefixstore.report.content import Content
 
-__all__ = ["html_of", "live_html"]
+__all__ = ["BEGIN", "html_of", "live_html"]
 
 PARTS = Path(__file__).with_name("page")
+# of a page, and of no other file
+BEGIN = "<!doctype html>\n<!-- a report of prefixstore -->\n"
 SCRIPTS = ("tree.js", "icicle.js", "panels.js", "main.js")
 # in JSON they can only be in texts; so no text can end the element that it is in
 ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
@@ -25,7 +28,7 @@ def _parts() -> tuple[str, str, str]:
     script = "".join((PARTS / name).read_text("utf-8") for name in SCRIPTS)
     # one scope: nothing of it is global
     script = f'"use strict";\n(() => {{\n{script}}})();\n'
-    return (PARTS / "page.html").read_text("utf-8"), (PARTS / "page.css").read_text("utf-8"), script
+    return BEGIN + (PARTS / "page.html").read_text("utf-8"), (PARTS / "page.css").read_text("utf-8"), script
 
 
 def _hash(text: str) -> str:
@@ -51,11 +54,5 @@ def _filled(title: str, data: str, connect: str) -> str:
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
         f"connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
-    values = {"title": html.escape(title), "policy": policy, "style": style, "data": data, "script": script}
     # in one pass: what is filled in is not searched
-    pieces = frame.split("{{")
-    done = [pieces[0]]
-    for piece in pieces[1:]:
-        name, rest = piece.split("}}", 1)
-        done += [values[name], rest]
-    return "".join(done)
+    return Template(frame).substitute(title=html.escape(title), policy=policy, style=style, data=data, script=script)

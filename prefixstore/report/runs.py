@@ -41,9 +41,7 @@ RUN = np.dtype(
     [
         ("parent", "i8"),  # the run that it follows; -1 for the first of a namespace
         ("space", "i8"),  # the number of the namespace
-        # rows of the first page and of the next one in the facts; -1 if there is none
-        ("head", "i8"),
-        ("second", "i8"),
+        ("head", "i8"),  # row of the first page in the facts
         ("siblings", "i8"),  # equal for runs that follow the same page; -1 for a run whose parent is lost
         ("start", "i8"),  # the position of the first token
         ("tokens", "i8"),
@@ -80,17 +78,7 @@ def _parents(facts: Facts) -> Column:
 
 
 def runs_of(facts: Facts, spaces: Sequence[bytes], now: int) -> Column:
-    """The runs of readable pages, whose namespaces are those in `spaces`.
-
-    Parameters
-    ----------
-    facts
-        Of readable pages, in the order of their keys.
-    spaces
-        Keys of all their namespaces, in order.
-    now
-        Nanoseconds since the epoch.
-    """
+    """The runs of readable pages. Facts and keys of namespaces are in order; `now` is nanoseconds since the epoch."""
     n = len(facts)
     if not n:
         return np.empty(0, RUN)
@@ -117,9 +105,6 @@ def runs_of(facts: Facts, spaces: Sequence[bytes], now: int) -> Column:
         function.at(found, run, values)
         return found
 
-    second = np.full(n, -1, np.int64)
-    inner = np.flatnonzero(~is_head & is_page)
-    second[parent[inner]] = inner
     above = parent[heads]
     wanted, of = _keys(facts["parent"])[heads], _keys(facts["namespace"])
     space = np.searchsorted(np.array(spaces, f"S{KEY_BYTES}"), of)[heads]
@@ -129,7 +114,6 @@ def runs_of(facts: Facts, spaces: Sequence[bytes], now: int) -> Column:
     found["parent"] = np.where(above >= 0, run[above], -1)
     found["space"] = space
     found["head"] = heads
-    found["second"] = second[heads]
     found["siblings"] = np.where(above >= 0, above, np.where(is_lost, -1, n + space))
     found["tokens"] = total(np.where(is_page | is_head, facts["n_tokens"], 0))
     found["pages"] = total(is_page)
@@ -175,7 +159,7 @@ def limited(runs: Column, most: int = MOST_RUNS) -> Column:
     added = np.zeros(len(places), RUN)
     added["parent"] = np.maximum(places, -1)
     added["space"][group] = left["space"]
-    for name in ("head", "second", "siblings"):
+    for name in ("head", "siblings"):
         added[name] = -1
     for name in ("tokens", "pages", "snapshots", "bytes", "runs"):
         added[name] = np.bincount(group, left[name], len(places))

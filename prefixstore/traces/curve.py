@@ -10,29 +10,16 @@ from prefixstore.traces.replay import BELADY, Replayed, replay
 
 __all__ = ["Curve", "pages_in", "simulate"]
 
-# sizes, as shares of what all pages of the trace take, and as multiples of the budget
+# sizes, as shares of what all pages of the trace take
 SHARES = (0.01, 0.03, 0.1, 0.3, 1.0)
-MULTIPLES = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
 @dataclass(frozen=True)
 class Curve:
-    """What each policy would have found in stores of several sizes.
+    """What each policy would have found in stores of several sizes, all in pages.
 
-    Attributes
-    ----------
-    sizes
-        Pages that fit, rising.
-    found
-        For each policy, what was found at each size.
-    budget
-        The size that twice as much is compared with, in pages; one of `sizes`.
-    total
-        Pages in the trace: with as many, only what is new is not found.
-    page_bytes
-        Mean size of a page; None if it is not known.
-    holds_all
-        Whether the given budget holds all pages of the trace. Then `budget` is a smaller size.
+    `sizes` are rising, and among them are the budget and twice as much. With `total` pages, only what is new is not
+    found. `page_bytes` is the mean size of a page; None if it is not known.
     """
 
     sizes: tuple[int, ...]
@@ -40,7 +27,11 @@ class Curve:
     budget: int
     total: int
     page_bytes: float | None
-    holds_all: bool = False
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether the budget holds all pages of the trace."""
+        return self.budget >= self.total
 
     def bytes_of(self, pages: int) -> float | None:
         """About how many bytes so many pages take."""
@@ -48,8 +39,6 @@ class Curve:
 
     def gain(self, policy: str) -> int:
         """How many more tokens twice the budget would find."""
-        if self.holds_all:
-            return 0
         at = self.sizes.index(self.budget)
         twice = self.sizes.index(2 * self.budget)
         return self.found[policy][twice].hit_tokens - self.found[policy][at].hit_tokens
@@ -75,25 +64,10 @@ def simulate(
 ) -> Curve:
     """Replay a trace at several sizes, with Belady's algorithm beside the policies.
 
-    Parameters
-    ----------
-    trace
-        What was asked.
-    policies
-        Names of policies.
-    budget
-        In pages: sizes are multiples of it, as far as they are not above all pages of the trace; without one, or if it
-        holds all of them, shares of all pages.
+    Sizes are shares of all pages of the trace, the budget (in pages; by default a tenth), and twice as much.
     """
     total = max(trace.pages, 1)
-    holds_all = budget is not None and budget >= total
-    if budget is None or holds_all:
-        at = budget = max(round(0.1 * total), 1)
-        sizes = {max(round(share * total), 1) for share in SHARES} | {at, 2 * at}
-    else:
-        sizes = {max(round(multiple * budget), 1) for multiple in MULTIPLES}
-        # beyond twice the budget, only as far as there is something to gain
-        sizes = {size for size in sizes if size <= max(total, 2 * budget)} | {budget, 2 * budget}
-    ordered = tuple(sorted(sizes))
-    found = {policy: tuple(replay(trace, policy, size) for size in ordered) for policy in [*policies, BELADY]}
-    return Curve(ordered, found, budget, total, trace.page_bytes, holds_all)
+    budget = budget or max(round(0.1 * total), 1)
+    sizes = tuple(sorted({max(round(share * total), 1) for share in SHARES} | {budget, 2 * budget}))
+    found = {policy: tuple(replay(trace, policy, size) for size in sizes) for policy in [*policies, BELADY]}
+    return Curve(sizes, found, budget, total, trace.page_bytes)

@@ -39,9 +39,8 @@ def svg(curve: Curve, title: str) -> str:
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
         _text(LEFT, 20, title, "start", ' font-size="13"'),
         _text((LEFT + right) / 2, HEIGHT - 12, "size of the store (log scale)"),
+        f'<path d="M{mark:.1f} {TOP}V{bottom}" stroke="#999999" stroke-dasharray="2 3"/>',
     ]
-    if not curve.holds_all:
-        parts.append(f'<path d="M{mark:.1f} {TOP}V{bottom}" stroke="#999999" stroke-dasharray="2 3"/>')
     for rate in (step * i for i in range(n_steps + 1)):
         parts += [
             f'<path d="M{LEFT} {y(rate):.1f}H{right}" stroke="#dddddd"/>',

@@ -25,29 +25,16 @@ LIMITS = ("min_tokens", "max_bytes", "max_entries")
 
 @dataclass(frozen=True)
 class Event:
-    """A request, or a page that was stored.
+    """A request, or the sequence up to the end of a page that was stored."""
 
-    Attributes
-    ----------
-    blocks
-        Numbers of the blocks of the sequence, from its start; equal numbers are equal prefixes.
-    is_request
-        Whether it is a request; else the sequence up to the end of a page that was stored.
-    n_tokens
-        Length of the prompt, or of the page.
-    hit_tokens
-        How much of the prompt the live store had; None if that is not known.
-    page_blocks, page_tokens
-        Blocks in a full page, and tokens; the last block of a page may be shorter than others. 0 tokens if that is not
-        known.
-    namespace
-        Whose it is.
-    """
-
+    # numbers of the blocks from the start of the sequence; equal numbers are equal prefixes
     blocks: Sequence[int]
     is_request: bool = True
+    # of the prompt, or of the page
     n_tokens: int = 0
+    # how much of the prompt the live store had; None if that is not known
     hit_tokens: int | None = None
+    # blocks in a full page, and tokens (0 if that is not known); its last block may be shorter than others
     page_blocks: int = 1
     namespace: str = ""
     page_tokens: int = 0
@@ -55,30 +42,17 @@ class Event:
 
 @dataclass
 class Trace:
-    """A trace that was read.
-
-    Attributes
-    ----------
-    events
-        In their order.
-    is_ours
-        Whether prefixstore has recorded it: it says which pages were stored. In other traces all blocks of a
-        request are stored after it.
-    block_tokens
-        Tokens in a block; None if it is not known.
-    about
-        Parameters of the store that was recorded.
-    page_bytes
-        Mean size of a page; None if it is not known.
-    skipped
-        Lines that could not be used.
-    """
+    """A trace that was read; of lengths and sizes None if they are not known."""
 
     events: list[Event] = field(default_factory=list)
+    # recorded by prefixstore: it says which pages were stored. In other traces all blocks of a request are
     is_ours: bool = False
     block_tokens: int | None = None
+    # parameters of the store that was recorded
     about: dict[str, Any] = field(default_factory=dict)
+    # mean size of a page
     page_bytes: float | None = None
+    # lines that could not be used
     skipped: int = 0
 
     @property
@@ -107,14 +81,7 @@ class Trace:
 
 
 def read_trace(path: str | os.PathLike[str], limit: int | None = None) -> Trace:
-    """Read a trace, plain or compressed by gzip.
-
-    Parameters
-    ----------
-    path
-        JSON lines with ``hash_ids``.
-    limit
-        Read only this many requests, from the start.
+    """Read a trace, plain or compressed by gzip: all of it, or so many requests from its start.
 
     Raises
     ------

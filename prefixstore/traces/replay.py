@@ -34,15 +34,7 @@ SLACK = 1024
 
 
 class InEngine(AbstractContextManager["InEngine"]):
-    """The real engine with one of its policies: a page has one byte, and the budget counts pages.
-
-    Parameters
-    ----------
-    policy
-        Its name.
-    capacity
-        How many pages fit.
-    """
+    """The real engine with one of its policies: a page has one byte, and the capacity counts pages."""
 
     def __init__(self, policy: str, capacity: int) -> None:
         if policy not in POLICIES:
@@ -77,20 +69,9 @@ class InEngine(AbstractContextManager["InEngine"]):
         limit: int | None = None,
         least: int = 0,
     ) -> Path:
-        """The first blocks that are stored, which are used.
+        """The first blocks that are stored, which are used; `page` blocks are a page.
 
-        Parameters
-        ----------
-        blocks
-            The prompt.
-        namespace
-            Whose it is.
-        page
-            Blocks in a page.
-        limit
-            How many blocks may be restored: of a whole prompt, the last token is computed.
-        least
-            Fewer blocks are not restored.
+        At most `limit` blocks are restored (of a whole prompt, the last token is computed), and not fewer than `least`.
         """
         path = self._engine.match(namespace, np.array(blocks, "<i4"), page)
         n = path.n_tokens if limit is None else min(path.n_tokens, limit)
@@ -151,14 +132,8 @@ class Blockwise:
 class Belady(Blockwise):
     """Evicts the block that is needed last, even the requested one; of two, the deeper one. The upper bound.
 
-    Parameters
-    ----------
-    capacity
-        How many blocks fit.
-    prompts
-        All that will be requested, in order.
-    are_needed
-        For each of them, whether it is; else its blocks can only be kept from then on. By default all are.
+    `prompts` are all that will be requested, in order. Of those that are not needed (by default all are), the blocks
+    can only be kept from then on.
     """
 
     def __init__(
@@ -197,15 +172,7 @@ class Belady(Blockwise):
 
 
 class Replayed(NamedTuple):
-    """What a replay has found.
-
-    Attributes
-    ----------
-    requests, hits
-        How many requests there were, and how many of them found something.
-    tokens, hit_tokens
-        Tokens of the prompts (blocks, in traces that do not say how long those are), and how many were found.
-    """
+    """What a replay has found; blocks in place of tokens, in traces that do not say how long those are."""
 
     requests: int
     hits: int
@@ -219,17 +186,10 @@ class Replayed(NamedTuple):
 
 
 def replay(trace: Trace, policy: str, pages: int) -> Replayed:
-    """Replay a trace in a store of so many pages.
+    """Replay a trace in a store of so many pages, at least 1.
 
-    Parameters
-    ----------
-    trace
-        What was asked and stored.
-    policy
-        A policy of the engine, or ``"belady"``, which knows the future and evicts single blocks, even such as others
-        depend on: no policy can do better.
-    pages
-        How many pages fit; at least 1.
+    The policy is one of the engine, or ``"belady"``, which knows the future and evicts single blocks, even such as
+    others depend on: no policy can do better.
     """
     if policy == BELADY:
         return _in_belady(trace, max(pages, 1))

@@ -21,24 +21,15 @@ __all__ = ["Estimate", "estimate"]
 
 # Batches of a prompt in the trial; the first one is slow since llama.cpp allocates its buffers.
 TRIAL_BATCHES = 3
-# Tokens of the trial that only measures bytes: more than a page of a hybrid model has.
-SHORT_TRIAL = 96
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The expected cost of a warming job.
+    """The expected cost of a warming job, by the names of `prefixstore.WarmReport`.
 
-    Attributes
-    ----------
-    prompts, prompt_tokens, unique_tokens, missing_tokens
-        As in `prefixstore.WarmReport`; `missing_tokens` would be evaluated.
-    bytes
-        Size of these tokens in the store. Recurrent memory may get more snapshots, up to three times as many.
-    seconds
-        Time to evaluate them. Tokens at the end of a long prompt take longer than those of the trial.
-    short, problems
-        As there.
+    `missing_tokens` would be evaluated. `bytes` is their size in the store (recurrent memory may get more snapshots, up
+    to three times as many), and `seconds` the time to evaluate them. Tokens at the end of a long prompt take longer
+    than those of the trial.
     """
 
     prompts: int
@@ -51,19 +42,10 @@ class Estimate:
     problems: tuple[Problem, ...] = ()
 
 
-def estimate(llm: Llama, store: PrefixStore, prompts: Iterable[PromptLike], *, is_timed: bool = True) -> Estimate:
+def estimate(llm: Llama, store: PrefixStore, prompts: Iterable[PromptLike]) -> Estimate:
     """Estimate what `prefixstore.warm` would do with the same arguments, without storing anything.
 
-    Parameters
-    ----------
-    llm
-        The model. A few batches of a prompt are evaluated, and what its context holds is lost.
-    store
-        The store, attached to `llm`.
-    prompts
-        As for `prefixstore.warm`.
-    is_timed
-        Whether seconds are wanted. A few tokens are enough for bytes.
+    The store is attached to `llm`. A few batches of a prompt are evaluated, and what the context holds is lost.
     """
     problems: list[Problem] = []
     trie = PromptTrie(tokenized(llm, prompts, problems), store.min_tokens)
@@ -78,14 +60,14 @@ def estimate(llm: Llama, store: PrefixStore, prompts: Iterable[PromptLike], *, i
     )
     if not any(missing) or not store.hook_of(llm).kind.is_stored:
         return found
-    n_bytes, seconds = _trial(llm, store, trie, missing, TRIAL_BATCHES * llm.n_batch if is_timed else SHORT_TRIAL)
+    n_bytes, seconds = _trial(llm, store, trie, missing)
     return replace(found, bytes=n_bytes, seconds=seconds)
 
 
-def _trial(llm: Llama, store: PrefixStore, trie: PromptTrie, missing: list[int], n_tokens: int) -> tuple[int, float]:
+def _trial(llm: Llama, store: PrefixStore, trie: PromptTrie, missing: list[int]) -> tuple[int, float]:
     """What the missing tokens take, in bytes and in seconds, by the first tokens of the longest of their prompts."""
     prompts = [i for i, n in enumerate(missing) if n]
-    tokens = trie.tokens(max(prompts, key=trie.length))[:n_tokens].tolist()
+    tokens = trie.tokens(max(prompts, key=trie.length))[: TRIAL_BATCHES * llm.n_batch].tolist()
     with _scratch(llm, store) as scratch:
         batches = [tokens[at : at + llm.n_batch] for at in range(0, len(tokens), llm.n_batch)]
         taken = []
@@ -108,7 +90,7 @@ def _trial(llm: Llama, store: PrefixStore, trie: PromptTrie, missing: list[int],
     # recurrent and hybrid memory: a snapshot at the end of each prompt, and where others branch off
     snapshot = sum(page.stored_bytes for page in snapshots)
     ends = [(i, trie.length(i)) for i in prompts]
-    n_snapshots = sum(1 + len(trie.stops(i, end - missing[i], end)) for i, end in ends) if snapshots else 0
+    n_snapshots = sum(1 + len(trie.stops(i, end - missing[i])) for i, end in ends) if snapshots else 0
     return round(n_stored * for_a_token) + snapshot * n_snapshots, seconds
 
 

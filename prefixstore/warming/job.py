@@ -1,25 +1,26 @@
 """A warming job: computes a list of prompts into a store, each shared prefix once.
 
-The prompts are the leaves of a trie of tokens, which a job visits depth first. To return to a branch, the live context
-is cut there, or pages are restored if another job computed them. Jobs on the same list divide it into the same parts
-and claim them by leases. Nothing but the store records what is done, so a job that was killed is simply run again.
+The prompts are the leaves of a trie of tokens, which a job visits depth first, from any of them on. To return to a
+branch, the live context is cut there, or pages are restored if another job computed them. Nothing but the store records
+what is done, so a job that was killed is simply run again. Jobs on the same list begin at different prompts, skip what
+is stored, and go elsewhere when they meet what another job has stored. What two of them need at the same moment is
+computed twice: no more than some prompts.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+from prefixstore.engine.index import Path
 from prefixstore.engine.waiting import DropReason
 from prefixstore.errors import MisuseError
-from prefixstore.format.keys import Tokens
 from prefixstore.store import PrefixStore
-from prefixstore.warming.leases import SECONDS, Leases
-from prefixstore.warming.prompt_trie import Part, PromptTrie
+from prefixstore.warming.prompt_trie import PromptTrie
 from prefixstore.warming.prompts import Problem, PromptLike, tokenized
 from prefixstore.warming.report import Progress, WarmReport
 
@@ -28,12 +29,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Job", "missing_tokens", "warm"]
 
-# How often a job checks whether another one has finished the part it waits for.
-POLL_SECONDS = 0.2
-# How often it asks how many bytes the store holds.
+# How often a job asks how many bytes the store holds.
 BYTES_SECONDS = 0.5
 # A snapshot is taken at the end of an evaluation, so its length bounds the delay of a signal.
 SNAPSHOT_BATCHES = 8
+# What was computed is written durably, and pinned, after such a share of the tokens of the list, and at least so many.
+SHARE, FEWEST = 64, 256
 # why pages are left out in a store that is full
 NO_SPACE = (DropReason.BUDGET, DropReason.QUOTA, DropReason.FULL)
 
@@ -47,7 +48,6 @@ def warm(
     stop: Callable[[], bool] | None = None,
     generation_prompt: bool = False,
     pin: bool = False,
-    lease_seconds: float = SECONDS,
 ) -> WarmReport:
     """Compute and store the missing parts of a list of prompts.
 
@@ -68,8 +68,6 @@ def warm(
         Whether messages end where the assistant answers, instead of where the next user turn begins.
     pin
         Keep the pages of the prompts from eviction.
-    lease_seconds
-        How long other jobs on the same list wait for a part that this job has claimed once it stops renewing its lease.
 
     Raises
     ------
@@ -101,7 +99,7 @@ def warm(
         found = tokenized(llm, prompts, problems, generation_prompt=generation_prompt)
         trie = PromptTrie(itertools.takewhile(lambda _: not is_stopped(), found), store.min_tokens)
         job = Job(llm, store, trie, show, is_stopped, pin=pin)
-        job.run(lease_seconds)
+        job.run()
         after = [] if job.interrupted else missing_tokens(store, trie, llm)
         return WarmReport(
             prompts=trie.prompts,
@@ -130,29 +128,9 @@ def missing_tokens(store: PrefixStore, trie: PromptTrie, llm: Llama | None = Non
 
 @dataclass
 class Job:
-    """One job: the parts of a trie that it claims, and the prompts in them.
+    """One job, with a store that is attached to the model; `show` and `stop` are called after each batch.
 
-    Parameters
-    ----------
-    llm, store
-        The model, and the store that is attached to it.
-    trie
-        The prompts.
-    show
-        Called with the progress after each batch.
-    stop
-        Called after each batch; True stops the job.
-    pin
-        Whether to pin the prompts.
-
-    Attributes
-    ----------
-    progress
-        How far the job is.
-    interrupted
-        Whether it was stopped.
-    is_full
-        Whether it ended since the store does not keep what it has computed.
+    `is_full` says whether it ended since the store does not keep what it has computed.
     """
 
     llm: Llama
@@ -182,46 +160,49 @@ class Job:
             missing_tokens=sum(self._missing),
         )
 
-    def run(self, lease_seconds: float) -> None:
-        """Do every part that no other job does; afterwards all parts are done, or the job was interrupted."""
-        parts = self.trie.parts()
-        left = dict(enumerate(parts))
-        last, done = -1, list[Part]()
+    def run(self) -> None:
+        """Visit all prompts; afterwards all are stored, or the job was interrupted, or the store is full."""
         self._show()
         engine = self.store.engine
-        with (
-            engine.counters.not_serving(),
-            engine.captures.storing_all(),
-            Leases(engine.upkeep, seconds=lease_seconds) as leases,
-        ):
+        with engine.counters.not_serving(), engine.captures.storing_all():
             try:
-                while left and not self.is_full and not self._is_stopped():
-                    found = len(left)
-                    claimed = self._claim(left, last, leases)
-                    if claimed is not None:
-                        last = claimed
-                        self._do(left.pop(claimed))
-                        self._keep(parts[claimed], leases)
-                        done.append(parts[claimed])
-                        self.is_full = not self.interrupted and self._loses(done)
-                    elif len(left) == found:
-                        self._show("waiting")
-                        time.sleep(POLL_SECONDS)
+                self._walk()
             finally:
-                # whatever ends the job: what was computed is stored before other jobs may claim the part
+                # whatever ends the job
                 self.store.capture(self.llm)
                 self.store.flush()
         self._asked_at = 0.0
         self._show()
 
+    def _walk(self) -> None:
+        left, done = list(range(len(self.trie))), list[int]()
+        size, n_kept, n_evaluated = max(FEWEST, self.trie.unique_tokens // SHARE), 0, 0
+        at = random.randrange(len(left) or 1)
+        while left and not self.is_full and not self._is_stopped():
+            # afterwards the next one is in this place
+            at %= len(left)
+            i = left.pop(at)
+            was_stored = self._visit(i)
+            if self.interrupted:
+                return
+            done.append(i)
+            self._note_done(i)
+            if was_stored and self._missing[i]:
+                # another job has stored it, and is on its way from here
+                at = random.randrange(len(left) or 1)
+            if not left or self.progress.evaluated_tokens >= n_evaluated + size:
+                self._keep(done[n_kept:])
+                n_kept, n_evaluated = len(done), self.progress.evaluated_tokens
+                self.is_full = self._loses(done)
+
     def _is_stopped(self) -> bool:
         self.interrupted = self.interrupted or self.stop()
         return self.interrupted
 
-    def _loses(self, done: list[Part]) -> bool:
-        """Whether something of these parts is not stored any more, or was never, because there was no space."""
+    def _loses(self, done: list[int]) -> bool:
+        """Whether one of these prompts is not stored any more, or was never, because there was no space."""
         before, self._n_lost = self._n_lost, self._lost()
-        return self._n_lost > before and not all(map(self._is_stored, done))
+        return self._n_lost > before and not all(self._path(i).n_tokens == self.trie.length(i) for i in done)
 
     def _lost(self) -> int:
         """How many pages were evicted, or left out, for space."""
@@ -229,74 +210,24 @@ class Job:
         dropped = counters.group("dropped")
         return counters["evictions"] + sum(dropped.get(reason.value, 0) for reason in NO_SPACE)
 
-    # -- which part is next -------------------------------------------------------------------------------------------
+    def _path(self, i: int) -> Path:
+        return self.store.path(self.trie.tokens(i), self.llm)
 
-    def name(self, part: Part) -> bytes:
-        """The name of the lease of a part."""
-        return blake2b(self._namespace + part.name, digest_size=16).digest()
-
-    def _claim(self, left: dict[int, Part], last: int, leases: Leases) -> int | None:
-        """Claim the next free part; parts that turn out to be stored are removed from `left`."""
-        for i in sorted(left, key=lambda i: (i < last, i)):
-            part, name = left[i], self.name(left[i])
-            # the part before this one stores what both share at its beginning
-            if (i - 1 in left and not self._has_shared(part.first)) or not leases.is_free(name):
-                continue
-            if self._is_stored(part):
-                self._note_stored(left.pop(i))
-            elif leases.acquire(name):
-                return i
-        return None
-
-    def _has_shared(self, i: int) -> bool:
-        """Whether what a prompt shares with the one before it is stored, or too short for that."""
-        shared = self.trie.shared[i]
-        return shared < self.store.min_tokens or self._has(self.trie.tokens(i)[:shared])
-
-    def _has(self, tokens: Tokens) -> bool:
-        return self.store.path(tokens, self.llm).n_tokens == len(tokens)
-
-    def _is_stored(self, part: Part) -> bool:
-        return all(self._has(self.trie.tokens(i)) for i in range(part.first, part.end))
-
-    def _note_stored(self, part: Part) -> None:
-        for i in range(part.first, part.end):
-            self._visit(i, self.trie.length(i))
-            self._note_done(i)
-        self._keep(part, None)
-
-    # -- a part -------------------------------------------------------------------------------------------------------
-
-    def _do(self, part: Part) -> None:
-        if part.end < len(self.trie) and not self._has_shared(part.end):
-            # first what the next part needs, which other jobs may begin then
-            self._visit(part.end - 1, self.trie.shared[part.end])
-            self.store.flush()
-        for i in range(part.first, part.end):
-            if self._is_stopped():
-                return
-            self._visit(i, self.trie.length(i))
-            self._note_done(i)
-
-    def _keep(self, part: Part, leases: Leases | None) -> None:
-        """Write the part durably, so that other jobs see it, and then release its lease."""
+    def _keep(self, done: list[int]) -> None:
+        """Write what was computed durably, and pin it."""
         self.store.flush()
-        if self.pin and not self.interrupted:
-            for i in range(part.first, part.end):
-                self.store.pin(self.trie.tokens(i), self.llm)
-        if leases is not None:
-            leases.release(self.name(part))
+        for i in done if self.pin else ():
+            self.store.pin(self.trie.tokens(i), self.llm)
 
-    def _visit(self, i: int, depth: int) -> None:
-        """Store the first `depth` tokens of a prompt."""
-        tokens = self.trie.tokens(i)[:depth]
-        path = self.store.path(tokens, self.llm)
+    def _visit(self, i: int) -> bool:
+        """Store a prompt; returns whether it was stored already."""
+        tokens, path = self.trie.tokens(i), self._path(i)
         if path.n_tokens == len(tokens):
             # warming a stored prompt again counts as a use, like a restore, and extends its time to live
             self.store.engine.touch(self._namespace, path.pages, len(tokens))
-            return
+            return True
         at = self.store.restore(tokens, self.llm, always=True)
-        stops = self.trie.stops(i, at, depth) if self._stops else ()
+        stops = self.trie.stops(i, at) if self._stops else ()
         while at < len(tokens) and not self._is_stopped():
             end = min([at + self._step, len(tokens), *(stop for stop in stops if stop > at)])
             self.llm.eval(tokens[at:end].tolist())
@@ -307,6 +238,7 @@ class Job:
                 self.store.capture(self.llm)
             self._show()
         self.store.capture(self.llm)
+        return False
 
     # -- progress -----------------------------------------------------------------------------------------------------
 
@@ -315,12 +247,12 @@ class Job:
         self._in_work = 0
         self.progress = replace(self.progress, walked_tokens=self.progress.walked_tokens + self.trie.length(i))
 
-    def _show(self, phase: str = "evaluating") -> None:
+    def _show(self) -> None:
         now, known = time.perf_counter(), self.progress
         done = min(known.missing_tokens, max(known.done_tokens, self._finished + self._in_work))
         stored = known.stored_bytes
         if now - self._asked_at > BYTES_SECONDS:
             self._asked_at = now
             stored = max(0, self.store.engine.upkeep.used()[1] - self._bytes_before)
-        self.progress = replace(known, phase=phase, done_tokens=done, stored_bytes=stored, seconds=now - self._started)
+        self.progress = replace(known, done_tokens=done, stored_bytes=stored, seconds=now - self._started)
         self.show(self.progress)

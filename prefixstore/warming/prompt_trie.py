@@ -1,4 +1,4 @@
-"""The trie of all prompts, and its division into parts that warming jobs share among themselves.
+"""The trie of all prompts.
 
 The prompts are sorted by their tokens. A walk through the list is then a depth-first walk through the trie: all that a
 prompt shares with any earlier prompt, it shares with the one just before it.
@@ -6,56 +6,20 @@ prompt shares with any earlier prompt, it shares with the one just before it.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator
-from hashlib import blake2b
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import numpy as np
 
 from prefixstore.format.keys import TOKEN_BYTES, Tokens, common_prefix
 
-__all__ = ["Part", "PromptTrie"]
-
-# Each part is about a 64th of the work: two jobs finish at about the same time, and claims cost next to nothing.
-SHARE = 64
-SMALLEST_PART = 256
-
-
-class Part(NamedTuple):
-    """A piece of work that one job does.
-
-    Attributes
-    ----------
-    first, end
-        The prompts of the part: their indices from `first` up to, not including, `end`.
-    name
-        A 16-byte hash of their tokens.
-    """
-
-    first: int
-    end: int
-    name: bytes
+__all__ = ["PromptTrie"]
 
 
 class PromptTrie:
-    """The trie of prompts.
+    """The trie of prompts: token arrays and their origins. Each is kept once, four bytes a token.
 
-    Parameters
-    ----------
-    prompts
-        Token arrays and their origins. Each is kept once, four bytes a token.
-    min_tokens
-        Prompts shorter than this cannot be stored.
-
-    Attributes
-    ----------
-    prompts, prompt_tokens
-        Number of prompts, duplicates included, and their tokens.
-    short
-        How many of them are too short to be stored.
-    shared
-        For each prompt, how many tokens it shares with the one before it.
+    `prompts` and `prompt_tokens` count duplicates too, and `short` those of fewer than `min_tokens`, which cannot be
+    stored. `shared` says of each prompt how many tokens it shares with the one before it.
     """
 
     def __init__(self, prompts: Iterable[tuple[Tokens, str]], min_tokens: int) -> None:
@@ -98,42 +62,18 @@ class PromptTrie:
         """The number of nodes of the trie: what a job evaluates if nothing is stored yet."""
         return sum(self.length(i) - self.shared[i] for i in range(len(self)))
 
-    def stops(self, i: int, start: int, end: int) -> tuple[int, ...]:
-        """Positions of prompt `i` between `start` and `end`, ascending, at which later prompts branch off.
+    def stops(self, i: int, start: int) -> tuple[int, ...]:
+        """Positions of prompt `i` after `start`, ascending, at which other prompts branch off.
 
         A job that cannot cut its context must take a snapshot at each of them.
         """
-        found, common = set[int](), end
-        for shared in self.shared[i + 1 :]:
-            # a prefix shared with a prompt is shared with all prompts between
-            common = min(common, shared)
-            if common <= start:
-                break
-            found.add(common)
-        return tuple(sorted(found - {end}))
-
-    # -- dividing -----------------------------------------------------------------------------------------------------
-
-    def parts(self) -> list[Part]:
-        """Divide the work into runs of prompts; jobs with the same list get the same ones.
-
-        What the first prompt of a run shares with the one before it is work of an earlier run; so no token is in two.
-        """
-        size = max(SMALLEST_PART, self.unique_tokens // SHARE)
-        bounds = [*self._run_starts(size), len(self)]
-        return [Part(first, end, _name(self._keys[first:end])) for first, end in itertools.pairwise(bounds)]
-
-    def _run_starts(self, size: int) -> Iterator[int]:
-        held = size
-        for i in range(len(self)):
-            if held >= size:
-                yield i
-                held = 0
-            held += self.length(i) - self.shared[i]
-
-
-def _name(keys: list[bytes]) -> bytes:
-    hasher = blake2b(digest_size=16)
-    for key in keys:
-        hasher.update(len(key).to_bytes(8, "little") + key)
-    return hasher.digest()
+        found: set[int] = set()
+        # a prefix shared with a prompt is shared with all prompts between
+        for others in (range(i + 1, len(self)), range(i, 0, -1)):
+            common = self.length(i)
+            for j in others:
+                common = min(common, self.shared[j])
+                if common <= start:
+                    break
+                found.add(common)
+        return tuple(sorted(found - {self.length(i)}))

@@ -29,14 +29,9 @@ GENERATION_PROMPT = "generation_prompt"
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt and its origin.
+    """A prompt, and where it comes from: ``"prompts.jsonl:17"``.
 
-    Attributes
-    ----------
-    where
-        The origin, for messages: ``"prompts.jsonl:17"``.
-    content
-        Text, token ids, or a mapping with one of ``"prompt"``, ``"messages"`` and ``"tokens"``.
+    It is text, token ids, or a mapping with one of ``"prompt"``, ``"messages"`` and ``"tokens"``.
     """
 
     where: str
@@ -65,11 +60,9 @@ PromptLike: TypeAlias = str | TokenSequence | Mapping[str, Any] | Path | Prompt 
 def read(sources: Iterable[str | Path]) -> Iterator[Prompt | Problem]:
     """Read the prompts in files, lazily, one line or file at a time.
 
-    Parameters
-    ----------
-    sources
-        Files: JSONL if they are named ``.jsonl`` or ``.ndjson``; any other file is one prompt of text. Folders: all
-        files in them that are not hidden. Patterns such as ``"docs/**/*.md"``. ``"-"``: JSONL from standard input.
+    Files are JSONL if they are named ``.jsonl`` or ``.ndjson``; any other file is one prompt of text. Sources may also
+    be folders (all files in them that are not hidden), patterns such as ``"docs/**/*.md"``, and ``"-"``: JSONL from
+    standard input.
     """
     for source in sources:
         if source == "-":
@@ -86,21 +79,14 @@ def read(sources: Iterable[str | Path]) -> Iterator[Prompt | Problem]:
 
 def _files(source: str) -> Iterator[Path]:
     path = Path(source)
-    found = [path] if path.exists() else [Path(name) for name in sorted(glob.glob(source, recursive=True))]  # noqa: PTH207 - the pattern may be absolute
-    for entry in found:
-        if not entry.is_dir():
-            yield entry
-        elif entry == path or not _is_pattern(source):
-            inside = (file for file in sorted(entry.rglob("*")) if file.is_file())
-            yield from (file for file in inside if not _is_hidden(file.relative_to(entry)))
-
-
-def _is_pattern(source: str) -> bool:
-    return any(sign in source for sign in "*?[")
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+    if path.is_dir():
+        inside = (file for file in sorted(path.rglob("*")) if file.is_file())
+        yield from (file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts))
+    elif path.exists():
+        yield path
+    else:
+        matching = map(Path, sorted(glob.glob(source, recursive=True)))  # noqa: PTH207 - the pattern may be absolute
+        yield from (file for file in matching if not file.is_dir())
 
 
 def _file(path: Path) -> Iterator[Prompt | Problem]:
@@ -123,10 +109,6 @@ def _lines(file: BinaryIO, name: str) -> Iterator[Prompt | Problem]:
             where = f"{name}:{number}"
             try:
                 content = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except json.JSONDecodeError as error:
-                # its own text names a line of its own, which is always the first
-                yield Problem(where, f"not valid JSON at character {error.pos + 1}: {error.msg}")
-                continue
             except (ValueError, RecursionError) as error:
                 yield Problem(where, f"not valid JSON: {error}")
                 continue
@@ -149,22 +131,8 @@ def tokenized(
 ) -> Iterator[tuple[Tokens, str]]:
     """The tokens and the origin of each prompt; prompts that cannot be used are added to `problems`.
 
-    Parameters
-    ----------
-    llm, generation_prompt
-        As for `encode`.
-    prompts
-        The prompts.
-    problems
-        The list to add problems to.
-    trained
-        Length of the context that the model was trained with, where the context of `llm` does not count since another
-        one will be created: the most that a prompt may need.
-
-    Raises
-    ------
-    InvalidParameterError
-        If `prompts` is a single prompt.
+    The most that a prompt may need is the context of `llm`, or, where another one will be created, `trained`: the
+    length that the model was trained with. Raises `InvalidParameterError` if `prompts` is a single prompt.
     """
     if isinstance(prompts, (str, Mapping)):
         raise InvalidParameterError("prompts must be a list or another iterable of prompts, not a single prompt")
@@ -221,19 +189,8 @@ def encode(
 ) -> Tokens:
     """The tokens that a completion of this prompt evaluates.
 
-    Parameters
-    ----------
-    llm
-        The model, with its tokenizer and chat format.
-    content
-        As in `Prompt`.
-    generation_prompt
-        For messages: see `prefixstore.warming.tokens.chat_tokens`.
-
-    Raises
-    ------
-    InvalidParameterError
-        If the content is not a prompt, or has no tokens.
+    For `generation_prompt` see `prefixstore.warming.tokens.chat_tokens`. Raises `InvalidParameterError` if the content
+    is not a prompt, or has no tokens.
     """
     kind, value, options = _parsed(content)
     if kind == "tokens":

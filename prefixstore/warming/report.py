@@ -16,7 +16,7 @@ class Progress:
     Attributes
     ----------
     phase
-        ``"reading"`` prompts, ``"evaluating"``, or ``"waiting"`` for another job.
+        ``"reading"`` prompts, or ``"evaluating"``.
     prompts
         Prompts read.
     unique_tokens, missing_tokens

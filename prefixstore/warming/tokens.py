@@ -20,12 +20,8 @@ NEXT = ("A", "1")
 def text_tokens(llm: llama_cpp.Llama, text: str) -> Tokens:
     """The tokens of a prompt, as ``create_completion(text)`` evaluates them, such that it can be continued.
 
-    If the model wants an end-of-sequence token after a prompt, it is left out: a longer prompt has it elsewhere.
-
-    Raises
-    ------
-    InvalidParameterError
-        If the text cannot be encoded as UTF-8.
+    If the model wants an end-of-sequence token after a prompt, it is left out: a longer prompt has it elsewhere. Raises
+    `InvalidParameterError` if the text cannot be encoded as UTF-8.
     """
     try:
         encoded = text.encode()
@@ -41,24 +37,11 @@ def chat_tokens(
     *,
     generation_prompt: bool,
 ) -> Tokens:
-    """The tokens of a conversation, as ``create_chat_completion`` evaluates them.
+    """The tokens of a conversation, as ``create_chat_completion`` evaluates them with these options, such as tools.
 
-    Parameters
-    ----------
-    llm
-        Its chat handler or chat format is used, as in a completion.
-    messages
-        The conversation.
-    options
-        ``tools``, ``tool_choice``, ``functions`` and ``function_call``, if given.
-    generation_prompt
-        Whether to end where the assistant would answer these messages. If not, the tokens end where the next turn of
-        the user would begin, with everything that the template puts before the user's words.
-
-    Raises
-    ------
-    InvalidParameterError
-        If the template refuses the messages, or the handler brings images into the context.
+    They end where the assistant would answer with a `generation_prompt`, and without where the next turn of the user
+    would begin, with everything that the template puts before the user's words. Raises `InvalidParameterError` if the
+    template refuses the messages, or the handler brings images into the context.
     """
     if is_multimodal(llm):
         raise InvalidParameterError("messages cannot be warmed through a multimodal chat handler")

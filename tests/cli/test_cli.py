@@ -181,9 +181,8 @@ def test_tree_and_show_list_pages(store, run, as_json):
     code, page = as_json("show", store, branch["page"][:10])
     assert (code, page["path"][-1], page["damage"]) == (0, branch["page"], None)
     code, out, _ = run("tree", store, "--namespace", MINE.key.hex())
-    # one line for the first page, and one for each of its branches
-    assert [line.count("  ") - 1 for line in out.splitlines()[1:]].count(2) >= 1
-    assert len(out.splitlines()) == 1 + 5 + 1
+    # a heading, a line for each branch, and a summary
+    assert sorted(len(line) - len(line.lstrip()) for line in out.splitlines()) == [0, 0, 2, 2, 2, 4, 4]
     assert run("show", store, branch["page"])[0] == 0
 
 
@@ -210,7 +209,8 @@ def test_with_a_model_text_is_shown_and_found(served, run, as_json):
     code, found = as_json("tree", location, "--model", model, "--containing", tail)
     assert code == 0
     assert 3 <= len(found) < len(pages)
-    assert run("tree", location, "--model", model)[0] == 0
+    code, out, _ = run("tree", location, "--model", model)
+    assert (code, sum("  tokens " in line and line.endswith('"') for line in out.splitlines())) == (0, 3)
     assert as_json("tree", location, "--model", model, "--containing", "no such text") == (1, [])
 
 
@@ -240,10 +240,6 @@ def damage_first_page(location):
 def test_check_finds_damage_and_repairs_it(store, as_json, run):
     assert as_json("check", store)[0] == 0
     key = damage_first_page(store)
-    code, found = as_json("doctor", store)
-    (pages,) = [one for one in found["findings"] if one["name"] == "pages"]
-    assert (code, pages["level"], pages["value"]) == (1, "problem", "1 damaged of 9 that were read")
-    assert f"prefixstore check {store}" in pages["advice"]
     code, found = as_json("check", store)
     assert code == 1
     assert [one["rule"] for one in found["violations"]] == ["payload"]
@@ -293,23 +289,15 @@ def test_verify_compares_logits_and_finds_the_state_of_other_tokens(served, tmp_
 @pytest.mark.slow
 def test_evict_pin_and_unpin(store, as_json, run):
     keys = [page["page"] for page in as_json("tree", store)[1] if page["namespace"] == MINE.key.hex()]
-    code, found = as_json("pin", store, keys[1])
-    assert (code, found["changed"]) == (0, 2)
+    assert as_json("pin", store, keys[1])[1]["changed"] == 2
     code, found = as_json("evict", store, "--to", "1B", "--dry-run")
-    assert (code, found["pages"], found["removed"]["pages"], found["dry_run"]) == (1, 2, 7, True)
-    assert found["policy"] == "lru"
-    assert (
-        "7 pages would be evicted (policy priority)"
-        in run("evict", store, "--to", "0%", "--max-bytes", "1GiB", "--policy", "priority", "--dry-run")[1]
-    )
-    assert run("evict", store, "--to", "80%")[0] == run("evict", store, "--to", "1B", "--policy", "x")[0] == 2
+    assert (code, found["pages"], found["removed"]["pages"], found["policy"]) == (1, 2, 7, "lru")
+    of_a_policy = ("--to", "0%", "--max-bytes", "1GiB", "--policy", "priority", "--dry-run")
+    assert "7 pages would be evicted (policy priority)" in run("evict", store, *of_a_policy)[1]
     code, found = as_json("evict", store, "--to", "1B")
     assert (code, found["pages"], found["removed"]["pages"]) == (1, 2, 7)
     assert as_json("unpin", store, keys[1])[1]["changed"] == 2
-    code, found = as_json("evict", store, "--to", "10GiB")
-    assert (code, found["pages"]) == (0, 2)
-    assert run("pin", store, keys[1])[0] == 0
-    assert run("evict", store, "--to", "10GiB")[0] == 0
+    assert as_json("evict", store, "--to", "1B")[1]["pages"] == 0
 
 
 def test_purged_pages_cannot_be_read_from_the_files(store, tmp_path, as_json):
@@ -347,17 +335,6 @@ def test_a_conversation_is_purged_by_its_text(served, tmp_path, as_json, run):
 # -- moving -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_export_is_not_written_to_what_another_user_has_put_there(store, tmp_path, run):
-    target, other = tmp_path / "pages.pstore", tmp_path / "other"
-    other.write_bytes(b"of another user")
-    other.chmod(0o666)
-    target.with_name("pages.pstore.part").symlink_to(other)
-    assert run("export", store, "--out", target)[0] == 0
-    assert other.read_bytes() == b"of another user"
-    assert target.stat().st_mode & 0o777 == 0o600
-    assert sorted(path.name for path in tmp_path.glob("*pages.pstore*")) == ["pages.pstore", "pages.pstore.part"]
-
-
 @pytest.mark.slow
 def test_export_and_import_work_through_a_pipe(store, tmp_path, as_json):
     with process("export", store, "--out", "-") as one:
@@ -379,16 +356,3 @@ def test_a_file_for_another_model_is_refused_with_the_differences(served, tmp_pa
     assert "type_k is q8_0 here, f16 in the file" in err
     assert not (tmp_path / "new").exists()
     assert as_json("import", tmp_path / "new", file, "--model", model, "--n-ctx", 512)[0] == 0
-
-
-def test_migrate_reports_the_state_of_the_schema(tmp_path, as_json, run):
-    url = f"sqlite:///{tmp_path}/kv.db"
-    code, found = as_json("migrate", url)
-    assert (code, found["current"]) == (0, True)
-    assert as_json("migrate", url, "--check")[0] == 0
-    code, out, err = run("migrate", url, "--sql")
-    assert (code, out, "up to date, so there are no statements" in err) == (0, "", True)
-    assert run("migrate", f"sqlite:///{tmp_path}/new.db", "--sql")[1]
-
-
-# -- measuring --------------------------------------------------------------------------------------------------------

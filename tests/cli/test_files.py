@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from prefixstore.cli.files import writing
+from prefixstore.cli.files import is_replaced, writing
 from prefixstore.errors import InvalidParameterError
 
 
@@ -31,28 +31,32 @@ def test_a_file_is_written_for_its_owner_only_and_replaces_nothing_unasked(tmp_p
     assert [one.name for one in tmp_path.iterdir()] == ["r.html"]
 
 
-def test_what_is_no_file_is_not_replaced(tmp_path):
-    pipe = tmp_path / "pipe"
+def test_what_is_no_file_or_is_of_another_command_is_not_replaced(tmp_path):
+    pipe, other = tmp_path / "pipe", tmp_path / "other"
     os.mkfifo(pipe)
+    other.write_text("mine")
     for path in (pipe, tmp_path):
         with pytest.raises(InvalidParameterError, match="is not a file"):
             write(path, "text", replace=True)
     assert pipe.is_fifo()
-    assert list(tmp_path.iterdir()) == [pipe]
+    with pytest.raises(InvalidParameterError, match="was not written by this command"):
+        is_replaced(other, (b"ours", b"yours"))
+    assert is_replaced(other, (b"ours", b"mine"))
+    (tmp_path / "link").symlink_to("nowhere")
+    assert [is_replaced(tmp_path / name) for name in ("none", "link")] == [False, True]
 
 
 @pytest.mark.parametrize("fault", [OSError(28, "no space left on device"), KeyboardInterrupt()])
-@pytest.mark.parametrize("replace", [True, False])
-def test_what_cannot_be_written_as_a_whole_leaves_nothing(tmp_path, monkeypatch, fault, replace):
+def test_what_cannot_be_written_as_a_whole_leaves_what_was_there(tmp_path, monkeypatch, fault):
     path = tmp_path / "r.html"
-    if replace:
-        path.write_text("old")
 
     def fail(_):
         raise fault
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises((InvalidParameterError, KeyboardInterrupt)):
-        write(path, "new", replace=replace)
-    assert [one.name for one in tmp_path.iterdir()] == ["r.html"] * replace
-    assert not replace or path.read_text() == "old"
+    for there in ([], ["r.html"]):
+        with pytest.raises((InvalidParameterError, KeyboardInterrupt)):
+            write(path, "new", replace=bool(there))
+        assert [one.name for one in tmp_path.iterdir()] == there
+        path.write_text("old")
+    assert path.read_text() == "old"

@@ -82,7 +82,7 @@ def test_keys_are_added_in_place(tmp_path, run, key):
     assert {owner: len(names) for owner, names in ids.items()} == {None: 2, "alice & bob": 2}
     listed = json.loads(run("key", "list", key, "--json").out)
     assert listed == {"keys": ids.pop(None), "tenants": ids, "forgotten": {}}
-    assert f"{listed['keys'][-1]}   the newest" in run("key", "list", key).out
+    assert f"{listed['keys'][-1]}  the newest" in run("key", "list", key).out
 
 
 def test_a_key_is_replaced(tmp_path, run, key):

@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from prefixstore import LocationError, PrefixStore
-from prefixstore.backends.keys import line_of
+from prefixstore import PrefixStore
+from prefixstore.cli.warm_model import prepare
+from prefixstore.config import Config
 from tests.support.models import load, prompt
 from tests.support.signals import default_signals
 from tests.support.warming import app, shared_prompts, unique_tokens, write_jsonl
@@ -52,36 +52,13 @@ def test_two_stores_are_one_in_front_of_the_other(warm, file, tmp_path, models):
     assert told["missing_tokens"] == 0
 
 
-@pytest.mark.slow
-def test_an_encrypted_store_is_warmed_and_has_sessions(warm, file, tmp_path, models, monkeypatch):
-    keys = tmp_path / "kv.key"
-    keys.write_text(line_of(bytes(range(32))))
-    keys.chmod(0o600)
-    monkeypatch.setenv("PREFIXSTORE_KEY", f"file:{keys}")
-    assert warm(file).exit_code == 0
-    stored = (tmp_path / "kv" / "data.mdb").read_bytes()
-    assert np.array(PROMPTS[0][:8], "<i4").tobytes() not in stored
-    for source in ("cold", "store"):
-        with PrefixStore(tmp_path / "kv") as store:
-            store.attach(llm := load(models("llama")))
-            assert store.restore(PROMPTS[0]) == len(PROMPTS[0]) - 1
-            with store.sessions().admit("bob") as session:
-                assert (session.source, len(session.tokens)) == (source, 0 if source == "cold" else 300)
-                if source == "cold":
-                    session.eval(prompt(300))
-            assert llm.n_tokens
-    monkeypatch.delenv("PREFIXSTORE_KEY")
-    with pytest.raises(LocationError, match="it is encrypted"):
-        PrefixStore(tmp_path / "kv", load(models("llama")))
-
-
 def test_problems_are_reported_with_file_and_line_and_the_rest_is_warmed(warm, tmp_path):
     bad = tmp_path / "bad.jsonl"
     lines = [{"prompt": ""}, {"tokens": [1] * 4096}, {"tokens": prompt(300)}]
     bad.write_text("no json\n" + "".join(json.dumps(line) + "\n" for line in lines))
     result = warm(bad, tmp_path / "nowhere.txt", "--json")
     assert result.exit_code == 1
-    assert f"{bad}:1: not valid JSON at character 1: Expecting value\n" in result.stderr
+    assert f"{bad}:1: not valid JSON: Expecting value" in result.stderr
     assert f"{bad}:2: the prompt has no tokens" in result.stderr
     assert f"{bad}:3: 4,096 tokens do not fit the context" in result.stderr
     assert f"{tmp_path / 'nowhere.txt'}: file not found" in result.stderr
@@ -116,6 +93,21 @@ def test_without_n_ctx_the_context_holds_the_longest_prompt(warm, models, tmp_pa
     assert "evaluated tokens 0" in rows
     expected = json.loads(warm(*given, where, "--dry-run", "--json", defaults=False, **piped).stdout)
     assert (expected["n_ctx"], expected["missing_tokens"]) == (told["n_ctx"], 0)
+
+
+@pytest.mark.parametrize(
+    ("longest", "n_ctx"), [(1, 512), (511, 512), (512, 768), (767, 768), (768, 1024), (2047, 2048)]
+)
+def test_the_context_holds_one_token_more_than_the_longest_prompt(models, tmp_path, longest, n_ctx):
+    lines = [{"tokens": prompt(n)} for n in (longest, 1, 2048)]
+    file = write_jsonl(tmp_path / "prompts.jsonl", lines)
+    ready = prepare(Config(str(models("llama", n_ctx_train=2048))), [str(file)], generation_prompt=False)
+    assert ready.llm.n_ctx() == n_ctx
+    # more than the model was trained with
+    problem, *found = ready.prompts
+    assert (problem.where, [len(one.content) for one in found]) == (f"{file}:3", [longest, 1])
+    stopped = prepare(Config(str(models("llama"))), [str(file)], generation_prompt=False, stop=lambda: True)
+    assert len(stopped.prompts) == 1
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ from prefixstore.config import Config
 from prefixstore.diagnosis import doctor, file_system
 from prefixstore.diagnosis.doctor import Level, examine
 from prefixstore.diagnosis.file_system import mount_of
-from prefixstore.maintenance.archive import Archive
 from tests.support.models import load, prompt
 
 
@@ -31,7 +30,6 @@ MOUNTS = """\
 21 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
 22 21 0:5 / /mnt/share\\040one rw - nfs4 server:/x rw
 23 21 0:6 / /dev/shm rw - tmpfs tmpfs rw
-24 21 0:7 / /mnt/old ro,relatime - xfs /dev/sdb1 ro
 """
 
 
@@ -79,6 +77,7 @@ def test_a_store_that_is_well_has_no_problem(served, run, tmp_path):
     code, out, err = run(location)
     assert (code, err) == (0, "")
     assert out.splitlines()[-1] == "no problems found"
+    assert f"lmdb {metadata.version('lmdb')}, numpy" in out
     assert "restoring" in out
     assert " in 3 pages of 1 namespace\n" in out
     config = tmp_path / "warm.toml"
@@ -87,15 +86,6 @@ def test_a_store_that_is_well_has_no_problem(served, run, tmp_path):
     report = json.loads(out)
     assert (code, report["problems"], report["location"]) == (0, 0, f"{location}")
     assert {one["name"]: one["value"] for one in report["findings"]}["settings"] == "3 pages for them"
-
-
-def test_nothing_is_written(served):
-    _, location = served
-    before = {
-        path: (path.stat().st_mtime_ns, path.stat().st_size) for path in location.iterdir() if path.name != "lock.mdb"
-    }
-    examine(str(location))
-    assert before == {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in before}
 
 
 def test_a_missing_store_and_a_directory_that_is_none_are_problems(tmp_path, run):
@@ -123,19 +113,18 @@ def test_a_missing_store_and_a_directory_that_is_none_are_problems(tmp_path, run
 )
 def test_the_file_system_is_judged(monkeypatch, path, level, says):
     monkeypatch.setattr(file_system, "existing", Path)
-    finding = next(doctor._place(Path(path), is_written=True))
+    finding = doctor._file_system(Path(path))
     assert (finding.name, finding.level) == ("file system", level)
     assert says in finding.advice
 
 
 def test_mounts_are_read_by_their_longest_name_and_what_is_not_known_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(file_system, "existing", Path)
-    assert mount_of(Path("/mnt/share one/a/b")).kind == "nfs4"
-    assert mount_of(Path("/mnt/share onesided")).kind == "ext4"
-    assert mount_of(Path("/mnt/old/x")).is_read_only
+    assert mount_of(Path("/mnt/share one/a/b")) == ("nfs4", "/mnt/share one")
+    assert mount_of(Path("/mnt/share onesided")) == ("ext4", "/")
     monkeypatch.setattr(file_system, "MOUNTS", tmp_path / "none")
     assert mount_of(Path("/")) is None
-    assert next(doctor._place(tmp_path, is_written=True)).value == "not known"
+    assert doctor._file_system(tmp_path).value == "not known"
 
 
 def test_permissions(served, monkeypatch):
@@ -155,8 +144,6 @@ def test_permissions(served, monkeypatch):
     monkeypatch.setattr(doctor.os, "access", lambda path, mode: not mode & doctor.os.W_OK)
     assert "read_only=True" in found("permissions", location).advice
     assert found("permissions", location, config=Config(store={"read_only": True})).level is Level.GOOD
-    monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)
-    assert "cannot read" in found("permissions", location).advice
 
 
 def test_a_place_that_is_a_pipe_or_hidden_is_a_problem_and_nothing_waits_for_it(tmp_path, run):
@@ -196,21 +183,6 @@ def test_pages_for_other_settings_only_are_found_and_the_setting_named(served, r
     assert "model file not found" in run("--config", config)[1]
 
 
-def test_packages_that_are_missing_or_too_old_are_found(served, monkeypatch):
-    _, location = served
-    versions = {"lmdb": "1.4.1", "xxhash": None}
-
-    def version(name):
-        known = versions.get(name, "999.0")
-        if known is None:
-            raise metadata.PackageNotFoundError
-        return known
-
-    monkeypatch.setattr(metadata, "version", version)
-    assert problems(location) == ["lmdb", "xxhash"]
-    assert found("lmdb", location).advice == 'pip install -U "lmdb>=3.0"'
-
-
 def test_both_of_two_locations_are_examined(served, run, tmp_path):
     model, location = served
     config = tmp_path / "fleet.toml"
@@ -228,12 +200,3 @@ def test_both_of_two_locations_are_examined(served, run, tmp_path):
     # pages that only the far location has
     assert [one["value"] for one in findings if one["name"] == "settings"] == ["3 pages for them"]
     assert code == 1
-
-
-def test_the_client_of_a_server_is_examined(new_valkey, monkeypatch):
-    location = new_valkey()
-    with Archive(location, create=True):
-        pass
-    assert found("valkey", location).value == metadata.version("valkey")
-    monkeypatch.setattr(metadata, "version", lambda name: "6.0.2" if name == "valkey" else "999.0")
-    assert problems(location) == ["valkey"]

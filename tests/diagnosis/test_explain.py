@@ -17,17 +17,15 @@ RULES = (
 ) * 4
 TEMPLATE = (
     "{% if tools %}<tools>\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}</tools>\n{% endif %}"
-    "{% for message in messages %}{% set text = message['content'] %}"
-    "{% if message['role'] == 'assistant' and not loop.last and '</think>' in text %}"
-    "{% set text = text.split('</think>')[-1].lstrip('\n') %}{% endif %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + text + '<|im_end|>\n' }}{% endfor %}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
 
 @pytest.fixture(scope="module")
 def templated(tmp_path_factory):
-    """A model whose chat template has tools, and drops thinking from the history, as Qwen3's does."""
+    """A model whose chat template has tools."""
     path = tmp_path_factory.mktemp("model") / "chat.gguf"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("prefixstore.testing.models.CHAT_TEMPLATE", TEMPLATE)
@@ -101,23 +99,6 @@ def test_the_usual_causes_are_found_by_name(llm, store, name, before, now):
     assert (f"Likely cause ({name})" in read(found)) == (name is not None)
 
 
-def test_thinking_that_the_template_drops_from_the_history_is_named(llm, store):
-    thought = "<think>\nThe user wants to know who I am. I will say so.\n</think>\n\nI am an assistant of a company."
-    # the answer, as it was generated
-    first = llm.tokenize(b"", add_bos=False)
-    turn = store.explain(chat("Who are you?"))
-    tokens = tokens_of(llm, chat("Who are you?"))
-    assert turn.n_tokens == len(tokens)
-    llm.reset()
-    llm.eval(tokens + llm.tokenize(thought.encode(), add_bos=False, special=True) + first)
-    store.capture()
-    found = store.explain(chat("Who are you?", thought, "And who made you?"))
-    assert (found.reason, found.culprit.name) == ("fork", "thinking")
-    assert found.n_shared >= len(tokens) - 1
-    assert "<think>" in found.fork.there
-    assert "I am an assistant" in found.fork.here
-
-
 def tokens_of(llm, content):
     from prefixstore.diagnosis.explain import tokens_of as encoded
 
@@ -173,13 +154,10 @@ def test_explaining_changes_nothing(llm, store):
     store.flush()
     before, held = store.stats(), llm.input_ids[: llm.n_tokens].tolist()
     store.explain(RULES + "One more.")
-    store.explain(chat("Hi"))
     after = store.stats()
     assert (after.hits, after.misses, after.prompt_tokens, after.entries) == (
-        before.hits,
-        before.misses,
-        before.prompt_tokens,
-        before.entries,
+        *(before.hits, before.misses),
+        *(before.prompt_tokens, before.entries),
     )
     assert llm.input_ids[: llm.n_tokens].tolist() == held
 
@@ -282,18 +260,6 @@ def test_the_command_explains_a_prompt_with_the_vocabulary_alone(templated, llm,
     request.write_text(json.dumps(chat("Who are you?", system=f"Now: 2026-11-22 09:48:01. {RULES}")["messages"]))
     code, out, _ = run(store.location, "--model", templated, "--messages", request)
     assert (code, "All of it that can be restored: only" in out) == (0, True)
-
-
-def test_the_command_compares_the_settings_of_a_config(templated, llm, store, tmp_path, run):
-    ask(llm, RULES)
-    store.flush()
-    config = tmp_path / "warm.toml"
-    config.write_text(
-        f'[model]\npath = "{templated}"\nn_ctx = 1024\ntype_k = "q8_0"\n[store]\nlocation = "kv"\npage_tokens = 32\n'
-    )
-    code, out, _ = run(store.location, "--config", config, RULES)
-    assert code == 1
-    assert "type_k is q8_0 here, f16 in the store" in " ".join(out.split())
 
 
 def test_the_name_of_a_file_as_a_prompt_is_text_and_the_command_says_so(templated, store, tmp_path, run):

