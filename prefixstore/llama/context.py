@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Generic, TypeVar
 
 import llama_cpp
 import numpy as np
@@ -26,42 +25,25 @@ from prefixstore.parameters import Parameters
 from prefixstore.results import PromptMeter
 from prefixstore.stats import Kind
 
-__all__ = ["Context", "M_co"]
-
-M_co = TypeVar("M_co", bound=ContextMemory, covariant=True)
+__all__ = ["Context"]
 
 # the reason in ``stats()``
 MULTIMODAL = "multimodal"
 
 
-class Context(Generic[M_co]):
-    """A ``Llama`` and what is known about its context.
-
-    Parameters
-    ----------
-    llm
-        Kept by a weak reference: the store does not keep a model in memory.
-    engine
-        Finds pages, and stores them.
-    namespace
-        Of the context.
-    parameters
-        Of the store, with the length that pages have in this context.
-    memory
-        Access to its memory.
+class Context:
+    """A ``Llama``, which is not kept alive, and what is known about its context.
 
     Attributes
     ----------
+    parameters
+        Of the store, with the length that pages have in this context.
     kind
-        What can be stored of the context.
-    lineage
-        The tokens that are known to be in it.
-    rate
-        How fast it computes, and how fast pages are restored.
-    far_rate
-        How fast pages are restored from the far location.
+        What is stored of the context: less than its memory allows, if its states turn out to have an unknown layout.
+    rate, far_rate
+        How fast it computes, and how fast pages are restored; the same from the far location.
     watch
-        Notices what else reaches the context; None unless the store is attached.
+        None unless the store is attached.
     prompt
         Counts what happens to the prompt that was looked up last.
     is_text
@@ -69,7 +51,12 @@ class Context(Generic[M_co]):
     """
 
     def __init__(
-        self, llm: llama_cpp.Llama, engine: Engine, namespace: Namespace, parameters: Parameters, memory: M_co
+        self,
+        llm: llama_cpp.Llama,
+        engine: Engine,
+        namespace: Namespace,
+        parameters: Parameters,
+        memory: ContextMemory,
     ) -> None:
         self._llm = weakref.ref(llm)
         self.engine = engine
@@ -222,7 +209,7 @@ class Context(Generic[M_co]):
     @contextmanager
     def loading(self) -> Iterator[None]:
         """A block that loads a whole state: if it fails or is interrupted, the context is cleared."""
-        self.memory.unfinished.unverified = True
+        self.memory.unfinished.begin("unverified")
         try:
             yield
         except BaseException:

@@ -44,23 +44,9 @@ CONTEXT_SETTINGS = (
 
 
 def namespace_of(llm: llama_cpp.Llama, *, page_tokens: int, salt: str | None, label: str | None) -> Namespace:
-    """The namespace of a context.
+    """The namespace of a context, of a tenant (`salt`), and of the name that the user gave it (`label`).
 
-    Parameters
-    ----------
-    llm
-        A loaded model with its context.
-    page_tokens
-        Length of its pages.
-    salt
-        The tenant, whose pages must not be shared with others.
-    label
-        The name that the user gave the namespace.
-
-    Raises
-    ------
-    ContextError
-        If a file of the model cannot be read, or is not the one that was loaded.
+    Raises `ContextError` if a file of the model cannot be read, or is not the one that was loaded.
     """
     params = llm.context_params
     kind = kind_of(llm)

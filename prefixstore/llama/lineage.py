@@ -42,15 +42,6 @@ class Lineage:
     While something of the store's own changes the context, the lineage is unknown as well, so that whatever ends the
     change early leaves an unknown context and never a wrong one.
 
-    Parameters
-    ----------
-    namespace
-        Key of the namespace.
-    page_tokens
-        Length of a page.
-    capacity
-        Length of the context.
-
     Attributes
     ----------
     n

@@ -22,24 +22,18 @@ from prefixstore.llama.binding import live_tokens, seed_of
 if TYPE_CHECKING:
     from prefixstore.llama.context import Context
     from prefixstore.llama.hook import Hook
-    from prefixstore.llama.kv_memory import ContextMemory
 
 __all__ = ["LiveState", "SavedStates", "load_live", "store_state"]
 
 
 class LiveState(LlamaState):
-    """Stands for what the context held when a lookup returned it; there are no bytes to load.
+    """Stands for what the context held when a lookup returned it; there are no bytes to load."""
 
-    Attributes
-    ----------
-    namespace
-        Key of the namespace of the context.
-    """
-
+    # its key
     namespace: bytes = b""
 
     @classmethod
-    def of(cls, context: Context[ContextMemory]) -> LiveState:
+    def of(cls, context: Context) -> LiveState:
         """What a context holds now."""
         llm = context.llm
         tokens = live_tokens(llm).copy()
@@ -63,7 +57,7 @@ class SavedStates:
     def __init__(self) -> None:
         self._saved: weakref.WeakKeyDictionary[LlamaState, _Saved] = weakref.WeakKeyDictionary()
 
-    def note(self, state: LlamaState, context: Context[ContextMemory]) -> None:
+    def note(self, state: LlamaState, context: Context) -> None:
         """Note that a state was saved just now, if it is known what the context holds."""
         if context.catch_up():
             lineage = context.lineage

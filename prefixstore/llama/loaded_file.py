@@ -64,21 +64,9 @@ def model_is_from(llm: llama_cpp.Llama, path: Path, *, is_first: bool) -> bool |
     """Whether the model in memory was loaded from this file; None if that cannot be known.
 
     The metadata is compared. Of each tensor that llama.cpp has mapped, the mapping says the rest; of the others that
-    can be read, three samples do.
+    can be read, three samples do. Of a split model, the first file (`is_first`) has the metadata.
 
-    Parameters
-    ----------
-    llm
-        The model.
-    path
-        A file, or one of the files of a split model.
-    is_first
-        Whether it is the first one, whose metadata is that of the model.
-
-    Raises
-    ------
-    ContextError, OSError
-        If the file cannot be read.
+    Raises `ContextError` or `OSError` if the file cannot be read.
     """
     call, model = _functions(), model_of(llm)
     if call is None:

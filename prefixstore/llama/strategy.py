@@ -6,13 +6,12 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Generic
 
 from prefixstore.engine.index import Page, Path
 from prefixstore.engine.miss import miss_reason
 from prefixstore.format.keys import Tokens
 from prefixstore.llama.capture import Place
-from prefixstore.llama.context import Context, M_co
+from prefixstore.llama.context import Context
 from prefixstore.llama.lineage import Unknown
 from prefixstore.llama.restore import Restore, of_sequence
 from prefixstore.llama.state.form import Form
@@ -26,27 +25,16 @@ log = logging.getLogger("prefixstore")
 ATTEMPTS = 3
 
 
-class Strategy(ABC, Generic[M_co]):
-    """Captures a context into the engine, and restores it from there.
+class Strategy(ABC):
+    """Captures a context into the engine, and restores it from there."""
 
-    Parameters
-    ----------
-    context
-        The context.
-    """
-
-    def __init__(self, context: Context[M_co]) -> None:
+    def __init__(self, context: Context) -> None:
         self.context = context
 
     @property
     def place(self) -> Place:
         """Where its pages are."""
         return Place(self.context.namespace, self.context.lineage.page_tokens)
-
-    @property
-    def kind(self) -> Kind:
-        """The kind of state stored."""
-        return self.context.kind
 
     # -- capture ------------------------------------------------------------------------------------------------------
 
@@ -71,7 +59,7 @@ class Strategy(ABC, Generic[M_co]):
             Whether to wait while the write queue is full, instead of skipping something.
         """
 
-    def prompt_evaluated(self) -> None:
+    def prompt_evaluated(self) -> None:  # noqa: B027 - pages need nothing
         """Called after a prompt was evaluated."""
 
     @abstractmethod
@@ -118,7 +106,7 @@ class Strategy(ABC, Generic[M_co]):
     def place_of(self, tokens: Tokens) -> tuple[Place, Kind]:
         """Where the most of a prompt is stored, and as what. Raises `StorageError`."""
         del tokens
-        return self.place, self.kind
+        return self.place, self.context.kind
 
     @abstractmethod
     def live_prefix(self, tokens: Tokens) -> int:

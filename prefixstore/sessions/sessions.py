@@ -37,21 +37,12 @@ class Sessions:
     `PrefixStore.sessions` makes it. What a session holds is a sequence of tokens; its state is in the pages of the
     store. A bookmark in the location names it for other processes, and for later ones.
 
-    Parameters
-    ----------
-    store
-        The store.
-    hook, engine
-        Of the store.
-    max_sessions
-        How many sessions are kept; above that, the least recently used idle ones are evicted.
-
     Attributes
     ----------
-    queue
-        For the ``Llama``.
-    turn
-        Of the session that has it.
+    max_sessions
+        How many sessions are kept; above that, the least recently used idle ones are evicted.
+    queue, turn
+        For the ``Llama``; of the session that has it.
     """
 
     def __init__(self, store: AttachedStore, hook: Hook, engine: Engine, max_sessions: int) -> None:
@@ -83,11 +74,6 @@ class Sessions:
 
     def _is_leased(self, entry: Entry) -> bool:
         return self.turn is not None and self.turn.entry is entry
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether the store is still attached to the ``Llama`` whose sessions these are."""
-        return self.hook.is_attached
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
@@ -193,7 +179,7 @@ class Sessions:
         self._check_usable()
 
     def _check_usable(self) -> None:
-        if not self.is_usable:
+        if not self.hook.is_attached:
             raise NotAttachedError(
                 "the store was closed, or detached from the Llama of these sessions; attach it, and call "
                 "store.sessions() again"
@@ -236,10 +222,6 @@ class Sessions:
         if llm is not None and llm.cache is self._store:
             llm.cache = turn.cache
 
-    def has_evaluated(self, turn: Turn) -> bool:
-        """Whether anything was evaluated since a turn began."""
-        return self.hook.n_evaluated != turn.n_evaluated
-
     def end(self, session: Session) -> None:
         """End a turn: have all pages that its session has evaluated written, and note what it holds."""
         turn, held = session.turn, None
@@ -266,7 +248,7 @@ class Sessions:
     def _settle(self, turn: Turn | None) -> None:
         """End an abandoned turn: its session is discarded, unless nothing was evaluated."""
         if turn is not None:
-            self._close(turn, is_kept=not self.has_evaluated(turn))
+            self._close(turn, is_kept=self.hook.n_evaluated == turn.n_evaluated)
 
     def settle_dropped(self) -> None:
         """As `_settle`, if the session whose turn it is was dropped; the next one is told."""
