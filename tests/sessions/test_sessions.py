@@ -318,8 +318,8 @@ def test_a_failing_location_costs_time_and_no_answer(llm, llama, tmp_path, monke
 
 
 STEPS = {
-    "capture": lambda store: type(store._hooks.current.strategy),
-    "before_leaving": lambda store: type(store._hooks.current.strategy),
+    "capture": lambda store: type(store._current.strategy),
+    "before_leaving": lambda store: type(store._current.strategy),
     "known": lambda store: Session,
     "keep": lambda store: type(store.engine.upkeep),
     "set_bookmark": lambda store: type(store.engine.captures),

@@ -161,7 +161,7 @@ OPERATIONS: dict[str, tuple[Step, Step]] = {
     "lookup": (on_top, lambda llm, store: store[TEXT]),
     "restore": (stored, lambda llm, store: store.restore(TEXT, always=True)),
     "capture": (live, lambda llm, store: store.capture()),
-    "completed": (live, lambda llm, store: store._hooks.find(llm).completed()),
+    "completed": (live, lambda llm, store: store._find(llm).completed()),
     "save_state": (live, lambda llm, store: llm.save_state()),
     "load_state": (saved, lambda llm, store: llm.load_state(store.kept)),
     "reset": (live, lambda llm, store: llm.reset()),
@@ -179,9 +179,9 @@ def attempt(on: Bench, operation: str, interrupt: Interrupt) -> bool:
     with PrefixStore("memory:", llm, **PAGES) as store:
         llm.set_cache(store)
         prepare(llm, store)
-        if store._hooks.current is not None:
+        if store._current is not None:
             # whether a restore pays depends on the speed of the machine
-            store._hooks.current.context.rate.is_worth = lambda *_: True
+            store._current.context.rate.is_worth = lambda *_: True
         with contextlib.suppress(KeyboardInterrupt), interrupt:
             act(llm, store)
             happened = False
@@ -235,8 +235,8 @@ def count(on: Bench, operation: str, at: Callable[[int], Interrupt]) -> int:
     with PrefixStore("memory:", on.llm, **PAGES) as store:
         on.llm.set_cache(store)
         prepare(on.llm, store)
-        if store._hooks.current is not None:
-            store._hooks.current.context.rate.is_worth = lambda *_: True
+        if store._current is not None:
+            store._current.context.rate.is_worth = lambda *_: True
         with at(1 << 40) as steps:
             act(on.llm, store)
     on.llm.set_cache(None)
