@@ -46,10 +46,7 @@ MOST = 2
 def locations_of(given: Locations) -> list[Location]:
     """One location, or two, the nearer one first.
 
-    Raises
-    ------
-    InvalidParameterError
-        If there are none or more, or one of them twice.
+    Raises `InvalidParameterError` if there are none or more, or one of them twice.
     """
     if given is None or isinstance(given, (str, os.PathLike)):
         return [given]

@@ -49,13 +49,7 @@ class Attachment:
         """Replace the methods by those of the hook. The store, the cache through which it saves, is not kept alive.
 
         `by_itself`: a prompt attaches the store, and no caller; then it yields to the next store that is the cache.
-
-        Raises
-        ------
-        MisuseError
-            If another store is attached.
-        ContextError
-            If the context cannot be watched.
+        Raises `MisuseError` if another store is attached, and `ContextError` if the context cannot be watched.
         """
         context = self._context
         llm = context.llm

@@ -73,13 +73,7 @@ class Context:
 
     @property
     def llm(self) -> llama_cpp.Llama:
-        """The model.
-
-        Raises
-        ------
-        MisuseError
-            If it is gone.
-        """
+        """The model. Raises `MisuseError` if it is gone."""
         llm = self._llm()
         if llm is None:
             raise MisuseError("the Llama was garbage-collected; keep a reference to it while the store is attached")

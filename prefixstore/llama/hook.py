@@ -61,6 +61,9 @@ __all__ = ["Hook"]
 class Hook:
     """Puts a store between a ``Llama``, which it does not keep alive, and its caller.
 
+    Raises `IncompatibleError` if this version of llama-cpp-python lacks something that the store needs, and
+    `ContextError` if a file of the model cannot be read, or is not the one that was loaded.
+
     Attributes
     ----------
     reads
@@ -71,13 +74,6 @@ class Hook:
         How many tokens this ``Llama`` has evaluated since.
     sessions
         The sessions of the store on this ``Llama``, if there are any.
-
-    Raises
-    ------
-    IncompatibleError
-        If this version of llama-cpp-python lacks something that the store needs.
-    ContextError
-        If a file of the model cannot be read, or is not the one that was loaded.
     """
 
     def __init__(self, llm: llama_cpp.Llama, engine: Engine, parameters: Parameters) -> None:
@@ -248,12 +244,8 @@ class Hook:
         """``Llama.load_state``; a state that a lookup returned is in the context already, or is restored.
 
         If it fails, the context is empty after it: llama-cpp-python would go on with the tokens of the state, and
-        whatever of it llama.cpp has taken.
-
-        Raises
-        ------
-        MisuseError
-            If a lookup returned the state, and it can no longer be restored.
+        whatever of it llama.cpp has taken. Raises `MisuseError` if a lookup returned it, and it can no longer be
+        restored.
         """
         context, lineage = self.context, self.context.lineage
         context.settle()

@@ -66,11 +66,9 @@ u8_p = ctypes.POINTER(ctypes.c_uint8)
 def kind_of(llm: llama_cpp.Llama) -> Kind:
     """What can be stored of a context: pages, snapshots (recurrent), both (hybrid), or nothing, and why.
 
-    Raises
-    ------
-    ContextError
-        If the ``Llama`` is closed, or its model is no decoder: llama-cpp-python cannot generate text with it, with or
-        without a store. Its own error would be an assertion, and with an encoder beside a decoder, llama.cpp aborts.
+    Raises `ContextError` if the ``Llama`` is closed, or its model is no decoder: llama-cpp-python cannot generate text
+    with it, with or without a store. Its own error would be an assertion, and with an encoder beside a decoder,
+    llama.cpp aborts.
     """
     pointer = pointer_of(llm)
     model = model_of(llm)

@@ -81,12 +81,7 @@ class SavedStates:
 def store_state(hooks: Sequence[Hook], state: object) -> None:
     """Store what a state holds that the ``Llama`` of one of these hooks has saved; its context is left as it was.
 
-    Raises
-    ------
-    InvalidParameterError
-        If it is no state.
-    MisuseError
-        If none of them has saved it, or if it is not known what it holds.
+    Raises `MisuseError` if none of them has saved it, or if it is not known what it holds.
     """
     if not isinstance(state, LlamaState):
         raise InvalidParameterError(f"a store takes states from llm.save_state(), not {type(state).__name__}")
@@ -116,10 +111,7 @@ def store_state(hooks: Sequence[Hook], state: object) -> None:
 def load_live(hook: Hook, state: LiveState) -> None:
     """Make a state live again that a lookup returned; it has no bytes, but its tokens are known.
 
-    Raises
-    ------
-    MisuseError
-        If it can no longer be restored.
+    Raises `MisuseError` if it can no longer be restored.
     """
     if state.namespace != hook.context.lineage.namespace:
         raise MisuseError("this state belongs to another model; look the prompt up in the store of this Llama")

@@ -55,13 +55,6 @@ class MovingWindow:
     """A context that holds the first tokens of a text, and the last ones; see `Session.stream`.
 
     `before_first` is called before anything is dropped.
-
-    Raises
-    ------
-    InvalidParameterError
-        If `sink` or `window` is not valid.
-    ContextError
-        If the context cannot be shifted.
     """
 
     def __init__(

@@ -220,27 +220,11 @@ class PageStrategy(Strategy):
         """Copy pages of a prompt into the context, and cut off what it held from the first of them on.
 
         Whatever happens, the context then holds verified pages and what was there before them, or nothing: what cannot
-        be verified is discarded, and everything else in the context with it.
+        be verified is discarded, and everything else in the context with it. Returns how many of the pages are good,
+        and whether the context was kept, or emptied.
 
-        Parameters
-        ----------
-        prompt
-            The tokens that the pages hold, and those before them; the last page may reach beyond it.
-        pages
-            The pages.
-        multiple_of
-            The context ends at a multiple of this.
-        deadline
-            When to go on without the rest of them.
-        along
-            Whether to copy pages while they are verified, instead of afterwards.
-
-        Returns
-        -------
-        int
-            How many of the pages are good.
-        bool
-            Whether the context was kept; false if it was emptied.
+        The prompt has the tokens before the pages as well; the last page may reach beyond it. With `along`, pages are
+        copied while they are verified, instead of afterwards.
         """
         context, memory = self.context, self._memory
         unfinished, (admit, look) = memory.unfinished, self._checks()

@@ -30,11 +30,7 @@ class Strategy(ABC):
 
     def __init__(self, context: Context) -> None:
         self.context = context
-
-    @property
-    def place(self) -> Place:
-        """Where its pages are."""
-        return Place(self.context.namespace, self.context.lineage.page_tokens)
+        self.place = Place(context.namespace, context.lineage.page_tokens)
 
     # -- capture ------------------------------------------------------------------------------------------------------
 
@@ -51,12 +47,8 @@ class Strategy(ABC):
     def capture(self, *, tail: bool, wait: bool = False) -> int:
         """Capture what is not stored of a known context; returns the number of pages and snapshots to be written.
 
-        Parameters
-        ----------
-        tail
-            Whether this is the end of a turn: capture everything that remains.
-        wait
-            Whether to wait while the write queue is full, instead of skipping something.
+        With `tail`, this is the end of a turn, and everything that remains is captured. With `wait`, it waits while the
+        write queue is full, instead of skipping something.
         """
 
     def prompt_evaluated(self) -> None:  # noqa: B027 - pages need nothing
@@ -70,29 +62,10 @@ class Strategy(ABC):
 
     @abstractmethod
     def restore(self, tokens: Tokens, limit: int, *, always: bool = False, multiple_of: int = 1) -> bool:
-        """Restore the longest stored prefix of a prompt.
+        """Restore the longest stored prefix of a prompt, at most `limit` tokens; `always`: even if computing is faster.
 
-        Parameters
-        ----------
-        tokens
-            The prompt.
-        limit
-            How many tokens may be restored.
-        always
-            Restore even if computing is faster.
-        multiple_of
-            The restored position has to be a multiple of this.
-
-        Returns
-        -------
-        bool
-            True if something was restored, or if the context already held as much of the prompt as the store can
-            supply.
-
-        Raises
-        ------
-        StorageError
-            If the location cannot be asked.
+        The restored position is a multiple of `multiple_of`. True if something was restored, or if the context already
+        held as much of the prompt as the store can supply. Raises `StorageError` if the location cannot be asked.
         """
 
     @abstractmethod
@@ -174,18 +147,8 @@ class Strategy(ABC):
     ) -> bool:
         """Restore the deepest snapshot of a prompt, unless the context is as far already; see `restore`.
 
-        Parameters
-        ----------
-        place
-            Where the snapshots are.
-        form
-            Of their states, if it is known.
-        tokens, limit
-            As for `restore`.
-        live
-            How much of the prompt the context holds and can continue from.
-        always, multiple_of
-            As for `restore`.
+        The `form` of its states is None if it is not known. The context holds `live` tokens of the prompt, and can
+        continue from there.
         """
         context, restore = self.context, self._restore_of(form)
         for i in range(ATTEMPTS):

@@ -61,30 +61,6 @@ def test_ctrl_c_before_the_block_changes_no_session(owner, step, llm, store, mon
 # -- dropped ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_dropped_session_has_the_llama_no_longer(llm, store, sessions):
-    turn(sessions, "alice", prompt(60))
-    expected = held(sessions, "alice")[0]
-    for is_used in (False, True):
-        alice = sessions.admit("alice")
-        if is_used:
-            alice.eval([5])
-        assert sessions.stats().waiting == 1
-        del alice
-        gc.collect()
-        if is_used:
-            # it is not known how far it came
-            assert sessions.names() == ["alice-b"]
-        else:
-            sessions.fork("alice", "alice-b")
-            assert held(sessions, "alice") == (expected, 0)
-        assert_free(llm, store, sessions)
-    assert sessions.stats().waiting == 0
-    assert sessions.stats().discarded == 1
-    assert held(sessions, "alice") == ([], 1)
-    store.flush()
-    assert sessions._table._saved() == ["alice-b"]
-
-
 def test_those_who_wait_pass_over_a_session_that_was_dropped(sessions, monkeypatch):
     """Nobody tells them: they look now and then."""
     monkeypatch.setattr("prefixstore.sessions.queue.LOOK", 0.001)
