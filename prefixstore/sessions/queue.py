@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
 from typing import TypeVar
 
 from prefixstore.errors import MisuseError
@@ -160,11 +159,10 @@ def between_calls(llm: object) -> AbstractContextManager[object]:
     return queue.in_use if queue is not None else nullcontext()
 
 
-async def in_thread(work: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
+async def in_thread(work: Callable[[], T]) -> T:
     """Run `work` in a thread of its own, and wait for its end, also if this task is cancelled meanwhile.
 
-    The executor of the loop may be full of threads that wait for what this one does. If the task was cancelled, so that
-    nobody has the result, `undo` is called with that, in a thread as well.
+    The executor of the loop may be full of threads that wait for what this one does.
     """
     executor = ThreadPoolExecutor(1, "prefixstore-session")
     done = asyncio.get_running_loop().run_in_executor(executor, work)
@@ -176,7 +174,6 @@ async def in_thread(work: Callable[[], T], undo: Callable[[T], object] | None = 
         except asyncio.CancelledError:
             is_cancelled = True
     if is_cancelled:
-        if done.exception() is None and undo is not None:
-            await in_thread(partial(undo, done.result()))
+        done.exception()  # nobody else asks for it
         raise asyncio.CancelledError
     return done.result()

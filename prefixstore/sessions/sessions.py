@@ -131,7 +131,7 @@ class Sessions:
             self.queue.enter(ticket)
             if not await self.queue.wait_async(ticket, timeout):
                 raise self._busy(name, timeout)
-            session = await in_thread(partial(self._begin, name, reuse, ticket), undo=Session.leave)
+            session = await in_thread(partial(self._begin, name, reuse, ticket))
             yield session
         except GeneratorExit:
             # the loop is closed, and nothing can be awaited: the session is dropped, and with it the place
@@ -188,29 +188,25 @@ class Sessions:
     # -- a turn at the Llama ------------------------------------------------------------------------------------------
 
     def _begin(self, name: str, reuse: str, ticket: Ticket) -> Session:
-        """Prepare the context for a session. The caller is the first in the queue."""
+        """Prepare the context for a session. The caller is the first in the queue, and gives up if this fails."""
         with self.queue.in_use:
-            try:
-                self._check_usable()
-                # one that was dropped
-                self._settle(self.turn)
-                self._table.look_up(name)
-                llm: Any = self.hook.llm
-                with self._table.lock:
-                    entry = self._table.entries.get(name) or Entry(name)
-                    turn = Turn(entry, weakref.ref(ticket), llm.cache, self.hook.n_evaluated)
-                    session = Session(self, turn, ticket)
-                    self.turn = turn
-                    evicted = self._table.used(entry)
-                self._table.forget(evicted)
-                # completions use the store, which keeps everything that is captured
-                self._engine.captures.wants_all, self.hook.reads = True, reuse in ("both", "store")
-                llm.cache = self._store
-                session.resume(uses_live=reuse in ("both", "live"), uses_store=self.hook.reads)
-                self.count(f"session:{session.source}")
-            except BaseException:
-                self.give_up(ticket)
-                raise
+            self._check_usable()
+            # one that was dropped
+            self._settle(self.turn)
+            self._table.look_up(name)
+            llm: Any = self.hook.llm
+            with self._table.lock:
+                entry = self._table.entries.get(name) or Entry(name)
+                turn = Turn(entry, weakref.ref(ticket), llm.cache, self.hook.n_evaluated)
+                session = Session(self, turn, ticket)
+                self.turn = turn
+                evicted = self._table.used(entry)
+            self._table.forget(evicted)
+            # completions use the store, which keeps everything that is captured
+            self._engine.captures.wants_all, self.hook.reads = True, reuse in ("both", "store")
+            llm.cache = self._store
+            session.resume(uses_live=reuse in ("both", "live"), uses_store=self.hook.reads)
+            self.count(f"session:{session.source}")
             return session
 
     def give_back(self, turn: Turn) -> None:

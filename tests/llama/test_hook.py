@@ -42,9 +42,10 @@ def test_a_stream_that_was_aborted_within_a_page_is_stored(llama, store):
     assert store.match(tokens).n_tokens == 0
 
 
-@pytest.mark.parametrize("n", [1, 15, 16, 17, 255, 256, 257, 511, 512, 513])
-def test_prompts_around_the_boundaries_evaluate_one_token_the_second_time(llama, store, n):
-    llm = attached(store, llama())
+@pytest.mark.parametrize("arch", ["llama", "mamba", "lfm2"])
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 63, 64, 65, 255, 256, 257, 511, 512, 513])
+def test_prompts_around_the_boundaries_evaluate_one_token_the_second_time(llama, store, arch, n):
+    llm = attached(store, llama(arch))
     cold = answer(llm, prompt(n), 6)
     forget(llm)
     again = evaluated(store, lambda: answer(llm, prompt(n), 1))
