@@ -115,16 +115,36 @@ class Context:
         self.prompt.miss = reason
 
     def catch_up(self, *, compare: bool = True) -> bool:
-        """Have the lineage follow a context that was rewound; returns whether all of its contents are known.
+        """Have the lineage follow a context that was rewound; whether everything that it holds is known.
 
-        For `compare`, see `Lineage.catch_up`.
+        With `compare`, the tokens that the ``Llama`` names have to be the known ones. Between two generated tokens that
+        would be most of the cost, and nothing is stored or restored there.
         """
-        lineage = self.lineage
+        lineage, llm = self.lineage, self.llm
         if self.watch is not None and not lineage.in_flight and self.watch.has_decoded():
             if lineage.unknown is None:
                 lineage.lose(Unknown.CHANGED)
             self.watch.note_decoded()
-        return lineage.catch_up(self.llm, self.memory, compare=compare)
+        n, known = llm.n_tokens, lineage.n
+        if lineage.unknown is None:
+            is_other = (compare or n < known) and lineage.tokens[:n].tobytes() != llm.input_ids[:n].tobytes()
+            if n > known or is_other:
+                lineage.lose(Unknown.CHANGED)
+            elif not self.memory.holds(n):
+                lineage.lose(Unknown.STEPPED_BACK if n < known else Unknown.CHANGED)
+            else:
+                lineage.rewind(n)
+        if lineage.unknown is not None and n == 0 and self.memory.empty():
+            lineage.replace(())
+        return lineage.unknown is None
+
+    def agrees(self, n_evaluated: int) -> bool:
+        """Whether the ``Llama`` and its memory end at the known tokens, of which the last `n_evaluated` are new."""
+        llm, n = self.llm, self.lineage.n
+        new = slice(n - n_evaluated, n)
+        # this is done for each token: bytes compare ten times as fast as arrays
+        are_equal = self.lineage.tokens[new].tobytes() == llm.input_ids[new].tobytes()
+        return are_equal and llm.n_tokens == n and self.memory.end() == n
 
     def adopt(self) -> None:
         """Trust ``llm.input_ids``: the caller vouches that the context holds these tokens, if they are tokens."""

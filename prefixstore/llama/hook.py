@@ -203,7 +203,7 @@ class Hook:
         self.attachment.original("eval")(batch)
         if before is None:
             lineage.extend(batch)
-            if not lineage.agrees(llm, context.memory, len(batch)):
+            if not context.agrees(len(batch)):
                 before = Unknown.CHANGED
         lineage.end(before)
         seconds = time.perf_counter() - started
