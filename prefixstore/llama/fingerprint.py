@@ -126,7 +126,7 @@ def _digest_of_loaded(path: str, is_loaded: Callable[[Path], bool | None]) -> st
     if not is_same:
         if found is None:
             raise ContextError(
-                f"{path} changed after prefixstore was imported, and llama.cpp does not say whether it was loaded before. "
+                f"{path} changed after prefixstore was imported, and llama.cpp does not say which file was loaded. "
                 "Restart the process"
             )
         raise ContextError(
