@@ -220,16 +220,12 @@ class Sessions:
 
     def end(self, session: Session) -> None:
         """End a turn: have all pages that its session has evaluated written, and note what it holds."""
-        turn, held = session.turn, None
-        is_kept = False
-        try:
-            if not session.is_discarded:
-                held = self._captured(session) if session.has_evaluated else None
-                is_kept = held is not None or not session.has_evaluated
-        finally:
-            self._close(turn, is_kept=is_kept)
+        # if this is interrupted, the turn is settled when its ticket is given up
+        held = self._captured(session) if session.has_evaluated and not session.is_discarded else None
+        is_kept = held is not None or not (session.has_evaluated or session.is_discarded)
+        self._close(session.turn, is_kept=is_kept)
         if held is not None:
-            self._table.hold(turn.entry, held)
+            self._table.hold(session.turn.entry, held)
 
     def _close(self, turn: Turn, *, is_kept: bool) -> None:
         """Undo what a turn has changed, and discard its session unless it `is_kept`. Does nothing the second time."""
