@@ -108,7 +108,8 @@ class AttachedStore(OpenLocation):
                 with suppress(PrefixStoreError):  # a Llama that is closed or gone: there is nothing to undo
                     hook.context.settle()
             hook.attachment.remove()
-            if owner is not None and owner.cache is self:
+            cache: object = owner.cache if owner is not None else None
+            if owner is not None and cache is self:
                 owner.set_cache(None)
 
     def close(self) -> None:
