@@ -6,7 +6,6 @@ import pytest
 
 from tests.support.interrupted_llama import OPERATIONS, attempt, bench, interrupts
 
-
 # what is raised in a finalizer, Python ignores
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
