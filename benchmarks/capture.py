@@ -54,7 +54,7 @@ def measure(flash: bool, shape: dict[str, Any], n_tokens: int) -> dict[str, Any]
         PrefixStore(directory, llm, codec="raw", queue_bytes="1GiB") as store,
     ):
         watch = Stopwatch()
-        watch.watch(store._hooks.current.strategy, "capture")
+        watch.watch(store._current.strategy, "capture")
         for turn in range(ROUNDS + 1):
             store.clear(everything=True)
             before = watch.seconds

@@ -132,8 +132,8 @@ class Ours(Peer):
     def __init__(self, llm: Any, location: str, codec: str) -> None:
         super().__init__(llm)
         self.store = PrefixStore(location, llm, codec=codec, max_bytes=CAPACITY)
-        self.watch.watch(self.store._hooks.current, "lookup")
-        self.watch.watch(self.store._hooks.current.strategy, "capture")
+        self.watch.watch(self.store._current, "lookup")
+        self.watch.watch(self.store._current.strategy, "capture")
         llm.set_cache(self.store)
 
     def close(self) -> None:

@@ -176,7 +176,7 @@ def restore(llm: llama_cpp.Llama, tokens: list[int], store: PrefixStore, token_s
     """The prompt with a store, which knows how long computing a token takes; what it does not restore is computed."""
     store.attach(llm)
     # it would know from the prompts before
-    store._hooks.current.context.rate.token_seconds = token_seconds
+    store._current.context.rate.token_seconds = token_seconds
     forget(llm)
     started = time.perf_counter()
     n = store.restore(tokens)

@@ -159,8 +159,8 @@ def _perplexities(sizes: Sizes) -> dict[str, Any]:
     for name, sink, window in (("window alone", 0, WINDOW), (f"{SINK} + window", SINK, WINDOW - SINK)):
         with PrefixStore("memory://", llm) as store:
             llm.reset()
-            assert store._hooks.current is not None
-            moving = MovingWindow(store._hooks.current, sink, window, exact=False)
+            assert store._current is not None
+            moving = MovingWindow(store._current, sink, window, exact=False)
             try:
                 surprise[name] = _surprise(llm, moving.feed, tokens)
             finally:

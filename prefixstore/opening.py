@@ -46,10 +46,7 @@ MOST = 2
 def locations_of(given: Locations) -> list[Location]:
     """One location, or two, the nearer one first.
 
-    Raises
-    ------
-    InvalidParameterError
-        If there are none or more, or one of them twice.
+    Raises `InvalidParameterError` if there are none or more, or one of them twice.
     """
     if given is None or isinstance(given, (str, os.PathLike)):
         return [given]
@@ -123,32 +120,25 @@ def _open_far(
 
 
 class OpenLocation:
-    """A location that is open: what can be done with it, whichever ``Llama`` uses it. The base of a `PrefixStore`.
+    """A location that is open: what can be done with it, whichever ``Llama`` uses it, or none.
 
     Parameters
     ----------
-    location
-        As for `PrefixStore`.
-    parameters
-        Of the store.
+    engine
+        Of the location; it is closed at the end of the process, or on garbage collection: what was captured is written.
+    capacity
+        What a share is a share of, in bytes; None if nobody has said what the location may hold.
 
     Attributes
     ----------
     location
         Its URL.
-
-    Raises
-    ------
-    LocationError, IncompatibleError
-        If it cannot be opened.
     """
 
-    def __init__(self, location: Locations, parameters: Parameters) -> None:
-        self._parameters = parameters
-        self._engine = open_engine(location, parameters)
-        self.location = self._engine.location
-        # at the end of the process, or on garbage collection: what was captured is written
-        self._finalizer = weakref.finalize(self, _finalize, weakref.ref(self), self._engine)
+    def __init__(self, engine: Engine, capacity: int | None) -> None:
+        self._engine, self._capacity = engine, capacity
+        self.location = engine.location
+        self._finalizer = weakref.finalize(self, _finalize, weakref.ref(self), engine)
 
     def __reduce__(self) -> NoReturn:
         # also what `copy` calls
@@ -200,19 +190,9 @@ class OpenLocation:
         return self._engine
 
     @property
-    def parameters(self) -> Parameters:
-        """The validated parameters, for code that works on the engine itself."""
-        return self._parameters
-
-    @property
     def read_only(self) -> bool:
         """Whether the store never writes."""
-        return self._parameters.read_only
-
-    @property
-    def min_tokens(self) -> int:
-        """Shorter prompts are neither stored nor restored."""
-        return self._parameters.min_tokens
+        return self._engine.read_only
 
     def flush(self) -> None:
         """Return when everything captured so far is durable.
@@ -304,12 +284,12 @@ class OpenLocation:
         """
         self._alive()
         self._writable("evict")
-        target = parse_target(to, self._parameters.budget.max_bytes, "to")
+        target = parse_target(to, self._capacity, "to")
         self._engine.drain()
         return self._engine.upkeep.evict(target, dry_run=dry_run)
 
     def _writable(self, name: str) -> None:
-        if self._parameters.read_only:
+        if self.read_only:
             raise MisuseError(f"{name}() writes, and the store is open with read_only=True")
 
     def stats(self) -> Stats:
@@ -352,8 +332,8 @@ class OpenLocation:
             queued_bytes=self._engine.queued_bytes,
             pending_pages=pending[0],
             pending_snapshots=pending[1],
-            capacity_bytes=self._parameters.budget.max_bytes,
-            capacity_entries=self._parameters.budget.max_entries,
+            capacity_bytes=self._engine.budget.max_bytes,
+            capacity_entries=self._engine.budget.max_entries,
             peak_bytes=self._engine.upkeep.peak_bytes,
             allocations=count["allocations"],
             frees=count["frees"],
@@ -399,7 +379,7 @@ class OpenLocation:
     @property
     def capacity_bytes(self) -> int:
         """The budget, in bytes."""
-        return self._parameters.budget.max_bytes
+        return self._engine.budget.max_bytes
 
     @property
     def cache_size(self) -> int:

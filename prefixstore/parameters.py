@@ -19,28 +19,14 @@ __all__ = ["Parameters"]
 
 @dataclass(frozen=True)
 class Parameters:
-    """Validated parameters in internal units.
+    """Validated parameters in internal units: bytes, and seconds. None is no limit; `ram_bytes` of 0 is no RAM tier.
 
     Attributes
     ----------
     label
         The parameter `namespace`.
-    salt, page_tokens, min_tokens, snapshot_interval, max_snapshots, priority, read_only, write_behind
-        As given.
     budget
         From `max_bytes`, `max_entries`, `quota`, `high_water` and `low_water`.
-    ttl
-        Seconds; None for no limit.
-    ram_bytes, queue_bytes
-        Bytes; 0 for none.
-    max_delay
-        Seconds; None for no limit.
-    encoder
-        From `codec`.
-    policy
-        A new instance of the named policy.
-    far_budget, far_encoder, far_policy
-        The same for the far location.
     keys
         Where the keys of the location are, and those of a far one.
     """
@@ -83,10 +69,7 @@ class Parameters:
     def parse(cls, **given: Any) -> Parameters:
         """Check the parameters of a `PrefixStore`, all of them, by their names there.
 
-        Raises
-        ------
-        InvalidParameterError
-            If one cannot be used; the message names it.
+        Raises `InvalidParameterError` if one cannot be used; the message names it.
         """
         policy, codec, quota = given["policy"], given["codec"], given["quota"]
         if not isinstance(policy, str) or policy not in POLICIES:

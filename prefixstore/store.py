@@ -210,7 +210,7 @@ class PrefixStore(AttachedStore):
         from prefixstore.traces.recorder import Recorder  # noqa: PLC0415 - imported where it is used
 
         self._alive()
-        parameters = self._parameters
+        parameters = self.parameters
         about = {
             "page_tokens": parameters.page_tokens,
             "min_tokens": parameters.min_tokens,
@@ -325,13 +325,13 @@ class PrefixStore(AttachedStore):
         """
         self._alive()
         self._writable("clear")
-        hooks = self._hooks.attached
+        hooks = self._attached()
         if not hooks and not everything:
             raise NotAttachedError("no Llama is attached whose pages to delete; clear(everything=True) deletes all")
         self._engine.drain()
         for hook in hooks:
-            sessions = self._sessions_of(hook)
-            if sessions is not None and sessions.is_usable:
+            sessions = hook.sessions()
+            if sessions is not None:
                 sessions.evict_all()
         if everything:
             return self._engine.upkeep.clear(None)

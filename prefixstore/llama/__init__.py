@@ -1,7 +1,7 @@
 """How states get out of a live ``llama_cpp.Llama`` and back into it.
 
-A prompt becomes a restore. ``Llama.create_completion`` asks its cache, which is the store, and the store finds the
-`hook` of this ``Llama`` among its `hooks`, or attaches one. The hook asks the `context` whether it may be used, and the
+A prompt becomes a restore. ``Llama.create_completion`` asks its cache, which is the store (`attached`), and the store
+finds the `hook` of this ``Llama``, or attaches one. The hook asks the `context` whether it may be used, and the
 `lineage` which tokens it is known to hold. Then a `strategy` takes the prompt: `pages` for memory that can step back,
 `snapshots` for memory that cannot. It looks the prompt up in the engine, and compares reading with computing
 (``engine.compute_rate``). What is worth reading goes into llama.cpp's memory, page by page

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from prefixstore.engine.index import Path
-from prefixstore.errors import MisuseError, NotAttachedError
+from prefixstore.engine.miss import Guard
+from prefixstore.errors import (
+    IncompatibleError,
+    InvalidParameterError,
+    MissingExtraError,
+    MisuseError,
+    NotAttachedError,
+    PrefixStoreError,
+)
 from prefixstore.format.keys import TokenSequence, as_tokens
 from prefixstore.format.namespace import Namespace
-from prefixstore.llama.hooks import Hooks
-from prefixstore.opening import Locations, OpenLocation
+from prefixstore.opening import Locations, OpenLocation, open_engine
 from prefixstore.parameters import Parameters
 from prefixstore.results import LastPrompt, PromptMeter
 from prefixstore.stats import Kind
@@ -30,16 +39,30 @@ log = logging.getLogger("prefixstore")
 
 
 class AttachedStore(OpenLocation):
-    """A location that any number of Llamas use as their cache, each in its namespace. Parameters as `OpenLocation`."""
+    """A location that any number of Llamas use as their cache, each in its namespace.
+
+    Attributes
+    ----------
+    parameters
+        The validated parameters, for code that works on the engine itself.
+    """
 
     def __init__(self, location: Locations, parameters: Parameters) -> None:
-        super().__init__(location, parameters)
-        self._hooks = Hooks(self._engine, parameters)
+        super().__init__(open_engine(location, parameters), parameters.budget.max_bytes)
+        self.parameters = parameters
+        # In the order of attaching; by the id of the Llama, which another one may have later. A Llama keeps its hook,
+        # by the methods that the hook replaces, and nothing here keeps either: one that is collected is not attached.
+        self._hooks: weakref.WeakValueDictionary[int, Hook] = weakref.WeakValueDictionary()
+        self._last_used: Callable[[], Hook | None] = lambda: None
         # what becomes of the last prompt, and of the last one of each Llama
         self._last = PromptMeter()
         self._last_of: weakref.WeakKeyDictionary[Llama, PromptMeter] = weakref.WeakKeyDictionary()
-        self._sessions: weakref.WeakKeyDictionary[Hook, weakref.ref[Sessions]] = weakref.WeakKeyDictionary()
         self._warned_closed = False
+
+    @property
+    def min_tokens(self) -> int:
+        """Shorter prompts are neither stored nor restored."""
+        return self.parameters.min_tokens
 
     # -- the Llamas ---------------------------------------------------------------------------------------------------
 
@@ -55,23 +78,39 @@ class AttachedStore(OpenLocation):
             If this store, or another one, is attached to this ``Llama`` already.
         """
         self._alive()
-        self._hooks.attach(llm, self)
+        self._attach(llm)
+
+    def _attach(self, llm: Llama, *, by_itself: bool = False) -> Hook:
+        """`by_itself`: a prompt asks for it, and no caller."""
+        from prefixstore.sessions.queue import between_calls  # noqa: PLC0415 - imported where it is used
+
+        if self.is_attached(llm):
+            raise MisuseError("the store is attached to this Llama already")
+        with between_calls(llm):
+            hook = self._make(llm)
+            self._hooks[id(llm)] = hook
+            hook.attachment.install(hook, self, by_itself=by_itself)
+        self._use(hook)
+        return hook
 
     def detach(self, llm: Llama | None = None) -> None:
         """Restore the own methods of a ``Llama``, by default of all, and remove this store as its cache.
 
         Does nothing to one that is not attached.
         """
-        for hook in self._hooks.all:
-            if llm is not None and hook.context.llm_or_none is not llm:
+        for hook in self._all():
+            owner = hook.context.llm_or_none
+            if llm is not None and owner is not llm:
                 continue
-            sessions = self._sessions_of(hook)
-            with sessions.queue.unless_in_use() if sessions is not None else nullcontext(True) as is_free:
-                self._hooks.detach(hook, self, settles=is_free)
-
-    def _sessions_of(self, hook: Hook) -> Sessions | None:
-        found = self._sessions.get(hook)
-        return found() if found is not None else None
+            unfinished = hook.context.memory.unfinished
+            # what another thread has begun is under way
+            if unfinished.is_open and unfinished.thread == threading.get_ident():
+                with suppress(PrefixStoreError):  # a Llama that is closed or gone: there is nothing to undo
+                    hook.context.settle()
+            hook.attachment.remove()
+            cache: object = owner.cache if owner is not None else None
+            if owner is not None and cache is self:
+                owner.set_cache(None)
 
     def close(self) -> None:
         """Detach, write queued pages, make them durable, and release the location. A second call does nothing.
@@ -84,10 +123,47 @@ class AttachedStore(OpenLocation):
         self.detach()
         super().close()
 
+    def _all(self) -> list[Hook]:
+        """All hooks, also of an attachment that was interrupted, or whose ``Llama`` is gone."""
+        # other threads attach: `valuerefs` copies at once, and the other iterators do not
+        return [hook for ref in self._hooks.valuerefs() if (hook := ref()) is not None]
+
+    def _attached(self) -> list[Hook]:
+        """The hooks of all attached Llamas, in the order of attaching."""
+        return [hook for hook in self._all() if hook.is_attached and hook.context.llm_or_none is not None]
+
+    def _find(self, llm: Llama) -> Hook | None:
+        return next((hook for hook in self._attached() if hook.context.llm_or_none is llm), None)
+
+    @property
+    def _current(self) -> Hook | None:
+        """The hook of the ``Llama`` that was attached or used last; None if none is attached."""
+        hooks, last = self._attached(), self._last_used()
+        return last if last in hooks else hooks[-1] if hooks else None
+
+    def _use(self, hook: Hook) -> None:
+        self._last_used = weakref.ref(hook)
+
     def hook_of(self, llm: Llama | None) -> Hook:
         """For jobs: the hook of a Llama, or one for this call if it is not attached; without a Llama, that of `llm`."""
         self._alive()
-        return self._hooks.of(llm)
+        found = self._current if llm is None else self._find(llm) or self._make(llm)
+        if found is None:
+            raise NotAttachedError("no Llama is attached; pass one as llm=, or call attach(llm) first")
+        return found
+
+    def _make(self, llm: Llama) -> Hook:
+        try:
+            from prefixstore.llama.hook import Hook  # noqa: PLC0415 - the extra "llama"
+        except ImportError as error:
+            if (error.name or "llama_cpp").startswith("llama_cpp."):
+                raise IncompatibleError(
+                    f"this llama-cpp-python lacks something that the store needs: {error}"
+                ) from error
+            raise MissingExtraError('llm= needs llama-cpp-python; pip install "prefixstore[llama]"') from error
+        if not hasattr(llm, "_ctx") or not hasattr(llm, "_model"):
+            raise InvalidParameterError(f"llm must be a llama_cpp.Llama, not {type(llm).__name__}")
+        return Hook(llm, self._engine, self.parameters)
 
     def sessions(self, llm: Llama | None = None, *, max_sessions: int = 64) -> Sessions:
         """Many conversations on an attached ``Llama``, one at a time; see `Sessions.admit`.
@@ -116,14 +192,14 @@ class AttachedStore(OpenLocation):
         from prefixstore.sessions.sessions import Sessions  # noqa: PLC0415 - imported where it is used
 
         self._alive()
-        hook = self._hooks.current if llm is None else self._hooks.find(llm)
+        hook = self._current if llm is None else self._find(llm)
         if hook is None:
             raise NotAttachedError("sessions need an attached Llama; call attach(llm) first")
-        found = self._sessions_of(hook)
-        if found is None or not found.is_usable:
+        found = hook.sessions()
+        if found is None:
             found = Sessions(self, hook, self._engine, max_sessions)
             # they keep the store, not the other way round
-            self._sessions[hook] = weakref.ref(found)
+            hook.sessions = weakref.ref(found)
         elif found.max_sessions != max_sessions:
             raise MisuseError(
                 f"the sessions of this store have max_sessions={found.max_sessions}; pass the same, or drop them first"
@@ -133,7 +209,7 @@ class AttachedStore(OpenLocation):
     @property
     def kind(self) -> Kind:
         """What is stored of the context of `llm`, or why nothing is."""
-        hook = self._hooks.current
+        hook = self._current
         return hook.kind if hook is not None else Kind.UNBOUND
 
     @property
@@ -142,18 +218,18 @@ class AttachedStore(OpenLocation):
 
         `kind`, `namespace` and `page_tokens` are those of this one, and methods that take a Llama take it by default.
         """
-        hook = self._hooks.current
+        hook = self._current
         return hook.context.llm_or_none if hook is not None else None
 
     def is_attached(self, llm: Llama) -> bool:
         """Whether the store is attached to this Llama."""
-        return self._hooks.find(llm) is not None
+        return self._find(llm) is not None
 
     @property
     def page_tokens(self) -> int:
         """Tokens per page; fewer than the parameter if the model has a shorter sliding window."""
-        hook = self._hooks.current
-        return hook.page_tokens if hook is not None else self._parameters.page_tokens
+        hook = self._current
+        return hook.page_tokens if hook is not None else self.parameters.page_tokens
 
     @property
     def namespace(self) -> Namespace:
@@ -195,7 +271,7 @@ class AttachedStore(OpenLocation):
             If the store is closed, also while it restores: ``llm.n_tokens`` says what the context holds then.
         """
         hook, wanted = self.hook_of(llm), as_tokens(tokens)
-        self._hooks.use(hook)
+        self._use(hook)
         try:
             live = hook.restore(wanted, always=always)
         finally:
@@ -226,7 +302,7 @@ class AttachedStore(OpenLocation):
         llm, state = self._asking(), None
         if llm is not None and self._is_closed("miss:closed"):
             raise KeyError("the store is closed")
-        hook = self.hook_of(None) if llm is None else self._hooks.asking(llm, self)
+        hook = self.hook_of(None) if llm is None else self._hook_asking(llm)
         if hook is not None:
             wanted = as_tokens(tokens)
             try:
@@ -241,7 +317,7 @@ class AttachedStore(OpenLocation):
         llm = self._asking()
         if llm is None:
             self._alive()
-            hooks = self._hooks.attached
+            hooks = self._attached()
             if not hooks:
                 raise NotAttachedError("no Llama is attached whose states could be stored; call attach(llm) first")
             from prefixstore.llama.llama_state import store_state  # noqa: PLC0415 - the extra "llama"
@@ -249,9 +325,18 @@ class AttachedStore(OpenLocation):
             store_state(hooks, state)
         elif not self._is_closed("dropped:closed"):
             # the key does not say what the context holds: the key includes sampled tokens that were never evaluated
-            hook = self._hooks.find(llm)
+            hook = self._find(llm)
             if hook is not None:
                 hook.completed()
+
+    def _hook_asking(self, llm: Llama) -> Hook | None:
+        """The hook of a ``Llama`` whose completion asks; it is attached now if it was not. None if it cannot be."""
+        hook = self._find(llm)
+        with Guard(self._engine.counters, "miss:not_attached"):
+            hook = hook or self._attach(llm, by_itself=True)
+        if hook is not None:
+            self._use(hook)
+        return hook
 
     @staticmethod
     def _asking() -> Llama | None:

@@ -11,7 +11,6 @@ from llama_cpp.llama_cache import BaseLlamaCache
 from prefixstore.errors import MisuseError
 from prefixstore.llama.binding import REPLACED
 from prefixstore.llama.context import Context
-from prefixstore.llama.kv_memory import ContextMemory
 from prefixstore.llama.watch import Watch
 
 if TYPE_CHECKING:
@@ -26,14 +25,9 @@ class Attachment:
     It is alive from the end of `install` to the beginning of `remove`, as long as its store lives. Replacements that
     are left behind, because one of the two was interrupted or the store was dropped, call the ``Llama``'s own methods,
     and the next attachment removes them.
-
-    Parameters
-    ----------
-    context
-        The context of the ``Llama``.
     """
 
-    def __init__(self, context: Context[ContextMemory]) -> None:
+    def __init__(self, context: Context) -> None:
         self._context = context
         self._store: Callable[[], object] = lambda: None
         self._by_itself = False
@@ -52,23 +46,10 @@ class Attachment:
         return cache is not None and cache is self._store()
 
     def install(self, hook: Hook, store: object, *, by_itself: bool = False) -> None:
-        """Replace the methods.
+        """Replace the methods by those of the hook. The store, the cache through which it saves, is not kept alive.
 
-        Parameters
-        ----------
-        hook
-            Has a method for each of the `REPLACED`.
-        store
-            The store: the cache through which a completion saves for the hook. Kept by a weak reference.
-        by_itself
-            Whether a prompt attaches the store, and no caller: then it yields to the next store that is the cache.
-
-        Raises
-        ------
-        MisuseError
-            If another store is attached.
-        ContextError
-            If the context cannot be watched.
+        `by_itself`: a prompt attaches the store, and no caller; then it yields to the next store that is the cache.
+        Raises `MisuseError` if another store is attached, and `ContextError` if the context cannot be watched.
         """
         context = self._context
         llm = context.llm

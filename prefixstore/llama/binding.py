@@ -103,13 +103,7 @@ _PASSING_ON = _code(llama_cpp.Llama, "ctx")
 
 
 def check(llm: llama_cpp.Llama) -> None:
-    """Check that a ``Llama`` has everything that a store needs.
-
-    Raises
-    ------
-    IncompatibleError
-        If it does not; the message names what is missing.
-    """
+    """Raises `IncompatibleError` if a ``Llama`` lacks anything that a store needs; the message names it."""
     missing = [
         f"{cls.__name__}.{name}"
         for cls, names in REQUIRED.items()
@@ -179,10 +173,7 @@ def context_of(llm: llama_cpp.Llama) -> LlamaContext:
 def pointer_of(llm: llama_cpp.Llama | None) -> int:
     """The ``llama_context`` of a ``Llama``, read past the attribute that a store watches.
 
-    Raises
-    ------
-    ContextError
-        If the ``Llama`` is closed or gone.
+    Raises `ContextError` if the ``Llama`` is closed or gone.
     """
     if llm is None or is_closed(llm):
         raise ContextError("the Llama is closed; load it again, and open a store for the new one")

@@ -25,15 +25,7 @@ __all__ = ["Capture", "Captured", "Place", "memory_of"]
 
 @dataclass(frozen=True)
 class Place:
-    """Where the pages of a sequence are.
-
-    Attributes
-    ----------
-    namespace
-        Their namespace.
-    page_tokens
-        Their length.
-    """
+    """Where the pages of a sequence are, and how long they are."""
 
     namespace: Namespace
     page_tokens: int
@@ -45,17 +37,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Captured:
-    """What was submitted of a state.
-
-    Attributes
-    ----------
-    n
-        Pages and snapshots.
-    n_bytes
-        Bytes of them.
-    reason
-        Why something is missing; None if all of it was submitted.
-    """
+    """What was submitted of a state: how many pages and snapshots; and why something is missing, if it is."""
 
     n: int = 0
     n_bytes: int = 0
@@ -67,16 +49,10 @@ class Capture:
 
     Parameters
     ----------
-    engine
-        Of the store.
-    place
-        Where.
-    form
-        What goes into pages, and what into snapshots.
+    engine, place, form, parameters
+        Of the store; where it goes; what goes into pages and what into snapshots; how many snapshots are kept.
     compute_us
         How long so many tokens take to compute, in microseconds.
-    parameters
-        Of the store: how many snapshots are kept.
     wait
         Whether to wait for space in the queue.
     valued
@@ -102,21 +78,9 @@ class Capture:
         self._wanted: list[PendingPage] = []
 
     def store(self, tokens: Tokens, state: StateView | None, memory: Buffer) -> Captured:
-        """Submit what is not stored of a state, all of whose tokens are known.
+        """Submit what is not stored of a state, all of whose tokens are known. Raises `CorruptError` if it lacks any.
 
-        Parameters
-        ----------
-        tokens
-            The tokens.
-        state
-            The state; None if its layout is not understood.
-        memory
-            Its bytes, after what says whose state it is.
-
-        Raises
-        ------
-        CorruptError
-            If something is missing in the state.
+        The `state` is None if its layout is not understood; `memory` are its bytes after what says whose state it is.
         """
         if self._form.has_snapshots:
             return self._store_end(tokens, state, memory)

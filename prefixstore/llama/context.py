@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Generic, TypeVar
 
 import llama_cpp
 import numpy as np
@@ -26,42 +25,25 @@ from prefixstore.parameters import Parameters
 from prefixstore.results import PromptMeter
 from prefixstore.stats import Kind
 
-__all__ = ["Context", "M_co"]
-
-M_co = TypeVar("M_co", bound=ContextMemory, covariant=True)
+__all__ = ["Context"]
 
 # the reason in ``stats()``
 MULTIMODAL = "multimodal"
 
 
-class Context(Generic[M_co]):
-    """A ``Llama`` and what is known about its context.
-
-    Parameters
-    ----------
-    llm
-        Kept by a weak reference: the store does not keep a model in memory.
-    engine
-        Finds pages, and stores them.
-    namespace
-        Of the context.
-    parameters
-        Of the store, with the length that pages have in this context.
-    memory
-        Access to its memory.
+class Context:
+    """A ``Llama``, which is not kept alive, and what is known about its context.
 
     Attributes
     ----------
+    parameters
+        Of the store, with the length that pages have in this context.
     kind
-        What can be stored of the context.
-    lineage
-        The tokens that are known to be in it.
-    rate
-        How fast it computes, and how fast pages are restored.
-    far_rate
-        How fast pages are restored from the far location.
+        What is stored of the context: less than its memory allows, if its states turn out to have an unknown layout.
+    rate, far_rate
+        How fast it computes, and how fast pages are restored; the same from the far location.
     watch
-        Notices what else reaches the context; None unless the store is attached.
+        None unless the store is attached.
     prompt
         Counts what happens to the prompt that was looked up last.
     is_text
@@ -69,7 +51,12 @@ class Context(Generic[M_co]):
     """
 
     def __init__(
-        self, llm: llama_cpp.Llama, engine: Engine, namespace: Namespace, parameters: Parameters, memory: M_co
+        self,
+        llm: llama_cpp.Llama,
+        engine: Engine,
+        namespace: Namespace,
+        parameters: Parameters,
+        memory: ContextMemory,
     ) -> None:
         self._llm = weakref.ref(llm)
         self.engine = engine
@@ -86,13 +73,7 @@ class Context(Generic[M_co]):
 
     @property
     def llm(self) -> llama_cpp.Llama:
-        """The model.
-
-        Raises
-        ------
-        MisuseError
-            If it is gone.
-        """
+        """The model. Raises `MisuseError` if it is gone."""
         llm = self._llm()
         if llm is None:
             raise MisuseError("the Llama was garbage-collected; keep a reference to it while the store is attached")
@@ -134,16 +115,36 @@ class Context(Generic[M_co]):
         self.prompt.miss = reason
 
     def catch_up(self, *, compare: bool = True) -> bool:
-        """Have the lineage follow a context that was rewound; returns whether all of its contents are known.
+        """Have the lineage follow a context that was rewound; whether everything that it holds is known.
 
-        For `compare`, see `Lineage.catch_up`.
+        With `compare`, the tokens that the ``Llama`` names have to be the known ones. Between two generated tokens that
+        would be most of the cost, and nothing is stored or restored there.
         """
-        lineage = self.lineage
+        lineage, llm = self.lineage, self.llm
         if self.watch is not None and not lineage.in_flight and self.watch.has_decoded():
             if lineage.unknown is None:
                 lineage.lose(Unknown.CHANGED)
             self.watch.note_decoded()
-        return lineage.catch_up(self.llm, self.memory, compare=compare)
+        n, known = llm.n_tokens, lineage.n
+        if lineage.unknown is None:
+            is_other = (compare or n < known) and lineage.tokens[:n].tobytes() != llm.input_ids[:n].tobytes()
+            if n > known or is_other:
+                lineage.lose(Unknown.CHANGED)
+            elif not self.memory.holds(n):
+                lineage.lose(Unknown.STEPPED_BACK if n < known else Unknown.CHANGED)
+            else:
+                lineage.rewind(n)
+        if lineage.unknown is not None and n == 0 and self.memory.empty():
+            lineage.replace(())
+        return lineage.unknown is None
+
+    def agrees(self, n_evaluated: int) -> bool:
+        """Whether the ``Llama`` and its memory end at the known tokens, of which the last `n_evaluated` are new."""
+        llm, n = self.llm, self.lineage.n
+        new = slice(n - n_evaluated, n)
+        # this is done for each token: bytes compare ten times as fast as arrays
+        are_equal = self.lineage.tokens[new].tobytes() == llm.input_ids[new].tobytes()
+        return are_equal and llm.n_tokens == n and self.memory.end() == n
 
     def adopt(self) -> None:
         """Trust ``llm.input_ids``: the caller vouches that the context holds these tokens, if they are tokens."""
@@ -222,7 +223,7 @@ class Context(Generic[M_co]):
     @contextmanager
     def loading(self) -> Iterator[None]:
         """A block that loads a whole state: if it fails or is interrupted, the context is cleared."""
-        self.memory.unfinished.unverified = True
+        self.memory.unfinished.begin("unverified")
         try:
             yield
         except BaseException:

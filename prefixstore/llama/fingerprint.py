@@ -16,7 +16,7 @@ from prefixstore.errors import ContextError
 from prefixstore.format.namespace import Namespace
 from prefixstore.llama.binding import library, lora_of, model_of, pointer_of
 from prefixstore.llama.kv_memory import kind_of, streams_of
-from prefixstore.llama.loaded_file import adapter_is_from, changed_since_start, model_is_from
+from prefixstore.llama.loaded_file import adapter_is_from, changed_since_import, model_is_from
 from prefixstore.models.file import file_digest, file_identity, model_parts, settings_of_model
 from prefixstore.stats import Kind
 
@@ -44,23 +44,9 @@ CONTEXT_SETTINGS = (
 
 
 def namespace_of(llm: llama_cpp.Llama, *, page_tokens: int, salt: str | None, label: str | None) -> Namespace:
-    """The namespace of a context.
+    """The namespace of a context, of a tenant (`salt`), and of the name that the user gave it (`label`).
 
-    Parameters
-    ----------
-    llm
-        A loaded model with its context.
-    page_tokens
-        Length of its pages.
-    salt
-        The tenant, whose pages must not be shared with others.
-    label
-        The name that the user gave the namespace.
-
-    Raises
-    ------
-    ContextError
-        If a file of the model cannot be read, or is not the one that was loaded.
+    Raises `ContextError` if a file of the model cannot be read, or is not the one that was loaded.
     """
     params = llm.context_params
     kind = kind_of(llm)
@@ -132,7 +118,7 @@ def _digest_of_loaded(path: str, is_loaded: Callable[[Path], bool | None]) -> st
         real = Path(path).resolve(strict=True)
         before = file_identity(real.stat())
         found = is_loaded(real)  # before gigabytes are read in vain
-        is_same = not changed_since_start(path) if found is None else found
+        is_same = not changed_since_import(path) if found is None else found
         digest = file_digest(real) if is_same else ""
         is_same = is_same and file_identity(real.stat()) == before
     except OSError as error:
@@ -140,7 +126,7 @@ def _digest_of_loaded(path: str, is_loaded: Callable[[Path], bool | None]) -> st
     if not is_same:
         if found is None:
             raise ContextError(
-                f"{path} changed after this process began, and llama.cpp does not say whether it was loaded before. "
+                f"{path} changed after prefixstore was imported, and llama.cpp does not say which file was loaded. "
                 "Restart the process"
             )
         raise ContextError(

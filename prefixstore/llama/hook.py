@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import llama_cpp
 from llama_cpp.llama import LlamaState
@@ -39,7 +40,7 @@ from prefixstore.llama.binding import (
 )
 from prefixstore.llama.context import Context
 from prefixstore.llama.fingerprint import namespace_of
-from prefixstore.llama.kv_memory import ContextMemory, SnapshotMemory, kind_of, page_tokens_for
+from prefixstore.llama.kv_memory import ContextMemory, kind_of, page_tokens_for
 from prefixstore.llama.lineage import Unknown
 from prefixstore.llama.llama_state import LiveState, SavedStates, load_live
 from prefixstore.llama.paged_memory import PagedMemory
@@ -51,49 +52,33 @@ from prefixstore.parameters import Parameters
 from prefixstore.results import PromptMeter
 from prefixstore.stats import Kind
 
+if TYPE_CHECKING:
+    from prefixstore.sessions.sessions import Sessions
+
 __all__ = ["Hook"]
 
 
 class Hook:
-    """Puts a store between a ``Llama`` and its caller.
+    """Puts a store between a ``Llama``, which it does not keep alive, and its caller.
 
-    Parameters
-    ----------
-    llm
-        Kept by a weak reference: the store does not keep a model in memory.
-    engine
-        Of the store.
-    parameters
-        The store's parameters.
+    Raises `IncompatibleError` if this version of llama-cpp-python lacks something that the store needs, and
+    `ContextError` if a file of the model cannot be read, or is not the one that was loaded.
 
     Attributes
     ----------
-    strategy
-        How this context is stored.
-    context
-        The context.
-    attachment
-        Puts the methods of the hook in the place of the ``Llama``'s.
-    saved
-        The states that users have saved.
     reads
         Whether prompts are restored from the store; a session can turn that off.
     writes
         Whether anything is captured.
     n_evaluated
         How many tokens this ``Llama`` has evaluated since.
-
-    Raises
-    ------
-    IncompatibleError
-        If this version of llama-cpp-python lacks something that the store needs.
-    ContextError
-        If a file of the model cannot be read, or is not the one that was loaded.
+    sessions
+        The sessions of the store on this ``Llama``, if there are any.
     """
 
     def __init__(self, llm: llama_cpp.Llama, engine: Engine, parameters: Parameters) -> None:
         check(llm)
-        self.strategy: Strategy[ContextMemory] = _strategy(llm, engine, parameters)
+        self.strategy = _strategy(llm, engine, parameters)
         self.context = self.strategy.context
         namespace = self.context.namespace
         engine.describe(namespace, model_name(llm.metadata))
@@ -101,11 +86,12 @@ class Hook:
         self.saved = SavedStates()
         self.reads = self.writes = True
         self.n_evaluated = 0
+        self.sessions: Callable[[], Sessions | None] = lambda: None
 
     @property
     def kind(self) -> Kind:
         """What is stored of the context, or why nothing is."""
-        return self.strategy.kind
+        return self.context.kind
 
     @property
     def llm(self) -> llama_cpp.Llama:
@@ -217,7 +203,7 @@ class Hook:
         self.attachment.original("eval")(batch)
         if before is None:
             lineage.extend(batch)
-            if not lineage.agrees(llm, context.memory, len(batch)):
+            if not context.agrees(len(batch)):
                 before = Unknown.CHANGED
         lineage.end(before)
         seconds = time.perf_counter() - started
@@ -258,12 +244,8 @@ class Hook:
         """``Llama.load_state``; a state that a lookup returned is in the context already, or is restored.
 
         If it fails, the context is empty after it: llama-cpp-python would go on with the tokens of the state, and
-        whatever of it llama.cpp has taken.
-
-        Raises
-        ------
-        MisuseError
-            If a lookup returned the state, and it can no longer be restored.
+        whatever of it llama.cpp has taken. Raises `MisuseError` if a lookup returned it, and it can no longer be
+        restored.
         """
         context, lineage = self.context, self.context.lineage
         context.settle()
@@ -442,10 +424,11 @@ def _batches(tokens: Sequence[int], stops: Sequence[int], step: int) -> Iterator
             yield tokens[i : min(i + step, end)]
 
 
-def _strategy(llm: llama_cpp.Llama, engine: Engine, parameters: Parameters) -> Strategy[ContextMemory]:
+def _strategy(llm: llama_cpp.Llama, engine: Engine, parameters: Parameters) -> Strategy:
     """How a ``Llama`` is stored, in the namespace of its context."""
     parameters = replace(parameters, page_tokens=page_tokens_for(llm, parameters.page_tokens))
     namespace = namespace_of(llm, page_tokens=parameters.page_tokens, salt=parameters.salt, label=parameters.label)
     if kind_of(llm).has_snapshots:
-        return SnapshotStrategy(Context(llm, engine, namespace, parameters, SnapshotMemory(llm)))
-    return PageStrategy(Context(llm, engine, namespace, parameters, PagedMemory(llm)))
+        return SnapshotStrategy(Context(llm, engine, namespace, parameters, ContextMemory(llm)))
+    memory = PagedMemory(llm)
+    return PageStrategy(Context(llm, engine, namespace, parameters, memory), memory)

@@ -7,8 +7,8 @@ store that began the change may be gone by then.
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,13 +18,11 @@ import llama_cpp
 import numpy as np
 
 from prefixstore.buffers import BufferPool, PooledBuffer, released_on_error
-from prefixstore.errors import ContextError, CorruptError
+from prefixstore.errors import ContextError
 from prefixstore.format.record import Buffer
 from prefixstore.llama.binding import model_of, pointer_of, set_end
 from prefixstore.llama.state.form import CHUNKED, OWN_FORMAT, Window
-from prefixstore.llama.state.parse import parse_sequence
 from prefixstore.llama.state.shape import StateShape
-from prefixstore.llama.state.view import zeros
 from prefixstore.stats import Kind
 
 __all__ = [
@@ -35,7 +33,6 @@ __all__ = [
     "WHOLE",
     "Acquire",
     "ContextMemory",
-    "SnapshotMemory",
     "Unfinished",
     "kind_of",
     "page_tokens_for",
@@ -69,11 +66,9 @@ u8_p = ctypes.POINTER(ctypes.c_uint8)
 def kind_of(llm: llama_cpp.Llama) -> Kind:
     """What can be stored of a context: pages, snapshots (recurrent), both (hybrid), or nothing, and why.
 
-    Raises
-    ------
-    ContextError
-        If the ``Llama`` is closed, or its model is no decoder: llama-cpp-python cannot generate text with it, with or
-        without a store. Its own error would be an assertion, and with an encoder beside a decoder, llama.cpp aborts.
+    Raises `ContextError` if the ``Llama`` is closed, or its model is no decoder: llama-cpp-python cannot generate text
+    with it, with or without a store. Its own error would be an assertion, and with an encoder beside a decoder,
+    llama.cpp aborts.
     """
     pointer = pointer_of(llm)
     model = model_of(llm)
@@ -125,7 +120,7 @@ def size_limit(llm: llama_cpp.Llama) -> tuple[int, int]:
 
 @dataclass(slots=True)
 class Unfinished:
-    """What must be undone if a change of the memory of a ``Llama`` is interrupted. Recorded before the change.
+    """What must be undone if a change of the memory of a ``Llama`` is interrupted.
 
     Attributes
     ----------
@@ -136,11 +131,19 @@ class Unfinished:
     unverified
         The context may hold something that was not verified, only a part of a state, or not the tokens that its
         ``Llama`` names: it is cleared with its data.
+    thread
+        The thread that has begun the last change.
     """
 
     lent: bool = False
     scratch: bool = False
     unverified: bool = False
+    thread: int = 0
+
+    def begin(self, name: str) -> None:
+        """Record this before a change."""
+        self.thread = threading.get_ident()
+        setattr(self, name, True)
 
     @property
     def is_open(self) -> bool:
@@ -152,13 +155,13 @@ class Unfinished:
 _unfinished: weakref.WeakKeyDictionary[llama_cpp.Llama, Unfinished] = weakref.WeakKeyDictionary()
 
 
-class ContextMemory(ABC):
-    """Sequence 0 of a context.
+class ContextMemory:
+    """Sequence 0 of a context. As it is, for memory that cannot step back: its state is valid at one position.
+
+    Tags (see `paged_memory`) do not work on that: with ``n_seq_max == 1`` its recurrent half knows no sequence 1.
 
     Attributes
     ----------
-    unfinished
-        What an interrupted change has left to undo.
     seen
         What tokens see in the layers of the window; None without one.
     overwrites_window
@@ -183,9 +186,13 @@ class ContextMemory(ABC):
         self.scratch = BufferPool(limit=None)
         self._size_limit = size_limit(llm)
 
-    @abstractmethod
     def holds(self, n: int) -> bool:
         """Whether the context can continue from position `n`."""
+        return n == 0 or self.end() == n
+
+    def is_shared(self) -> bool:
+        """Whether a sequence that the store needs is in use; none is where nothing is copied through another one."""
+        return False
 
     def largest(self, n_tokens: int) -> int:
         """The most bytes that a state of so many tokens can have in this context."""
@@ -259,11 +266,6 @@ class ContextMemory(ABC):
         if llama_cpp.llama_state_seq_get_data_ext(ctx, target, size, sequence, flags) != size:
             raise ContextError("llama.cpp did not write the state of the context")
 
-    def is_shared(self) -> bool:
-        """Whether the sequence that the store needs for its copies is in use."""
-        _, mem = self._pointers()
-        return bool(llama_cpp.llama_memory_seq_pos_max(mem, SCRATCH) != -1)
-
     def settle(self) -> bool:
         """Undo an interrupted change; returns whether the context was cleared."""
         unfinished = self.unfinished
@@ -286,34 +288,11 @@ class ContextMemory(ABC):
         llama_cpp.llama_memory_seq_cp(mem, SCRATCH, SEQUENCE, END, END)
         llama_cpp.llama_memory_seq_rm(mem, SCRATCH, END, END)
 
-    def fits(self, state: Buffer, start: int, n_tokens: int) -> bool:
-        """Whether a page has the shape that this context gives its pages, and the positions from `start` on."""
-        if self.shape is None:
-            try:
-                shape = parse_sequence(state).shape
-            except CorruptError:
-                return False
-            first = [np.full(1, start, "<i4")] * len(shape.sections)
-            if not shape.fits(state, start, n_tokens) or not self._accepts(zeros(shape, first)[0]):
-                return False
-            self.shape = shape
-        return self.shape.fits(state, start, n_tokens)
-
-    def _accepts(self, page: bytearray) -> bool:
-        """Whether llama.cpp accepts a page, which is not kept."""
-        ctx, mem = self._pointers()
-        if llama_cpp.llama_memory_seq_pos_max(mem, SCRATCH) != -1:
-            return False
-        with self._noted("scratch"):
-            is_accepted = self._read(ctx, page, SCRATCH)
-            llama_cpp.llama_memory_seq_rm(mem, SCRATCH, END, END)
-        return is_accepted
-
     @contextmanager
     def _noted(self, name: str) -> Iterator[None]:
         """A change that is undone if it does not complete: immediately, or by `settle` if that is interrupted too."""
         before = getattr(self.unfinished, name)
-        setattr(self.unfinished, name, True)
+        self.unfinished.begin(name)
         try:
             yield
         except BaseException:
@@ -324,18 +303,3 @@ class ContextMemory(ABC):
     def _pointers(self) -> tuple[Any, Any]:
         ctx = pointer_of(self._llm())
         return ctx, llama_cpp.llama_get_memory(ctx)
-
-
-class SnapshotMemory(ContextMemory):
-    """Memory that cannot step back: recurrent, alone or beside attention. Its state is valid at one position.
-
-    Tags (see `paged_memory`) do not work on it: with ``n_seq_max == 1`` its recurrent half knows no sequence 1.
-    """
-
-    def is_shared(self) -> bool:
-        """False: nothing is copied through another sequence."""
-        return False
-
-    def holds(self, n: int) -> bool:
-        """Whether the context can continue from position `n`: it must be exactly there."""
-        return n == 0 or self.end() == n

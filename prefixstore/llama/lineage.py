@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
-import llama_cpp
 import numpy as np
 
 from prefixstore.format.keys import Tokens, page_key
-from prefixstore.llama.kv_memory import ContextMemory
 
 __all__ = ["Lineage", "Unknown"]
 
@@ -41,15 +39,6 @@ class Lineage:
 
     While something of the store's own changes the context, the lineage is unknown as well, so that whatever ends the
     change early leaves an unknown context and never a wrong one.
-
-    Parameters
-    ----------
-    namespace
-        Key of the namespace.
-    page_tokens
-        Length of a page.
-    capacity
-        Length of the context.
 
     Attributes
     ----------
@@ -139,34 +128,6 @@ class Lineage:
         if self.in_flight:
             self.lose(Unknown.INTERRUPTED)
             self.in_flight = False
-
-    def catch_up(self, llm: llama_cpp.Llama, memory: ContextMemory, *, compare: bool = True) -> bool:
-        """Follow a context that was rewound; whether everything that it holds is known.
-
-        With `compare`, the tokens that the ``Llama`` names have to be the known ones. Between two generated tokens that
-        would be most of the cost, and nothing is stored or restored there.
-        """
-        n = llm.n_tokens
-        if self.unknown is not None:
-            if n == 0 and memory.empty():
-                self.replace(())
-            return self.unknown is None
-        is_other = (compare or n < self.n) and self._tokens[:n].tobytes() != llm.input_ids[:n].tobytes()
-        if n > self.n or is_other:
-            self.lose(Unknown.CHANGED)
-        elif not memory.holds(n):
-            self.lose(Unknown.STEPPED_BACK if n < self.n else Unknown.CHANGED)
-        else:
-            self.rewind(n)
-        return self.unknown is None or self.catch_up(llm, memory)
-
-    def agrees(self, llm: llama_cpp.Llama, memory: ContextMemory, n_evaluated: int) -> bool:
-        """Whether the ``Llama`` and its memory end at the known tokens, of which the last `n_evaluated` are new."""
-        n = self.n
-        new = slice(n - n_evaluated, n)
-        # this is done for each token: bytes compare ten times as fast as arrays
-        are_equal = self._tokens[new].tobytes() == llm.input_ids[new].tobytes()
-        return are_equal and llm.n_tokens == n and memory.end() == n
 
     def keys(self) -> list[bytes]:
         """The keys of all full pages."""

@@ -22,24 +22,18 @@ from prefixstore.llama.binding import live_tokens, seed_of
 if TYPE_CHECKING:
     from prefixstore.llama.context import Context
     from prefixstore.llama.hook import Hook
-    from prefixstore.llama.kv_memory import ContextMemory
 
 __all__ = ["LiveState", "SavedStates", "load_live", "store_state"]
 
 
 class LiveState(LlamaState):
-    """Stands for what the context held when a lookup returned it; there are no bytes to load.
+    """Stands for what the context held when a lookup returned it; there are no bytes to load."""
 
-    Attributes
-    ----------
-    namespace
-        Key of the namespace of the context.
-    """
-
+    # its key
     namespace: bytes = b""
 
     @classmethod
-    def of(cls, context: Context[ContextMemory]) -> LiveState:
+    def of(cls, context: Context) -> LiveState:
         """What a context holds now."""
         llm = context.llm
         tokens = live_tokens(llm).copy()
@@ -63,7 +57,7 @@ class SavedStates:
     def __init__(self) -> None:
         self._saved: weakref.WeakKeyDictionary[LlamaState, _Saved] = weakref.WeakKeyDictionary()
 
-    def note(self, state: LlamaState, context: Context[ContextMemory]) -> None:
+    def note(self, state: LlamaState, context: Context) -> None:
         """Note that a state was saved just now, if it is known what the context holds."""
         if context.catch_up():
             lineage = context.lineage
@@ -87,12 +81,7 @@ class SavedStates:
 def store_state(hooks: Sequence[Hook], state: object) -> None:
     """Store what a state holds that the ``Llama`` of one of these hooks has saved; its context is left as it was.
 
-    Raises
-    ------
-    InvalidParameterError
-        If it is no state.
-    MisuseError
-        If none of them has saved it, or if it is not known what it holds.
+    Raises `MisuseError` if none of them has saved it, or if it is not known what it holds.
     """
     if not isinstance(state, LlamaState):
         raise InvalidParameterError(f"a store takes states from llm.save_state(), not {type(state).__name__}")
@@ -122,10 +111,7 @@ def store_state(hooks: Sequence[Hook], state: object) -> None:
 def load_live(hook: Hook, state: LiveState) -> None:
     """Make a state live again that a lookup returned; it has no bytes, but its tokens are known.
 
-    Raises
-    ------
-    MisuseError
-        If it can no longer be restored.
+    Raises `MisuseError` if it can no longer be restored.
     """
     if state.namespace != hook.context.lineage.namespace:
         raise MisuseError("this state belongs to another model; look the prompt up in the store of this Llama")

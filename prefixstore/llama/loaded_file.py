@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
-import os
 import re
 import sys
 import time
@@ -22,7 +21,7 @@ import numpy as np
 from prefixstore.llama.binding import adapter_of, library, model_of
 from prefixstore.models.file import read_gguf
 
-__all__ = ["adapter_is_from", "changed_since_start", "model_is_from"]
+__all__ = ["adapter_is_from", "changed_since_import", "model_is_from"]
 
 SAMPLE = 4096
 # Buffers whose bytes can be read, and are those of the file. Others are repacked for a kind of processor; that for AMX
@@ -64,21 +63,9 @@ def model_is_from(llm: llama_cpp.Llama, path: Path, *, is_first: bool) -> bool |
     """Whether the model in memory was loaded from this file; None if that cannot be known.
 
     The metadata is compared. Of each tensor that llama.cpp has mapped, the mapping says the rest; of the others that
-    can be read, three samples do.
+    can be read, three samples do. Of a split model, the first file (`is_first`) has the metadata.
 
-    Parameters
-    ----------
-    llm
-        The model.
-    path
-        A file, or one of the files of a split model.
-    is_first
-        Whether it is the first one, whose metadata is that of the model.
-
-    Raises
-    ------
-    ContextError, OSError
-        If the file cannot be read.
+    Raises `ContextError` or `OSError` if the file cannot be read.
     """
     call, model = _functions(), model_of(llm)
     if call is None:
@@ -104,15 +91,9 @@ def adapter_is_from(llm: llama_cpp.Llama, path: Path) -> bool | None:
     return _is_from(path, call, partial(llama_cpp.llama_adapter_meta_val_str, adapter), find, sys.maxsize)
 
 
-def changed_since_start(path: str) -> bool:
-    """Whether a file, or the link that leads to it, may have changed since this process began."""
-    started = IMPORTED
-    # fork() gives a process a later start than what it has loaded, so the earlier one counts
-    with suppress(OSError, ValueError, AttributeError, IndexError):
-        fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-        started = min(started, time.time() - age)
-    return max(Path(path).stat().st_ctime, Path(path).lstat().st_ctime) >= started - 1
+def changed_since_import(path: str) -> bool:
+    """Whether a file, or the link that leads to it, may have changed since this module was imported."""
+    return max(Path(path).stat().st_ctime, Path(path).lstat().st_ctime) >= IMPORTED - 1
 
 
 def _is_from(

@@ -52,27 +52,9 @@ def _cannot_shift(hook: Hook) -> str | None:
 
 
 class MovingWindow:
-    """A context that holds the first tokens of a text, and the last ones.
+    """A context that holds the first tokens of a text, and the last ones; see `Session.stream`.
 
-    Parameters
-    ----------
-    hook
-        Of the store.
-    sink
-        How many of the first tokens stay.
-    window
-        How many of the last ones stay at least.
-    exact
-        Whether the context is computed again from the tokens that stay, instead of shifted.
-    before_first
-        Called before anything is dropped.
-
-    Raises
-    ------
-    InvalidParameterError
-        If `sink` or `window` is not valid.
-    ContextError
-        If the context cannot be shifted.
+    `before_first` is called before anything is dropped.
     """
 
     def __init__(

@@ -16,12 +16,15 @@ from enum import Enum
 from typing import Any
 
 import llama_cpp
+import numpy as np
 
 from prefixstore.buffers import PooledBuffer, released_on_error
 from prefixstore.errors import ContextError, CorruptError
+from prefixstore.format.record import Buffer
 from prefixstore.llama.kv_memory import END, SCRATCH, SEQUENCE, WHOLE, Acquire, ContextMemory
 from prefixstore.llama.state.parse import parse_sequence
 from prefixstore.llama.state.shape import U32, StateShape, complete_cells
+from prefixstore.llama.state.view import zeros
 
 __all__ = ["Missing", "PagedMemory"]
 
@@ -37,6 +40,11 @@ class Missing(Enum):
 
 class PagedMemory(ContextMemory):
     """Memory that can be cut into pages."""
+
+    def is_shared(self) -> bool:
+        """Whether sequence 1, through which pages are copied, is in use."""
+        _, mem = self._pointers()
+        return bool(llama_cpp.llama_memory_seq_pos_max(mem, SCRATCH) != -1)
 
     def holds(self, n: int) -> bool:
         """Whether the context can continue from position `n`: all rows that the next token needs are there."""
@@ -81,21 +89,10 @@ class PagedMemory(ContextMemory):
         acquire: Acquire,
         accept: Callable[[int, int, PooledBuffer], object],
     ) -> Missing | None:
-        """Copy pages out of the context, up to the first that cannot be taken.
+        """Copy pages out of the context, up to the first that cannot be taken; returns why it cannot, or None.
 
-        Parameters
-        ----------
-        ranges
-            First position and boundary of each page.
-        acquire
-            Supplies a buffer for each page.
-        accept
-            Called with each page, ``accept(start, end, buffer)``, before the next one is copied; owns the buffer.
-
-        Returns
-        -------
-        Missing or None
-            Why the first page that was not accepted could not be taken; None if all were.
+        Of each page, `ranges` has the first position and the boundary. Each is given to ``accept(start, end, buffer)``,
+        which owns the buffer, before the next one is copied.
         """
         ctx, mem = self._pointers()
         self.settle()
@@ -117,6 +114,29 @@ class PagedMemory(ContextMemory):
                     self._learn_shape(taken.view, start, end)
                 accept(start, end, taken)
         return None
+
+    def fits(self, state: Buffer, start: int, n_tokens: int) -> bool:
+        """Whether a page has the shape that this context gives its pages, and the positions from `start` on."""
+        if self.shape is None:
+            try:
+                shape = parse_sequence(state).shape
+            except CorruptError:
+                return False
+            first = [np.full(1, start, "<i4")] * len(shape.sections)
+            if not shape.fits(state, start, n_tokens) or not self._accepts(zeros(shape, first)[0]):
+                return False
+            self.shape = shape
+        return self.shape.fits(state, start, n_tokens)
+
+    def _accepts(self, page: bytearray) -> bool:
+        """Whether llama.cpp accepts a page, which is not kept."""
+        ctx, mem = self._pointers()
+        if self.is_shared():
+            return False
+        with self._noted("scratch"):
+            is_accepted = self._read(ctx, page, SCRATCH)
+            llama_cpp.llama_memory_seq_rm(mem, SCRATCH, END, END)
+        return is_accepted
 
     def _learn_shape(self, page: memoryview, start: int, end: int) -> None:
         if self.shape is None:

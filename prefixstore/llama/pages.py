@@ -26,13 +26,14 @@ __all__ = ["PageStrategy"]
 log = logging.getLogger("prefixstore")
 
 
-class PageStrategy(Strategy[PagedMemory]):
+class PageStrategy(Strategy):
     """Stores a context whose memory can be cut into pages."""
 
-    def __init__(self, context: Context[PagedMemory]) -> None:
+    def __init__(self, context: Context, memory: PagedMemory) -> None:
         super().__init__(context)
+        self._memory = memory
         # where a llama-server stores what it has of a window
-        self._ends = self.place.of_ends() if context.memory.seen is not None else None
+        self._ends = self.place.of_ends() if memory.seen is not None else None
         # The longest sequence that is known to be stored or captured: what follows it in the context was computed since
         # it was looked up, so the location need not be asked again. What others have stored meanwhile is found when it
         # is to be written. And the engine's losses then.
@@ -69,7 +70,7 @@ class PageStrategy(Strategy[PagedMemory]):
             to.add(lineage.tokens[start:end], lineage.parent(start // lineage.page_tokens), start, buffer, PAGE)
 
         try:
-            missing = context.memory.take(wanted, to.acquire, add)
+            missing = self._memory.take(wanted, to.acquire, add)
         finally:
             # after an error or a Ctrl-C, too: what was copied is good
             n_submitted = to.submit().n
@@ -219,29 +220,13 @@ class PageStrategy(Strategy[PagedMemory]):
         """Copy pages of a prompt into the context, and cut off what it held from the first of them on.
 
         Whatever happens, the context then holds verified pages and what was there before them, or nothing: what cannot
-        be verified is discarded, and everything else in the context with it.
+        be verified is discarded, and everything else in the context with it. Returns how many of the pages are good,
+        and whether the context was kept, or emptied.
 
-        Parameters
-        ----------
-        prompt
-            The tokens that the pages hold, and those before them; the last page may reach beyond it.
-        pages
-            The pages.
-        multiple_of
-            The context ends at a multiple of this.
-        deadline
-            When to go on without the rest of them.
-        along
-            Whether to copy pages while they are verified, instead of afterwards.
-
-        Returns
-        -------
-        int
-            How many of the pages are good.
-        bool
-            Whether the context was kept; false if it was emptied.
+        The prompt has the tokens before the pages as well; the last page may reach beyond it. With `along`, pages are
+        copied while they are verified, instead of afterwards.
         """
-        context, memory = self.context, self.context.memory
+        context, memory = self.context, self._memory
         unfinished, (admit, look) = memory.unfinished, self._checks()
         states: States | None = None
         is_refused = False
@@ -252,7 +237,7 @@ class PageStrategy(Strategy[PagedMemory]):
                 for page, state in zip(pages, states, strict=False):
                     if not unfinished.unverified:
                         # only once there is a page to replace what is cut
-                        unfinished.unverified = True
+                        unfinished.begin("unverified")
                         context.set_live(prompt[: page.start])
                         memory.cut(page.start)
                     if not memory.load(state):
@@ -288,7 +273,7 @@ class PageStrategy(Strategy[PagedMemory]):
 
     def _checks(self) -> tuple[Admit, Look]:
         """Whether a page may be read, and whether its state can be used."""
-        memory = self.context.memory
+        memory = self._memory
         if memory.shape is not None and memory.shape_is_own:
             known = self._restore_of(Form.rows(memory.shape))
             return known.admits, known.fits

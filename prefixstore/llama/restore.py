@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -55,14 +55,9 @@ class Buffers(Protocol):
 
 @dataclass(frozen=True)
 class Found:
-    """What is stored of a prompt.
+    """What is stored of a prompt: how many tokens can be restored, and from which pages.
 
-    Attributes
-    ----------
-    n_tokens
-        How much of it can be restored.
-    pages
-        Its pages, of which some may hold only tokens. The last one may be a snapshot, which is of use only at its end.
+    Some pages may hold only tokens. The last one may be a snapshot, which is of use only at its end.
     """
 
     n_tokens: int = 0
@@ -106,14 +101,8 @@ class Restore:
 
     Parameters
     ----------
-    engine
-        Of the store.
-    form
-        What pages and snapshots hold.
-    rate
-        How fast tokens are computed.
-    buffers
-        For states.
+    engine, form, rate, buffers
+        Of the store; what pages and snapshots hold; how fast tokens are computed; memory for states.
     largest
         The most bytes that a page or a snapshot can have, if of the form no more than the window is known: then a
         snapshot and its pages show it.
@@ -139,13 +128,7 @@ class Restore:
         self._shape = form.shape or StateShape()
 
     def find(self, place: Place, prompt: Tokens, limit: int, multiple_of: int = 1) -> Found:
-        """What is stored of the first `limit` tokens of a prompt.
-
-        Raises
-        ------
-        StorageError
-            If the location cannot be asked.
-        """
+        """What is stored of the first `limit` tokens of a prompt. Raises `StorageError`."""
         key, step = place.namespace.key, place.page_tokens
         if self._form.has_snapshots:
             if limit < 1:
@@ -159,39 +142,20 @@ class Restore:
             n = 0
         return Found(n, path.pages[: -(-n // step)])
 
-    @contextmanager
     def joined(
         self, prompt: Tokens, found: Found, frame: Frame, *, live: int = 0, waits: bool = False
-    ) -> Iterator[Joined]:
+    ) -> AbstractContextManager[Joined]:
         """The state of a prompt, which is stored. It is valid until the block is left.
 
         If a page is damaged or late, it is the state of the pages before that one; where something cannot be cut there
-        is none.
-
-        Parameters
-        ----------
-        prompt
-            The tokens.
-        found
-            What is stored of them.
-        frame
-            Says whose the state is.
-        live
-            How many of the tokens need not be computed if it is given up.
-        waits
-            Whether to wait without a deadline.
-
-        Raises
-        ------
-        StorageError
-            If the location cannot be read.
+        is none. If it is given up, `live` of the tokens need not be computed; with `waits` there is no deadline.
+        Raises `StorageError`.
         """
         tokens, whole = prompt[: found.n_tokens], len(found.read) if found.is_snapshot else None
         # nothing of a snapshot can be used before all of it has come
         deadline = None if waits else self._rate.deadline(found.pages, live, found.n_tokens, whole=whole)
         join = self._from_snapshot if found.is_snapshot else self._from_pages
-        with join(tokens, found.read, frame, deadline) as joined:
-            yield joined
+        return join(tokens, found.read, frame, deadline)
 
     def _buffer(self, size: int) -> Lent:
         buffer = self._buffers.acquire(size)
@@ -282,10 +246,7 @@ class Restore:
     def _put_together(self, states: Sequence[memoryview], start: int, n: int, frame: Frame) -> Lent:
         """The state of `n` tokens, from its pages and its snapshot, whose last full page ends at `start`.
 
-        Raises
-        ------
-        CorruptError
-            If something is missing, or has another form.
+        Raises `CorruptError` if something is missing, or has another form.
         """
         form = self._form if self._largest is None else Form.of_stored(states, self._form.window)
         pieces: list[StateView] = []

@@ -22,7 +22,7 @@ from prefixstore.format.keys import Tokens, as_tokens
 from prefixstore.llama.binding import needs_evaluation, token_kinds
 from prefixstore.llama.capture import Capture
 from prefixstore.llama.context import Context
-from prefixstore.llama.kv_memory import PARTIAL, WHOLE, SnapshotMemory
+from prefixstore.llama.kv_memory import PARTIAL, WHOLE
 from prefixstore.llama.state.form import Form
 from prefixstore.llama.state.parse import parse_sequence
 from prefixstore.llama.strategy import Strategy
@@ -40,22 +40,19 @@ WORTH_COPYING = 4
 MIN_GAP = 64
 
 
-class SnapshotStrategy(Strategy[SnapshotMemory]):
+class SnapshotStrategy(Strategy):
     """Stores a context whose memory cannot step back: snapshots, and the pages before them.
 
     Attributes
     ----------
-    cuts_rows
-        Whether rows of attention are cut out of a state. If not, a snapshot is the whole state, as without attention.
     form
         What goes into pages, and what into snapshots; None until a state of this context was cut.
     waiting
         Recurrent parts whose rows are still to be copied, by position.
     """
 
-    def __init__(self, context: Context[SnapshotMemory]) -> None:
+    def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self.cuts_rows = context.kind.has_pages
         self.form: Form | None = None
         self.waiting: dict[int, PooledBuffer] = {}
         # the generation of the lineage that they belong to
@@ -63,10 +60,6 @@ class SnapshotStrategy(Strategy[SnapshotMemory]):
         self._token_kind = token_kinds(context.llm)
         # positions in the last prompt
         self._valued: list[int] = []
-
-    @property
-    def kind(self) -> Kind:
-        return self.context.kind if self.cuts_rows else Kind.SNAPSHOTS
 
     # -- restore ------------------------------------------------------------------------------------------------------
 
@@ -164,7 +157,7 @@ class SnapshotStrategy(Strategy[SnapshotMemory]):
         if not memory.holds(len(tokens)):
             return 0  # the context was cleared behind the store's back
         captured = 0
-        if not self.cuts_rows:
+        if not context.kind.has_pages:
             capture = self._capture(wait=wait)
             captured = capture.pages(tokens, None).n
             buffer = memory.copy(WHOLE, capture.acquire)
@@ -228,7 +221,7 @@ class SnapshotStrategy(Strategy[SnapshotMemory]):
                 error,
             )
             self._release("dropped:uncut")
-            self.cuts_rows, self.form = False, None
+            context.kind, self.form = Kind.SNAPSHOTS, None
         finally:
             whole.release()
         return captured

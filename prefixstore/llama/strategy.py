@@ -6,13 +6,12 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Generic
 
 from prefixstore.engine.index import Page, Path
 from prefixstore.engine.miss import miss_reason
 from prefixstore.format.keys import Tokens
 from prefixstore.llama.capture import Place
-from prefixstore.llama.context import Context, M_co
+from prefixstore.llama.context import Context
 from prefixstore.llama.lineage import Unknown
 from prefixstore.llama.restore import Restore, of_sequence
 from prefixstore.llama.state.form import Form
@@ -26,27 +25,12 @@ log = logging.getLogger("prefixstore")
 ATTEMPTS = 3
 
 
-class Strategy(ABC, Generic[M_co]):
-    """Captures a context into the engine, and restores it from there.
+class Strategy(ABC):
+    """Captures a context into the engine, and restores it from there."""
 
-    Parameters
-    ----------
-    context
-        The context.
-    """
-
-    def __init__(self, context: Context[M_co]) -> None:
+    def __init__(self, context: Context) -> None:
         self.context = context
-
-    @property
-    def place(self) -> Place:
-        """Where its pages are."""
-        return Place(self.context.namespace, self.context.lineage.page_tokens)
-
-    @property
-    def kind(self) -> Kind:
-        """The kind of state stored."""
-        return self.context.kind
+        self.place = Place(context.namespace, context.lineage.page_tokens)
 
     # -- capture ------------------------------------------------------------------------------------------------------
 
@@ -63,15 +47,11 @@ class Strategy(ABC, Generic[M_co]):
     def capture(self, *, tail: bool, wait: bool = False) -> int:
         """Capture what is not stored of a known context; returns the number of pages and snapshots to be written.
 
-        Parameters
-        ----------
-        tail
-            Whether this is the end of a turn: capture everything that remains.
-        wait
-            Whether to wait while the write queue is full, instead of skipping something.
+        With `tail`, this is the end of a turn, and everything that remains is captured. With `wait`, it waits while the
+        write queue is full, instead of skipping something.
         """
 
-    def prompt_evaluated(self) -> None:
+    def prompt_evaluated(self) -> None:  # noqa: B027 - pages need nothing
         """Called after a prompt was evaluated."""
 
     @abstractmethod
@@ -82,29 +62,10 @@ class Strategy(ABC, Generic[M_co]):
 
     @abstractmethod
     def restore(self, tokens: Tokens, limit: int, *, always: bool = False, multiple_of: int = 1) -> bool:
-        """Restore the longest stored prefix of a prompt.
+        """Restore the longest stored prefix of a prompt, at most `limit` tokens; `always`: even if computing is faster.
 
-        Parameters
-        ----------
-        tokens
-            The prompt.
-        limit
-            How many tokens may be restored.
-        always
-            Restore even if computing is faster.
-        multiple_of
-            The restored position has to be a multiple of this.
-
-        Returns
-        -------
-        bool
-            True if something was restored, or if the context already held as much of the prompt as the store can
-            supply.
-
-        Raises
-        ------
-        StorageError
-            If the location cannot be asked.
+        The restored position is a multiple of `multiple_of`. True if something was restored, or if the context already
+        held as much of the prompt as the store can supply. Raises `StorageError` if the location cannot be asked.
         """
 
     @abstractmethod
@@ -118,7 +79,7 @@ class Strategy(ABC, Generic[M_co]):
     def place_of(self, tokens: Tokens) -> tuple[Place, Kind]:
         """Where the most of a prompt is stored, and as what. Raises `StorageError`."""
         del tokens
-        return self.place, self.kind
+        return self.place, self.context.kind
 
     @abstractmethod
     def live_prefix(self, tokens: Tokens) -> int:
@@ -186,18 +147,8 @@ class Strategy(ABC, Generic[M_co]):
     ) -> bool:
         """Restore the deepest snapshot of a prompt, unless the context is as far already; see `restore`.
 
-        Parameters
-        ----------
-        place
-            Where the snapshots are.
-        form
-            Of their states, if it is known.
-        tokens, limit
-            As for `restore`.
-        live
-            How much of the prompt the context holds and can continue from.
-        always, multiple_of
-            As for `restore`.
+        The `form` of its states is None if it is not known. The context holds `live` tokens of the prompt, and can
+        continue from there.
         """
         context, restore = self.context, self._restore_of(form)
         for i in range(ATTEMPTS):

@@ -26,7 +26,6 @@ from prefixstore.llama.lineage import Unknown
 
 if TYPE_CHECKING:
     from prefixstore.llama.context import Context
-    from prefixstore.llama.kv_memory import ContextMemory
 
 __all__ = ["Watch"]
 
@@ -36,18 +35,10 @@ Counts: TypeAlias = "tuple[int, int, float, float]"
 class Watch:
     """Replaces the class of a ``LlamaContext``, so that reading its pointers is detected.
 
-    Parameters
-    ----------
-    context
-        The context of the ``Llama``, with what is known about it.
-
-    Raises
-    ------
-    ContextError
-        If the ``Llama`` is closed.
+    Raises `ContextError` if the ``Llama`` is closed.
     """
 
-    def __init__(self, context: Context[ContextMemory]) -> None:
+    def __init__(self, context: Context) -> None:
         self._context, self._lineage = context, context.lineage
         self._pointer, owner = pointer_of(context.llm), context_of(context.llm)
         self._owner = weakref.ref(owner)
@@ -57,13 +48,7 @@ class Watch:
         self._watched = _watched(self._class, self)
 
     def start(self) -> None:
-        """Begin to watch.
-
-        Raises
-        ------
-        ContextError
-            If the class cannot be replaced.
-        """
+        """Begin to watch. Raises `ContextError` if the class cannot be replaced."""
         owner = self._owner()
         try:
             if owner is not None:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, closing
 
 from prefixstore.backends import agreed_bytes, is_persistent
 from prefixstore.backends.keys import Key, Keys
-from prefixstore.engine.budget import Budget, Evicted
+from prefixstore.engine.budget import Budget
 from prefixstore.engine.delete import Removed
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
@@ -22,13 +22,14 @@ from prefixstore.engine.saved_notes import noted_policy
 from prefixstore.errors import IncompatibleError, InvalidParameterError, LocationError, StorageError
 from prefixstore.format.autocodec import FixedCodec
 from prefixstore.format.codec import decode
-from prefixstore.format.figures import NOTE, History
+from prefixstore.format.figures import NOTE
 from prefixstore.format.keys import TokenSequence
 from prefixstore.maintenance.holdings import Holding, holdings_of, only_one
 from prefixstore.maintenance.purge import choices_of, string_of, unmatched
+from prefixstore.opening import OpenLocation
 from prefixstore.parameters import Parameters
 from prefixstore.stats import Counters
-from prefixstore.units import parse_bytes, parse_target, shown
+from prefixstore.units import parse_bytes, shown
 
 __all__ = ["DEFAULT_BYTES", "Archive"]
 
@@ -39,10 +40,8 @@ DEFAULT_BYTES = parse_bytes(Parameters.MAX_BYTES, "max_bytes")
 NO_BUDGET = Budget(2**63 - 1)
 
 
-class Archive(AbstractContextManager["Archive"]):
+class Archive(OpenLocation):
     """A location, opened without a model. Other processes may use it at the same time.
-
-    It is an `Engine` without a model, with the operations of maintenance on top.
 
     Parameters
     ----------
@@ -62,8 +61,6 @@ class Archive(AbstractContextManager["Archive"]):
 
     Attributes
     ----------
-    engine
-        Holds the pages.
     backend
         Holds the bytes; for measurements.
     policy
@@ -127,8 +124,7 @@ class Archive(AbstractContextManager["Archive"]):
             raise
         self.policy = policy or (noted if noted in POLICIES else "lru")
         self.max_bytes = size
-        self._max_bytes = max_bytes
-        self.engine = Engine(
+        engine = Engine(
             self.backend,
             Budget(size),
             POLICIES[self.policy](),
@@ -138,18 +134,7 @@ class Archive(AbstractContextManager["Archive"]):
             read_only=read_only,
             housekeeping=False,
         )
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Make all changes durable, and release the location."""
-        self.engine.close()
-
-    @property
-    def location(self) -> str:
-        """The location as a URL."""
-        return self.backend.location
+        super().__init__(engine, max_bytes)
 
     @property
     def keys(self) -> Keys | None:
@@ -187,21 +172,6 @@ class Archive(AbstractContextManager["Archive"]):
         """What the location holds, index included."""
         with self.backend.view() as view:
             return view.used
-
-    def history(self) -> History:
-        """How the location was used on each of the last 31 days, by all its processes.
-
-        Raises
-        ------
-        StorageError
-            If the location fails.
-
-        Examples
-        --------
-        >>> history = archive.history()  # doctest: +SKIP
-        >>> {name: figures.hits for (_, name), figures in history.days.items()}  # doctest: +SKIP
-        """
-        return self.engine.history()
 
     def holdings(self, namespace: str | None = None, salt: str | None = None) -> list[Holding]:
         """What the location holds of each namespace, the most recently used first.
@@ -308,24 +278,6 @@ class Archive(AbstractContextManager["Archive"]):
         An ancestor of an unpinned page stays pinned if it leads to another pinned page.
         """
         return self.engine.upkeep.pin_page(page, pinned=pinned)
-
-    def evict(self, to: float | str, *, dry_run: bool = False) -> Evicted:
-        """Evict in the order of `policy` until the location holds `to`, or only what is pinned.
-
-        Parameters
-        ----------
-        to
-            A size (an int, or ``"5GiB"``), or a share of `max_bytes` if that was given: 0.8, or ``"80%"``.
-        dry_run
-            Find out what would be evicted, and evict nothing.
-
-        Raises
-        ------
-        InvalidParameterError
-            If `to` is not valid, or a share of what was not given.
-        """
-        target = parse_target(to, self._max_bytes, "to")
-        return self.engine.upkeep.evict(target, dry_run=dry_run)
 
     def evict_to(self, max_bytes: int) -> Removed:
         """As `evict`; returns how much was deleted."""

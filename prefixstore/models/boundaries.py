@@ -105,10 +105,6 @@ def prompt_boundaries(
 
     Parameters
     ----------
-    tokens
-        The whole prompt.
-    kind
-        Gives the kind of a token.
     start
         From where the prompt is evaluated.
     min_tokens
@@ -181,10 +177,7 @@ def explicit_boundaries(prompt: Tokens) -> list[int]:
 def kinds_of_vocabulary(path: str | os.PathLike[str]) -> Callable[[int], TokenKind]:
     """The kinds of a model's tokens, from its GGUF file alone; what is not a token counts as text.
 
-    Raises
-    ------
-    ContextError
-        If the file cannot be read, or has no vocabulary.
+    Raises `ContextError` if the file cannot be read, or has no vocabulary.
     """
     vocabulary = Vocabulary(path)
 

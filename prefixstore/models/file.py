@@ -99,12 +99,7 @@ def file_digest(path: str | os.PathLike[str]) -> str:
     """The SHA-256 of a file's whole content, as 64 hexadecimal digits: what Hugging Face shows for it.
 
     It is cached in the user's cache directory by path, device, inode, size and times, so that a file is read once and
-    not at every start.
-
-    Raises
-    ------
-    ContextError
-        If the file cannot be read.
+    not at every start. Raises `ContextError` if the file cannot be read.
     """
     try:
         real = Path(path).resolve(strict=True)
@@ -165,14 +160,9 @@ def model_name(metadata: Mapping[str, object]) -> str | None:
 
 
 def model_title(settings: Mapping[str, object], names: Mapping[str, str]) -> str:
-    """What a model is called, with the types of its KV cache if they are not f16.
+    """What a model is called, with the types of its KV cache if they are not f16, by the settings of its namespace.
 
-    Parameters
-    ----------
-    settings
-        Of its namespace.
-    names
-        Of models, by the first digits of their digests; see `History`.
+    `names` of models are by the first digits of their digests; see `History`.
     """
     digest = model_digits(settings)
     name = names.get(digest) or str(settings.get("label") or settings.get("server") or digest or "unknown")
@@ -233,10 +223,7 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
 def read_metadata(path: str | os.PathLike[str]) -> Metadata:
     """The numbers and texts in the metadata of a GGUF file; its lists are left out.
 
-    Raises
-    ------
-    ContextError
-        If the file cannot be read, or is not a GGUF file.
+    Raises `ContextError` if the file cannot be read, or is not a GGUF file.
     """
     return read_gguf(path)[0]
 

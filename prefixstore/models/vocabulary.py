@@ -24,22 +24,12 @@ BYTES = {chr(byte): byte for byte in VISIBLE} | {chr(256 + i): byte for i, byte 
 
 
 class Vocabulary:
-    """The vocabulary of a model.
-
-    Parameters
-    ----------
-    path
-        A GGUF file.
+    """The vocabulary in a GGUF file. Raises `ContextError` if that cannot be read, or has none.
 
     Attributes
     ----------
     ends
         The tokens that end a text, a turn or a message.
-
-    Raises
-    ------
-    ContextError
-        If it cannot be read, or has no vocabulary.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -7,10 +7,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TypeVar
 
 from prefixstore.errors import MisuseError
@@ -25,50 +24,39 @@ LOOK = 1.0
 class Ticket:
     """The place of a thread, or of a task, in the queue. Its owner keeps it: once it is garbage, the place is free.
 
-    Parameters
-    ----------
-    is_async
-        Whether the task that runs in this thread waits, and not the thread.
-
     Attributes
     ----------
-    loop, task
-        The event loop of the thread in which it was made, and the task that it was running.
-    is_block
-        Whether its turn ends with a ``with`` block of its thread.
+    loop
+        That of the task that waits; None if the thread does.
+    gate, told
+        Open, or set, once it is the turn of this ticket.
     """
 
     def __init__(self, *, is_async: bool = False) -> None:
-        self.is_async = is_async
-        self.loop = asyncio._get_running_loop()  # noqa: SLF001 - documented, and None if there is none
-        task = asyncio.current_task() if self.loop is not None else None
-        self.task = weakref.ref(task) if task is not None else None
         self.thread = threading.current_thread()
-        self.is_block = False
-        # open, or set, once it is the turn of this ticket
+        self.loop = asyncio.get_running_loop() if is_async else None
+        task = asyncio.current_task() if is_async else None
+        self.task = weakref.ref(task) if task is not None else None
         self.gate, self.told = threading.Lock(), asyncio.Event()
         self.gate.acquire()
 
     @property
     def is_orphaned(self) -> bool:
         """Whether its owner will never run again."""
-        return self.is_async and self.loop is not None and self.loop.is_closed()
+        return self.loop is not None and self.loop.is_closed()
 
     def tell(self) -> None:
         """Tell the owner that it is its turn. May be called twice."""
         with suppress(RuntimeError):  # the gate is open, or the loop is closed
-            if self.is_async and self.loop is not None:
+            if self.loop is not None:
                 self.loop.call_soon_threadsafe(self.told.set)
             else:
                 self.gate.release()
 
-    def waits_for_itself(self, first: Ticket) -> bool:
-        """Whether the owner would wait for itself, or a task for the code that runs its loop, if this one is first."""
-        if not self.is_async:
-            return not first.is_async and first.thread is self.thread
-        if first.task is not None:
-            return first.task == self.task
-        return first.is_block and first.thread is self.thread
+    def blocks(self, other: Ticket) -> bool:
+        """Whether the owner of the other one could not go on while this one waits."""
+        both_are_tasks = self.loop is not None and other.loop is not None
+        return self.thread is other.thread and (not both_are_tasks or self.task == other.task)
 
 
 class Queue:
@@ -95,37 +83,15 @@ class Queue:
         """How many wait, or have the ``Llama``."""
         return sum(weak() is not None for weak in list(self._tickets))
 
-    @contextmanager
-    def unless_in_use(self) -> Generator[bool]:
-        """A ``with`` block during which no other thread uses the ``Llama``; whether none does now."""
-        is_free = self.in_use.acquire(blocking=False)
-        try:
-            yield is_free
-        finally:
-            if is_free:
-                self.in_use.release()
-
     def enter(self, ticket: Ticket) -> None:
-        """Take the last place.
-
-        Raises
-        ------
-        MisuseError
-            If the same owner has the ``Llama``, or if a thread would block the event loop that must make progress
-            first.
-        """
+        """Take the last place. Raises `MisuseError` if the same thread, or task, would wait for itself."""
         with self._lock:
-            first = self._first()
-            if first is not None and ticket.waits_for_itself(first):
+            others = [other for weak in self._tickets if (other := weak()) is not None and not other.is_orphaned]
+            if any(ticket.blocks(other) for other in others):
                 raise MisuseError(
-                    "this thread (or task) already has a session, and would wait for itself; leave its block, or "
-                    "release() it, before you admit another one"
-                )
-            others = [other for weak in self._tickets if (other := weak()) is not None]
-            if not ticket.is_async and any(other.is_async and other.loop is ticket.loop for other in others):
-                raise MisuseError(
-                    "a task of this event loop has a session, or waits for one, and admit() would stop the loop; "
-                    "use aadmit()"
+                    "this thread (or task) already has a session, or a task of its event loop has one or awaits one, "
+                    "so it would wait for itself; leave its block, or release() it, before you admit another one; in "
+                    "tasks, use aadmit()"
                 )
             self._tickets.append(weakref.ref(ticket))
 
@@ -193,11 +159,10 @@ def between_calls(llm: object) -> AbstractContextManager[object]:
     return queue.in_use if queue is not None else nullcontext()
 
 
-async def in_thread(work: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
+async def in_thread(work: Callable[[], T]) -> T:
     """Run `work` in a thread of its own, and wait for its end, also if this task is cancelled meanwhile.
 
-    The executor of the loop may be full of threads that wait for what this one does. If the task was cancelled, so that
-    nobody has the result, `undo` is called with that, in a thread as well.
+    The executor of the loop may be full of threads that wait for what this one does.
     """
     executor = ThreadPoolExecutor(1, "prefixstore-session")
     done = asyncio.get_running_loop().run_in_executor(executor, work)
@@ -209,7 +174,6 @@ async def in_thread(work: Callable[[], T], undo: Callable[[T], object] | None = 
         except asyncio.CancelledError:
             is_cancelled = True
     if is_cancelled:
-        if done.exception() is None and undo is not None:
-            await in_thread(partial(undo, done.result()))
+        done.exception()  # nobody else asks for it
         raise asyncio.CancelledError
     return done.result()

@@ -125,7 +125,7 @@ class Session:
     @property
     def has_evaluated(self) -> bool:
         """Whether anything was evaluated under this lease."""
-        return self._owner.has_evaluated(self.turn)
+        return self._hook.n_evaluated != self.turn.n_evaluated
 
     @property
     @_call
@@ -334,7 +334,6 @@ class Session:
 
     def __enter__(self) -> Self:
         self.check()
-        self._ticket.is_block = True
         return self
 
     def __exit__(
@@ -376,13 +375,6 @@ class Session:
 
 class Stream(Iterator[Any]):
     """The stream that a call of a session returns. It ends with the session.
-
-    Parameters
-    ----------
-    session
-        The session.
-    inner
-        What the ``Llama`` has returned.
 
     Attributes
     ----------

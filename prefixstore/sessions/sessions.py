@@ -37,21 +37,12 @@ class Sessions:
     `PrefixStore.sessions` makes it. What a session holds is a sequence of tokens; its state is in the pages of the
     store. A bookmark in the location names it for other processes, and for later ones.
 
-    Parameters
-    ----------
-    store
-        The store.
-    hook, engine
-        Of the store.
-    max_sessions
-        How many sessions are kept; above that, the least recently used idle ones are evicted.
-
     Attributes
     ----------
-    queue
-        For the ``Llama``.
-    turn
-        Of the session that has it.
+    max_sessions
+        How many sessions are kept; above that, the least recently used idle ones are evicted.
+    queue, turn
+        For the ``Llama``; of the session that has it.
     """
 
     def __init__(self, store: AttachedStore, hook: Hook, engine: Engine, max_sessions: int) -> None:
@@ -83,11 +74,6 @@ class Sessions:
 
     def _is_leased(self, entry: Entry) -> bool:
         return self.turn is not None and self.turn.entry is entry
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether the store is still attached to the ``Llama`` whose sessions these are."""
-        return self.hook.is_attached
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
@@ -145,7 +131,7 @@ class Sessions:
             self.queue.enter(ticket)
             if not await self.queue.wait_async(ticket, timeout):
                 raise self._busy(name, timeout)
-            session = await in_thread(partial(self._begin, name, reuse, ticket), undo=Session.leave)
+            session = await in_thread(partial(self._begin, name, reuse, ticket))
             yield session
         except GeneratorExit:
             # the loop is closed, and nothing can be awaited: the session is dropped, and with it the place
@@ -193,7 +179,7 @@ class Sessions:
         self._check_usable()
 
     def _check_usable(self) -> None:
-        if not self.is_usable:
+        if not self.hook.is_attached:
             raise NotAttachedError(
                 "the store was closed, or detached from the Llama of these sessions; attach it, and call "
                 "store.sessions() again"
@@ -202,29 +188,25 @@ class Sessions:
     # -- a turn at the Llama ------------------------------------------------------------------------------------------
 
     def _begin(self, name: str, reuse: str, ticket: Ticket) -> Session:
-        """Prepare the context for a session. The caller is the first in the queue."""
+        """Prepare the context for a session. The caller is the first in the queue, and gives up if this fails."""
         with self.queue.in_use:
-            try:
-                self._check_usable()
-                # one that was dropped
-                self._settle(self.turn)
-                self._table.look_up(name)
-                llm: Any = self.hook.llm
-                with self._table.lock:
-                    entry = self._table.entries.get(name) or Entry(name)
-                    turn = Turn(entry, weakref.ref(ticket), llm.cache, self.hook.n_evaluated)
-                    session = Session(self, turn, ticket)
-                    self.turn = turn
-                    evicted = self._table.used(entry)
-                self._table.forget(evicted)
-                # completions use the store, which keeps everything that is captured
-                self._engine.captures.wants_all, self.hook.reads = True, reuse in ("both", "store")
-                llm.cache = self._store
-                session.resume(uses_live=reuse in ("both", "live"), uses_store=self.hook.reads)
-                self.count(f"session:{session.source}")
-            except BaseException:
-                self.give_up(ticket)
-                raise
+            self._check_usable()
+            # one that was dropped
+            self._settle(self.turn)
+            self._table.look_up(name)
+            llm: Any = self.hook.llm
+            with self._table.lock:
+                entry = self._table.entries.get(name) or Entry(name)
+                turn = Turn(entry, weakref.ref(ticket), llm.cache, self.hook.n_evaluated)
+                session = Session(self, turn, ticket)
+                self.turn = turn
+                evicted = self._table.used(entry)
+            self._table.forget(evicted)
+            # completions use the store, which keeps everything that is captured
+            self._engine.captures.wants_all, self.hook.reads = True, reuse in ("both", "store")
+            llm.cache = self._store
+            session.resume(uses_live=reuse in ("both", "live"), uses_store=self.hook.reads)
+            self.count(f"session:{session.source}")
             return session
 
     def give_back(self, turn: Turn) -> None:
@@ -236,22 +218,14 @@ class Sessions:
         if llm is not None and llm.cache is self._store:
             llm.cache = turn.cache
 
-    def has_evaluated(self, turn: Turn) -> bool:
-        """Whether anything was evaluated since a turn began."""
-        return self.hook.n_evaluated != turn.n_evaluated
-
     def end(self, session: Session) -> None:
         """End a turn: have all pages that its session has evaluated written, and note what it holds."""
-        turn, held = session.turn, None
-        is_kept = False
-        try:
-            if not session.is_discarded:
-                held = self._captured(session) if session.has_evaluated else None
-                is_kept = held is not None or not session.has_evaluated
-        finally:
-            self._close(turn, is_kept=is_kept)
+        # if this is interrupted, the turn is settled when its ticket is given up
+        held = self._captured(session) if session.has_evaluated and not session.is_discarded else None
+        is_kept = held is not None or not (session.has_evaluated or session.is_discarded)
+        self._close(session.turn, is_kept=is_kept)
         if held is not None:
-            self._table.hold(turn.entry, held)
+            self._table.hold(session.turn.entry, held)
 
     def _close(self, turn: Turn, *, is_kept: bool) -> None:
         """Undo what a turn has changed, and discard its session unless it `is_kept`. Does nothing the second time."""
@@ -266,7 +240,7 @@ class Sessions:
     def _settle(self, turn: Turn | None) -> None:
         """End an abandoned turn: its session is discarded, unless nothing was evaluated."""
         if turn is not None:
-            self._close(turn, is_kept=not self.has_evaluated(turn))
+            self._close(turn, is_kept=self.hook.n_evaluated == turn.n_evaluated)
 
     def settle_dropped(self) -> None:
         """As `_settle`, if the session whose turn it is was dropped; the next one is told."""

@@ -30,8 +30,6 @@ class Entry:
 
     Attributes
     ----------
-    name
-        Given by the caller.
     tokens
         What it has evaluated; none of a new or discarded one. Never changed, only replaced: forks share it.
     keys
@@ -72,16 +70,8 @@ class Turn:
 class Table:
     """The sessions of a ``Llama``, by name. A location that fails has none of them, and loses those saved meanwhile.
 
-    Parameters
-    ----------
-    engine, hook
-        Of the store.
-    max_sessions
-        How many there may be. One that has the ``Llama`` is never evicted.
-    min_tokens
-        Shorter sequences are not stored, so they cannot be saved.
-    is_leased
-        Whether a session has the ``Llama``.
+    One that has the ``Llama`` (`is_leased`) is never evicted. Sequences shorter than `min_tokens` are not stored, so
+    they cannot be saved.
 
     Attributes
     ----------

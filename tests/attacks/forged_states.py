@@ -114,7 +114,7 @@ def forge(*, model: str, location: str, options: dict[str, Any], first: int, ste
             print(f"{key.hex()}: {name}", flush=True)
             forget(llm)
             if ran % 2:
-                store._hooks.current.context.memory.shape = None  # as in a process that has just begun
+                store._current.context.memory.shape = None  # as in a process that has just begun
             ran += 1
             with replaced(backend, key, payload):
                 try:

@@ -89,7 +89,7 @@ def test_changed_bytes_of_a_page_are_noticed_and_the_page_is_computed_again(llam
     if not running:
         store = PrefixStore(place, llm, **settings)
     with store:
-        store._hooks.current.context.rate.is_worth = lambda *_: True
+        store._current.context.rate.is_worth = lambda *_: True
         assert [problem.rule for problem in store.check()] == ["payload"]
         assert complete(store) == cold
         assert complete(store) == cold

@@ -7,6 +7,9 @@ import pytest
 from tests.support.interrupted_llama import KINDS, OPERATIONS, attempt, bench, interrupts
 from tests.support.models import TORTURE_OF_LONG, volume
 
+# what is raised in a finalizer, Python ignores
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 STEPS = volume(4, TORTURE_OF_LONG)
 
 

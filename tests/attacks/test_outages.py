@@ -163,7 +163,7 @@ def test_a_location_that_reads_slowly_ends_the_restore_and_is_not_asked_for_more
         assert stats.outages == 1
         assert stats.unreadable == {"unavailable": 1}
         flaky().seconds = 0.0
-        server.store._hooks.current.context.rate.page_seconds = None
+        server.store._current.context.rate.page_seconds = None
         server.recovers()
 
 

@@ -299,5 +299,5 @@ def test_arguments_in_the_wrong_order_and_wrapped_models_are_recognized(tmp_path
     with pytest.raises(InvalidParameterError, match="the location comes first: PrefixStore"):
         PrefixStore(llm, tmp_path)
     wrapped = SimpleNamespace(client=llm)
-    with pytest.raises(InvalidParameterError, match=r"is its attribute \.client: pass llm\.client"):
+    with pytest.raises(InvalidParameterError, match=r"must be a llama_cpp\.Llama, not SimpleNamespace"):
         PrefixStore(tmp_path / "kv", wrapped)

@@ -11,7 +11,14 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from prefixstore import IncompatibleError, InvalidParameterError, MisuseError, NotAttachedError, PrefixStore
+from prefixstore import (
+    ContextError,
+    IncompatibleError,
+    InvalidParameterError,
+    MisuseError,
+    NotAttachedError,
+    PrefixStore,
+)
 from tests.support.models import answer, attached, evaluated, forget, logits, prompt
 
 MESSAGES = [
@@ -106,6 +113,21 @@ def test_a_version_that_lacks_something_is_named_and_breaks_no_completion(llama,
             store.attach(llama())
 
 
+@pytest.mark.parametrize("name", ["llama_model_has_encoder", "llama_get_memory"])
+def test_a_model_that_is_no_decoder_gets_an_error_that_says_so_before_anything_is_replaced(llama, monkeypatch, name):
+    """bert has no memory, and t5 an encoder: without a store an AssertionError, and the end of the process."""
+    llm = llama()
+    tokens = prompt(40)
+    with PrefixStore("memory:", namespace="any") as store:
+        monkeypatch.setattr(f"llama_cpp.{name}", lambda _: name == "llama_model_has_encoder")
+        with pytest.raises(ContextError, match="generates no text with llama"):
+            store.attach(llm)
+        monkeypatch.undo()
+        assert llm.cache is None
+        llm.eval(tokens)
+        assert llm.n_tokens == 40
+
+
 # -- many Llamas ------------------------------------------------------------------------------------------------------
 
 
@@ -160,13 +182,13 @@ def test_a_llama_that_is_collected_leaves_nothing_behind(llama, store):
     llm, other = cached(store, llama()), cached(store, llama())
     answer(other, prompt(300), 1)
     answer(llm, prompt(300), 1)
-    gone, hook = weakref.ref(llm), weakref.ref(store._hooks.find(llm))
+    gone, hook = weakref.ref(llm), weakref.ref(store._find(llm))
     assert store.llm is llm
     del llm
     gc.collect()
     assert (gone(), hook()) == (None, None)
     assert store.llm is other
-    assert store._hooks.all == [store._hooks.find(other)]
+    assert store._all() == [store._find(other)]
 
 
 def test_methods_take_a_llama_or_use_the_only_one_or_the_last(llama, store):

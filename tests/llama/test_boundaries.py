@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from prefixstore.llama.binding import token_kinds
-from prefixstore.models.boundaries import TokenKind, kinds_of_vocabulary, prompt_boundaries
+from prefixstore.models.boundaries import TokenKind, kinds_of_vocabulary, message_starts, prompt_boundaries
 
 
 def prompt_of(text: str) -> tuple[np.ndarray, list[int], dict[int, TokenKind]]:
@@ -60,6 +60,39 @@ PROMPTS = {
 def test_where_a_prompt_is_worth_a_snapshot(name):
     tokens, expected, kinds = prompt_of(PROMPTS[name])
     assert prompt_boundaries(tokens, kinds.__getitem__, min_tokens=16, min_gap=64, most=8) == expected
+
+
+# One chat of two questions in each template; "|" stands before each token at which a message begins, but for the first.
+# Control tokens are in brackets; "/]" ends a message, "_" is white space.
+TEMPLATES = {
+    "chatml": "[im_start] system _ be brief [im_end/] _ |[im_start] user _ why [im_end/] _ |[im_start] assistant _ so "
+    "[im_end/] _ |[im_start] user _ how [im_end/] _ |[im_start] assistant _",
+    "llama 3": "[begin] [header] system [/header] _ be brief [eot/] |[header] user [/header] _ why [eot/] "
+    "|[header] assistant [/header] _ so [eot/] |[header] user [/header] _ how [eot/] |[header] assistant [/header] _",
+    "gemma": "[bos] [turn] user _ be brief why [end/] _ |[turn] model _ so [end/] _ |[turn] user _ how [end/] _ "
+    "|[turn] model _",
+    "mistral, with control tokens": "[s] [INST] why [/INST] so [eos/] |[INST] how [/INST]",
+    "mistral, spelled out": "[s] inst why /inst so [eos/] | _ inst how /inst",
+    "granite": "[role] system [end_role] be brief [eos/] _ |[role] user [end_role] why [eos/] _ "
+    "|[role] assistant [end_role]",
+    "phi 3": "[system] _ be brief [end/] _ |[user] _ why [end/] _ |[assistant] _ so [end/] _ |[user] _ how [end/]",
+    "no template": "why is that so _ and how",
+    "nothing after the end": "[im_start] user _ why [im_end/] _",
+    "an end after an end": "[im_start] assistant _ so [im_end/] [eos/] |[im_start] user",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_where_messages_start_in_a_template(name):
+    words = TEMPLATES[name].replace("| ", "|").split()
+    plain = [word.lstrip("|") for word in words]
+    kinds = [
+        TokenKind(ends=word.endswith("/]"), control=True) if word.startswith("[") else TokenKind(blank=word == "_")
+        for word in plain
+    ]
+    expected = [i for i, word in enumerate(words) if word.startswith("|")]
+    assert message_starts(kinds) == expected
 
 
 VOCABULARIES = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 import threading
 from contextlib import contextmanager
 
@@ -12,7 +11,6 @@ import pytest
 
 from prefixstore import PrefixStore
 from prefixstore.engine.compute_rate import MAX_SHARE, RestoreDeadline
-from prefixstore.engine.index import Page
 from tests.support.engines import MemoryPages
 from tests.support.models import answer, attached, forget, prompt
 
@@ -24,35 +22,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def page(number: int, compute_us: int = 0) -> Page:
-    key = bytes([number]) * 16
-    return Page(key, key, key, number * PAGE, bytes(4 * PAGE), 1, 1, compute_us, 0, 0)
-
-
-def taken(seconds: list[float], arrivals: list[float], max_delay: float) -> float:
-    """What restoring pages takes that need so long each, and computing what did not come in time."""
-    clock = Clock()
-    deadline = RestoreDeadline(seconds, max_delay, clock=clock)
-    for n, arrival in enumerate(arrivals):
-        left = deadline.left(n)
-        if arrival > left:
-            # whoever waits is told at the deadline
-            clock.now += max(left, 0.0)
-            return clock.now + sum(seconds[n:])
-        clock.now += arrival
-    return clock.now
-
-
-def test_a_restore_and_what_it_leaves_to_compute_are_never_much_slower_than_computing():
-    rng = random.Random(1)
-    for _ in range(5000):
-        seconds = [rng.uniform(0.01, 1.0)] * rng.randint(1, 20)
-        speed = rng.choice([0.01, 0.5, 0.9, 1.0, 1.1, 2.0, 100.0])
-        arrivals = [rng.expovariate(1.0) * speed * seconds[0] for _ in seconds]
-        total = sum(seconds)
-        assert taken(seconds, arrivals, 0.1) <= total + max(MAX_SHARE * total, 0.1) + 1e-9
 
 
 def over(seconds: list[float], speed: float, max_delay: float, stalls_at: float = math.inf) -> float:
@@ -136,7 +105,7 @@ def test_what_has_come_of_a_late_restore_is_used_and_the_rest_is_computed(llama,
         store.flush()
         forget(llm)
         backend.is_slow, backend.gate = True, threading.Semaphore(n_in_time)
-        monkeypatch.setattr(store._hooks.current.context.rate, "deadline", lambda *_, **__: Until(n_in_time))
+        monkeypatch.setattr(store._current.context.rate, "deadline", lambda *_, **__: Until(n_in_time))
         assert answer(llm, tokens, 6) == first
         assert store.stats().late == 1
         assert store.stats().tokens_restored == n_in_time * PAGE
@@ -155,7 +124,7 @@ def test_after_a_snapshot_that_is_late_no_earlier_one_is_waited_for(llama, monke
         assert store.stats().snapshots_captured > 3
         forget(llm)
         backend.is_slow, backend.gate = True, threading.Semaphore(0)
-        monkeypatch.setattr(store._hooks.current.context.rate, "deadline", lambda *_, **__: Until(0))
+        monkeypatch.setattr(store._current.context.rate, "deadline", lambda *_, **__: Until(0))
         assert answer(llm, tokens, 6) == first
         assert (store.stats().late, store.last.miss) == (1, "unreadable")
         for _ in range(100):

@@ -27,10 +27,10 @@ def window_end(llama, store):
     store.attach(llm)
     with store.bypass():
         llm.eval(tokens.tolist())
-    state, context = state_bytes(llm), store._hooks.current.context
+    state, context = state_bytes(llm), store._current.context
     view = parse_sequence(state)
     form = Form.ends(view, context.memory.seen)
-    place = store._hooks.current.strategy.place.of_ends()
+    place = store._current.strategy.place.of_ends()
     to = Capture(store.engine, place, form, context.rate.compute_us, context.parameters)
     assert to.store(tokens, view, memory_of(state)).reason is None
     store.flush()

@@ -6,6 +6,9 @@ import pytest
 
 from tests.support.interrupted_llama import OPERATIONS, attempt, bench, interrupts
 
+# what is raised in a finalizer, Python ignores
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 
 @pytest.fixture(scope="module")
 def context_of(tmp_path_factory):

@@ -52,34 +52,6 @@ def test_each_prompt_leaves_one_record(llama, store, arch):
     assert store.last_of(llm) == store.last
 
 
-@pytest.mark.slow
-def test_the_reason_of_a_miss_is_the_one_that_is_counted(llama, store):
-    llm = attached(store, llama(logits_all=True))
-
-    def missed(*args, **options) -> str:
-        before = store.stats().misses
-        answer(llm, *args, **options)
-        after = store.stats().misses
-        (reason,) = [name for name in after if after[name] != before.get(name, 0)]
-        assert store.last.miss == reason
-        return reason
-
-    tokens = prompt(300)
-    assert missed(tokens, 1) == "not_found"
-    assert missed([*tokens[:9], 5], 1) == "short"
-    assert missed([*tokens[:9], *range(5, 200)], 1) == "diverged"
-    before = store.stats().misses.get("logprobs", 0)
-    llm(llm.detokenize(tokens).decode("utf-8", "ignore"), max_tokens=1, logprobs=1, echo=True)
-    assert store.last.miss == "logprobs"
-    assert store.stats().misses["logprobs"] == before + 1
-    with store.bypass():
-        assert missed(tokens, 1) == "bypassed"
-    # the context of the request that went past the store is not used
-    answer(llm, tokens, 1)
-    assert store.last.source == "store"
-    assert store.last.miss is None
-
-
 def test_a_location_that_fails_and_a_fault_of_the_store_are_reasons(llama, store, monkeypatch):
     llm, tokens = attached(store, llama()), prompt(300)
     answer(llm, tokens, 1)

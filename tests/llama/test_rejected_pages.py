@@ -62,7 +62,7 @@ def test_an_error_at_any_page_is_at_most_a_miss(victim, monkeypatch, where, erro
 
         monkeypatch.setattr(readers, where, fail)
         assert victim.run(case, live) == []
-        assert not victim.store._hooks.current.context.memory.unfinished.unverified
+        assert not victim.store._current.context.memory.unfinished.unverified
     monkeypatch.undo()
     victim.put()
     forget(victim.llm)
@@ -95,7 +95,7 @@ def test_an_interrupt_at_any_page_leaves_nothing_that_is_not_verified(victim, mo
             # a restore may make fewer of these calls
             with suppress(KeyboardInterrupt):
                 victim.answer_to(TOKENS)
-        assert not victim.store._hooks.current.context.memory.unfinished.unverified
+        assert not victim.store._current.context.memory.unfinished.unverified
         assert [victim.answer_to(tokens) for tokens in (SHORT, TOKENS, OTHER)] == [victim.cold[i] for i in (1, 0, 2)]
 
 
@@ -136,33 +136,11 @@ def test_the_good_pages_are_loaded_again_with_those_of_the_live_prefix(victim):
     llm.eval(TOKENS[: PAGE + 9])
     before = store.stats()
     assert store.restore(TOKENS) == 2 * PAGE
-    assert store._hooks.current.context.lineage.n == llm.n_tokens == 2 * PAGE
+    assert store._current.context.lineage.n == llm.n_tokens == 2 * PAGE
     assert llm.input_ids[: 2 * PAGE].tolist() == TOKENS[: 2 * PAGE]
     assert state_digest(llm, 2 * PAGE) == expected
     assert store.stats().hits == before.hits + 1
     assert store.stats().tokens_restored - before.tokens_restored == PAGE - 9
-
-
-def test_a_live_prefix_that_the_store_no_longer_has_is_given_up(victim):
-    llm, store = victim.llm, victim.store
-    victim.put(with_nan(victim, 1))
-    forget(llm)
-    llm.eval(TOKENS[: PAGE + 9])
-    path = store.path(TOKENS).pages
-    fetching = store._engine.fetching
-
-    def without_the_first(pages, **options):
-        if pages[0].key == path[0].key:
-            with victim.backend.update() as transaction:
-                transaction.delete(path[0].key)
-        return fetching(pages, **options)
-
-    store._engine.fetching = without_the_first
-    assert store.restore(TOKENS) == 0
-    store._engine.fetching = fetching
-    assert llm.n_tokens == store._hooks.current.context.lineage.n == 0
-    assert llama_cpp.llama_memory_seq_pos_max(llama_cpp.llama_get_memory(llm.ctx), 0) == -1
-    assert victim.answer_to(TOKENS) == victim.cold[0]
 
 
 def test_good_pages_are_copied_once_while_they_are_verified(victim, monkeypatch):

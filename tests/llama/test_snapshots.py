@@ -46,18 +46,6 @@ def say(llm, messages, n: int = 8) -> str:
     return answered["choices"][0]["message"]["content"]
 
 
-@pytest.mark.parametrize("n", [15, 16, 17, 63, 64, 65, 128, 255, 256, 257, 511, 512, 513])
-def test_prompts_around_the_boundaries(llama, store, arch, n):
-    llm = attached(store, llama(arch))
-    cold = answer(llama(arch), prompt(n), 6)
-    assert answer(llm, prompt(n), 6) == cold
-    forget(llm)
-    again = evaluated(store, lambda: answer(llm, prompt(n), 1))
-    assert again == (1 if n > 16 else n)
-    forget(llm)
-    assert answer(llm, prompt(n), 6) == cold
-
-
 def test_the_deepest_snapshot_that_is_in_the_prompt_is_taken(llama, store, arch):
     llm, tokens = attached(store, llama(arch)), prompt(1500)
     answer(llm, tokens, 1)

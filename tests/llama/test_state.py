@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import struct
 
@@ -17,7 +16,7 @@ from prefixstore.llama.paged_memory import PagedMemory
 from prefixstore.llama.state.parse import parse_sequence
 from prefixstore.llama.state.shape import SEQUENCE_0
 from prefixstore.llama.state.view import Assembly
-from tests.support.models import load, logits, prompt, state_bytes, write
+from tests.support.models import load, prompt, state_bytes, write
 
 N = 700
 SETTINGS = {
@@ -47,12 +46,6 @@ def joined(pieces, recurrent: bytes = b"") -> bytes:
 def again(parsed) -> bytes:
     """A state that was parsed, written again."""
     return joined([parsed], parsed.recurrent.data if parsed.recurrent else b"")
-
-
-def set_context(llm, arch: str, state: bytes) -> None:
-    state = struct.pack("<I", len(arch)) + arch.encode() + state[len(SEQUENCE_0) :]
-    buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
-    assert llama_cpp.llama_state_set_data(llm.ctx, buffer, len(state)) == len(state)
 
 
 def pages_by_tagging(llm, n: int, page_tokens: int) -> list[tuple[int, int, bytes]]:
@@ -96,27 +89,6 @@ def test_pages_joined_are_the_state_that_was_cut(llama, arch, setting):
     assert joined(pieces) == state_bytes(llm)
 
 
-def test_the_rows_that_a_window_cannot_see_are_not_needed(models):
-    options = {"n_ctx": 1024, "swa_full": False, "n_ubatch": 64, "n_batch": 64}
-    writer = load(models("gemma3"), **options)
-    writer.eval(prompt(N))
-    # the cells of the window lie in the order in which they were written over
-    parsed = parse_sequence(context_bytes(writer))
-    assert not parsed.holds(0, N)
-    assert [len(section.positions) for section in parsed.cut(0, N, window_from=N - 256).sections] == [N, 256]
-    writer.eval([7, 8])
-
-    def difference(window_from):
-        reader = load(models("gemma3"), **options)
-        set_context(reader, "gemma3", joined([parsed.cut(0, N, window_from=window_from)]))
-        reader.n_tokens = N
-        reader.eval([7, 8])
-        return np.abs(logits(reader) - logits(writer)).max()
-
-    # the rows lie in another order, so sums may be rounded in another way
-    assert difference(N - 256) < 1e-3 * np.abs(logits(writer)).max() < difference(N - 64)
-
-
 @pytest.mark.parametrize("arch", ["mamba", "lfm2"])
 def test_a_recurrent_part_is_identified_by_its_position_and_kept_unchanged(llama, arch):
     llm = llama(arch, n_ctx=1024)
@@ -129,14 +101,6 @@ def test_a_recurrent_part_is_identified_by_its_position_and_kept_unchanged(llama
     assert parsed.holds(0, N)
     # the attention of a hybrid model in pieces, and the recurrent part once
     assert joined([parsed.cut(0, 256), parsed.cut(256, N)], parsed.recurrent.data) == state
-
-
-@pytest.mark.parametrize("arch", ["llama", "gemma3", "mamba", "lfm2"])
-def test_an_empty_context_is_parsed_too(llama, arch):
-    state = state_bytes(llama(arch, n_ctx=512))
-    parsed = parse_sequence(state)
-    assert all(len(section.positions) == 0 for section in parsed.sections)
-    assert again(parsed) == state
 
 
 # -- any bytes -----------------------------------------------------------------------------------------------
@@ -186,30 +150,3 @@ def test_only_cells_of_sequence_0_alone_can_be_cut():
     ]:
         with pytest.raises(CorruptError):
             parse_sequence(other)
-
-
-def test_pieces_that_do_not_belong_together_are_not_joined(states):
-    parsed = parse_sequence(states[0])
-    refused = 0
-    for other in map(parse_sequence, states[1:]):
-        if other.sections and other.sections[0].shape == parsed.sections[0].shape:
-            continue
-        assembly = Assembly(parsed.shape, parsed.positions)
-        with pytest.raises(CorruptError, match=r"layouts|kinds|missing"):
-            assembly.write(memoryview(bytearray(assembly.size)), [parsed.cut(0, 3), other.cut(3, 5)])
-        refused += 1
-    assert refused > 4
-
-
-def test_an_incomplete_assembly_raises_an_error(states):
-    parsed = parse_sequence(states[0])
-    assembly = Assembly(parsed.shape, parsed.positions)
-    with pytest.raises(CorruptError, match="joined into"):
-        assembly.open(memoryview(bytearray(assembly.size + 1)))
-    with pytest.raises(CorruptError, match="missing"):
-        assembly.write(memoryview(bytearray(assembly.size)), [parsed.cut(0, 3)])
-    for pieces in ([(0, 3), (4, 5)], [(0, 3), (2, 5)], [(3, 5), (0, 3)]):
-        with pytest.raises(CorruptError, match="follow"):
-            Assembly(parsed.shape, parsed.positions).write(
-                memoryview(bytearray(assembly.size)), [parsed.cut(*piece) for piece in pieces]
-            )

@@ -62,7 +62,7 @@ def test_a_slow_shared_location_does_not_count_against_the_local_one(llama, tmp_
         store.flush()
     forget(llm)
     with opened(tmp_path, "two", f"lmdb://{tmp_path / 'far'}", llm) as store:
-        context = store._hooks.current.context
+        context = store._current.context
         forget(llm)
         answer(llm, TOKENS[:600], 1)
         store.flush()

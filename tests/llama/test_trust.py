@@ -246,17 +246,6 @@ def test_tokens_that_the_llama_names_and_does_not_hold_are_not_believed(contexts
         assert assert_right(store, warm, cold)
 
 
-def test_detaching_gives_the_context_its_class_back(contexts):
-    llm, *_ = contexts()
-    before = dict(vars(llm._ctx))
-    with PrefixStore("memory:", llm):
-        assert type(llm._ctx) is not LlamaContext
-        assert isinstance(llm._ctx, LlamaContext)
-        assert vars(llm._ctx) == before
-    assert type(llm._ctx) is LlamaContext
-    assert vars(llm._ctx) == before
-
-
 def test_another_context_in_the_same_llama_is_not_used(llama):
     llm, other = llama(**SMALL), llama(**SMALL)
     with PrefixStore("memory:", llm, **PAGES) as store:
@@ -321,26 +310,6 @@ def test_a_loaded_state_is_used_for_one_prompt_and_then_computed_and_stored(cont
         assert stats.dropped["loaded_state"] > 0
         assert answer(llm, question, 4) == expected
         assert store.match(question).n_tokens == len(question)
-
-
-@pytest.mark.parametrize("arch", KINDS)
-def test_a_state_from_a_lookup_is_restored_when_it_is_loaded_later(contexts, arch):
-    llm, plain, _ = contexts(arch)
-    with PrefixStore("memory:", llm, **PAGES) as store:
-        llm.set_cache(store)
-        answer(llm, TEXT, 1)
-        answer(llm, prompt(50, seed=4), 1)
-        state = store[[*TEXT, 7]]
-        llm.load_state(state)  # at once: nothing to do
-        n = state.n_tokens
-        assert n >= len(TEXT) - 1
-        answer(llm, prompt(50, seed=6), 1)
-        llm.load_state(state)
-        assert llm.n_tokens == n
-        llm.eval([7])
-        for token in (TEXT[:n], [7]):
-            plain.eval(token)
-        assert np.allclose(logits(llm), logits(plain), atol=0.1)
 
 
 def test_a_state_from_a_lookup_that_is_not_stored_any_more_is_an_error(contexts):

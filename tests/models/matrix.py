@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,15 @@ import pytest
 
 from tests.models.architectures import Memory, Model
 from tests.models.prompts import ANSWER, Prompts, common, prompts
-from tests.models.python_door import DoorFailedError, Exact, Session, in_process, is_exact
+from tests.models.python_door import answers, is_restored_exactly, opened, served
 from tests.models.records import Answer, Outcome, Row, Settings
 from tests.models.server_door import alone, proxied
+from tests.support.models import forget
 
 __all__ = ["DOORS", "Case", "rows"]
 
 DOORS = ("python", "server")
-CUT = 1300
+CUT = 1000
 # what one door has computed, and the other one restores
 ACROSS = ("same", "other")
 
@@ -40,7 +42,7 @@ class Case:
     directory
         For stores and logs.
     shorter
-        By what factor prompts are shorter.
+        By what factor prompts are shorter; then there are fewer.
     cold
         The right answers, of the door that is tried, by scenario.
     stores
@@ -65,6 +67,8 @@ class Case:
     @property
     def scenarios(self) -> tuple[str, ...]:
         """The prompts after a restart. A second prompt tells nothing new if each prefix can be used."""
+        if self.shorter > 1:
+            return ("same", "other", "next")
         return ("same", "other", "next", "edit", *(() if self.model.memory.steps_back else ("third",)))
 
     def prompt(self, scenario: str) -> str:
@@ -95,10 +99,17 @@ class Case:
 
 
 def rows(
-    model: Model, path: Path, settings: Settings, doors: tuple[str, ...], directory: Path, *, across: bool = True
+    model: Model,
+    path: Path,
+    settings: Settings,
+    doors: tuple[str, ...],
+    directory: Path,
+    *,
+    across: bool = True,
+    shorter: int = 1,
 ) -> Iterator[Row]:
     """The rows of a model; those across the doors only if both are tried."""
-    case = Case(model, path, settings, directory)
+    case = Case(model, path, settings, directory, shorter)
     # a whole state is that of a context with as many sequences
     across = across and doors == DOORS and model.memory is not Memory.COMPRESSED
     for door in doors:
@@ -114,36 +125,32 @@ def _row(work: Any, case: Case, door: str) -> Row:
     row, started = case.row(door), time.monotonic()
     try:
         work(case, row)
-    except (DoorFailedError, OSError, AssertionError, httpx.HTTPError, pytest.fail.Exception) as error:
+    except (RuntimeError, ValueError, OSError, AssertionError, httpx.HTTPError, pytest.fail.Exception) as error:
         row.failed = f"{type(error).__name__}: {error}"
     row.seconds = round(time.monotonic() - started, 1)
     return row
 
 
 def _through_python(case: Case, row: Row) -> None:
-    store, exact = case.directory / "python", case.directory / "python-exact"
-    cut = Exact(case.text.first, str(exact), CUT)
-    colds = [Session([case.prompt(scenario)]) for scenario in case.scenarios]
-    before = in_process(case.path, case.settings, [*colds, Session([case.text.first], str(store))], exact=cut)
-    case.cold = {scenario: found[0] for scenario, found in zip(case.scenarios, before.answers, strict=False)}
+    store, answer = case.directory / "python", ""
+    with closing(opened(case.path, case.settings)) as llm:
+        for scenario in case.scenarios:
+            forget(llm)
+            [case.cold[scenario]] = answers(llm, None, [case.prompt(scenario).replace(ANSWER, answer)])
+            answer = case.cold["same"].text
+    served(case.path, case.settings, store, [case.text.first])
     case.stores["python"] = store
     row.n_tokens = len(case.cold["same"].tokens)
-    sessions, names = [], []
     for scenario in case.scenarios:
-        if scenario == "third":
-            # on the store in which "other" was answered
-            copy, given = case.directory / "python-other", [case.text.third]
-        else:
-            copy = case.copy(store, scenario)
-            given = [case.prompt(scenario)] * (2 if scenario == "same" else 1)
-        sessions.append(Session(given, str(copy)))
-        names.append(scenario)
-    after = in_process(case.path, case.settings, sessions, answer=case.cold["same"].text, exact=cut)
-    for scenario, found in zip(names, after.answers, strict=True):
+        # the third on the store in which "other" was answered
+        place = case.directory / "python-other" if scenario == "third" else case.copy(store, scenario)
+        text = case.prompt(scenario).replace(ANSWER, answer)
+        found = served(case.path, case.settings, place, [text] * (2 if scenario == "same" else 1))
         row.outcomes[scenario] = case.outcome(scenario, found[0])
         if scenario == "same":
             row.outcomes["regenerate"] = case.outcome("same", found[1])
-    row.exact = is_exact(before.exact, after.exact, CUT)
+    exact, cut = case.directory / "python-exact", CUT // case.shorter
+    row.exact = is_restored_exactly(case.path, case.settings, exact, case.text.first, cut)
 
 
 def _through_server(case: Case, row: Row) -> None:
@@ -183,11 +190,11 @@ def _ask(case: Case, row: Row, place: Path, scenarios: tuple[str, ...]) -> None:
 def _server_to_python(case: Case, row: Row) -> None:
     """What the server has stored, in a `Llama`; the answers of the server are right."""
     row.n_tokens = len(case.cold["same"].tokens)
-    store, answer = case.stores["server"], case.cold["same"].text
-    sessions = [Session([case.prompt(scenario)], str(case.copy(store, f"python-{scenario}"))) for scenario in ACROSS]
-    found = in_process(case.path, case.as_the_server, sessions, answer=answer)
-    for scenario, answered in zip(ACROSS, found.answers, strict=True):
-        row.outcomes[scenario] = case.outcome(scenario, answered[0])
+    for scenario in ACROSS:
+        place = case.copy(case.stores["server"], f"python-{scenario}")
+        text = case.prompt(scenario).replace(ANSWER, case.cold["same"].text)
+        [found] = served(case.path, case.as_the_server, place, [text])
+        row.outcomes[scenario] = case.outcome(scenario, found)
 
 
 def _python_to_server(case: Case, row: Row) -> None:
@@ -196,6 +203,6 @@ def _python_to_server(case: Case, row: Row) -> None:
     store = case.stores["python"]
     if case.as_the_server != case.settings:
         store = case.directory / "python-as-the-server"
-        in_process(case.path, case.as_the_server, [Session([case.text.first], str(store))])
+        served(case.path, case.as_the_server, store, [case.text.first])
     for scenario in ACROSS:
         _ask(case, row, case.copy(store, f"server-{scenario}"), (scenario,))

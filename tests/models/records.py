@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from tests.models.architectures import Memory
 from tests.models.prompts import common
@@ -157,12 +155,3 @@ class Row:
             wrong = "the restored state or its logits are not those that were computed"
             found.append("a captured state was not restored" if self.exact is None else wrong)
         return found
-
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "memory": self.memory.value, "misses": self.misses()}
-
-    @classmethod
-    def of_json(cls, found: Mapping[str, Any]) -> Row:
-        fields = {name: found[name] for name in ("name", "door", "n_tokens", "exact", "failed", "seconds")}
-        outcomes = {scenario: Outcome(**outcome) for scenario, outcome in found["outcomes"].items()}
-        return cls(memory=Memory(found["memory"]), settings=Settings(**found["settings"]), outcomes=outcomes, **fields)

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Sequence
 
 from tests.models.architectures import Memory
 from tests.models.catalogue import MODELS
-from tests.models.records import SCENARIOS, SLACK, Row, Settings
+from tests.models.records import SCENARIOS, SLACK, Row
 from tests.support import ROOT
 
-__all__ = ["document", "heading", "line", "write_document"]
+__all__ = ["document", "line", "write_document"]
 
-WIDTHS = (17, 19, 16, 5)
 PLACE = ROOT / "docs" / "models.md"
 HEAD = """\
 # Models
@@ -52,29 +51,12 @@ WORDS = {
 }
 
 
-def heading() -> str:
-    """The names of the columns."""
-    names = ("model", "memory", "door", "fa/kv")
-    cells = [name.ljust(width) for name, width in zip(names, WIDTHS, strict=True)]
-    return " ".join([*cells, *(scenario.rjust(10) for scenario in SCENARIOS), " exact"])
-
-
 def line(row: Row) -> str:
-    """A row, and below it what is not as it must be."""
-    settings = f"{row.settings.fa}{'' if row.settings.kv == 'f16' else '/q8'}"
-    names = (row.name, row.memory.value[: WIDTHS[1]], row.door, settings)
-    cells = [name.ljust(width) for name, width in zip(names, WIDTHS, strict=True)]
-    exact = {None: "-", True: "yes", False: "NO"}[row.exact]
-    found = " ".join([*cells, *(_cell(row, scenario).rjust(10) for scenario in SCENARIOS), exact.rjust(6)])
-    return "\n".join([found, *(f"    {miss}" for miss in row.misses())])
-
-
-def _cell(row: Row, scenario: str) -> str:
-    outcome = row.outcomes.get(scenario)
-    if outcome is None:
-        return "-"
-    mark = {"same": "", "tie": "~", "differs": "!"}[outcome.answer]
-    return f"{outcome.computed}/{outcome.ideal}{mark}"
+    """A row in words for a terminal, and below it what is not as it must be."""
+    counts = ", ".join(f"{scenario} {_entry(row, scenario)}" for scenario in row.outcomes)
+    return "\n".join(
+        [f"{row.name} ({row.memory.value}), {row.door}: {counts}", *(f"    {miss}" for miss in row.misses())]
+    )
 
 
 def words_of(row: Row | None) -> str:
@@ -96,17 +78,9 @@ def document(rows: Sequence[Row]) -> str:
     n = max((row.n_tokens for row in rows), default=0)
     places = {name: place for place, name in enumerate(MODELS)}
     rows = sorted(rows, key=lambda row: places[row.name])
-    usual = [row for row in rows if row.settings == Settings()]
-    others = [row for row in rows if row.settings != Settings()]
-    parts = [HEAD.format(n=f"{n:,}", slack=SLACK, answers=_answers(rows), summary=_summary(usual))]
-    if others:
-        good = sum(not row.misses() for row in others)
-        parts.append(
-            "The tables are with flash attention, and K and V of 16 bits. One model of each kind of memory was tried "
-            f"without flash attention, and with K and V of type q8_0: {good} of {len(others)} rows get everything.\n"
-        )
+    parts = [HEAD.format(n=f"{n:,}", slack=SLACK, answers=_answers(rows), summary=_summary(rows))]
     for door, title in TITLES.items():
-        found = [row for row in usual if row.door == door]
+        found = [row for row in rows if row.door == door]
         if found:
             parts.append(f"## {title}\n\n{_table(found)}\n")
     left_out = [f"- {model.name} ({model.known_as}): {model.fails}." for model in MODELS.values() if model.fails]

@@ -11,20 +11,18 @@ import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from prefixstore import PrefixStore
 from tests.models.architectures import Memory
 from tests.models.catalogue import DECODERS, MODELS, OF_EACH_KIND
 from tests.models.generate import generate
-from tests.models.matrix import DOORS, Case, rows
-from tests.models.prompts import ANSWER
-from tests.models.python_door import answers, exactly, is_exact, opened, tokens_of
+from tests.models.matrix import DOORS, rows
 from tests.models.records import Answer, Outcome, Row, Settings
 from tests.models.report import document
 from tests.support import ROOT
-from tests.support.models import TORTURE, forget
+from tests.support.models import TORTURE
 
 USUAL, OTHER_SETTINGS = Settings(), (Settings(fa="off"), Settings(kv="q8_0"))
 KINDS = list(OF_EACH_KIND.values())
@@ -49,52 +47,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "settings"), CASES)
 def test_after_a_restart_no_more_is_computed_than_its_memory_requires(name: str, settings: Settings):
-    with tempfile.TemporaryDirectory() as own:
-        row = restored_in_this_process(name, settings, Path(own))
-    assert row.misses() == []
-
-
-def restored_in_this_process(name: str, settings: Settings, place: Path) -> Row:
-    """The row of a model through `Llama`, with a new one for each of both lives, and fewer prompts."""
-    model = DECODERS[name]
-    case = Case(model, generate(model, place), settings, place, shorter=2)
-    row, store = case.row("python"), place / "python"
-    scenarios = ("same", "other", "next")
-    llm = opened(case.path, case.settings)
-    answer = ""
-    for scenario in scenarios:
-        forget(llm)
-        [case.cold[scenario]] = answers(llm, None, [case.prompt(scenario).replace(ANSWER, answer)])
-        answer = case.cold["same"].text
-    forget(llm)
-    with PrefixStore(str(store), llm) as kept:
-        llm.set_cache(kept)
-        answers(llm, kept, [case.text.first])
-    llm.close()
-
-    llm = opened(case.path, case.settings)
-    for scenario in scenarios:
-        forget(llm)
-        with PrefixStore(str(case.copy(store, scenario)), llm) as kept:
-            llm.set_cache(kept)
-            [found] = answers(llm, kept, [case.prompt(scenario).replace(ANSWER, answer)])
-        row.outcomes[scenario] = case.outcome(scenario, found)
-    llm.close()
-    row.exact = is_restored_exactly(case, place / "exact", 500)
-    return row
-
-
-def is_restored_exactly(case: Case, store: Path, cut: int) -> bool | None:
-    """Whether a restored state, and the logits after it, are those that were computed."""
-    found = []
-    for _ in range(2):
-        llm, beside = opened(case.path, case.settings), opened(case.path, case.settings)
-        with PrefixStore(str(store), llm) as kept:
-            llm.set_cache(kept)
-            found.append(exactly(llm, kept, tokens_of(llm, case.text.first), cut, beside))
-        llm.close()
-        beside.close()
-    return is_exact(found[0], found[1], cut)
+    assert misses(name, settings, doors=("python",), shorter=2) == []
 
 
 @pytest.mark.slow
@@ -111,12 +64,13 @@ def test_other_settings_change_nothing_about_it(name: str, settings: Settings):
     assert misses(name, settings, across=False) == []
 
 
-def misses(name: str, settings: Settings, *, across: bool) -> list[str]:
+def misses(name: str, settings: Settings, *, doors: tuple[str, ...] = DOORS, **options: Any) -> list[str]:
     """What is not as it must be in the rows of a model. All models and stores together would be gigabytes."""
     with tempfile.TemporaryDirectory() as own:
         model, place = DECODERS[name], Path(own)
-        found = list(rows(model, generate(model, place), settings, DOORS, place, across=across))
-    assert len(found) == (4 if across and model.memory is not Memory.COMPRESSED else 2)
+        found = list(rows(model, generate(model, place), settings, doors, place, **options))
+    is_across = doors == DOORS and options["across"] and model.memory is not Memory.COMPRESSED
+    assert len(found) == (4 if is_across else len(doors))
     return [f"{row.door}: {miss}" for row in found for miss in row.misses()]
 
 
@@ -126,7 +80,6 @@ def test_a_row_says_what_it_misses_and_the_document_shows_it_in_bold():
     assert row.misses() == ["other: computed 265, at most 264", "other: another answer"]
     recurrent = Row("mamba", Memory.RECURRENT, "python", outcomes={"same": Outcome(8, 1)}, exact=False)
     assert recurrent.misses() == ["the restored state or its logits are not those that were computed"]
-    assert [Row.of_json(found.as_json()) for found in (row, recurrent)] == [row, recurrent]
     text = document([row])
     assert "| 1 (1) | **265 (200)** | 176 (112) |" in text
     assert "; 1 wrong" in text

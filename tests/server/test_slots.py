@@ -349,8 +349,8 @@ def test_pages_of_another_shape_never_reach_the_server(running: Running, models:
         assert mine is not None
         slots.engine.upkeep.clear(None)
         with PrefixStore("memory:", other, page_tokens=256) as wrong:
-            wrong._hooks.current.context.namespace = mine  # as if the fingerprints were equal
-            wrong._hooks.current.context.lineage.namespace = mine.key
+            wrong._current.context.namespace = mine  # as if the fingerprints were equal
+            wrong._current.context.lineage.namespace = mine.key
             other.set_cache(wrong)
             answer(other, tokens)
             wrong.engine.drain()

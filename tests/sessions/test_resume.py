@@ -14,8 +14,7 @@ from prefixstore.maintenance.archive import Archive
 from tests.sessions.conftest import OPTIONS
 from tests.support import ROOT
 from tests.support.models import answer, forget, prompt
-from tests.support.places import SCHEMES, place
-from tests.support.worker import command, in_fork
+from tests.support.worker import command
 
 SMALL = {"n_ctx": 512, "n_batch": 64, "n_ubatch": 64}
 KINDS = {
@@ -68,49 +67,12 @@ def test_sessions_go_on_in_another_process_after_a_kill(kind, llama, open_store,
     assert store.check() == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_sessions_are_kept_in_every_location(scheme, tmp_path, request, llm, open_store):
-    where = place(scheme, tmp_path, request)
-    held = {}
-    store = open_store(llm, where)
-    sessions = store.sessions()
-    for i in range(6):
-        held[f"session {i}"] = turn(sessions, f"session {i}", prompt(30 + i, seed=i))[3]
-    sessions.evict("session 3")
-    store.close()
-    forget(llm)
-    store = open_store(llm, where)
-    sessions = store.sessions()
-    assert sessions.names() == sorted(held.keys() - {"session 3"})
-    for name in sessions.names():
-        with sessions.admit(name) as session:
-            assert (session.source, session.n_restored) == ("store", len(held[name]))
-            assert session.tokens.tolist() == held[name]
-    assert store.check() == []
-    store.close()  # before the database goes
-
-
 def test_without_a_write_thread_they_are_kept_as_well(llm, open_store):
     store = open_store(llm, write_behind=False)
     held = turn(store.sessions(), "alice", prompt(50))[3]
     store.close()
     forget(llm)
     assert turn(open_store(llm).sessions(), "alice", [*held, 5])[:2] == ("store", len(held))
-
-
-def test_two_processes_continue_one_session(llm, llama, tmp_path, open_store):
-    """Two stores on one location here, as two processes have them."""
-    other = llama(**SMALL)
-    one, two = open_store(llm).sessions(), open_store(other).sessions()
-    held = turn(one, "alice", prompt(50))[3]
-    one._store.flush()
-    for first, second in [(two, one), (one, two)] * 2:
-        held_now = turn(first, "alice", [*held, *prompt(7, seed=len(held))])[3]
-        first._store.flush()
-        with second.admit("alice") as session:
-            assert session.tokens.tolist() == held_now
-        held = held_now
 
 
 def test_a_discarded_session_is_not_resumed(llm, open_store):
@@ -122,27 +84,6 @@ def test_a_discarded_session_is_not_resumed(llm, open_store):
         raise ZeroDivisionError
     store.close()
     assert open_store(llm).sessions().names() == ["bob"]
-
-
-def test_a_forked_child_has_the_sessions_and_not_the_queue(llm, open_store):
-    store = open_store(llm)
-    sessions = store.sessions()
-    held = turn(sessions, "alice", prompt(50))[3]
-    turn(sessions, "bob", prompt(50, seed=1))
-    store.flush()
-
-    def child():
-        assert sessions.names() == ["alice"]  # bob is held by the parent
-        with sessions.admit("alice", timeout=0) as session:
-            assert session.tokens.tolist() == held
-            session.create_completion([*held, 5], max_tokens=2)
-        store.flush()
-
-    with sessions.admit("bob"):
-        store.engine.captures.set_bookmark(store.namespace.key, "bob", None)
-        store.flush()
-        in_fork(child)
-    assert turn(sessions, "alice", [*held, 5])[0] == "store"
 
 
 # -- they go with their pages -----------------------------------------------------------------------------------------
@@ -231,25 +172,6 @@ def test_one_whose_pages_were_evicted_is_not_resumed(left, llm, open_store):
     for name in left:
         with sessions.admit(name) as session:
             assert (session.source == "store") == (len(session.tokens) > 0)
-
-
-@pytest.mark.parametrize("damage", ["cut", "flipped", "other", "empty"])
-def test_a_damaged_note_is_ignored(damage, left, llm, open_store, caplog):
-    store = open_store(llm, salt="tenant")
-    note = note_of(store)
-    damaged = {
-        "cut": note[: len(note) // 2],
-        "flipped": note[:-5] + bytes([note[-5] ^ 1]) + note[-4:],
-        "other": b"another application's",
-        "empty": b"",
-    }[damage]
-    store.engine.upkeep.change_note(note_name(store.namespace.key), lambda _: damaged)
-    sessions = store.sessions()
-    assert sessions.names() == []
-    assert "cannot be read" in caplog.text
-    assert turn(sessions, "alice", [*left["alice"], 5])[0] == "cold"
-    store.flush()
-    assert [*store.engine.bookmarks.read(store.namespace.key)] == ["alice"]
 
 
 def test_forged_bookmarks_give_no_wrong_tokens(left, llm, open_store):

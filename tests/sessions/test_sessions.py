@@ -103,9 +103,6 @@ def test_a_chat_answers_as_without_sessions(llama, sessions):
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == expected
 
 
-# -- one at a time ----------------------------------------------------------------------------------------------------
-
-
 # -- leases -----------------------------------------------------------------------------------------------------------
 
 
@@ -199,39 +196,6 @@ def test_the_least_recently_used_are_forgotten(store):
     assert computed(store, lambda: turn(sessions, "new", prompt(40, seed=2), n=1)) == 1
 
 
-@pytest.mark.slow
-def test_their_pages_are_evicted_last(llm, open_store):
-    """A stream of other prompts pushes out one another, and no session."""
-    held = {}
-    probe = open_store(llm, "memory:")
-    turn(probe.sessions(), "alice", prompt(100))
-    probe.flush()
-    size = probe.stats().bytes_used
-    probe.close()
-    for policy in ("lru", "adaptive"):
-        store = open_store(llm, "memory:", max_bytes=6 * size, codec="raw", policy=policy)
-        sessions = store.sessions()
-        for name in ("alice", "bob"):
-            held[name] = turn(sessions, name, prompt(100, seed=ord(name[0])))[4]
-        llm.set_cache(store)
-        for i in range(30):
-            answer(llm, prompt(100, seed=1000 + i), 2)
-            store.flush()
-        assert store.stats().evictions > 100
-        assert store.stats().bytes_used <= 6 * size
-        for name, tokens in held.items():
-            assert store.match(tokens).n_tokens == len(tokens), (policy, name)
-        # of more sessions than fit, the least recently used go
-        for i in range(12):
-            turn(sessions, f"other {i}", prompt(100, seed=2000 + i))
-        store.flush()
-        assert store.stats().bytes_used <= 6 * size
-        assert store.match(held["alice"]).n_tokens < len(held["alice"])
-        assert turn(sessions, "other 11", prompt(100, seed=2011))[0] == "live"
-        llm.set_cache(None)
-        store.close()
-
-
 # -- what is not known ------------------------------------------------------------------------------------------------
 
 
@@ -318,8 +282,8 @@ def test_a_failing_location_costs_time_and_no_answer(llm, llama, tmp_path, monke
 
 
 STEPS = {
-    "capture": lambda store: type(store._hooks.current.strategy),
-    "before_leaving": lambda store: type(store._hooks.current.strategy),
+    "capture": lambda store: type(store._current.strategy),
+    "before_leaving": lambda store: type(store._current.strategy),
     "known": lambda store: Session,
     "keep": lambda store: type(store.engine.upkeep),
     "set_bookmark": lambda store: type(store.engine.captures),
@@ -473,22 +437,6 @@ def test_after_the_store_was_detached_nobody_is_admitted(llm, store, sessions):
     assert store.sessions() is not sessions
     with store.sessions().admit("alice") as alice:
         assert alice.source == "cold"
-
-
-def test_a_model_whose_states_cannot_be_stored_has_no_sessions(models, tmp_path):
-    class Shared(type(load(models("llama"), **SMALL))):
-        @property
-        def context_params(self):
-            return self._params
-
-        @context_params.setter
-        def context_params(self, params):
-            params.n_seq_max, params.kv_unified = 2, False
-            self._params = params
-
-    llm = Shared(str(models("llama")), verbose=False, **SMALL)
-    with PrefixStore(tmp_path / "kv", llm) as store, pytest.raises(ContextError, match="streams"):
-        store.sessions()
 
 
 def test_a_store_that_is_open_to_read_restores_sessions(llm, open_store):

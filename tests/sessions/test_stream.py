@@ -188,7 +188,7 @@ def test_a_shift_that_is_interrupted_leaves_an_empty_context(llama, open_store, 
     llm, alone = llama(**SMALL), llama(**SMALL)
     store = open_store(llm)
     llm.set_cache(store)
-    window, tokens = MovingWindow(store._hooks.current, SINK, WINDOW, exact=False), prompt(129)
+    window, tokens = MovingWindow(store._current, SINK, WINDOW, exact=False), prompt(129)
     window.feed(tokens)
 
     def interrupt(*_):

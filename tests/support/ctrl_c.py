@@ -33,13 +33,14 @@ CALLED = (
 class _Places:
     """Counts places, and raises at one of them."""
 
-    def __init__(self, at: int | None = None) -> None:
+    def __init__(self, within: tuple[str, ...], at: int | None = None) -> None:
+        self.within = within
         self.at = at
         self.n = 0
         self.where = ""
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        if event not in ("call", "c_return") or not _is_ours(frame):
+        if event not in ("call", "c_return") or not self._is_within(frame):
             return
         self.n += 1
         if self.n == self.at:
@@ -47,24 +48,23 @@ class _Places:
             self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name} ({event})"
             raise KeyboardInterrupt
 
+    def _is_within(self, frame: FrameType | None) -> bool:
+        """Whether a frame is in these folders, or was called from there without another module in between."""
+        while frame is not None and frame.f_code.co_filename in CALLED:
+            frame = frame.f_back
+        return frame is not None and frame.f_code.co_filename.startswith(self.within)
 
-def _is_ours(frame: FrameType | None) -> bool:
-    """Whether a frame is in the package, or was called from there without another module in between."""
-    while frame is not None and frame.f_code.co_filename in CALLED:
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(PACKAGE)
 
-
-def places_in(work: Callable[[], object]) -> int:
+def places_in(work: Callable[[], object], within: tuple[str, ...] = (PACKAGE,)) -> int:
     """At how many places a Ctrl-C may come while `work` runs."""
-    places = _Places()
+    places = _Places(within)
     _profiled(work, places)
     return places.n
 
 
-def interrupted(work: Callable[[], object], at: int) -> str:
+def interrupted(work: Callable[[], object], at: int, within: tuple[str, ...] = (PACKAGE,)) -> str:
     """Run `work` with a Ctrl-C at its k-th place, from 1; where that was. Empty if it has fewer places."""
-    places = _Places(at)
+    places = _Places(within, at)
     try:
         _profiled(work, places)
     except KeyboardInterrupt:

@@ -53,7 +53,7 @@ class Victim:
         self.cold = [self.answer_to(tokens) for tokens in (tokens, SHORT, OTHER)]
         store.attach(llm)
         llm.set_cache(store)
-        store._hooks.current.context.rate.is_worth = lambda *_: True
+        store._current.context.rate.is_worth = lambda *_: True
         forget(llm)
         assert self.answer_to(tokens) == self.cold[0]
         store.flush()

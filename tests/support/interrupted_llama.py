@@ -4,34 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import random
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import llama_cpp
 import numpy as np
 
-import prefixstore
 from prefixstore import PrefixStore
 from prefixstore.testing.models import write_model
+from tests.support.ctrl_c import PACKAGE, interrupted, places_in
 from tests.support.models import SHAPES, forget, load, logits, prompt
-from tests.support.trust import CLOSE, Steps, assert_right, failing
+from tests.support.trust import CLOSE, assert_right, failing
 
-PACKAGE = Path(prefixstore.__file__).parent
-BINDINGS = Path(llama_cpp.__file__).parent
-FILES = {
-    str(path)
-    for path in (
-        *PACKAGE.glob("llama/**/*.py"),
-        PACKAGE / "engine" / "miss.py",
-        PACKAGE / "store.py",
-        BINDINGS / "llama.py",
-        BINDINGS / "_internals.py",
-    )
-}
+# Ctrl-C may come in any of these
+WITHIN = (PACKAGE, str(Path(llama_cpp.__file__).parent))
 
 TEXT = prompt(90)
 NEXT = TEXT[:70] + prompt(30, seed=1)
@@ -77,49 +65,26 @@ def after_completion(llm: llama_cpp.Llama, tokens: list[int]) -> np.ndarray:
     return logits(llm)
 
 
-def is_finalizer(frame: FrameType | None) -> bool:
-    """Whether the garbage collector has called this, at any moment; Python ignores what is raised there."""
-    while frame is not None:
-        if frame.f_code.co_name == "__del__":
-            return True
-        frame = frame.f_back
-    return False
+Work = Callable[[], object]
+Interrupt: TypeAlias = "Callable[[Work], bool]"
+"""Does some work, and interrupts it; false if that ended before."""
 
 
-@contextlib.contextmanager
-def at_line(k: int) -> Iterator[Steps]:
-    """The `k`-th line of the files that lie between a completion and llama.cpp raises. A step is a line."""
-    steps = Steps()
-    closed: set[FrameType] = set()
-
-    def trace(frame: FrameType, event: str, value: Any) -> Any:
-        if frame.f_code.co_filename not in FILES or is_finalizer(frame):
-            return None
-        if event == "exception" and value[0] is GeneratorExit:
-            # a generator that is dropped before its end: Python ignores what is raised there, too
-            closed.add(frame)
-        if frame in closed:
-            closed.difference_update({frame} if event == "return" else ())
-        elif event in ("line", "return"):
-            steps.made += 1
-            if steps.made == k + 1:
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield steps
-    finally:
-        sys.settrace(before)
+def at_place(k: int) -> Interrupt:
+    """At the `k`-th place where Python lets an interrupt in, from 0."""
+    return lambda work: interrupted(work, k + 1, WITHIN) != ""
 
 
 def at_call(k: int) -> Interrupt:
-    """Before a call for an even `k`, after it for an odd one."""
-    return failing(k // 2, after=bool(k % 2), error=KeyboardInterrupt())
+    """Before a call of llama.cpp for an even `k`, after it for an odd one."""
 
+    def interrupt(work: Work) -> bool:
+        with contextlib.suppress(KeyboardInterrupt), failing(k // 2, after=bool(k % 2), error=KeyboardInterrupt()):
+            work()
+            return False
+        return True
 
-Interrupt: TypeAlias = "contextlib.AbstractContextManager[Steps]"
+    return interrupt
 
 
 # -- what is interrupted ----------------------------------------------------------------------------------------------
@@ -161,7 +126,7 @@ OPERATIONS: dict[str, tuple[Step, Step]] = {
     "lookup": (on_top, lambda llm, store: store[TEXT]),
     "restore": (stored, lambda llm, store: store.restore(TEXT, always=True)),
     "capture": (live, lambda llm, store: store.capture()),
-    "completed": (live, lambda llm, store: store._hooks.find(llm).completed()),
+    "completed": (live, lambda llm, store: store._find(llm).completed()),
     "save_state": (live, lambda llm, store: llm.save_state()),
     "load_state": (saved, lambda llm, store: llm.load_state(store.kept)),
     "reset": (live, lambda llm, store: llm.reset()),
@@ -172,19 +137,16 @@ OPERATIONS: dict[str, tuple[Step, Step]] = {
 
 def attempt(on: Bench, operation: str, interrupt: Interrupt) -> bool:
     """Interrupt an operation, and check what follows; false if it was not interrupted."""
-    happened = True
     prepare, act = OPERATIONS[operation]
     llm = on.llm
     forget(llm)
     with PrefixStore("memory:", llm, **PAGES) as store:
         llm.set_cache(store)
         prepare(llm, store)
-        if store._hooks.current is not None:
+        if store._current is not None:
             # whether a restore pays depends on the speed of the machine
-            store._hooks.current.context.rate.is_worth = lambda *_: True
-        with contextlib.suppress(KeyboardInterrupt), interrupt:
-            act(llm, store)
-            happened = False
+            store._current.context.rate.is_worth = lambda *_: True
+        happened = interrupt(lambda: act(llm, store))
         if operation == "attach" and store.llm is None:
             store.attach(llm)
         if operation == "detach":
@@ -221,23 +183,26 @@ def follow(on: Bench, store: PrefixStore, operation: str) -> None:
 
 
 def interrupts(on: Bench, operation: str, n: int, seed: int) -> Iterator[Interrupt]:
-    """At most `n` of the lines, and `n` of the calls, at which the operation can be interrupted."""
+    """At most `n` of the places, and `n` of the calls, at which the operation can be interrupted."""
     chosen = random.Random(seed)
-    for at, per_step in ((at_line, 1), (at_call, 2)):
-        points = range(per_step * count(on, operation, at))
-        yield from map(at, sorted(chosen.sample(points, min(n, len(points)))))
+    for at, n_points in ((at_place, count(on, operation)), (at_call, 2 * count(on, operation, calls=True))):
+        yield from map(at, sorted(chosen.sample(range(n_points), min(n, n_points))))
 
 
-def count(on: Bench, operation: str, at: Callable[[int], Interrupt]) -> int:
-    """How many steps an operation has."""
+def count(on: Bench, operation: str, *, calls: bool = False) -> int:
+    """How many places an operation has, or calls of llama.cpp."""
     prepare, act = OPERATIONS[operation]
     forget(on.llm)
     with PrefixStore("memory:", on.llm, **PAGES) as store:
         on.llm.set_cache(store)
         prepare(on.llm, store)
-        if store._hooks.current is not None:
-            store._hooks.current.context.rate.is_worth = lambda *_: True
-        with at(1 << 40) as steps:
-            act(on.llm, store)
+        if store._current is not None:
+            store._current.context.rate.is_worth = lambda *_: True
+        if calls:
+            with failing(1 << 40, after=False) as steps:
+                act(on.llm, store)
+            found = steps.made
+        else:
+            found = places_in(lambda: act(on.llm, store), WITHIN)
     on.llm.set_cache(None)
-    return steps.made
+    return found

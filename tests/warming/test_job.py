@@ -103,7 +103,7 @@ def test_prompts_of_every_kind_can_be_warmed(llama, tmp_path):
         ):
             llm.reset()
             before = store.stats()
-            store._hooks.current.context.rate.token_seconds = 1.0  # otherwise a prompt this short would be computed
+            store._current.context.rate.token_seconds = 1.0  # otherwise a prompt this short would be computed
             call()
             assert store.stats().tokens_restored >= before.tokens_restored + 15
             assert store.stats().tokens_computed <= before.tokens_computed + 16

@@ -38,12 +38,10 @@ UNKNOWN_SIZE = 1 << 40
 
 @dataclass(frozen=True)
 class Window:
-    """What tokens see of those before them, in the layers that do not see all.
+    """What tokens see of those before them, in the layers that do not see all: `size` of them.
 
     Attributes
     ----------
-    size
-        Length in tokens.
     is_chunked
         Whether a token sees its chunk of so many tokens up to itself, instead of the last so many.
     """
@@ -117,19 +115,8 @@ class Form:
     def snapshot(self, rows: StateView, boundary: int, n: int, taken: StateView) -> StateView:
         """The snapshot of `n` tokens, the last full page of which ends at `boundary`.
 
-        Parameters
-        ----------
-        rows
-            Has the rows of full attention.
-        boundary, n
-            Positions.
-        taken
-            What was copied while the memory was at position `n`: the window and the recurrent part.
-
-        Raises
-        ------
-        CorruptError
-            If something is missing.
+        `rows` have full attention; `taken` was copied while the memory was at position `n`, and has the window and the
+        recurrent part. Raises `CorruptError` if something is missing.
         """
         sections = rows.cut(boundary, n).sections[: self.n_full]
         if self.window is not None:

@@ -42,10 +42,7 @@ MAX_LAYERS = 512
 def parse_sequence(state: Buffer) -> StateView:
     """Parse what ``llama_state_seq_get_data`` wrote for sequence 0, in a context with one stream.
 
-    Raises
-    ------
-    CorruptError
-        If a byte is not accounted for.
+    Raises `CorruptError` if a byte is not accounted for.
     """
     data, start = memoryview(state), len(SEQUENCE_0)
     if data[:start] != SEQUENCE_0:
@@ -57,7 +54,7 @@ def parse_sequence(state: Buffer) -> StateView:
 
 
 def parse_memory(memory: Buffer, *, sequence: int = 0, before: int = MAX_POSITION) -> StateView:
-    """Parse the memory in a state, or in the file of a server's slot.
+    """Parse the memory in a state, or in the file of a server's slot. Raises `CorruptError` as `parse_sequence`.
 
     Parameters
     ----------
@@ -67,11 +64,6 @@ def parse_memory(memory: Buffer, *, sequence: int = 0, before: int = MAX_POSITIO
         The sequence, or the slot.
     before
         Cells at this position and later ones are left out: those of images may share one.
-
-    Raises
-    ------
-    CorruptError
-        If a byte is not accounted for.
     """
     parser = _Parser(memory, sequence, before)
     view = parser.rest(StateView()) if parser.left else None

@@ -80,8 +80,6 @@ class StateShape:
 
     Attributes
     ----------
-    sections
-        Sections of attention.
     recurrent
         Types and sizes of the recurrent part, as written; None without one.
     n_before

@@ -112,8 +112,6 @@ class StateView:
     ----------
     sections
         Attention; empty for a recurrent model.
-    recurrent
-        The recurrent part, if there is one.
     n_before
         How many sections come before the recurrent part.
     streams
@@ -144,12 +142,7 @@ class StateView:
     def cut(self, start: int, end: int, *, window_from: int = 0) -> StateView:
         """The attention at the positions from `start` up to `end`, without a copy; no recurrent part.
 
-        Parameters
-        ----------
-        start, end
-            First position, and the one after the last.
-        window_from
-            Of the section of a sliding window, the positions from here on.
+        Of the section of a sliding window, only the positions from `window_from` on.
         """
         firsts = [start] * len(self.sections)
         if window_from and self.n_before > 1:
@@ -240,10 +233,7 @@ class Assembly:
     def add(self, piece: StateView) -> None:
         """Write the rows of the next cells; a page may lack the last sections.
 
-        Raises
-        ------
-        CorruptError
-            If their layout differs, or if they are not the next ones.
+        Raises `CorruptError` if their layout differs, or if they are not the next ones.
         """
         if len(piece.sections) > len(self.state.sections):
             raise CorruptError("states of different kinds cannot be joined")
@@ -261,13 +251,7 @@ class Assembly:
             self._filled[i] = last
 
     def close(self) -> None:
-        """Check that no row is missing.
-
-        Raises
-        ------
-        CorruptError
-            If a row is missing.
-        """
+        """Raises `CorruptError` if a row is missing."""
         if self._filled != [len(positions) for positions in self._positions]:
             raise CorruptError("rows of a joined state are missing")
 
