@@ -6,11 +6,9 @@ stream: one page is in memory at a time, whatever the size of the file.
 
 from __future__ import annotations
 
-import mmap
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO
 
 import xxhash
 
@@ -21,7 +19,6 @@ from prefixstore.format.record import (
     CHECKSUM_BYTES,
     FORMAT_VERSION,
     USAGE,
-    Buffer,
     Record,
     StoredPage,
     Usage,
@@ -47,8 +44,6 @@ PAGE_HEAD = struct.Struct(f"<{KEY_BYTES}s{USAGE.size}s")
 END_HEAD = struct.Struct(f"<QQQ{CHECKSUM_BYTES}s")
 LARGEST_HEAD, LARGEST_BODY = 1 << 28, 1 << 36
 READ_AT_ONCE = 16 << 20
-
-T = TypeVar("T", bytes, memoryview)
 
 
 class ExportWriter:
@@ -129,7 +124,6 @@ class ExportReader:
             header = file.read(HEADER.size)
         self._file = file
         self._name = name
-        self._mapped = _mapped(file)
         self._seals = xxhash.xxh3_128()
         self.pages = 0
         self._bytes = 0
@@ -171,7 +165,7 @@ class ExportReader:
             record = Record.unpack(key, head[PAGE_HEAD.size :])
             if record.stored_bytes != n_bytes or record.namespace not in self.namespaces:
                 raise CorruptError(f"{self._name}: page {key.hex()} has a wrong length, or its namespace is missing")
-            payload = self._payload(n_bytes)
+            payload = self._read(n_bytes)
             if checksum(payload) != record.checksum:
                 raise CorruptError(f"{self._name}: page {key.hex()}: checksum mismatch")
             self.pages, self._bytes = self.pages + 1, self._bytes + n_bytes
@@ -196,35 +190,12 @@ class ExportReader:
             self._seals.update(seal)
         return kind, head, n_bytes
 
-    def _payload(self, n_bytes: int) -> Buffer:
-        """The body of an entry; not a copy where the file is mapped."""
-        if self._mapped is None:
-            return self._read(n_bytes)
-        at = self._file.tell()
-        self._file.seek(at + n_bytes)
-        return self._whole(self._mapped[at : at + n_bytes], n_bytes)
-
     def _read(self, n_bytes: int) -> bytes:
         # piece by piece: a false length allocates no memory
         pieces = [self._file.read(min(n_bytes, READ_AT_ONCE))]
         while pieces[-1] and (left := n_bytes - sum(map(len, pieces))) > 0:
             pieces.append(self._file.read(min(left, READ_AT_ONCE)))
-        return self._whole(b"".join(pieces) if len(pieces) > 1 else pieces[0], n_bytes)
-
-    def _whole(self, found: T, n_bytes: int) -> T:
+        found = b"".join(pieces) if len(pieces) > 1 else pieces[0]
         if len(found) < n_bytes:
             raise CorruptError(f"{self._name}: truncated after {self.pages} pages; import again when it is complete")
         return found
-
-
-def _mapped(file: BinaryIO) -> memoryview | None:
-    """The bytes of a file on a disk, mapped; the map lives as long as a view of it."""
-    try:
-        if not file.seekable():
-            return None
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError):
-        return None  # not a file on a disk, or an empty one
-    with suppress(AttributeError, OSError):  # not on every system
-        mapped.madvise(mmap.MADV_SEQUENTIAL)
-    return memoryview(mapped)
