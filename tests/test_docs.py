@@ -170,7 +170,7 @@ def test_the_worked_examples_of_contributing_work(tmp_path):
     assert names["newest_first"]().ranks(leaves).argsort().tolist() == [1, 0, 2]
     contract = names["TestTimed"]()
     tests = [name for name in dir(contract) if name.startswith("test_")]
-    assert len(tests) > 10
+    assert len(tests) >= 10
     for name in tests:
         (tmp_path / name).mkdir()
         getattr(contract, name)(tmp_path / name)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
-import tracemalloc
 from contextlib import closing
 
 import llama_cpp
@@ -17,16 +15,10 @@ from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.pages import open_pages
-from prefixstore.errors import CorruptError
 from prefixstore.format.autocodec import pick
-from prefixstore.format.export import EXPORT_VERSION, HEADER, MAGIC, ExportReader
-from prefixstore.format.keys import namespace_key
-from prefixstore.format.record import FORMAT_VERSION, Record, Usage
 from prefixstore.stats import Counters
-from tests.attacks.exporting import sealed_entry
 from tests.support import ROOT
 from tests.support.models import TORTURE
-from tests.support.pages import make_page
 from tests.support.places import contents, fill, place, space
 
 Q8 = {"flash_attn": True, "type_k": llama_cpp.GGML_TYPE_Q8_0, "type_v": llama_cpp.GGML_TYPE_Q8_0}
@@ -94,32 +86,3 @@ def test_a_condemned_page_that_another_process_has_replaced_stays(tmp_path, requ
         engine.condemn(path.pages[0], lambda state, start, n: False)
         engine.commit([])
         assert contents(backend).keys() == set(paths[1])
-
-
-# -- an export file with right checksums; forged records, pages and files of all kinds are made by test_fuzz ---------
-
-
-@pytest.mark.parametrize("seekable", [True, False])
-def test_what_an_export_file_claims_to_hold_takes_no_memory(tmp_path, seekable):
-    space = b"{}"
-    key = namespace_key(space)
-    page, record = make_page(b"", [1, 2], parent=key, namespace=key)
-    huge = Record(**{name: getattr(record, name) for name in record.__slots__} | {"stored_bytes": 2**35})
-    head = page + Usage(1).pack() + huge.pack()
-    path = tmp_path / "forged.pstore"
-    path.write_bytes(
-        HEADER.pack(MAGIC, EXPORT_VERSION, FORMAT_VERSION)
-        + sealed_entry(b"NAME", key + space, 0)
-        + sealed_entry(b"PAGE", head, 2**35)
-    )
-    tracemalloc.start()
-    try:
-        with path.open("rb") as file:
-            reading = file if seekable else io.BytesIO(path.read_bytes())
-            if not seekable:
-                reading.seekable = lambda: False
-            with pytest.raises(CorruptError):
-                list(ExportReader(reading, "forged").entries())
-        assert tracemalloc.get_traced_memory()[1] < 64 << 20
-    finally:
-        tracemalloc.stop()

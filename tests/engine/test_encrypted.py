@@ -16,7 +16,7 @@ from prefixstore import LocationError, PrefixStore
 from prefixstore.backends.keys import HEADER, MAGIC, key_id, line_of
 from prefixstore.backends.sealing import Sealer
 from prefixstore.engine import encrypted, keyspace
-from prefixstore.engine.encrypted_rows import EncryptedUpdate
+from prefixstore.engine.encrypted import EncryptedUpdate
 from prefixstore.engine.keyspace import record_row, tenant_of
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import IncompatibleError, UndecryptableError
@@ -251,7 +251,7 @@ def test_no_byte_of_a_header_can_be_changed_and_nobody_else_can_write_one(tmp_pa
         whole = dict(plain_rows(pages))[HEADER]
     # with another key under this id, and with the key of a tenant
     forged = [
-        MAGIC + bytes(Sealer({name: key}).seal(name, MAGIC + name, bytes(32))) + name
+        MAGIC + bytes(Sealer({name: key}).seal(name, MAGIC, bytes(32) + name))
         for name, key in ((key_id(NEW), LATER), (key_id(OF_ALICE), OF_ALICE))
     ]
     changed = [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in (0, len(MAGIC), len(MAGIC) + 8, -1)]
