@@ -52,16 +52,8 @@ LAST = b"\xff"
 class RowCipher:
     """How the rows and payloads of a location are named and sealed.
 
-    Attributes
-    ----------
-    secret
-        Of the location. The names of its rows follow from it, whatever the keys are.
-    needed
-        The ids of the keys that the location needs, those of tenants included, the newest first.
-    keys
-        These keys, and others.
-    sealer
-        Seals rows and payloads.
+    The names follow from a secret of the location, whatever the keys are. `needed` are the ids of the keys that it
+    needs, those of tenants included, the newest first; `keys` has these, and may have others.
     """
 
     def __init__(self, secret: bytes, needed: Sequence[bytes], keys: Keys) -> None:
@@ -217,21 +209,9 @@ class EncryptedUpdate(EncryptedView, Update):
 
 
 class Encrypted:
-    """Opens the rows of a location that is encrypted.
+    """Opens the rows of a location that is encrypted: what a backend keeps.
 
-    Parameters
-    ----------
-    backend
-        Keeps what is encrypted.
-    provider, keys
-        Gives the keys, and has given these.
-    count
-        Called for each row or payload that cannot be decrypted.
-
-    Attributes
-    ----------
-    keys
-        The keys that were read last.
+    `keys` are what the provider has given last. `count` is called for each row or payload that cannot be decrypted.
 
     Raises
     ------

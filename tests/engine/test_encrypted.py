@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import subprocess
@@ -16,7 +15,6 @@ from prefixstore import LocationError, PrefixStore
 from prefixstore.backends.keys import HEADER, MAGIC, key_id, line_of
 from prefixstore.backends.sealing import Sealer
 from prefixstore.engine import encrypted, keyspace
-from prefixstore.engine.encrypted import EncryptedUpdate
 from prefixstore.engine.keyspace import record_row, tenant_of
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import IncompatibleError, UndecryptableError
@@ -343,33 +341,6 @@ def test_a_location_without_rows_is_rotated_too(tmp_path):
         pages.encrypted.rotate()
     with opened(url, NEW) as pages:
         assert contents(pages) == {}
-
-
-@pytest.mark.parametrize("at", [0, 13])
-def test_a_rotation_that_is_interrupted_goes_on(at, tmp_path, monkeypatch):
-    monkeypatch.setattr(encrypted, "ROWS_AT_ONCE", 1)
-    url = f"lmdb://{tmp_path}/kv"
-    with opened(url, OLD) as pages:
-        fill(pages, ALICE, SEQUENCES)
-        before = contents(pages)
-    put, calls = EncryptedUpdate.put, itertools.count()
-
-    def stop(*args, **kwargs):
-        put(*args, **kwargs)
-        if next(calls) == at:
-            raise InterruptedError
-
-    with opened(url, NEW, OLD) as pages:
-        monkeypatch.setattr(EncryptedUpdate, "put", stop)
-        with pytest.raises(InterruptedError):
-            pages.encrypted.rotate()
-        assert contents(pages) == before
-    with opened(url, OLD, NEW) as pages:
-        assert contents(pages) == before
-    with opened(url, NEW, OLD) as pages:
-        assert pages.encrypted.rotate()[1] == 0
-        assert ids_in(pages) == ({key_id(NEW)},) * 2
-        assert contents(pages) == before
 
 
 @pytest.mark.attack
