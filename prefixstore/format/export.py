@@ -15,15 +15,7 @@ import xxhash
 from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.namespace import Namespace
-from prefixstore.format.record import (
-    CHECKSUM_BYTES,
-    FORMAT_VERSION,
-    USAGE,
-    Record,
-    StoredPage,
-    Usage,
-    checksum,
-)
+from prefixstore.format.record import FORMAT_VERSION, USAGE, Record, StoredPage, Usage, checksum
 
 __all__ = ["ExportReader", "ExportWriter"]
 
@@ -40,8 +32,8 @@ SEAL = struct.Struct("<Q")
 NAMESPACE, PAGE, END = b"NAME", b"PAGE", b"DONE"
 # head of a page: key, usage; the record follows
 PAGE_HEAD = struct.Struct(f"<{KEY_BYTES}s{USAGE.size}s")
-# head of the end: namespaces, pages, bytes of payloads, xxh3-128 of all seals before it
-END_HEAD = struct.Struct(f"<QQQ{CHECKSUM_BYTES}s")
+# head of the end: pages
+END_HEAD = struct.Struct("<Q")
 LARGEST_HEAD, LARGEST_BODY = 1 << 28, 1 << 36
 READ_AT_ONCE = 16 << 20
 
@@ -64,8 +56,6 @@ class ExportWriter:
 
     def __init__(self, file: BinaryIO, namespaces: Mapping[bytes, bytes]) -> None:
         self._file = file
-        self._seals = xxhash.xxh3_128()
-        self._namespaces = len(namespaces)
         self.pages = self.bytes = 0
         file.write(HEADER.pack(MAGIC, EXPORT_VERSION, FORMAT_VERSION))
         for key, canonical in namespaces.items():
@@ -80,13 +70,11 @@ class ExportWriter:
 
     def finish(self) -> None:
         """Write the end; without it, a reader reports the file as truncated."""
-        self._entry(END, END_HEAD.pack(self._namespaces, self.pages, self.bytes, self._seals.digest()), 0)
+        self._entry(END, END_HEAD.pack(self.pages), 0)
 
     def _entry(self, kind: bytes, head: bytes, n_bytes: int) -> None:
         start = ENTRY.pack(kind, len(head), n_bytes) + head
-        seal = SEAL.pack(xxhash.xxh3_64_intdigest(start))
-        self._seals.update(seal)
-        self._file.write(start + seal)
+        self._file.write(start + SEAL.pack(xxhash.xxh3_64_intdigest(start)))
 
 
 class ExportReader:
@@ -124,9 +112,7 @@ class ExportReader:
             header = file.read(HEADER.size)
         self._file = file
         self._name = name
-        self._seals = xxhash.xxh3_128()
         self.pages = 0
-        self._bytes = 0
         if len(header) < HEADER.size or not header.startswith(MAGIC):
             raise IncompatibleError(f"{name} was not written by prefixstore export")
         _, version, records = HEADER.unpack(header)
@@ -168,14 +154,10 @@ class ExportReader:
             payload = self._read(n_bytes)
             if checksum(payload) != record.checksum:
                 raise CorruptError(f"{self._name}: page {key.hex()}: checksum mismatch")
-            self.pages, self._bytes = self.pages + 1, self._bytes + n_bytes
+            self.pages += 1
             yield StoredPage(key, record, Usage.unpack(usage), payload)
             kind, head, n_bytes = self._entry()
-        if (
-            kind != END
-            or len(head) != END_HEAD.size
-            or END_HEAD.unpack(head) != (len(self.namespaces), self.pages, self._bytes, self._seals.digest())
-        ):
+        if (kind, head) != (END, END_HEAD.pack(self.pages)):
             raise CorruptError(f"{self._name} is damaged: its end does not match its pages")
 
     def _entry(self) -> tuple[bytes, bytes, int]:
@@ -186,8 +168,6 @@ class ExportReader:
         head, seal = self._read(head_bytes), self._read(SEAL.size)
         if SEAL.pack(xxhash.xxh3_64_intdigest(start + head)) != seal:
             raise CorruptError(f"{self._name} is damaged after page {self.pages}")
-        if kind != END:
-            self._seals.update(seal)
         return kind, head, n_bytes
 
     def _read(self, n_bytes: int) -> bytes:
