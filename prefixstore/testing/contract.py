@@ -126,12 +126,15 @@ def _change(draft: Update, rows: Rows, memory: list[bytearray], chance: random.R
         draft.delete(key)
         rows.pop(key, None)
     if action != "delete":
-        value, payload = bytes_of(chance.random(), chance.choice(VALUES)), None
+        value = bytes_of(chance.random(), chance.choice(VALUES))
+        kept, given = rows.get(key, (b"", None))[1], None
         if action == "with payload":
-            payload = bytes_of(chance.random(), chance.choice(LARGE_PAYLOADS if chance.random() < 0.1 else PAYLOADS))
-            memory.append(bytearray(payload))
-        draft.put(key, value, payload and chance.choice([payload, memory[-1], memoryview(memory[-1])]))
-        rows[key] = value, rows.get(key, (None, None))[1] if payload is None else payload
+            kept = bytes_of(chance.random(), chance.choice(LARGE_PAYLOADS if chance.random() < 0.1 else PAYLOADS))
+            memory.append(bytearray(kept))
+            forms: list[Buffer] = [kept, memory[-1], memoryview(memory[-1])]
+            given = chance.choice(forms)
+        draft.put(key, value, given)
+        rows[key] = value, kept
 
 
 class _Rollback(Exception):  # noqa: N818 - not an error

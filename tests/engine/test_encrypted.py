@@ -413,7 +413,7 @@ def test_a_rotation_keeps_old_keys_that_are_still_needed(tmp_path):
         assert ids_in(pages) == ({key_id(NEW)},) * 2
 
 
-def test_who_has_a_key_that_was_replaced_forges_nothing_once_its_line_is_gone(tmp_path):
+def test_who_has_a_key_that_was_replaced_forges_nothing_once_its_line_is_gone(tmp_path, caplog):
     url = f"lmdb://{tmp_path}/kv"
     with opened(url, OLD) as pages:
         [path, *_] = fill(pages, ALICE, SEQUENCES)
@@ -425,6 +425,8 @@ def test_who_has_a_key_that_was_replaced_forges_nothing_once_its_line_is_gone(tm
         change_row(pages, name, lambda _: before)
         assert not is_found(pages, path[0])
         assert pages.undecryptable() == 1
+    # once: which key is missing
+    assert caplog.text.count(f"it needs the key {key_id(OLD).hex()}") == 1
 
 
 # -- tenants ----------------------------------------------------------------------------------------------------------
