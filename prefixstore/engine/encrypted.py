@@ -101,13 +101,6 @@ class RowCipher:
         """The id of the key under which the rows of a tenant are put."""
         return self._names.get(owner, self.keys.newest)
 
-    def opened(self, stored: Row) -> tuple[bytes, Row]:
-        """Whose a stored row is, and what it says. Raises `UndecryptableError`."""
-        text = bytes(self.sealer.unseal(ROW + stored.key, stored.value))
-        owner, size = OWNER.unpack_from(text)
-        end = OWNER.size + size
-        return owner, Row(text[OWNER.size : end], text[end:])
-
 
 class EncryptedView(View):
     """The rows of a view, decrypted; `told` is called for each row or payload for which that is not possible."""
@@ -127,12 +120,15 @@ class EncryptedView(View):
         return self._view.used
 
     def opened(self, stored: Row) -> tuple[bytes, Row] | None:
-        """As `RowCipher.opened`; None if that is not possible."""
+        """Whose a stored row is, and what it says; None if it cannot be decrypted."""
         try:
-            return self.cipher.opened(stored)
+            text = bytes(self.cipher.sealer.unseal(ROW + stored.key, stored.value))
         except UndecryptableError as error:
             self._told(error)
             return None
+        owner, size = OWNER.unpack_from(text)
+        end = OWNER.size + size
+        return owner, Row(text[OWNER.size : end], text[end:])
 
     def _value(self, key: bytes, stored_key: bytes, stored: bytes | None) -> bytes | None:
         """The value of a row; an empty one, as if it was damaged, if it cannot be decrypted."""
