@@ -39,19 +39,10 @@ READ_AT_ONCE = 16 << 20
 
 
 class ExportWriter:
-    """Writes a ``.pstore`` file: namespaces, pages, the end.
+    """Writes a ``.pstore`` file, which need not be seekable: namespaces, pages, the end.
 
-    Parameters
-    ----------
-    file
-        A binary file, open for writing; need not be seekable.
-    namespaces
-        Canonical settings of all namespaces whose pages will be written, by key.
-
-    Attributes
-    ----------
-    pages, bytes
-        How many pages were written, and the size of their payloads.
+    `namespaces` are the canonical settings of all whose pages will be written, by key. `pages` and `bytes` are how many
+    pages were written, and the size of their payloads.
     """
 
     def __init__(self, file: BinaryIO, namespaces: Mapping[bytes, bytes]) -> None:
@@ -78,23 +69,10 @@ class ExportWriter:
 
 
 class ExportReader:
-    """Reads a ``.pstore`` file from its start to its end.
+    """Reads a ``.pstore`` file, which need not be seekable, from its start to its end.
 
-    Parameters
-    ----------
-    file
-        A binary file, open for reading; need not be seekable.
-    name
-        The name of the file in messages.
-    decrypt
-        Opens one that is encrypted, of which these bytes were read already.
-
-    Attributes
-    ----------
-    is_encrypted
-        Whether it was encrypted.
-    namespaces
-        Canonical settings of the namespaces in it, by key.
+    `decrypt` opens one that is encrypted, of which these bytes were read already. `namespaces` are the canonical
+    settings of the namespaces in it, by key; `name` is what messages call the file.
 
     Raises
     ------
