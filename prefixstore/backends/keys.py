@@ -203,16 +203,9 @@ class Keys:
 def provider_of(key: Key | None) -> KeyProvider | None:
     """Where keys come from; None if nothing is to be encrypted.
 
-    Parameters
-    ----------
-    key
-        ``"file:PATH"``, ``"env:NAME"`` (the text is in a variable), ``"command:…"`` (it is what the command prints), or
-        an object that gives it; ``"none"`` for no keys; None for what `ENVIRONMENT` says, or else for no keys.
-
-    Raises
-    ------
-    InvalidParameterError
-        If it is none of these.
+    `key` is ``"file:PATH"``, ``"env:NAME"`` (the text is in a variable), ``"command:…"`` (it is what the command
+    prints), or an object that gives it; ``"none"`` for no keys; None for what `ENVIRONMENT` says, or else for no keys.
+    Raises `InvalidParameterError` if it is none of these.
     """
     if key is None:
         key = os.environ.get(ENVIRONMENT) or _default or NONE

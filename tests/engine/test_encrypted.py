@@ -383,14 +383,14 @@ def test_a_key_that_another_process_begins_to_use_during_a_rotation_is_kept(tmp_
         fill(pages, ALICE, SEQUENCES)
         before = contents(pages)
     with closing(open_pages(url, max_bytes=64 * MIB, key=given)) as one, opened(url, LATER, NEW, OLD) as two:
-        put_once = one.encrypted._put_once
+        put_again = one.encrypted._put_again
 
         def other(keys):
             given.keys = (LATER, NEW, OLD)
             fill(two, ALICE, [[40, 41, 42]])
-            put_once(keys)
+            put_again(keys)
 
-        one.encrypted._put_once = other
+        one.encrypted._put_again = other
         assert one.encrypted.rotate()[1] == 0
         assert ids_in(one)[0] <= ids_in(one)[1]
         assert key_id(OLD) not in ids_in(one)[1]
