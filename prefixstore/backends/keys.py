@@ -148,10 +148,7 @@ class Keys:
     def parse(cls, text: str, source: str) -> Keys:
         """Read the text of a file of keys.
 
-        Raises
-        ------
-        LocationError
-            If it is not one. The message names `source` and the line, and repeats nothing of it.
+        Raises `LocationError` if it is none. The message names `source` and the line, and repeats nothing of it.
         """
         found: dict[bytes, bytes] = {}
         ids: dict[str | None, list[bytes]] = {}
@@ -182,12 +179,8 @@ class Keys:
     def read(cls, provider: KeyProvider) -> Keys:
         """What a provider gives.
 
-        Raises
-        ------
-        LocationError
-            As `parse` does, or if nothing is where the keys should be.
-        UnavailableError
-            If an object raises an error that is none of a location.
+        Raises `LocationError` as `parse` does, or if nothing is where the keys should be, and `UnavailableError` if an
+        object raises an error that is none of a location.
         """
         try:
             return cls.parse(provider.read(), str(provider))

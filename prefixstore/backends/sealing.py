@@ -78,10 +78,8 @@ class Sealer:
     def unseal(self, bound_to: bytes, stored: Buffer) -> memoryview:
         """The message in what was sealed.
 
-        Raises
-        ------
-        UndecryptableError
-            If its key is not there, or anything of it was changed, or it is bound to something else.
+        Raises `UndecryptableError` if its key is not there, or anything of it was changed, or it is bound to something
+        else.
         """
         given = memoryview(stored).cast("B")
         n_segments = max(-(-(len(given) - HEAD.size) // (SEGMENT + TAG_BYTES)), 1)
@@ -166,12 +164,7 @@ def sealing(file: BinaryIO, keys: Keys) -> BinaryIO:
 def unsealed(begin: bytes, file: BinaryIO, keys: Keys, name: str) -> BinaryIO:
     """A file that can be read: what is sealed in `file`, of which the beginning was read already.
 
-    Reading raises `CorruptError` where anything was changed.
-
-    Raises
-    ------
-    LocationError
-        If the key is not there.
+    Raises `LocationError` if the key is not there. Reading raises `CorruptError` where anything was changed.
     """
     wanted = begin[len(ENCRYPTED) :]
     if wanted not in keys.masters:

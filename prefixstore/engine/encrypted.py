@@ -130,16 +130,15 @@ class EncryptedView(View):
         end = OWNER.size + size
         return owner, Row(text[OWNER.size : end], text[end:])
 
-    def _value(self, key: bytes, stored_key: bytes, stored: bytes | None) -> bytes | None:
+    def _value(self, key: bytes, stored_key: bytes, stored: bytes) -> bytes:
         """The value of a row; an empty one, as if it was damaged, if it cannot be decrypted."""
-        if stored is None:
-            return None
         found = self.opened(Row(stored_key, stored))
         return found[1].value if found is not None and found[1].key == key else b""
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         stored_keys = list(map(self.cipher.stored_key, keys))
-        return list(map(self._value, keys, stored_keys, self._view.get(stored_keys)))
+        found = zip(keys, stored_keys, self._view.get(stored_keys), strict=True)
+        return [None if stored is None else self._value(key, name, stored) for key, name, stored in found]
 
     def ranges(self, wanted: Sequence[Range]) -> list[list[Row]]:
         found = self._view.ranges(list(map(self.cipher.stored_range, wanted)))
@@ -147,20 +146,19 @@ class EncryptedView(View):
 
     def payloads(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, Buffer | None] | None]:
         stored_keys = list(map(self.cipher.stored_key, keys))
-        return self._opened(keys, stored_keys, self._view.payloads(stored_keys))
+        return map(self._both, keys, stored_keys, self._view.payloads(stored_keys))
 
-    def _opened(
-        self, keys: Sequence[bytes], stored_keys: Sequence[bytes], found: Iterator[tuple[bytes, Buffer | None] | None]
-    ) -> Iterator[tuple[bytes, Buffer | None] | None]:
-        for key, stored_key, one in zip(keys, stored_keys, found, strict=True):
-            value, payload = (None, None) if one is None else (self._value(key, stored_key, one[0]), one[1])
-            if payload is not None:
-                try:
-                    payload = self.cipher.sealer.unseal(PAYLOAD + stored_key, payload)
-                except UndecryptableError as error:
-                    self._told(error)
-                    raise
-            yield None if value is None else (value, payload)
+    def _both(
+        self, key: bytes, stored_key: bytes, stored: tuple[bytes, Buffer | None] | None
+    ) -> tuple[bytes, Buffer | None] | None:
+        if stored is None:
+            return None
+        value, payload = self._value(key, stored_key, stored[0]), stored[1]
+        try:
+            return value, None if payload is None else self.cipher.sealer.unseal(PAYLOAD + stored_key, payload)
+        except UndecryptableError as error:
+            self._told(error)
+            raise
 
 
 class EncryptedUpdate(EncryptedView, Update):
@@ -316,7 +314,8 @@ class Encrypted:
         """Have everything encrypted under the newest key, and that of its tenant, so that older ones are not needed.
 
         Others may go on using the location if they have the newest key. May be interrupted, and called again: rows that
-        are encrypted as they would be now are passed over.
+        are encrypted as they would be now are passed over. Raises `FullError` if there is no space for what is written
+        before the old rows are gone.
 
         Returns
         -------
@@ -324,11 +323,6 @@ class Encrypted:
             How many rows were encrypted again.
         int
             How many could not be decrypted: then the older keys are still needed.
-
-        Raises
-        ------
-        FullError
-            If there is no space for what is written before the old rows are gone.
         """
         older = set(self._needed()) - set(self.keys.current)
         n_done = n_left = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import re
 import struct
 from contextlib import closing
 from dataclasses import replace
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import xxhash
 
 from prefixstore.engine.importing import Importer
 from prefixstore.errors import CorruptError, FullError, IncompatibleError, UnavailableError
@@ -281,20 +279,3 @@ def test_the_memory_of_a_transfer_does_not_grow_with_the_store(tmp_path):
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 80 << 20
-
-
-def test_the_layout_of_the_file_is_documented():
-    text = (ROOT / "docs" / "format.md").read_text()
-    section = text.split("## A portable file", 1)[1].split("\n## ", 1)[0]
-    codes = {"u32": "I", "u64": "Q"}
-    layouts = {"header": export.HEADER, "entry": export.ENTRY, "page": export.PAGE_HEAD, "end": export.END_HEAD}
-    for name, layout in layouts.items():
-        table = re.search(rf"^\| {name} \|.*?\n\n", section + "\n\n", re.MULTILINE | re.DOTALL).group()
-        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:] if line]
-        fixed = [row for row in rows if row[0].isdigit() and row[1].isdigit()]
-        written = "<" + "".join(codes.get(row[2], f"{row[1]}s") for row in fixed)
-        offsets = list(itertools.accumulate((int(row[1]) for row in fixed), initial=0))
-        assert [int(row[0]) for row in fixed] == offsets[:-1]
-        assert written == layout.format
-    assert repr(export.MAGIC)[2:-1] in section
-    assert xxhash.xxh3_64_intdigest(b"") == 0x2D06800538D394C2
