@@ -130,7 +130,9 @@ def _batches(pages: Iterable[StoredPage]) -> Iterator[list[StoredPage]]:
         n_bytes += len(page.payload)
         if n_bytes >= BATCH_BYTES:
             yield batch
-            batch, n_bytes = [], 0
+            # no other list: the caller has this one until the next
+            batch.clear()
+            n_bytes = 0
     yield batch
 
 
