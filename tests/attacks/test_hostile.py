@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
+import tracemalloc
 from contextlib import closing
+from dataclasses import replace
 
 import llama_cpp
 import numpy as np
@@ -15,10 +18,16 @@ from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.pages import open_pages
+from prefixstore.errors import CorruptError
 from prefixstore.format.autocodec import pick
+from prefixstore.format.export import ENTRY, EXPORT_VERSION, HEADER, MAGIC, ExportReader
+from prefixstore.format.keys import namespace_key
+from prefixstore.format.record import FORMAT_VERSION, Usage
 from prefixstore.stats import Counters
+from tests.attacks.exporting import sealed_entry
 from tests.support import ROOT
 from tests.support.models import TORTURE
+from tests.support.pages import make_page
 from tests.support.places import contents, fill, place, space
 
 Q8 = {"flash_attn": True, "type_k": llama_cpp.GGML_TYPE_Q8_0, "type_v": llama_cpp.GGML_TYPE_Q8_0}
@@ -86,3 +95,16 @@ def test_a_condemned_page_that_another_process_has_replaced_stays(tmp_path, requ
         engine.condemn(path.pages[0], lambda state, start, n: False)
         engine.commit([])
         assert contents(backend).keys() == set(paths[1])
+
+
+def test_what_an_export_file_claims_to_hold_takes_no_memory():
+    key = namespace_key(b"{}")
+    page, record = make_page(b"", [1, 2], parent=key, namespace=key)
+    head = page + Usage(1).pack() + replace(record, stored_bytes=2**35).pack()
+    whole = HEADER.pack(MAGIC, EXPORT_VERSION, FORMAT_VERSION) + sealed_entry(b"NAME", key + b"{}", 0)
+    tracemalloc.start()
+    for entry in (sealed_entry(b"PAGE", head, 2**35), ENTRY.pack(b"PAGE", 2**31, 0), ENTRY.pack(b"PAGE", 2**27, 0)):
+        with pytest.raises(CorruptError):
+            list(ExportReader(io.BytesIO(whole + entry), "forged").entries())
+    assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    tracemalloc.stop()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import itertools
 import struct
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +15,6 @@ from prefixstore.errors import CorruptError, FullError, IncompatibleError, Unava
 from prefixstore.format import export
 from prefixstore.format.export import ExportReader
 from prefixstore.format.namespace import Namespace
-from prefixstore.format.record import FORMAT_VERSION
 from prefixstore.maintenance import transfer
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import copy_store, export_store, import_store
@@ -59,14 +56,8 @@ class Pipe(io.RawIOBase):
         self._file.close()
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        # an export does not know where it goes: from each and to each in every run, their product with the attacks
-        pytest.param(one, other, marks=() if SCHEMES[i - 1] == other else pytest.mark.attack)
-        for (i, one), other in itertools.product(enumerate(SCHEMES), SCHEMES)
-    ],
-)
+# from each and to each: an export does not know where it goes
+@pytest.mark.parametrize(("one", "other"), [*zip(SCHEMES, (*SCHEMES[1:], SCHEMES[0]), strict=True)])
 def test_pages_move_between_all_backends_unchanged(one, other, tmp_path, request):
     with (
         Archive(place(one, tmp_path, request, "one"), create=True) as source,
@@ -191,13 +182,6 @@ def test_a_flipped_bit_is_detected_anywhere_and_nothing_wrong_is_stored(source, 
             assert target.check() == []
 
 
-def test_false_lengths_allocate_no_memory(tmp_path):
-    head = export.HEADER.pack(export.MAGIC, export.EXPORT_VERSION, FORMAT_VERSION)
-    for lengths in ((1 << 31, 0), (16, 1 << 60)):
-        with pytest.raises(CorruptError):
-            ExportReader(io.BytesIO(head + export.ENTRY.pack(b"PAGE", *lengths) + bytes(100)), "f")
-
-
 def test_other_files_and_other_versions_are_refused(source):
     with pytest.raises(IncompatibleError, match="not written by prefixstore"):
         ExportReader(io.BytesIO(b"GGUF" + bytes(100)), "f")
@@ -221,21 +205,6 @@ def test_a_tail_is_replaced_by_the_page_that_continues_it_and_is_not_imported_ag
             moved = copy_store(tail, short)
         assert (moved.pages, moved.present) == (0, 1)
         assert short.check() == []
-
-
-def test_damaged_pages_are_left_out_with_their_descendants(source, tmp_path):
-    paths = fill(source.backend, MINE, SEQUENCES)
-    with source.backend.update() as transaction:
-        key = paths[0][0]
-        record, usage = transaction.record(key), transaction.usage(key)
-        transaction.delete(key)
-        transaction.put(key, replace(record, checksum=bytes(16)), usage, bytes(1000))
-    file = io.BytesIO()
-    moved = export_store(source, file)
-    assert (moved.pages, moved.damaged) == (5, 1)
-    with Archive(tmp_path / "target", create=True) as target:
-        assert import_store(ExportReader(io.BytesIO(file.getvalue()), "f"), target).pages == 5
-        assert target.check() == []
 
 
 def test_a_location_that_fails_in_the_middle_is_an_error_and_its_pages_are_not_called_damaged(source, tmp_path):
