@@ -194,7 +194,7 @@ class BackendContract:
                             assert draft.used >= 0
                         if chance.random() < 0.1:
                             _require(draft, rows, chance)
-                        if chance.random() < 0.1:
+                        if chance.random() < 0.03:
                             self._read_and_change(draft, rows, memory, chance)
                     if step % 4 == 3:
                         rows = before
@@ -209,7 +209,7 @@ class BackendContract:
 
     def _read_and_change(self, draft: Update, rows: Rows, memory: list[bytearray], chance: random.Random) -> None:
         """Read payloads, which what is written meanwhile does not change."""
-        asked = chance.choices(KEYS, k=8)
+        asked = chance.choices(KEYS, k=5)
         expected = [rows.get(key) for key in asked]
         held = []
         for pair in draft.payloads(asked):
@@ -330,13 +330,13 @@ class BackendContract:
                 costs = draft.costs
             with backend.view() as view:
                 empty = before = view.used
-            for i in range(80):
+            for i in range(60):
                 some = chance.sample(keys, chance.choice([1, 1, 2, 5]))
                 # what is overwritten or deleted may leave something
                 most = before + (SLACK if stored.keys() & set(some) else 0)
                 with backend.update() as draft:
                     for key in some:
-                        if i % 4 == 3 or i >= 60:
+                        if i % 4 == 3 or i >= 45:
                             draft.delete(key)
                             stored.pop(key, None)
                             continue
