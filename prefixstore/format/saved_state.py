@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+import xxhash
 import zstandard
 
 from prefixstore.errors import CorruptError
@@ -14,19 +15,26 @@ __all__ = ["pack_state", "unpack_state"]
 # what is unpacked at most
 MAX_STATE_BYTES = 8 << 20
 MAGIC = b"pfxp\x02\0\0\0"
+HEAD_BYTES = 16
+
+
+def _head(frame: bytes) -> bytes:
+    # a checksum of zstd would not cover the head of its frame
+    return MAGIC + xxhash.xxh3_64_digest(frame)
 
 
 def pack_state(parts: Mapping[str, bytes]) -> bytes:
     """Named parts as one piece."""
     raw = json.dumps({name: value.hex() for name, value in sorted(parts.items())})
-    return MAGIC + zstandard.ZstdCompressor(level=1, write_checksum=True).compress(raw.encode())
+    frame = zstandard.ZstdCompressor(level=1).compress(raw.encode())
+    return _head(frame) + frame
 
 
 def unpack_state(packed: bytes) -> dict[str, bytes]:
     """The parts. Raises `CorruptError` if these are not such bytes, or those of another version."""
-    if not packed.startswith(MAGIC):
+    frame = packed[HEAD_BYTES:]
+    if packed[:HEAD_BYTES] != _head(frame):
         raise CorruptError("a saved state is damaged, or of another version")
-    frame = packed[len(MAGIC) :]
     try:
         if zstandard.frame_content_size(frame) > MAX_STATE_BYTES:
             raise CorruptError("a saved state is too large")
