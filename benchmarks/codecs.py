@@ -269,8 +269,7 @@ def pages_of(llm: llama_cpp.Llama) -> list[bytes]:
 
 def picked(pages: list[bytes]) -> str:
     """What `auto` chooses for pages in a location from which nothing has been read yet."""
-    auto = AutoCodec()
-    number = [auto(NAMESPACE, page)[0] for page in pages[: AutoCodec.PAGES_MEASURED]][-1]
+    number, _ = AutoCodec()(NAMESPACE, pages[0])
     return next(name for name in CODECS if CODECS[name] == number)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-import secrets
+import re
 import shlex
 import stat
 import subprocess
@@ -37,13 +37,14 @@ __all__ = [
     "HEADER",
     "ID_BYTES",
     "MAGIC",
+    "SECRET_BYTES",
     "Key",
     "KeyProvider",
     "Keys",
+    "Source",
     "key_id",
     "key_of",
     "line_of",
-    "new_key",
     "provider_of",
     "use_by_default",
 ]
@@ -56,6 +57,8 @@ ID_BYTES = 8
 _OF_ID = b"prefixstore key"
 # what stands before the id of a key that was forgotten
 FORGOTTEN = "forgotten:"
+# Without comments. A key has one form only, so that it can be found in the text.
+_LINE = re.compile(rf"(?:key |tenant (\S+) )?(?:([A-Za-z0-9+/]{{42}}[AEIMQUYcgkosw048]=)|{FORGOTTEN}([0-9a-f]{{16}}))")
 COMMAND_SECONDS = 60
 # The row that says that a location is encrypted: these words, and a sealed message. In one that is not, it has 8 bytes
 # (it is `engine.keyspace.GENERATION`), so a store without a key finds out.
@@ -81,19 +84,11 @@ _default: Key | None = None
 
 
 def use_by_default(key: Key | None) -> None:
-    """Have locations opened with this key if they are given none, and `ENVIRONMENT` is not set.
-
-    Raises `InvalidParameterError` as `provider_of` does.
-    """
+    """Have locations opened with this key if they are given none, and `ENVIRONMENT` is not set."""
     global _default
     if key is not None:
-        provider_of(key)
+        provider_of(key)  # raises if it is none
     _default = key
-
-
-def new_key() -> bytes:
-    """A random key."""
-    return secrets.token_bytes(SECRET_BYTES)
 
 
 def key_id(key: bytes) -> bytes:
@@ -153,35 +148,24 @@ class Keys:
     def parse(cls, text: str, source: str) -> Keys:
         """Read the text of a file of keys.
 
-        Raises
-        ------
-        LocationError
-            If it is not one. The message names `source` and the line, and repeats nothing of it.
+        Raises `LocationError` if it is none. The message names `source` and the line, and repeats nothing of it.
         """
         found: dict[bytes, bytes] = {}
         ids: dict[str | None, list[bytes]] = {}
         forgotten: dict[bytes, str] = {}
         for number, line in enumerate(text.splitlines(), 1):
-            match line.partition("#")[0].split():
-                case []:
-                    continue
-                case ["tenant", quoted, word]:
-                    tenant: str | None = unquote(quoted, errors="surrogatepass")
-                case ["key", word] | [word]:
-                    tenant = None
-                case _:
-                    word = ""
-            try:
-                gone = bytes.fromhex(word.removeprefix(FORGOTTEN)) if word.startswith(FORGOTTEN) else b""
-                key = b"" if gone else base64.b64decode(word, validate=True)
-            except ValueError:
-                gone = key = b""
+            if not (words := line.partition("#")[0].split()):
+                continue
+            match = _LINE.fullmatch(" ".join(words))
+            quoted, word, gone = match.groups() if match is not None else (None, None, None)
+            tenant = None if quoted is None else unquote(quoted, errors="surrogatepass")
+            key = base64.b64decode(word or "")
             name = key_id(key)
-            if len(key) == SECRET_BYTES and name not in found:
+            if gone and tenant is not None:
+                forgotten[bytes.fromhex(gone)] = tenant
+            elif key and name not in found:
                 found[name] = key
                 ids.setdefault(tenant, []).append(name)
-            elif len(gone) == ID_BYTES and tenant is not None:
-                forgotten[gone] = tenant
             else:
                 raise LocationError(
                     f"line {number} of {source} is not a key, or repeats that of another line: write 32 bytes in "
@@ -195,19 +179,15 @@ class Keys:
     def read(cls, provider: KeyProvider) -> Keys:
         """What a provider gives.
 
-        Raises
-        ------
-        LocationError
-            As `parse` does, or if nothing is where the keys should be.
-        UnavailableError
-            If an object raises an error that is none of a location.
+        Raises `LocationError` as `parse` does, or if nothing is where the keys should be, and `UnavailableError` if an
+        object raises an error that is none of a location.
         """
         try:
             return cls.parse(provider.read(), str(provider))
         except StorageError:
             raise
         except Exception as error:  # noqa: BLE001 - an object is the user's, and may raise anything
-            wrong = LocationError if isinstance(provider, _Source) else UnavailableError
+            wrong = LocationError if isinstance(provider, Source) else UnavailableError
             # the text of an error may have the command, and so a password
             reason = getattr(error, "strerror", None) or type(error).__name__
             raise wrong(f"{provider} gives no keys: {reason}; prefixstore key new makes a file of them") from None
@@ -216,16 +196,9 @@ class Keys:
 def provider_of(key: Key | None) -> KeyProvider | None:
     """Where keys come from; None if nothing is to be encrypted.
 
-    Parameters
-    ----------
-    key
-        ``"file:PATH"``, ``"env:NAME"`` (the text is in a variable), ``"command:…"`` (it is what the command prints), or
-        an object that gives it; ``"none"`` for no keys; None for what `ENVIRONMENT` says, or else for no keys.
-
-    Raises
-    ------
-    InvalidParameterError
-        If it is none of these.
+    `key` is ``"file:PATH"``, ``"env:NAME"`` (the text is in a variable), ``"command:…"`` (it is what the command
+    prints), or an object that gives it; ``"none"`` for no keys; None for what `ENVIRONMENT` says, or else for no keys.
+    Raises `InvalidParameterError` if it is none of these.
     """
     if key is None:
         key = os.environ.get(ENVIRONMENT) or _default or NONE
@@ -240,11 +213,11 @@ def provider_of(key: Key | None) -> KeyProvider | None:
             "key (PREFIXSTORE_KEY, --from-key, --to-key) must be a KeyProvider, or begin with file:, env: or command:, "
             'as in "file:/etc/kv.key"; "none" is for no encryption'
         )
-    return _Source(kind, rest)
+    return Source(kind, rest)
 
 
 @dataclass(frozen=True)
-class _Source:
+class Source:
     """Where `key` says that the keys are."""
 
     kind: str
@@ -254,28 +227,19 @@ class _Source:
         return {"file": self.rest, "env": f"the variable {self.rest}"}.get(self.kind, "the command for the keys")
 
     def read(self) -> str:
-        match self.kind:
-            case "file":
-                return _in_file(Path(expanded(self.rest)))
-            case "env":
-                return os.environ.get(self.rest, "")
-            case _:
-                return _printed_by(self.rest)
-
-
-def _in_file(path: Path) -> str:
-    # Kubernetes mounts a secret as a link
-    path = path.resolve(strict=True)
-    require_trusted_files(path)
-    if os.name == "posix" and path.stat().st_mode & stat.S_IRWXO:
-        raise LocationError(f"{path} can be read by every user; run: chmod o= '{path}'")
-    return path.read_text("utf-8-sig")
-
-
-def _printed_by(command: str) -> str:
-    done = subprocess.run(  # noqa: S603 - the user's own command
-        shlex.split(command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=COMMAND_SECONDS, check=False
-    )
-    if done.returncode:
-        raise LocationError(f"the command for the keys has ended with code {done.returncode}")
-    return done.stdout.decode()
+        if self.kind == "env":
+            return os.environ.get(self.rest, "")
+        if self.kind == "file":
+            # Kubernetes mounts a secret as a link
+            path = Path(expanded(self.rest)).resolve(strict=True)
+            require_trusted_files(path)
+            if os.name == "posix" and path.stat().st_mode & stat.S_IRWXO:
+                raise LocationError(f"{path} can be read by every user; run: chmod o= '{path}'")
+            return path.read_text("utf-8-sig")
+        command = shlex.split(self.rest)
+        done = subprocess.run(  # noqa: S603 - the user's own
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=COMMAND_SECONDS, check=False
+        )
+        if done.returncode:
+            raise LocationError(f"the command for the keys has ended with code {done.returncode}")
+        return done.stdout.decode()

@@ -7,7 +7,6 @@ it taken for one that is bound to something else. A file is sealed as a chain of
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,8 +33,7 @@ HEAD = struct.Struct(f"<{ID_BYTES}s{RANDOM_BYTES}s")
 TAG_BYTES = 16
 # a message is encrypted in segments, so that two threads can decrypt one
 SEGMENT = 1 << 20
-# of a file, at most so many bytes are one message, after its size when it is sealed
-MESSAGE_BYTES = 4 << 20
+# in a file a message is one segment, after its size when it is sealed
 SIZE = struct.Struct("<I")
 _OF_KEYS = b"prefixstore 1"
 _OF_MESSAGE = b"prefixstore mesg"
@@ -52,15 +50,7 @@ def sealed_size(size: int) -> int:
 
 
 class Sealer:
-    """Seals messages.
-
-    Parameters
-    ----------
-    keys
-        By their ids.
-    salt
-        With which the keys of messages are derived: other ones open nothing that was sealed with this.
-    """
+    """Seals messages under keys, which it knows by their ids. With another salt nothing opens what it has sealed."""
 
     def __init__(self, keys: Mapping[bytes, bytes], salt: bytes = b"") -> None:
         self._keys, self._salt = keys, salt
@@ -88,10 +78,8 @@ class Sealer:
     def unseal(self, bound_to: bytes, stored: Buffer) -> memoryview:
         """The message in what was sealed.
 
-        Raises
-        ------
-        UndecryptableError
-            If its key is not there, or anything of it was changed, or it is bound to something else.
+        Raises `UndecryptableError` if its key is not there, or anything of it was changed, or it is bound to something
+        else.
         """
         given = memoryview(stored).cast("B")
         n_segments = max(-(-(len(given) - HEAD.size) // (SEGMENT + TAG_BYTES)), 1)
@@ -134,7 +122,7 @@ def _segments(size: int) -> Iterator[tuple[bytes, slice, slice]]:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-class _Chain(io.RawIOBase):
+class _Chain:
     """What is sealed in a file: messages, each bound to the tag of the one before, the first one to the beginning.
 
     Who reads notices if the end is missing: an export has one.
@@ -144,54 +132,41 @@ class _Chain(io.RawIOBase):
         self._file, self._before, self._key, self._name = file, begin, begin[len(ENCRYPTED) :], name
         self._sealer = Sealer(keys.masters)
         # what was unsealed and is not yet read
-        self._plain = memoryview(b"")
+        self._plain = bytearray()
 
-    def writable(self) -> bool:
-        return True
+    def write(self, data: Buffer) -> None:
+        for at in range(0, len(data), SEGMENT):
+            sealed = self._sealer.seal(self._key, self._before, data[at : at + SEGMENT])
+            self._before = bytes(sealed[-TAG_BYTES:])
+            self._file.write(SIZE.pack(len(sealed)) + sealed)
 
-    def write(self, data: Buffer) -> int:  # type: ignore[override]  # a narrower type is enough
-        plain = memoryview(data)[:MESSAGE_BYTES]
-        sealed = self._sealer.seal(self._key, self._before, plain)
-        self._before = bytes(sealed[-TAG_BYTES:])
-        self._file.write(SIZE.pack(len(sealed)) + sealed)
-        return len(plain)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, into: memoryview) -> int:  # type: ignore[override]  # a narrower type is enough
-        if not self._plain and len(size := self._file.read(SIZE.size)) == SIZE.size:
-            sealed = self._file.read(min(SIZE.unpack(size)[0], sealed_size(MESSAGE_BYTES)))
+    def read(self, n_bytes: int) -> bytes:
+        while len(self._plain) < n_bytes and (size := self._file.read(SIZE.size)):
             try:
-                self._plain = self._sealer.unseal(self._before, sealed)
-            except UndecryptableError as error:
+                sealed = self._file.read(min(SIZE.unpack(size)[0], sealed_size(SEGMENT)))
+                self._plain += self._sealer.unseal(self._before, sealed)
+            except (struct.error, UndecryptableError) as error:
                 what = f"{self._name} is not complete, or was changed: {error}"
                 raise CorruptError(f"{what}; import again when it is complete") from None
             self._before = sealed[-TAG_BYTES:]
-        n_read = min(len(into), len(self._plain))
-        into[:n_read] = self._plain[:n_read]
-        self._plain = self._plain[n_read:]
-        return n_read
+        found = bytes(self._plain[:n_bytes])
+        del self._plain[:n_bytes]
+        return found
 
 
 def sealing(file: BinaryIO, keys: Keys) -> BinaryIO:
-    """A file for what is sealed in `file`, under the newest of these keys. It has to be closed."""
+    """A file that can be written to: what is written is sealed in `file`, under the newest of these keys."""
     begin = ENCRYPTED + keys.newest
     file.write(begin)
-    return cast("BinaryIO", io.BufferedWriter(_Chain(file, begin, keys), MESSAGE_BYTES))
+    return cast("BinaryIO", _Chain(file, begin, keys))
 
 
 def unsealed(begin: bytes, file: BinaryIO, keys: Keys, name: str) -> BinaryIO:
-    """A file for what is sealed in one of which the beginning was read already. It has no place to seek to.
+    """A file that can be read: what is sealed in `file`, of which the beginning was read already.
 
-    Reading raises `CorruptError` where anything was changed.
-
-    Raises
-    ------
-    LocationError
-        If the key is not there.
+    Raises `LocationError` if the key is not there. Reading raises `CorruptError` where anything was changed.
     """
     wanted = begin[len(ENCRYPTED) :]
     if wanted not in keys.masters:
         raise LocationError(f"{name} needs the key {wanted.hex()}; give it by --from-key or PREFIXSTORE_KEY")
-    return cast("BinaryIO", io.BufferedReader(_Chain(file, begin, keys, name)))
+    return cast("BinaryIO", _Chain(file, begin, keys, name))

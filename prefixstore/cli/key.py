@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from prefixstore.backends.files import expanded
-from prefixstore.backends.keys import ENVIRONMENT, FORGOTTEN, Keys, key_id, line_of, new_key, provider_of
+from prefixstore.backends.keys import ENVIRONMENT, FORGOTTEN, SECRET_BYTES, Keys, Source, key_id, line_of
 from prefixstore.cli.command import Result
 from prefixstore.cli.files import writing
 from prefixstore.cli.output import DONE, FAILED, confirmed, table
@@ -29,7 +29,7 @@ def new(key_file: str) -> Result:
 
     Example: prefixstore key new /etc/prefixstore.key
     """
-    path, key = _path(key_file), new_key()
+    path, key = _path(key_file), os.urandom(SECRET_BYTES)
     if path.exists():
         raise LocationError(f"{path} exists; prefixstore key add puts a new key into it")
     with writing(str(path), replace=False) as file:
@@ -48,7 +48,7 @@ def add(key_file: str, *, tenant: str | None = None) -> Result:
 
     Example: prefixstore key add /etc/prefixstore.key --tenant alice
     """
-    path, key = _path(key_file), new_key()
+    path, key = _path(key_file), os.urandom(SECRET_BYTES)
     _read(path)
     if tenant is not None and not tenant.strip():
         raise InvalidParameterError("--tenant is empty")
@@ -126,9 +126,7 @@ def _path(key_file: str) -> Path:
 
 
 def _read(path: Path) -> Keys:
-    provider = provider_of(f"file:{path}")
-    assert provider is not None
-    return Keys.read(provider)
+    return Keys.read(Source("file", str(path)))
 
 
 def _write(path: Path, mode: str, data: bytes) -> None:
@@ -148,8 +146,6 @@ def _overwrite(path: Path, tenant: str, *, dry_run: bool) -> bool:
     for name in keys.ids[tenant]:
         key = base64.b64encode(keys.secrets[name])
         text = text.replace(key, f"{FORGOTTEN}{name.hex()}".encode().ljust(len(key)))
-    if tenant in Keys.parse(text.decode("utf-8-sig"), str(path)).ids:
-        raise LocationError(f"{path} has a key of {tenant!r} that is not written as it should be; delete its line")
     if not dry_run:
         _write(path, "rb+", text)
     return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -67,8 +66,8 @@ def export(
             return _planned("exported", archive, out, chosen(archive, namespaces, keys), note)
         if exists and not may_replace(out, yes=yes):
             return FAILED
-        with writing(out) as whole, _sealing(whole, archive.keys) as file:
-            moved = export_store(archive, file, namespaces=namespaces, keys=keys)
+        with writing(out) as file:
+            moved = export_store(archive, _sealing(file, archive.keys), namespaces=namespaces, keys=keys)
     return _moved(moved, "exported", started, {"location": where, "file": out})
 
 
@@ -123,10 +122,10 @@ def import_(
     return _moved(moved, "imported", started, places)
 
 
-def _sealing(file: BinaryIO, keys: Keys | None) -> AbstractContextManager[BinaryIO]:
+def _sealing(file: BinaryIO, keys: Keys | None) -> BinaryIO:
     """A file for exported pages, which are encrypted if the store is."""
     if keys is None:
-        return nullcontext(file)
+        return file
     from prefixstore.backends.sealing import sealing  # noqa: PLC0415 - the extra "encryption"
 
     return sealing(file, keys)

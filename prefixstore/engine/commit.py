@@ -215,6 +215,8 @@ class Committer(Part):
                 note_policy(transaction, catalog.policy.name)
             self._evictor.used = used = transaction.used
             transaction.after_commit.append(committed)
+        # it refers to the batch, and so to itself: the pages would wait for the garbage collector
+        transaction.after_commit.clear()
         self._upkeep.saw(used)
         self._choose_packing(used.bytes, sum(len(one.payload) for one in packed))
         self._counters.count("corrupt", n_damaged)

@@ -1,25 +1,44 @@
-"""How a location is encrypted, whatever backend keeps it: its header, its keys, and new ones for all of it.
+"""An encrypted location: its rows are decrypted when they are read and encrypted when they are put.
 
-`encrypted_rows` reads and writes the rows. The header says which keys are needed, and has the secret of the location;
-it is sealed under the newest of them. What that protects from is in ``docs/security.md``.
+A row is stored under a keyed hash of its key, part by part, so that rows whose keys have some first parts in common are
+beside each other; the key itself is encrypted with the value, and so is whose row it is. One row, the header, has the
+secret of these hashes, and says which keys are needed. The format is in ``docs/format.md``; what all that protects from
+is in ``docs/security.md``.
 """
 
 from __future__ import annotations
 
-import secrets
+import hashlib
+import logging
+import os
+import struct
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
-from prefixstore.backends.contract import Backend, Range, Row, View
-from prefixstore.backends.keys import HEADER, KeyProvider, Keys, key_of
-from prefixstore.engine.encrypted_rows import SECRET_BYTES, EncryptedUpdate, EncryptedView, RowCipher, keys_for
-from prefixstore.engine.keyspace import RECORD
+from prefixstore.backends.contract import Backend, Costs, Range, Row, Update, View, after_all
+from prefixstore.backends.keys import HEADER, ID_BYTES, MAGIC, SECRET_BYTES, KeyProvider, Keys, key_of
+from prefixstore.backends.sealing import Sealer, sealed_size
+from prefixstore.engine.keyspace import CHILD, PARTS, RECORD, TENANT_BYTES, tenant_of
 from prefixstore.engine.pages import retried
-from prefixstore.errors import FullError, IncompatibleError, LocationError, UndecryptableError
+from prefixstore.errors import IncompatibleError, LocationError, UndecryptableError
+from prefixstore.format.keys import TOKEN_BYTES
+from prefixstore.format.record import Buffer
 
-__all__ = ["Encrypted"]
+__all__ = ["Encrypted", "RowCipher"]
 
+log = logging.getLogger("prefixstore")
+
+# what stands for a part of a key; for a short one, such as a token, fewer bytes are enough
+HASH_BYTES = 16
+# what is encrypted of a row: the tenant whose it is, the length of its key, that key, and the value
+OWNER = struct.Struct(f"<{TENANT_BYTES}sH")
+NOBODY = bytes(TENANT_BYTES)
+# by how much a row is longer, with a key of 32 tokens; hardly any has a longer one. A payload of 10 MiB is so, too.
+LONGER_BYTES = sealed_size(OWNER.size) + PARTS[CHILD][33]
+# what a row, or a payload, is bound to begins with this
+ROW, PAYLOAD = b"row", b"payload"
 # a view looks at the header again after so many seconds: another process may have replaced the location
 CHECKED_SECONDS = 60.0
 # so long at least between two attempts to find a key that is missing
@@ -30,42 +49,181 @@ ROWS_AT_ONCE = 256
 LAST = b"\xff"
 
 
+class RowCipher:
+    """How the rows and payloads of a location are named and sealed.
+
+    The names follow from a secret of the location, whatever the keys are. `needed` are the ids of the keys that it
+    needs, those of tenants included, the newest first; `keys` has these, and may have others.
+    """
+
+    def __init__(self, secret: bytes, needed: Sequence[bytes], keys: Keys) -> None:
+        self.secret, self.needed, self.keys = secret, tuple(needed), keys
+        self._names = {tenant_of(name, b""): ids[-1] for name, ids in keys.ids.items() if name is not None}
+        self.sealer = Sealer(keys.secrets, secret)
+
+    @classmethod
+    def of(cls, header: bytes, keys: Keys) -> RowCipher:
+        """Of the location with this header. Raises `UndecryptableError`."""
+        text = bytes(Sealer(keys.masters).unseal(MAGIC, header[len(MAGIC) :]))
+        ids = [text[at : at + ID_BYTES] for at in range(SECRET_BYTES, len(text), ID_BYTES)]
+        return cls(text[:SECRET_BYTES], ids, keys)
+
+    def header(self) -> bytes:
+        """The header of the location."""
+        text = self.secret + b"".join(self.needed)
+        return MAGIC + Sealer(self.keys.masters).seal(self.needed[0], MAGIC, text)
+
+    def stored_key(self, key: bytes) -> bytes:
+        """The stored key of a row.
+
+        Of the first parts of a key, what all stored keys that have them begin with; of one that ends within a part, the
+        least key after those.
+        """
+        found, at = key[:1], 1
+        hashed = hashlib.blake2b(found, key=self.secret, person=b"prefixstore rows", digest_size=HASH_BYTES)
+        for end in PARTS.get(found, (len(key),)):
+            if end > len(key):
+                break
+            hashed.update(key[at:end])
+            found += hashed.digest()[: HASH_BYTES if end - at > TOKEN_BYTES else TOKEN_BYTES]
+            at = end
+        return found if at == len(key) else found + b"\0"
+
+    def stored_range(self, wanted: Range) -> Range:
+        """Where the rows of a range are."""
+        shared = wanted.start[: len(wanted.stop)]
+        # it ends after all rows that begin with something, or before a row
+        is_whole = after_all(shared) == wanted.stop
+        stop = after_all(self.stored_key(shared)) if is_whole else self.stored_key(wanted.stop)
+        return wanted._replace(start=self.stored_key(wanted.start), stop=stop)
+
+    def name_for(self, owner: bytes) -> bytes:
+        """The id of the key under which the rows of a tenant are put."""
+        return self._names.get(owner, self.keys.newest)
+
+
+class EncryptedView(View):
+    """The rows of a view, decrypted; `told` is called for each row or payload for which that is not possible."""
+
+    def __init__(self, view: View, cipher: RowCipher, told: Callable[[UndecryptableError], object]) -> None:
+        self._view = view
+        self.cipher = cipher
+        self._told = told
+        self.at_once = view.at_once
+
+    @property
+    def arrived(self) -> int:  # type: ignore[override]  # other views have an attribute
+        return self._view.arrived
+
+    @property
+    def used(self) -> int:
+        return self._view.used
+
+    def opened(self, stored: Row) -> tuple[bytes, Row] | None:
+        """Whose a stored row is, and what it says; None if it cannot be decrypted."""
+        try:
+            text = bytes(self.cipher.sealer.unseal(ROW + stored.key, stored.value))
+        except UndecryptableError as error:
+            self._told(error)
+            return None
+        owner, size = OWNER.unpack_from(text)
+        end = OWNER.size + size
+        return owner, Row(text[OWNER.size : end], text[end:])
+
+    def _value(self, key: bytes, stored_key: bytes, stored: bytes) -> bytes:
+        """The value of a row; an empty one, as if it was damaged, if it cannot be decrypted."""
+        found = self.opened(Row(stored_key, stored))
+        return found[1].value if found is not None and found[1].key == key else b""
+
+    def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        stored_keys = list(map(self.cipher.stored_key, keys))
+        found = zip(keys, stored_keys, self._view.get(stored_keys), strict=True)
+        return [None if stored is None else self._value(key, name, stored) for key, name, stored in found]
+
+    def ranges(self, wanted: Sequence[Range]) -> list[list[Row]]:
+        found = self._view.ranges(list(map(self.cipher.stored_range, wanted)))
+        return [[one[1] for one in map(self.opened, rows) if one is not None] for rows in found]
+
+    def payloads(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, Buffer | None] | None]:
+        stored_keys = list(map(self.cipher.stored_key, keys))
+        return map(self._both, keys, stored_keys, self._view.payloads(stored_keys))
+
+    def _both(
+        self, key: bytes, stored_key: bytes, stored: tuple[bytes, Buffer | None] | None
+    ) -> tuple[bytes, Buffer | None] | None:
+        if stored is None:
+            return None
+        value, payload = self._value(key, stored_key, stored[0]), stored[1]
+        try:
+            return value, None if payload is None else self.cipher.sealer.unseal(PAYLOAD + stored_key, payload)
+        except UndecryptableError as error:
+            self._told(error)
+            raise
+
+
+class EncryptedUpdate(EncryptedView, Update):
+    """An update whose rows are encrypted when they are put."""
+
+    _view: Update
+
+    def __init__(self, update: Update, cipher: RowCipher, told: Callable[[UndecryptableError], object]) -> None:
+        super().__init__(update, cipher, told)
+        # whose the rows are that were read
+        self._owners: dict[bytes, bytes] = {}
+
+    @property
+    def costs(self) -> Costs:
+        costs = self._view.costs
+        return replace(costs, row=costs.row + LONGER_BYTES, payload=costs.payload + LONGER_BYTES)
+
+    def opened(self, stored: Row) -> tuple[bytes, Row] | None:
+        found = super().opened(stored)
+        if found is not None:
+            self._owners[stored.key] = found[0]
+        return found
+
+    def put(
+        self,
+        key: bytes,
+        value: bytes,
+        payload: Buffer | None = None,
+        *,
+        replaced: int | None = None,
+        owner: bytes | None = None,
+    ) -> None:
+        stored_key = self.cipher.stored_key(key)
+        owner = self._owners.get(stored_key, NOBODY) if owner is None else owner
+        name, seal = self.cipher.name_for(owner), self.cipher.sealer.seal
+        row = seal(name, ROW + stored_key, OWNER.pack(owner, len(key)) + key + value)
+        hidden = None if payload is None else seal(name, PAYLOAD + stored_key, payload)
+        self._view.put(stored_key, bytes(row), hidden, replaced=replaced)
+
+    def delete(self, key: bytes, *, replaced: int | None = None) -> None:
+        self._view.delete(self.cipher.stored_key(key), replaced=replaced)
+
+
 class Encrypted:
-    """Opens the rows of a location that is encrypted.
+    """Opens the rows of a location that is encrypted: what a backend keeps.
 
-    Parameters
-    ----------
-    backend
-        Keeps what is encrypted.
-    provider, keys
-        Gives the keys, and has given these.
-    on_undecryptable
-        Called for each row or payload that cannot be decrypted.
-
-    Attributes
-    ----------
-    keys
-        The keys that were read last.
+    `keys` are what the provider has given last. `count` is called for each row or payload that cannot be decrypted.
 
     Raises
     ------
     LocationError
-        If a key is missing, or it is not encrypted and has rows.
+        If a key is missing, or the location is not encrypted and has rows.
     IncompatibleError
         If its header is damaged, or of another version.
     """
 
-    def __init__(
-        self, backend: Backend, provider: KeyProvider, keys: Keys, on_undecryptable: Callable[[], object]
-    ) -> None:
-        self._backend = backend
-        self._provider = provider
-        self._on_undecryptable = on_undecryptable
+    def __init__(self, backend: Backend, provider: KeyProvider, keys: Keys, count: Callable[[], object]) -> None:
+        self._backend, self._provider, self._count = backend, provider, count
         self.keys = keys
         self._keys_read_at = time.monotonic()
         # the header that was found last, and what it says; when a view looks again
-        self._found: tuple[bytes, RowCipher] | None = None
+        self._found: tuple[bytes | None, RowCipher] | None = None
         self._looks_at = 0.0
+        # what was logged
+        self._said: set[str] = set()
         with self.view():
             pass  # raises if a key is missing
 
@@ -73,9 +231,8 @@ class Encrypted:
     def view(self) -> Iterator[EncryptedView]:
         """As `Backend.view`."""
         with self._backend.view() as rows:
-            found = self._found
-            is_known = found is not None and time.monotonic() < self._looks_at
-            yield EncryptedView(rows, found[1] if found is not None and is_known else self._cipher_in(rows), self._tell)
+            found = self._found if time.monotonic() < self._looks_at else None
+            yield EncryptedView(rows, self._cipher_in(rows) if found is None else found[1], self._tell)
 
     @contextmanager
     def update(self) -> Iterator[EncryptedUpdate]:
@@ -88,10 +245,13 @@ class Encrypted:
                 rows.put(HEADER, cipher.header())
             yield EncryptedUpdate(rows, cipher, self._tell)
 
-    def _tell(self) -> None:
-        self._on_undecryptable()
+    def _tell(self, error: UndecryptableError) -> None:
+        self._count()
         # it may be under a key that is new
         self._looks_at = 0.0
+        if str(error) not in self._said:
+            self._said.add(str(error))
+            log.warning("%s: something cannot be decrypted, and is a miss: %s", self._backend.location, error)
 
     def after_fork(self) -> None:
         """As `Backend.after_fork`."""
@@ -105,22 +265,29 @@ class Encrypted:
         found = self._found
         [header] = rows.get([HEADER])
         if header is None and not rows.ranges([Range(b"", LAST, 1)])[0]:
-            return RowCipher(secrets.token_bytes(SECRET_BYTES), (), self.keys)
-        if header is None or key_of(header) is None:
+            return RowCipher(os.urandom(SECRET_BYTES), (), self.keys)
+        if found is None or found[0] != header:
+            found = header, self._cipher_of(header)
+        self._found, self._looks_at = found, time.monotonic() + CHECKED_SECONDS
+        return found[1]
+
+    def _cipher_of(self, header: bytes | None) -> RowCipher:
+        name = key_of(header)
+        if header is None or name is None:
             raise LocationError(
                 "it is not encrypted: open it without a key (PREFIXSTORE_KEY=none), or prefixstore copy it to a new "
                 "location, with --from-key none"
             )
-        if found is None or found[0] != header:
-            try:
-                found = header, RowCipher.of(header, self._keys_with(keys_for(header)))
-            except UndecryptableError:
-                raise IncompatibleError("what says how it is encrypted was changed, or is of a newer version") from None
-        self._found, self._looks_at = found, time.monotonic() + CHECKED_SECONDS
-        return found[1]
+        self._require([name])
+        try:
+            found = RowCipher.of(header, self.keys)
+        except UndecryptableError:
+            raise IncompatibleError("what says how it is encrypted was changed, or is of a newer version") from None
+        self._require(found.needed)
+        return RowCipher(found.secret, found.needed, self.keys)
 
-    def _keys_with(self, needed: Sequence[bytes]) -> Keys:
-        """The keys; read again if these are not among them: another process may have been given a new one."""
+    def _require(self, needed: Sequence[bytes]) -> None:
+        """Raise if one of these keys is missing. They are read again: another process may have been given a new one."""
         missing = self.keys.missing(needed)
         if missing and time.monotonic() - self._keys_read_at > AGAIN_SECONDS:
             self._keys_read_at = time.monotonic()
@@ -131,10 +298,9 @@ class Encrypted:
                 f"it needs the key {missing[0].hex()}, which {self._provider} does not have, or did not when it was "
                 "read last; give it by PREFIXSTORE_KEY or key= (copy: --from-key, --to-key)"
             )
-        return self.keys
 
     def key_ids(self) -> list[str]:
-        """The ids of the keys under which the location is encrypted, the newest first."""
+        """The ids of the keys of the store under which the location is encrypted, the newest first."""
         return [name.hex() for name in self._needed() if name in self.keys.ids[None]]
 
     def _needed(self) -> Sequence[bytes]:
@@ -148,7 +314,8 @@ class Encrypted:
         """Have everything encrypted under the newest key, and that of its tenant, so that older ones are not needed.
 
         Others may go on using the location if they have the newest key. May be interrupted, and called again: rows that
-        are encrypted as they would be now are passed over.
+        are encrypted as they would be now are passed over. Raises `FullError` if there is no space for what is written
+        before the old rows are gone.
 
         Returns
         -------
@@ -156,20 +323,15 @@ class Encrypted:
             How many rows were encrypted again.
         int
             How many could not be decrypted: then the older keys are still needed.
-
-        Raises
-        ------
-        FullError
-            If there is no space for what is written before the old rows are gone.
         """
         older = set(self._needed()) - set(self.keys.current)
         n_done = n_left = 0
-        for cipher, rows in self._all():
+        for view, rows in self._all():
             n_left += sum(found is None for _, found in rows)
             old = [
                 found[1].key
                 for row, found in rows
-                if found is not None and not row.value.startswith(cipher.name_for(found[0]))
+                if found is not None and not row.value.startswith(view.cipher.name_for(found[0]))
             ]
             # what has a payload one by one, so that little is in memory
             some = [key for key in old if key[:1] != RECORD]
@@ -183,16 +345,9 @@ class Encrypted:
             self._replace(older)
         return n_done, n_left
 
+    @retried
     def _put_again(self, keys: Sequence[bytes]) -> None:
         """Encrypt rows again. One that has a payload was put with it: both are under the same key."""
-        try:
-            self._put_once(keys)
-        except FullError:
-            self._backend.reclaim()
-            self._put_once(keys)
-
-    @retried
-    def _put_once(self, keys: Sequence[bytes]) -> None:
         with self.update() as update:
             for key, found in zip(keys, update.payloads(keys), strict=True):
                 if found is not None:
@@ -220,19 +375,17 @@ class Encrypted:
     @retried
     def _drop(self, lost: Sequence[Row]) -> None:
         """Delete these stored rows, if nobody has written them since."""
-        with self._backend.update() as update:
-            for row, value in zip(lost, update.get([row.key for row in lost]), strict=True):
+        with self._backend.update() as rows:
+            for row, value in zip(lost, rows.get([row.key for row in lost]), strict=True):
                 if value == row.value:
-                    update.delete(row.key)
+                    rows.delete(row.key)
 
-    def _all(self) -> Iterator[tuple[RowCipher, list[tuple[Row, tuple[bytes, Row] | None]]]]:
-        """All stored rows but the header, some at a time, each with what `RowCipher.opened` returns."""
+    def _all(self) -> Iterator[tuple[EncryptedView, list[tuple[Row, tuple[bytes, Row] | None]]]]:
+        """All stored rows but the header, some at a time, each with what `EncryptedView.opened` returns."""
         start = b""
-        while True:
-            with self._backend.view() as view:
-                cipher = self._cipher_in(view)
-                [rows] = view.ranges([Range(start, LAST, ROWS_AT_ONCE)])
-            if not rows:
-                return
-            yield cipher, [(row, cipher.opened(row)) for row in rows if row.key != HEADER]
-            start = rows[-1].key + b"\0"
+        while start < LAST:
+            with self._backend.view() as rows:
+                view = EncryptedView(rows, self._cipher_in(rows), self._tell)
+                [found] = rows.ranges([Range(start, LAST, ROWS_AT_ONCE)])
+            yield view, [(row, view.opened(row)) for row in found if row.key != HEADER]
+            start = found[-1].key + b"\0" if found else LAST

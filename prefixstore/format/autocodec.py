@@ -77,16 +77,11 @@ class ReadRate:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a codec achieved on some pages: sizes before and after, and the seconds to unpack them in one thread."""
+    """What a codec achieved on a page: sizes before and after, and the seconds to unpack it in one thread."""
 
     raw_bytes: int
     stored_bytes: int
     seconds: float
-
-    def __add__(self, other: Figures) -> Figures:
-        return Figures(
-            self.raw_bytes + other.raw_bytes, self.stored_bytes + other.stored_bytes, self.seconds + other.seconds
-        )
 
     @property
     def saving(self) -> float:
@@ -104,14 +99,9 @@ class Figures:
 
 
 def choose(figures: Mapping[str, Figures], seconds_per_byte: float | None) -> str:
-    """The codec for pages like those measured.
+    """The codec for pages like the one on which the candidates achieved this.
 
-    Parameters
-    ----------
-    figures
-        What each candidate achieved on the same pages.
-    seconds_per_byte
-        What reading a stored byte of the location takes; None if nothing was read yet.
+    `seconds_per_byte` is what reading a stored byte of the location takes; None if nothing was read yet.
     """
     rate = ASSUMED_SECONDS_PER_BYTE if seconds_per_byte is None else seconds_per_byte
     good = {
@@ -157,15 +147,14 @@ class FixedCodec(Encoder):
 
 
 class AutoCodec(Encoder):
-    """Measures all codecs on the first pages of each namespace, and again at intervals, and uses the best one.
+    """Measures all codecs on the first page of each namespace, and on each 64th one after it, and uses the best one.
 
     It compresses only where that hardly slows down restores from this location: not where pages are in a local file
     that the system keeps in memory. While space is short it uses the codec that saves most. The read rate is not bound
     to those intervals: it is considered for every page.
     """
 
-    PAGES_MEASURED = 2
-    PAGES_BETWEEN = 64
+    MEASURED_EVERY = 64
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,16 +163,14 @@ class AutoCodec(Encoder):
         self._seen: dict[bytes, int] = {}
 
     def __call__(self, namespace: bytes, raw: Buffer) -> tuple[int, Buffer]:
-        turn = self._seen.get(namespace, 0) % (self.PAGES_MEASURED + self.PAGES_BETWEEN)
-        self._seen[namespace] = turn + 1
-        known = self._known.get(namespace, {})
+        n_seen = self._seen.get(namespace, 0)
+        self._seen[namespace] = n_seen + 1
         seconds_per_byte = SHORT_OF_SPACE if self.is_short_of_space else self.read_rate.seconds_per_byte
-        if known and turn >= self.PAGES_MEASURED:
+        known = self._known.get(namespace)
+        if known is not None and n_seen % self.MEASURED_EVERY:
             return encode(raw, choose(known, seconds_per_byte))
         packed = {name: encode(raw, name) for name in PACKINGS}
         figures = {name: _measure(*packed[name], len(raw)) for name in PACKINGS if name != "raw"}
-        if known and turn:
-            figures = {name: known[name] + figure for name, figure in figures.items()}
         self._known[namespace] = figures
         return packed[choose(figures, seconds_per_byte)]
 

@@ -6,27 +6,16 @@ stream: one page is in memory at a time, whatever the size of the file.
 
 from __future__ import annotations
 
-import mmap
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO
 
 import xxhash
 
 from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.namespace import Namespace
-from prefixstore.format.record import (
-    CHECKSUM_BYTES,
-    FORMAT_VERSION,
-    USAGE,
-    Buffer,
-    Record,
-    StoredPage,
-    Usage,
-    checksum,
-)
+from prefixstore.format.record import FORMAT_VERSION, USAGE, Record, StoredPage, Usage, checksum
 
 __all__ = ["ExportReader", "ExportWriter"]
 
@@ -43,34 +32,21 @@ SEAL = struct.Struct("<Q")
 NAMESPACE, PAGE, END = b"NAME", b"PAGE", b"DONE"
 # head of a page: key, usage; the record follows
 PAGE_HEAD = struct.Struct(f"<{KEY_BYTES}s{USAGE.size}s")
-# head of the end: namespaces, pages, bytes of payloads, xxh3-128 of all seals before it
-END_HEAD = struct.Struct(f"<QQQ{CHECKSUM_BYTES}s")
+# head of the end: pages
+END_HEAD = struct.Struct("<Q")
 LARGEST_HEAD, LARGEST_BODY = 1 << 28, 1 << 36
 READ_AT_ONCE = 16 << 20
 
-T = TypeVar("T", bytes, memoryview)
-
 
 class ExportWriter:
-    """Writes a ``.pstore`` file: namespaces, pages, the end.
+    """Writes a ``.pstore`` file, which need not be seekable: namespaces, pages, the end.
 
-    Parameters
-    ----------
-    file
-        A binary file, open for writing; need not be seekable.
-    namespaces
-        Canonical settings of all namespaces whose pages will be written, by key.
-
-    Attributes
-    ----------
-    pages, bytes
-        How many pages were written, and the size of their payloads.
+    `namespaces` are the canonical settings of all whose pages will be written, by key. `pages` and `bytes` are how many
+    pages were written, and the size of their payloads.
     """
 
     def __init__(self, file: BinaryIO, namespaces: Mapping[bytes, bytes]) -> None:
         self._file = file
-        self._seals = xxhash.xxh3_128()
-        self._namespaces = len(namespaces)
         self.pages = self.bytes = 0
         file.write(HEADER.pack(MAGIC, EXPORT_VERSION, FORMAT_VERSION))
         for key, canonical in namespaces.items():
@@ -85,33 +61,18 @@ class ExportWriter:
 
     def finish(self) -> None:
         """Write the end; without it, a reader reports the file as truncated."""
-        self._entry(END, END_HEAD.pack(self._namespaces, self.pages, self.bytes, self._seals.digest()), 0)
+        self._entry(END, END_HEAD.pack(self.pages), 0)
 
     def _entry(self, kind: bytes, head: bytes, n_bytes: int) -> None:
         start = ENTRY.pack(kind, len(head), n_bytes) + head
-        seal = SEAL.pack(xxhash.xxh3_64_intdigest(start))
-        self._seals.update(seal)
-        self._file.write(start + seal)
+        self._file.write(start + SEAL.pack(xxhash.xxh3_64_intdigest(start)))
 
 
 class ExportReader:
-    """Reads a ``.pstore`` file from its start to its end.
+    """Reads a ``.pstore`` file, which need not be seekable, from its start to its end.
 
-    Parameters
-    ----------
-    file
-        A binary file, open for reading; need not be seekable.
-    name
-        The name of the file in messages.
-    decrypt
-        Opens one that is encrypted, of which these bytes were read already.
-
-    Attributes
-    ----------
-    is_encrypted
-        Whether it was encrypted.
-    namespaces
-        Canonical settings of the namespaces in it, by key.
+    `decrypt` opens one that is encrypted, of which these bytes were read already. `namespaces` are the canonical
+    settings of the namespaces in it, by key; `name` is what messages call the file.
 
     Raises
     ------
@@ -129,10 +90,7 @@ class ExportReader:
             header = file.read(HEADER.size)
         self._file = file
         self._name = name
-        self._mapped = _mapped(file)
-        self._seals = xxhash.xxh3_128()
         self.pages = 0
-        self._bytes = 0
         if len(header) < HEADER.size or not header.startswith(MAGIC):
             raise IncompatibleError(f"{name} was not written by prefixstore export")
         _, version, records = HEADER.unpack(header)
@@ -171,17 +129,13 @@ class ExportReader:
             record = Record.unpack(key, head[PAGE_HEAD.size :])
             if record.stored_bytes != n_bytes or record.namespace not in self.namespaces:
                 raise CorruptError(f"{self._name}: page {key.hex()} has a wrong length, or its namespace is missing")
-            payload = self._payload(n_bytes)
+            payload = self._read(n_bytes)
             if checksum(payload) != record.checksum:
                 raise CorruptError(f"{self._name}: page {key.hex()}: checksum mismatch")
-            self.pages, self._bytes = self.pages + 1, self._bytes + n_bytes
+            self.pages += 1
             yield StoredPage(key, record, Usage.unpack(usage), payload)
             kind, head, n_bytes = self._entry()
-        if (
-            kind != END
-            or len(head) != END_HEAD.size
-            or END_HEAD.unpack(head) != (len(self.namespaces), self.pages, self._bytes, self._seals.digest())
-        ):
+        if (kind, head) != (END, END_HEAD.pack(self.pages)):
             raise CorruptError(f"{self._name} is damaged: its end does not match its pages")
 
     def _entry(self) -> tuple[bytes, bytes, int]:
@@ -192,39 +146,14 @@ class ExportReader:
         head, seal = self._read(head_bytes), self._read(SEAL.size)
         if SEAL.pack(xxhash.xxh3_64_intdigest(start + head)) != seal:
             raise CorruptError(f"{self._name} is damaged after page {self.pages}")
-        if kind != END:
-            self._seals.update(seal)
         return kind, head, n_bytes
-
-    def _payload(self, n_bytes: int) -> Buffer:
-        """The body of an entry; not a copy where the file is mapped."""
-        if self._mapped is None:
-            return self._read(n_bytes)
-        at = self._file.tell()
-        self._file.seek(at + n_bytes)
-        return self._whole(self._mapped[at : at + n_bytes], n_bytes)
 
     def _read(self, n_bytes: int) -> bytes:
         # piece by piece: a false length allocates no memory
         pieces = [self._file.read(min(n_bytes, READ_AT_ONCE))]
         while pieces[-1] and (left := n_bytes - sum(map(len, pieces))) > 0:
             pieces.append(self._file.read(min(left, READ_AT_ONCE)))
-        return self._whole(b"".join(pieces) if len(pieces) > 1 else pieces[0], n_bytes)
-
-    def _whole(self, found: T, n_bytes: int) -> T:
+        found = b"".join(pieces) if len(pieces) > 1 else pieces[0]
         if len(found) < n_bytes:
             raise CorruptError(f"{self._name}: truncated after {self.pages} pages; import again when it is complete")
         return found
-
-
-def _mapped(file: BinaryIO) -> memoryview | None:
-    """The bytes of a file on a disk, mapped; the map lives as long as a view of it."""
-    try:
-        if not file.seekable():
-            return None
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError):
-        return None  # not a file on a disk, or an empty one
-    with suppress(AttributeError, OSError):  # not on every system
-        mapped.madvise(mmap.MADV_SEQUENTIAL)
-    return memoryview(mapped)

@@ -122,16 +122,8 @@ class BreakEven:
 def measure_break_even(llm: Llama, store: PrefixStore, archive: Archive, longest: int) -> BreakEven:
     """Compute and restore prompts of increasing length, and delete what was stored for this.
 
-    Parameters
-    ----------
-    llm
-        The model. Its context is overwritten.
-    store
-        Attached to the model, with a salt of its own: its namespace is deleted at the end.
-    archive
-        The same location.
-    longest
-        Tokens of the longest prompt.
+    The context of the model is overwritten. The store is attached to it, with a salt of its own: its namespace is
+    deleted at the end. The archive is on the same location; the longest prompt has `longest` tokens.
     """
     # what is measured is no use of the location: it must not be in its figures, nor the limit of this store
     store.engine.counters.collected = frozenset()

@@ -130,7 +130,9 @@ def _batches(pages: Iterable[StoredPage]) -> Iterator[list[StoredPage]]:
         n_bytes += len(page.payload)
         if n_bytes >= BATCH_BYTES:
             yield batch
-            batch, n_bytes = [], 0
+            # no other list: the caller has this one until the next
+            batch.clear()
+            n_bytes = 0
     yield batch
 
 
@@ -143,17 +145,8 @@ def copy_store(
 ) -> Moved:
     """Copy pages into another location, of any backend. Pages that are already there are not changed.
 
-    Parameters
-    ----------
-    source, target
-        Two locations.
-    namespaces, keys
-        Copy only pages of these namespaces, and with these keys; see `Archive.with_ancestors`.
-
-    Raises
-    ------
-    StorageError
-        If one of the locations fails. What was copied until then stays.
+    Only pages of these namespaces, and with these keys; see `Archive.with_ancestors`. Raises `StorageError` if one of
+    the locations fails; what was copied until then stays.
     """
     pages = _Source(source, namespaces, keys)
     known = source.history().models
@@ -171,21 +164,10 @@ def export_store(
     namespaces: Collection[bytes] | None = None,
     keys: Collection[bytes] | None = None,
 ) -> Moved:
-    """Write pages into one portable file.
+    """Write pages into one portable file, which need not be seekable.
 
-    Parameters
-    ----------
-    archive
-        The source.
-    file
-        A binary file, open for writing; need not be seekable.
-    namespaces, keys
-        Export only pages of these namespaces, and with these keys; see `Archive.with_ancestors`.
-
-    Raises
-    ------
-    StorageError
-        If the location fails. The file is not complete then.
+    Only pages of these namespaces, and with these keys; see `Archive.with_ancestors`. Raises `StorageError` if the
+    location fails; the file is not complete then.
     """
     pages = _Source(archive, namespaces, keys)
     writer = ExportWriter(file, pages.settings)
@@ -199,13 +181,6 @@ def import_store(reader: ExportReader, target: Archive) -> Moved:
     """Import the pages of a file into a location, within its budget. Pages that are already there are not changed.
 
     So an interrupted import can be continued: run it again.
-
-    Parameters
-    ----------
-    reader
-        The file, at its start.
-    target
-        The location.
 
     Raises
     ------

@@ -60,20 +60,10 @@ def sample_leaves(archive: Archive, namespace: bytes, n: int, seed: int = 0) -> 
 
 
 def verify(llm: Llama, store: PrefixStore, archive: Archive, n: int, *, seed: int = 0) -> Iterator[Comparison]:
-    """Compute stored sequences again, and compare the results.
+    """Compute `n` stored sequences of an archive again, and compare the results.
 
-    Parameters
-    ----------
-    llm
-        The model. Its context is overwritten.
-    store
-        Attached to the model; it is detached, so that nothing that is computed here is stored.
-    archive
-        The same location.
-    n
-        How many sequences.
-    seed
-        Of the random choice.
+    The context of the model is overwritten. The store, on the same location, is attached to the model; it is detached,
+    so that nothing that is computed here is stored.
     """
     from prefixstore.llama.binding import last_logits  # noqa: PLC0415 - the extra "llama"
 

@@ -36,15 +36,6 @@ class TestMemoryWithAnEstimatedSize(BackendContract):
         return Estimated()
 
 
-def filled(keys, **payloads):
-    """A memory with rows of these keys."""
-    backend = MemoryBackend()
-    with backend.update() as draft:
-        for key in keys:
-            draft.put(key, b"stored", payloads.get(key.decode()))
-    return backend
-
-
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
@@ -69,8 +60,12 @@ def test_a_closed_memory_with_a_name_leaves_the_rows_to_the_others():
 def open_draft(request):
     """Opens drafts over rows, whose changes are in the view already, or are not."""
 
-    def opened(keys, **payloads):
-        with filled(keys, **payloads).view() as committed:
+    def opened(keys):
+        backend = MemoryBackend()
+        with backend.update() as draft:
+            for key in keys:
+                draft.put(key, b"stored")
+        with backend.view() as committed:
             view = committed.copy()
             return Draft(view, COSTS, view.apply if request.param == "flushed" else None)
 
@@ -98,30 +93,3 @@ def test_a_row_that_was_deleted_is_read_a_few_times_however_often_its_neighbors_
         [found] = draft.ranges([Range(b"0", b"9", 1, reverse=reverse)])
         assert [row.key for row in found] == ([max(left) if reverse else min(left)] if left else [])
     assert n_read < 20 * len(keys)
-
-
-@pytest.mark.parametrize("is_read", [False, True])
-def test_a_row_put_after_its_deletion_has_no_old_payload(open_draft, is_read):
-    draft = open_draft([b"a", b"b", b"c"], a=b"old", b=b"old", c=b"old")
-
-    def step():
-        assert not is_read or draft.used >= 0
-
-    draft.delete(b"a")
-    step()
-    draft.put(b"a", b"1")
-    draft.put(b"b", b"1", b"new")
-    step()
-    draft.delete(b"b")
-    draft.put(b"b", b"2")
-    step()
-    draft.put(b"b", b"3")
-    draft.put(b"c", b"1")
-    draft.delete(b"d")
-    step()
-    draft.put(b"d", b"1", b"new")
-    draft.put(b"d", b"2")
-    expected = [(b"1", None), (b"3", None), (b"1", b"old"), (b"2", b"new")]
-    assert list(draft.payloads([b"a", b"b", b"c", b"d"])) == expected
-    draft._view.apply(draft.changes)
-    assert list(draft._view.payloads([b"a", b"b", b"c", b"d"])) == expected

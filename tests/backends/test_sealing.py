@@ -72,17 +72,17 @@ CONTENT = bytes(range(250)) * 2
 @pytest.fixture
 def sealed(monkeypatch):
     """The beginning of a file with five messages of 100 bytes, and each."""
-    monkeypatch.setattr(module, "MESSAGE_BYTES", 100)
+    monkeypatch.setattr(module, "SEGMENT", 100)
     file = io.BytesIO()
-    with sealing(file, KEYS) as into:
-        for at in range(0, len(CONTENT), 25):
-            into.write(CONTENT[at : at + 25])
+    into = sealing(file, KEYS)
+    for some in (CONTENT[:200], CONTENT[200:300], CONTENT[300:]):
+        into.write(some)
     whole, size = file.getvalue(), 4 + sealed_size(100)
     return whole[:16], [whole[at : at + size] for at in range(16, len(whole), size)]
 
 
 def opened(begin, parts, keys=KEYS):
-    return unsealed(begin, io.BytesIO(b"".join(parts)), keys, "name").read()
+    return unsealed(begin, io.BytesIO(b"".join(parts)), keys, "name").read(1000)
 
 
 def test_a_file_comes_back_and_nothing_of_it_can_be_left_out_exchanged_or_appended(sealed):

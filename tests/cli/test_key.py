@@ -134,14 +134,6 @@ def test_keys_are_forgotten_however_their_tenant_is_written(run, key, line):
     assert keys_in(key).forgotten == {key_id(secret): "key:alice" for secret in secrets}
 
 
-def test_a_key_that_cannot_be_overwritten_is_said_to_be_there(run, key):
-    # base64 ends with bits that mean nothing
-    key.write_text(key.read_text() + f"tenant alice {base64.b64encode(bytes(32)).decode()[:-2]}B=\n")
-    before = key.read_bytes()
-    assert "delete its line" in run("key", "forget", key, "alice", code=3).err
-    assert key.read_bytes() == before
-
-
 def test_exports_are_encrypted_and_imported_with_the_key(tmp_path, run, key, monkeypatch):
     url, out, other = f"lmdb://{tmp_path}/kv", tmp_path / "f.pstore", f"sqlite:///{tmp_path}/other.db"
     before = filled(url)

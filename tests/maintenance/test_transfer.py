@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import io
-import itertools
-import re
 import struct
-import tempfile
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import xxhash
 
 from prefixstore.engine.importing import Importer
 from prefixstore.errors import CorruptError, FullError, IncompatibleError, UnavailableError
 from prefixstore.format import export
 from prefixstore.format.export import ExportReader
 from prefixstore.format.namespace import Namespace
-from prefixstore.format.record import FORMAT_VERSION
 from prefixstore.maintenance import transfer
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import copy_store, export_store, import_store
@@ -62,22 +56,8 @@ class Pipe(io.RawIOBase):
         self._file.close()
 
 
-def on_disk(data):
-    """A file on a disk, open for reading."""
-    file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
-    file.write(data)
-    file.seek(0)
-    return file
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        # an export does not know where it goes: from each and to each in every run, their product with the attacks
-        pytest.param(one, other, marks=() if SCHEMES[i - 1] == other else pytest.mark.attack)
-        for (i, one), other in itertools.product(enumerate(SCHEMES), SCHEMES)
-    ],
-)
+# from each and to each: an export does not know where it goes
+@pytest.mark.parametrize(("one", "other"), [*zip(SCHEMES, (*SCHEMES[1:], SCHEMES[0]), strict=True)])
 def test_pages_move_between_all_backends_unchanged(one, other, tmp_path, request):
     with (
         Archive(place(one, tmp_path, request, "one"), create=True) as source,
@@ -144,9 +124,8 @@ def ends_of_entries(data):
 
 
 @pytest.mark.parametrize("batch_bytes", [1, 2500, transfer.BATCH_BYTES])
-@pytest.mark.parametrize("opened", [on_disk, io.BytesIO, Pipe])
 def test_a_truncated_file_yields_its_complete_pages_and_a_second_import_the_rest(
-    source, tmp_path, opened, batch_bytes, monkeypatch
+    source, tmp_path, batch_bytes, monkeypatch
 ):
     monkeypatch.setattr(transfer, "BATCH_BYTES", batch_bytes)
     data = packed(source)
@@ -157,13 +136,13 @@ def test_a_truncated_file_yields_its_complete_pages_and_a_second_import_the_rest
         with Archive(tmp_path / f"target{i}", create=True) as target:
             # the start of the entry after the namespaces is read with them
             with (
-                closing(opened(data[:cut])) as file,
+                closing(Pipe(data[:cut])) as file,
                 pytest.raises(CorruptError, match=f"truncated after {whole} pages; import again"),
             ):
                 import_store(ExportReader(file, "f"), target)
             assert len(contents(target.backend)) == whole
             assert target.check() == []
-            with closing(opened(data)) as file:
+            with closing(Pipe(data)) as file:
                 moved = import_store(ExportReader(file, "f"), target)
             assert (moved.pages, moved.present) == (9 - whole, whole)
             assert contents(target.backend) == contents(source.backend)
@@ -203,13 +182,6 @@ def test_a_flipped_bit_is_detected_anywhere_and_nothing_wrong_is_stored(source, 
             assert target.check() == []
 
 
-def test_false_lengths_allocate_no_memory(tmp_path):
-    head = export.HEADER.pack(export.MAGIC, export.EXPORT_VERSION, FORMAT_VERSION)
-    for lengths in ((1 << 31, 0), (16, 1 << 60)):
-        with pytest.raises(CorruptError):
-            ExportReader(io.BytesIO(head + export.ENTRY.pack(b"PAGE", *lengths) + bytes(100)), "f")
-
-
 def test_other_files_and_other_versions_are_refused(source):
     with pytest.raises(IncompatibleError, match="not written by prefixstore"):
         ExportReader(io.BytesIO(b"GGUF" + bytes(100)), "f")
@@ -233,21 +205,6 @@ def test_a_tail_is_replaced_by_the_page_that_continues_it_and_is_not_imported_ag
             moved = copy_store(tail, short)
         assert (moved.pages, moved.present) == (0, 1)
         assert short.check() == []
-
-
-def test_damaged_pages_are_left_out_with_their_descendants(source, tmp_path):
-    paths = fill(source.backend, MINE, SEQUENCES)
-    with source.backend.update() as transaction:
-        key = paths[0][0]
-        record, usage = transaction.record(key), transaction.usage(key)
-        transaction.delete(key)
-        transaction.put(key, replace(record, checksum=bytes(16)), usage, bytes(1000))
-    file = io.BytesIO()
-    moved = export_store(source, file)
-    assert (moved.pages, moved.damaged) == (5, 1)
-    with Archive(tmp_path / "target", create=True) as target:
-        assert import_store(ExportReader(io.BytesIO(file.getvalue()), "f"), target).pages == 5
-        assert target.check() == []
 
 
 def test_a_location_that_fails_in_the_middle_is_an_error_and_its_pages_are_not_called_damaged(source, tmp_path):
@@ -291,20 +248,3 @@ def test_the_memory_of_a_transfer_does_not_grow_with_the_store(tmp_path):
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 80 << 20
-
-
-def test_the_layout_of_the_file_is_documented():
-    text = (ROOT / "docs" / "format.md").read_text()
-    section = text.split("## A portable file", 1)[1].split("\n## ", 1)[0]
-    codes = {"u32": "I", "u64": "Q"}
-    layouts = {"header": export.HEADER, "entry": export.ENTRY, "page": export.PAGE_HEAD, "end": export.END_HEAD}
-    for name, layout in layouts.items():
-        table = re.search(rf"^\| {name} \|.*?\n\n", section + "\n\n", re.MULTILINE | re.DOTALL).group()
-        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:] if line]
-        fixed = [row for row in rows if row[0].isdigit() and row[1].isdigit()]
-        written = "<" + "".join(codes.get(row[2], f"{row[1]}s") for row in fixed)
-        offsets = list(itertools.accumulate((int(row[1]) for row in fixed), initial=0))
-        assert [int(row[0]) for row in fixed] == offsets[:-1]
-        assert written == layout.format
-    assert repr(export.MAGIC)[2:-1] in section
-    assert xxhash.xxh3_64_intdigest(b"") == 0x2D06800538D394C2
