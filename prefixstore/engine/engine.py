@@ -25,7 +25,7 @@ from prefixstore.engine.captures import Captures
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.commit import Committer
 from prefixstore.engine.delete import Deleter
-from prefixstore.engine.fetch import Deadline, States, fetch
+from prefixstore.engine.fetch import Deadline, States
 from prefixstore.engine.importing import Importer
 from prefixstore.engine.index import Page, Path
 from prefixstore.engine.lookups import Lookups
@@ -36,9 +36,8 @@ from prefixstore.engine.pending import Fits, PendingPage, Suspicion
 from prefixstore.engine.policy import Policy
 from prefixstore.engine.queue import Drained, WriteQueue
 from prefixstore.engine.ram import RamTier
-from prefixstore.engine.readers import Admit, Look
 from prefixstore.engine.saved_notes import SavedNotes
-from prefixstore.engine.source import Fetcher, Source
+from prefixstore.engine.source import Admit, Fetcher, Look, Source
 from prefixstore.engine.space import Evictor
 from prefixstore.engine.tap import Tap
 from prefixstore.engine.upkeep import Upkeep
@@ -276,9 +275,9 @@ class Engine:
         admit: Admit | None = None,
         deadline: Deadline | None = None,
     ) -> AbstractContextManager[States]:
-        """The verified states of `pages`, in order: see `fetch`."""
+        """The verified states of `pages`, in order: see `States`."""
         sources = self._sources(pages)
-        return fetch(sources, streamed=streamed, along=along, look=look, admit=admit, deadline=deadline)
+        return States(sources, streamed=streamed, along=along, look=look, admit=admit, deadline=deadline)
 
     def _sources(self, pages: Sequence[Page]) -> list[Source]:
         return [self._fetcher.source(pages)]

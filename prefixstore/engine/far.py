@@ -71,7 +71,7 @@ class FarEngine(Engine):
 
     def source(self, pages: Sequence[Page], keep: Keep) -> Source:
         """These pages, from this location."""
-        return Source(self._fetcher, pages, keep)
+        return self._fetcher, pages, keep
 
     def offer(self, new: PendingPage) -> None:
         """Have a captured page written here, too, with the same buffer. Dropped and counted if too much waits."""

@@ -7,7 +7,7 @@ page is deleted meanwhile. The caller owns nothing and copies nothing. A missing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from heapq import nlargest
@@ -168,7 +168,7 @@ class View:
         found = next(iter(self._rows.payloads([record_row(key)])))
         return found[1] if found is not None else None
 
-    def fetch(self, keys: Sequence[bytes]) -> Iterator[tuple[Record, Buffer]]:
+    def fetch(self, keys: Sequence[bytes]) -> Generator[tuple[Record, Buffer], None, None]:
         """Record and payload of these pages, in order, up to the first that is missing. They are not verified.
 
         The two belong together even if the page is put again meanwhile: a backend whose views see later commits has to

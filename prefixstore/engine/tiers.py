@@ -28,7 +28,7 @@ from typing import Any
 from prefixstore.backends.threads import Answer, handed_over
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.far import FarEngine, page_for
-from prefixstore.engine.fetch import States, fetch
+from prefixstore.engine.fetch import States
 from prefixstore.engine.index import Page, Path
 from prefixstore.engine.lookups import Lookups
 from prefixstore.engine.pending import Fits, PendingPage
@@ -115,7 +115,7 @@ class TieredEngine(Engine):
     def states_of(self, pages: Sequence[Page]) -> AbstractContextManager[States]:
         """The verified states of pages in the nearer location, each valid until the next one is requested."""
         # passing a page on is not a use of it: it is not copied to RAM
-        return fetch([Source(self._fetcher, pages)], streamed=True, along=False)
+        return States([(self._fetcher, pages, None)], streamed=True, along=False)
 
     # -- looking up ---------------------------------------------------------------------------------------------------
 
