@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from prefixstore.backends.keys import Key
-from prefixstore.backends.lazy import LazyBackend
 from prefixstore.backends.location import text_of, without_password
 from prefixstore.backends.threads import close_soon
 from prefixstore.engine.budget import Evicted
@@ -103,7 +102,7 @@ def _open_far(
         backend = open_it()
     except UnavailableError as error:
         log.warning("the far location is tried again later: %s", error)
-        backend = Pages(LazyBackend(without_password(text_of(location)), lambda: open_it().rows))
+        backend = Pages(None, without_password(text_of(location)), open_it)
     if backend.location == near != "memory:":
         # written in two ways
         backend.close()

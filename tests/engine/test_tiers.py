@@ -6,7 +6,6 @@ from contextlib import closing, contextmanager, suppress
 
 import pytest
 
-from prefixstore.backends.lazy import LazyBackend
 from prefixstore.engine import breaker
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.eviction import POLICIES
@@ -454,14 +453,13 @@ def test_a_far_location_that_cannot_be_reached_at_first_is_opened_later(near):
         attempts.append(1)
         if len(attempts) < 3:
             raise UnavailableError("not there")
-        return MemoryPages().rows
+        return MemoryPages()
 
-    lazy = LazyBackend("valkey://h/0", open_it)
-    far = Pages(lazy)
+    far = Pages(None, "valkey://h/0", open_it)
     with tiers(near, far) as store:
         store.capture(LONG)
         store.engine.flush()
-        wait_for(lambda: store.match([*LONG, *A]) and lazy._backend is not None, "the far location is opened")
+        wait_for(lambda: store.match([*LONG, *A]) and far._backend is not None, "the far location is opened")
         store.capture([*LONG, 1])
         store.engine.flush()
         assert keys_of(far) == keys_of(near)
