@@ -10,7 +10,7 @@ from typing import NamedTuple
 from prefixstore.backends.contract import Row
 from prefixstore.engine import keyspace, siblings
 from prefixstore.engine.budget import Budget
-from prefixstore.engine.keyspace import Count, Leaf, record_row, usage_row
+from prefixstore.engine.keyspace import Count, Leaf
 from prefixstore.engine.page_view import View, leaf_of, path_in
 from prefixstore.engine.trie import Entry
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
@@ -177,7 +177,7 @@ def _lost(view: View, rows: Sequence[Row]) -> list[Row]:
 def _misplaced(view: View, rows: Sequence[Row]) -> list[Row]:
     children = [siblings.Child.unpack(row.value) for row in rows]
     pages = [child.page if child is not None else None for child in children]
-    records = view.rows.get([record_row(page or b"") for page in pages])
+    records = view.rows.get([keyspace.RECORD + (page or b"") for page in pages])
     return [
         row
         for row, child, page, record in zip(rows, children, pages, records, strict=True)
@@ -191,13 +191,13 @@ def _may_be_below(row: bytes, key: bytes, record: bytes | None) -> bool:
 
 
 def _orphans(view: View, rows: Sequence[Row]) -> list[Row]:
-    records = view.rows.get([record_row(row.key[1:]) for row in rows])
+    records = view.rows.get([keyspace.RECORD + row.key[1:] for row in rows])
     return [row for row, record in zip(rows, records, strict=True) if record is None]
 
 
 def _wrong_leaves(view: View, rows: Sequence[Row]) -> list[Row]:
     keys = [row.key[1:] for row in rows]
-    followed, usages = view.followed(keys), view.rows.get([usage_row(key) for key in keys])
+    followed, usages = view.followed(keys), view.rows.get([keyspace.USAGE + key for key in keys])
     pages = [leaf_of(key, row.value, usage) for key, row, usage in zip(keys, rows, usages, strict=True)]
     there = {row.key: row.value for row in stored(view, [row for row, _ in pages if row is not None])}
     wrong: list[Row] = []
@@ -210,7 +210,7 @@ def _wrong_leaves(view: View, rows: Sequence[Row]) -> list[Row]:
 
 
 def _stray_leaves(view: View, rows: Sequence[Row]) -> list[Row]:
-    records = view.rows.get([record_row(row.key[1 + KEY_BYTES :]) for row in rows])
+    records = view.rows.get([keyspace.RECORD + row.key[1 + KEY_BYTES :] for row in rows])
     heads = [head_of(record) if record is not None else None for record in records]
     return [
         row
@@ -262,12 +262,12 @@ def violations(view: View, budget: Budget) -> list[Violation]:
     found = [Violation(rule, key.hex(), message) for rule, key, message in flaws(view)]
     namespaces = set(view.namespaces())
     for rows in keyspace.walk(view.rows, keyspace.RECORD):
-        usages = view.rows.get([usage_row(row.key[1:]) for row in rows])
+        usages = view.rows.get([keyspace.USAGE + row.key[1:] for row in rows])
         for row, usage in zip(rows, usages, strict=True):
             faults = list(_faults(view, row, usage, namespaces))
             if faults:
                 # this view may see later commits: as the page is now
-                value, used = view.rows.get([row.key, usage_row(row.key[1:])])
+                value, used = view.rows.get([row.key, keyspace.USAGE + row.key[1:]])
                 now = Row(row.key, value or b"")
                 faults = list(_faults(view, now, used, set(view.namespaces()))) if value is not None else []
             found += [Violation(rule, row.key[1:].hex(), message) for rule, message in faults]

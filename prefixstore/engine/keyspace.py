@@ -47,6 +47,7 @@ __all__ = [
     "PARTS",
     "RECORD",
     "TENANT_BYTES",
+    "USAGE",
     "Count",
     "Leaf",
     "count_row",
@@ -55,12 +56,8 @@ __all__ = [
     "everything",
     "leaf_row",
     "leaves_of",
-    "namespace_row",
-    "note_row",
-    "record_row",
     "tenant_of",
     "under",
-    "usage_row",
     "walk",
 ]
 
@@ -88,26 +85,6 @@ PARTS: dict[bytes, Sequence[int]] = {
 }
 # rows that a walk reads at a time
 AT_ONCE = 1024
-
-
-def record_row(key: bytes) -> bytes:
-    """The row with the record and the payload of a page."""
-    return RECORD + key
-
-
-def usage_row(key: bytes) -> bytes:
-    """The row with the usage of a page."""
-    return USAGE + key
-
-
-def namespace_row(key: bytes) -> bytes:
-    """The row with the settings of a namespace."""
-    return NAMESPACE + key
-
-
-def note_row(name: bytes) -> bytes:
-    """The row of a note."""
-    return NOTE + name
 
 
 def everything(kind: bytes) -> Range:

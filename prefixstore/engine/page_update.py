@@ -17,10 +17,6 @@ from prefixstore.engine.keyspace import (
     Count,
     Leaf,
     leaf_row,
-    namespace_row,
-    note_row,
-    record_row,
-    usage_row,
 )
 from prefixstore.engine.page_view import Used, View, counted_as, leaf_of, path_in, path_of, usage_in
 from prefixstore.format.keys import KEY_BYTES
@@ -127,15 +123,15 @@ class Transaction(View):
         path, space = path_of(record), record.namespace
         owner = self._owner(space)
         mine, above = leaf_row(space, key), leaf_row(space, record.parent)
-        wanted = [record_row(key), usage_row(key), record_row(record.parent), mine, above, *path]
+        wanted = [keyspace.RECORD + key, keyspace.USAGE + key, keyspace.RECORD + record.parent, mine, above, *path]
         old, old_usage, parent, *_ = self._rows.get(wanted)
         replaced = self._uncount(old, old_usage)
         packed = record.pack()
         head = head_of(packed)
         assert head is not None
         self._add(space, counted_as(head, usage.pack()))
-        self._rows.put(record_row(key), packed, payload, replaced=replaced, owner=owner)
-        self._rows.put(usage_row(key), usage.pack())
+        self._rows.put(keyspace.RECORD + key, packed, payload, replaced=replaced, owner=owner)
+        self._rows.put(keyspace.USAGE + key, usage.pack())
         place = place_of(old) if old is not None else None
         if place is not None and (before := siblings.child_path(*place)) != path:
             # another page has had this key, or its record is damaged
@@ -151,15 +147,15 @@ class Transaction(View):
 
     def delete(self, key: bytes) -> bool:
         """Delete a page, its usage and payload; returns whether anything of it was stored."""
-        record, usage = self._rows.get([record_row(key), usage_row(key)])
+        record, usage = self._rows.get([keyspace.RECORD + key, keyspace.USAGE + key])
         replaced = self._uncount(record, usage)
         place = place_of(record) if record is not None else None
         if record is None and usage is None:
             return False
         if record is not None and place is not None:
             self.is_torn |= not siblings.remove_child(self._rows, key, siblings.child_path(*place))
-        self._rows.delete(record_row(key), replaced=replaced)
-        self._rows.delete(usage_row(key))
+        self._rows.delete(keyspace.RECORD + key, replaced=replaced)
+        self._rows.delete(keyspace.USAGE + key)
         if record is not None and place is not None:
             self.drop_leaf(namespace_in(record), key)
             self._mend_leaf(place[0])
@@ -195,7 +191,7 @@ class Transaction(View):
 
     def _mend_leaf(self, key: bytes) -> None:
         """Have a page that is stored, and can be read, have a leaf row if none follows it and it is not pinned."""
-        record, usage = self._rows.get([record_row(key), usage_row(key)])
+        record, usage = self._rows.get([keyspace.RECORD + key, keyspace.USAGE + key])
         row, leaf = leaf_of(key, record, usage)
         if row is not None:
             self._set_leaf(row[1 : 1 + KEY_BYTES], row, None if leaf is None or self.followed([key]) else leaf)
@@ -208,10 +204,10 @@ class Transaction(View):
 
     def touch(self, key: bytes, usage: Usage) -> None:
         """Replace the usage of a page; nothing happens if the page is gone."""
-        record, old = self._rows.get([record_row(key), usage_row(key)])
+        record, old = self._rows.get([keyspace.RECORD + key, keyspace.USAGE + key])
         if record is None:
             return
-        self._rows.put(usage_row(key), usage.pack())
+        self._rows.put(keyspace.USAGE + key, usage.pack())
         head, was_pinned = head_of(record), usage_in(old).pinned
         if head is None:
             return
@@ -229,7 +225,7 @@ class Transaction(View):
         if self.namespace(key) == settings:
             return
         self._salts[key] = salt_in(settings)
-        self._rows.put(namespace_row(key), settings, owner=self._owner(key))
+        self._rows.put(keyspace.NAMESPACE + key, settings, owner=self._owner(key))
 
     def drop_empty_namespaces(self) -> None:
         """Forget the settings of all namespaces that have no pages."""
@@ -239,8 +235,8 @@ class Transaction(View):
 
     def _drop_namespace(self, key: bytes) -> None:
         """Forget the settings of a namespace, and the names of its sequences."""
-        self._rows.delete(namespace_row(key))
-        self._rows.delete(note_row(note_name(key)))
+        self._rows.delete(keyspace.NAMESPACE + key)
+        self._rows.delete(keyspace.NOTE + note_name(key))
 
     def put_note(self, name: bytes, value: bytes | None, namespace: bytes | None = None) -> None:
         """Write a short note for other processes; None deletes it. Does not change `generation`.
@@ -248,9 +244,9 @@ class Transaction(View):
         What it says of a namespace belongs to the tenant whose that is.
         """
         if value is None:
-            self._rows.delete(note_row(name))
+            self._rows.delete(keyspace.NOTE + name)
         else:
-            self._rows.put(note_row(name), value, owner=None if namespace is None else self._owner(namespace))
+            self._rows.put(keyspace.NOTE + name, value, owner=None if namespace is None else self._owner(namespace))
 
     # -- the index ----------------------------------------------------------------------------------------------------
 

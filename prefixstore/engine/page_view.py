@@ -24,10 +24,6 @@ from prefixstore.engine.keyspace import (
     Count,
     Leaf,
     leaf_row,
-    namespace_row,
-    note_row,
-    record_row,
-    usage_row,
 )
 from prefixstore.engine.trie import Entry, Trie
 from prefixstore.errors import CorruptError, LocationError, StorageError
@@ -86,12 +82,12 @@ class View:
 
     def record(self, key: bytes) -> Record | None:
         """The record of a page. Raises `CorruptError` or `IncompatibleError` if it cannot be read."""
-        stored = self._rows.get([record_row(key)])[0]
+        stored = self._rows.get([keyspace.RECORD + key])[0]
         return Record.unpack(key, stored) if stored is not None else None
 
     def usage(self, key: bytes) -> Usage | None:
         """The usage of a page."""
-        stored = self._rows.get([usage_row(key)])[0]
+        stored = self._rows.get([keyspace.USAGE + key])[0]
         return Usage.unpack(stored) if stored is not None else None
 
     def records(self, keys: Sequence[bytes]) -> dict[bytes, tuple[Record | StorageError, Usage]]:
@@ -116,7 +112,7 @@ class View:
         low, high = 0, len(keys)
         while self.is_local and low < high:
             middle = (low + high) // 2
-            if self._rows.get([record_row(keys[middle])])[0] is not None:
+            if self._rows.get([keyspace.RECORD + keys[middle]])[0] is not None:
                 low = middle + 1
             else:
                 high = middle
@@ -132,7 +128,7 @@ class View:
     def scan(self) -> Iterator[tuple[bytes, Record | StorageError, Usage]]:
         """All pages: key, record (or why it cannot be read), usage. In no particular order."""
         for rows in keyspace.walk(self._rows, keyspace.RECORD):
-            usages = self._rows.get([usage_row(row.key[1:]) for row in rows])
+            usages = self._rows.get([keyspace.USAGE + row.key[1:] for row in rows])
             yield from (Entry.of(row.key[1:], row.value, usage) for row, usage in zip(rows, usages, strict=True))
 
     def facts(self, after: bytes, at_most: int) -> Facts:
@@ -159,13 +155,15 @@ class View:
         if not found:
             return np.empty(0, FACTS)
         keys = [row.key[1:] for row in found[:at_most]]
-        return facts_of(keys, [row.value for row in found[:at_most]], self._rows.get([usage_row(key) for key in keys]))
+        return facts_of(
+            keys, [row.value for row in found[:at_most]], self._rows.get([keyspace.USAGE + key for key in keys])
+        )
 
     # -- payloads -----------------------------------------------------------------------------------------------------
 
     def payload(self, key: bytes) -> Buffer | None:
         """The stored bytes of a page, valid until the view closes. They are not verified."""
-        found = next(iter(self._rows.payloads([record_row(key)])))
+        found = next(iter(self._rows.payloads([keyspace.RECORD + key])))
         return found[1] if found is not None else None
 
     def fetch(self, keys: Sequence[bytes]) -> Generator[tuple[Record, Buffer], None, None]:
@@ -176,7 +174,7 @@ class View:
 
         Raises what `record` raises, when that page's turn comes, and `CorruptError` for a record without a payload.
         """
-        for key, found in zip(keys, self._rows.payloads([record_row(key) for key in keys]), strict=True):
+        for key, found in zip(keys, self._rows.payloads([keyspace.RECORD + key for key in keys]), strict=True):
             if found is None:
                 return
             record = Record.unpack(key, found[0])
@@ -285,11 +283,11 @@ class View:
 
     def namespace(self, key: bytes) -> bytes | None:
         """Canonical settings of one namespace."""
-        return self._rows.get([namespace_row(key)])[0]
+        return self._rows.get([keyspace.NAMESPACE + key])[0]
 
     def note(self, name: bytes) -> bytes | None:
         """The note that `Transaction.put_note` wrote under this name."""
-        return self._rows.get([note_row(name)])[0]
+        return self._rows.get([keyspace.NOTE + name])[0]
 
     @property
     def rows(self) -> contract.View:
@@ -326,7 +324,7 @@ class View:
     def _salt(self, namespace: bytes) -> str | None:
         """The salt of a namespace: settings that are missing, or damaged, name none."""
         if namespace not in self._salts:
-            self._salts[namespace] = salt_in(self._rows.get([namespace_row(namespace)])[0])
+            self._salts[namespace] = salt_in(self._rows.get([keyspace.NAMESPACE + namespace])[0])
         return self._salts[namespace]
 
     def _count_row(self, namespace: bytes) -> bytes:
@@ -337,7 +335,7 @@ class View:
         found: dict[bytes, Count] = {}
         every = damaged = Count()
         for rows in keyspace.walk(self._rows, keyspace.RECORD):
-            usages = self._rows.get([usage_row(row.key[1:]) for row in rows])
+            usages = self._rows.get([keyspace.USAGE + row.key[1:] for row in rows])
             for row, usage in zip(rows, usages, strict=True):
                 head = head_of(row.value)
                 if head is None:

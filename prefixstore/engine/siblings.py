@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from prefixstore.backends.contract import Range, Row, Update, View, after_all
-from prefixstore.engine.keyspace import CHILD, record_row, under
+from prefixstore.engine.keyspace import CHILD, RECORD, under
 from prefixstore.format.keys import KEY_BYTES, TOKEN_BYTES
 from prefixstore.format.record import Buffer, place_of
 
@@ -113,7 +113,7 @@ def child_bytes(n_token_bytes: int) -> int:
 
 def _path_of_page(view: View, key: bytes) -> list[bytes] | None:
     """The path of a stored page; None if its record cannot be read."""
-    record = view.get([record_row(key)])[0]
+    record = view.get([RECORD + key])[0]
     place = place_of(record) if record is not None else None
     return child_path(*place) if place is not None else None
 

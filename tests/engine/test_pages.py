@@ -18,8 +18,6 @@ from prefixstore.engine.keyspace import (
     CHILD,
     COUNT,
     RECORD,
-    record_row,
-    usage_row,
 )
 from prefixstore.engine.keyspace import everything as everything_of
 from prefixstore.engine.pages import Pages, open_pages
@@ -189,9 +187,9 @@ def test_deleting_or_replacing_a_damaged_record_leaves_the_right_sizes(tmp_path)
         paths = fill(backend, space(), SEQUENCES)
         for key, offset in ((paths[0][1], 17), (paths[1][1], 60), (paths[2][1], -1)):
             with backend.rows.view() as view:
-                stored = bytearray(view.get([record_row(key)])[0])
+                stored = bytearray(view.get([keyspace.RECORD + key])[0])
             stored[offset] ^= 0x7F
-            write(backend, record_row(key), bytes(stored))
+            write(backend, keyspace.RECORD + key, bytes(stored))
         with backend.update() as transaction:
             transaction.delete(paths[0][1])
             transaction.delete(paths[1][1])
@@ -208,7 +206,7 @@ def test_a_repair_leaves_a_page_in_its_place_where_a_damaged_record_says_that_it
     with closing(Pages(MemoryBackend())) as backend:
         (good, *_), (damaged, *_) = fill(backend, space(), SEQUENCES[:2])
         with backend.rows.view() as view:
-            write(backend, record_row(damaged), view.get([record_row(good)])[0])
+            write(backend, keyspace.RECORD + damaged, view.get([keyspace.RECORD + good])[0])
         backend.reindex()
         with backend.update() as transaction:
             assert transaction.delete(damaged)
@@ -237,7 +235,7 @@ def test_rows_that_lead_to_pages_which_are_not_there_are_found_and_mended_at_all
             (records,) = view.ranges([everything_of(RECORD)])
         for row in records:
             write(backend, row.key, None)
-            write(backend, usage_row(row.key[1:]), None)
+            write(backend, keyspace.USAGE + row.key[1:], None)
         for row in child_rows:
             if Child.unpack(row.value).page is not None:
                 write(backend, row.key, None)
@@ -256,7 +254,7 @@ def test_in_a_large_location_the_index_is_left_to_a_repair(monkeypatch, caplog):
         fill(backend, space(), SEQUENCES[:2])
         with backend.view() as view:
             key = next(key for key, record, _ in view.scan() if not view.followed([key]))
-        write(backend, record_row(key), b"x")
+        write(backend, keyspace.RECORD + key, b"x")
         with backend.update() as transaction:
             assert transaction.delete(key)
         backend.mend()
