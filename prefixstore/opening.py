@@ -16,11 +16,10 @@ from prefixstore.backends.location import text_of, without_password
 from prefixstore.backends.threads import close_soon
 from prefixstore.engine.budget import Evicted
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.far import FarEngine
 from prefixstore.engine.invariants import Violation
 from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.queue import Drained
-from prefixstore.engine.tiers import TieredEngine
+from prefixstore.engine.tiers import FarEngine, TieredEngine
 from prefixstore.errors import ClosedError, InvalidParameterError, MisuseError, StorageError, UnavailableError
 from prefixstore.format.figures import History
 from prefixstore.parameters import Parameters

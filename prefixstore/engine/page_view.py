@@ -216,9 +216,8 @@ class View:
         else:
             found = self._rows.ranges(sides + nodes)
             beside, snapshots = found[: len(sides)], found[len(sides) :]
-        near = siblings.nearest(self._rows, path, beside)
+        keys = siblings.nearest(self._rows, path, beside)
         children = siblings.pages_below(self._rows, snapshots)
-        keys = [key for key in (near.before, near.beside, near.after) if key is not None]
         entries = self._readable([*keys, *(key for some in children for key in some)])
         neighbors = [entries[key] for key in keys if key in entries]
         if len(neighbors) < len(keys):

@@ -24,7 +24,6 @@ from prefixstore.format.record import Buffer, place_of
 
 __all__ = [
     "Child",
-    "Nearest",
     "add_child",
     "all_children",
     "around",
@@ -208,24 +207,12 @@ def around(path: Sequence[bytes]) -> list[Range]:
     return ranges
 
 
-class Nearest(NamedTuple):
-    """The children of a page between which a path is.
+def nearest(view: View, path: Sequence[bytes], found: Iterable[Sequence[Row]]) -> list[bytes]:
+    """The children between which a path is, from the rows that `around` asks for, as far as they are needed.
 
-    Attributes
-    ----------
-    before, after
-        The last page that is not above the path, and the first one that is.
-    beside
-        A page that is one of the two: its tokens say which.
+    At most three: the last one that is not above the path, one that is on either side, as its tokens say, and the first
+    one that is above it.
     """
-
-    before: bytes | None
-    after: bytes | None
-    beside: bytes | None
-
-
-def nearest(view: View, path: Sequence[bytes], found: Iterable[Sequence[Row]]) -> Nearest:
-    """The children between which a path is, from the rows that `around` asks for, as far as they are needed."""
     before: list[Row] = []
     after: list[Row] = []
     beside = None
@@ -244,7 +231,8 @@ def nearest(view: View, path: Sequence[bytes], found: Iterable[Sequence[Row]]) -
             before.insert(0, Row(row, Child(here.page).pack()))
         if i == len(path) - 1:
             after = view.ranges([under(node_below(row), 1)])[0] + after
-    return Nearest(_outermost(view, before, last=True), _outermost(view, after, last=False), beside)
+    keys = _outermost(view, before, last=True), beside, _outermost(view, after, last=False)
+    return [key for key in keys if key is not None]
 
 
 def _outermost(view: View, rows: Sequence[Row], *, last: bool) -> bytes | None:

@@ -64,7 +64,7 @@ def around(view, parent, form, tokens):
     """The tokens of the last child that is not above some tokens, and of the first that is."""
     path = child_path(parent, form, tokens)
     found = siblings.nearest(view, path, view.ranges(siblings.around(path)))
-    known = sorted({tokens_of(view, key) for key in found if key is not None})
+    known = sorted({tokens_of(view, key) for key in found})
     at = bisect_right(known, tokens)
     return known[max(at - 1, 0) : at + 1]
 

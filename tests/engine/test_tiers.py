@@ -9,9 +9,8 @@ import pytest
 from prefixstore.engine import breaker
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.eviction import POLICIES
-from prefixstore.engine.far import FarEngine
 from prefixstore.engine.pages import Pages, open_pages
-from prefixstore.engine.tiers import TieredEngine
+from prefixstore.engine.tiers import FarEngine, TieredEngine
 from prefixstore.errors import MisuseError, UnavailableError
 from prefixstore.format.autocodec import pick
 from prefixstore.format.keys import as_tokens, page_keys
