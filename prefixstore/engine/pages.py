@@ -239,9 +239,9 @@ class Pages:
         """Mend the next rows, in one update; where those after them begin, if there are any, and whether one was."""
         with self.update() as transaction:
             rows = transaction.rows.ranges([Range(start, keyspace.everything(check.kind).stop, at_once)])[0]
-            wrong = check.wrong(transaction, rows)
-            for row in wrong:
-                mend(transaction, row)
+            wrong = list(check.find(transaction, rows))
+            for one in wrong:
+                mend(transaction, one.row)
         return rows[-1].key + b"\0" if rows else b"", bool(wrong)
 
     @retried
