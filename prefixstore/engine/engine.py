@@ -159,7 +159,7 @@ class Engine:
         self._fetcher = Fetcher(shared, self._encode.read_rate)
         self.lookups = Lookups(shared)
         self.bookmarks = Bookmarks(shared)
-        self.deleter = Deleter(shared, self.lookups, self.bookmarks)
+        self.deleter = Deleter(shared, self.bookmarks)
         evictor = Evictor(catalog, self.budget, counters)
         self._notes = SavedNotes(backend, evictor, counters, self._models, notes_budget=self._housekeeping)
         self.upkeep = Upkeep(shared, self.lookups, self.deleter, self._notes)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from functools import partial
 
 import pytest
 
 from prefixstore.engine.budget import Quota
-from prefixstore.engine.delete import subtree
+from prefixstore.engine.delete import Choice, subtree
 from prefixstore.format.keys import as_tokens, page_keys
 from prefixstore.format.namespace import Namespace
 from tests.support.engines import MIB, NS, A, B, C, MemoryPages, P, Store, entry, put_snapshots, snapshot_of
@@ -116,7 +115,9 @@ def test_lookups_and_restores_ask_the_backend_without_the_lock(watch):
     assert engine.upkeep.check() == []
     with engine.view() as view:
         assert len(list(view.scan())) == len(engine.lookups.pages()) == 8
-    assert len(engine.deleter.select([partial(subtree, key=page_keys(NS, as_tokens(A), P)[1])])) == 2
+    with engine.view() as view:
+        below = subtree(view, page_keys(NS, as_tokens(A), P)[1])
+    assert len(engine.deleter.select(Choice(keys=below))) == 2
     engine.upkeep.change_note(b"name", lambda old: b"value")
     assert engine.upkeep.note(b"name") == b"value"
     assert {"view", "end of view", "namespaces", "note", "scan", "used"} <= watch.asked
