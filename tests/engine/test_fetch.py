@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
-from prefixstore.engine import readers
+from prefixstore.engine import source
 from prefixstore.engine.ram import RamTier
 from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
 from prefixstore.format.keys import as_tokens
@@ -20,7 +20,7 @@ MIXED = ["raw", "planes", "zstd", "planes", "raw", "raw", "zstd", "planes", "pla
 @pytest.fixture(params=[1, 4])
 def workers(request, monkeypatch):
     """The number of threads that unpack, whatever the number of cores."""
-    monkeypatch.setattr(readers, "UNPACKERS", request.param)
+    monkeypatch.setattr(source, "UNPACKERS", request.param)
     return request.param
 
 
@@ -71,7 +71,7 @@ def way(request, monkeypatch):
     """Codecs of ten pages, and whether raw ones are verified while they are used, or before by so many threads."""
     if request.param == "along":
         return ["raw"] * 10, True
-    monkeypatch.setattr(readers, "UNPACKERS", int(request.param[-1]))
+    monkeypatch.setattr(source, "UNPACKERS", int(request.param[-1]))
     return MIXED, False
 
 

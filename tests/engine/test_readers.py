@@ -10,7 +10,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from prefixstore.engine import readers
+from prefixstore.engine import source
 from prefixstore.errors import ClosedError
 from prefixstore.format.autocodec import encode
 from prefixstore.format.record import checksum
@@ -32,7 +32,7 @@ def test_all_states_are_given_out_in_order_and_verified(n):
         given, verified = take_all(store)
         assert given == [state_of(i) for i in range(n)]
         assert verified == n
-        assert store.fetcher._read_rate.seconds_per_byte is None  # these are too small to be measured
+        assert store.fetcher.read_rate.seconds_per_byte is None  # these are too small to be measured
 
 
 def test_a_page_that_was_written_again_as_packed_is_unpacked():
@@ -55,7 +55,7 @@ def test_a_page_whose_verification_fails_by_any_error_stays_unverified(monkeypat
     def fail(record, view):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(readers, "verify_checksum", fail)
+    monkeypatch.setattr(source, "verify_checksum", fail)
     with store_of(RAW) as store, store.engine.fetching(store.pages, streamed=True) as states:
         next(states)
         for _ in range(2):
@@ -67,8 +67,7 @@ def test_a_page_whose_verification_fails_by_any_error_stays_unverified(monkeypat
 @pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
 def test_a_record_that_claims_another_size_than_the_index_knows_is_not_unpacked(monkeypatch, streamed, codec):
-    monkeypatch.setattr(readers, "decode_into", lambda *args: pytest.fail("unpacked"))
-    monkeypatch.setattr(readers, "decode", lambda *args: pytest.fail("unpacked"))
+    monkeypatch.setattr(source, "decode_into", lambda *args: pytest.fail("unpacked"))
     with store_of([codec] * 3) as store:
         store.backend.change = lambda i, record, payload: (replace(record, raw_bytes=1 << 40), payload)
         with store.engine.fetching(store.pages, streamed=streamed) as states:
