@@ -57,8 +57,7 @@ _OF_ID = b"prefixstore key"
 # what stands before the id of a key that was forgotten
 FORGOTTEN = "forgotten:"
 COMMAND_SECONDS = 60
-# The row that says that a location is encrypted: these words, and a sealed message. In one that is not, it has 8 bytes
-# (it is `engine.keyspace.GENERATION`), so a store without a key finds out.
+# The row that says that a location is encrypted: these words, and a sealed message.
 HEADER = b"g"
 MAGIC = b"prefixstore encrypted\n"
 

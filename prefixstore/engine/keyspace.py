@@ -12,7 +12,6 @@ namespace   ``n`` namespace key                canonical settings
 note        ``o`` name                         what was noted
 leaf        ``l`` namespace, page key          a `Leaf`: what eviction ranks by
 count       ``t``; ``t`` tenant, namespace     a `Count`: of all pages; of those of a namespace
-generation  ``g``                              how many updates have changed pages
 ==========  =================================  ==========================================
 
 Only pages that no other one follows, and that are not pinned, have a leaf row. A tenant is a hash of a salt, or the
@@ -38,8 +37,6 @@ from prefixstore.format.record import MOST_USES, Head, Usage
 __all__ = [
     "CHILD",
     "COUNT",
-    "GENERATION",
-    "GENERATION_BYTES",
     "LEAF",
     "LEAVES",
     "NAMESPACE",
@@ -68,8 +65,6 @@ NAMESPACE = b"n"
 NOTE = b"o"
 LEAF = b"l"
 COUNT = b"t"
-GENERATION = b"g"
-GENERATION_BYTES = 8
 TENANT_BYTES = 16
 _OF_TENANT = b"prefixstore salt"
 # By the kind of a row: where the parts of its key end; an encrypted location hides them one by one. Ranges of rows

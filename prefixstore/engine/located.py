@@ -81,8 +81,6 @@ class Located:
     ----------
     prompt
         The prompt.
-    n_read
-        Records that were read.
     pages
         Its full pages, from the start.
     n_stored
@@ -96,7 +94,6 @@ class Located:
     """
 
     prompt: Prompt
-    n_read: int = 0
     pages: list[Page] = field(default_factory=list)
     n_stored: int = 0
     beside: list[Page] = field(default_factory=list)

@@ -150,10 +150,8 @@ class Lookups(Part):
     def locating(self, prompt: Prompt, *, snapshots: bool = False) -> Iterator[tuple[View, Located]]:
         """A view, and what there is of a prompt; guarded by the breaker."""
         waiting = self._catalog.along(prompt)
-        with self.breaker.asking() as request, self._backend.view() as view:
-            found = self.locate(view, prompt, waiting, snapshots=snapshots)
-            request.n_records = found.n_read
-            yield view, found
+        with self.breaker.asking(), self._backend.view() as view:
+            yield view, self.locate(view, prompt, waiting, snapshots=snapshots)
 
     def locate(self, view: View | None, prompt: Prompt, waiting: Waiting, *, snapshots: bool = False) -> Located:
         """What there is of a prompt, to the token, with `snapshots` also those along it.
@@ -165,7 +163,7 @@ class Lookups(Part):
         found, nodes = Located(prompt), self._catalog.nodes
         entries = view.leading(prompt.keys) if view is not None and prompt.keys else []
         good = list(_good(entries, prompt, waiting))
-        found.n_read, found.n_stored = len(entries), len(good)
+        found.n_stored = len(good)
         for entry in entries[len(good) : len(good) + 1]:
             if not isinstance(entry.record, Record) or _starts_elsewhere(entry.record, prompt, len(good)):
                 self._catalog.unreadable(entry)
@@ -186,7 +184,6 @@ class Lookups(Part):
             near, after = view.beside(parent, wanted, parents)
         elif view is not None and parents:
             after = view.children(parents, SNAPSHOT)
-        found.n_read += len(near) + len(after)
         found.beside = self._following(near, waiting, prompt, at, PAGE)
         if snapshots:
             found.snapshots = [self._following(after, waiting, prompt, n, SNAPSHOT) for n in range(at + 1)]

@@ -33,7 +33,6 @@ class Transaction(View):
 
     def __init__(self, rows: Update, *, is_local: bool, check: Callable[[], None]) -> None:
         super().__init__(rows, is_local=is_local, check=check)
-        self._has_changed = False
         # rows of counts that were changed
         self._counted: dict[bytes, Count] = {}
         # of tenants: what their namespaces held at first
@@ -83,8 +82,6 @@ class Transaction(View):
         """Write other counts than those that are there."""
         # also the rows of namespaces that this update has emptied
         self._counted = dict.fromkeys([*super().counts(), *self._counted], Count()) | counts
-        # what found no space may find it now
-        self._has_changed = True
 
     def _write_counts(self) -> None:
         for row, count in self._counted.items():
@@ -98,13 +95,11 @@ class Transaction(View):
     @property
     def used(self) -> Used:
         used = super().used
-        if self.is_local or not self._has_changed:
+        if self.is_local:
             return used
         # where the size is estimated, with what the end of the transaction writes
-        costs = self._rows.costs
-        last = costs.of(keyspace.GENERATION, bytes(keyspace.GENERATION_BYTES))
-        last += len(self._counted) * costs.of(keyspace.count_row(b"", bytes(KEY_BYTES)), Count().pack())
-        return Used(used.bytes + last, used.entries)
+        last = self._rows.costs.of(keyspace.count_row(b"", bytes(KEY_BYTES)), Count().pack())
+        return Used(used.bytes + len(self._counted) * last, used.entries)
 
     def cost(self, record: Record, n_bytes: int) -> int:
         """The most that `used` can grow by, in bytes, if this record is put with a payload of `n_bytes`."""
@@ -142,7 +137,6 @@ class Transaction(View):
         self._set_leaf(space, mine, Leaf.of(head, usage) if is_leaf else None)
         if parent is not None and (found := head_of(parent)) is not None:
             self._set_leaf(found.namespace, leaf_row(found.namespace, record.parent), None)
-        self._has_changed = True
         self.deleted.discard(key)
 
     def delete(self, key: bytes) -> bool:
@@ -159,7 +153,6 @@ class Transaction(View):
         if record is not None and place is not None:
             self.drop_leaf(namespace_in(record), key)
             self._mend_leaf(place[0])
-        self._has_changed = True
         self.deleted.add(key)
         return True
 
@@ -212,8 +205,6 @@ class Transaction(View):
         if head is None:
             return
         if usage.pinned != was_pinned:
-            # what found no space may find it now
-            self._has_changed = True
             sign = 1 if usage.pinned else -1
             self._add(head.namespace, Count(pinned=sign, pinned_bytes=sign * head.quota_bytes))
             self._mend_leaf(key)
@@ -239,7 +230,7 @@ class Transaction(View):
         self._rows.delete(keyspace.NOTE + note_name(key))
 
     def put_note(self, name: bytes, value: bytes | None, namespace: bytes | None = None) -> None:
-        """Write a short note for other processes; None deletes it. Does not change `generation`.
+        """Write a short note for other processes; None deletes it.
 
         What it says of a namespace belongs to the tenant whose that is.
         """
@@ -283,6 +274,3 @@ class Transaction(View):
         """Write what was counted. Raises `LocationError` if the location was encrypted meanwhile."""
         self.require_plain()
         self._write_counts()
-        if self._has_changed:
-            generation = (self.generation + 1) % (1 << 8 * keyspace.GENERATION_BYTES)
-            self._rows.put(keyspace.GENERATION, generation.to_bytes(keyspace.GENERATION_BYTES, "little"))

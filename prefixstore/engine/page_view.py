@@ -73,8 +73,6 @@ class View:
         self._trie = trie if trie is not None else Trie()
         self.is_local = is_local
         self.check = check
-        # what is read later is at least as new: it is read once
-        self._generation: int | None = None
         # of namespaces whose settings were read
         self._salts: dict[bytes, str | None] = {}
 
@@ -252,20 +250,6 @@ class View:
         return {key for key, rows in zip(keys, found, strict=True) if rows}
 
     # -- the location -------------------------------------------------------------------------------------------------
-
-    @property
-    def generation(self) -> int:
-        """How many transactions have changed pages: put, deleted, or pinned them. Equal ones hold equal pages."""
-        if self._generation is None:
-            self._generation = self.last_generation()
-        return self._generation
-
-    def last_generation(self) -> int:
-        """The generation now: a view may see later ones than the one that it has begun with."""
-        stored = self._rows.get([keyspace.GENERATION])[0]
-        # after one that is damaged, the next update begins again
-        is_whole = stored is not None and len(stored) == keyspace.GENERATION_BYTES
-        return int.from_bytes(stored or b"", "little") if is_whole else 0
 
     def require_plain(self) -> None:
         """Raise `LocationError` if the location is encrypted: these are not its decrypted rows."""

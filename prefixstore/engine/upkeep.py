@@ -109,9 +109,8 @@ class Upkeep(Part):
     @handed_over
     def namespaces(self) -> list[Namespace]:
         """The namespaces that have pages in the location, or behind it, except those whose settings are damaged."""
-        with self.breaker.asking() as request, self._backend.view() as view:
+        with self.breaker.asking(), self._backend.view() as view:
             stored = view.namespaces()
-            request.n_records = len(stored)
         found: dict[bytes, Namespace] = {}
         for key, settings in stored.items():
             with suppress(CorruptError):
