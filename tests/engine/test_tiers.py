@@ -246,21 +246,6 @@ def test_what_is_captured_while_the_far_location_is_away_is_made_up_for():
         assert len(keys_of(far)) == 10
 
 
-def test_a_far_location_that_restarted_empty_is_filled_as_sequences_go_on():
-    near, far = MemoryPages(), MemoryPages()
-    with tiers(near, far) as store:
-        store.capture(LONG)
-        store.engine.flush()
-        with far.update() as transaction:
-            for key in keys_of(far):
-                transaction.delete(key)
-        assert keys_of(far) == set()
-        assert store.restore(LONG) == 10
-        assert store.capture([*LONG, 1]) == 1
-        store.engine.flush()
-        assert keys_of(far) == keys_of(near)
-
-
 def test_what_the_nearer_location_has_no_space_for_is_written_to_the_far_one():
     far = MemoryPages()
     with tiers(MemoryPages(), far, near_bytes=1) as store:
@@ -269,53 +254,6 @@ def test_what_the_nearer_location_has_no_space_for_is_written_to_the_far_one():
         assert keys_of(store.backend) == set()
         assert len(keys_of(far)) == 10
         assert store.restore(LONG) == 10
-
-
-@contextmanager
-def filled_later(near, far, *sequences, sizes=None, **options):
-    """A store in front of a far location that was away while these sequences were captured, and is back."""
-    with pytest.MonkeyPatch.context() as patch, tiers(near, far, **options) as store:
-        # it is asked again at once
-        patch.setattr(breaker, "OPEN_FACTOR", 0.0)
-        far.is_down = True
-        for tokens, size in zip(sequences, sizes or [1000] * len(sequences), strict=True):
-            store.capture(tokens, size)
-            store.engine.flush()
-        far.is_down = False
-        assert keys_of(far) == set()
-        yield store
-
-
-def test_no_view_of_the_near_location_is_open_while_the_far_one_is_written():
-    open_views = threading.local()
-
-    class Near(MemoryPages):
-        @contextmanager
-        def view(self):
-            open_views.n = getattr(open_views, "n", 0) + 1
-            try:
-                with super().view() as view:
-                    yield view
-            finally:
-                open_views.n -= 1
-
-    class Far(Failing):
-        @contextmanager
-        def update(self):
-            seen.append(getattr(open_views, "n", 0))
-            with super().update() as transaction:
-                yield transaction
-
-    seen = []
-    near, far = Near(), Far()
-    # room for two pages at a time
-    with filled_later(near, far, LONG[: 9 * P], queue_bytes=5000) as store:
-        # it brings along what is missing before it
-        assert store.capture(LONG) == 1
-        store.engine.flush()
-        assert keys_of(far) == keys_of(near)
-    assert set(seen) == {0}
-    assert len(seen) >= 5
 
 
 def test_the_far_location_is_thinned_as_well_and_not_waited_for(monkeypatch):
