@@ -32,7 +32,7 @@ from prefixstore.engine.lookups import Lookups
 from prefixstore.engine.page_view import View
 from prefixstore.engine.pages import Pages
 from prefixstore.engine.part import Shared
-from prefixstore.engine.pending import Fits, PendingPage, Suspicion
+from prefixstore.engine.pending import PendingPage
 from prefixstore.engine.policy import Policy
 from prefixstore.engine.queue import Drained, WriteQueue
 from prefixstore.engine.ram import RamTier
@@ -299,13 +299,12 @@ class Engine:
             self.tap.used(namespace, pages, n_tokens)
 
     @handed_over
-    def condemn(self, page: Page, fits: Fits, size: int | None = None) -> None:
-        """Have a page and its descendants deleted with the next commit, if its state still does not fit then.
+    def condemn(self, page: Page) -> None:
+        """Have a page that fits no context of its namespace deleted with the next commit, and its descendants.
 
-        `fits` must hold for every context of the namespace. Another thread may call it. With `size`, the most bytes
-        that the state can have, one that claims more is not unpacked for it.
+        Not another one that was stored in its place meanwhile.
         """
-        self._catalog.mark_damaged(page, Suspicion(fits, size))
+        self._catalog.mark_damaged(page, is_useless=True)
 
     def view(self) -> AbstractContextManager[View]:
         """A view, for callers that read the location directly."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from prefixstore.format.keys import PAGE, TOKEN_BYTES, common_prefix
 from prefixstore.format.record import Record, Usage
 
-__all__ = ["Page", "Path", "depth_first", "in_order", "is_same", "later", "shared_tokens"]
+__all__ = ["Page", "Path", "in_order", "is_same", "later", "shared_tokens"]
 
 
 @dataclass(slots=True, eq=False)
@@ -151,15 +151,6 @@ def shared_tokens(a: bytes, b: bytes) -> int:
     return common_prefix(np.frombuffer(a, "<i4"), np.frombuffer(b, "<i4"))
 
 
-def depth_first(start: Iterable[Page]) -> Iterator[Page]:
-    """Pages and their descendants, parents before their children."""
-    waiting = list(start)[::-1]
-    while waiting:
-        page = waiting.pop()
-        yield page
-        waiting += sorted(page.children, key=lambda one: (one.form, one.tokens))[::-1]
-
-
 def in_order(pages: Iterable[Page]) -> list[Page]:
     """Pages, parents before their children, which are entered in them; without those that do not follow what is there.
 
@@ -179,4 +170,9 @@ def in_order(pages: Iterable[Page]) -> list[Page]:
         if is_in_place and page.key not in known:
             beside.append(page)
             known[page.key] = page
-    return list(depth_first(sorted(first, key=lambda page: (page.namespace, page.tokens))))
+    ordered: list[Page] = []
+    waiting = sorted(first, key=lambda page: (page.namespace, page.tokens), reverse=True)
+    while waiting:
+        ordered.append(waiting.pop())
+        waiting += sorted(ordered[-1].children, key=lambda one: (one.form, one.tokens), reverse=True)
+    return ordered

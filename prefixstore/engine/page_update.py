@@ -93,6 +93,10 @@ class Transaction(View):
                     self._drop_namespace(row[-KEY_BYTES:])
 
     @property
+    def rows(self) -> Update:
+        return self._rows
+
+    @property
     def used(self) -> Used:
         used = super().used
         if self.is_local:
@@ -152,7 +156,7 @@ class Transaction(View):
         self._rows.delete(keyspace.USAGE + key)
         if record is not None and place is not None:
             self.drop_leaf(namespace_in(record), key)
-            self._mend_leaf(place[0])
+            self.mend_leaf(place[0])
         self.deleted.add(key)
         return True
 
@@ -182,7 +186,7 @@ class Transaction(View):
         """Have eviction no longer choose a page that is not stored."""
         self._set_leaf(namespace, leaf_row(namespace, key), None)
 
-    def _mend_leaf(self, key: bytes) -> None:
+    def mend_leaf(self, key: bytes) -> None:
         """Have a page that is stored, and can be read, have a leaf row if none follows it and it is not pinned."""
         record, usage = self._rows.get([keyspace.RECORD + key, keyspace.USAGE + key])
         row, leaf = leaf_of(key, record, usage)
@@ -207,7 +211,7 @@ class Transaction(View):
         if usage.pinned != was_pinned:
             sign = 1 if usage.pinned else -1
             self._add(head.namespace, Count(pinned=sign, pinned_bytes=sign * head.quota_bytes))
-            self._mend_leaf(key)
+            self.mend_leaf(key)
         elif self._rows.get([row := leaf_row(head.namespace, key)])[0] is not None:
             self._rows.put(row, Leaf.of(head, usage).pack())
 
@@ -249,26 +253,6 @@ class Transaction(View):
         path = path_in(row.key[1:], row.value)
         if path is not None:
             siblings.add_child(self._rows, row.key[1:], path, self._owner(namespace_in(row.value)))
-
-    def take_out(self, row: Row) -> None:
-        """Have a child row no longer name its page."""
-        child = siblings.Child.unpack(row.value)
-        if child is None:
-            self._rows.delete(row.key)
-        else:
-            siblings.take_out(self._rows, row.key, child)
-
-    def mend_child(self, row: Row) -> None:
-        """Have a child row no longer say that there are more pages, if there are none."""
-        siblings.mend_child(self._rows, row.key)
-
-    def mend_leaf(self, row: Row) -> None:
-        """Write or delete the leaf row of the page of a record."""
-        self._mend_leaf(row.key[1:])
-
-    def drop_row(self, row: Row) -> None:
-        """Delete a row."""
-        self._rows.delete(row.key)
 
     def finish(self) -> None:
         """Write what was counted. Raises `LocationError` if the location was encrypted meanwhile."""

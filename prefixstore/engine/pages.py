@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from prefixstore.backends import contract, is_persistent, open_backend
 from prefixstore.backends.contract import ConflictError, Range, Row
 from prefixstore.backends.keys import Key, KeyProvider, Keys, provider_of
-from prefixstore.engine import keyspace
+from prefixstore.engine import keyspace, siblings
 from prefixstore.engine.invariants import HOLLOW, LOST, MISPLACED, STRAY_LEAVES, WRONG_LEAVES, Check
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import View
@@ -47,10 +47,10 @@ _T = TypeVar("_T")
 # what `Pages.reindex` mends, in this order, and how
 MENDED: Sequence[tuple[Check, Callable[[Transaction, Row], None]]] = (
     (LOST, Transaction.enter),
-    (MISPLACED, Transaction.take_out),
-    (HOLLOW, Transaction.mend_child),
-    (WRONG_LEAVES, Transaction.mend_leaf),
-    (STRAY_LEAVES, Transaction.drop_row),
+    (MISPLACED, lambda transaction, row: siblings.take_out(transaction.rows, row.key)),
+    (HOLLOW, lambda transaction, row: siblings.mend_child(transaction.rows, row.key)),
+    (WRONG_LEAVES, lambda transaction, row: transaction.mend_leaf(row.key[1:])),
+    (STRAY_LEAVES, lambda transaction, row: transaction.rows.delete(row.key)),
 )
 # rows that a rebuild of the index changes in one update, if there is space for it
 REINDEXED_AT_ONCE = 512

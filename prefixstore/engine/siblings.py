@@ -153,7 +153,7 @@ def remove_child(draft: Update, key: bytes, path: Sequence[bytes]) -> bool:
     for i, (row, stored) in enumerate(zip(path, draft.get(path), strict=True)):
         found = Child.unpack(stored)
         if found is not None and found.page == key and (not found.has_more or i == len(path) - 1):
-            take_out(draft, row, found)
+            take_out(draft, row)
             for above in reversed(path[:i]):
                 mend_child(draft, above)
             return True
@@ -162,9 +162,10 @@ def remove_child(draft: Update, key: bytes, path: Sequence[bytes]) -> bool:
     return False
 
 
-def take_out(draft: Update, row: bytes, child: Child) -> None:
-    """Have a row no longer name its page."""
-    if child.has_more:
+def take_out(draft: Update, row: bytes) -> None:
+    """Have a row no longer name its page; one that is damaged is deleted."""
+    child = Child.unpack(draft.get([row])[0])
+    if child is not None and child.has_more:
         draft.put(row, Child(None, has_more=True).pack())
         mend_child(draft, row)
     else:

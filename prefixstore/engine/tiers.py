@@ -30,7 +30,7 @@ from prefixstore.backends.threads import Answer, handed_over
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.index import Page, Path
 from prefixstore.engine.lookups import Lookups
-from prefixstore.engine.pending import Fits, PendingPage
+from prefixstore.engine.pending import PendingPage
 from prefixstore.engine.queue import BATCH_BYTES, Drained
 from prefixstore.engine.source import Keep, Source
 from prefixstore.engine.waiting import DropReason
@@ -331,12 +331,12 @@ class TieredEngine(Engine):
             self.far.touch(namespace, far, n_tokens)
             self.far.captures.nudge()
 
-    def condemn(self, page: Page, fits: Fits, size: int | None = None) -> None:
+    def condemn(self, page: Page) -> None:
         """As `Engine.condemn`, in the location that has given the page."""
         if not page.is_far:
-            super().condemn(page, fits, size)
+            super().condemn(page)
         else:
-            self.far.condemn(page, fits, size)
+            self.far.condemn(page)
 
     # -- writing ------------------------------------------------------------------------------------------------------
 

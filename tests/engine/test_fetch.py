@@ -203,7 +203,7 @@ def test_leaving_early_leaves_no_thread_and_no_buffer(workers, taken, streamed, 
         assert store.fetch() == len(MIXED)
 
 
-# -- closing, and a lack of threads -------------------------------------------------------------------------------------
+# -- closing, and a lack of threads ------------------------------------------------------------------------------------
 
 
 # a reader of packed pages has up to five threads

@@ -36,7 +36,7 @@ def test_whatever_deletes_the_last_page_deletes_the_settings(how, monkeypatch):
         elif how == "evicted":
             store.engine.upkeep.evict(0)
         elif how == "damaged":
-            store.engine.condemn(store.engine.match(NS, as_tokens(A), P).pages[0], lambda *_: False)
+            store.engine.condemn(store.engine.match(NS, as_tokens(A), P).pages[0])
             store.engine.commit([])
         elif how == "repaired":
             with store.backend.update() as transaction:
