@@ -54,16 +54,8 @@ def probe(backend: Pages, page: Page | None) -> None:
 class CircuitBreaker:
     """Lets requests through to a location while the circuit is closed, and fails them immediately while it is open.
 
-    Parameters
-    ----------
-    probe
-        Repeats the request that failed: reads this page, or, for None, a record. Called by a thread.
-    counters
-        Counts how often the circuit opened until a probe succeeded (``"outages"``), and the time lost on failures.
-    patience
-        How many slow answers in a row open the circuit. An error opens it immediately.
-    clock
-        Seconds; replaced by tests.
+    A thread repeats a request that failed by `probe`: it reads this page, or, for None, a record. So many slow answers
+    in a row as is its `patience` open the circuit, and an error at once.
     """
 
     def __init__(
@@ -97,18 +89,7 @@ class CircuitBreaker:
 
     @contextmanager
     def asking(self, page: Page | None = None) -> Iterator[None]:
-        """A request to the location.
-
-        Parameters
-        ----------
-        page
-            What is read, if it is one page.
-
-        Raises
-        ------
-        UnavailableError
-            If the circuit is open.
-        """
+        """A request to the location, for one page or for records. Raises `UnavailableError` if the circuit is open."""
         if self.is_open:
             raise UnavailableError("circuit open after failures of the location; probing it in the background")
         started = self._clock()

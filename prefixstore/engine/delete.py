@@ -103,19 +103,9 @@ def beginning_with(view: View, tokens: bytes, namespaces: Collection[bytes] | No
 
 
 class Deleter(Part):
-    """Deletes pages from a location, pinned or not.
+    """Deletes pages from a location, pinned or not."""
 
-    Parameters
-    ----------
-    shared, bookmarks
-        Of the engine.
-
-    Attributes
-    ----------
-    n_begun
-        How often it has begun to delete something.
-    """
-
+    # how often it has begun to delete something
     n_begun = 0
 
     def __init__(self, shared: Shared, bookmarks: Bookmarks) -> None:
@@ -228,10 +218,7 @@ class Deleter(Part):
     ) -> tuple[dict[bytes, int], set[bytes]]:
         """Delete pages and what is stored after them, children first, as many as one transaction may.
 
-        Returns
-        -------
-        tuple of dict and set
-            The sizes of those that were deleted, by key; and those of `keys` that are left.
+        Returns the sizes of those that were deleted, by key, and those of `keys` that are left.
         """
         left = dict.fromkeys(keys)
         self.n_begun += 1
@@ -253,11 +240,7 @@ class Deleter(Part):
         """Delete those suspects that are really damaged, or useless, and their descendants.
 
         Another process may have replaced a suspect by a good page, or have added descendants that are not known here.
-
-        Returns
-        -------
-        tuple of int and set
-            How many pages were deleted, and which suspects are left for another transaction.
+        Returns how many pages were deleted, and which suspects are left for another transaction.
         """
         keys = sorted(suspects)
         now, later = keys[:PAGES_AT_ONCE], set(keys[PAGES_AT_ONCE:])

@@ -59,31 +59,17 @@ QUEUE_BYTES = 256 << 20
 class Engine:
     """Stores and finds pages by tokens, in one location. May be used from many threads.
 
+    It closes the backend. In a forked child it has a copy of the counters: reach it as `Engine.counters`.
+
     Parameters
     ----------
-    backend
-        Where bytes are kept; the engine closes it.
-    budget
-        What the backend may hold.
-    policy
-        The order of eviction.
     encode
         Packs states: ``(namespace, state) -> (codec number, stored bytes)``. It learns from here how fast the location
         is.
-    counters
-        Counts what happens. In a forked child the engine has a copy: reach it as `Engine.counters`.
     ttl
         Seconds after their last use when pages that are captured here expire; None for never.
-    priority
-        Of the pages that are captured here.
-    ram_bytes
-        Memory for states of hot pages; 0 for none.
-    queue_bytes
-        Memory for pages that wait to be written.
     write_behind
-        Whether a thread writes them; if not, `submit` writes them.
-    read_only
-        Whether nothing is ever written.
+        Whether a thread writes captured pages; if not, `submit` writes them.
     housekeeping
         Whether commits also delete damaged, thinned and expired pages, and record uses. An `Archive` deletes only what
         it is told to.
@@ -92,15 +78,8 @@ class Engine:
 
     Attributes
     ----------
-    budget, read_only, ram_budget
-        As given; the last as `ram_bytes`.
-    lookups, captures, upkeep, deleter, importer, bookmarks
-        Find pages; take captured ones; check the location, pin, clear and evict; delete pages and mend the index;
-        import pages; name sequences.
     tap
         Receives lookups, uses and captures; None for no listener.
-    is_closed
-        Whether it has released the location.
     token_seconds
         What computing a token takes, as last measured; None if it is not known.
     """
@@ -240,14 +219,7 @@ class Engine:
     ) -> Path:
         """The pages of `tokens` up to the deepest snapshot among the first `limit`, and that snapshot.
 
-        Parameters
-        ----------
-        namespace, tokens, page_tokens
-            As for `match`.
-        limit
-            Tokens that may be restored.
-        multiple_of
-            The snapshot has to be at a multiple of this.
+        It is at a multiple of `multiple_of`. Raises what `match` raises.
         """
         most = min(limit, len(tokens))
         path = self._found(
@@ -318,12 +290,9 @@ class Engine:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def commit(self, batch: Sequence[PendingPage]) -> int:
-        """Write announced pages, and what is deferred. Used by the queue.
+        """Write announced pages, and what is deferred; how many are stored now. Used by the queue.
 
-        Returns
-        -------
-        int
-            How many pages of the batch are stored now. What cannot be written is dropped, counted and logged.
+        What cannot be written is dropped, counted and logged.
         """
         return self.captures.commit(batch)
 

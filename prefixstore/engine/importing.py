@@ -42,13 +42,7 @@ class Imported(NamedTuple):
 
 
 class Importer(Part):
-    """Imports pages into a location.
-
-    Parameters
-    ----------
-    shared, committer
-        Of the engine.
-    """
+    """Imports pages into a location."""
 
     def __init__(self, shared: Shared, committer: Committer) -> None:
         super().__init__(shared)

@@ -15,18 +15,7 @@ __all__ = ["Located", "Prompt", "Waiting"]
 
 
 class Prompt:
-    """A sequence of tokens, cut into pages.
-
-    Parameters
-    ----------
-    namespace
-        Key of its namespace.
-    tokens
-        The tokens.
-    page_tokens
-        Length of a page.
-    trie
-        Knows the keys of pages that were looked up before.
+    """A sequence of tokens, cut into pages; the trie knows the keys of those that were looked up before.
 
     Attributes
     ----------

@@ -102,14 +102,8 @@ class Lookups(Part):
     ) -> list[tuple[int, int]]:
         """First position and boundary of each page of a sequence that is worth capturing.
 
-        If the location cannot be asked, of each that does not wait to be written.
-
-        Parameters
-        ----------
-        namespace, tokens, page_tokens
-            As for `Engine.match`.
-        tail
-            Whether the tokens after the last full page are one, too.
+        If the location cannot be asked, of each that does not wait to be written. With `tail`, the tokens after the
+        last full page are one, too.
 
         Raises
         ------

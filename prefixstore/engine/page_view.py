@@ -54,16 +54,8 @@ class Used:
 class View:
     """Reads pages.
 
-    Parameters
-    ----------
-    rows
-        The rows of the location.
-    is_local
-        Whether reading a row is cheap: then fewer are read, one after the other.
-    trie
-        Pages that were read lately.
-    check
-        Checks what the rows are in. Raises `CorruptError` if the location cannot be used at all.
+    Where reading a row is cheap, since the location `is_local`, fewer are read, one after the other. What the rows are
+    in is checked by `check`, which raises `CorruptError` if the location cannot be used at all.
     """
 
     def __init__(
@@ -100,12 +92,8 @@ class View:
     def leading(self, keys: Sequence[bytes]) -> list[Entry]:
         """The first pages of a sequence that are stored, up to the first that is missing.
 
-        No page is stored without its parent, so a bisection finds how many there are.
-
-        Parameters
-        ----------
-        keys
-            Of consecutive pages of one sequence, parents first.
+        No page is stored without its parent, so a bisection finds how many there are. The keys are those of consecutive
+        pages, parents first.
         """
         low, high = 0, len(keys)
         while self.is_local and low < high:
@@ -130,20 +118,10 @@ class View:
             yield from (Entry.of(row.key[1:], row.value, usage) for row, usage in zip(rows, usages, strict=True))
 
     def facts(self, after: bytes, at_most: int) -> Facts:
-        """Facts of the pages that come after this one, in the order of the location's rows.
+        """Facts of the pages after this key, ``b""`` for the first ones, in the order of the location's rows.
 
-        Parameters
-        ----------
-        after
-            A key, or ``b""`` for the first pages.
-        at_most
-            How many pages.
-
-        Returns
-        -------
-        numpy.ndarray
-            Of type `FACTS`, shape ``(n,)``; n is 0 only after the last page. Records are not verified: what reads one
-            finds out. Those that cannot be read at all have nothing but a key.
+        Of type `FACTS`, shape ``(n,)``; n is 0 only after the last page. Records are not verified: what reads one finds
+        out. Those that cannot be read at all have nothing but a key.
         """
         found: list[contract.Row] = []
         for rows in keyspace.walk(self._rows, keyspace.RECORD, after):
@@ -192,13 +170,6 @@ class View:
 
         At most three. One of them has the longest prefix in common with `tokens` of all children. Snapshots do not
         count.
-
-        Parameters
-        ----------
-        parent
-            Key of the parent, or of the namespace: then first pages are its children.
-        tokens
-            Little-endian int32 bytes.
         """
         return self.beside(parent, tokens, ())[0]
 
@@ -230,14 +201,7 @@ class View:
     def children(self, parents: Sequence[bytes], form: int, at_most: int | None = None) -> list[Entry]:
         """The children of these pages that have this form, each parent's in the order of the location's rows.
 
-        Parameters
-        ----------
-        parents
-            Keys of pages, or of namespaces, whose children are their first pages.
-        form
-            `PAGE` or `SNAPSHOT`.
-        at_most
-            How many of each parent, the first ones.
+        The first pages of a namespace are its children. With `at_most`, only so many of each parent, the first ones.
         """
         nodes = [siblings.first_node(parent, form) for parent in dict.fromkeys(parents)]
         keys = [key for some in siblings.children_of(self._rows, nodes, at_most) for key in some]

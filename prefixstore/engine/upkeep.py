@@ -38,11 +38,6 @@ log = logging.getLogger("prefixstore")
 class Upkeep(Part):
     """Checks a location, and changes what is stored.
 
-    Parameters
-    ----------
-    shared, lookups, deleter, notes
-        Of the engine.
-
     Attributes
     ----------
     behind
