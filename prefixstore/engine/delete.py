@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from prefixstore.backends.threads import handed_over
@@ -122,9 +122,10 @@ class Deleter(Part):
         for page in self._catalog.all_waiting()[0]:
             if choice.has(page.key, page.namespace, page.last_used):
                 self._catalog.forget(page)
-        removed = Removed()
+        # what is added after pages with these keys goes as well
+        removed, below = Removed(), replace(choice, keys=None)
         for entries in self._entries(choice):
-            removed += self._delete_all([one.key for one in entries if choice.has_stored(one)], choice)
+            removed += self._delete_all([one.key for one in entries if choice.has_stored(one)], below)
         self._bookmarks.prune()
         return removed
 
