@@ -52,8 +52,8 @@ class States(Lent, Iterator[memoryview]):
         If streamed: for callers that can undo a load. They get raw states earlier: before the checksum is known; the
         next state, and `verified`, wait for it. Not where states are kept, nor with a deadline for another machine.
     look
-        Whether a state can be used; a state that it refuses ends the iteration too. It is called with the first state
-        of each source in the calling thread, and with the others in the thread that reads them.
+        Whether a state can be used; a state that it refuses ends the iteration too. It is called in the calling thread
+        until one of a source was accepted, and then in the threads that read them.
     admit
         Whether a page may be read, judged by the size of its state; one that may not ends the iteration too. It is
         called before anything is read, in the calling thread.
@@ -156,7 +156,7 @@ class States(Lent, Iterator[memoryview]):
         given = self._answer(reader)
         if given is None or given.state is None:
             return None
-        if reader.n_given == 0 and self._look is not None and not self._look(page, given.state):
+        if self._look is not None and not given.is_looked_at and not self._look(page, given.state):
             reader.fetcher.give_up(page, given.misshapen())
             return None
         reader.accept()

@@ -84,6 +84,8 @@ class Given:
         Its state; None if there is none: it is gone, or there is an error.
     check
         Raises `CorruptError` if the state is not what was written; None once that is known.
+    is_looked_at
+        Whether the state can be used; if not, that is for the caller to say.
     error
         Why there is no state.
     work
@@ -95,6 +97,7 @@ class Given:
     page: Page | None
     state: memoryview | None = None
     check: Callable[[], None] | None = None
+    is_looked_at: bool = False
     error: Exception | None = None
     work: Answer[None] | None = None
     buffer: PooledBuffer | None = None
@@ -140,7 +143,7 @@ class SourceReader:
         self._streamed = streamed
         self._along = along
         self._look = look
-        # used by the caller: what has come and is not accepted, and what was accepted last
+        # set by the caller: what has come and is not accepted, and what was accepted last
         self.n_given = 0
         self._come: Given | None = None
         self._last: Given | None = None
@@ -298,10 +301,12 @@ class SourceReader:
         try:
             if found is not None:
                 self._unpack(one.page, one, *found, seconds)
-            # The first one is for the caller to look at, who may learn from it. The bytes that are compared are in no
-            # processor's cache yet, so of the others that is done here, while the caller uses the one before.
-            if number and one.state is not None and self._look is not None and not self._look(one.page, one.state):
-                raise one.misshapen()
+            # Until one is accepted, they are for the caller to look at, who may learn from the first. The bytes that are
+            # compared are in no processor's cache yet, so of the others that is done here, while the caller uses one.
+            if one.state is not None and self._look is not None and self.n_given:
+                if not self._look(one.page, one.state):
+                    raise one.misshapen()
+                one.is_looked_at = True
         except BaseException as error:  # noqa: BLE001 - raised where the caller waits
             one.state, one.error = None, _for_caller(error)
         if one.state is None:
