@@ -17,32 +17,27 @@ __all__ = ["Page", "Path", "in_order", "is_same", "later", "shared_tokens"]
 class Page:
     """One page or snapshot, as a lookup found it, or as it waits to be written.
 
+    Times are nanoseconds since the epoch. Its `uses` and its class are those that the eviction policy counts; see
+    `prefixstore.format.record.Usage`.
+
     Attributes
     ----------
-    key, parent
-        Page keys of the page and of its parent (for a first page: key of the namespace).
-    namespace
-        Key of the namespace.
-    start
-        Position of the first token.
+    parent
+        Key of its parent; of a first page, of the namespace.
     tokens
-        The tokens, little-endian int32 bytes.
+        Little-endian int32 bytes.
     raw_bytes, stored_bytes
         Size of the state, and of its stored form.
     compute_us
         Microseconds that computing the tokens took, as a prefill; 0 if it is not known.
-    created, last_used
-        Nanoseconds since the epoch.
     hits
         How often the page was restored.
-    uses, page_class
-        As the eviction policy counts; see `prefixstore.format.record.Usage`.
     pinned
-        Whether the page is exempt from eviction and expiry.
+        Whether it is exempt from eviction and expiry.
     priority
         Pages of lower priority are evicted first, under the policy of this name.
     expires
-        Nanoseconds since the epoch; 0 for never. The ancestors of a page do not expire before it does.
+        0 for never. The ancestors of a page do not expire before it does.
     form
         `PAGE`, or `SNAPSHOT`: the state needed to resume after its tokens, which are those since the end of its
         parent. A snapshot has no children.

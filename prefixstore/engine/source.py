@@ -85,13 +85,11 @@ class Given:
     check
         Raises `CorruptError` if the state is not what was written; None once that is known.
     is_looked_at
-        Whether the state can be used; if not, that is for the caller to say.
+        Whether it can be used; if not, that is for the caller to say.
     error
         Why there is no state.
-    work
-        Unpacks it.
-    buffer
-        What it was unpacked into.
+    work, buffer
+        What unpacks it, and into which memory.
     """
 
     page: Page | None
@@ -301,8 +299,8 @@ class SourceReader:
         try:
             if found is not None:
                 self._unpack(one.page, one, *found, seconds)
-            # Until one is accepted, they are for the caller to look at, who may learn from the first. The bytes that are
-            # compared are in no processor's cache yet, so of the others that is done here, while the caller uses one.
+            # The first ones are for the caller to look at, who may learn from them. The bytes that are compared are in
+            # no processor's cache yet, so of the others that is done here, while the caller uses the one before.
             if one.state is not None and self._look is not None and self.n_given:
                 if not self._look(one.page, one.state):
                     raise one.misshapen()

@@ -147,15 +147,10 @@ class FarEngine(Engine):
 
 
 class TieredEngine(Engine):
-    """The engine of a location that has another one behind it. Parameters as for `Engine`.
+    """The engine of a location that has another one behind it, which `make_far` makes, given this one.
 
-    Parameters
-    ----------
-    make_far
-        Makes the engine behind this one, given this one.
-    max_delay
-        Seconds that a lookup waits for the far location, or a share of what computing the rest of the prompt takes, if
-        that is more; None for no limit.
+    A lookup waits `max_delay` seconds for the far location, or a share of what computing the rest of the prompt takes,
+    if that is more; with None as long as it takes. The other parameters are those of `Engine`.
     """
 
     def __init__(
