@@ -83,15 +83,6 @@ class Transaction(View):
         # also the rows of namespaces that this update has emptied
         self._counted = dict.fromkeys([*super().counts(), *self._counted], Count()) | counts
 
-    def _write_counts(self) -> None:
-        for row, count in self._counted.items():
-            if count.pages or row == keyspace.COUNT:
-                self._rows.put(row, count.pack())
-            else:
-                self._rows.delete(row)
-                if row == self._count_row(row[-KEY_BYTES:]):
-                    self._drop_namespace(row[-KEY_BYTES:])
-
     @property
     def rows(self) -> Update:
         return self._rows
@@ -257,4 +248,10 @@ class Transaction(View):
     def finish(self) -> None:
         """Write what was counted. Raises `LocationError` if the location was encrypted meanwhile."""
         self.require_plain()
-        self._write_counts()
+        for row, count in self._counted.items():
+            if count.pages or row == keyspace.COUNT:
+                self._rows.put(row, count.pack())
+            else:
+                self._rows.delete(row)
+                if row == self._count_row(row[-KEY_BYTES:]):
+                    self._drop_namespace(row[-KEY_BYTES:])

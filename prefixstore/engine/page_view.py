@@ -264,10 +264,6 @@ class View:
         right = self.recount() if None in found.values() else {}
         return {row: right.get(row, Count()) if count is None else count for row, count in found.items()}
 
-    def _tenant(self, namespace: bytes) -> bytes:
-        """Whose pages those of a namespace are."""
-        return keyspace.tenant_of(self._salt(namespace), namespace)
-
     def _salt(self, namespace: bytes) -> str | None:
         """The salt of a namespace: settings that are missing, or damaged, name none."""
         if namespace not in self._salts:
@@ -275,7 +271,7 @@ class View:
         return self._salts[namespace]
 
     def _count_row(self, namespace: bytes) -> bytes:
-        return keyspace.count_row(self._tenant(namespace), namespace)
+        return keyspace.count_row(keyspace.tenant_of(self._salt(namespace), namespace), namespace)
 
     def recount(self) -> dict[bytes, Count]:
         """All rows of counts as they should be. Pages that cannot be read count with all pages only."""

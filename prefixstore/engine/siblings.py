@@ -110,13 +110,6 @@ def child_bytes(n_token_bytes: int) -> int:
     return len(CHILD) + NODE_BYTES + min(n_token_bytes, STEP_BYTES)
 
 
-def _path_of_page(view: View, key: bytes) -> list[bytes] | None:
-    """The path of a stored page; None if its record cannot be read."""
-    record = view.get([RECORD + key])[0]
-    place = place_of(record) if record is not None else None
-    return child_path(*place) if place is not None else None
-
-
 def add_child(draft: Update, key: bytes, path: Sequence[bytes], owner: bytes) -> None:
     """Enter a page of a tenant among its siblings."""
     draft.get(path)  # in one round trip; the draft keeps them
@@ -139,8 +132,10 @@ def add_child(draft: Update, key: bytes, path: Sequence[bytes], owner: bytes) ->
 
 def _parted(draft: Update, other: bytes, path: Sequence[bytes], i: int, owner: bytes) -> Child | None:
     """Move a page that is alone below row `i` to the next node; what the row says then. None if it is not there."""
-    its_path = _path_of_page(draft, other)
-    if its_path is None or its_path[: i + 1] != list(path[: i + 1]):
+    record = draft.get([RECORD + other])[0]
+    place = place_of(record) if record is not None else None
+    its_path = child_path(*place) if place is not None else []
+    if its_path[: i + 1] != list(path[: i + 1]):
         return None
     if len(its_path) == i + 1:
         return Child(other, has_more=True)
