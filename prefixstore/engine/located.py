@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from prefixstore.engine.index import Page, Path, shared_tokens
-from prefixstore.engine.trie import Trie
+from prefixstore.engine.trie import Entry, Trie
 from prefixstore.format.keys import PAGE, TOKEN_BYTES, Tokens
 from prefixstore.format.record import Record
 
@@ -45,6 +45,16 @@ class Prompt:
             and page.namespace == self.namespace
             and page.form == PAGE
         )
+
+    def good(self, entries: Sequence[Entry], waiting: Waiting) -> list[Entry]:
+        """What is stored of its pages, up to the first that is not to be used."""
+        found: list[Entry] = []
+        for number, entry in enumerate(entries):
+            record = entry.record
+            if not isinstance(record, Record) or not waiting.allows(entry.key, record) or not self.has(number, record):
+                break
+            found.append(entry)
+        return found
 
 
 class Waiting(NamedTuple):

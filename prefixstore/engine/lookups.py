@@ -156,7 +156,7 @@ class Lookups(Part):
         """
         found, nodes = Located(prompt), self._catalog.nodes
         entries = view.leading(prompt.keys) if view is not None and prompt.keys else []
-        good = list(_good(entries, prompt, waiting))
+        good = prompt.good(entries, waiting)
         found.n_stored = len(good)
         for entry in entries[len(good) : len(good) + 1]:
             if not isinstance(entry.record, Record) or _starts_elsewhere(entry.record, prompt, len(good)):
@@ -245,15 +245,6 @@ def _n_kept(pages: Sequence[Page]) -> int:
     """How many of the first of these pages have not expired."""
     now = time.time_ns()
     return next((i for i, page in enumerate(pages) if page.has_expired(now)), len(pages))
-
-
-def _good(entries: Sequence[Entry], prompt: Prompt, waiting: Waiting) -> Iterator[Entry]:
-    """Pages of a prompt, up to the first that is not to be used."""
-    for number, entry in enumerate(entries):
-        record = entry.record
-        if not isinstance(record, Record) or not waiting.allows(entry.key, record) or not prompt.has(number, record):
-            return
-        yield entry
 
 
 def _starts_elsewhere(record: Record, prompt: Prompt, number: int) -> bool:

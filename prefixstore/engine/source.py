@@ -58,8 +58,7 @@ Keep: TypeAlias = Callable[[Page, memoryview], None]
 """Copies a verified state for later, in the thread that reads it, while the caller may read it as well."""
 
 Source: TypeAlias = "tuple[Fetcher, Sequence[Page], Keep | None]"
-"""Some consecutive pages, what reads them, and what receives the states that the caller has accepted, or that are late.
-"""
+"""Consecutive pages, what reads them, and what receives the states that were accepted, or that are late."""
 
 RAW = CODECS["raw"]
 
@@ -141,6 +140,7 @@ class SourceReader:
         self._streamed = streamed
         self._along = along
         self._look = look
+        self._patience = self.fetcher.breaker.patience(max(self.pages, key=lambda page: page.raw_bytes, default=None))
         # set by the caller: what has come and is not accepted, and what was accepted last
         self.n_given = 0
         self._come: Given | None = None
@@ -197,13 +197,13 @@ class SourceReader:
         self._accepted.put(True)
 
     def _in_time(self, left: Callable[[float], float]) -> Given:
-        slot, page, breaker = self._slots[self.n_given], self.next_page, self.fetcher.breaker
+        slot, page = self._slots[self.n_given], self.next_page
         if self.fetcher.is_local:
             # it can only hang
             with suppress(Empty):
-                return slot.get(timeout=breaker.patience(page))
+                return slot.get(timeout=self._patience)
             self._is_left = True
-            breaker.hangs(page)
+            self.fetcher.breaker.hangs(page)
             raise LateError("the location does not answer")
         with suppress(Empty):
             return slot.get(timeout=_within(left(0.0)))
@@ -383,7 +383,8 @@ class Fetcher(Part):
         """States that need not be read. Entered before a view, so what is committed meanwhile is in either."""
         held = self._catalog.hold(pages)
         try:
-            hot = {page.key: state for page in pages if (state := self._ram.state(page)) is not None}
+            some = pages if self._ram.used else ()
+            hot = {page.key: state for page in some if (state := self._ram.state(page)) is not None}
             yield hot | {key: buffer.view for key, buffer in held.items()}
         finally:
             for buffer in held.values():
