@@ -29,7 +29,7 @@ from tests.support.engines import (
     state_of,
     wait_for,
 )
-from tests.support.places import place
+from tests.support.places import KEY, place
 
 SPACE = Namespace({"n": 1})
 LONG = list(range(100, 100 + 10 * P))
@@ -383,14 +383,15 @@ def test_a_ctrl_c_in_a_restore_does_not_wait_for_the_far_location(near):
         far.answers.set()
 
 
-def test_a_far_location_that_cannot_be_reached_at_first_is_opened_later(near):
+@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
+def test_a_far_location_that_cannot_be_reached_at_first_is_opened_later(near, tmp_path, key):
     attempts = []
 
     def open_it():
         attempts.append(1)
         if len(attempts) < 3:
             raise UnavailableError("not there")
-        return MemoryPages()
+        return open_pages(f"lmdb://{tmp_path}/far", max_bytes=64 * MIB, key=key)
 
     far = Pages(None, "valkey://h/0", open_it)
     with tiers(near, far) as store:
@@ -400,7 +401,7 @@ def test_a_far_location_that_cannot_be_reached_at_first_is_opened_later(near):
         store.capture([*LONG, 1])
         store.engine.flush()
         assert keys_of(far) == keys_of(near)
-    far.close()
+        assert (far.encrypted is not None) == (key is not None)
 
 
 def test_a_damaged_page_of_the_near_location_comes_from_the_far_one(near):
