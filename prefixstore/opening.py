@@ -12,16 +12,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from prefixstore.backends.keys import Key
-from prefixstore.backends.lazy import LazyBackend
 from prefixstore.backends.location import text_of, without_password
 from prefixstore.backends.threads import close_soon
 from prefixstore.engine.budget import Evicted
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.far import FarEngine
 from prefixstore.engine.invariants import Violation
 from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.queue import Drained
-from prefixstore.engine.tiers import TieredEngine
+from prefixstore.engine.tiers import FarEngine, TieredEngine
 from prefixstore.errors import ClosedError, InvalidParameterError, MisuseError, StorageError, UnavailableError
 from prefixstore.format.figures import History
 from prefixstore.parameters import Parameters
@@ -100,7 +98,7 @@ def _open_far(
         backend = open_it()
     except UnavailableError as error:
         log.warning("the far location is tried again later: %s", error)
-        backend = Pages(LazyBackend(without_password(text_of(location)), lambda: open_it().rows))
+        backend = Pages(None, without_password(text_of(location)), open_it)
     if backend.location == near != "memory:":
         # written in two ways
         backend.close()

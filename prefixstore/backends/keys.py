@@ -60,8 +60,7 @@ FORGOTTEN = "forgotten:"
 # Without comments. A key has one form only, so that it can be found in the text.
 _LINE = re.compile(rf"(?:key |tenant (\S+) )?(?:([A-Za-z0-9+/]{{42}}[AEIMQUYcgkosw048]=)|{FORGOTTEN}([0-9a-f]{{16}}))")
 COMMAND_SECONDS = 60
-# The row that says that a location is encrypted: these words, and a sealed message. In one that is not, it has 8 bytes
-# (it is `engine.keyspace.GENERATION`), so a store without a key finds out.
+# The row that says that a location is encrypted: these words, and a sealed message.
 HEADER = b"g"
 MAGIC = b"prefixstore encrypted\n"
 

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 
 from prefixstore.backends.threads import start_thread
 from prefixstore.engine.index import Page
@@ -21,10 +20,9 @@ __all__ = ["LOCAL_PATIENCE", "CircuitBreaker", "probe"]
 
 log = logging.getLogger("prefixstore")
 
-# What a request may take, and how fast bytes and records have to arrive: what is slower counts as a failure.
+# What a request may take, and how fast bytes have to arrive: what is slower counts as a failure.
 SLOW_SECONDS = 0.5
 SLOW_BYTES_PER_SECOND = 8 << 20
-SLOW_RECORDS_PER_SECOND = 2000
 # After this a location hangs, beside what its bytes may take: a caller no longer waits for it.
 HANG_SECONDS = 10.0
 # A location on this machine is slow if so many answers in a row are: one may be late because the machine had paused.
@@ -40,18 +38,9 @@ FIRST_PROBE = 0.05
 LAST_PROBE = 5.0
 
 
-@dataclass
-class Request:
-    """A request to the location: a page, or records, possibly many that others have changed since the last request."""
-
-    page: Page | None
-    n_records: int = 0
-
-    @property
-    def time_limit(self) -> float:
-        """Seconds that the answer may take."""
-        n_bytes = self.page.raw_bytes if self.page is not None else 0
-        return SLOW_SECONDS + n_bytes / SLOW_BYTES_PER_SECOND + self.n_records / SLOW_RECORDS_PER_SECOND
+def time_limit(page: Page | None) -> float:
+    """Seconds that the answer to a request may take: for a page, or for records."""
+    return SLOW_SECONDS + (page.raw_bytes if page is not None else 0) / SLOW_BYTES_PER_SECOND
 
 
 def probe(backend: Pages, page: Page | None) -> None:
@@ -65,16 +54,8 @@ def probe(backend: Pages, page: Page | None) -> None:
 class CircuitBreaker:
     """Lets requests through to a location while the circuit is closed, and fails them immediately while it is open.
 
-    Parameters
-    ----------
-    probe
-        Repeats the request that failed: reads this page, or, for None, a record. Called by a thread.
-    counters
-        Counts how often the circuit opened until a probe succeeded (``"outages"``), and the time lost on failures.
-    patience
-        How many slow answers in a row open the circuit. An error opens it immediately.
-    clock
-        Seconds; replaced by tests.
+    A thread repeats a request that failed by `probe`: it reads this page, or, for None, a record. So many slow answers
+    in a row as is its `patience` open the circuit, and an error at once.
     """
 
     def __init__(
@@ -107,25 +88,13 @@ class CircuitBreaker:
         return self._clock() < self._open_until
 
     @contextmanager
-    def asking(self, page: Page | None = None) -> Iterator[Request]:
-        """A request to the location; one that reads many records notes how many.
-
-        Parameters
-        ----------
-        page
-            What is read, if it is one page.
-
-        Raises
-        ------
-        UnavailableError
-            If the circuit is open.
-        """
+    def asking(self, page: Page | None = None) -> Iterator[None]:
+        """A request to the location, for one page or for records. Raises `UnavailableError` if the circuit is open."""
         if self.is_open:
             raise UnavailableError("circuit open after failures of the location; probing it in the background")
         started = self._clock()
-        request = Request(page)
         try:
-            yield request
+            yield
         except (CorruptError, IncompatibleError) as error:
             if page is None:  # otherwise the page is at fault, not the location
                 self._open(self._clock() - started, page, f"it fails: {error}")
@@ -134,7 +103,7 @@ class CircuitBreaker:
             self._open(self._clock() - started, page, f"it fails: {error}")
             raise
         seconds = self._clock() - started
-        is_slow = seconds > request.time_limit
+        is_slow = seconds > time_limit(page)
         with self._lock:
             kind = page is not None
             self._n_slow[kind] = self._n_slow[kind] + 1 if is_slow else 0
@@ -146,7 +115,7 @@ class CircuitBreaker:
 
     def patience(self, page: Page | None = None) -> float:
         """Seconds that a caller waits for the answer to a request: for a page, or for records."""
-        return HANG_SECONDS + Request(page).time_limit
+        return HANG_SECONDS + time_limit(page)
 
     def hangs(self, page: Page | None = None) -> None:
         """Open the circuit because a caller has waited so long in vain."""
@@ -174,7 +143,7 @@ class CircuitBreaker:
             started = self._clock()
             try:
                 self._probe(page)
-                healthy = self._clock() - started <= Request(page).time_limit
+                healthy = self._clock() - started <= time_limit(page)
             except StorageError:
                 healthy = False
             except Exception:  # whatever it is, the location does not work

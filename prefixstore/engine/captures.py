@@ -25,7 +25,7 @@ from prefixstore.format.keys import Tokens
 from prefixstore.results import Shortage
 
 if TYPE_CHECKING:
-    from prefixstore.engine.far import FarEngine
+    from prefixstore.engine.tiers import FarEngine
 
 __all__ = ["Captures"]
 

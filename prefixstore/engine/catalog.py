@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from prefixstore.engine.choose import Chooser
 from prefixstore.engine.index import Page
-from prefixstore.engine.pending import Damage, Suspicion, Use
+from prefixstore.engine.pending import Damage, Use
 from prefixstore.engine.waiting import Outdated
 from prefixstore.format.record import Record
 
@@ -79,17 +79,12 @@ class Catalog(Chooser):
         """Whether a snapshot is given up already."""
         return key in self._deferred.thinned
 
-    def mark_damaged(self, page: Page, suspicion: Suspicion | None = None) -> None:
-        """Have a damaged page, and what follows it, deleted with the next commit; until then it is not found.
-
-        With a `suspicion` its checksum is right, but its state is not usable: it is deleted unless the page stored by
-        then is.
-        """
+    def mark_damaged(self, page: Page, *, is_useless: bool = False) -> None:
+        """Have a damaged page, and what follows it, deleted with the next commit; until then it is not found."""
         with self._lock:
             known = self._deferred.damaged.get(page.key)
-            if suspicion is None and known is not None:
-                suspicion = known.suspicion
-            self._deferred.damaged[page.key] = Damage(page.created, suspicion)
+            is_useless = is_useless or (known is not None and known.is_useless and known.created == page.created)
+            self._deferred.damaged[page.key] = Damage(page.created, is_useless)
         self._ram.drop([page.key])
 
     def is_damaged(self, key: bytes, page: Page | Record) -> bool:

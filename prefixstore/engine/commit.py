@@ -245,8 +245,7 @@ class Committer(Part):
         # Damaged pages, and what depends on them. Those that are too many for one transaction stay deferred.
         n_damaged = 0
         if deferred.damaged:
-            suspicions = {key: one.suspicion for key, one in deferred.damaged.items() if one.suspicion is not None}
-            n_damaged, left = self._deleter.delete_damaged(transaction, deferred.damaged, suspicions)
+            n_damaged, left = self._deleter.delete_damaged(transaction, deferred.damaged)
             for key in left:
                 del deferred.damaged[key]
         # Expired leaves.

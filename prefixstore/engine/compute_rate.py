@@ -14,11 +14,9 @@ __all__ = ["ComputeRate", "RestoreDeadline"]
 WEIGHT = 0.3
 # batches of fewer tokens say nothing about the rate of a prefill
 SMALLEST_BATCH = 32
-# A restore must be slower by this factor before it is skipped. One in so many is tried anyway, to measure again;
-# if it is slower again, the next one comes after twice as many.
+# A restore must be slower by this factor before it is skipped. One in so many is tried anyway, to measure again.
 MAX_SLOWDOWN = 1.2
-RETRY_EVERY = 8
-MAX_RETRY_EVERY = 4096
+RETRY_EVERY = 64
 # A restore that is given up in the middle has cost no more than this share of computing the whole, its lookup included.
 # It is a little less than the 5 % that are promised, for what giving up takes.
 MAX_SHARE = 0.04
@@ -31,10 +29,7 @@ LATE_SLOWDOWN = 2.0
 class ComputeRate:
     """Seconds for each token computed and for each page restored; decides whether a restore is worth it.
 
-    Parameters
-    ----------
-    max_delay
-        What a restore may take beyond computing; None for no limit. See `deadline`.
+    `max_delay` is what a restore may take beyond computing, in seconds; None for no limit.
     """
 
     def __init__(self, max_delay: float | None = None) -> None:
@@ -42,7 +37,6 @@ class ComputeRate:
         self.token_seconds: float | None = None
         self.page_seconds: float | None = None
         self._skipped = 0
-        self._retry_after = RETRY_EVERY
 
     def computed(self, n_tokens: int, seconds: float) -> None:
         """Note that a batch was evaluated."""
@@ -65,13 +59,9 @@ class ComputeRate:
         if self.token_seconds is None or self.page_seconds is None:
             return True
         if self.page_seconds * n_pages <= self.token_seconds * n_tokens * MAX_SLOWDOWN:
-            self._skipped, self._retry_after = 0, RETRY_EVERY
             return True
         self._skipped += 1
-        if self._skipped < self._retry_after:
-            return False
-        self._skipped, self._retry_after = 0, min(2 * self._retry_after, MAX_RETRY_EVERY)
-        return True
+        return self._skipped % RETRY_EVERY == 0
 
     def seconds_of(self, pages: Sequence[Page], live: int, end: int) -> list[float]:
         """Seconds to compute what each of some pages holds of the tokens from `live` up to `end`.
@@ -119,8 +109,6 @@ class RestoreDeadline:
     whole
         How many states there are, if none is of use without the others: they may take as long as computing, and each
         its share of that. None if pages can be used as they come.
-    clock
-        Seconds.
     """
 
     def __init__(

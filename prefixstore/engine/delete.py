@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 from prefixstore.backends.threads import handed_over
 from prefixstore.engine.bookmarks import Bookmarks
-from prefixstore.engine.index import Page, depth_first
-from prefixstore.engine.invariants import Violation, astray, strays
-from prefixstore.engine.lookups import Lookups
+from prefixstore.engine.invariants import Violation, strays
+from prefixstore.engine.keyspace import COUNT, RECORD, walk
 from prefixstore.engine.page_update import Transaction
+from prefixstore.engine.page_view import View, tokens_of
 from prefixstore.engine.pages import fewer, retried
 from prefixstore.engine.part import Part, Shared
-from prefixstore.engine.pending import Suspicion
+from prefixstore.engine.pending import Damage
 from prefixstore.engine.relatives import with_descendants
 from prefixstore.engine.siblings import children_of, first_node
 from prefixstore.engine.space import PAGES_AT_ONCE
+from prefixstore.engine.trie import Entry
 from prefixstore.errors import CorruptError, FullError, IncompatibleError
 from prefixstore.format.codec import decode
-from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES
-from prefixstore.format.record import Record
+from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT
+from prefixstore.format.record import Record, time_of_use
 
-__all__ = [
-    "Choice",
-    "Deleter",
-    "Removed",
-    "beginning_with",
-    "in_common",
-    "of_namespaces",
-    "subtree",
-    "unused_since",
-]
-
-Choice: TypeAlias = Callable[[Sequence[Page]], Collection[bytes]]
-"""Chooses keys of pages from all pages, in the order of `Lookups.pages`; with a page, all of its descendants."""
+__all__ = ["Choice", "Deleter", "Removed", "beginning_with", "subtree"]
 
 
 @dataclass(frozen=True)
@@ -49,96 +39,124 @@ class Removed:
         return Removed(self.pages + other.pages, self.bytes + other.bytes)
 
 
-# -- choices ----------------------------------------------------------------------------------------------------------
-
-
-def of_namespaces(pages: Sequence[Page], namespaces: Collection[bytes]) -> set[bytes]:
-    """The pages of these namespaces."""
-    return {page.key for page in pages if page.namespace in namespaces}
-
-
-def subtree(pages: Sequence[Page], key: bytes) -> set[bytes]:
-    """A page and its descendants."""
-    return {one.key for one in depth_first(page for page in pages if page.key == key)}
-
-
-def unused_since(pages: Sequence[Page], before: int) -> set[bytes]:
-    """The pages that were last used before this, in nanoseconds since the epoch, and whose descendants were too."""
-    used: dict[bytes, int] = {}
-    for page in reversed(pages):
-        used[page.key] = max([page.last_used, *(used[child.key] for child in page.children)])
-    return {key for key, last in used.items() if last < before}
-
-
-def beginning_with(pages: Sequence[Page], tokens: bytes, namespaces: Collection[bytes] | None) -> set[bytes]:
-    """The pages of sequences that begin with these tokens, and those that led only to them."""
-    doomed: set[bytes] = set()
-    inside: list[Page] = []
-    roots = [page for page in pages if page.parent == page.namespace]
-    waiting = [(page, tokens) for page in roots if namespaces is None or page.namespace in namespaces]
-    while waiting:
-        page, rest = waiting.pop()
-        if page.tokens.startswith(rest):
-            doomed |= {one.key for one in depth_first([page])}
-        elif rest.startswith(page.tokens):
-            inside.append(page)
-            waiting += [(child, rest[len(page.tokens) :]) for child in page.children]
-    for page in reversed(inside):
-        if all(child.key in doomed for child in page.children):
-            doomed.add(page.key)
-    return doomed
-
-
-def in_common(pages: Sequence[Page], choices: Iterable[Choice]) -> list[Page]:
-    """The pages selected by every choice, in this order; all if there are no choices."""
-    keys = {page.key for page in pages}
-    for choose in choices:
-        keys &= set(choose(pages))
-    return [page for page in pages if page.key in keys]
-
-
-# -- deleting ---------------------------------------------------------------------------------------------------------
-
-
-class Deleter(Part):
-    """Deletes pages from a location, pinned or not.
-
-    Parameters
-    ----------
-    shared, lookups, bookmarks
-        Of the engine.
+@dataclass(frozen=True)
+class Choice:
+    """Which pages to delete: those of which all that is given holds, and of all that follows them.
 
     Attributes
     ----------
-    n_begun
-        How often it has begun to delete something.
+    namespaces
+        Pages of these namespaces.
+    before
+        Pages that were last used before this, in nanoseconds since the epoch.
+    keys
+        Pages with these keys, as `subtree` and `beginning_with` find them.
     """
 
+    namespaces: Collection[bytes] | None = None
+    before: int | None = None
+    keys: Collection[bytes] | None = None
+
+    def has(self, key: bytes, namespace: bytes, last_used: int) -> bool:
+        """Whether it chooses a page, if it chooses all that follows that."""
+        if self.keys is not None and key not in self.keys:
+            return False
+        if self.namespaces is not None and namespace not in self.namespaces:
+            return False
+        # a time that is not believable is no old one
+        now = time.time_ns()
+        return self.before is None or (time_of_use(last_used, now) or now) < self.before
+
+    def has_stored(self, entry: Entry) -> bool:
+        """As `has`, of a stored page; none that cannot be read."""
+        record = entry.record
+        return isinstance(record, Record) and self.has(entry.key, record.namespace, entry.usage.last_used)
+
+
+def subtree(view: View, key: bytes) -> set[bytes]:
+    """A page and its descendants."""
+    return {entry.key for entry in with_descendants(view, [key])}
+
+
+def beginning_with(view: View, tokens: bytes, namespaces: Collection[bytes] | None) -> set[bytes]:
+    """The pages of sequences that begin with these tokens, and those that lead only to them."""
+    if namespaces is None:
+        namespaces = {row[-KEY_BYTES:] for row in view.counts() if row != COUNT}
+    found: set[bytes] = set()
+    inside: dict[bytes, list[bytes]] = {}
+    waiting = [(key, tokens) for key in namespaces]
+    while waiting:
+        parent, rest = waiting.pop()
+        children = [one for form in (PAGE, SNAPSHOT) for one in view.children([parent], form)]
+        if parent not in namespaces:
+            inside[parent] = [one.key for one in children]
+        for one in children:
+            here = tokens_of(one)
+            if here.startswith(rest):
+                found |= subtree(view, one.key)
+            elif rest.startswith(here):
+                waiting.append((one.key, rest[len(here) :]))
+    for key, after in reversed(inside.items()):
+        if found.issuperset(after):
+            found.add(key)
+    return found
+
+
+class Deleter(Part):
+    """Deletes pages from a location, pinned or not."""
+
+    # how often it has begun to delete something
     n_begun = 0
 
-    def __init__(self, shared: Shared, lookups: Lookups, bookmarks: Bookmarks) -> None:
+    def __init__(self, shared: Shared, bookmarks: Bookmarks) -> None:
         super().__init__(shared)
-        self._lookups = lookups
         self._bookmarks = bookmarks
 
     @handed_over
-    def delete(self, choices: Sequence[Choice]) -> Removed:
-        """Delete the pages that all choices have in common, pinned ones too, and what others add after them until then.
+    def delete(self, choice: Choice) -> Removed:
+        """Delete the chosen pages, pinned ones too, and what others add after them until then.
 
-        Also the names of sequences that are no longer stored.
+        Also the names of sequences that are no longer stored. A page that is not chosen stays, with those before it.
         """
         self.n_begun += 1
-        doomed = in_common(self._lookups.pages(), choices)[::-1]
-        for page in doomed:
-            self._catalog.forget(page)
-        removed = self._delete_all([page.key for page in doomed])
+        for page in self._catalog.all_waiting()[0]:
+            if choice.has(page.key, page.namespace, page.last_used):
+                self._catalog.forget(page)
+        # what is added after pages with these keys goes as well
+        removed, below = Removed(), replace(choice, keys=None)
+        for entries in self._entries(choice):
+            removed += self._delete_all([one.key for one in entries if choice.has_stored(one)], below)
         self._bookmarks.prune()
         return removed
 
     @handed_over
-    def select(self, choices: Iterable[Choice]) -> list[bytes]:
-        """The keys that several choices have in common, parents before their children."""
-        return [page.key for page in in_common(self._lookups.pages(), choices)]
+    def select(self, choice: Choice) -> dict[bytes, int]:
+        """The pages that `delete` would delete, and the sizes of their payloads."""
+        chosen: dict[bytes, Record] = {}
+        kept: list[bytes] = []
+        for entry in chain.from_iterable(self._entries(choice)):
+            if isinstance(entry.record, Record):
+                if choice.has_stored(entry):
+                    chosen[entry.key] = entry.record
+                else:
+                    kept.append(entry.record.parent)
+        while kept:
+            # what leads to a page that stays
+            if (record := chosen.pop(kept.pop(), None)) is not None:
+                kept.append(record.parent)
+        return {key: record.stored_bytes for key, record in chosen.items()}
+
+    def _entries(self, choice: Choice) -> Iterator[list[Entry]]:
+        """What is stored of the pages that may be chosen, some at a time; no view is open meanwhile."""
+        keys = list(choice.keys) if choice.keys is not None else []
+        after: bytes | None = b""
+        while after is not None:
+            with self._backend.view() as view:
+                if choice.keys is None:
+                    keys = [row.key[1:] for row in next(walk(view.rows, RECORD, after), [])]
+                entries = [Entry(key, *one) for key, one in view.records(keys).items()]
+            after = keys[-1] if keys and choice.keys is None else None
+            yield entries
 
     @handed_over
     def delete_strays(self, *, newer: bool = False) -> Removed:
@@ -148,7 +166,7 @@ class Deleter(Part):
         """
         with self._backend.view() as view:
             lost, of_newer = strays(view)
-        return self._delete_all(lost | of_newer if newer else lost, strays_only=True)
+        return self._delete_all(lost | of_newer if newer else lost)
 
     @handed_over
     def n_newer(self) -> int:
@@ -166,16 +184,16 @@ class Deleter(Part):
         named = [one for one in found if one.rule == "orphan" or (one.key and one.rule != "index")]
         return self._delete_all({bytes.fromhex(one.key) for one in named})
 
-    def _delete_all(self, keys: Iterable[bytes], *, strays_only: bool = False) -> Removed:
+    def _delete_all(self, keys: Iterable[bytes], choice: Choice | None = None) -> Removed:
         """Delete pages, and what is stored after them: children first, some at a time.
 
-        With `strays_only`, not those that can be found, as what they follow was stored since.
+        With a choice, only what it chooses, and nothing that leads to other pages.
         """
         removed, at_once, doomed = Removed(), PAGES_AT_ONCE, list(keys)
         while doomed:
             now, later = doomed[:at_once], doomed[at_once:]
             try:
-                deleted, left = self._delete_next(now, at_once, strays_only=strays_only)
+                deleted, left = self._delete_next(now, at_once, choice)
             except FullError as error:
                 at_once = fewer(self._backend, at_once, error)
                 continue
@@ -187,21 +205,21 @@ class Deleter(Part):
 
     @retried
     def _delete_next(
-        self, keys: Sequence[bytes], at_once: int, *, strays_only: bool
+        self, keys: Sequence[bytes], at_once: int, choice: Choice | None
     ) -> tuple[dict[bytes, int], set[bytes]]:
         with self._catalog.update(self._backend) as transaction:
-            some = [key for key in keys if not strays_only or _is_stray(transaction, key)]
-            return self._delete_some(transaction, some, at_once)
+            return self._delete_some(transaction, keys, at_once, choice)
 
     def _delete_some(
-        self, transaction: Transaction, keys: Iterable[bytes], at_once: int = PAGES_AT_ONCE
+        self,
+        transaction: Transaction,
+        keys: Iterable[bytes],
+        at_once: int = PAGES_AT_ONCE,
+        choice: Choice | None = None,
     ) -> tuple[dict[bytes, int], set[bytes]]:
         """Delete pages and what is stored after them, children first, as many as one transaction may.
 
-        Returns
-        -------
-        tuple of dict and set
-            The sizes of those that were deleted, by key; and those of `keys` that are left.
+        Returns the sizes of those that were deleted, by key, and those of `keys` that are left.
         """
         left = dict.fromkeys(keys)
         self.n_begun += 1
@@ -210,28 +228,24 @@ class Deleter(Part):
             if len(deleted) == at_once:
                 break
             left.pop(entry.key, None)
+            record = entry.record if isinstance(entry.record, Record) else None
+            if choice is not None and record is not None and not choice.has_stored(entry):
+                continue
             if transaction.followed([entry.key]) and _is_needed(transaction, entry.key):
                 continue
-            record = entry.record if isinstance(entry.record, Record) else None
             if transaction.delete(entry.key):
                 deleted[entry.key] = record.stored_bytes if record is not None else 0
         return deleted, set(left)
 
-    def delete_damaged(
-        self, transaction: Transaction, suspects: Iterable[bytes], suspicions: Mapping[bytes, Suspicion]
-    ) -> tuple[int, set[bytes]]:
-        """Delete those suspects that are really damaged, and their descendants.
+    def delete_damaged(self, transaction: Transaction, suspects: Mapping[bytes, Damage]) -> tuple[int, set[bytes]]:
+        """Delete those suspects that are really damaged, or useless, and their descendants.
 
         Another process may have replaced a suspect by a good page, or have added descendants that are not known here.
-
-        Returns
-        -------
-        tuple of int and set
-            How many pages were deleted, and which suspects are left for another transaction.
+        Returns how many pages were deleted, and which suspects are left for another transaction.
         """
-        suspects = sorted(suspects)
-        now, later = suspects[:PAGES_AT_ONCE], set(suspects[PAGES_AT_ONCE:])
-        doomed = [key for key in now if _is_damaged(transaction, key, suspicions.get(key))]
+        keys = sorted(suspects)
+        now, later = keys[:PAGES_AT_ONCE], set(keys[PAGES_AT_ONCE:])
+        doomed = [key for key in now if _is_damaged(transaction, key, suspects[key])]
         deleted, left = self._delete_some(transaction, doomed)
         return len(deleted), left | later
 
@@ -259,25 +273,17 @@ def _is_needed(transaction: Transaction, key: bytes) -> bool:
     return any(not isinstance(record, CorruptError) for record, _ in transaction.records(children).values())
 
 
-def _is_damaged(transaction: Transaction, key: bytes, suspicion: Suspicion | None) -> bool:
+def _is_damaged(transaction: Transaction, key: bytes, damage: Damage) -> bool:
     """Whether a page can never be restored: by its own fault, or because it does not follow its parent."""
     try:
         payload, record = transaction.payload(key), transaction.record(key)
         if record is None or payload is None:
             return record is not None or payload is not None
-        if suspicion is not None and suspicion.size is not None and record.raw_bytes > suspicion.size:
+        if damage.is_useless and record.created == damage.created:
             return True
-        state = decode(record, payload)
-        if suspicion is not None and not suspicion.fits(state, record.start, len(record.tokens) // TOKEN_BYTES):
-            return True
+        decode(record, payload)
         return not record.follows(transaction.record(record.parent) if record.parent != record.namespace else None)
     except CorruptError:
         return True
     except IncompatibleError:
         return False
-
-
-def _is_stray(transaction: Transaction, key: bytes) -> bool:
-    """Whether a page can never be found: it cannot be read, or does not follow what is stored."""
-    record, _ = transaction.records([key]).get(key, (None, None))
-    return not isinstance(record, Record) or any(astray(transaction, [key]))

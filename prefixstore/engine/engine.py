@@ -25,20 +25,19 @@ from prefixstore.engine.captures import Captures
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.commit import Committer
 from prefixstore.engine.delete import Deleter
-from prefixstore.engine.fetch import Deadline, States, fetch
+from prefixstore.engine.fetch import Deadline, States
 from prefixstore.engine.importing import Importer
 from prefixstore.engine.index import Page, Path
 from prefixstore.engine.lookups import Lookups
 from prefixstore.engine.page_view import View
 from prefixstore.engine.pages import Pages
 from prefixstore.engine.part import Shared
-from prefixstore.engine.pending import Fits, PendingPage, Suspicion
+from prefixstore.engine.pending import PendingPage
 from prefixstore.engine.policy import Policy
 from prefixstore.engine.queue import Drained, WriteQueue
 from prefixstore.engine.ram import RamTier
-from prefixstore.engine.readers import Admit, Look
 from prefixstore.engine.saved_notes import SavedNotes
-from prefixstore.engine.source import Fetcher, Source
+from prefixstore.engine.source import Admit, Fetcher, Look, Source
 from prefixstore.engine.space import Evictor
 from prefixstore.engine.tap import Tap
 from prefixstore.engine.upkeep import Upkeep
@@ -60,31 +59,17 @@ QUEUE_BYTES = 256 << 20
 class Engine:
     """Stores and finds pages by tokens, in one location. May be used from many threads.
 
+    It closes the backend. In a forked child it has a copy of the counters: reach it as `Engine.counters`.
+
     Parameters
     ----------
-    backend
-        Where bytes are kept; the engine closes it.
-    budget
-        What the backend may hold.
-    policy
-        The order of eviction.
     encode
         Packs states: ``(namespace, state) -> (codec number, stored bytes)``. It learns from here how fast the location
         is.
-    counters
-        Counts what happens. In a forked child the engine has a copy: reach it as `Engine.counters`.
     ttl
         Seconds after their last use when pages that are captured here expire; None for never.
-    priority
-        Of the pages that are captured here.
-    ram_bytes
-        Memory for states of hot pages; 0 for none.
-    queue_bytes
-        Memory for pages that wait to be written.
     write_behind
-        Whether a thread writes them; if not, `submit` writes them.
-    read_only
-        Whether nothing is ever written.
+        Whether a thread writes captured pages; if not, `submit` writes them.
     housekeeping
         Whether commits also delete damaged, thinned and expired pages, and record uses. An `Archive` deletes only what
         it is told to.
@@ -93,15 +78,8 @@ class Engine:
 
     Attributes
     ----------
-    budget, read_only, ram_budget
-        As given; the last as `ram_bytes`.
-    lookups, captures, upkeep, deleter, importer, bookmarks
-        Find pages; take captured ones; check the location, pin, clear and evict; delete pages and mend the index;
-        import pages; name sequences.
     tap
         Receives lookups, uses and captures; None for no listener.
-    is_closed
-        Whether it has released the location.
     token_seconds
         What computing a token takes, as last measured; None if it is not known.
     """
@@ -160,7 +138,7 @@ class Engine:
         self._fetcher = Fetcher(shared, self._encode.read_rate)
         self.lookups = Lookups(shared)
         self.bookmarks = Bookmarks(shared)
-        self.deleter = Deleter(shared, self.lookups, self.bookmarks)
+        self.deleter = Deleter(shared, self.bookmarks)
         evictor = Evictor(catalog, self.budget, counters)
         self._notes = SavedNotes(backend, evictor, counters, self._models, notes_budget=self._housekeeping)
         self.upkeep = Upkeep(shared, self.lookups, self.deleter, self._notes)
@@ -241,14 +219,7 @@ class Engine:
     ) -> Path:
         """The pages of `tokens` up to the deepest snapshot among the first `limit`, and that snapshot.
 
-        Parameters
-        ----------
-        namespace, tokens, page_tokens
-            As for `match`.
-        limit
-            Tokens that may be restored.
-        multiple_of
-            The snapshot has to be at a multiple of this.
+        It is at a multiple of `multiple_of`. Raises what `match` raises.
         """
         most = min(limit, len(tokens))
         path = self._found(
@@ -276,9 +247,9 @@ class Engine:
         admit: Admit | None = None,
         deadline: Deadline | None = None,
     ) -> AbstractContextManager[States]:
-        """The verified states of `pages`, in order: see `fetch`."""
+        """The verified states of `pages`, in order: see `States`."""
         sources = self._sources(pages)
-        return fetch(sources, streamed=streamed, along=along, look=look, admit=admit, deadline=deadline)
+        return States(sources, streamed=streamed, along=along, look=look, admit=admit, deadline=deadline)
 
     def _sources(self, pages: Sequence[Page]) -> list[Source]:
         return [self._fetcher.source(pages)]
@@ -300,13 +271,12 @@ class Engine:
             self.tap.used(namespace, pages, n_tokens)
 
     @handed_over
-    def condemn(self, page: Page, fits: Fits, size: int | None = None) -> None:
-        """Have a page and its descendants deleted with the next commit, if its state still does not fit then.
+    def condemn(self, page: Page) -> None:
+        """Have a page that fits no context of its namespace deleted with the next commit, and its descendants.
 
-        `fits` must hold for every context of the namespace. Another thread may call it. With `size`, the most bytes
-        that the state can have, one that claims more is not unpacked for it.
+        Not another one that was stored in its place meanwhile.
         """
-        self._catalog.mark_damaged(page, Suspicion(fits, size))
+        self._catalog.mark_damaged(page, is_useless=True)
 
     def view(self) -> AbstractContextManager[View]:
         """A view, for callers that read the location directly."""
@@ -320,12 +290,9 @@ class Engine:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def commit(self, batch: Sequence[PendingPage]) -> int:
-        """Write announced pages, and what is deferred. Used by the queue.
+        """Write announced pages, and what is deferred; how many are stored now. Used by the queue.
 
-        Returns
-        -------
-        int
-            How many pages of the batch are stored now. What cannot be written is dropped, counted and logged.
+        What cannot be written is dropped, counted and logged.
         """
         return self.captures.commit(batch)
 

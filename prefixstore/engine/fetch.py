@@ -16,11 +16,10 @@ from typing import Protocol
 
 from prefixstore.backends.threads import Lent
 from prefixstore.engine.index import Page
-from prefixstore.engine.readers import Admit, Look, ShapeError
-from prefixstore.engine.source import Given, LateError, Source, SourceReader, misshapen
+from prefixstore.engine.source import Admit, Given, LateError, Look, ShapeError, Source, SourceReader
 from prefixstore.errors import StorageError
 
-__all__ = ["Deadline", "States", "fetch"]
+__all__ = ["Deadline", "States"]
 
 # How far behind its deadline a location on this machine may be: it may be the machine that has paused.
 LOCAL_SECONDS = 0.5
@@ -36,16 +35,11 @@ class Deadline(Protocol):
         """
 
 
-def fetch(
-    sources: Sequence[Source],
-    *,
-    streamed: bool = False,
-    along: bool = True,
-    look: Look | None = None,
-    admit: Admit | None = None,
-    deadline: Deadline | None = None,
-) -> States:
-    """The verified states of the pages of these sources, in order; they end early at one that is gone, damaged or late.
+class States(Lent, Iterator[memoryview]):
+    """The verified states of some pages, in order, while the block is open.
+
+    They end early at a page that is gone, damaged or late. Whoever is interrupted on the way into the block, or out of
+    it, loses this, and the threads end then. What is wrong with the location ends them, and is counted.
 
     Parameters
     ----------
@@ -56,11 +50,10 @@ def fetch(
         verified when they are given out, and valid until the block is left.
     along
         If streamed: for callers that can undo a load. They get raw states earlier: before the checksum is known; the
-        next state, and `States.verified`, wait for it. Not where states are kept, nor with a deadline for another
-        machine.
+        next state, and `verified`, wait for it. Not where states are kept, nor with a deadline for another machine.
     look
-        Whether a state can be used; a state that it refuses ends the iteration too. It is called with the first state
-        of each source in the calling thread, and with the others in the thread that reads them.
+        Whether a state can be used; a state that it refuses ends the iteration too. It is called in the calling thread
+        until one of a source was accepted, and then in the threads that read them.
     admit
         Whether a page may be read, judged by the size of its state; one that may not ends the iteration too. It is
         called before anything is read, in the calling thread.
@@ -71,49 +64,37 @@ def fetch(
     Raises
     ------
     ClosedError
-        If the store was closed. What is wrong with the location ends the iteration, and is counted.
-    """
-    readers: list[SourceReader] = []
-    refused: Page | None = None
-    for source in sources:
-        pages = source.pages
-        refused = next((page for page in pages if admit is not None and not admit(page)), None)
-        if refused is not None:
-            pages = pages[: pages.index(refused)]
-        is_along = along and source.keep is None and (deadline is None or source.fetcher.is_local)
-        readers.append(SourceReader(source._replace(pages=pages), streamed=streamed, along=is_along, look=look))
-        if refused is not None:
-            break
-    return States(readers, look=look, refused=refused, deadline=deadline)
-
-
-class States(Lent, Iterator[memoryview]):
-    """The states of some pages, in order, up to the first page that is gone or damaged, while the block is open.
-
-    Whoever is interrupted on the way into the block, or out of it, loses this, and the threads end then.
-
-    Parameters
-    ----------
-    readers
-        Where they come from.
-    look, deadline
-        As for `fetch`.
-    refused
-        The page whose size the caller does not accept, if there is one: it would come after these.
+        If the store was closed.
     """
 
     def __init__(
-        self, readers: Sequence[SourceReader], *, look: Look | None, refused: Page | None, deadline: Deadline | None
+        self,
+        sources: Sequence[Source],
+        *,
+        streamed: bool = False,
+        along: bool = True,
+        look: Look | None = None,
+        admit: Admit | None = None,
+        deadline: Deadline | None = None,
     ) -> None:
         super().__init__()
-        self._readers = readers
+        self._readers: list[SourceReader] = []
         # the one whose turn it is
         self._at = 0
         self._look = look
-        self._refused = refused
         self._deadline = deadline
-        self._ended = not readers
+        # the page whose size the caller does not accept, if there is one
+        self._refused: Page | None = None
         self._error: Exception | None = None
+        for fetcher, pages, keep in sources:
+            n = next((i for i, page in enumerate(pages) if admit is not None and not admit(page)), len(pages))
+            is_along = streamed and along and keep is None and (deadline is None or fetcher.is_local)
+            source = fetcher, pages[:n], keep
+            self._readers.append(SourceReader(source, streamed=streamed, along=is_along, look=look))
+            if n < len(pages):
+                self._refused = pages[n]
+                break
+        self._ended = not self._readers
 
     @property
     def n_given(self) -> int:
@@ -144,17 +125,18 @@ class States(Lent, Iterator[memoryview]):
     def __del__(self) -> None:
         with suppress(AttributeError):  # its making was interrupted
             for reader in self._readers:
-                reader.ask(more=False)
+                reader.leave()
 
     def __next__(self) -> memoryview:
         if self._error is not None:
             raise self._error
-        state: memoryview | None = None
-        while state is None and not self._ended:
+        while not self._ended:
             reader = self._readers[self._at]
             if reader.n_given < len(reader.pages):
                 state = self._next(reader)
-                self._ended = state is None
+                if state is not None:
+                    return state
+                self._ended = True
             elif self.verified() == self.n_given:
                 # what was given is good before anything follows it
                 self._at += 1
@@ -162,9 +144,7 @@ class States(Lent, Iterator[memoryview]):
                 if self._ended and self._refused is not None:
                     claim = f"{self._refused.key.hex()} claims a state of {self._refused.raw_bytes} bytes"
                     reader.fetcher.give_up(self._refused, ShapeError(f"page {claim}, more than possible"))
-        if state is None:
-            raise StopIteration
-        return state
+        raise StopIteration
 
     def _next(self, reader: SourceReader) -> memoryview | None:
         """The next state of a source; None if there is none, which was counted."""
@@ -176,18 +156,10 @@ class States(Lent, Iterator[memoryview]):
         given = self._answer(reader)
         if given is None or given.state is None:
             return None
-        if reader.n_given == 0 and self._look is not None and not self._look(page, given.state):
-            # a damaged page may have any shape
-            if not given.is_verified:
-                reader.ask()
-                given = self._answer(reader)
-                reader.n_verified = 0
-            if given is not None and (given.is_verified or given.n_verified):
-                reader.fetcher.give_up(page, misshapen(page))
+        if self._look is not None and not given.is_looked_at and not self._look(page, given.state):
+            reader.fetcher.give_up(page, given.misshapen())
             return None
-        reader.n_given += 1
-        reader.n_verified += given.is_verified
-        reader.ask()
+        reader.accept()
         return given.state
 
     def verified(self) -> int:
@@ -195,22 +167,26 @@ class States(Lent, Iterator[memoryview]):
         if self._error is not None:
             raise self._error
         if not self._ended and self.n_verified < self.n_given:
-            # it was asked for when the last state was given
+            # it is verified before anything else comes
             self._answer(self._readers[self._at])
-            self._ended = self._ended or self.n_verified < self.n_given
         return self.n_verified
 
     def _answer(self, reader: SourceReader) -> Given | None:
-        """What its thread has answered; None if nothing came in time, or the location failed, which was counted."""
+        """What has come next; None, or without a state, if nothing follows, which was counted."""
+        if self._ended:
+            return None
         try:
-            return reader.answer(self._left)
+            given = reader.answer(self._left)
         except StorageError as error:
+            given = Given(reader.next_page, error=error)
+        if given.page is not None and given.state is None:
             self._ended = True
-            reader.fetcher.give_up(reader.next_page, error)
-        except Exception as error:
-            self._error = error
-            raise
-        return None
+            if given.error is None or isinstance(given.error, StorageError):
+                reader.fetcher.give_up(given.page, given.error)
+            else:
+                self._error = given.error
+                raise given.error
+        return given
 
     def _left(self, arrived: float = 0.0) -> float:
         """Seconds that are left for the next state, if this share of it has arrived."""

@@ -42,13 +42,7 @@ class Imported(NamedTuple):
 
 
 class Importer(Part):
-    """Imports pages into a location.
-
-    Parameters
-    ----------
-    shared, committer
-        Of the engine.
-    """
+    """Imports pages into a location."""
 
     def __init__(self, shared: Shared, committer: Committer) -> None:
         super().__init__(shared)
@@ -58,12 +52,7 @@ class Importer(Part):
     def import_pages(self, batch: Sequence[StoredPage], settings: Mapping[bytes, bytes]) -> Imported:
         """Write pages that were stored elsewhere, parents before their children. Until then they cannot be restored.
 
-        Parameters
-        ----------
-        batch
-            The pages. Those that are here already stay as they are.
-        settings
-            Canonical settings of their namespaces, by key.
+        Those that are here already stay as they are. The settings are those of their namespaces, canonical, by key.
 
         Raises
         ------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,39 +10,34 @@ import numpy as np
 from prefixstore.format.keys import PAGE, TOKEN_BYTES, common_prefix
 from prefixstore.format.record import Record, Usage
 
-__all__ = ["Page", "Path", "depth_first", "in_order", "is_same", "later", "shared_tokens"]
+__all__ = ["Page", "Path", "in_order", "is_same", "later", "shared_tokens"]
 
 
 @dataclass(slots=True, eq=False)
 class Page:
     """One page or snapshot, as a lookup found it, or as it waits to be written.
 
+    Times are nanoseconds since the epoch. Its `uses` and its class are those that the eviction policy counts; see
+    `prefixstore.format.record.Usage`.
+
     Attributes
     ----------
-    key, parent
-        Page keys of the page and of its parent (for a first page: key of the namespace).
-    namespace
-        Key of the namespace.
-    start
-        Position of the first token.
+    parent
+        Key of its parent; of a first page, of the namespace.
     tokens
-        The tokens, little-endian int32 bytes.
+        Little-endian int32 bytes.
     raw_bytes, stored_bytes
         Size of the state, and of its stored form.
     compute_us
         Microseconds that computing the tokens took, as a prefill; 0 if it is not known.
-    created, last_used
-        Nanoseconds since the epoch.
     hits
         How often the page was restored.
-    uses, page_class
-        As the eviction policy counts; see `prefixstore.format.record.Usage`.
     pinned
-        Whether the page is exempt from eviction and expiry.
+        Whether it is exempt from eviction and expiry.
     priority
         Pages of lower priority are evicted first, under the policy of this name.
     expires
-        Nanoseconds since the epoch; 0 for never. The ancestors of a page do not expire before it does.
+        0 for never. The ancestors of a page do not expire before it does.
     form
         `PAGE`, or `SNAPSHOT`: the state needed to resume after its tokens, which are those since the end of its
         parent. A snapshot has no children.
@@ -151,15 +146,6 @@ def shared_tokens(a: bytes, b: bytes) -> int:
     return common_prefix(np.frombuffer(a, "<i4"), np.frombuffer(b, "<i4"))
 
 
-def depth_first(start: Iterable[Page]) -> Iterator[Page]:
-    """Pages and their descendants, parents before their children."""
-    waiting = list(start)[::-1]
-    while waiting:
-        page = waiting.pop()
-        yield page
-        waiting += sorted(page.children, key=lambda one: (one.form, one.tokens))[::-1]
-
-
 def in_order(pages: Iterable[Page]) -> list[Page]:
     """Pages, parents before their children, which are entered in them; without those that do not follow what is there.
 
@@ -179,4 +165,9 @@ def in_order(pages: Iterable[Page]) -> list[Page]:
         if is_in_place and page.key not in known:
             beside.append(page)
             known[page.key] = page
-    return list(depth_first(sorted(first, key=lambda page: (page.namespace, page.tokens))))
+    ordered: list[Page] = []
+    waiting = sorted(first, key=lambda page: (page.namespace, page.tokens), reverse=True)
+    while waiting:
+        ordered.append(waiting.pop())
+        waiting += sorted(ordered[-1].children, key=lambda one: (one.form, one.tokens), reverse=True)
+    return ordered

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from prefixstore.backends.contract import Row
 from prefixstore.engine import keyspace, siblings
 from prefixstore.engine.budget import Budget
-from prefixstore.engine.keyspace import Count, Leaf, record_row, usage_row
+from prefixstore.engine.keyspace import Count, Leaf
 from prefixstore.engine.page_view import View, leaf_of, path_in
 from prefixstore.engine.trie import Entry
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
@@ -27,7 +27,6 @@ __all__ = [
     "WRONG_LEAVES",
     "Check",
     "Violation",
-    "astray",
     "flaws",
     "strays",
     "violations",
@@ -66,6 +65,14 @@ class Violation:
         return f"{self.rule}: {self.key} {self.message}" if self.key else f"{self.rule}: {self.message}"
 
 
+class Fault(NamedTuple):
+    """What is wrong with a row: a rule of `Violation`, and a message."""
+
+    row: Row
+    rule: str
+    message: str
+
+
 class Check(NamedTuple):
     """Finds rows of one kind that are wrong.
 
@@ -73,25 +80,30 @@ class Check(NamedTuple):
     ----------
     kind
         The letter of the rows.
-    wrong
-        Those of some rows of this kind that are wrong.
-    message
-        What is wrong with them.
-    rule
-        Of `Violation`: ``"index"`` if `Pages.reindex` mends it, or ``"orphan"`` if `Transaction.delete` does.
+    find
+        What is wrong with some rows of this kind. Of the index if `Pages.reindex` mends it, or an orphan if
+        `Transaction.delete` does.
     """
 
     kind: bytes
-    wrong: Callable[[View, Sequence[Row]], list[Row]]
-    message: str
-    rule: str = "index"
+    find: Callable[[View, Sequence[Row]], Iterator[Fault]]
 
-    def page_of(self, row: Row) -> bytes:
-        """The key of the page of which the row is, or ``b""``."""
-        if self.kind == keyspace.CHILD:
-            child = siblings.Child.unpack(row.value)
-            return (child.page if child is not None else None) or b""
-        return row.key[-KEY_BYTES:] if self.kind == keyspace.LEAF else row.key[1:]
+    def walk(self, view: View) -> Iterator[Fault]:
+        """What is wrong with all rows of this kind, some of which are in memory at a time."""
+        for rows in keyspace.walk(view.rows, self.kind):
+            found = list(self.find(view, rows))
+            for _ in range(TIMES if found else 0):
+                # this view may see later commits: as they are now
+                found = list(self.find(view, stored(view, list(dict.fromkeys(one.row.key for one in found)))))
+            yield from found
+
+
+def page_of(row: Row) -> bytes:
+    """The key of the page of which a row is, or ``b""``."""
+    if row.key.startswith(keyspace.CHILD):
+        child = siblings.Child.unpack(row.value)
+        return (child.page if child is not None else None) or b""
+    return row.key[-KEY_BYTES:] if row.key.startswith(keyspace.LEAF) else row.key[1:]
 
 
 def flaws(view: View) -> Iterator[tuple[str, bytes, str]]:
@@ -101,15 +113,8 @@ def flaws(view: View) -> Iterator[tuple[str, bytes, str]]:
     cannot be used at all.
     """
     view.check()
-    for rows in keyspace.walk(view.rows, keyspace.RECORD):
-        yield from astray(view, [row.key[1:] for row in rows])
     for check in CHECKS:
-        for rows in keyspace.walk(view.rows, check.kind):
-            wrong = check.wrong(view, rows)
-            for _ in range(TIMES if wrong else 0):
-                # this view may see later commits: as they are now
-                wrong = check.wrong(view, stored(view, [row.key for row in wrong]))
-            yield from ((check.rule, check.page_of(row), check.message) for row in wrong)
+        yield from ((one.rule, page_of(one.row), one.message) for one in check.walk(view))
     yield from _miscounted(view)
 
 
@@ -118,34 +123,25 @@ def stored(view: View, keys: Sequence[bytes]) -> list[Row]:
     return [Row(key, value) for key, value in zip(keys, view.rows.get(keys), strict=True) if value is not None]
 
 
-def astray(view: View, keys: Sequence[bytes]) -> Iterator[tuple[str, bytes, str]]:
-    """What is wrong with the places of those of these pages that can be read, in their sequences: as `flaws`."""
-    for key, record, above in _with_parents(view, keys):
-        if any(_out_of_place(record, above)):
-            # this view may see later commits: both as they are now
-            for _, page, parent in _with_parents(view, [key]):
-                yield from ((rule, key, what) for rule, what in _out_of_place(page, parent))
-
-
 def strays(view: View) -> tuple[set[bytes], set[bytes]]:
     """Pages that can never be found, and those that a newer version wrote; without what follows them."""
     lost: set[bytes] = set()
     newer: set[bytes] = set()
     for rows in keyspace.walk(view.rows, keyspace.RECORD):
-        keys = [row.key[1:] for row in rows]
-        for key, (record, _) in view.records(keys).items():
+        for key, (record, _) in view.records([row.key[1:] for row in rows]).items():
             if not isinstance(record, Record):
                 (newer if isinstance(record, IncompatibleError) else lost).add(key)
-        lost |= {key for _, key, _ in astray(view, keys)}
-    return lost, newer
+    return lost | {one.row.key[1:] for one in PLACES.walk(view)}, newer
 
 
-def _with_parents(view: View, keys: Sequence[bytes]) -> Iterator[tuple[bytes, Record, Record | StorageError | None]]:
-    """Those of these pages that can be read, and what is stored of their parents."""
-    records = {key: one for key, (one, _) in view.records(keys).items() if isinstance(one, Record)}
-    above = view.records([one.parent for one in records.values()])
-    for key, record in records.items():
-        yield key, record, above[record.parent][0] if record.parent in above else None
+def _misplaced_pages(view: View, rows: Sequence[Row]) -> Iterator[Fault]:
+    """What is wrong with the places of those of these pages that can be read, in their sequences."""
+    records = {key: one for key, (one, _) in view.records([row.key[1:] for row in rows]).items()}
+    pages = [(row, one) for row in rows if isinstance(one := records.get(row.key[1:]), Record)]
+    above = view.records([page.parent for _, page in pages])
+    for row, page in pages:
+        for rule, message in _out_of_place(page, above.get(page.parent, (None,))[0]):
+            yield Fault(row, rule, message)
 
 
 def _out_of_place(page: Record, parent: Record | StorageError | None) -> Iterator[tuple[str, str]]:
@@ -163,82 +159,72 @@ def _out_of_place(page: Record, parent: Record | StorageError | None) -> Iterato
         yield "parent", f"its parent {page.parent.hex()} is missing"
 
 
-def _lost(view: View, rows: Sequence[Row]) -> list[Row]:
+def _lost(view: View, rows: Sequence[Row]) -> Iterator[Fault]:
     paths = [path_in(row.key[1:], row.value) or [] for row in rows]
     found = iter(view.rows.get([key for path in paths for key in path]))
-    children = [list(islice(found, len(path))) for path in paths]
-    return [
-        row
-        for row, path, some in zip(rows, paths, children, strict=True)
-        if path and not siblings.leads_to(row.key[1:], some)
-    ]
+    for row, path in zip(rows, paths, strict=True):
+        if not siblings.leads_to(row.key[1:], list(islice(found, len(path)))) and path:
+            yield Fault(row, "index", "it is not found among the children of its parent")
 
 
-def _misplaced(view: View, rows: Sequence[Row]) -> list[Row]:
+def _misplaced(view: View, rows: Sequence[Row]) -> Iterator[Fault]:
     children = [siblings.Child.unpack(row.value) for row in rows]
-    pages = [child.page if child is not None else None for child in children]
-    records = view.rows.get([record_row(page or b"") for page in pages])
-    return [
-        row
-        for row, child, page, record in zip(rows, children, pages, records, strict=True)
-        if child is None or (page is not None and not _may_be_below(row.key, page, record))
-    ]
+    records = view.rows.get([keyspace.RECORD + page_of(row) for row in rows])
+    for row, child, record in zip(rows, children, records, strict=True):
+        # if its record is damaged, a page may be below any row
+        if child is None or (
+            child.page is not None and (record is None or row.key not in (path_in(child.page, record) or [row.key]))
+        ):
+            what = "it is among the children of a page that it does not follow, or is not stored"
+            yield Fault(row, "index", what)
 
 
-def _may_be_below(row: bytes, key: bytes, record: bytes | None) -> bool:
-    """Whether a page may be below a child row. If its record is damaged, it may be below any."""
-    return record is not None and ((path := path_in(key, record)) is None or row in path)
+def _hollow(view: View, rows: Sequence[Row]) -> Iterator[Fault]:
+    for row in siblings.hollow(view.rows, rows):
+        yield Fault(row, "index", "a page is said to have children that it does not have")
 
 
-def _orphans(view: View, rows: Sequence[Row]) -> list[Row]:
-    records = view.rows.get([record_row(row.key[1:]) for row in rows])
-    return [row for row, record in zip(rows, records, strict=True) if record is None]
+def _orphans(view: View, rows: Sequence[Row]) -> Iterator[Fault]:
+    records = view.rows.get([keyspace.RECORD + row.key[1:] for row in rows])
+    for row, record in zip(rows, records, strict=True):
+        if record is None:
+            yield Fault(row, "orphan", "a usage without a record")
 
 
-def _wrong_leaves(view: View, rows: Sequence[Row]) -> list[Row]:
+def _wrong_leaves(view: View, rows: Sequence[Row]) -> Iterator[Fault]:
     keys = [row.key[1:] for row in rows]
-    followed, usages = view.followed(keys), view.rows.get([usage_row(key) for key in keys])
+    followed, usages = view.followed(keys), view.rows.get([keyspace.USAGE + key for key in keys])
     pages = [leaf_of(key, row.value, usage) for key, row, usage in zip(keys, rows, usages, strict=True)]
     there = {row.key: row.value for row in stored(view, [row for row, _ in pages if row is not None])}
-    wrong: list[Row] = []
     for row, (leaf_row, leaf) in zip(rows, pages, strict=True):
         if leaf_row is not None:
             value, is_leaf = there.get(leaf_row), leaf is not None and row.key[1:] not in followed
             if (value is not None) != is_leaf or (is_leaf and Leaf.unpack(value) is None):
-                wrong.append(row)
-    return wrong
+                what = "eviction takes it for a page that others follow, or for one that none does"
+                yield Fault(row, "index", what)
 
 
-def _stray_leaves(view: View, rows: Sequence[Row]) -> list[Row]:
-    records = view.rows.get([record_row(row.key[1 + KEY_BYTES :]) for row in rows])
-    heads = [head_of(record) if record is not None else None for record in records]
-    return [
-        row
-        for row, record, head in zip(rows, records, heads, strict=True)
-        if record is None or (head is not None and head.namespace != row.key[1 : 1 + KEY_BYTES])
-    ]
+def _stray_leaves(view: View, rows: Sequence[Row]) -> Iterator[Fault]:
+    records = view.rows.get([keyspace.RECORD + page_of(row) for row in rows])
+    for row, record in zip(rows, records, strict=True):
+        head = head_of(record) if record is not None else None
+        if record is None or (head is not None and head.namespace != row.key[1 : 1 + KEY_BYTES]):
+            yield Fault(row, "index", "eviction may choose it, but it is not there")
 
 
-LOST = Check(keyspace.RECORD, _lost, "it is not found among the children of its parent")
-MISPLACED = Check(
-    keyspace.CHILD, _misplaced, "it is among the children of a page that it does not follow, or is not stored"
-)
-HOLLOW = Check(
-    keyspace.CHILD,
-    lambda view, rows: siblings.hollow(view.rows, rows),
-    "a page is said to have children that it does not have",
-)
-ORPHANS = Check(keyspace.USAGE, _orphans, "a usage without a record", "orphan")
-WRONG_LEAVES = Check(
-    keyspace.RECORD, _wrong_leaves, "eviction takes it for a page that others follow, or for one that none does"
-)
-STRAY_LEAVES = Check(keyspace.LEAF, _stray_leaves, "eviction may choose it, but it is not there")
-CHECKS = (LOST, MISPLACED, HOLLOW, ORPHANS, WRONG_LEAVES, STRAY_LEAVES)
+PLACES = Check(keyspace.RECORD, _misplaced_pages)
+LOST = Check(keyspace.RECORD, _lost)
+MISPLACED = Check(keyspace.CHILD, _misplaced)
+HOLLOW = Check(keyspace.CHILD, _hollow)
+ORPHANS = Check(keyspace.USAGE, _orphans)
+WRONG_LEAVES = Check(keyspace.RECORD, _wrong_leaves)
+STRAY_LEAVES = Check(keyspace.LEAF, _stray_leaves)
+CHECKS = (PLACES, LOST, MISPLACED, HOLLOW, ORPHANS, WRONG_LEAVES, STRAY_LEAVES)
 
 
 def _miscounted(view: View) -> Iterator[tuple[str, bytes, str]]:
+    n_wrong = 0
     for _ in range(SUMS):
-        generation = view.last_generation()
         counted, right = view.counts(), view.recount()
         all_counted, every = counted.get(keyspace.COUNT, Count()), right[keyspace.COUNT]
         if every.pages > sum(count.pages for row, count in right.items() if row != keyspace.COUNT):
@@ -248,7 +234,9 @@ def _miscounted(view: View) -> Iterator[tuple[str, bytes, str]]:
             is_right = {keyspace.COUNT: all_counted} | counted == right
         if is_right:
             return
-        if view.last_generation() == generation:
+        # once, others may have written meanwhile
+        n_wrong += view.counts() == counted
+        if n_wrong == TIMES:
             what = f"there are {every.pages} pages of {every.stored_bytes} bytes, counted as {all_counted.pages} of"
             yield "index", b"", f"{what} {all_counted.stored_bytes}, or not all by namespace"
             return
@@ -260,21 +248,20 @@ def _miscounted(view: View) -> Iterator[tuple[str, bytes, str]]:
 def violations(view: View, budget: Budget) -> list[Violation]:
     """Read the whole location and verify every checksum. An empty list means that no problems were found."""
     found = [Violation(rule, key.hex(), message) for rule, key, message in flaws(view)]
-    namespaces = set(view.namespaces())
-    for rows in keyspace.walk(view.rows, keyspace.RECORD):
-        usages = view.rows.get([usage_row(row.key[1:]) for row in rows])
-        for row, usage in zip(rows, usages, strict=True):
-            faults = list(_faults(view, row, usage, namespaces))
-            if faults:
-                # this view may see later commits: as the page is now
-                value, used = view.rows.get([row.key, usage_row(row.key[1:])])
-                now = Row(row.key, value or b"")
-                faults = list(_faults(view, now, used, set(view.namespaces()))) if value is not None else []
-            found += [Violation(rule, row.key[1:].hex(), message) for rule, message in faults]
+    contents = Check(keyspace.RECORD, _spoiled)
+    found += [Violation(one.rule, one.row.key[1:].hex(), one.message) for one in contents.walk(view)]
     size = view.used
     if budget.exceeded(size):
         found.append(Violation("budget", "", f"{size.bytes:,} bytes in {size.entries:,} pages exceed {budget}"))
     return found
+
+
+def _spoiled(view: View, rows: Sequence[Row]) -> Iterator[Fault]:
+    """What is wrong with pages themselves."""
+    usages, namespaces = view.rows.get([keyspace.USAGE + row.key[1:] for row in rows]), set(view.namespaces())
+    for row, usage in zip(rows, usages, strict=True):
+        for rule, message in _faults(view, row, usage, namespaces):
+            yield Fault(row, rule, message)
 
 
 def _faults(view: View, row: Row, usage: bytes | None, namespaces: Collection[bytes]) -> Iterator[tuple[str, str]]:

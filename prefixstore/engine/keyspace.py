@@ -12,7 +12,6 @@ namespace   ``n`` namespace key                canonical settings
 note        ``o`` name                         what was noted
 leaf        ``l`` namespace, page key          a `Leaf`: what eviction ranks by
 count       ``t``; ``t`` tenant, namespace     a `Count`: of all pages; of those of a namespace
-generation  ``g``                              how many updates have changed pages
 ==========  =================================  ==========================================
 
 Only pages that no other one follows, and that are not pinned, have a leaf row. A tenant is a hash of a salt, or the
@@ -38,8 +37,6 @@ from prefixstore.format.record import MOST_USES, Head, Usage
 __all__ = [
     "CHILD",
     "COUNT",
-    "GENERATION",
-    "GENERATION_BYTES",
     "LEAF",
     "LEAVES",
     "NAMESPACE",
@@ -47,6 +44,7 @@ __all__ = [
     "PARTS",
     "RECORD",
     "TENANT_BYTES",
+    "USAGE",
     "Count",
     "Leaf",
     "count_row",
@@ -55,12 +53,8 @@ __all__ = [
     "everything",
     "leaf_row",
     "leaves_of",
-    "namespace_row",
-    "note_row",
-    "record_row",
     "tenant_of",
     "under",
-    "usage_row",
     "walk",
 ]
 
@@ -71,8 +65,6 @@ NAMESPACE = b"n"
 NOTE = b"o"
 LEAF = b"l"
 COUNT = b"t"
-GENERATION = b"g"
-GENERATION_BYTES = 8
 TENANT_BYTES = 16
 _OF_TENANT = b"prefixstore salt"
 # By the kind of a row: where the parts of its key end; an encrypted location hides them one by one. Ranges of rows
@@ -88,26 +80,6 @@ PARTS: dict[bytes, Sequence[int]] = {
 }
 # rows that a walk reads at a time
 AT_ONCE = 1024
-
-
-def record_row(key: bytes) -> bytes:
-    """The row with the record and the payload of a page."""
-    return RECORD + key
-
-
-def usage_row(key: bytes) -> bytes:
-    """The row with the usage of a page."""
-    return USAGE + key
-
-
-def namespace_row(key: bytes) -> bytes:
-    """The row with the settings of a namespace."""
-    return NAMESPACE + key
-
-
-def note_row(name: bytes) -> bytes:
-    """The row of a note."""
-    return NOTE + name
 
 
 def everything(kind: bytes) -> Range:

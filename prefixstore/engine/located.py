@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from prefixstore.engine.index import Page, Path, shared_tokens
-from prefixstore.engine.trie import Trie
+from prefixstore.engine.trie import Entry, Trie
 from prefixstore.format.keys import PAGE, TOKEN_BYTES, Tokens
 from prefixstore.format.record import Record
 
@@ -15,18 +15,7 @@ __all__ = ["Located", "Prompt", "Waiting"]
 
 
 class Prompt:
-    """A sequence of tokens, cut into pages.
-
-    Parameters
-    ----------
-    namespace
-        Key of its namespace.
-    tokens
-        The tokens.
-    page_tokens
-        Length of a page.
-    trie
-        Knows the keys of pages that were looked up before.
+    """A sequence of tokens, cut into pages; the trie knows the keys of those that were looked up before.
 
     Attributes
     ----------
@@ -57,6 +46,16 @@ class Prompt:
             and page.form == PAGE
         )
 
+    def good(self, entries: Sequence[Entry], waiting: Waiting) -> list[Entry]:
+        """What is stored of its pages, up to the first that is not to be used."""
+        found: list[Entry] = []
+        for number, entry in enumerate(entries):
+            record = entry.record
+            if not isinstance(record, Record) or not waiting.allows(entry.key, record) or not self.has(number, record):
+                break
+            found.append(entry)
+        return found
+
 
 class Waiting(NamedTuple):
     """What a process knows that the location does not: taken before the view is opened."""
@@ -81,8 +80,6 @@ class Located:
     ----------
     prompt
         The prompt.
-    n_read
-        Records that were read.
     pages
         Its full pages, from the start.
     n_stored
@@ -96,7 +93,6 @@ class Located:
     """
 
     prompt: Prompt
-    n_read: int = 0
     pages: list[Page] = field(default_factory=list)
     n_stored: int = 0
     beside: list[Page] = field(default_factory=list)

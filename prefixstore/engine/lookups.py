@@ -102,14 +102,8 @@ class Lookups(Part):
     ) -> list[tuple[int, int]]:
         """First position and boundary of each page of a sequence that is worth capturing.
 
-        If the location cannot be asked, of each that does not wait to be written.
-
-        Parameters
-        ----------
-        namespace, tokens, page_tokens
-            As for `Engine.match`.
-        tail
-            Whether the tokens after the last full page are one, too.
+        If the location cannot be asked, of each that does not wait to be written. With `tail`, the tokens after the
+        last full page are one, too.
 
         Raises
         ------
@@ -150,10 +144,8 @@ class Lookups(Part):
     def locating(self, prompt: Prompt, *, snapshots: bool = False) -> Iterator[tuple[View, Located]]:
         """A view, and what there is of a prompt; guarded by the breaker."""
         waiting = self._catalog.along(prompt)
-        with self.breaker.asking() as request, self._backend.view() as view:
-            found = self.locate(view, prompt, waiting, snapshots=snapshots)
-            request.n_records = found.n_read
-            yield view, found
+        with self.breaker.asking(), self._backend.view() as view:
+            yield view, self.locate(view, prompt, waiting, snapshots=snapshots)
 
     def locate(self, view: View | None, prompt: Prompt, waiting: Waiting, *, snapshots: bool = False) -> Located:
         """What there is of a prompt, to the token, with `snapshots` also those along it.
@@ -164,8 +156,8 @@ class Lookups(Part):
         """
         found, nodes = Located(prompt), self._catalog.nodes
         entries = view.leading(prompt.keys) if view is not None and prompt.keys else []
-        good = list(_good(entries, prompt, waiting))
-        found.n_read, found.n_stored = len(entries), len(good)
+        good = prompt.good(entries, waiting)
+        found.n_stored = len(good)
         for entry in entries[len(good) : len(good) + 1]:
             if not isinstance(entry.record, Record) or _starts_elsewhere(entry.record, prompt, len(good)):
                 self._catalog.unreadable(entry)
@@ -186,7 +178,6 @@ class Lookups(Part):
             near, after = view.beside(parent, wanted, parents)
         elif view is not None and parents:
             after = view.children(parents, SNAPSHOT)
-        found.n_read += len(near) + len(after)
         found.beside = self._following(near, waiting, prompt, at, PAGE)
         if snapshots:
             found.snapshots = [self._following(after, waiting, prompt, n, SNAPSHOT) for n in range(at + 1)]
@@ -254,15 +245,6 @@ def _n_kept(pages: Sequence[Page]) -> int:
     """How many of the first of these pages have not expired."""
     now = time.time_ns()
     return next((i for i, page in enumerate(pages) if page.has_expired(now)), len(pages))
-
-
-def _good(entries: Sequence[Entry], prompt: Prompt, waiting: Waiting) -> Iterator[Entry]:
-    """Pages of a prompt, up to the first that is not to be used."""
-    for number, entry in enumerate(entries):
-        record = entry.record
-        if not isinstance(record, Record) or not waiting.allows(entry.key, record) or not prompt.has(number, record):
-            return
-        yield entry
 
 
 def _starts_elsewhere(record: Record, prompt: Prompt, number: int) -> bool:

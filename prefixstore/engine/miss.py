@@ -27,26 +27,10 @@ _bypassed: ContextVar[frozenset[Engine]] = ContextVar("prefixstore_bypassed", de
 def miss_reason(
     engine: Engine, namespace: bytes, tokens: Tokens, page_tokens: int, *, n_matched: int, min_tokens: int
 ) -> str:
-    """The reason that is counted where fewer than `min_tokens` tokens of a prompt are found.
+    """The reason that is counted where fewer than `min_tokens` tokens of a prompt are found; `tokens` could be used.
 
-    Parameters
-    ----------
-    engine, namespace
-        Where it was looked up. The location is not asked again.
-    tokens
-        The part of the prompt that could be used.
-    page_tokens
-        Length of a page.
-    n_matched
-        How many tokens of it are found.
-    min_tokens
-        Fewer are computed.
-
-    Returns
-    -------
-    str
-        ``"short"`` if it has so few tokens itself, ``"evicted"`` if this process has evicted its first page,
-        ``"diverged"`` if something begins as it does, and otherwise ``"not_found"``.
+    ``"short"`` if it has so few tokens itself, ``"evicted"`` if this process has evicted its first page, ``"diverged"``
+    if something begins as it does, and otherwise ``"not_found"``. The location is not asked again.
     """
     if len(tokens) < max(min_tokens, 1):
         return "short"
@@ -73,21 +57,8 @@ def is_bypassed(engine: Engine) -> bool:
 class Guard:
     """Keeps faults of the store from breaking a completion: an exception ends the block, is logged, and is counted.
 
-    Parameters
-    ----------
-    counters
-        Of the engine.
-    fault
-        The count of an exception.
-    unavailable
-        The count of a `StorageError`, where one is to be expected.
-    namespace
-        Key of the namespace for which it is counted, if that is known.
-
-    Attributes
-    ----------
-    counted
-        What was counted; None without an exception.
+    It is counted as `fault`, for the namespace if that is known; a `StorageError` as `unavailable`, where one is to be
+    expected. What was `counted` is None without an exception.
     """
 
     def __init__(

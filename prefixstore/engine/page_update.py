@@ -17,10 +17,6 @@ from prefixstore.engine.keyspace import (
     Count,
     Leaf,
     leaf_row,
-    namespace_row,
-    note_row,
-    record_row,
-    usage_row,
 )
 from prefixstore.engine.page_view import Used, View, counted_as, leaf_of, path_in, path_of, usage_in
 from prefixstore.format.keys import KEY_BYTES
@@ -37,7 +33,6 @@ class Transaction(View):
 
     def __init__(self, rows: Update, *, is_local: bool, check: Callable[[], None]) -> None:
         super().__init__(rows, is_local=is_local, check=check)
-        self._has_changed = False
         # rows of counts that were changed
         self._counted: dict[bytes, Count] = {}
         # of tenants: what their namespaces held at first
@@ -87,28 +82,19 @@ class Transaction(View):
         """Write other counts than those that are there."""
         # also the rows of namespaces that this update has emptied
         self._counted = dict.fromkeys([*super().counts(), *self._counted], Count()) | counts
-        # what found no space may find it now
-        self._has_changed = True
 
-    def _write_counts(self) -> None:
-        for row, count in self._counted.items():
-            if count.pages or row == keyspace.COUNT:
-                self._rows.put(row, count.pack())
-            else:
-                self._rows.delete(row)
-                if row == self._count_row(row[-KEY_BYTES:]):
-                    self._drop_namespace(row[-KEY_BYTES:])
+    @property
+    def rows(self) -> Update:
+        return self._rows
 
     @property
     def used(self) -> Used:
         used = super().used
-        if self.is_local or not self._has_changed:
+        if self.is_local:
             return used
         # where the size is estimated, with what the end of the transaction writes
-        costs = self._rows.costs
-        last = costs.of(keyspace.GENERATION, bytes(keyspace.GENERATION_BYTES))
-        last += len(self._counted) * costs.of(keyspace.count_row(b"", bytes(KEY_BYTES)), Count().pack())
-        return Used(used.bytes + last, used.entries)
+        last = self._rows.costs.of(keyspace.count_row(b"", bytes(KEY_BYTES)), Count().pack())
+        return Used(used.bytes + len(self._counted) * last, used.entries)
 
     def cost(self, record: Record, n_bytes: int) -> int:
         """The most that `used` can grow by, in bytes, if this record is put with a payload of `n_bytes`."""
@@ -127,15 +113,15 @@ class Transaction(View):
         path, space = path_of(record), record.namespace
         owner = self._owner(space)
         mine, above = leaf_row(space, key), leaf_row(space, record.parent)
-        wanted = [record_row(key), usage_row(key), record_row(record.parent), mine, above, *path]
+        wanted = [keyspace.RECORD + key, keyspace.USAGE + key, keyspace.RECORD + record.parent, mine, above, *path]
         old, old_usage, parent, *_ = self._rows.get(wanted)
         replaced = self._uncount(old, old_usage)
         packed = record.pack()
         head = head_of(packed)
         assert head is not None
         self._add(space, counted_as(head, usage.pack()))
-        self._rows.put(record_row(key), packed, payload, replaced=replaced, owner=owner)
-        self._rows.put(usage_row(key), usage.pack())
+        self._rows.put(keyspace.RECORD + key, packed, payload, replaced=replaced, owner=owner)
+        self._rows.put(keyspace.USAGE + key, usage.pack())
         place = place_of(old) if old is not None else None
         if place is not None and (before := siblings.child_path(*place)) != path:
             # another page has had this key, or its record is damaged
@@ -146,24 +132,22 @@ class Transaction(View):
         self._set_leaf(space, mine, Leaf.of(head, usage) if is_leaf else None)
         if parent is not None and (found := head_of(parent)) is not None:
             self._set_leaf(found.namespace, leaf_row(found.namespace, record.parent), None)
-        self._has_changed = True
         self.deleted.discard(key)
 
     def delete(self, key: bytes) -> bool:
         """Delete a page, its usage and payload; returns whether anything of it was stored."""
-        record, usage = self._rows.get([record_row(key), usage_row(key)])
+        record, usage = self._rows.get([keyspace.RECORD + key, keyspace.USAGE + key])
         replaced = self._uncount(record, usage)
         place = place_of(record) if record is not None else None
         if record is None and usage is None:
             return False
         if record is not None and place is not None:
             self.is_torn |= not siblings.remove_child(self._rows, key, siblings.child_path(*place))
-        self._rows.delete(record_row(key), replaced=replaced)
-        self._rows.delete(usage_row(key))
+        self._rows.delete(keyspace.RECORD + key, replaced=replaced)
+        self._rows.delete(keyspace.USAGE + key)
         if record is not None and place is not None:
             self.drop_leaf(namespace_in(record), key)
-            self._mend_leaf(place[0])
-        self._has_changed = True
+            self.mend_leaf(place[0])
         self.deleted.add(key)
         return True
 
@@ -193,9 +177,9 @@ class Transaction(View):
         """Have eviction no longer choose a page that is not stored."""
         self._set_leaf(namespace, leaf_row(namespace, key), None)
 
-    def _mend_leaf(self, key: bytes) -> None:
+    def mend_leaf(self, key: bytes) -> None:
         """Have a page that is stored, and can be read, have a leaf row if none follows it and it is not pinned."""
-        record, usage = self._rows.get([record_row(key), usage_row(key)])
+        record, usage = self._rows.get([keyspace.RECORD + key, keyspace.USAGE + key])
         row, leaf = leaf_of(key, record, usage)
         if row is not None:
             self._set_leaf(row[1 : 1 + KEY_BYTES], row, None if leaf is None or self.followed([key]) else leaf)
@@ -208,19 +192,17 @@ class Transaction(View):
 
     def touch(self, key: bytes, usage: Usage) -> None:
         """Replace the usage of a page; nothing happens if the page is gone."""
-        record, old = self._rows.get([record_row(key), usage_row(key)])
+        record, old = self._rows.get([keyspace.RECORD + key, keyspace.USAGE + key])
         if record is None:
             return
-        self._rows.put(usage_row(key), usage.pack())
+        self._rows.put(keyspace.USAGE + key, usage.pack())
         head, was_pinned = head_of(record), usage_in(old).pinned
         if head is None:
             return
         if usage.pinned != was_pinned:
-            # what found no space may find it now
-            self._has_changed = True
             sign = 1 if usage.pinned else -1
             self._add(head.namespace, Count(pinned=sign, pinned_bytes=sign * head.quota_bytes))
-            self._mend_leaf(key)
+            self.mend_leaf(key)
         elif self._rows.get([row := leaf_row(head.namespace, key)])[0] is not None:
             self._rows.put(row, Leaf.of(head, usage).pack())
 
@@ -229,7 +211,7 @@ class Transaction(View):
         if self.namespace(key) == settings:
             return
         self._salts[key] = salt_in(settings)
-        self._rows.put(namespace_row(key), settings, owner=self._owner(key))
+        self._rows.put(keyspace.NAMESPACE + key, settings, owner=self._owner(key))
 
     def drop_empty_namespaces(self) -> None:
         """Forget the settings of all namespaces that have no pages."""
@@ -239,18 +221,18 @@ class Transaction(View):
 
     def _drop_namespace(self, key: bytes) -> None:
         """Forget the settings of a namespace, and the names of its sequences."""
-        self._rows.delete(namespace_row(key))
-        self._rows.delete(note_row(note_name(key)))
+        self._rows.delete(keyspace.NAMESPACE + key)
+        self._rows.delete(keyspace.NOTE + note_name(key))
 
     def put_note(self, name: bytes, value: bytes | None, namespace: bytes | None = None) -> None:
-        """Write a short note for other processes; None deletes it. Does not change `generation`.
+        """Write a short note for other processes; None deletes it.
 
         What it says of a namespace belongs to the tenant whose that is.
         """
         if value is None:
-            self._rows.delete(note_row(name))
+            self._rows.delete(keyspace.NOTE + name)
         else:
-            self._rows.put(note_row(name), value, owner=None if namespace is None else self._owner(namespace))
+            self._rows.put(keyspace.NOTE + name, value, owner=None if namespace is None else self._owner(namespace))
 
     # -- the index ----------------------------------------------------------------------------------------------------
 
@@ -263,30 +245,13 @@ class Transaction(View):
         if path is not None:
             siblings.add_child(self._rows, row.key[1:], path, self._owner(namespace_in(row.value)))
 
-    def take_out(self, row: Row) -> None:
-        """Have a child row no longer name its page."""
-        child = siblings.Child.unpack(row.value)
-        if child is None:
-            self._rows.delete(row.key)
-        else:
-            siblings.take_out(self._rows, row.key, child)
-
-    def mend_child(self, row: Row) -> None:
-        """Have a child row no longer say that there are more pages, if there are none."""
-        siblings.mend_child(self._rows, row.key)
-
-    def mend_leaf(self, row: Row) -> None:
-        """Write or delete the leaf row of the page of a record."""
-        self._mend_leaf(row.key[1:])
-
-    def drop_row(self, row: Row) -> None:
-        """Delete a row."""
-        self._rows.delete(row.key)
-
     def finish(self) -> None:
         """Write what was counted. Raises `LocationError` if the location was encrypted meanwhile."""
         self.require_plain()
-        self._write_counts()
-        if self._has_changed:
-            generation = (self.generation + 1) % (1 << 8 * keyspace.GENERATION_BYTES)
-            self._rows.put(keyspace.GENERATION, generation.to_bytes(keyspace.GENERATION_BYTES, "little"))
+        for row, count in self._counted.items():
+            if count.pages or row == keyspace.COUNT:
+                self._rows.put(row, count.pack())
+            else:
+                self._rows.delete(row)
+                if row == self._count_row(row[-KEY_BYTES:]):
+                    self._drop_namespace(row[-KEY_BYTES:])

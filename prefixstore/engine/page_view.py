@@ -7,7 +7,7 @@ page is deleted meanwhile. The caller owns nothing and copies nothing. A missing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from heapq import nlargest
@@ -24,10 +24,6 @@ from prefixstore.engine.keyspace import (
     Count,
     Leaf,
     leaf_row,
-    namespace_row,
-    note_row,
-    record_row,
-    usage_row,
 )
 from prefixstore.engine.trie import Entry, Trie
 from prefixstore.errors import CorruptError, LocationError, StorageError
@@ -58,16 +54,8 @@ class Used:
 class View:
     """Reads pages.
 
-    Parameters
-    ----------
-    rows
-        The rows of the location.
-    is_local
-        Whether reading a row is cheap: then fewer are read, one after the other.
-    trie
-        Pages that were read lately.
-    check
-        Checks what the rows are in. Raises `CorruptError` if the location cannot be used at all.
+    Where reading a row is cheap, since the location `is_local`, fewer are read, one after the other. What the rows are
+    in is checked by `check`, which raises `CorruptError` if the location cannot be used at all.
     """
 
     def __init__(
@@ -77,8 +65,6 @@ class View:
         self._trie = trie if trie is not None else Trie()
         self.is_local = is_local
         self.check = check
-        # what is read later is at least as new: it is read once
-        self._generation: int | None = None
         # of namespaces whose settings were read
         self._salts: dict[bytes, str | None] = {}
 
@@ -86,12 +72,12 @@ class View:
 
     def record(self, key: bytes) -> Record | None:
         """The record of a page. Raises `CorruptError` or `IncompatibleError` if it cannot be read."""
-        stored = self._rows.get([record_row(key)])[0]
+        stored = self._rows.get([keyspace.RECORD + key])[0]
         return Record.unpack(key, stored) if stored is not None else None
 
     def usage(self, key: bytes) -> Usage | None:
         """The usage of a page."""
-        stored = self._rows.get([usage_row(key)])[0]
+        stored = self._rows.get([keyspace.USAGE + key])[0]
         return Usage.unpack(stored) if stored is not None else None
 
     def records(self, keys: Sequence[bytes]) -> dict[bytes, tuple[Record | StorageError, Usage]]:
@@ -106,17 +92,13 @@ class View:
     def leading(self, keys: Sequence[bytes]) -> list[Entry]:
         """The first pages of a sequence that are stored, up to the first that is missing.
 
-        No page is stored without its parent, so a bisection finds how many there are.
-
-        Parameters
-        ----------
-        keys
-            Of consecutive pages of one sequence, parents first.
+        No page is stored without its parent, so a bisection finds how many there are. The keys are those of consecutive
+        pages, parents first.
         """
         low, high = 0, len(keys)
         while self.is_local and low < high:
             middle = (low + high) // 2
-            if self._rows.get([record_row(keys[middle])])[0] is not None:
+            if self._rows.get([keyspace.RECORD + keys[middle]])[0] is not None:
                 low = middle + 1
             else:
                 high = middle
@@ -132,24 +114,14 @@ class View:
     def scan(self) -> Iterator[tuple[bytes, Record | StorageError, Usage]]:
         """All pages: key, record (or why it cannot be read), usage. In no particular order."""
         for rows in keyspace.walk(self._rows, keyspace.RECORD):
-            usages = self._rows.get([usage_row(row.key[1:]) for row in rows])
+            usages = self._rows.get([keyspace.USAGE + row.key[1:] for row in rows])
             yield from (Entry.of(row.key[1:], row.value, usage) for row, usage in zip(rows, usages, strict=True))
 
     def facts(self, after: bytes, at_most: int) -> Facts:
-        """Facts of the pages that come after this one, in the order of the location's rows.
+        """Facts of the pages after this key, ``b""`` for the first ones, in the order of the location's rows.
 
-        Parameters
-        ----------
-        after
-            A key, or ``b""`` for the first pages.
-        at_most
-            How many pages.
-
-        Returns
-        -------
-        numpy.ndarray
-            Of type `FACTS`, shape ``(n,)``; n is 0 only after the last page. Records are not verified: what reads one
-            finds out. Those that cannot be read at all have nothing but a key.
+        Of type `FACTS`, shape ``(n,)``; n is 0 only after the last page. Records are not verified: what reads one finds
+        out. Those that cannot be read at all have nothing but a key.
         """
         found: list[contract.Row] = []
         for rows in keyspace.walk(self._rows, keyspace.RECORD, after):
@@ -159,16 +131,18 @@ class View:
         if not found:
             return np.empty(0, FACTS)
         keys = [row.key[1:] for row in found[:at_most]]
-        return facts_of(keys, [row.value for row in found[:at_most]], self._rows.get([usage_row(key) for key in keys]))
+        return facts_of(
+            keys, [row.value for row in found[:at_most]], self._rows.get([keyspace.USAGE + key for key in keys])
+        )
 
     # -- payloads -----------------------------------------------------------------------------------------------------
 
     def payload(self, key: bytes) -> Buffer | None:
         """The stored bytes of a page, valid until the view closes. They are not verified."""
-        found = next(iter(self._rows.payloads([record_row(key)])))
+        found = next(iter(self._rows.payloads([keyspace.RECORD + key])))
         return found[1] if found is not None else None
 
-    def fetch(self, keys: Sequence[bytes]) -> Iterator[tuple[Record, Buffer]]:
+    def fetch(self, keys: Sequence[bytes]) -> Generator[tuple[Record, Buffer], None, None]:
         """Record and payload of these pages, in order, up to the first that is missing. They are not verified.
 
         The two belong together even if the page is put again meanwhile: a backend whose views see later commits has to
@@ -176,7 +150,7 @@ class View:
 
         Raises what `record` raises, when that page's turn comes, and `CorruptError` for a record without a payload.
         """
-        for key, found in zip(keys, self._rows.payloads([record_row(key) for key in keys]), strict=True):
+        for key, found in zip(keys, self._rows.payloads([keyspace.RECORD + key for key in keys]), strict=True):
             if found is None:
                 return
             record = Record.unpack(key, found[0])
@@ -196,13 +170,6 @@ class View:
 
         At most three. One of them has the longest prefix in common with `tokens` of all children. Snapshots do not
         count.
-
-        Parameters
-        ----------
-        parent
-            Key of the parent, or of the namespace: then first pages are its children.
-        tokens
-            Little-endian int32 bytes.
         """
         return self.beside(parent, tokens, ())[0]
 
@@ -218,9 +185,8 @@ class View:
         else:
             found = self._rows.ranges(sides + nodes)
             beside, snapshots = found[: len(sides)], found[len(sides) :]
-        near = siblings.nearest(self._rows, path, beside)
+        keys = siblings.nearest(self._rows, path, beside)
         children = siblings.pages_below(self._rows, snapshots)
-        keys = [key for key in (near.before, near.beside, near.after) if key is not None]
         entries = self._readable([*keys, *(key for some in children for key in some)])
         neighbors = [entries[key] for key in keys if key in entries]
         if len(neighbors) < len(keys):
@@ -235,14 +201,7 @@ class View:
     def children(self, parents: Sequence[bytes], form: int, at_most: int | None = None) -> list[Entry]:
         """The children of these pages that have this form, each parent's in the order of the location's rows.
 
-        Parameters
-        ----------
-        parents
-            Keys of pages, or of namespaces, whose children are their first pages.
-        form
-            `PAGE` or `SNAPSHOT`.
-        at_most
-            How many of each parent, the first ones.
+        The first pages of a namespace are its children. With `at_most`, only so many of each parent, the first ones.
         """
         nodes = [siblings.first_node(parent, form) for parent in dict.fromkeys(parents)]
         keys = [key for some in siblings.children_of(self._rows, nodes, at_most) for key in some]
@@ -255,20 +214,6 @@ class View:
         return {key for key, rows in zip(keys, found, strict=True) if rows}
 
     # -- the location -------------------------------------------------------------------------------------------------
-
-    @property
-    def generation(self) -> int:
-        """How many transactions have changed pages: put, deleted, or pinned them. Equal ones hold equal pages."""
-        if self._generation is None:
-            self._generation = self.last_generation()
-        return self._generation
-
-    def last_generation(self) -> int:
-        """The generation now: a view may see later ones than the one that it has begun with."""
-        stored = self._rows.get([keyspace.GENERATION])[0]
-        # after one that is damaged, the next update begins again
-        is_whole = stored is not None and len(stored) == keyspace.GENERATION_BYTES
-        return int.from_bytes(stored or b"", "little") if is_whole else 0
 
     def require_plain(self) -> None:
         """Raise `LocationError` if the location is encrypted: these are not its decrypted rows."""
@@ -285,11 +230,11 @@ class View:
 
     def namespace(self, key: bytes) -> bytes | None:
         """Canonical settings of one namespace."""
-        return self._rows.get([namespace_row(key)])[0]
+        return self._rows.get([keyspace.NAMESPACE + key])[0]
 
     def note(self, name: bytes) -> bytes | None:
         """The note that `Transaction.put_note` wrote under this name."""
-        return self._rows.get([note_row(name)])[0]
+        return self._rows.get([keyspace.NOTE + name])[0]
 
     @property
     def rows(self) -> contract.View:
@@ -319,25 +264,21 @@ class View:
         right = self.recount() if None in found.values() else {}
         return {row: right.get(row, Count()) if count is None else count for row, count in found.items()}
 
-    def _tenant(self, namespace: bytes) -> bytes:
-        """Whose pages those of a namespace are."""
-        return keyspace.tenant_of(self._salt(namespace), namespace)
-
     def _salt(self, namespace: bytes) -> str | None:
         """The salt of a namespace: settings that are missing, or damaged, name none."""
         if namespace not in self._salts:
-            self._salts[namespace] = salt_in(self._rows.get([namespace_row(namespace)])[0])
+            self._salts[namespace] = salt_in(self._rows.get([keyspace.NAMESPACE + namespace])[0])
         return self._salts[namespace]
 
     def _count_row(self, namespace: bytes) -> bytes:
-        return keyspace.count_row(self._tenant(namespace), namespace)
+        return keyspace.count_row(keyspace.tenant_of(self._salt(namespace), namespace), namespace)
 
     def recount(self) -> dict[bytes, Count]:
         """All rows of counts as they should be. Pages that cannot be read count with all pages only."""
         found: dict[bytes, Count] = {}
         every = damaged = Count()
         for rows in keyspace.walk(self._rows, keyspace.RECORD):
-            usages = self._rows.get([usage_row(row.key[1:]) for row in rows])
+            usages = self._rows.get([keyspace.USAGE + row.key[1:] for row in rows])
             for row, usage in zip(rows, usages, strict=True):
                 head = head_of(row.value)
                 if head is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial, wraps
@@ -17,12 +18,21 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from prefixstore.backends import contract, is_persistent, open_backend
 from prefixstore.backends.contract import ConflictError, Range, Row
 from prefixstore.backends.keys import Key, KeyProvider, Keys, provider_of
-from prefixstore.engine import keyspace
+from prefixstore.engine import keyspace, siblings
 from prefixstore.engine.invariants import HOLLOW, LOST, MISPLACED, STRAY_LEAVES, WRONG_LEAVES, Check
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import View
 from prefixstore.engine.trie import Trie
-from prefixstore.errors import FullError, IncompatibleError, LocationError, MissingExtraError, StorageError
+from prefixstore.errors import (
+    ClosedError,
+    FullError,
+    IncompatibleError,
+    LocationError,
+    MissingExtraError,
+    PrefixStoreError,
+    StorageError,
+    UnavailableError,
+)
 
 if TYPE_CHECKING:
     from prefixstore.engine.encrypted import Encrypted
@@ -37,10 +47,10 @@ _T = TypeVar("_T")
 # what `Pages.reindex` mends, in this order, and how
 MENDED: Sequence[tuple[Check, Callable[[Transaction, Row], None]]] = (
     (LOST, Transaction.enter),
-    (MISPLACED, Transaction.take_out),
-    (HOLLOW, Transaction.mend_child),
-    (WRONG_LEAVES, Transaction.mend_leaf),
-    (STRAY_LEAVES, Transaction.drop_row),
+    (MISPLACED, lambda transaction, row: siblings.take_out(transaction.rows, row.key)),
+    (HOLLOW, lambda transaction, row: siblings.mend_child(transaction.rows, row.key)),
+    (WRONG_LEAVES, lambda transaction, row: transaction.mend_leaf(row.key[1:])),
+    (STRAY_LEAVES, lambda transaction, row: transaction.rows.delete(row.key)),
 )
 # rows that a rebuild of the index changes in one update, if there is space for it
 REINDEXED_AT_ONCE = 512
@@ -85,6 +95,9 @@ class Pages:
     ----------
     rows
         The backend, which is closed with this.
+    location, open_it
+        Instead: of a location that could not be reached. A later request opens it, and after a failure the next one:
+        the circuit breaker makes pauses.
 
     Attributes
     ----------
@@ -96,10 +109,17 @@ class Pages:
 
     encrypted: Encrypted | None = None
 
-    def __init__(self, rows: contract.Backend) -> None:
+    def __init__(
+        self,
+        rows: contract.Backend | None,
+        location: str = "",
+        open_it: Callable[[], Pages] | None = None,
+    ) -> None:
         self._backend = rows
-        # opens the rows
-        self._source: contract.Backend | Encrypted = rows
+        self._location = location
+        self._open_it = open_it
+        self._opening = threading.Lock()
+        self._is_closed = False
         self.trie = Trie()
         self._is_torn = False
 
@@ -109,28 +129,55 @@ class Pages:
             from prefixstore.engine.encrypted import Encrypted  # noqa: PLC0415 - the extra "encryption"
         except ImportError as error:
             raise MissingExtraError('a key needs cryptography; pip install "prefixstore[encryption]"') from error
-        self._source = self.encrypted = Encrypted(self._backend, provider, keys, on_undecryptable)
+        self.encrypted = Encrypted(self.rows, provider, keys, on_undecryptable)
 
     @property
     def rows(self) -> contract.Backend:
-        """The backend."""
-        return self._backend
+        """The backend.
+
+        Raises
+        ------
+        UnavailableError
+            If it could not be reached before, and cannot be opened now, or another thread is trying.
+        """
+        return self._backend if self._backend is not None else self._opened()
+
+    def _opened(self) -> contract.Backend:
+        if not self._opening.acquire(blocking=False):
+            raise UnavailableError(f"{self._location} is being opened")
+        try:
+            if self._is_closed:
+                raise ClosedError("the store is closed; open a new PrefixStore")
+            if self._backend is None:
+                assert self._open_it is not None
+                try:
+                    opened = self._open_it()
+                except StorageError:
+                    raise
+                except PrefixStoreError as error:
+                    raise UnavailableError(f"{self._location} cannot be opened: {error}") from error
+                self.encrypted, self._backend = opened.encrypted, opened.rows
+                log.warning("%s is reachable now", self._location)
+            return self._backend
+        finally:
+            self._opening.release()
 
     @property
     def location(self) -> str:
         """The location as a URL."""
-        return self._backend.location
+        return self._backend.location if self._backend is not None else self._location
 
     @property
     def is_local(self) -> bool:
         """Whether it is on this machine: then one slow answer says more about the machine than about the location."""
-        return self._backend.is_local
+        return self._backend is not None and self._backend.is_local
 
     @contextmanager
     def view(self) -> Iterator[View]:
         """Read the committed state. Raises `UnavailableError` or `CorruptError`."""
-        with self._source.view() as rows:
-            yield View(rows, is_local=self._backend.is_local, check=self._backend.check, trie=self.trie)
+        rows = self.rows
+        with (self.encrypted or rows).view() as view:
+            yield View(view, is_local=rows.is_local, check=rows.check, trie=self.trie)
 
     @contextmanager
     def update(self) -> Iterator[Transaction]:
@@ -138,15 +185,16 @@ class Pages:
 
         If it has deleted a page whose record does not say where it was, `mend` is to be called.
         """
-        with self._source.update() as rows:
-            transaction = Transaction(rows, is_local=self._backend.is_local, check=self._backend.check)
+        rows = self.rows
+        with (self.encrypted or rows).update() as update:
+            transaction = Transaction(update, is_local=rows.is_local, check=rows.check)
             yield transaction
             transaction.finish()
         self._is_torn = self._is_torn or transaction.is_torn
 
     def sync(self) -> None:
         """Return when everything committed so far survives a loss of power, as far as the location can promise it."""
-        self._backend.sync()
+        self.rows.sync()
 
     def mend(self) -> None:
         """Mend the index if a page was deleted whose record did not say where it was.
@@ -191,9 +239,9 @@ class Pages:
         """Mend the next rows, in one update; where those after them begin, if there are any, and whether one was."""
         with self.update() as transaction:
             rows = transaction.rows.ranges([Range(start, keyspace.everything(check.kind).stop, at_once)])[0]
-            wrong = check.wrong(transaction, rows)
-            for row in wrong:
-                mend(transaction, row)
+            wrong = list(check.find(transaction, rows))
+            for one in wrong:
+                mend(transaction, one.row)
         return rows[-1].key + b"\0" if rows else b"", bool(wrong)
 
     @retried
@@ -210,13 +258,19 @@ class Pages:
 
         What takes part in forks by itself (`backends.forks`), such as an open handle, has been renewed by then.
         """
+        self._opening = threading.Lock()
         if self.encrypted is not None:
             self.encrypted.after_fork()
-        self._backend.after_fork()
+        if self._backend is not None:
+            self._backend.after_fork()
 
     def close(self) -> None:
         """Release the location. A second call does nothing."""
-        self._backend.close()
+        self._is_closed = True
+        # what is being opened is closed when that ends
+        with self._opening:
+            if self._backend is not None:
+                self._backend.close()
 
 
 def open_pages(

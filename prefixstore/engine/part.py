@@ -16,23 +16,7 @@ __all__ = ["Part", "Shared"]
 
 
 class Shared(NamedTuple):
-    """What the parts of an engine share.
-
-    Attributes
-    ----------
-    threads
-        Do what callers ask for.
-    backend
-        The location.
-    catalog, ram
-        What waits to be written; states of hot pages.
-    breaker
-        Guards the location.
-    budget, read_only
-        What the location may hold; whether nothing is ever written.
-    counters
-        Counts what happens.
-    """
+    """What the parts of an engine share. The threads do what callers ask for."""
 
     threads: Threads
     backend: Pages

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.index import Page
@@ -13,17 +12,7 @@ from prefixstore.format.autocodec import Encoder
 from prefixstore.format.keys import PAGE, page_key
 from prefixstore.format.record import Buffer, Record, StoredPage, Usage, checksum, time_of_use
 
-__all__ = ["Damage", "Deferred", "Fits", "PackedPage", "PendingPage", "Suspicion", "Use"]
-
-Fits: TypeAlias = Callable[[memoryview, int, int], bool]
-"""Whether a state can be that of the page at a start position with so many tokens."""
-
-
-class Suspicion(NamedTuple):
-    """How to judge a suspect page before it is deleted: its state must fit, and have at most `size` bytes."""
-
-    fits: Fits
-    size: int | None = None
+__all__ = ["Damage", "Deferred", "PackedPage", "PendingPage", "Use"]
 
 
 class Use(NamedTuple):
@@ -153,10 +142,13 @@ class PendingPage:
 
 
 class Damage(NamedTuple):
-    """When a page that is to be deleted was created, 0 if that is not known; and what it is judged by, if anything."""
+    """When a page that is to be deleted was created, 0 if that is not known.
+
+    One that `is_useless` was read, and cannot be used though its checksum is right.
+    """
 
     created: int
-    suspicion: Suspicion | None = None
+    is_useless: bool = False
 
 
 @dataclass
@@ -168,7 +160,7 @@ class Deferred:
     uses
         Uses of pages, by key.
     damaged
-        Pages to be deleted if they are indeed damaged, by key.
+        Pages to be deleted if they are indeed damaged, or useless, by key.
     thinned
         Keys of snapshots that are no longer wanted.
     expired

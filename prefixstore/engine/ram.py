@@ -32,13 +32,7 @@ def _cost(n_token_bytes: int, n_bytes: int) -> int:
 
 
 class RamTier:
-    """Keeps copies of states of stored pages; never the only copy.
-
-    Parameters
-    ----------
-    limit
-        Bytes that it may hold; 0 to keep nothing.
-    """
+    """Keeps copies of states of stored pages, of at most so many bytes; never the only copy."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

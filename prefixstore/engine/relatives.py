@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from prefixstore.engine.index import Page
 from prefixstore.engine.page_view import View, tokens_of
@@ -11,20 +11,7 @@ from prefixstore.errors import CorruptError
 from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES
 from prefixstore.format.record import Record, Usage
 
-__all__ = ["pinned_with", "siblings_of", "with_ancestors", "with_descendants"]
-
-
-def with_ancestors(view: View, keys: Collection[bytes]) -> dict[bytes, Entry]:
-    """What is stored of these pages, and of their ancestors."""
-    found: dict[bytes, Entry] = {}
-    wanted = list(keys)
-    while wanted:
-        new = {key: Entry(key, *one) for key, one in view.records(wanted).items()}
-        found |= new
-        records = [one.record for one in new.values() if isinstance(one.record, Record)]
-        parents = {record.parent for record in records if record.parent != record.namespace}
-        wanted = [key for key in parents if key not in found and key not in keys]
-    return found
+__all__ = ["pinned_with", "siblings_of", "with_descendants"]
 
 
 def with_descendants(view: View, keys: Iterable[bytes], at_once: int | None = None) -> Iterator[Entry]:
@@ -62,9 +49,8 @@ def pinned_with(view: View, key: bytes, *, pinned: bool) -> list[bytes]:
     An ancestor of an unpinned page stays pinned if it leads to another pinned page.
     """
     changed = [entry.key for entry in with_descendants(view, [key])]
-    above = with_ancestors(view, [key])
     known = set(changed)
-    while isinstance(record := above[key].record if key in above else None, Record):
+    while (found := view.records([key]).get(key)) is not None and isinstance(record := found[0], Record):
         key = record.parent
         if key == record.namespace or key in known:
             break

@@ -18,13 +18,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from prefixstore.backends.contract import Range, Row, Update, View, after_all
-from prefixstore.engine.keyspace import CHILD, record_row, under
+from prefixstore.engine.keyspace import CHILD, RECORD, under
 from prefixstore.format.keys import KEY_BYTES, TOKEN_BYTES
 from prefixstore.format.record import Buffer, place_of
 
 __all__ = [
     "Child",
-    "Nearest",
     "add_child",
     "all_children",
     "around",
@@ -111,13 +110,6 @@ def child_bytes(n_token_bytes: int) -> int:
     return len(CHILD) + NODE_BYTES + min(n_token_bytes, STEP_BYTES)
 
 
-def _path_of_page(view: View, key: bytes) -> list[bytes] | None:
-    """The path of a stored page; None if its record cannot be read."""
-    record = view.get([record_row(key)])[0]
-    place = place_of(record) if record is not None else None
-    return child_path(*place) if place is not None else None
-
-
 def add_child(draft: Update, key: bytes, path: Sequence[bytes], owner: bytes) -> None:
     """Enter a page of a tenant among its siblings."""
     draft.get(path)  # in one round trip; the draft keeps them
@@ -140,8 +132,10 @@ def add_child(draft: Update, key: bytes, path: Sequence[bytes], owner: bytes) ->
 
 def _parted(draft: Update, other: bytes, path: Sequence[bytes], i: int, owner: bytes) -> Child | None:
     """Move a page that is alone below row `i` to the next node; what the row says then. None if it is not there."""
-    its_path = _path_of_page(draft, other)
-    if its_path is None or its_path[: i + 1] != list(path[: i + 1]):
+    record = draft.get([RECORD + other])[0]
+    place = place_of(record) if record is not None else None
+    its_path = child_path(*place) if place is not None else []
+    if its_path[: i + 1] != list(path[: i + 1]):
         return None
     if len(its_path) == i + 1:
         return Child(other, has_more=True)
@@ -154,7 +148,7 @@ def remove_child(draft: Update, key: bytes, path: Sequence[bytes]) -> bool:
     for i, (row, stored) in enumerate(zip(path, draft.get(path), strict=True)):
         found = Child.unpack(stored)
         if found is not None and found.page == key and (not found.has_more or i == len(path) - 1):
-            take_out(draft, row, found)
+            take_out(draft, row)
             for above in reversed(path[:i]):
                 mend_child(draft, above)
             return True
@@ -163,9 +157,10 @@ def remove_child(draft: Update, key: bytes, path: Sequence[bytes]) -> bool:
     return False
 
 
-def take_out(draft: Update, row: bytes, child: Child) -> None:
-    """Have a row no longer name its page."""
-    if child.has_more:
+def take_out(draft: Update, row: bytes) -> None:
+    """Have a row no longer name its page; one that is damaged is deleted."""
+    child = Child.unpack(draft.get([row])[0])
+    if child is not None and child.has_more:
         draft.put(row, Child(None, has_more=True).pack())
         mend_child(draft, row)
     else:
@@ -208,24 +203,12 @@ def around(path: Sequence[bytes]) -> list[Range]:
     return ranges
 
 
-class Nearest(NamedTuple):
-    """The children of a page between which a path is.
+def nearest(view: View, path: Sequence[bytes], found: Iterable[Sequence[Row]]) -> list[bytes]:
+    """The children between which a path is, from the rows that `around` asks for, as far as they are needed.
 
-    Attributes
-    ----------
-    before, after
-        The last page that is not above the path, and the first one that is.
-    beside
-        A page that is one of the two: its tokens say which.
+    At most three: the last one that is not above the path, one that is on either side, as its tokens say, and the first
+    one that is above it.
     """
-
-    before: bytes | None
-    after: bytes | None
-    beside: bytes | None
-
-
-def nearest(view: View, path: Sequence[bytes], found: Iterable[Sequence[Row]]) -> Nearest:
-    """The children between which a path is, from the rows that `around` asks for, as far as they are needed."""
     before: list[Row] = []
     after: list[Row] = []
     beside = None
@@ -244,7 +227,8 @@ def nearest(view: View, path: Sequence[bytes], found: Iterable[Sequence[Row]]) -
             before.insert(0, Row(row, Child(here.page).pack()))
         if i == len(path) - 1:
             after = view.ranges([under(node_below(row), 1)])[0] + after
-    return Nearest(_outermost(view, before, last=True), _outermost(view, after, last=False), beside)
+    keys = _outermost(view, before, last=True), beside, _outermost(view, after, last=False)
+    return [key for key in keys if key is not None]
 
 
 def _outermost(view: View, rows: Sequence[Row], *, last: bool) -> bytes | None:

@@ -1,29 +1,36 @@
 """One source of a fetch: a location, or what this process holds of its pages, and the thread that reads it.
 
-A caller and the thread tell each other this:
+The thread has the view. It reads some pages ahead of the caller, and gives each one into its slot::
 
     caller                             thread
-    start                              open the view, read the first state
-    answer: wait                       answer with a state, None at the end, or an error
-    the state can be used: ask         verify it and copy it for later, while the caller uses it; read the next one
+    start                              open the view; read and give the first states
+    answer: wait for the next slot
+    the state can be used: accept      verify it and copy it for later, while the caller uses it; read one more
     end: wait                          close the view; if the caller has given up, keep what has come since
+
+Raw pages are mostly read *along*: one at a time, given before the checksum is known, and verified while the caller
+copies them, so that they come out of memory once. All others are verified before they are given, and packed ones are
+unpacked by several threads.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import TIMEOUT_MAX
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from prefixstore.backends.threads import Answer
-from prefixstore.buffers import BufferPool
-from prefixstore.engine.index import Page
+from prefixstore.buffers import BufferPool, PooledBuffer
+from prefixstore.engine.index import Page, is_same
 from prefixstore.engine.page_view import View
 from prefixstore.engine.part import Part, Shared
-from prefixstore.engine.readers import Found, Look, ReadAhead, ShapeError, for_caller, read_along
 from prefixstore.errors import (
     ClosedError,
     CorruptError,
@@ -33,87 +40,122 @@ from prefixstore.errors import (
     UnavailableError,
     UndecryptableError,
 )
-from prefixstore.format.autocodec import ReadRate
+from prefixstore.format.autocodec import UNPACKERS, ReadRate
+from prefixstore.format.codec import CODECS, decode_into, inspect, verify, verify_checksum
+from prefixstore.format.record import Buffer, Record
 
-__all__ = ["Fetcher", "Given", "Keep", "LateError", "Source", "SourceReader", "misshapen"]
+__all__ = ["Admit", "Fetcher", "Given", "Keep", "LateError", "Look", "ShapeError", "Source", "SourceReader"]
 
 log = logging.getLogger("prefixstore")
 
+Look: TypeAlias = Callable[[Page, memoryview], bool]
+"""Whether a state can be used for a page."""
+
+Admit: TypeAlias = Callable[[Page], bool]
+"""Whether a page may be read: its state has a size that it can have."""
+
 Keep: TypeAlias = Callable[[Page, memoryview], None]
 """Copies a verified state for later, in the thread that reads it, while the caller may read it as well."""
+
+Source: TypeAlias = "tuple[Fetcher, Sequence[Page], Keep | None]"
+"""Consecutive pages, what reads them, and what receives the states that were accepted, or that are late."""
+
+RAW = CODECS["raw"]
 
 
 class LateError(UnavailableError):
     """A state has not come within the deadline of the caller."""
 
 
-class Source(NamedTuple):
-    """Some consecutive pages, and what reads them.
+class ShapeError(IncompatibleError):
+    """A state is what was written, but the caller cannot use it."""
+
+
+@dataclass(slots=True, eq=False)
+class Given:
+    """What the thread gives for a page.
 
     Attributes
     ----------
-    fetcher
-        Of their location.
-    pages
-        The pages.
-    keep
-        Receives each state that the caller has accepted, and those that arrive too late.
-    """
-
-    fetcher: Fetcher
-    pages: Sequence[Page]
-    keep: Keep | None = None
-
-
-class Given(NamedTuple):
-    """What a thread answers.
-
-    Attributes
-    ----------
+    page
+        The page; None after the last one.
     state
-        The next state; None if there is none.
-    n_verified
-        How many of those before it are verified.
-    is_verified
-        Whether it is verified, too.
+        Its state; None if there is none: it is gone, or there is an error.
+    check
+        Raises `CorruptError` if the state is not what was written; None once that is known.
+    is_looked_at
+        Whether it can be used; if not, that is for the caller to say.
     error
-        What has ended the thread.
+        Why there is no state.
+    work, buffer
+        What unpacks it, and into which memory.
     """
 
-    state: memoryview | None
-    n_verified: int
-    is_verified: bool = False
+    page: Page | None
+    state: memoryview | None = None
+    check: Callable[[], None] | None = None
+    is_looked_at: bool = False
     error: Exception | None = None
+    work: Answer[None] | None = None
+    buffer: PooledBuffer | None = None
+
+    def misshapen(self) -> StorageError:
+        """What is wrong with a page whose state cannot be used: a damaged one may have any shape."""
+        assert self.page is not None
+        try:
+            if self.check is not None:
+                self.check()
+        except StorageError as error:
+            return error
+        return ShapeError(f"page {self.page.key.hex()} does not have the shape of a page")
+
+    def settle(self) -> None:
+        """Wait until no thread works on it. Not to be called by several threads."""
+        work, self.work = self.work, None
+        if work is not None:
+            work.get()
+
+    def release(self) -> None:
+        """Give its buffer back when no thread works on it."""
+        self.settle()
+        if self.buffer is not None:
+            self.buffer.release()
 
 
 class SourceReader:
-    """One source of a fetch: the caller's side, and the thread that reads. Parameters as for `fetch`.
+    """One source of a fetch: the caller's side, and the thread that reads. Parameters as for `States`.
 
     Attributes
     ----------
     fetcher, pages
         Of the source.
-    n_given, n_verified
-        How many states the caller has accepted, and how many of these are known to be verified.
+    n_given
+        How many states the caller has accepted.
     """
 
     def __init__(self, source: Source, *, streamed: bool, along: bool, look: Look | None) -> None:
         self.fetcher, self.pages, self._keep = source
-        self.fetcher.check_open()
+        if self.fetcher.is_closed:
+            raise ClosedError("the store was closed while it was read; open a new PrefixStore")
         self._streamed = streamed
         self._along = along
         self._look = look
-        # used by the caller; what has come before it is wanted
-        self.n_given = self.n_verified = 0
+        self._patience = self.fetcher.breaker.patience(max(self.pages, key=lambda page: page.raw_bytes, default=None))
+        # set by the caller: what has come and is not accepted, and what was accepted last
+        self.n_given = 0
         self._come: Given | None = None
+        self._last: Given | None = None
         self._done: Answer[None] | None = None
-        # used by both; whether the caller waits no longer, and what is read, to see how much of a page has arrived
-        self._asks: SimpleQueue[bool] = SimpleQueue()
-        self._answers: SimpleQueue[Given] = SimpleQueue()
+        # used by both: one slot for each page, and one for what comes after them; an entry for each accepted state;
+        # whether the caller waits no longer; and what is read, to see how much of a page has arrived
+        self._slots: list[SimpleQueue[Given]] = [SimpleQueue() for _ in range(len(self.pages) + 1)]
+        self._accepted: SimpleQueue[bool] = SimpleQueue()
         self._is_left = False
         self._view: View | None = None
-        # used by the thread
-        self._n_read = self._n_good = 0
+        # whether more is to be read
+        self._goes_on = True
+        # used by the threads
+        self._n_read = 0
         self._in_memory: Mapping[bytes, memoryview] = {}
 
     # -- the caller ---------------------------------------------------------------------------------------------------
@@ -123,61 +165,65 @@ class SourceReader:
         """The page that is read, or was read last."""
         return self.pages[min(self.n_given, len(self.pages) - 1)]
 
+    @property
+    def n_verified(self) -> int:
+        """How many of the accepted states are verified by now: all but the last one are, at least."""
+        return self.n_given - (self._last is not None and self._last.check is not None)
+
     def start(self) -> None:
-        """Have a thread read, and ask it for the first state."""
-        self.ask()
+        """Have a thread read."""
         try:
             self._done = self.fetcher.threads.start(self._run)
         except RuntimeError as error:
             failed = UnavailableError(f"no thread can be started to read pages: {error}")
-            self._answers.put(Given(None, 0, error=failed))
-
-    def ask(self, *, more: bool = True) -> None:
-        """Ask for the next state, or have the thread end; the last one can be used, or verified at least."""
-        self._come = None
-        self._asks.put(more)
+            self._slots[0].put(Given(self.next_page, error=failed))
 
     def answer(self, left: Callable[[float], float]) -> Given:
-        """What the thread has answered to the last question.
+        """What comes after the accepted states, which are verified then.
 
         Raises
         ------
         LateError
-            If it has not come in time. Nothing comes after that, nor after any other error.
+            If it has not come in time. Nothing comes after that, nor after an error.
         """
         if self._come is None:
-            given = self._in_time(left)
-            if isinstance(given.error, StorageError):
-                # what is wrong with a page was counted where it was read: this is about the location
-                raise UnavailableError(str(given.error))
-            if given.error is not None:
-                raise given.error
-            self._come, self.n_verified = given, given.n_verified
+            self._come = self._in_time(left)
         return self._come
 
+    def accept(self) -> None:
+        """Use what has come."""
+        self._last, self._come = self._come, None
+        self.n_given += 1
+        self._accepted.put(True)
+
     def _in_time(self, left: Callable[[float], float]) -> Given:
-        page, breaker = self.next_page, self.fetcher.breaker
+        slot, page = self._slots[self.n_given], self.next_page
         if self.fetcher.is_local:
             # it can only hang
             with suppress(Empty):
-                return self._answers.get(timeout=breaker.patience(page))
+                return slot.get(timeout=self._patience)
             self._is_left = True
-            breaker.hangs(page)
+            self.fetcher.breaker.hangs(page)
             raise LateError("the location does not answer")
         with suppress(Empty):
-            return self._answers.get(timeout=_within(left(0.0)))
+            return slot.get(timeout=_within(left(0.0)))
         # what will be there soon is worth waiting for, once
         arrived = self._view.arrived if self._view is not None else 0
         if arrived and page.stored_bytes:
             with suppress(Empty):
-                return self._answers.get(timeout=_within(left(min(arrived / page.stored_bytes, 1.0))))
+                return slot.get(timeout=_within(left(min(arrived / page.stored_bytes, 1.0))))
         self._is_left = True
         raise LateError("the location is slower than computing")
+
+    def leave(self) -> None:
+        """Have the thread end."""
+        self._goes_on = False
+        self._accepted.put(False)
 
     def end(self, *, is_left: bool) -> None:
         """Have the thread end, and wait for that unless the caller is in a hurry."""
         self._is_left = self._is_left or is_left
-        self.ask(more=False)
+        self.leave()
         if self._done is not None and self._is_left:
             self._done.leave()
         elif self._done is not None:
@@ -189,129 +235,157 @@ class SourceReader:
     def _run(self) -> None:
         """Read until the caller has left."""
         try:
-            with self.fetcher.in_memory(self.pages) as self._in_memory, self.fetcher.view() as view:
-                self._view = view
+            with self.fetcher.in_memory(self.pages) as self._in_memory, self.fetcher.view() as self._view:
                 stored = [page for page in self.pages if page.key not in self._in_memory]
-                with closing(self.fetcher.reader(view, stored, streamed=self._streamed, along=self._along)) as states:
-                    self._serve(states)
-        except BaseException as error:  # noqa: BLE001 - raised where the caller waits
-            self._answers.put(Given(None, self._n_good, error=for_caller(error)))
+                is_packed = any(page.stored_bytes != page.raw_bytes for page in stored)
+                self._along = self._along and not is_packed
+                with closing(self._view.fetch([page.key for page in stored])) as fetched:
+                    self._serve(fetched, 1 if self._along else UNPACKERS if is_packed else 2)
+        except BaseException as raised:  # noqa: BLE001 - raised where the caller waits
+            error = _for_caller(raised)
+            if isinstance(error, StorageError):
+                # what is wrong with a page is given in its place: this is about the location
+                error = UnavailableError(str(error))
+            self._slots[self._n_read].put(Given(self.pages[-1], error=error))
 
-    def _serve(self, states: Iterator[Found]) -> None:
-        # what was given last
-        last: tuple[Page, Found] | None = None
-        while self._asks.get():
-            if last is not None:
-                self._finish(*last)
-            last = None
-            if self._n_good < self._n_read or self._n_read == len(self.pages):
-                found = None
-            else:
-                page = self.pages[self._n_read]
-                found = self._read(page, states)
-            if found is None:
-                self._answers.put(Given(None, self._n_good))
-                continue
-            self._answers.put(Given(found.state, self._n_good, is_verified=found.check is None))
-            last = page, found
-            self._n_read += 1
-            self._n_good += found.check is None
-        if last is not None and self._is_left:
-            self._finish(*last)
-
-    def _read(self, page: Page, states: Iterator[Found]) -> Found | None:
-        """The state of a page; None if there is none, which is counted here."""
-        state = self._in_memory.get(page.key)
-        found = Found(state) if state is not None else None
+    def _serve(self, fetched: Iterator[tuple[Record, Buffer]], n_ahead: int) -> None:
+        """Give the states, so many before the first of them is accepted."""
+        given: deque[Given] = deque()
+        # what the caller may use
+        used: deque[Given] = deque()
         try:
-            if found is None:
-                with self.fetcher.breaker.asking(page):
-                    found = next(states, None)
-            # The first one is for the caller to look at, who may learn from it. The bytes that are compared are in no
-            # processor's cache yet, so of the others that is done here, while the caller uses the one before.
-            if found is not None and self._look is not None and self._n_read and not self._look(page, found.state):
-                # a damaged page may have any shape
-                if found.check is not None:
-                    found.check()
-                raise misshapen(page)
-        except Exception as raised:
-            error = for_caller(raised)
-            if not isinstance(error, StorageError):
-                raise
-            self.fetcher.give_up(page, error)
-            return None
-        if found is None:
-            self.fetcher.give_up(page, None)
-        return found
+            while True:
+                while self._goes_on and self._n_read < len(self.pages) and len(given) < n_ahead:
+                    given.append(self._read(fetched))
+                if not given:
+                    self._slots[self._n_read].put(Given(None))
+                if not self._accepted.get():
+                    break
+                used.append(given.popleft())
+                self._finish(used[-1])
+                if self._streamed and len(used) > 1:
+                    used.popleft().release()
+            if self._is_left:
+                for one in given:
+                    self._finish(one)
+        finally:
+            self._goes_on = False
+            for one in (*used, *given):
+                one.release()
 
-    def _finish(self, page: Page, found: Found) -> None:
+    def _read(self, fetched: Iterator[tuple[Record, Buffer]]) -> Given:
+        """Read the next page, and give its state, or have a thread do so that unpacks it."""
+        number, page = self._n_read, self.pages[self._n_read]
+        one = Given(page, self._in_memory.get(page.key))
+        found: tuple[Record, Buffer] | None = None
+        started = time.perf_counter()
+        try:
+            if one.state is None:
+                with self.fetcher.breaker.asking(page):
+                    found = next(fetched, None)
+        except BaseException as error:  # noqa: BLE001 - raised where the caller waits
+            one.error = _for_caller(error)
+        give = partial(self._give, number, one, found, time.perf_counter() - started)
+        if found is None or found[0].codec == RAW or self._along:
+            give()
+        else:
+            one.work = self.fetcher.threads.start_or_run(give)
+        self._n_read += 1
+        return one
+
+    def _give(self, number: int, one: Given, found: tuple[Record, Buffer] | None, seconds: float) -> None:
+        """Verify and unpack what was read in so many seconds, if anything was, and give it to the caller."""
+        assert one.page is not None
+        try:
+            if found is not None:
+                self._unpack(one.page, one, *found, seconds)
+            # The first ones are for the caller to look at, who may learn from them. The bytes that are compared are in
+            # no processor's cache yet, so of the others that is done here, while the caller uses the one before.
+            if one.state is not None and self._look is not None and self.n_given:
+                if not self._look(one.page, one.state):
+                    raise one.misshapen()
+                one.is_looked_at = True
+        except BaseException as error:  # noqa: BLE001 - raised where the caller waits
+            one.state, one.error = None, _for_caller(error)
+        if one.state is None:
+            self._goes_on = False
+        self._slots[number].put(one)
+
+    def _unpack(self, page: Page, one: Given, record: Record, payload: Buffer, seconds: float) -> None:
+        if not is_same(page, record) or record.start != page.start:
+            raise CorruptError(f"page {page.key.hex()} has tokens that do not match its key")
+        if record.raw_bytes != page.raw_bytes:
+            # the caller has accepted another size; nothing is allocated for this one
+            raise ShapeError(f"page {page.key.hex()} holds {record.raw_bytes} bytes of state, not {page.raw_bytes}")
+        if self._along and record.codec == RAW:
+            one.state = inspect(record, payload)
+            one.check = partial(self.fetcher.verify, record, one.state, seconds)
+            return
+        started = time.perf_counter()
+        stored = verify(record, payload)
+        self.fetcher.read_rate.observe(len(stored), seconds + time.perf_counter() - started)
+        if record.codec == RAW:
+            one.state = stored
+            return
+        try:
+            one.buffer = self.fetcher.buffers.acquire(record.raw_bytes)
+        except (MemoryError, ValueError) as error:
+            raise UnavailableError(f"page {page.key.hex()}: no memory for {record.raw_bytes} bytes") from error
+        assert one.buffer is not None, "this pool is unbounded"
+        decode_into(record, stored, one.buffer.view, self.fetcher.buffers)
+        one.state = one.buffer.view
+
+    def _finish(self, one: Given) -> None:
         """Verify a state, if that is still to be done, and copy it for later."""
-        if found.check is not None:
+        one.settle()
+        if one.page is None or one.state is None:
+            return
+        if one.check is not None:
             try:
-                found.check()
+                one.check()
             except StorageError as error:
-                self.fetcher.give_up(page, error)
+                self._goes_on = False
+                self._slots[self._n_read].put(Given(one.page, error=error))
                 return
-            self._n_good += 1
-        if self._keep is not None and page.key not in self._in_memory:
+            one.check = None
+        if self._keep is not None and one.page.key not in self._in_memory:
             try:
-                self._keep(page, found.state)
+                self._keep(one.page, one.state)
             except Exception as error:  # what is kept is for later: it must not end a restore
                 unexpected = None if isinstance(error, PrefixStoreError) else error
                 log.warning("a fetched page was not kept: %s", error, exc_info=unexpected)
 
 
-def misshapen(page: Page) -> ShapeError:
-    """That a page has not the shape of one."""
-    return ShapeError(f"page {page.key.hex()} does not have the shape of a page")
-
-
 class Fetcher(Part):
     """What it takes to read the pages of a location.
 
-    Parameters
-    ----------
-    shared
-        Of the engine.
-    read_rate
-        Learns how fast the location delivers bytes.
-
-    Attributes
-    ----------
-    is_local
-        Whether the location is on this machine.
+    `read_rate` learns how fast that delivers bytes. The `buffers`, for what is unpacked, have no limit: each reader
+    bounds what it uses.
     """
 
     def __init__(self, shared: Shared, read_rate: ReadRate) -> None:
         super().__init__(shared)
-        self._read_rate = read_rate
+        self.read_rate = read_rate
         self.is_local = shared.backend.is_local
         self.buffers = BufferPool(limit=None)
-        self._closed = False
+        self.is_closed = False
 
     def close(self) -> None:
         """Begin no more."""
-        self._closed = True
-
-    def check_open(self) -> None:
-        """Raise `ClosedError` if no more may begin."""
-        if self._closed:
-            raise ClosedError("the store was closed while it was read; open a new PrefixStore")
+        self.is_closed = True
 
     def source(self, pages: Sequence[Page]) -> Source:
         """These pages, from this location; what is read is kept in RAM."""
-        return Source(self, pages, self._ram.keep if self._ram.lacks(pages) else None)
+        return self, pages, self._ram.keep if self._ram.lacks(pages) else None
 
     @contextmanager
     def in_memory(self, pages: Sequence[Page]) -> Iterator[Mapping[bytes, memoryview]]:
         """States that need not be read. Entered before a view, so what is committed meanwhile is in either."""
         held = self._catalog.hold(pages)
         try:
-            found = {key: buffer.view for key, buffer in held.items()}
-            for page in pages:
-                if page.key not in found and (state := self._ram.state(page)) is not None:
-                    found[page.key] = state
-            yield found
+            some = pages if self._ram.used else ()
+            hot = {page.key: state for page in some if (state := self._ram.state(page)) is not None}
+            yield hot | {key: buffer.view for key, buffer in held.items()}
         finally:
             for buffer in held.values():
                 buffer.release()
@@ -324,13 +398,12 @@ class Fetcher(Part):
                 view = stack.enter_context(self._backend.view())
             yield view
 
-    def reader(
-        self, view: View, pages: Sequence[Page], *, streamed: bool, along: bool
-    ) -> ReadAhead | Generator[Found, None, None]:
-        """Reads the others."""
-        if streamed and along and all(page.stored_bytes == page.raw_bytes for page in pages):
-            return read_along(view, pages, self._read_rate)
-        return ReadAhead(self.threads, self.buffers, view, pages, self._read_rate, streamed=streamed)
+    def verify(self, record: Record, state: memoryview, seconds: float) -> None:
+        """Verify a raw state that took so many seconds to read."""
+        started = time.perf_counter()
+        verify_checksum(record, state)
+        # in a location that is mapped into memory, it is the checksum that reads the bytes
+        self.read_rate.observe(len(state), seconds + time.perf_counter() - started)
 
     def count_given(self, pages: Sequence[Page]) -> None:
         """Count pages that a caller has got."""
@@ -358,6 +431,18 @@ class Fetcher(Part):
         else:
             log.warning("a page cannot be read: %s", error)
             self._counters.count("unreadable:unavailable")
+
+
+def _for_caller(error: BaseException) -> Exception:
+    """What the caller gets for an error in a thread: the same, unless it is about the thread alone."""
+    if isinstance(error, MemoryError):
+        translated: Exception = UnavailableError("no memory to read a page")
+    elif isinstance(error, Exception):
+        return error
+    else:
+        translated = UnavailableError(f"a thread that reads pages was ended by {error!r}")
+    translated.__cause__ = error
+    return translated
 
 
 def _within(seconds: float) -> float:

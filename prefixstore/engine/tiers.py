@@ -17,28 +17,30 @@ alone.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from queue import Empty
-from threading import TIMEOUT_MAX
 from typing import Any
 
 from prefixstore.backends.threads import Answer, handed_over
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.far import FarEngine, page_for
-from prefixstore.engine.fetch import States, fetch
 from prefixstore.engine.index import Page, Path
 from prefixstore.engine.lookups import Lookups
-from prefixstore.engine.pending import Fits, PendingPage
-from prefixstore.engine.queue import Drained
+from prefixstore.engine.pending import PendingPage
+from prefixstore.engine.queue import BATCH_BYTES, Drained
 from prefixstore.engine.source import Keep, Source
-from prefixstore.errors import ClosedError, StorageError
+from prefixstore.engine.waiting import DropReason
+from prefixstore.errors import ClosedError, CorruptError, IncompatibleError, StorageError
+from prefixstore.format.codec import verify
 from prefixstore.format.namespace import Namespace
+from prefixstore.format.record import StoredPage, Usage
 from prefixstore.results import TierStats
 
-__all__ = ["TieredEngine"]
+__all__ = ["FarEngine", "TieredEngine"]
 
 log = logging.getLogger("prefixstore")
 
@@ -51,16 +53,104 @@ KEPT_SETTINGS = 4096
 Ask = Callable[[Lookups], Path]
 
 
-class TieredEngine(Engine):
-    """The engine of a location that has another one behind it. Parameters as for `Engine`.
+def page_for(page: Page, *, is_far: bool) -> Page:
+    """The same page, for the other location."""
+    return replace(page, stored_bytes=0, hits=0, pinned=False, children=[], is_far=is_far)
 
-    Parameters
-    ----------
-    make_far
-        Makes the engine behind this one, given this one.
-    max_delay
-        Seconds that a lookup waits for the far location, or a share of what computing the rest of the prompt takes, if
-        that is more; None for no limit.
+
+class FarEngine(Engine):
+    """The engine of the far location: new pages are written there too, later, and as far as its queue has room.
+
+    In its own write queue a captured page waits with the buffer of the engine in front, `nearer`. If pages before it
+    are missing here, since the location was unreachable when they were captured, they are copied first. The other
+    parameters are those of `Engine`; `queue_bytes` bounds what may wait.
+    """
+
+    def __init__(self, *arguments: Any, nearer: TieredEngine, **options: Any) -> None:
+        self._nearer = nearer
+        super().__init__(*arguments, **options)
+
+    def _start(self) -> None:
+        super()._start()
+        self._catalog.is_far = True
+        self._lock = threading.Lock()
+        self._held = 0
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of captured pages that wait to be written here."""
+        return self._held
+
+    def offer(self, new: PendingPage) -> None:
+        """Have a captured page written here, too, with the same buffer. Dropped and counted if too much waits."""
+        buffer, size = new.buffer, new.n_bytes
+        # the caller holds it as well, so it has not returned to the pool
+        if self.read_only or buffer is None or not buffer.hold():
+            return
+        with self._lock:
+            fits = not self._held or self._held + size <= self.queue_bytes
+            self._held += size if fits else 0
+        if not fits:
+            buffer.release()
+            self.counters.count("dropped:queue_full")
+            return
+        copy = PendingPage(page_for(new.page, is_far=True), new.settings, buffer, is_wanted=new.is_wanted)
+        if not self.captures.take(copy, None):
+            self._written(size)
+
+    def _written(self, n_bytes: int) -> None:
+        """So much waits no longer."""
+        with self._lock:
+            self._held -= n_bytes
+
+    def commit(self, batch: Sequence[PendingPage]) -> int:
+        """As `Engine.commit`; pages that are missing here before these are written first."""
+        size = sum(new.n_bytes for new in batch)
+        n_written = 0
+        some: list[PendingPage] = []
+        try:
+            # first pages follow their namespaces
+            here = {new.page.namespace for new in batch} | self._stored([new.page.parent for new in batch])
+            for new in batch:
+                if new.page.parent not in here and self._catalog.is_pending(new):
+                    n_written += super().commit(some) + self._copy_before(new)
+                    some = []
+                some.append(new)
+            return n_written + super().commit(some)
+        except StorageError as error:
+            log.info("%d pages were not written to %s: %s", len(batch) - n_written, self.location, error)
+            self._catalog.drop(batch, DropReason.UNAVAILABLE)
+            return n_written
+        except Exception:
+            self._catalog.drop(batch)
+            raise
+        finally:
+            self._written(size)
+
+    def _stored(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Those of these pages that are here, or wait here."""
+        with self._breaker.asking(), self._backend.view() as view:
+            return view.records(keys).keys() | {key for key in keys if self._catalog.get(key) is not None}
+
+    def _copy_before(self, new: PendingPage) -> int:
+        """Write the pages before this one that are missing here, as the nearer location has them; how many."""
+        path = [page.key for page in self._nearer.lookups.path(new.page)[:-1]]
+        stored = self._stored(path)
+        missing = [key for key in path if key not in stored]
+        n_written = 0
+        while missing and (some := self._nearer.stored(missing, min(BATCH_BYTES, self.queue_bytes // 2))):
+            done = self.importer.import_pages(some, {new.page.namespace: new.settings})
+            n_written += done.pages
+            # those after one that was not written would have no parent
+            missing = missing[len(some) :] if not done.refused else []
+        return n_written
+
+
+class TieredEngine(Engine):
+    """The engine of a location that has another one behind it, which `make_far` makes, given this one.
+
+    A lookup waits `max_delay` seconds for the far location, or a share of what computing the rest of the prompt takes,
+    if that is more; with None as long as it takes. The other parameters are those of `Engine`.
     """
 
     def __init__(
@@ -110,12 +200,20 @@ class TieredEngine(Engine):
         except (StorageError, ClosedError) as error:
             log.warning("the far location %s: %s", what, error)
 
-    # -- what the far engine needs ------------------------------------------------------------------------------------
+    def stored(self, keys: Sequence[bytes], n_bytes: int) -> list[StoredPage]:
+        """The first of these pages as the nearer location has them, about so many bytes, up to one that is damaged.
 
-    def states_of(self, pages: Sequence[Page]) -> AbstractContextManager[States]:
-        """The verified states of pages in the nearer location, each valid until the next one is requested."""
-        # passing a page on is not a use of it: it is not copied to RAM
-        return fetch([Source(self._fetcher, pages)], streamed=True, along=False)
+        Raises `StorageError`.
+        """
+        found: list[StoredPage] = []
+        with suppress(CorruptError, IncompatibleError), self._backend.view() as view:
+            for key, (record, payload) in zip(keys, view.fetch(keys), strict=False):
+                usage = replace(view.usage(key) or Usage(0), hits=0, pinned=False)
+                found.append(StoredPage(key, record, usage, bytes(verify(record, payload))))
+                n_bytes -= len(payload)
+                if n_bytes <= 0:
+                    break
+        return found
 
     # -- looking up ---------------------------------------------------------------------------------------------------
 
@@ -158,7 +256,7 @@ class TieredEngine(Engine):
             else:
                 seconds = max(self._max_delay, SHARE * n_tokens * self.token_seconds)
             try:
-                return asked.get(min(seconds, TIMEOUT_MAX))
+                return asked.get(min(seconds, threading.TIMEOUT_MAX))
             except Empty:
                 self._overdue = asked
                 self.far.counters.count("late_lookups")
@@ -179,7 +277,7 @@ class TieredEngine(Engine):
         if n_near == len(pages):
             return near
         # both begin together: far pages arrive while near ones are used
-        return [*near, self.far.source(pages[n_near:], self._keeping())]
+        return [*near, (self.far._fetcher, pages[n_near:], self._keeping())]  # noqa: SLF001 - of this module
 
     def _keeping(self) -> Keep:
         """Keeps pages that the far location gives, until one is not kept: those that follow it would have no parent."""
@@ -228,12 +326,12 @@ class TieredEngine(Engine):
             self.far.touch(namespace, far, n_tokens)
             self.far.captures.nudge()
 
-    def condemn(self, page: Page, fits: Fits, size: int | None = None) -> None:
+    def condemn(self, page: Page) -> None:
         """As `Engine.condemn`, in the location that has given the page."""
         if not page.is_far:
-            super().condemn(page, fits, size)
+            super().condemn(page)
         else:
-            self.far.condemn(page, fits, size)
+            self.far.condemn(page)
 
     # -- writing ------------------------------------------------------------------------------------------------------
 

@@ -6,12 +6,11 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from prefixstore.backends.threads import handed_over
 from prefixstore.engine.budget import Budget, Evicted
-from prefixstore.engine.delete import Deleter, of_namespaces
+from prefixstore.engine.delete import Choice, Deleter
 from prefixstore.engine.eviction_log import Cause, Eviction
 from prefixstore.engine.index import Page, Path
 from prefixstore.engine.invariants import Violation, violations
@@ -38,11 +37,6 @@ log = logging.getLogger("prefixstore")
 
 class Upkeep(Part):
     """Checks a location, and changes what is stored.
-
-    Parameters
-    ----------
-    shared, lookups, deleter, notes
-        Of the engine.
 
     Attributes
     ----------
@@ -110,9 +104,8 @@ class Upkeep(Part):
     @handed_over
     def namespaces(self) -> list[Namespace]:
         """The namespaces that have pages in the location, or behind it, except those whose settings are damaged."""
-        with self.breaker.asking() as request, self._backend.view() as view:
+        with self.breaker.asking(), self._backend.view() as view:
             stored = view.namespaces()
-            request.n_records = len(stored)
         found: dict[bytes, Namespace] = {}
         for key, settings in stored.items():
             with suppress(CorruptError):
@@ -228,8 +221,7 @@ class Upkeep(Part):
         In several transactions, so that others need not wait for all of it. Pages captured meanwhile stay, unless they
         continue a deleted one. Raises `StorageError`; what was deleted until then stays deleted.
         """
-        choices = [] if namespace is None else [partial(of_namespaces, namespaces={namespace})]
-        n_pages = self._deleter.delete(choices).pages
+        n_pages = self._deleter.delete(Choice(None if namespace is None else {namespace})).pages
         return n_pages + (self.behind().upkeep.clear(namespace) if self.behind is not None else 0)
 
     @handed_over

@@ -11,7 +11,7 @@ import numpy as np
 from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.fetch import Deadline, States
 from prefixstore.engine.index import Page, Path
-from prefixstore.engine.readers import Admit, Look
+from prefixstore.engine.source import Admit, Look
 from prefixstore.errors import ClosedError, StorageError
 from prefixstore.format.keys import PAGE, Tokens
 from prefixstore.llama.capture import Capture, Place

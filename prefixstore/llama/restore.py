@@ -277,7 +277,7 @@ class Restore:
         """Whether a page or snapshot can have so many bytes."""
         size = self._largest(page) if self._largest is not None else self._form.largest(page.n_tokens)
         if page.raw_bytes > size and page.form == PAGE and self._form.page_shape is not None:
-            self._engine.condemn(page, self._form.page_shape.fits, size)
+            self._engine.condemn(page)
         return page.raw_bytes <= size
 
     def fits(self, page: Page, state: memoryview) -> bool:
@@ -286,7 +286,7 @@ class Restore:
             return True
         fits = self._form.fits(state, page.start, page.n_tokens, is_page=page.form == PAGE)
         if not fits and page.form == PAGE and self._form.page_shape is not None:
-            self._engine.condemn(page, self._form.page_shape.fits)
+            self._engine.condemn(page)
         return fits
 
 

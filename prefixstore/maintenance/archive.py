@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, closing
 from prefixstore.backends import agreed_bytes, is_persistent
 from prefixstore.backends.keys import Key, Keys
 from prefixstore.engine.budget import Budget
-from prefixstore.engine.delete import Removed
+from prefixstore.engine.delete import Choice, Removed
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.index import Page
@@ -25,7 +25,7 @@ from prefixstore.format.codec import decode
 from prefixstore.format.figures import NOTE
 from prefixstore.format.keys import TokenSequence
 from prefixstore.maintenance.holdings import Holding, holdings_of, only_one
-from prefixstore.maintenance.purge import choices_of, string_of, unmatched
+from prefixstore.maintenance.purge import choice_of, string_of, unmatched
 from prefixstore.opening import OpenLocation
 from prefixstore.parameters import Parameters
 from prefixstore.stats import Counters
@@ -253,7 +253,7 @@ class Archive(OpenLocation):
         page
             The page with this key, and its descendants; see `find`.
         """
-        return set(self.engine.deleter.select(choices_of(self, namespaces, None, tokens, page)))
+        return set(self.engine.deleter.select(choice_of(self, namespaces, None, tokens, page)))
 
     def with_ancestors(self, keys: Collection[bytes]) -> set[bytes]:
         """These keys, and those of their ancestors, without which the pages could not be restored."""
@@ -335,15 +335,15 @@ class Archive(OpenLocation):
         if namespace is not None or salt is not None:
             salt = None if salt is None else string_of(salt, "salt")
             namespaces = {one.key for one in self.holdings(namespace, salt)}
-        choices = choices_of(self, namespaces, older_than, tokens, page)
-        deleter = self.engine.deleter
+        choice = choice_of(self, namespaces, older_than, tokens, page)
+        is_all, deleter = choice == Choice(), self.engine.deleter
         if dry_run:
-            keys = set(deleter.select(choices))
-            return Removed(len(keys), sum(one.stored_bytes for one in self.pages() if one.key in keys))
+            sizes = deleter.select(choice)
+            return Removed(len(sizes), sum(sizes.values()))
         # first: a page that such a one follows could not be deleted
-        removed = deleter.delete_strays(newer=not choices) + deleter.delete(choices)
+        removed = deleter.delete_strays(newer=is_all) + deleter.delete(choice)
         deleter.drop_empty_namespaces()
-        if not choices:
+        if is_all:
             self.engine.upkeep.change_note(NOTE, lambda _: None)
         for left in self.unmatched(salt):
             log.warning("%s: %s", self.location, left)

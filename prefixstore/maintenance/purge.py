@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from functools import partial
 from typing import TYPE_CHECKING
 
-from prefixstore.engine.delete import Choice, beginning_with, of_namespaces, subtree, unused_since
+from prefixstore.engine.delete import Choice, beginning_with, subtree
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import TokenSequence, as_tokens
 from prefixstore.units import counted, parse_seconds, shown
@@ -15,7 +14,7 @@ from prefixstore.units import counted, parse_seconds, shown
 if TYPE_CHECKING:
     from prefixstore.maintenance.archive import Archive
 
-__all__ = ["choices_of", "string_of", "unmatched"]
+__all__ = ["choice_of", "string_of", "unmatched"]
 
 
 def unmatched(archive: Archive, salt: str | None = None) -> list[str]:
@@ -34,30 +33,28 @@ def unmatched(archive: Archive, salt: str | None = None) -> list[str]:
     return found
 
 
-def choices_of(
+def choice_of(
     archive: Archive,
     namespaces: Collection[bytes] | None,
     older_than: float | None,
     tokens: TokenSequence | None,
     page: str | None,
-) -> list[Choice]:
+) -> Choice:
     """What pages have to be to be chosen: all of what is given."""
-    choices: list[Choice] = []
-    if namespaces is not None:
-        choices.append(partial(of_namespaces, namespaces=namespaces))
+    before, keys = None, None
     if older_than is not None:
         before = time.time_ns() - round(parse_seconds(older_than, "older_than") * 1e9)
-        choices.append(partial(unused_since, before=before))
-    if tokens is not None:
-        wanted = as_tokens(tokens)
-        if not len(wanted):
-            raise InvalidParameterError(
-                "tokens is empty, and every sequence begins with it; leave it out for all pages"
-            )
-        choices.append(partial(beginning_with, tokens=wanted.tobytes(), namespaces=namespaces))
-    if page is not None:
-        choices.append(partial(subtree, key=archive.find(page).key))
-    return choices
+    wanted = as_tokens(tokens) if tokens is not None else None
+    if wanted is not None and not len(wanted):
+        raise InvalidParameterError("tokens is empty, and every sequence begins with it; leave it out for all pages")
+    first = archive.find(page).key if page is not None else None
+    with archive.view() as view:
+        if wanted is not None:
+            keys = beginning_with(view, wanted.tobytes(), namespaces)
+        if first is not None:
+            below = subtree(view, first)
+            keys = below if keys is None else keys & below
+    return Choice(namespaces, before, keys)
 
 
 def string_of(value: object, parameter: str) -> str:

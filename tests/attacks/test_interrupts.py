@@ -7,7 +7,7 @@ from contextlib import closing, suppress
 
 import pytest
 
-from prefixstore.engine.delete import of_namespaces
+from prefixstore.engine.delete import Choice
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import PrefixStoreError
 from prefixstore.format.export import ExportReader
@@ -76,7 +76,7 @@ WORK = {
     "note": (note, False),
     "evict": (lambda store: store.engine.upkeep.evict(0), True),
     "clear": (lambda store: store.engine.upkeep.clear(NS), True),
-    "delete": (lambda store: store.engine.deleter.delete([lambda index: of_namespaces(index, {NS})]), True),
+    "delete": (lambda store: store.engine.deleter.delete(Choice({NS})), True),
     "repair": (lambda store: store.engine.deleter.repair([]), False),
     "strays": (lambda store: store.engine.deleter.delete_strays(), False),
     "namespaces": (lambda store: store.engine.deleter.drop_empty_namespaces(), False),

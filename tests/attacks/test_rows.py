@@ -9,7 +9,7 @@ from contextlib import closing, suppress
 import pytest
 
 from prefixstore.backends.contract import Draft, Row
-from prefixstore.engine.keyspace import GENERATION
+from prefixstore.backends.keys import HEADER
 from prefixstore.engine.pages import open_pages
 from prefixstore.engine.siblings import Child, first_node, node_below
 from prefixstore.errors import StorageError
@@ -59,12 +59,12 @@ def chain(draft: Draft, row: Row, rng: random.Random) -> None:
         key = node_below(key) + rng.randbytes(8)
 
 
-def generation(draft: Draft, row: Row, rng: random.Random) -> None:
-    """A generation that nobody has written."""
-    draft.put(GENERATION, rng.randbytes(rng.choice((0, 8, 31))))
+def header(draft: Draft, row: Row, rng: random.Random) -> None:
+    """A header that nobody has written, where an encrypted location has one."""
+    draft.put(HEADER, rng.randbytes(rng.choice((0, 8, 31))))
 
 
-ATTACKS: list[Callable[[Draft, Row, random.Random], None]] = [flip, cut, lengthen, lose, move, chain, generation]
+ATTACKS: list[Callable[[Draft, Row, random.Random], None]] = [flip, cut, lengthen, lose, move, chain, header]
 
 
 def damage(store: Store, rng: random.Random) -> None:

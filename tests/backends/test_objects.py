@@ -250,7 +250,7 @@ def test_processes_that_make_a_store_at_once_all_get_it(new_prefix):
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def test_opening_takes_four_requests_and_rows_that_are_known_need_none_but_the_first(new_prefix):
+def test_opening_takes_five_requests_and_rows_that_are_known_need_none_but_the_first(new_prefix):
     url = new_prefix()
     with opened(url) as backend:
         for number in range(3):
@@ -258,7 +258,7 @@ def test_opening_takes_four_requests_and_rows_that_are_known_need_none_but_the_f
     with opened(url) as backend:
         client = backend.rows._client
         # the store, and what the server has to refuse; and in a view whether it is encrypted
-        assert client.n_requests == 4
+        assert client.n_requests == 5
         for most in (5, 2):
             before = client.n_requests
             with backend.view() as view:

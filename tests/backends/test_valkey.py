@@ -22,7 +22,7 @@ from prefixstore.backends.valkey import view as view_module
 from prefixstore.backends.valkey.address import Address
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.invariants import violations
-from prefixstore.engine.keyspace import record_row
+from prefixstore.engine.keyspace import RECORD
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import (
     CorruptError,
@@ -98,7 +98,7 @@ def put(backend, *numbers, payload=b"x" * 1000, then=lambda: None, **usage):
 
 def payload_name(url, key):
     """Where the payload of a page is."""
-    return named(url, "payload:").encode() + record_row(key)
+    return named(url, "payload:").encode() + RECORD + key
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from prefixstore.backends.contract import ConflictError
 from prefixstore.engine import bookmarks as module
 from prefixstore.engine.bookmark import Bookmark, note_name, parse
-from prefixstore.engine.delete import subtree
+from prefixstore.engine.delete import Choice, subtree
 from prefixstore.errors import CorruptError
 from prefixstore.format.keys import KEY_BYTES, PAGE, as_tokens, page_keys
 from prefixstore.format.saved_state import pack_state
@@ -96,14 +96,20 @@ def test_they_take_no_more_than_a_part_of_the_budget(max_bytes):
     store.engine.close()
 
 
+def delete(store, tokens):
+    """Delete a sequence; how many pages."""
+    with store.engine.view() as view:
+        keys = subtree(view, page_keys(NS, as_tokens(tokens), P)[0])
+    return store.engine.deleter.delete(Choice(keys=keys)).pages
+
+
 def test_they_go_with_their_pages(store):
     put(store, A)
     put(store, B)
     for name, tokens in (("a", A), ("b", B)):
         store.engine.captures.set_bookmark(NS, name, bookmark_of(tokens))
     store.engine.flush()
-    first = as_tokens(A).tobytes()[:4]
-    store.engine.deleter.delete([lambda pages: {page.key for page in pages if page.tokens[:4] == first}])
+    delete(store, A)
     with store.engine.view() as view:
         assert list(parse(view.note(note_name(NS)))) == ["b"]
     store.engine.upkeep.clear(NS)
@@ -124,8 +130,7 @@ def test_a_deletion_does_not_fail_because_another_process_commits_at_the_same_ti
         return update()
 
     monkeypatch.setattr(store.backend, "update", conflicting)
-    removed = store.engine.deleter.delete([lambda index: subtree(index, page_keys(NS, as_tokens(A), P)[0])])
-    assert removed.pages == 3
+    assert delete(store, A) == 3
     assert store.engine.bookmarks.read(NS) == {}
 
 

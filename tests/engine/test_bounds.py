@@ -157,7 +157,7 @@ def test_damaged_pages_are_deleted_some_at_a_time():
     with closing(Store(Fragile(MemoryPages()))) as store:
         store.put(tokens, 1)
         store.put([9] * P)
-        store.engine.condemn(store.engine.match(NS, as_tokens(tokens), P).pages[1], lambda *_: False)
+        store.engine.condemn(store.engine.match(NS, as_tokens(tokens), P).pages[1])
         scans, left = store.backend.calls["scan"], n_pages + 1
         while store.engine.captures.has_deferred:
             store.engine.commit([])

@@ -45,14 +45,6 @@ def breaker(clock):
         yield made
 
 
-@pytest.mark.parametrize(("n_records", "opens"), [(0, True), (100, True), (10_000, False)])
-def test_reading_many_records_may_take_longer(breaker, clock, n_records, opens):
-    with breaker.asking() as question:
-        clock[0] += 2.0
-        question.n_records = n_records
-    assert breaker.is_open is opens
-
-
 def ask_in_vain(breaker, clock, error, page=None):
     with pytest.raises(type(error)):
         ask(breaker, clock, error, page)

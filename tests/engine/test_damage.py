@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
-
 import lmdb
 import pytest
 
@@ -76,20 +74,6 @@ def test_a_damaged_record_is_replaced_when_its_page_is_captured_again(tmp_path):
         assert store.engine.commit(batch) == 6
         assert store.match(A) == 12
         assert store.counters.group("dropped") == {}
-
-
-def test_a_page_without_its_parent_is_deleted(tmp_path):
-    tokens = list(range(12))
-    keys = page_keys(NS, as_tokens(tokens), P)
-    with store_of(Pages(LMDBBackend(tmp_path, MIB))) as store:
-        store.put(tokens)
-    with closing(Pages(LMDBBackend(tmp_path, MIB))) as backend, backend.update() as transaction:
-        transaction.delete(keys[0])
-    with store_of(Pages(LMDBBackend(tmp_path, MIB))) as store:
-        assert [violation.rule for violation in store.engine.upkeep.check()] == ["parent"]
-        assert store.match(tokens) == 0
-        store.engine.deleter.repair(store.engine.upkeep.check())
-        assert store.stored_keys() == set()
 
 
 def test_a_page_of_a_newer_version_is_not_changed(tmp_path):

@@ -15,7 +15,7 @@ from prefixstore import LocationError, PrefixStore
 from prefixstore.backends.keys import HEADER, MAGIC, key_id, line_of
 from prefixstore.backends.sealing import Sealer
 from prefixstore.engine import encrypted, keyspace
-from prefixstore.engine.keyspace import record_row, tenant_of
+from prefixstore.engine.keyspace import tenant_of
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import IncompatibleError, UndecryptableError
 from prefixstore.format.record import Record
@@ -49,7 +49,7 @@ def opened(url, *keys, **tenants):
 def stored_key(pages, key):
     """Under which key the record of a page is stored."""
     with pages.encrypted.view() as view:
-        return view.cipher.stored_key(record_row(key))
+        return view.cipher.stored_key(keyspace.RECORD + key)
 
 
 def plain_rows(pages):
@@ -77,7 +77,7 @@ def test_nothing_readable_is_in_any_file_dump_or_listing(url, tmp_path, request)
             record = transaction.record(path[0])
             transaction.put(path[0], record, transaction.usage(path[0]), payload[:1000])
         known = [
-            *(record_row(key)[1:] for key in path),
+            *(keyspace.RECORD + key[1:] for key in path),
             ALICE.key,
             ALICE.canonical,
             tenant_of("alice-tenant", b""),
@@ -406,7 +406,7 @@ def test_a_rotation_keeps_old_keys_that_are_still_needed(tmp_path):
         [name, *_] = (row.key for row in plain_rows(pages) if row.key[:1] == b"r")
         change_row(pages, name, lambda value: value[:-1] + bytes([value[-1] ^ 1]))
     with opened(url, NEW, OLD) as pages:
-        assert pages.encrypted.rotate() == (24, 1)
+        assert pages.encrypted.rotate() == (23, 1)
         assert ids_in(pages) == ({key_id(NEW), key_id(OLD)},) * 2
         assert pages.undecryptable(delete=True) == 1
         assert pages.encrypted.rotate() == (0, 0)

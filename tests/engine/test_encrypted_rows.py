@@ -90,7 +90,7 @@ def test_the_example_in_the_documents_which_another_tool_has_computed():
     cipher = RowCipher.of(header, Keys.parse(line_of(key), ""))
     assert key_id(key) == shown("id of the key") == key_of(header)
     assert (cipher.secret, cipher.needed) == (secret, (key_id(key),))
-    row = Row(keyspace.namespace_row(space), b"settings")
+    row = Row(keyspace.NAMESPACE + space, b"settings")
     assert cipher.stored_key(row.key) == stored_key
     view = EncryptedView(View, cipher, pytest.fail)
     assert view.opened(Row(stored_key, shown("stored value"))) == (bytes(16), row)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens
 from tests.support.engines import NS, A, MemoryPages, P, state_of, store_of
 from tests.support.faults import FaultyBackend
-
-# -- match and fetch ---------------------------------------------------------------------------------------------------
 
 
 def test_a_restore_that_began_before_the_commit_keeps_its_buffers():
@@ -30,32 +27,6 @@ def test_a_restore_that_began_before_the_commit_keeps_its_buffers():
             assert [bytes(state) for state in states] == [state_of(page.key) for page in path.pages[1:]]
             other.release()
         assert store.buffers.in_use == 0
-
-
-def test_a_packed_page_is_restored_with_the_same_bytes():
-    with store_of(codec="zstd") as store:
-        tokens = as_tokens(A[:4]).tobytes()
-        buffer = store.buffers.acquire(100_000)
-        buffer.view[:] = bytes(100_000)
-        new = PendingPage.of(NS, b"{}", NS, 0, tokens, buffer)
-        assert store.engine.captures.announce(new)
-        assert store.engine.commit([new]) == 1
-        buffer.release()
-        path = store.engine.match(NS, as_tokens(A), P)
-        with store.engine.fetching(path.pages) as states:
-            assert [bytes(state) for state in states] == [bytes(100_000)]
-        used, stored, raw = store.engine.upkeep.used()
-        assert (used.entries, raw) == (1, 100_000)
-        assert stored < 1000
-
-
-# -- what is worth capturing -------------------------------------------------------------------------------------------
-
-
-# -- eviction ----------------------------------------------------------------------------------------------------------
-
-
-# -- a backend that fails ----------------------------------------------------------------------------------------------
 
 
 def test_a_backend_that_cannot_be_read_raises_and_loses_nothing():

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import nullcontext
+from dataclasses import replace
+from itertools import islice
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
 
-from prefixstore.engine import readers
+from prefixstore.engine import source
 from prefixstore.engine.ram import RamTier
-from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
+from prefixstore.errors import ClosedError, CorruptError, IncompatibleError, UnavailableError
+from prefixstore.format.autocodec import encode
 from prefixstore.format.keys import as_tokens
+from prefixstore.format.record import checksum
+from tests.support import PATIENCE, in_thread
 from tests.support.fetching import P, forging, state_of, store_of
 
 MIXED = ["raw", "planes", "zstd", "planes", "raw", "raw", "zstd", "planes", "planes", "raw"]
@@ -20,7 +27,7 @@ MIXED = ["raw", "planes", "zstd", "planes", "raw", "raw", "zstd", "planes", "pla
 @pytest.fixture(params=[1, 4])
 def workers(request, monkeypatch):
     """The number of threads that unpack, whatever the number of cores."""
-    monkeypatch.setattr(readers, "UNPACKERS", request.param)
+    monkeypatch.setattr(source, "UNPACKERS", request.param)
     return request.param
 
 
@@ -71,7 +78,7 @@ def way(request, monkeypatch):
     """Codecs of ten pages, and whether raw ones are verified while they are used, or before by so many threads."""
     if request.param == "along":
         return ["raw"] * 10, True
-    monkeypatch.setattr(readers, "UNPACKERS", int(request.param[-1]))
+    monkeypatch.setattr(source, "UNPACKERS", int(request.param[-1]))
     return MIXED, False
 
 
@@ -152,6 +159,25 @@ def test_a_lack_of_memory_is_not_counted_as_damage(monkeypatch):
         assert not store.catalog.deferred().damaged
 
 
+def test_a_page_that_was_written_again_as_packed_is_unpacked():
+    number, stored = encode(state_of(3), "planes")
+    with store_of(["raw"] * 8) as store:
+        changes = {"codec": number, "stored_bytes": len(stored), "checksum": checksum(stored)}
+        store.backend.change = forging(3, payload=lambda _: stored, **changes)
+        assert take(store, along=True) == (8, 8, {})
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_a_record_that_claims_another_size_than_the_index_knows_is_not_unpacked(monkeypatch, streamed, codec):
+    monkeypatch.setattr(source, "decode_into", lambda *args: pytest.fail("unpacked"))
+    with store_of([codec] * 3) as store:
+        store.backend.change = lambda i, record, payload: (replace(record, raw_bytes=1 << 40), payload)
+        with store.engine.fetching(store.pages, streamed=streamed) as states:
+            assert list(states) == []
+        assert store.counters.group("unreadable") == {"shape": 1}
+
+
 # -- leaving early -----------------------------------------------------------------------------------------------------
 
 
@@ -175,3 +201,58 @@ def test_leaving_early_leaves_no_thread_and_no_buffer(workers, taken, streamed, 
         assert store.bytes_in_use == 0
         assert next(states, None) is None
         assert store.fetch() == len(MIXED)
+
+
+# -- closing, and a lack of threads ------------------------------------------------------------------------------------
+
+
+# a reader of packed pages has up to five threads
+@pytest.mark.parametrize(("codec", "n_threads"), [("raw", 50), ("zstd", 12)])
+def test_restores_that_have_begun_end_when_the_store_is_closed(codec, n_threads):
+    with store_of([codec] * 8) as store:
+        store.backend.alone = nullcontext  # each has a view of its own
+        begun, closed = threading.Barrier(n_threads + 1, timeout=PATIENCE), threading.Event()
+        outcomes = []
+
+        def read(number):
+            try:
+                with store.engine.fetching(store.pages, streamed=bool(number % 2)) as states:
+                    given = [bytes(state) for state in islice(states, number % 8)]
+                    begun.wait()
+                    assert closed.wait(PATIENCE)
+                    given += map(bytes, states)
+                    assert given[: states.n_verified] == [state_of(i) for i in range(states.n_verified)]
+                outcomes.append(len(given))
+            except BaseException as error:  # noqa: BLE001
+                outcomes.append(type(error))
+
+        threads = [in_thread(read, number) for number in range(n_threads)]
+        begun.wait()
+        store.fetcher.close()
+        closed.set()
+        for thread in threads:
+            thread.join()
+        assert len(outcomes) == n_threads
+        assert set(outcomes) == {8}
+        with pytest.raises(ClosedError, match="open a new PrefixStore"), store.engine.fetching(store.pages):
+            pass
+
+
+def test_a_thread_that_cannot_be_started_is_not_waited_for(monkeypatch):
+    def start(*_):
+        raise RuntimeError("can't start new thread")
+
+    with store_of(["raw"] * 8) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr("_thread.start_new_thread", start)
+            store.engine.threads._idle = SimpleQueue()
+            with store.engine.fetching(store.pages, streamed=True) as states:
+                assert list(states) == []
+            assert store.counters.group("unreadable") == {"unavailable": 1}
+            with store.engine.fetching(store.pages) as states:
+                assert list(states) == []
+            assert store.counters.group("unreadable") == {"unavailable": 2}
+        read = []
+        store.backend.before = read.append
+        assert store.fetch() == 8
+        assert read == list(range(8))

@@ -64,43 +64,45 @@ def test_a_sound_location_has_no_violations(backend):
     assert found(backend) == []
 
 
-def test_a_page_without_its_parent_is_found(backend):
-    pages = chain(10)
-    put(backend, *pages[:4], *pages[5:])
-    key, parent = pages[5][0].hex(), pages[4][0].hex()
-    assert found(backend) == [("parent", key, f"its parent {parent} is missing")]
+FIVE = chain(5)
+LAST = FIVE[4][0]
+TAKEN = page([5], LAST, 10, form=SNAPSHOT)
+# pages, some of which are wrong; the rule, what it says, and of which page
+WRONG = {
+    "without a parent": ([*FIVE[:3], FIVE[4]], FIVE[4], "parent", f"its parent {FIVE[3][0].hex()} is missing"),
+    "elsewhere": (
+        [*FIVE, one := page([5], LAST, 11)],
+        one,
+        "position",
+        "starts at 11, but its parent ends at 10",
+    ),
+    "not at the start": ([one := page([6], start=3)], one, "position", "a first page starts at 3, not at 0"),
+    "another namespace": (
+        [*FIVE, one := page([5], LAST, 10, TWO.key)],
+        one,
+        "namespace",
+        "its parent is in another namespace",
+    ),
+    "an unknown namespace": (
+        [one := page([6], bytes(32), 0, bytes(32))],
+        one,
+        "namespace",
+        f"namespace {bytes(32).hex()} has no settings",
+    ),
+    "after a snapshot": (
+        [*FIVE, TAKEN, one := page([6], TAKEN[0], 11)],
+        one,
+        "parent",
+        "its parent is a snapshot, which cannot have children",
+    ),
+}
 
 
-def test_a_page_that_starts_elsewhere_than_its_parent_ends_is_found(backend):
-    pages = chain(9)
-    wrong = page([5], pages[7][0], 17)
-    first = page([6], start=3)
-    put(backend, *pages, wrong, first)
-    expected = [
-        ("position", wrong[0].hex(), "starts at 17, but its parent ends at 16"),
-        ("position", first[0].hex(), "a first page starts at 3, not at 0"),
-    ]
-    assert found(backend) == sorted(expected)
-
-
-def test_a_page_of_another_namespace_than_its_parent_or_of_an_unknown_one_is_found(backend):
-    pages = chain(5)
-    other = page([5], pages[4][0], 10, TWO.key)
-    unknown = page([6], bytes(32), 0, bytes(32))
-    put(backend, *pages, other, unknown)
-    expected = [
-        ("namespace", other[0].hex(), "its parent is in another namespace"),
-        ("namespace", unknown[0].hex(), f"namespace {bytes(32).hex()} has no settings"),
-    ]
-    assert found(backend) == sorted(expected)
-
-
-def test_a_page_after_a_snapshot_is_found(backend):
-    pages = chain(5)
-    taken = page([5], pages[4][0], 10, form=SNAPSHOT)
-    after = page([6], taken[0], 11)
-    put(backend, *pages, taken, after)
-    assert found(backend) == [("parent", after[0].hex(), "its parent is a snapshot, which cannot have children")]
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_page_that_is_out_of_place_is_found(backend, wrong):
+    pages, (key, _), rule, message = WRONG[wrong]
+    put(backend, *pages)
+    assert found(backend) == [(rule, key.hex(), message)]
 
 
 def test_a_location_beyond_its_budget_is_found(backend):

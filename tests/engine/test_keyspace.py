@@ -12,7 +12,7 @@ import pytest
 from prefixstore.backends.contract import LONGEST_KEY, Row
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import keyspace, siblings
-from prefixstore.engine.keyspace import CHILD, record_row
+from prefixstore.engine.keyspace import CHILD
 from prefixstore.engine.siblings import Child, child_path, first_node
 from prefixstore.format.keys import PAGE, SNAPSHOT, as_tokens
 from prefixstore.format.record import place_of
@@ -34,14 +34,14 @@ def path_of(record):
 
 def add(draft, *records):
     for record in records:
-        draft.put(record_row(record.key), record.pack())
+        draft.put(keyspace.RECORD + record.key, record.pack())
         siblings.add_child(draft, record.key, path_of(record), b"owner")
 
 
 def remove(draft, *records):
     for record in records:
         assert siblings.remove_child(draft, record.key, path_of(record))
-        draft.delete(record_row(record.key))
+        draft.delete(keyspace.RECORD + record.key)
 
 
 def is_child(view, record):
@@ -51,7 +51,7 @@ def is_child(view, record):
 
 def tokens_of(view, key):
     # also those of a first page without tokens, which is none
-    return place_of(view.get([record_row(key)])[0])[2]
+    return place_of(view.get([keyspace.RECORD + key])[0])[2]
 
 
 def children(view, parent=NAMESPACE, form=PAGE, at_most=None):
@@ -64,7 +64,7 @@ def around(view, parent, form, tokens):
     """The tokens of the last child that is not above some tokens, and of the first that is."""
     path = child_path(parent, form, tokens)
     found = siblings.nearest(view, path, view.ranges(siblings.around(path)))
-    known = sorted({tokens_of(view, key) for key in found if key is not None})
+    known = sorted({tokens_of(view, key) for key in found})
     at = bisect_right(known, tokens)
     return known[max(at - 1, 0) : at + 1]
 

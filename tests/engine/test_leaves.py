@@ -118,48 +118,6 @@ def some_usage(chance):
     )
 
 
-def change(chance, model, transaction, number):
-    """One random change."""
-    what, keys = chance.random(), list(model.pages)
-    if what < 0.5 or not keys:
-        parent = chance.choice([None, *keys])
-        space = model.pages[parent].record.namespace if parent is not None else chance.choice(SPACES).key
-        model.put(transaction, number, parent, space, some_usage(chance))
-        return
-    key = chance.choice(keys)
-    if what < 0.7:
-        if chance.random() < 0.3 or all(page.record.parent != key for page in model.pages.values()):
-            model.delete(transaction, key)
-    elif what < 0.8:
-        # the same page once more, as another process may put it
-        page = model.pages[key]
-        page.usage = some_usage(chance)
-        transaction.put(key, page.record, page.usage, bytes(page.record.stored_bytes))
-    else:
-        model.pages[key].usage = some_usage(chance)
-        transaction.touch(key, model.pages[key].usage)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_after_any_changes_leaves_and_counts_are_what_the_pages_say(backend, seed):
-    chance, model = random.Random(seed), Model(backend)
-    numbers = iter(range(1, 10_000))
-    with backend.update() as transaction:
-        for space in SPACES:
-            transaction.put_namespace(space.key, space.canonical)
-    for _ in range(20):
-        with backend.update() as transaction:
-            for _ in range(chance.randint(1, 6)):
-                change(chance, model, transaction, next(numbers))
-            # also before it is written
-            assert transaction.count() == model.count([one.key for one in SPACES])
-        model.assert_equal()
-    with backend.update() as transaction:
-        for key in [key for key, page in model.pages.items() if page.record.start == 0]:
-            model.delete(transaction, key)
-    model.assert_equal()
-
-
 def tree(backend, n=40):
     """Pages of all kinds."""
     chance, model = random.Random(7), Model(backend)

@@ -8,15 +8,7 @@ import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine.pages import Pages
-from prefixstore.format.keys import as_tokens
-from tests.support.engines import MIB, NS, OTHER, MemoryPages, Store, snapshot_of
-
-# 256 and -1 are next to 1 and 0 in another byte order
-ALPHABETS = ([0, 1], [0, 1, 256, 65536, -1, 2**31 - 1])
-
-
-def shared(a, b):
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+from tests.support.engines import MIB, MemoryPages, Store, snapshot_of
 
 
 class Random:
@@ -40,30 +32,6 @@ def store(request, tmp_path):
     opened = Store(backend)
     yield opened
     opened.engine.close()
-
-
-@pytest.mark.parametrize("alphabet", ALPHABETS, ids=["narrow", "wide"])
-@pytest.mark.parametrize("seed", range(3))
-def test_the_longest_prefix_is_found_to_the_token_stored_or_waiting(store, alphabet, seed):
-    some = Random(seed, alphabet)
-    known, waiting = [], []
-    for step in range(60):
-        tokens = some.tokens()
-        # what waits follows what waits, and what is stored follows what is stored
-        store.engine.match(NS, as_tokens(tokens), 4)
-        waiting += store.announce(tokens)
-        known.append(tokens)
-        if step % 3 == 2:
-            store.engine.commit(waiting)
-            waiting = []
-        for _ in range(5):
-            wanted = some.tokens(26)
-            path = store.engine.match(NS, as_tokens(wanted), 4)
-            assert path.n_tokens == max(shared(wanted, one) for one in known)
-            covered = b"".join(page.tokens for page in path.pages)[: 4 * path.n_tokens]
-            assert covered == as_tokens(wanted[: path.n_tokens]).tobytes()
-            assert store.match(wanted, namespace=OTHER) == 0
-    store.engine.commit(waiting)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from contextlib import closing
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,17 +17,14 @@ from prefixstore.engine.keyspace import (
     CHILD,
     COUNT,
     RECORD,
-    record_row,
-    usage_row,
 )
 from prefixstore.engine.keyspace import everything as everything_of
 from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.siblings import Child
-from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT
+from prefixstore.format.keys import KEY_BYTES, PAGE
 from prefixstore.format.record import Usage
-from prefixstore.maintenance.archive import Archive
 from tests.support.pages import NAMESPACE, make_page
-from tests.support.places import KEY, MIB, fill, opened, space
+from tests.support.places import KEY, MIB, fill, space
 
 OTHER = bytes(reversed(NAMESPACE))
 MISSING = bytes(KEY_BYTES)
@@ -91,50 +87,7 @@ def test_facts_are_read_some_at_a_time(backend):
     assert (len(found), set(found)) == (20, keys)
 
 
-def test_namespaces_are_remembered_with_their_settings_as_long_as_they_have_pages(backend):
-    with backend.update() as transaction:
-        put(transaction, 1)
-        key, record = make_page(b"x", [1], parent=OTHER, namespace=OTHER)
-        transaction.put_namespace(OTHER, b"{}")
-        transaction.put(key, record, Usage(1), b"x")
-    with backend.view() as view:
-        assert dict(view.namespaces()) == {NAMESPACE: SETTINGS, OTHER: b"{}"}
-        assert [view.namespace(key) for key in (NAMESPACE, OTHER, MISSING)] == [SETTINGS, b"{}", None]
-    with backend.update() as transaction:
-        transaction.delete(key)
-        # no page comes
-        transaction.put_namespace(MISSING, b"{}")
-    with backend.view() as view:
-        assert dict(view.namespaces()) == {NAMESPACE: SETTINGS, MISSING: b"{}"}
-    with backend.update() as transaction:
-        transaction.drop_empty_namespaces()
-    with backend.view() as view:
-        assert dict(view.namespaces()) == {NAMESPACE: SETTINGS}
-
-
 # -- what follows a page -----------------------------------------------------------------------------------------------
-
-
-def test_pages_that_are_followed_are_found_among_many(backend):
-    """By pages, by snapshots, or by both; namespaces count as what first pages follow."""
-    pages = [make_page(b"", [number])[1] for number in range(300)]
-    after = [make_page(b"", [1], parent=record.key, start=1)[1] for record in pages]
-    taken = [replace(record, tokens=b"", form=SNAPSHOT) for record in after]
-    with backend.update() as transaction:
-        for record in (*pages[:200], *after[:200:3], *taken[:200:5]):
-            transaction.put(record.key, record, Usage(1), b"")
-    keys = [record.key for record in pages]
-    expected = {record.parent for record in (*after[:200:3], *taken[:200:5])}
-    for opened_as in (backend.view, backend.update):
-        with opened_as() as view:
-            assert view.followed([*keys, *keys, NAMESPACE, OTHER]) == {*expected, NAMESPACE}
-            # snapshots and pages at the end of their sequences
-            assert view.followed([record.key for record in (*after, *taken)]) == set()
-    with backend.update() as transaction:
-        # of the last one its page goes, and the snapshot stays
-        for record in after[:200:3]:
-            assert transaction.delete(record.key)
-        assert transaction.followed(keys) == {record.parent for record in taken[:200:5]}
 
 
 def test_used_grows_by_no_more_than_the_cost(backend):
@@ -184,23 +137,6 @@ def write(backend, key, value):
             draft.put(key, value)
 
 
-def test_deleting_or_replacing_a_damaged_record_leaves_the_right_sizes(tmp_path):
-    with opened(f"lmdb://{tmp_path}/kv") as backend:
-        paths = fill(backend, space(), SEQUENCES)
-        for key, offset in ((paths[0][1], 17), (paths[1][1], 60), (paths[2][1], -1)):
-            with backend.rows.view() as view:
-                stored = bytearray(view.get([record_row(key)])[0])
-            stored[offset] ^= 0x7F
-            write(backend, record_row(key), bytes(stored))
-        with backend.update() as transaction:
-            transaction.delete(paths[0][1])
-            transaction.delete(paths[1][1])
-        with Archive(backend.location) as archive:
-            assert archive.repair()[1].pages == 1
-            assert archive.check() == []
-        assert sizes_of(backend) == (17_000, 17_000)
-
-
 # -- damage -----------------------------------------------------------------------------------------------------------
 
 
@@ -208,7 +144,7 @@ def test_a_repair_leaves_a_page_in_its_place_where_a_damaged_record_says_that_it
     with closing(Pages(MemoryBackend())) as backend:
         (good, *_), (damaged, *_) = fill(backend, space(), SEQUENCES[:2])
         with backend.rows.view() as view:
-            write(backend, record_row(damaged), view.get([record_row(good)])[0])
+            write(backend, keyspace.RECORD + damaged, view.get([keyspace.RECORD + good])[0])
         backend.reindex()
         with backend.update() as transaction:
             assert transaction.delete(damaged)
@@ -237,7 +173,7 @@ def test_rows_that_lead_to_pages_which_are_not_there_are_found_and_mended_at_all
             (records,) = view.ranges([everything_of(RECORD)])
         for row in records:
             write(backend, row.key, None)
-            write(backend, usage_row(row.key[1:]), None)
+            write(backend, keyspace.USAGE + row.key[1:], None)
         for row in child_rows:
             if Child.unpack(row.value).page is not None:
                 write(backend, row.key, None)
@@ -256,7 +192,7 @@ def test_in_a_large_location_the_index_is_left_to_a_repair(monkeypatch, caplog):
         fill(backend, space(), SEQUENCES[:2])
         with backend.view() as view:
             key = next(key for key, record, _ in view.scan() if not view.followed([key]))
-        write(backend, record_row(key), b"x")
+        write(backend, keyspace.RECORD + key, b"x")
         with backend.update() as transaction:
             assert transaction.delete(key)
         backend.mend()

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
-import pytest
-
 from tests.support.engines import A, B, two_stores
 
 
@@ -19,13 +15,3 @@ def test_a_page_whose_parent_was_evicted_meanwhile_is_an_orphan(tmp_path):
         assert one.engine.commit(batch) == 0
         assert one.counters.group("dropped") == {"orphan": 2}
         assert one.match(A) == 0
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    now = [time.time_ns()]
-    monkeypatch.setattr("time.time_ns", lambda: now[0])
-    return now
-
-
-# -- other threads, while a transaction is open ------------------------------------------------------------------------

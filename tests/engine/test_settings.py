@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 
 import pytest
 
-from prefixstore.engine.delete import of_namespaces
+from prefixstore.engine.delete import Choice
 from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_keys
 from tests.support.engines import NS, A, B, MemoryPages, P, Store, store_of
@@ -33,11 +32,11 @@ def test_whatever_deletes_the_last_page_deletes_the_settings(how, monkeypatch):
         elif how == "cleared":
             store.engine.upkeep.clear(None)
         elif how == "purged":
-            store.engine.deleter.delete([partial(of_namespaces, namespaces={NS})])
+            store.engine.deleter.delete(Choice({NS}))
         elif how == "evicted":
             store.engine.upkeep.evict(0)
         elif how == "damaged":
-            store.engine.condemn(store.engine.match(NS, as_tokens(A), P).pages[0], lambda *_: False)
+            store.engine.condemn(store.engine.match(NS, as_tokens(A), P).pages[0])
             store.engine.commit([])
         elif how == "repaired":
             with store.backend.update() as transaction:

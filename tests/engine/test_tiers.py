@@ -6,13 +6,11 @@ from contextlib import closing, contextmanager, suppress
 
 import pytest
 
-from prefixstore.backends.lazy import LazyBackend
 from prefixstore.engine import breaker
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.eviction import POLICIES
-from prefixstore.engine.far import FarEngine
 from prefixstore.engine.pages import Pages, open_pages
-from prefixstore.engine.tiers import TieredEngine
+from prefixstore.engine.tiers import FarEngine, TieredEngine
 from prefixstore.errors import MisuseError, UnavailableError
 from prefixstore.format.autocodec import pick
 from prefixstore.format.keys import as_tokens, page_keys
@@ -31,7 +29,7 @@ from tests.support.engines import (
     state_of,
     wait_for,
 )
-from tests.support.places import place
+from tests.support.places import KEY, place
 
 SPACE = Namespace({"n": 1})
 LONG = list(range(100, 100 + 10 * P))
@@ -248,21 +246,6 @@ def test_what_is_captured_while_the_far_location_is_away_is_made_up_for():
         assert len(keys_of(far)) == 10
 
 
-def test_a_far_location_that_restarted_empty_is_filled_as_sequences_go_on():
-    near, far = MemoryPages(), MemoryPages()
-    with tiers(near, far) as store:
-        store.capture(LONG)
-        store.engine.flush()
-        with far.update() as transaction:
-            for key in keys_of(far):
-                transaction.delete(key)
-        assert keys_of(far) == set()
-        assert store.restore(LONG) == 10
-        assert store.capture([*LONG, 1]) == 1
-        store.engine.flush()
-        assert keys_of(far) == keys_of(near)
-
-
 def test_what_the_nearer_location_has_no_space_for_is_written_to_the_far_one():
     far = MemoryPages()
     with tiers(MemoryPages(), far, near_bytes=1) as store:
@@ -271,53 +254,6 @@ def test_what_the_nearer_location_has_no_space_for_is_written_to_the_far_one():
         assert keys_of(store.backend) == set()
         assert len(keys_of(far)) == 10
         assert store.restore(LONG) == 10
-
-
-@contextmanager
-def filled_later(near, far, *sequences, sizes=None, **options):
-    """A store in front of a far location that was away while these sequences were captured, and is back."""
-    with pytest.MonkeyPatch.context() as patch, tiers(near, far, **options) as store:
-        # it is asked again at once
-        patch.setattr(breaker, "OPEN_FACTOR", 0.0)
-        far.is_down = True
-        for tokens, size in zip(sequences, sizes or [1000] * len(sequences), strict=True):
-            store.capture(tokens, size)
-            store.engine.flush()
-        far.is_down = False
-        assert keys_of(far) == set()
-        yield store
-
-
-def test_no_view_of_the_near_location_is_open_while_the_far_one_is_written():
-    open_views = threading.local()
-
-    class Near(MemoryPages):
-        @contextmanager
-        def view(self):
-            open_views.n = getattr(open_views, "n", 0) + 1
-            try:
-                with super().view() as view:
-                    yield view
-            finally:
-                open_views.n -= 1
-
-    class Far(Failing):
-        @contextmanager
-        def update(self):
-            seen.append(getattr(open_views, "n", 0))
-            with super().update() as transaction:
-                yield transaction
-
-    seen = []
-    near, far = Near(), Far()
-    # room for two pages at a time
-    with filled_later(near, far, LONG[: 9 * P], queue_bytes=5000) as store:
-        # it brings along what is missing before it
-        assert store.capture(LONG) == 1
-        store.engine.flush()
-        assert keys_of(far) == keys_of(near)
-    assert set(seen) == {0}
-    assert len(seen) >= 5
 
 
 def test_the_far_location_is_thinned_as_well_and_not_waited_for(monkeypatch):
@@ -447,25 +383,25 @@ def test_a_ctrl_c_in_a_restore_does_not_wait_for_the_far_location(near):
         far.answers.set()
 
 
-def test_a_far_location_that_cannot_be_reached_at_first_is_opened_later(near):
+@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
+def test_a_far_location_that_cannot_be_reached_at_first_is_opened_later(near, tmp_path, key):
     attempts = []
 
     def open_it():
         attempts.append(1)
         if len(attempts) < 3:
             raise UnavailableError("not there")
-        return MemoryPages().rows
+        return open_pages(f"lmdb://{tmp_path}/far", max_bytes=64 * MIB, key=key)
 
-    lazy = LazyBackend("valkey://h/0", open_it)
-    far = Pages(lazy)
+    far = Pages(None, "valkey://h/0", open_it)
     with tiers(near, far) as store:
         store.capture(LONG)
         store.engine.flush()
-        wait_for(lambda: store.match([*LONG, *A]) and lazy._backend is not None, "the far location is opened")
+        wait_for(lambda: store.match([*LONG, *A]) and far._backend is not None, "the far location is opened")
         store.capture([*LONG, 1])
         store.engine.flush()
         assert keys_of(far) == keys_of(near)
-    far.close()
+        assert (far.encrypted is not None) == (key is not None)
 
 
 def test_a_damaged_page_of_the_near_location_comes_from_the_far_one(near):

@@ -11,7 +11,7 @@ import pytest
 import zstandard
 
 from prefixstore import PrefixStore
-from prefixstore.engine import readers
+from prefixstore.engine import source
 from prefixstore.engine.fetch import States
 from prefixstore.errors import UnavailableError
 from prefixstore.format.codec import CODECS, decode
@@ -51,7 +51,7 @@ def with_nan(victim: Victim, i: int) -> Case:
 )
 @pytest.mark.parametrize("live", [0, PAGE + 5])
 def test_an_error_at_any_page_is_at_most_a_miss(victim, monkeypatch, where, error, live):
-    real = getattr(readers, where)
+    real = getattr(source, where)
     for i in range(5):
         case = with_nan(victim, i)
 
@@ -60,7 +60,7 @@ def test_an_error_at_any_page_is_at_most_a_miss(victim, monkeypatch, where, erro
                 raise error("on purpose")
             return real(record, *args)
 
-        monkeypatch.setattr(readers, where, fail)
+        monkeypatch.setattr(source, where, fail)
         assert victim.run(case, live) == []
         assert not victim.store._current.context.memory.unfinished.unverified
     monkeypatch.undo()
@@ -147,7 +147,7 @@ def test_good_pages_are_copied_once_while_they_are_verified(victim, monkeypatch)
     loaded, real = [], PagedMemory.load
     monkeypatch.setattr(PagedMemory, "load", lambda self, state: loaded.append(1) or real(self, state))
     monkeypatch.setattr(PagedMemory, "discard", lambda self: pytest.fail("nothing is to be discarded"))
-    monkeypatch.setattr(readers, "ReadAhead", lambda *args, **options: pytest.fail("read along is faster"))
+    monkeypatch.setattr(source, "verify", lambda *args: pytest.fail("read along is faster"))
     victim.put()
     forget(victim.llm)
     assert victim.store.restore([*TOKENS, 1]) == len(TOKENS)
@@ -182,13 +182,13 @@ def test_a_page_that_claims_more_than_the_context_can_hold_is_not_unpacked(
     cold = answer(llm, tokens, 4)
     forget(llm)
     sizes = []
-    real = readers.decode_into
+    real = source.decode_into
 
     def watched(record, *args):
         sizes.append(record.raw_bytes)
         real(record, *args)
 
-    monkeypatch.setattr(readers, "decode_into", watched)
+    monkeypatch.setattr(source, "decode_into", watched)
     with PrefixStore(place, llm, **SETTINGS) as store:
         llm.set_cache(store)
         if known:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias, cast
 
@@ -46,7 +46,7 @@ class _WrappedView:
             self._before(OPERATIONS[name])
         return getattr(self._view, name)
 
-    def fetch(self, keys: Sequence[bytes]) -> Iterator[tuple[Record, Buffer]]:
+    def fetch(self, keys: Sequence[bytes]) -> Generator[tuple[Record, Buffer], None, None]:
         for key in keys:
             self._before("record")
             self._before("payload")

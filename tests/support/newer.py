@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import xxhash
 
-from prefixstore.engine.keyspace import record_row
+from prefixstore.engine.keyspace import RECORD
 from prefixstore.format.record import FORMAT_VERSION
 
 __all__ = ["make_corrupt", "make_newer", "newer"]
@@ -29,5 +29,5 @@ def make_corrupt(backend, key):
 def _replace(backend, key, changed):
     with backend.update() as transaction:
         rows = transaction._rows
-        rows.put(record_row(key), changed(rows.get([record_row(key)])[0]))
+        rows.put(RECORD + key, changed(rows.get([RECORD + key])[0]))
         transaction._has_changed = True
