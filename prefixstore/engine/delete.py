@@ -14,7 +14,7 @@ from prefixstore.engine.lookups import Lookups
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.pages import fewer, retried
 from prefixstore.engine.part import Part, Shared
-from prefixstore.engine.pending import Suspicion
+from prefixstore.engine.pending import Damage
 from prefixstore.engine.relatives import with_descendants
 from prefixstore.engine.siblings import children_of, first_node
 from prefixstore.engine.space import PAGES_AT_ONCE
@@ -217,9 +217,7 @@ class Deleter(Part):
                 deleted[entry.key] = record.stored_bytes if record is not None else 0
         return deleted, set(left)
 
-    def delete_damaged(
-        self, transaction: Transaction, suspects: Iterable[bytes], suspicions: Mapping[bytes, Suspicion]
-    ) -> tuple[int, set[bytes]]:
+    def delete_damaged(self, transaction: Transaction, suspects: Mapping[bytes, Damage]) -> tuple[int, set[bytes]]:
         """Delete those suspects that are really damaged, and their descendants.
 
         Another process may have replaced a suspect by a good page, or have added descendants that are not known here.
@@ -229,9 +227,9 @@ class Deleter(Part):
         tuple of int and set
             How many pages were deleted, and which suspects are left for another transaction.
         """
-        suspects = sorted(suspects)
-        now, later = suspects[:PAGES_AT_ONCE], set(suspects[PAGES_AT_ONCE:])
-        doomed = [key for key in now if _is_damaged(transaction, key, suspicions.get(key))]
+        keys = sorted(suspects)
+        now, later = keys[:PAGES_AT_ONCE], set(keys[PAGES_AT_ONCE:])
+        doomed = [key for key in now if _is_damaged(transaction, key, suspects[key])]
         deleted, left = self._delete_some(transaction, doomed)
         return len(deleted), left | later
 
@@ -259,16 +257,16 @@ def _is_needed(transaction: Transaction, key: bytes) -> bool:
     return any(not isinstance(record, CorruptError) for record, _ in transaction.records(children).values())
 
 
-def _is_damaged(transaction: Transaction, key: bytes, suspicion: Suspicion | None) -> bool:
+def _is_damaged(transaction: Transaction, key: bytes, suspect: Damage) -> bool:
     """Whether a page can never be restored: by its own fault, or because it does not follow its parent."""
     try:
         payload, record = transaction.payload(key), transaction.record(key)
         if record is None or payload is None:
             return record is not None or payload is not None
-        if suspicion is not None and suspicion.size is not None and record.raw_bytes > suspicion.size:
+        if suspect.size is not None and record.raw_bytes > suspect.size:
             return True
         state = decode(record, payload)
-        if suspicion is not None and not suspicion.fits(state, record.start, len(record.tokens) // TOKEN_BYTES):
+        if suspect.fits is not None and not suspect.fits(state, record.start, len(record.tokens) // TOKEN_BYTES):
             return True
         return not record.follows(transaction.record(record.parent) if record.parent != record.namespace else None)
     except CorruptError:

@@ -1,6 +1,6 @@
 """The engine of the far one of two locations: new pages are written there too, later, and as far as its queue has room.
 
-It has its own write queue, in which a captured page waits with the buffer of the nearer engine. If pages before it are
+It has its own write queue, in which a captured page waits in the memory of the nearer engine. If pages before it are
 missing here, since the location was unreachable when they were captured, they are read from the nearer location and
 written first.
 """
@@ -8,20 +8,19 @@ written first.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
 
+from prefixstore.buffers import BufferPool
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.fetch import States
 from prefixstore.engine.index import Page
 from prefixstore.engine.lookups import Lookups
-from prefixstore.engine.pending import PendingPage
+from prefixstore.engine.pending import DropReason, PendingPage
 from prefixstore.engine.queue import BATCH_BYTES
 from prefixstore.engine.source import Keep, Source
-from prefixstore.engine.waiting import DropReason
 from prefixstore.errors import StorageError
 
 __all__ = ["FarEngine", "Nearer", "page_for"]
@@ -59,47 +58,29 @@ class FarEngine(Engine):
     def _start(self) -> None:
         super()._start()
         self._catalog.is_far = True
-        self._lock = threading.Lock()
-        self._held = 0
+        self._copies = BufferPool(limit=None)
 
     # -- what the nearer engine calls ---------------------------------------------------------------------------------
-
-    @property
-    def queued_bytes(self) -> int:
-        """Bytes of captured pages that wait to be written here."""
-        return self._held
 
     def source(self, pages: Sequence[Page], keep: Keep) -> Source:
         """These pages, from this location."""
         return Source(self._fetcher, pages, keep)
 
-    def offer(self, new: PendingPage) -> None:
-        """Have a captured page written here, too, with the same buffer. Dropped and counted if too much waits."""
-        buffer, size = new.buffer, new.n_bytes
-        # the caller holds it as well, so it has not returned to the pool
-        if self.read_only or buffer is None or not buffer.hold():
+    def offer(self, new: PendingPage, state: memoryview) -> None:
+        """Have a captured page written here, too, from the same memory. Dropped and counted if too much waits."""
+        if self.read_only:
             return
-        with self._lock:
-            fits = not self._held or self._held + size <= self.queue_bytes
-            self._held += size if fits else 0
-        if not fits:
-            buffer.release()
+        buffer = self.captures.adopt(state)
+        if buffer is None:
             self.counters.count("dropped:queue_full")
-            return
-        copy = PendingPage(page_for(new.page, is_far=True), new.settings, buffer, is_wanted=new.is_wanted)
-        if not self.captures.take(copy, None):
-            self._written(size)
-
-    def _written(self, n_bytes: int) -> None:
-        """So much waits no longer."""
-        with self._lock:
-            self._held -= n_bytes
+        else:
+            page = page_for(new.page, is_far=True)
+            self.captures.take(PendingPage(page, new.settings, buffer, is_wanted=new.is_wanted), None)
 
     # -- the thread of the queue --------------------------------------------------------------------------------------
 
     def commit(self, batch: Sequence[PendingPage]) -> int:
         """As `Engine.commit`; pages that are missing here before these are written first."""
-        size = sum(new.n_bytes for new in batch)
         n_written = 0
         some: list[PendingPage] = []
         try:
@@ -113,13 +94,11 @@ class FarEngine(Engine):
             return n_written + super().commit(some)
         except StorageError as error:
             log.info("%d pages were not written to %s: %s", len(batch) - n_written, self.location, error)
-            self._catalog.drop(batch, DropReason.UNAVAILABLE)
+            self._catalog.give_up(batch, DropReason.UNAVAILABLE)
             return n_written
         except Exception:
-            self._catalog.drop(batch)
+            self._catalog.give_up(batch)
             raise
-        finally:
-            self._written(size)
 
     def _stored(self, keys: Sequence[bytes]) -> set[bytes]:
         """Those of these pages that are here, or wait here."""
@@ -150,14 +129,15 @@ class FarEngine(Engine):
             with self._nearer.states_of(pages) as states:
                 for page, state in zip(pages, states, strict=False):
                     size += len(state)
-                    buffer = self.captures.acquire(len(state), wait=True) if size <= most or not news else None
-                    if buffer is None:
+                    if size > most and news:
                         break
+                    buffer = self._copies.acquire(len(state))
+                    assert buffer is not None, "they have no limit"
                     news.append(PendingPage(page_for(page, is_far=True), settings, buffer))
                     buffer.view[:] = state
             return len(news), super().commit([new for new in news if self.captures.announce(new)])
         except Exception:
-            self._catalog.drop(news)
+            self._catalog.give_up(news)
             raise
         finally:
             for new in news:

@@ -237,12 +237,6 @@ class TieredEngine(Engine):
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    @property
-    def queue_bytes(self) -> int:
-        """How many bytes may wait to be written to the nearer location."""
-        # the far queue holds the same buffers: there are as many again for it
-        return self._queue_bytes // 2
-
     @handed_over
     def drain(self, pages: int | None = None, n_bytes: int | None = None, seconds: float | None = None) -> Drained:
         """As `Engine.drain`; without a limit, nothing waits for the far location either."""

@@ -325,7 +325,7 @@ class Archive(AbstractContextManager["Archive"]):
             If `to` is not valid, or a share of what was not given.
         """
         target = parse_target(to, self._max_bytes, "to")
-        return self.engine.upkeep.evict(target, dry_run=dry_run)
+        return self.engine.evictor.evict(target, dry_run=dry_run)
 
     def evict_to(self, max_bytes: int) -> Removed:
         """As `evict`; returns how much was deleted."""

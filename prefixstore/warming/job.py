@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from prefixstore.engine.waiting import DropReason
+from prefixstore.engine.pending import DropReason
 from prefixstore.errors import MisuseError
 from prefixstore.format.keys import Tokens
 from prefixstore.store import PrefixStore

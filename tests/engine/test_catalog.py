@@ -64,7 +64,7 @@ class Watch:
 
     def check(self, name):
         self.asked.add(name)
-        if any(store.engine._catalog._lock._is_owned() for store in self.stores):
+        if any(store.engine._catalog.lock._is_owned() for store in self.stores):
             self.violations.append(name)
             raise AssertionError(f"{name} is asked of the backend under the catalog's lock")
 
@@ -164,6 +164,6 @@ def test_the_guard_detects_a_backend_call_under_the_lock():
     watch = Watch()
     store = watch.open(MemoryPages())
     with closing(store.engine):
-        with pytest.raises(AssertionError, match="is asked of the backend"), store.engine._catalog._lock:
+        with pytest.raises(AssertionError, match="is asked of the backend"), store.engine._catalog.lock:
             store.match(A)
         assert watch.violations

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from prefixstore.engine.bookmark import note_name
+from prefixstore.engine.bookmarks import Unset
+from prefixstore.engine.keyspace import bookmarks_note
 from prefixstore.errors import InvalidParameterError
 from prefixstore.maintenance.archive import Archive
 from tests.sessions.conftest import OPTIONS
@@ -34,7 +35,7 @@ def turn(sessions, name, tokens, n=6):
 
 def note_of(store):
     with store.engine.view() as view:
-        return view.note(note_name(store.namespace.key))
+        return view.note(bookmarks_note(store.namespace.key))
 
 
 @pytest.mark.slow
@@ -139,7 +140,7 @@ def test_a_forked_child_has_the_sessions_and_not_the_queue(llm, open_store):
         store.flush()
 
     with sessions.admit("bob"):
-        store.engine.captures.set_bookmark(store.namespace.key, "bob", None)
+        store.engine.captures.set_bookmark(store.namespace.key, "bob", Unset())
         store.flush()
         in_fork(child)
     assert turn(sessions, "alice", [*held, 5])[0] == "store"
@@ -225,7 +226,7 @@ def test_clear_removes_them(left, llm, open_store):
 
 def test_one_whose_pages_were_evicted_is_not_resumed(left, llm, open_store):
     store = open_store(llm, salt="tenant")
-    store.engine.upkeep.evict(store.stats().bytes_used // 2)
+    store.engine.evictor.evict(store.stats().bytes_used // 2)
     sessions = store.sessions()
     assert 0 < len(sessions.names()) < 3
     for name in left:
@@ -243,7 +244,7 @@ def test_a_damaged_note_is_ignored(damage, left, llm, open_store, caplog):
         "other": b"another application's",
         "empty": b"",
     }[damage]
-    store.engine.upkeep.change_note(note_name(store.namespace.key), lambda _: damaged)
+    store.engine.upkeep.change_note(bookmarks_note(store.namespace.key), lambda _: damaged)
     sessions = store.sessions()
     assert sessions.names() == []
     assert "cannot be read" in caplog.text

@@ -321,7 +321,7 @@ STEPS = {
     "capture": lambda store: type(store._hooks.current.strategy),
     "before_leaving": lambda store: type(store._hooks.current.strategy),
     "known": lambda store: Session,
-    "keep": lambda store: type(store.engine.upkeep),
+    "keep": lambda store: type(store.engine.evictor),
     "set_bookmark": lambda store: type(store.engine.captures),
     **{name: lambda store: type(store.engine.bookmarks) for name in ("read", "whole")},
 }
