@@ -147,7 +147,7 @@ class Writer:
                 self.times.append(time.perf_counter() - started)
             return done
 
-        self._engine.commit = timed  # type: ignore[method-assign] - the queue calls it
+        self._engine.captures._commit_batch = timed
 
     def insert(self) -> None:
         """Insert the first page of a new conversation, and wait until it is committed."""
@@ -248,7 +248,7 @@ def both(location: str, options: dict[str, Any]) -> dict[str, float]:
     longest, n_rounds = 0.0, 0
     with opened(location, options["limit"]) as store:
         engine = store.engine
-        engine._catalog._lock = lock = WatchedLock(engine._catalog._lock)
+        engine._catalog.lock = lock = WatchedLock(engine._catalog.lock)
         prompts = [as_tokens(filled.tokens_of(chain)) for chain in options["chains"]]
 
         def look_up() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,62 +16,53 @@ import numpy.typing as npt
 __all__ = ["BufferPool", "PooledBuffer", "released_on_error"]
 
 IDLE_BYTES = 64 << 20
-NO_MEMORY: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+
+
+class _Memory(np.ndarray[Any, np.dtype[np.uint8]]):
+    """Memory of a pool, to which it returns when nothing refers to it any longer: no buffer, and no view of one."""
+
+    pool: BufferPool | None = None
+
+    def __del__(self) -> None:
+        if self.pool is not None and isinstance(self.base, np.ndarray):
+            self.pool.keep(self.base)
 
 
 class PooledBuffer:
-    """A buffer in use. It starts with one holder, and returns to the pool when the last holder releases it.
+    """A buffer in use, until it is released or lost. Views of it stay valid as long as they are referenced.
 
-    One that is lost no longer counts as in use when it is collected.
+    Attributes
+    ----------
+    view
+        The buffer, of the requested size; empty after it was released.
     """
 
-    # set by the pool
-    _holders = 0
+    # set by the pool while it counts as in use
+    _size = 0
 
-    def __init__(self, pool: BufferPool, size: int) -> None:
+    def __init__(self, pool: BufferPool) -> None:
         self._pool = pool
-        self._memory = NO_MEMORY
-        self._size = size
-
-    @property
-    def view(self) -> memoryview:
-        """The buffer, of the requested size."""
-        return self._memory.data[: self._size]
+        self.view = memoryview(b"")
 
     @property
     def address(self) -> int:
-        """The address of the buffer, for C."""
-        return int(self._memory.ctypes.data)
-
-    def hold(self) -> bool:
-        """Add a holder; False if the buffer has returned to the pool already."""
-        with self._pool.lock:
-            if self._holders == 0:
-                return False
-            self._holders += 1
-            return True
-
-    def __del__(self) -> None:
-        if self._holders > 0:
-            self.abandon()
-
-    def abandon(self) -> None:
-        """Stop counting it as in use. Its memory does not return to the pool, since a view may still show it."""
-        pool = self._pool
-        with pool.lock:
-            if self._holders > 0:
-                self._holders = 0
-                pool.in_use -= self._size
-                pool.released()
+        """Where it is, for C."""
+        return int(np.frombuffer(self.view, np.uint8).ctypes.data)
 
     def release(self) -> None:
-        """Remove a holder."""
+        """Count it as in use no longer. A second call does nothing."""
         pool = self._pool
+        # nothing is called between these steps: an interrupt would not be in the middle
         with pool.lock:
-            self._holders -= 1
-            if self._holders == 0:
-                pool.in_use -= self._size
-                pool.released(self._memory)
+            pool.in_use -= self._size
+            self._size = 0
+        self.view = memoryview(b"")
+        with pool.lock:
+            pool.freed.notify_all()
+
+    def __del__(self) -> None:
+        if self._size:
+            self.release()
 
 
 class BufferPool:
@@ -89,9 +81,9 @@ class BufferPool:
     """
 
     def __init__(self, limit: int | None) -> None:
-        # entered by itself, and not through the condition: this takes a single step
+        # memory may come back at any moment, also to the thread that has the lock
         self.lock = threading.RLock()
-        self._released = threading.Condition(self.lock)
+        self.freed = threading.Condition(self.lock)
         self._limit = limit
         self.in_use = 0
         self._idle: list[npt.NDArray[np.uint8]] = []
@@ -101,40 +93,47 @@ class BufferPool:
 
         The wait ends with None if nothing is released for `timeout` seconds; None waits forever.
         """
+        buffer = PooledBuffer(self)
         with self.lock:
-            while self._limit is not None and self.in_use and self.in_use + size > self._limit:
-                if not wait:
+            while not self._fits(size):
+                if not wait or not self.freed.wait(timeout):
                     return None
-                if not self._released.wait(timeout):
-                    return None
-            buffer = PooledBuffer(self, size)
-            buffer._holders = 1  # noqa: SLF001 - of this module
+            buffer._size = size  # noqa: SLF001 - of this module
             self.in_use += size
             fitting = [memory for memory in self._idle if memory.nbytes >= size]
-            if fitting:
-                memory = min(fitting, key=lambda array: array.nbytes)
-                self._idle = [kept for kept in self._idle if kept is not memory]
-                buffer._memory = memory  # noqa: SLF001 - as above
-                return buffer
+            idle = min(fitting, key=lambda array: array.nbytes, default=None)
+            self._idle = [kept for kept in self._idle if kept is not idle]
         try:
-            buffer._memory = np.empty(size, np.uint8)  # noqa: SLF001 - as above
+            memory = (np.empty(size, np.uint8) if idle is None else idle).view(_Memory)
         except Exception:
-            buffer.abandon()
+            buffer.release()
             raise
+        memory.pool = self
+        buffer.view = memory.data[:size]
         return buffer
 
-    def released(self, memory: npt.NDArray[np.uint8] | None = None) -> None:
-        """Called by a buffer, under the lock, when it has no holder any longer; its memory may be used again."""
-        if memory is not None:
-            self._keep(memory)
-        self._released.notify_all()
+    def adopt(self, view: memoryview) -> PooledBuffer | None:
+        """A buffer with the memory of another pool, which counts here as well; None at the limit."""
+        buffer = PooledBuffer(self)
+        with self.lock:
+            if not self._fits(len(view)):
+                return None
+            buffer._size = len(view)  # noqa: SLF001 - of this module
+            self.in_use += len(view)
+        buffer.view = view
+        return buffer
 
-    def _keep(self, memory: npt.NDArray[np.uint8]) -> None:
-        self._idle.append(memory)
-        while len(self._idle) > 1 and sum(kept.nbytes for kept in self._idle) > IDLE_BYTES:
-            # the smallest fits the fewest requests
-            smallest = min(self._idle, key=lambda array: array.nbytes)
-            self._idle = [kept for kept in self._idle if kept is not smallest]
+    def _fits(self, size: int) -> bool:
+        return self._limit is None or not self.in_use or self.in_use + size <= self._limit
+
+    def keep(self, memory: npt.NDArray[np.uint8]) -> None:
+        """Nothing refers to this memory any longer: it may be used again."""
+        with self.lock:
+            self._idle.append(memory)
+            while len(self._idle) > 1 and sum(kept.nbytes for kept in self._idle) > IDLE_BYTES:
+                # the smallest fits the fewest requests
+                smallest = min(self._idle, key=lambda array: array.nbytes)
+                self._idle = [kept for kept in self._idle if kept is not smallest]
 
 
 @contextmanager

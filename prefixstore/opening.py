@@ -81,8 +81,6 @@ def open_engine(location: Locations, parameters: Parameters) -> Engine:
     }
     if not further:
         return Engine(*arguments, **options)
-    # the pages that wait for the far location are in buffers of the nearer one
-    options["queue_bytes"] *= 2
     make_far = partial(_open_far, further[0], far_key, parameters, near.location)
     return TieredEngine(*arguments, make_far=make_far, max_delay=parameters.max_delay, **options)
 
@@ -284,7 +282,7 @@ class OpenLocation:
         self._writable("evict")
         target = parse_target(to, self._capacity, "to")
         self._engine.drain()
-        return self._engine.upkeep.evict(target, dry_run=dry_run)
+        return self._engine.evictor.evict(target, dry_run=dry_run)
 
     def _writable(self, name: str) -> None:
         if self.read_only:

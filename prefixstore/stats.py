@@ -6,7 +6,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -103,27 +103,19 @@ class Histogram:
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
-    total: float
+    total: float = 0.0
 
     @property
     def n(self) -> int:
         """How many values there were."""
         return sum(self.counts)
 
-
-class _Tally:
-    """A histogram that grows."""
-
-    __slots__ = ("counts", "total")
-
-    def __init__(self, counts: Iterable[int], total: float = 0.0) -> None:
-        self.counts = list(counts)
-        self.total = total
-
-    def add(self, bounds: tuple[float, ...], value: float) -> None:
-        self.counts[bisect_left(bounds, value)] += 1
+    def plus(self, value: float) -> Histogram:
+        """With one more value."""
+        at = bisect_left(self.bounds, value)
+        counts = (*self.counts[:at], self.counts[at] + 1, *self.counts[at + 1 :])
         # a clock that was set back must not make the sum fall
-        self.total += max(value, 0.0)
+        return Histogram(self.bounds, counts, self.total + max(value, 0.0))
 
 
 # What is kept in a location, by day and namespace: of the prompts that it serves, and of its pages. Misses are one.
@@ -165,7 +157,7 @@ class Counters:
         self.n_dropped = 0
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._gained: defaultdict[str, float] = defaultdict(float)
-        self._tallies = {name: _Tally([0] * (len(bounds) + 1)) for name, bounds in HISTOGRAMS.items()}
+        self._histograms = {name: Histogram(bounds, (0,) * (len(bounds) + 1)) for name, bounds in HISTOGRAMS.items()}
         # a signal handler that asks the store may interrupt its own thread while that counts
         self._lock = threading.RLock()
 
@@ -179,7 +171,7 @@ class Counters:
         copied._counts |= self._counts
         copied._seconds |= self._seconds
         copied._gained |= self._gained
-        copied._tallies = {name: _Tally(one.counts, one.total) for name, one in self._tallies.items()}
+        copied._histograms |= self._histograms
         return copied
 
     def count(self, name: str, by: int = 1, *, namespace: bytes | None = None) -> None:
@@ -192,6 +184,11 @@ class Counters:
             self.n_dropped += by * name.startswith("dropped:")
             if namespace is not None:
                 self._keep(name, by, namespace)
+
+    def add(self, counts: Mapping[str, int], namespace: bytes | None = None) -> None:
+        """Raise several counts; see `count`."""
+        for name, by in counts.items():
+            self.count(name, by, namespace=namespace)
 
     def _keep(self, name: str, by: int, namespace: bytes) -> None:
         """Collect a count for the location, if it is one that is kept."""
@@ -233,8 +230,8 @@ class Counters:
             self._seconds[name] += seconds
             if seconds > 0:
                 self._gained[name] += seconds
-            if name in self._tallies:
-                self._tallies[name].add(HISTOGRAMS[name], seconds)
+            if name in self._histograms:
+                self._histograms[name] = self._histograms[name].plus(seconds)
 
     def restored(
         self,
@@ -246,8 +243,7 @@ class Counters:
         name: str = "hits",
     ) -> None:
         """Count a hit, as `name`: tokens restored, the seconds that this took, and saved, if that is known."""
-        self.count(name, namespace=namespace)
-        self.count("tokens_restored", n_tokens, namespace=namespace)
+        self.add({name: 1, "tokens_restored": n_tokens}, namespace)
         self.time("restore", seconds)
         if saved is not None:
             self.time("saved", saved, namespace=namespace)
@@ -256,13 +252,11 @@ class Counters:
         """Add values to a histogram; its name is in `HISTOGRAMS`."""
         with self._lock:
             for value in values:
-                self._tallies[name].add(HISTOGRAMS[name], value)
+                self._histograms[name] = self._histograms[name].plus(value)
 
     def histogram(self, name: str) -> Histogram:
         """A histogram as it is now."""
-        tally = self._tallies[name]
-        with self._lock:
-            return Histogram(HISTOGRAMS[name], tuple(tally.counts), tally.total)
+        return self._histograms[name]
 
     def __getitem__(self, name: str) -> int:
         return self._counts[name]

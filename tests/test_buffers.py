@@ -5,6 +5,9 @@ from __future__ import annotations
 import random
 import threading
 
+import numpy as np
+import pytest
+
 from prefixstore import buffers
 from prefixstore.buffers import BufferPool
 
@@ -20,39 +23,46 @@ def test_no_more_is_handed_out_than_allowed_except_one_of_any_size():
     assert pool.in_use == 100
 
 
-def test_a_buffer_that_is_lost_no_longer_counts_and_its_memory_is_not_used_again():
+@pytest.mark.parametrize("how", ["lost", "released"])
+def test_a_buffer_that_is_in_use_no_longer_does_not_count_and_its_memory_is_used_again_after_its_views(how):
     pool = BufferPool(100)
-    lost = pool.acquire(60)
-    view = lost.view
+    one = pool.acquire(60)
+    view = one.view
     view[:] = bytes(60)
     assert pool.acquire(60) is None
-    del lost
+    if how == "released":
+        one.release()
+        one.release()
+    del one
     assert pool.in_use == 0
     other = pool.acquire(60)
     other.view[:] = b"x" * 60
     assert bytes(view) == bytes(60)
+    other.release()
+    address = np.frombuffer(view, np.uint8).ctypes.data
+    del view
+    assert address in (buffer.address for buffer in (pool.acquire(50), pool.acquire(50)))
 
 
-def test_a_held_buffer_is_released_with_its_last_holder():
-    pool = BufferPool(100)
-    buffer = pool.acquire(60)
-    assert buffer.hold()
-    buffer.release()
-    assert pool.acquire(60) is None
-    buffer.release()
-    assert pool.in_use == 0
-    assert not buffer.hold()
-    buffer.release()
-    assert pool.in_use == 0
-    assert pool.acquire(60) is not None
+def test_a_buffer_in_the_memory_of_another_pool_counts_in_both():
+    near, far = BufferPool(1000), BufferPool(100)
+    first, second = near.acquire(60), near.acquire(60)
+    first.view[:] = b"1" * 60
+    copy = far.adopt(first.view)
+    assert far.adopt(second.view) is None
+    first.release()
+    assert (near.in_use, far.in_use) == (60, 60)
+    assert bytes(copy.view) == b"1" * 60
+    copy.release()
+    assert far.in_use == 0
 
 
 def test_idle_memory_is_bounded(monkeypatch):
     monkeypatch.setattr(buffers, "IDLE_BYTES", 250)
     pool = BufferPool(10_000)
     held = [pool.acquire(size) for size in (100, 50, 100, 100, 30)]
-    for buffer in held:
-        buffer.release()
+    while held:
+        held.pop().release()
     assert sum(memory.nbytes for memory in pool._idle) <= 250
     big = pool.acquire(5000)
     big.release()
@@ -68,11 +78,10 @@ def test_many_threads_never_share_a_buffer():
         for _ in range(300):
             buffer = pool.acquire(chance.choice([10, 500, 1000]), wait=True)
             buffer.view[:] = bytes([mark]) * len(buffer.view)
-            held = buffer.hold()
-            if not held or bytes(buffer.view) != bytes([mark]) * len(buffer.view):
+            view = buffer.view
+            buffer.release()
+            if bytes(view) != bytes([mark]) * len(view):
                 failures.append(mark)
-            buffer.release()
-            buffer.release()
 
     threads = [threading.Thread(target=work, args=(mark,), daemon=True) for mark in range(1, 9)]
     for thread in threads:

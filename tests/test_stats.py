@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import prefixstore
-from prefixstore.engine.waiting import DropReason, Outdated
+from prefixstore.engine.pending import DropReason, Outdated
 from prefixstore.llama.lineage import Unknown
 from prefixstore.llama.paged_memory import Missing
 from prefixstore.results import Stats

@@ -264,10 +264,9 @@ def _evicted(engine: Engine, place: Place, tokens: Tokens, n_shared: int) -> Evi
     if full < len(tokens):
         keys.append(page_key(keys[-1] if keys else place.namespace.key, tokens[full:].tobytes()))
     first = n_shared // step
-    missing = keys[first:]
     # a page is evicted before those that it follows, so the first one that is missing went last
-    found = next(iter(engine.upkeep.evictions(missing[:1]).values()), None)
-    return EvictedPage(first * step, found.at, found.cause.name.lower()) if found is not None else None
+    found = engine.evictor.eviction_of(keys[first]) if first < len(keys) else None
+    return EvictedPage(first * step, found.at, found.cause.value) if found is not None else None
 
 
 def _others(engine: Engine, place: Place, tokens: Tokens, n_shared: int) -> tuple[OtherSettings, ...]:

@@ -125,7 +125,7 @@ class Explanation:
     culprit
         The usual reason for that, if it is one; see `prefixstore.diagnosis.culprits.Culprit`.
     evicted
-        The first missing page of the prompt, if it was evicted lately.
+        The first missing page of the prompt, if this process has evicted it lately.
     other_settings
         Other namespaces that have more of the prompt, the one with most first.
     restore

@@ -7,16 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.delete import Deleter
 from prefixstore.engine.eviction import Victim
 from prefixstore.engine.index import Page, is_same, later
 from prefixstore.engine.page_update import Transaction
-from prefixstore.engine.pending import PackedPage, PendingPage
+from prefixstore.engine.pending import DropReason, PendingPage
 from prefixstore.engine.relatives import siblings_of
-from prefixstore.engine.space import Space
-from prefixstore.engine.waiting import DropReason
-from prefixstore.errors import CorruptError, IncompatibleError, StorageError
+from prefixstore.engine.space import Evictor, Space
+from prefixstore.errors import IncompatibleError, StorageError
 from prefixstore.format.record import Record, Usage
 from prefixstore.results import Shortage
 
@@ -28,15 +26,6 @@ log = logging.getLogger("prefixstore")
 class Batch:
     """Writes packed pages.
 
-    Parameters
-    ----------
-    transaction
-        In which they are put.
-    space
-        Makes space for them.
-    catalog, deleter
-        Of the engine.
-
     Attributes
     ----------
     written
@@ -47,49 +36,49 @@ class Batch:
         The others, and why.
     """
 
-    def __init__(self, transaction: Transaction, space: Space, catalog: Catalog, deleter: Deleter) -> None:
+    def __init__(self, transaction: Transaction, space: Space, evictor: Evictor, deleter: Deleter) -> None:
         self._transaction = transaction
         self._space = space
-        self._catalog = catalog
+        self._evictor = evictor
+        self._catalog = evictor.catalog
         self._deleter = deleter
         # the records of the pages, and of their parents, as far as they are stored, or why they cannot be read
         self._stored: dict[bytes, Record | StorageError] = {}
         self.written: list[PendingPage] = []
         self.put: set[bytes] = set()
-        self.refused: list[tuple[PackedPage, DropReason]] = []
+        self.refused: list[tuple[PendingPage, DropReason]] = []
 
-    def write(self, packed: Sequence[PackedPage]) -> None:
+    def write(self, packed: Sequence[PendingPage]) -> None:
         """Write pages, parents before their children."""
-        keys = dict.fromkeys(key for one in packed for key in (one.pending.page.parent, one.pending.page.key))
+        keys = dict.fromkeys(key for new in packed for key in (new.page.parent, new.page.key))
         self._stored = {key: record for key, (record, _) in self._transaction.records(list(keys)).items()}
         reasons: dict[bytes, DropReason] = {}
-        for i, one in enumerate(packed):
-            page = one.pending.page
+        for i, new in enumerate(packed):
             # what follows a page that is refused is refused as well
-            reason = reasons.get(page.parent) or self._hindrance(one)
+            reason = reasons.get(new.page.parent) or self._hindrance(new)
             if reason is None:
-                reason = self._write(one, partial(self._admits, packed, i))
+                reason = self._write(new, partial(self._admits, packed, i))
             if reason is not None:
-                reasons[page.key] = reason
-                self.refused.append((one, reason))
+                reasons[new.page.key] = reason
+                self.refused.append((new, reason))
 
     def shortage(self) -> Shortage | None:
         """What the last of the refused pages asked for, and what there was; None if none was refused for its size."""
-        for one, reason in reversed(self.refused):
+        for new, reason in reversed(self.refused):
             if reason in (DropReason.BUDGET, DropReason.QUOTA, DropReason.ADMISSION):
-                return self._space.shortage(one, reason, sum(other is reason for _, other in self.refused))
+                return self._space.shortage(new, reason, sum(other is reason for _, other in self.refused))
         return None
 
-    def _hindrance(self, one: PackedPage) -> DropReason | None:
+    def _hindrance(self, new: PendingPage) -> DropReason | None:
         """Why a page cannot be written, whatever space there is: nothing is evicted for it then."""
-        page = one.pending.page
+        page = new.page
         # The parent has to be stored; the page itself may be: another process may have computed it too.
         for key in (page.parent, page.key):
             error = self._stored.get(key)
             if isinstance(error, IncompatibleError):
                 log.warning("a page was not written: %s", error)
                 return DropReason.UNAVAILABLE
-        return None if page.parent in self.put or self._follows(one.record) else DropReason.ORPHAN
+        return None if page.parent in self.put or self._follows(new.record) else DropReason.ORPHAN
 
     def _follows(self, record: Record) -> bool:
         """Whether a page may be written: what it follows is stored."""
@@ -98,13 +87,14 @@ class Batch:
         parent = self._stored.get(record.parent)
         return isinstance(parent, Record) and parent.key == record.parent and record.follows(parent)
 
-    def _admits(self, packed: Sequence[PackedPage], i: int, victim: Victim) -> bool:
+    def _admits(self, packed: Sequence[PendingPage], i: int, victim: Victim) -> bool:
         """Whether a page, or one that follows it, is to be stored in any case, or is worth more than a victim."""
-        return any(_is_wanted(one) or self._catalog.admits(one, victim) for one in _followers(packed, i))
+        followers = _followers(packed, i)
+        return any(new.is_wanted or new.page.pinned or self._evictor.admits(new, victim) for new in followers)
 
-    def _write(self, one: PackedPage, admits: Callable[[Victim], bool]) -> DropReason | None:
+    def _write(self, new: PendingPage, admits: Callable[[Victim], bool]) -> DropReason | None:
         """Write one page; returns the reason if it is refused."""
-        transaction, new, record, page = self._transaction, one.pending, one.record, one.pending.page
+        transaction, record, page = self._transaction, new.record, new.page
         tail, is_covered = siblings_of(transaction, page)
         if not self._catalog.claim(new, is_covered=is_covered):
             return None
@@ -115,12 +105,14 @@ class Batch:
         if self._is_stored(page):
             self._use_stored(page, tail)
         else:
-            reason = self._make_space(one, admits, tail)
+            reason = self._space.make(new, admits, tail)
             if reason is not None:
                 return reason
+            if tail is not None:
+                transaction.delete(tail.key)
             transaction.put_namespace(page.namespace, new.settings)
-            transaction.put(page.key, record, _usage_of(one), one.payload)
-            self._space.put(page)
+            transaction.put(page.key, record, _usage_of(new), new.payload)
+            self._space.put(page.namespace, page.key)
             self.put.add(page.key)
         page.stored_bytes = record.stored_bytes
         self._keep_ancestors(page)
@@ -150,19 +142,6 @@ class Batch:
         if tail is not None:
             self._transaction.delete(tail.key)
 
-    def _make_space(self, one: PackedPage, admits: Callable[[Victim], bool], tail: Page | None) -> DropReason | None:
-        """Make space for a page, and delete the tail that it replaces; if the page is refused, the tail stays."""
-        copy = None
-        if tail is not None:
-            # what it frees is exactly known only when it is gone
-            copy = _copy_of(self._transaction, tail.key)
-            self._transaction.delete(tail.key)
-        reason = self._space.make(one, admits)
-        if reason is not None and tail is not None and copy is not None:
-            self._transaction.put(tail.key, *copy)
-            self._space.put(tail)
-        return reason
-
     def _keep_ancestors(self, page: Page) -> None:
         """Have the pages that a new one follows expire no earlier than it does."""
         key = page.parent
@@ -174,33 +153,17 @@ class Batch:
             key = record.parent
 
 
-def _is_wanted(one: PackedPage) -> bool:
-    """Whether a page is stored even if it is worth less than what is evicted for it."""
-    return one.pending.is_wanted or one.pending.page.pinned
-
-
-def _followers(packed: Sequence[PackedPage], first: int) -> Sequence[PackedPage]:
+def _followers(packed: Sequence[PendingPage], first: int) -> Sequence[PendingPage]:
     """A page, and those that come after it, each the parent of the next; the last one first."""
     end = first + 1
-    while end < len(packed) and packed[end].pending.page.parent == packed[end - 1].pending.page.key:
+    while end < len(packed) and packed[end].page.parent == packed[end - 1].page.key:
         end += 1
     return packed[first:end][::-1]
 
 
-def _usage_of(one: PackedPage) -> Usage:
+def _usage_of(new: PendingPage) -> Usage:
     """The first usage of a page. The uses that a captured one has had already are among those written afterwards."""
-    page = one.pending.page
-    if one.usage is not None:
-        return replace(one.usage, pinned=page.pinned)
+    page = new.page
+    if new.usage is not None:
+        return replace(new.usage, pinned=page.pinned)
     return Usage(page.last_used, 0, page.pinned, page.priority, page.expires, page.uses, page.page_class)
-
-
-def _copy_of(transaction: Transaction, key: bytes) -> tuple[Record, Usage, bytes] | None:
-    """A stored page, to be put again; None if it is damaged."""
-    try:
-        record, usage, payload = transaction.record(key), transaction.usage(key), transaction.payload(key)
-    except (CorruptError, IncompatibleError):
-        return None
-    if record is None or usage is None or payload is None:
-        return None
-    return record, usage, bytes(payload)

@@ -1,27 +1,106 @@
-"""The bookmarks of a location: read, and written with the next commit."""
+"""Names for stored sequences: how they are kept in a note of each namespace, read, and written with the next commit.
+
+A bookmark has only the tokens after the last full page; all others are in the records of the pages. It
+is valid while the whole sequence is stored, so whatever deletes a sequence ends its bookmarks, and a bookmark reveals
+nothing that the pages do not.
+"""
 
 from __future__ import annotations
 
+import logging
+import struct
 import threading
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
 from prefixstore.backends.threads import handed_over
-from prefixstore.engine.bookmark import Bookmark, BookmarkChange, Unset, is_whole, merged, note_name, parse
+from prefixstore.engine.keyspace import bookmarks_note
 from prefixstore.engine.page_update import Transaction
+from prefixstore.engine.page_view import View
 from prefixstore.engine.pages import retried
 from prefixstore.engine.part import Part, Shared
-from prefixstore.format.keys import Tokens
+from prefixstore.errors import CorruptError, IncompatibleError, StorageError
+from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT, TOKEN_BYTES, Tokens, page_key
 from prefixstore.format.record import Record
-from prefixstore.format.saved_state import pack_state
+from prefixstore.format.saved_state import pack_state, unpack_state
 
-__all__ = ["MAX_BOOKMARKS", "Bookmarks"]
+__all__ = ["MAX_BOOKMARKS", "Bookmark", "BookmarkChange", "Bookmarks", "Unset", "parse"]
+
+log = logging.getLogger("prefixstore")
 
 # of a namespace; those that were set last are kept
 MAX_BOOKMARKS = 1024
 # a note takes at most this part of the budget
 PART_OF_BUDGET = 1 / 256
+HEAD = struct.Struct(f"<{KEY_BYTES}sIIQBI")
+# no owner discards a sequence so often, and no clock says so late
+LARGEST_GENERATION = 1 << 31
+LATEST = 1 << 63
+
+
+@dataclass(frozen=True)
+class Bookmark:
+    """A name for a stored sequence.
+
+    Attributes
+    ----------
+    page
+        Key of its last full page; of the namespace if there is none.
+    rest
+        Token bytes after that page.
+    n_tokens
+        Length of the whole sequence.
+    form
+        Whether it is restored from pages (`PAGE`), or from a snapshot at its end (`SNAPSHOT`).
+    generation
+        A number of the owner's.
+    set_at
+        When, in nanoseconds since the epoch.
+    """
+
+    page: bytes
+    rest: bytes
+    n_tokens: int
+    form: int
+    generation: int
+    set_at: int
+
+    @property
+    def start(self) -> int:
+        """Where the rest begins."""
+        return self.n_tokens - len(self.rest) // TOKEN_BYTES
+
+    def pack(self) -> bytes:
+        """As it is stored."""
+        numbers = (self.n_tokens, self.generation, self.set_at, self.form, len(self.rest))
+        return HEAD.pack(self.page, *numbers) + self.rest
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Bookmark:
+        """Raises `CorruptError` if these bytes are not a bookmark."""
+        if len(packed) < HEAD.size:
+            raise CorruptError("a bookmark is cut off")
+        page, n_tokens, generation, set_at, form, n_rest = HEAD.unpack_from(packed)
+        rest = packed[HEAD.size :]
+        is_sound = len(rest) == n_rest and not n_rest % TOKEN_BYTES and n_rest <= n_tokens * TOKEN_BYTES
+        # both grow: one that no longer fits would keep all that wait with it from being written
+        has_room = generation < LARGEST_GENERATION and set_at < LATEST
+        if not is_sound or not has_room or form not in (PAGE, SNAPSHOT):
+            raise CorruptError("a bookmark is damaged")
+        return cls(page, rest, n_tokens, form, generation, set_at)
+
+
+@dataclass(frozen=True)
+class Unset:
+    """Removes a bookmark, unless it was set after this time."""
+
+    set_at: int = LATEST
+
+
+BookmarkChange: TypeAlias = Bookmark | Unset
 
 
 class Bookmarks(Part):
@@ -44,7 +123,7 @@ class Bookmarks(Part):
         return bool(self._pending)
 
     def set(self, namespace: bytes, name: str, bookmark: BookmarkChange) -> None:
-        """Set a bookmark with the next commit; None removes it."""
+        """Set or remove a bookmark with the next commit."""
         with self._lock:
             self._pending.setdefault(namespace, {})[name] = bookmark
 
@@ -55,7 +134,7 @@ class Bookmarks(Part):
         A note that is damaged is none.
         """
         with self._backend.view() as view:
-            note = view.note(note_name(namespace))
+            note = view.note(bookmarks_note(namespace))
         parsed = self._parsed
         if note != parsed[0]:
             self._parsed = parsed = note, parse(note)
@@ -79,54 +158,60 @@ class Bookmarks(Part):
                 self._seen[namespace].pop(name, None)
         return deleted
 
-    def write(self) -> None:
-        """Write waiting bookmarks. What cannot be written is tried again later; raises `StorageError`.
+    def write_soon(self) -> None:
+        """Write waiting bookmarks now, or after a later commit, if the location fails."""
+        try:
+            self._write_waiting()
+        except StorageError as error:
+            log.warning("names of stored sequences were not written yet: %s", error)
+
+    def _write_waiting(self) -> None:
+        """Write waiting bookmarks. Raises `StorageError`.
 
         A bookmark of a sequence that is not stored any more, or was not stored after all, is not written: its name is
         removed.
         """
         with self._lock:
-            waiting = {namespace: dict(changes) for namespace, changes in self._pending.items()}
-            before = {namespace: dict(changes) for namespace, changes in waiting.items()}
-        if not waiting:
+            asked = {namespace: dict(changes) for namespace, changes in self._pending.items()}
+        if not asked:
             return
         # asked after these were set: the pages of a bookmark are captured before
         may_be_whole_later = self._catalog.has_pending
+        done: dict[bytes, dict[str, BookmarkChange]] = {}
         with self._backend.update() as transaction:
-            for namespace, changes in waiting.items():
-                for name, bookmark in list(changes.items()):
-                    if not isinstance(bookmark, Bookmark) or is_whole(transaction, namespace, bookmark):
-                        continue
-                    if may_be_whole_later:
-                        del changes[name]
-                    else:
-                        changes[name] = Unset(bookmark.set_at)
-                self._write(transaction, namespace, changes)
+            for namespace, changes in asked.items():
+                made = done[namespace] = {}
+                for name, change in changes.items():
+                    if isinstance(change, Unset) or is_whole(transaction, namespace, change):
+                        made[name] = change
+                    elif not may_be_whole_later:
+                        made[name] = Unset(change.set_at)
+                self._write(transaction, namespace, made)
         with self._lock:
-            for namespace, changes in waiting.items():
-                self._written(namespace, changes, before[namespace])
+            for namespace, made in done.items():
+                self._written(namespace, made, asked[namespace])
 
     def _written(
-        self, namespace: bytes, changes: Mapping[str, BookmarkChange], asked: Mapping[str, BookmarkChange]
+        self, namespace: bytes, made: Mapping[str, BookmarkChange], asked: Mapping[str, BookmarkChange]
     ) -> None:
-        """These changes were written, for those that were asked for. Called under the lock."""
+        """These changes were made, for those that were asked for. Called under the lock."""
         left, seen = self._pending.get(namespace, {}), self._seen.setdefault(namespace, {})
-        for name, bookmark in changes.items():
-            if isinstance(bookmark, Bookmark):
-                seen[name] = bookmark
+        for name, change in made.items():
+            if isinstance(change, Bookmark):
+                seen[name] = change
             else:
                 seen.pop(name, None)
             # not one that was set again meanwhile
-            if name in left and left[name] is asked[name]:
+            if left.get(name) is asked[name]:
                 del left[name]
         if not left:
             self._pending.pop(namespace, None)
 
     def _write(self, transaction: Transaction, namespace: bytes, changes: Mapping[str, BookmarkChange]) -> None:
-        old = transaction.note(note_name(namespace))
+        old = transaction.note(bookmarks_note(namespace))
         new = self._pack(merged(parse(old), changes))
         if new != old:
-            transaction.put_note(note_name(namespace), new, namespace)
+            transaction.put_note(bookmarks_note(namespace), new, namespace)
 
     def _pack(self, bookmarks: Mapping[str, Bookmark]) -> bytes | None:
         """A note with as many of the last ones as it may have; None if there are none."""
@@ -172,7 +257,7 @@ class Bookmarks(Part):
         Those of a namespace without pages are removed with its settings.
         """
         with self._backend.view() as view:
-            found = {namespace: parse(view.note(note_name(namespace))) for namespace in view.namespaces()}
+            found = {namespace: parse(view.note(bookmarks_note(namespace))) for namespace in view.namespaces()}
             torn = [
                 namespace
                 for namespace, bookmarks in found.items()
@@ -181,6 +266,62 @@ class Bookmarks(Part):
         if torn:
             with self._backend.update() as transaction:
                 for namespace in torn:
-                    known = parse(transaction.note(note_name(namespace)))
+                    known = parse(transaction.note(bookmarks_note(namespace)))
                     left = {name: each for name, each in known.items() if is_whole(transaction, namespace, each)}
-                    transaction.put_note(note_name(namespace), self._pack(left), namespace)
+                    transaction.put_note(bookmarks_note(namespace), self._pack(left), namespace)
+
+
+def is_whole(view: View, namespace: bytes, bookmark: Bookmark) -> bool:
+    """Whether all of a sequence is stored: its end is enough, since no page is stored without its parent."""
+    page, rest = bookmark.page, bookmark.rest
+    try:
+        if page != namespace:
+            record = view.record(page)
+            if record is None or record.namespace != namespace or record.end != bookmark.start:
+                return False
+        elif bookmark.start:
+            return False
+    except (CorruptError, IncompatibleError):
+        return False
+    if bookmark.form == SNAPSHOT:
+        key = page_key(page, rest, SNAPSHOT)
+        return bool(view.records([key])) and _is_of(view, key, rest)
+    if not rest:
+        return page != namespace
+    # a longer page may have taken the place of the tail
+    beside = [each.record for each in view.neighbors(page, rest)]
+    return any(isinstance(record, Record) and record.tokens.startswith(rest) for record in beside)
+
+
+def _is_of(view: View, key: bytes, tokens: bytes) -> bool:
+    record, _ = view.records([key]).get(key, (None, None))
+    return isinstance(record, Record) and record.tokens == tokens
+
+
+def merged(old: Mapping[str, Bookmark], changes: Mapping[str, BookmarkChange]) -> dict[str, Bookmark]:
+    """The old bookmarks with the changes, by the time when they were set; for each name the later one."""
+    found: dict[str, Bookmark] = dict(old)
+    for name, change in changes.items():
+        known = found.get(name)
+        if known is None or change.set_at >= known.set_at:
+            if isinstance(change, Bookmark):
+                found[name] = change
+            else:
+                found.pop(name, None)
+    return dict(sorted(found.items(), key=lambda item: item[1].set_at))
+
+
+def parse(note: bytes | None) -> dict[str, Bookmark]:
+    """The bookmarks of a note, by the time when they were set; damaged ones are left out."""
+    found: dict[str, Bookmark] = {}
+    try:
+        parts = unpack_state(note) if note is not None else {}
+    except CorruptError as error:
+        log.warning("names of stored sequences cannot be read and are dropped: %s", error)
+        return found
+    for name, packed in parts.items():
+        try:
+            found[name] = Bookmark.unpack(packed)
+        except CorruptError as error:
+            log.warning("the name of a stored sequence cannot be read and is dropped: %s", error)
+    return dict(sorted(found.items(), key=lambda item: item[1].set_at))

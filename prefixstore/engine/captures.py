@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prefixstore.backends.threads import handed_over
-from prefixstore.buffers import PooledBuffer
-from prefixstore.engine.bookmark import BookmarkChange
-from prefixstore.engine.bookmarks import Bookmarks
+from prefixstore.engine.bookmarks import BookmarkChange, Bookmarks
 from prefixstore.engine.commit import Committer
 from prefixstore.engine.lookups import Lookups
-from prefixstore.engine.part import Part, Shared
+from prefixstore.engine.part import Shared, Tap
 from prefixstore.engine.pending import PendingPage
 from prefixstore.engine.queue import WriteQueue
-from prefixstore.engine.saved_notes import SavedNotes
 from prefixstore.engine.snapshot_policy import too_many
-from prefixstore.engine.tap import Tap
-from prefixstore.engine.waiting import Placement
-from prefixstore.errors import StorageError
 from prefixstore.format.keys import Tokens
 from prefixstore.results import Shortage
 
@@ -29,20 +22,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Captures"]
 
-log = logging.getLogger("prefixstore")
 
-
-class Captures(Part):
+class Captures(WriteQueue):
     """Takes captured pages, and has them written.
 
     Parameters
     ----------
-    shared, lookups, committer, bookmarks, notes, queue
-        Of the engine.
-    tap
-        Its listener, if there is one.
     ttl_ns, priority
         Of what is captured: nanoseconds after their last use when pages expire, and their priority.
+    options
+        As for `WriteQueue`.
 
     Attributes
     ----------
@@ -62,33 +51,19 @@ class Captures(Part):
         lookups: Lookups,
         committer: Committer,
         bookmarks: Bookmarks,
-        notes: SavedNotes,
-        queue: WriteQueue,
         tap: Callable[[], Tap | None],
         ttl_ns: int | None,
         priority: int,
+        **options: Any,
     ) -> None:
-        super().__init__(shared)
+        super().__init__(shared, committer, **options)
         self._lookups = lookups
-        self._committer = committer
         self._bookmarks = bookmarks
-        self._notes = notes
-        self._queue = queue
         self._tap = tap
         self._ttl_ns = ttl_ns
         self._priority = priority
         self.stores_all = 0
         self.wants_all = False
-
-    def acquire(self, size: int, *, wait: bool = False) -> PooledBuffer | None:
-        """A buffer to capture a page into; None if too much is queued already and `wait` is false."""
-        # handed over only to wait: while another thread computes, that takes longer than copying a page
-        buffer = self._queue.acquire(size)
-        return self._acquire_later(size) if buffer is None and wait else buffer
-
-    @handed_over
-    def _acquire_later(self, size: int) -> PooledBuffer | None:
-        return self._queue.acquire(size, wait=True)
 
     @handed_over
     def submit(self, *news: PendingPage) -> list[PendingPage]:
@@ -96,16 +71,12 @@ class Captures(Part):
         return [new for new in news if self._submit(new)]
 
     def _submit(self, new: PendingPage) -> bool:
-        # held for the far queue: the nearer location may have written it before this returns
-        held = new.buffer if self.behind is not None and new.buffer is not None and new.buffer.hold() else None
-        try:
-            is_wanted = self.take(new, self._tap())
-            if is_wanted and held is not None and self.behind is not None:
-                self.behind().offer(PendingPage(new.page, new.settings, held, is_wanted=new.is_wanted))
-            return is_wanted
-        finally:
-            if held is not None:
-                held.release()
+        # the nearer location may have written it, and given the buffer back, before this returns
+        state = new.buffer.view if new.buffer is not None else None
+        is_wanted = self.take(new, self._tap())
+        if is_wanted and state is not None and self.behind is not None:
+            self.behind().offer(new, state)
+        return is_wanted
 
     def take(self, new: PendingPage, tap: Tap | None) -> bool:
         """Have a page written to this location, telling only this tap; whether it is wanted."""
@@ -113,7 +84,7 @@ class Captures(Part):
         if is_wanted:
             if tap is not None:
                 tap.captured(new.page)
-            self._queue.put(new)
+            self.put(new)
         else:
             new.release()
         return is_wanted
@@ -125,7 +96,7 @@ class Captures(Part):
         new.is_wanted = new.is_wanted or self.stores_all > 0 or self.wants_all
         # one that comes from another location may have been used, and so renewed, there
         page.expires = max(page.expires, page.created + self._ttl_ns) if self._ttl_ns is not None else 0
-        return self._catalog.announce(new) is Placement.ADDED
+        return self._catalog.announce(new)
 
     @contextmanager
     def storing_all(self) -> Iterator[None]:
@@ -166,45 +137,19 @@ class Captures(Part):
 
     @handed_over
     def set_bookmark(self, namespace: bytes, name: str, bookmark: BookmarkChange) -> None:
-        """Name a sequence, with the commit after those of its pages; None or `Unset` removes the name."""
+        """Name a sequence, with the commit after those of its pages, or remove the name."""
         if self._read_only:
             return
         self._bookmarks.set(namespace, name, bookmark)
-        if self._queue.in_background:
-            self._queue.nudge()
+        if self._in_background:
+            self.nudge()
         else:
-            self._write_bookmarks()
-
-    def _write_bookmarks(self) -> None:
-        try:
-            self._bookmarks.write()
-        except StorageError as error:
-            log.warning("names of stored sequences were not written yet: %s", error)
-
-    @handed_over
-    def nudge(self) -> None:
-        """Have deferred changes committed soon."""
-        self._queue.nudge()
-
-    def commit(self, batch: Sequence[PendingPage]) -> int:
-        """Write announced pages, and what is deferred; see `Engine.commit`."""
-        try:
-            n_written = len(self._committer.commit(batch))
-        except StorageError as error:
-            log.warning("%d pages were dropped: %s", len(batch), error)
-            return 0
-        try:
-            self._backend.mend()
-            self._write_bookmarks()
-            self._notes.save()
-        except Exception:  # they handle faults of the location; others must not cost the pages, which are stored
-            log.exception("what follows a commit was not done")
-        return n_written
+            self._bookmarks.write_soon()
 
     @property
     def has_deferred(self) -> bool:
         """Whether uses, bookmarks, figures, or pages to be deleted wait for the next commit."""
-        return self._committer.has_deferred or self._bookmarks.has_pending or self._notes.figures_are_due
+        return self._committer.has_deferred
 
     @property
     def shortage(self) -> Shortage | None:

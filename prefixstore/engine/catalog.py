@@ -1,38 +1,252 @@
-"""What this process knows beside the location: pages and changes that wait to be written, and what was used.
-
-What waits is in `engine.waiting`, and `engine.choose` chooses what is evicted; each extends the one before.
-"""
+"""What this process has that is not in the location yet: captured pages, and uses and deletions to be written."""
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
-from prefixstore.engine.choose import Chooser
-from prefixstore.engine.index import Page
-from prefixstore.engine.pending import Damage, Use
-from prefixstore.engine.waiting import Outdated
-from prefixstore.format.record import Record
+from prefixstore.engine.eviction import Victim
+from prefixstore.engine.index import Page, is_same, later
+from prefixstore.engine.located import Prompt, Waiting
+from prefixstore.engine.page_update import Transaction
+from prefixstore.engine.pages import Pages
+from prefixstore.engine.pending import Damage, Deferred, DropReason, Outdated, PendingPage, Use
+from prefixstore.engine.policy import Leaves, Policy
+from prefixstore.engine.ram import RamTier
+from prefixstore.engine.trie import Entry
+from prefixstore.errors import CorruptError
+from prefixstore.format.keys import PAGE, SNAPSHOT
+from prefixstore.format.record import CLOCK_SLACK, Record
+from prefixstore.stats import Counters
 
 __all__ = ["Catalog"]
 
+log = logging.getLogger("prefixstore")
 
-class Catalog(Chooser):
-    """What waits for a location, and what of it is used. Parameters as for `Chooser`.
+
+class Catalog:
+    """Pages that wait for a commit, and what is written with them. The lock is never held while a location is asked.
 
     Attributes
     ----------
     n_lookups
         How many prompts were recorded whose pages were used, or none, since this engine was opened.
+    is_far
+        Whether pages that are found are those of the far one of two locations.
     """
 
     n_lookups = 0
+    is_far = False
+
+    def __init__(self, policy: Policy, counters: Counters, ram: RamTier) -> None:
+        self.policy = policy
+        self._counters = counters
+        self._ram = ram
+        # also held while the policy is asked
+        self.lock = threading.RLock()
+        self._pending: dict[bytes, PendingPage] = {}
+        # by what they follow, and key
+        self._after: dict[bytes, dict[bytes, PendingPage]] = {}
+        self._deferred = Deferred()
+        # Time of the last use of any page: what is used later is newer, even if the clock was set back meanwhile.
+        self._latest = 0
+        self._started = time.time_ns()
+
+    def time_of_use(self) -> int:
+        """The time of a use: nanoseconds since the epoch, and later than every other."""
+        self._latest = max(self._latest + 1, time.time_ns())
+        return self._latest
+
+    # -- for lookups --------------------------------------------------------------------------------------------------
+
+    def along(self, prompt: Prompt) -> Waiting:
+        """What waits along a prompt."""
+        with self.lock:
+            damaged = {key: one.created for key, one in self._deferred.damaged.items()}
+            if not self._pending:
+                return Waiting({}, {}, damaged)
+            pages = {key: self._pending[key].page for key in prompt.keys if key in self._pending}
+            parents = [key for key in (prompt.namespace, *prompt.keys) if key in self._after]
+            after = {key: [new.page for new in self._after[key].values()] for key in parents}
+            return Waiting(pages, after, damaged)
 
     def all_waiting(self) -> tuple[list[Page], Mapping[bytes, Use]]:
         """Copies of all pages that wait, and the uses of pages that do."""
-        with self._lock:
+        with self.lock:
             return [replace(new.page, children=[]) for new in self._pending.values()], dict(self._deferred.uses)
+
+    def nodes(self, entries: Sequence[Entry]) -> list[Page]:
+        """Stored pages, with the uses that are still to be written."""
+        found: list[Page] = []
+        with self.lock:
+            uses, newest, latest = self._deferred.uses, time.time_ns() + CLOCK_SLACK, self._latest
+            for key, record, usage in entries:
+                assert isinstance(record, Record)
+                page = Page.stored(key, record, usage)
+                if page.last_used > newest:
+                    # not believable: no use of it was seen by this process
+                    page.last_used = self._started
+                elif page.last_used > latest:
+                    latest = page.last_used
+                if page.expires and key in self._pending:
+                    # it was captured again, and lasts as long as that
+                    page.expires = later(page.expires, self._pending[key].page.expires)
+                if key in uses:
+                    uses[key].apply(page)
+                found.append(page)
+            self._latest = latest
+        if self.is_far:
+            for page in found:
+                page.is_far = True
+        return found
+
+    def unreadable(self, entry: Entry) -> None:
+        """A stored page cannot be read: if it is damaged, it is deleted with the next commit."""
+        key, record, _ = entry
+        if isinstance(record, (Record, CorruptError)):
+            with self.lock:
+                self._deferred.damaged[key] = Damage(record.created if isinstance(record, Record) else 0)
+        why = "it does not start where its parent ends" if isinstance(record, Record) else record
+        log.warning("a page cannot be read: %s", why)
+
+    # -- pending pages ------------------------------------------------------------------------------------------------
+
+    def get(self, key: bytes) -> Page | None:
+        """The page with this key, if it waits."""
+        with self.lock:
+            new = self._pending.get(key)
+            return new.page if new is not None else None
+
+    def pending_after(self, parent: bytes) -> list[Page]:
+        """The pages and snapshots that wait, and follow this page or namespace."""
+        with self.lock:
+            return [new.page for new in self._after.get(parent, {}).values()]
+
+    def announce(self, new: PendingPage) -> bool:
+        """Have a captured page matched from now on; False if it is here already, or a longer page that covers it is."""
+        page = new.page
+        with self.lock:
+            beside = list(self._after.get(page.parent, {}).values()) if page.form == PAGE else []
+            if page.key in self._pending or any(_continues(other, page) for other in beside):
+                return False
+            if new.is_captured:
+                # importing a page is not a use of it
+                page.last_used = self.time_of_use()
+            self._deferred.expired = self._deferred.expired or page.expires > 0
+            for tail in beside:
+                # not written yet, and not needed any more; a stored one is deleted when the new page is written
+                if _continues(new, tail.page) and not tail.is_writing and tail.page.key not in self._after:
+                    self.give_up([tail], Outdated.SUPERSEDED)
+            self._pending[page.key] = new
+            self._after.setdefault(page.parent, {})[page.key] = new
+            self.policy.added(page)
+            return True
+
+    def states(self, pages: Sequence[Page]) -> dict[bytes, memoryview]:
+        """The states of those of these pages that are pending. They stay valid as long as they are referenced."""
+        found: dict[bytes, memoryview] = {}
+        with self.lock:
+            for page in pages:
+                new = self._pending.get(page.key)
+                buffer = new.buffer if new is not None and is_same(new.page, page) else None
+                state = buffer.view if buffer is not None else memoryview(b"")
+                # not one that a queue which is being closed gives back at this moment
+                if buffer is not None and len(state) == page.raw_bytes:
+                    found[page.key] = state
+        return found
+
+    def _forget(self, key: bytes) -> list[PendingPage]:
+        """Take a pending page, and what waits after it, out; what was taken."""
+        taken: list[PendingPage] = []
+        waiting = [key]
+        while waiting:
+            here = waiting.pop()
+            waiting += self._after.get(here, ())
+            if here in self._pending:
+                taken.append(self._take_out(here))
+        return taken
+
+    def _take_out(self, key: bytes) -> PendingPage:
+        new = self._pending.pop(key)
+        beside = self._after[new.page.parent]
+        del beside[key]
+        if not beside:
+            del self._after[new.page.parent]
+        return new
+
+    def give_up(self, news: Iterable[PendingPage], reason: DropReason | Outdated | None = None) -> None:
+        """Give these pages up, those that are still pending, with what depends on them; without a reason uncounted."""
+        with self.lock:
+            for new in news:
+                if not self.is_pending(new):
+                    continue
+                if reason is DropReason.ADMISSION:
+                    # if it is captured again, that is another use
+                    self.policy.evicted(new.page.key, new.page.uses, new.page.last_used)
+                lost = self._forget(new.page.key)
+                if isinstance(reason, DropReason):
+                    self._counters.count(f"dropped:{reason.value}", len(lost))
+                elif reason is not None and (n_captured := sum(one.is_captured for one in lost)):
+                    self._counters.count(f"outdated:{reason.value}", n_captured)
+
+    def is_pending(self, new: PendingPage) -> bool:
+        """Whether a page still waits: not superseded, dropped, or cleared and captured again."""
+        return self._pending.get(new.page.key) is new
+
+    def claim(self, new: PendingPage, *, is_covered: bool) -> bool:
+        """Mark a page as being written; whether it is to be: it still waits, and no longer page is stored."""
+        with self.lock:
+            if not self.is_pending(new):
+                return False
+            if is_covered and new.page.key not in self._after:
+                self.give_up([new], Outdated.SUPERSEDED)
+                return False
+            new.is_writing = True
+            return True
+
+    def committed(self, written: Sequence[PendingPage], deferred: Deferred) -> None:
+        """Keep the states of these pages in RAM; record that they are stored now, and the deferred changes made."""
+        for new in written:
+            # while their buffers are still here
+            if new.buffer is not None:
+                self._ram.keep(new.page, new.buffer.view)
+        with self.lock:
+            for new in written:
+                if self.is_pending(new):
+                    self._take_out(new.page.key)
+            self._deferred.subtract(deferred)
+
+    @property
+    def pending_counts(self) -> tuple[int, int]:
+        """How many captured pages, and how many snapshots, wait for a commit."""
+        with self.lock:
+            forms = [new.page.form for new in self._pending.values() if new.is_captured]
+        n_snapshots = forms.count(SNAPSHOT)
+        return len(forms) - n_snapshots, n_snapshots
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether pages wait for a commit."""
+        return bool(self._pending)
+
+    # -- other changes ------------------------------------------------------------------------------------------------
+
+    @property
+    def has_deferred(self) -> bool:
+        """Whether uses, or pages to be deleted, wait for the next commit."""
+        return bool(self._deferred)
+
+    def deferred(self, batch: Collection[bytes] = ()) -> Deferred:
+        """The deferred changes, to be made with these pages. Uses of others that wait are written with those."""
+        with self.lock:
+            deferred = self._deferred.copy()
+            for key in deferred.uses.keys() & self._pending.keys() - set(batch):
+                del deferred.uses[key]
+            return deferred
 
     def touch(
         self,
@@ -48,7 +262,7 @@ class Catalog(Chooser):
         Without `is_written`, nothing waits for a commit.
         """
         fresh: list[int] = []
-        with self._lock:
+        with self.lock:
             now = self.time_of_use()
             expires = time.time_ns() + ttl_ns if ttl_ns is not None else 0
             self.policy.looked_up(pages, n_tokens, now)
@@ -69,10 +283,10 @@ class Catalog(Chooser):
 
     def discard_snapshot(self, page: Page) -> None:
         """Give up a snapshot that is no longer wanted; if it is stored, the next commit deletes it."""
-        with self._lock:
+        with self.lock:
             new = self._pending.get(page.key)
             if new is not None and not new.is_writing:
-                self.give_up(page.key, Outdated.THINNED)
+                self.give_up([new], Outdated.THINNED)
             self._deferred.thinned.add(page.key)
 
     def is_thinned(self, key: bytes) -> bool:
@@ -81,7 +295,7 @@ class Catalog(Chooser):
 
     def mark_damaged(self, page: Page, *, is_useless: bool = False) -> None:
         """Have a damaged page, and what follows it, deleted with the next commit; until then it is not found."""
-        with self._lock:
+        with self.lock:
             known = self._deferred.damaged.get(page.key)
             is_useless = is_useless or (known is not None and known.is_useless and known.created == page.created)
             self._deferred.damaged[page.key] = Damage(page.created, is_useless)
@@ -94,7 +308,60 @@ class Catalog(Chooser):
 
     def forget(self, page: Page) -> None:
         """Give up a page that is to be deleted, if it waits; not one that was captured again since."""
-        with self._lock:
+        with self.lock:
             new = self._pending.get(page.key)
             if new is not None and new.page.created == page.created:
-                self.give_up(page.key, Outdated.DELETED)
+                self.give_up([new], Outdated.DELETED)
+
+    def expired(self) -> None:
+        """A lookup has found an expired page, which is to be deleted."""
+        self._deferred.expired = True
+
+    # -- eviction -----------------------------------------------------------------------------------------------------
+
+    def enter_uses(self, keys: Sequence[bytes], leaves: Leaves) -> None:
+        """Enter in leaves with these page keys what is to be written of their uses."""
+        with self.lock:
+            # a time in the future is not believed, unless this process has seen such uses before its clock was set back
+            times = leaves["last_used"]
+            times[times > max(time.time_ns() + CLOCK_SLACK, self._latest)] = self._started
+            used = self._deferred.uses
+            here = [i for i, key in enumerate(keys) if key in used and used[key].last_used >= times[i]]
+            for i in here:
+                use, leaf = used[keys[i]], leaves[i]
+                leaf["last_used"], leaf["uses"], leaf["page_class"] = use.last_used, use.uses, use.page_class
+                leaf["expires"] = max(leaf["expires"], use.expires) if leaf["expires"] else 0
+
+    def may_evict(self, victim: Victim) -> bool:
+        """Whether a victim may be deleted: nothing that waits follows it, and it was not used since it was ranked.
+
+        A captured page stays for the commit that writes it; an imported one may be evicted at once.
+        """
+        key = victim.key
+        with self.lock:
+            use, new = self._deferred.uses.get(key), self._pending.get(key)
+            if key in self._after or (use is not None and use.last_used > victim.last_used):
+                return False
+            if new is None:
+                return True
+            is_imported = new.is_writing and not new.is_captured
+            if is_imported:
+                self._forget(key)
+            return is_imported
+
+    # -- transactions -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def update(self, backend: Pages) -> Iterator[Transaction]:
+        """A transaction. When it is committed, what it has deleted is dropped from RAM and counted."""
+        with backend.update() as transaction:
+            yield transaction
+        self._ram.drop(transaction.deleted)
+        self._counters.count("frees", len(transaction.deleted))
+        for step in transaction.after_commit:
+            step()
+
+
+def _continues(longer: PendingPage, page: Page) -> bool:
+    """Whether a pending page, beside a page, has all its tokens, and more."""
+    return longer.page.form == page.form and longer.page.tokens.startswith(page.tokens)

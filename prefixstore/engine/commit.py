@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from prefixstore.backends.contract import ConflictError
 from prefixstore.engine.batch import Batch
+from prefixstore.engine.bookmarks import Bookmarks
 from prefixstore.engine.delete import Deleter
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.pages import CONFLICTS
 from prefixstore.engine.part import Part, Shared
-from prefixstore.engine.pending import Deferred, PackedPage, PendingPage, Use
+from prefixstore.engine.pending import Deferred, DropReason, PendingPage, Use
 from prefixstore.engine.saved_notes import SavedNotes, note_policy
 from prefixstore.engine.space import Evictor, Space
 from prefixstore.engine.upkeep import Upkeep
-from prefixstore.engine.waiting import DropReason
 from prefixstore.errors import FullError, StorageError
 from prefixstore.format.autocodec import Encoder
 from prefixstore.format.codec import CODECS
@@ -48,10 +49,6 @@ class Committer(Part):
 
     Parameters
     ----------
-    shared, deleter, upkeep, notes
-        Of the engine.
-    encode
-        Packs states.
     housekeeping
         Whether to delete damaged, thinned and expired pages as well, and to record uses.
 
@@ -64,8 +61,10 @@ class Committer(Part):
     def __init__(
         self,
         shared: Shared,
+        evictor: Evictor,
         deleter: Deleter,
         upkeep: Upkeep,
+        bookmarks: Bookmarks,
         notes: SavedNotes,
         encode: Encoder,
         *,
@@ -75,9 +74,10 @@ class Committer(Part):
         budget = shared.budget
         self.shortage: Shortage | None = None
         self._deleter = deleter
-        self._evictor = Evictor(shared.catalog, budget, shared.counters)
+        self._evictor = evictor
         self._encode = encode
         self._upkeep = upkeep
+        self._bookmarks = bookmarks
         self._notes = notes
         self._housekeeping = housekeeping
         self._max_bytes = budget.max_bytes
@@ -87,8 +87,24 @@ class Committer(Part):
 
     @property
     def has_deferred(self) -> bool:
-        """Whether uses, or pages to be deleted, wait for the next commit."""
-        return self._housekeeping and self._catalog.has_deferred
+        """Whether uses, bookmarks, figures, or pages to be deleted wait for the next commit."""
+        has_changes = self._housekeeping and self._catalog.has_deferred
+        return has_changes or self._bookmarks.has_pending or self._notes.figures_are_due
+
+    def commit_all(self, batch: Sequence[PendingPage]) -> int:
+        """As `commit`, then bookmarks and notes; how many pages are stored. What fails is dropped and logged."""
+        try:
+            n_written = len(self.commit(batch))
+        except StorageError as error:
+            log.warning("%d pages were dropped: %s", len(batch), error)
+            return 0
+        try:
+            self._backend.mend()
+            self._bookmarks.write_soon()
+            self._notes.save()
+        except Exception:  # they handle faults of the location; others must not cost the pages, which are stored
+            log.exception("what follows a commit was not done")
+        return n_written
 
     def commit(self, batch: Sequence[PendingPage]) -> list[PendingPage]:
         """Write announced pages, and what is deferred.
@@ -105,31 +121,28 @@ class Committer(Part):
             counted. Pages that do not fit into the budget are dropped without an error.
         """
         catalog = self._catalog
-        self._notes.load()
-        # what is written at the end of the transaction is not to be given back before
-        held = [new.buffer for new in batch if new.buffer is not None and new.buffer.hold()]
+        self._evictor.load()
         try:
             # Pack before the transaction: other processes wait while it is open.
-            packed = [new.pack(self._encode) for new in batch if catalog.is_pending(new)]
-            if packed:
+            waiting = [new for new in batch if catalog.is_pending(new)]
+            for new in waiting:
+                new.pack(self._encode)
+            if waiting:
                 with suppress(FullError):
-                    self._evictor.respect_budget(self._backend)
-            return self._write_with_space(packed)
+                    self._evictor.respect_budget()
+            return self._write_with_space(waiting)
         except FullError as error:
             self.shortage = Shortage(DropReason.FULL.value, len(batch), error.asked or 0, error.available or 0)
-            catalog.drop(batch, DropReason.FULL)
+            catalog.give_up(batch, DropReason.FULL)
             raise
         except StorageError:
-            catalog.drop(batch, DropReason.UNAVAILABLE)
+            catalog.give_up(batch, DropReason.UNAVAILABLE)
             raise
         except BaseException:
-            catalog.drop(batch)
+            catalog.give_up(batch)
             raise
-        finally:
-            for buffer in held:
-                buffer.release()
 
-    def _write_with_space(self, packed: Sequence[PackedPage]) -> list[PendingPage]:
+    def _write_with_space(self, packed: Sequence[PendingPage]) -> list[PendingPage]:
         """Write; if the location is full before its budget is, make more space, and write fewer pages at a time."""
         written: list[PendingPage] = []
         waiting, at_once, failures, conflicts = packed, max(len(packed), 1), 0, 0
@@ -146,16 +159,15 @@ class Committer(Part):
                 # fewer pages may fit: only what fails with one of them counts
                 failures += len(some) <= 1
                 if error.asked is None:
-                    error.asked = sum(len(one.payload) for one in some)
+                    error.asked = _size(some)
                 if failures == ATTEMPTS:
                     raise
                 # What a transaction frees is reusable only by a later one, and each page that it changes takes space.
                 at_once = max(len(some) // 2, 1)
                 # Evict nothing for a location that cannot even reclaim: then evicting makes no space either.
                 if self._reclaim() and failures > 1:
-                    size = sum(len(one.payload) for one in some)
                     with suppress(FullError):
-                        self._make_extra_space(size << min(failures - 2, MAX_DOUBLINGS))
+                        self._make_extra_space(_size(some) << min(failures - 2, MAX_DOUBLINGS))
                     # Give readers time: what they still see cannot be reused.
                     time.sleep(PAUSE * failures)
                     self._reclaim()
@@ -175,9 +187,9 @@ class Committer(Part):
     def _make_extra_space(self, n_bytes: int) -> None:
         with self._backend.view() as view:
             used = view.used.bytes
-        self._evictor.shrink(self._backend, max(used - max(n_bytes, 1), 0))
+        self._evictor.shrink(max(used - max(n_bytes, 1), 0))
 
-    def _write(self, packed: Sequence[PackedPage]) -> list[PendingPage]:
+    def _write(self, packed: Sequence[PendingPage]) -> list[PendingPage]:
         catalog = self._catalog
         deferred, n_damaged = Deferred(), 0
         shortage: Shortage | None = None
@@ -188,24 +200,24 @@ class Committer(Part):
                 self.shortage = shortage
                 log.info("%s", shortage)
             # children first: with a page, those that depend on it are given up
-            for one, reason in reversed(batch.refused):
-                catalog.refuse(one.pending, reason)
+            for new, reason in reversed(batch.refused):
+                catalog.give_up([new], reason)
 
         with catalog.update(self._backend) as transaction:
             space = Space(self._evictor, transaction)
             # Delete what is damaged, expired, or no longer wanted.
-            fresh = {one.record.key for one in packed}
+            fresh = {new.page.key for new in packed}
             if self._housekeeping:
                 deferred = catalog.deferred(fresh)
                 n_damaged = self._clean_up(transaction, space, deferred)
             # Record uses: what is evicted depends on them.
-            self._write_uses(transaction, {key: n for key, n in deferred.uses.items() if key not in fresh})
+            _write_uses(transaction, {key: n for key, n in deferred.uses.items() if key not in fresh})
             # Write the pages, parents first, making space for each.
-            batch = Batch(transaction, space, catalog, self._deleter)
+            batch = Batch(transaction, space, self._evictor, self._deleter)
             batch.write(packed)
             shortage = batch.shortage()
             # And their uses.
-            self._write_uses(transaction, {key: n for key, n in deferred.uses.items() if key in fresh})
+            _write_uses(transaction, {key: n for key, n in deferred.uses.items() if key in fresh})
             # Take out pages that were given up meanwhile: their parents may have been evicted for the next one.
             for new in [new for new in batch.written if not catalog.is_pending(new)]:
                 batch.written.remove(new)
@@ -218,14 +230,16 @@ class Committer(Part):
         # it refers to the batch, and so to itself: the pages would wait for the garbage collector
         transaction.after_commit.clear()
         self._upkeep.saw(used)
-        self._choose_packing(used.bytes, sum(len(one.payload) for one in packed))
-        self._counters.count("corrupt", n_damaged)
-        for one in [one for one in packed if one.record.key in batch.put]:
-            namespace = one.pending.page.namespace
-            self._counters.count("allocations", namespace=namespace)
-            self._counters.count("bytes_written", len(one.payload), namespace=namespace)
-            self._counters.count("packed", one.record.codec != RAW)
+        self._choose_packing(used.bytes, _size(packed))
+        self._count([new for new in packed if new.page.key in batch.put], n_damaged)
         return batch.written
+
+    def _count(self, put: Sequence[PendingPage], n_damaged: int) -> None:
+        """Count what a transaction has written, and deleted as damaged."""
+        for namespace, n in Counter(new.page.namespace for new in put).items():
+            mine = [new for new in put if new.page.namespace == namespace]
+            self._counters.add({"allocations": n, "bytes_written": _size(mine)}, namespace)
+        self._counters.add({"packed": sum(new.record.codec != RAW for new in put), "corrupt": n_damaged})
 
     def _choose_packing(self, used: int, written: int) -> None:
         """Have new pages packed above the high water mark, and again as `auto` chooses below the low one."""
@@ -253,15 +267,21 @@ class Committer(Part):
             deferred.expired = False
         return n_damaged
 
-    def _write_uses(self, transaction: Transaction, uses: Mapping[bytes, Use]) -> None:
-        now = time.time_ns()
-        transaction.read_ahead(list(uses))
-        for key, use in uses.items():
-            usage = transaction.usage(key)
-            if usage is not None:
-                expires = max(usage.expires, use.expires) if usage.expires else 0
-                last_used = max(time_of_use(usage.last_used, now), use.last_used)
-                used = replace(usage, last_used=last_used, hits=usage.hits + use.n, expires=expires)
-                if last_used == use.last_used:
-                    used = replace(used, uses=max(use.uses, usage.uses), page_class=use.page_class)
-                transaction.touch(key, used)
+
+def _write_uses(transaction: Transaction, uses: Mapping[bytes, Use]) -> None:
+    now = time.time_ns()
+    transaction.read_ahead(list(uses))
+    for key, use in uses.items():
+        usage = transaction.usage(key)
+        if usage is not None:
+            expires = max(usage.expires, use.expires) if usage.expires else 0
+            last_used = max(time_of_use(usage.last_used, now), use.last_used)
+            used = replace(usage, last_used=last_used, hits=usage.hits + use.n, expires=expires)
+            if last_used == use.last_used:
+                used = replace(used, uses=max(use.uses, usage.uses), page_class=use.page_class)
+            transaction.touch(key, used)
+
+
+def _size(pages: Sequence[PendingPage]) -> int:
+    """The bytes that these pages are stored in."""
+    return sum(len(new.payload) for new in pages)

@@ -108,16 +108,10 @@ def admits_by_use(uses: int, victim: int) -> bool:
 
 
 class Duel:
-    """Counts the hits that each order would have, and says which order to use.
-
-    Attributes
-    ----------
-    mode
-        The order to use.
-    """
+    """Counts the hits that each order would have, and says which order to use."""
 
     def __init__(self) -> None:
-        # until something is learned
+        # the order to use, until something is learned
         self.mode = Mode.LRU
         self.scores = [0.0] * len(Mode)
         self._pages = 0
@@ -140,15 +134,7 @@ class Duel:
         return int.from_bytes(key[12:16], "little") < self._limit
 
     def access(self, one: Access, worth: np.ndarray[tuple[int], np.dtype[np.float64]]) -> None:
-        """Note an access of a sampled page. Those of one prompt are compared together, when the next one begins.
-
-        Parameters
-        ----------
-        one
-            The access.
-        worth
-            As `Hazards.worth`.
-        """
+        """Note an access of a sampled page. Those of one prompt are compared together, when the next one begins."""
         if self._waiting and (one.clock != self._waiting[0].clock or len(self._waiting) == MOST_WAITING):
             self._compare(worth)
         self._waiting.append(one)

@@ -31,15 +31,14 @@ from prefixstore.engine.index import Page, Path
 from prefixstore.engine.lookups import Lookups
 from prefixstore.engine.page_view import View
 from prefixstore.engine.pages import Pages
-from prefixstore.engine.part import Shared
+from prefixstore.engine.part import Shared, Tap
 from prefixstore.engine.pending import PendingPage
 from prefixstore.engine.policy import Policy
-from prefixstore.engine.queue import Drained, WriteQueue
+from prefixstore.engine.queue import Drained
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.saved_notes import SavedNotes
 from prefixstore.engine.source import Admit, Fetcher, Look, Source
 from prefixstore.engine.space import Evictor
-from prefixstore.engine.tap import Tap
 from prefixstore.engine.upkeep import Upkeep
 from prefixstore.errors import MisuseError, StorageError
 from prefixstore.format.autocodec import Encoder
@@ -109,7 +108,7 @@ class Engine:
         self._ttl_ns = round(ttl * 1e9) if ttl is not None else None
         self._priority = priority
         self.ram_budget = ram_bytes
-        self._queue_bytes = queue_bytes
+        self.queue_bytes = queue_bytes
         self._write_behind = write_behind
         self.read_only = read_only
         self._housekeeping = housekeeping
@@ -139,24 +138,32 @@ class Engine:
         self.lookups = Lookups(shared)
         self.bookmarks = Bookmarks(shared)
         self.deleter = Deleter(shared, self.bookmarks)
-        evictor = Evictor(catalog, self.budget, counters)
-        self._notes = SavedNotes(backend, evictor, counters, self._models, notes_budget=self._housekeeping)
-        self.upkeep = Upkeep(shared, self.lookups, self.deleter, self._notes)
-        committer = Committer(
-            shared, self.deleter, self.upkeep, self._notes, self._encode, housekeeping=self._housekeeping
+        self.evictor = Evictor(shared)
+        self._notes = SavedNotes(shared, self.evictor, self._models, notes_budget=self._housekeeping)
+        self.upkeep = Upkeep(shared, self.lookups, self.deleter)
+        self._committer = Committer(
+            shared,
+            self.evictor,
+            self.deleter,
+            self.upkeep,
+            self.bookmarks,
+            self._notes,
+            self._encode,
+            housekeeping=self._housekeeping,
         )
-        self.importer = Importer(shared, committer)
-        self._queue = WriteQueue(self, self._queue_bytes, in_background=self._write_behind, on_released=self._end)
+        self.importer = Importer(shared, self._committer)
         self.captures = Captures(
             shared,
             self.lookups,
-            committer,
+            self._committer,
             self.bookmarks,
-            self._notes,
-            self._queue,
             lambda: self.tap,
             self._ttl_ns,
             self._priority,
+            commit=self.commit,
+            limit=self.queue_bytes,
+            in_background=self._write_behind,
+            on_released=self._end,
         )
 
     def after_fork_in_child(self) -> None:
@@ -285,7 +292,7 @@ class Engine:
     @property
     def losses(self) -> int:
         """How often this process has evicted, deleted or dropped pages, but for tails that others continue."""
-        return self._catalog.evictions.n_added + self.deleter.n_begun + self.counters.n_dropped
+        return self.evictor.n_evicted + self.deleter.n_begun + self.counters.n_dropped
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -294,17 +301,12 @@ class Engine:
 
         What cannot be written is dropped, counted and logged.
         """
-        return self.captures.commit(batch)
-
-    @property
-    def queue_bytes(self) -> int:
-        """How many bytes may wait to be written."""
-        return self._queue_bytes
+        return self._committer.commit_all(batch)
 
     @property
     def queued_bytes(self) -> int:
         """Bytes captured and not yet written."""
-        return self._queue.n_bytes
+        return self.captures.n_bytes
 
     @handed_over
     def drain(self, pages: int | None = None, n_bytes: int | None = None, seconds: float | None = None) -> Drained:
@@ -315,7 +317,7 @@ class Engine:
         UnavailableError
             If the location does not take anything for half a minute.
         """
-        drained = self._queue.drain(pages, n_bytes, seconds)
+        drained = self.captures.drain(pages, n_bytes, seconds)
         return drained._replace(left=sum(self.captures.pending))
 
     def session_counts(self) -> SessionCounts | None:
@@ -369,20 +371,20 @@ class Engine:
 
     @handed_over
     def _close(self) -> None:
-        if self._queue.is_here:
+        if self.captures.is_here:
             close_soon(self)
             return
         with self._ending:
             # a write thread that no caller waits for releases the backend when it ends
-            if self.is_closed or self._queue.is_on_its_own:
+            if self.is_closed or self.captures.is_on_its_own:
                 return
             try:
-                self._queue.close()
-                if not self.read_only and not self._queue.is_on_its_own:
+                self.captures.close()
+                if not self.read_only and not self.captures.is_on_its_own:
                     self._notes.save(closing=True)
                     self.sync()
             finally:
-                if not self._queue.is_on_its_own:
+                if not self.captures.is_on_its_own:
                     self._release()
 
     def _end(self) -> None:

@@ -1,9 +1,8 @@
 """The order of eviction: the leaves that a policy ranks lowest, found by samples of leaf rows.
 
 The keys of pages are hashes, so the rows after a random key are an unbiased sample of the leaves of a namespace, and
-the namespace is drawn by how many it has. For each leaf that is taken, 64 are read; the lowest of all that were read
-are kept in a pool, from one transaction to the next. Of up to 256 leaves all are read, so that the order is exact.
-Nothing here grows with the number of pages.
+the namespace is drawn by how many it has. For each leaf that is taken, 64 are read. Of up to 256 leaves all are read,
+so that the order is exact. Nothing here grows with the number of pages.
 """
 
 from __future__ import annotations
@@ -12,7 +11,9 @@ import heapq
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from functools import reduce
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -25,7 +26,7 @@ from prefixstore.engine.page_view import View
 from prefixstore.engine.policy import Counting, Leaves, Ordering, Policy, Ranks
 from prefixstore.format.keys import KEY_BYTES
 
-__all__ = ["GROUPS", "KEPT", "POLICIES", "Group", "Rank", "Victim", "Victims"]
+__all__ = ["ALL", "KEPT", "POLICIES", "Cause", "Eviction", "Group", "Rank", "Victim", "Victims"]
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "adaptive": Adaptive,
@@ -41,12 +42,10 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 # leaves that are read for each one that is taken, and for how many at once: in one round trip; in a local file, where
 # most transactions need one, first for one
 SAMPLE, AT_ONCE = 64, 4
-# the lowest leaves that are kept for later; of so many, or fewer, all are read
+# of so many leaves, or fewer, all are read; of more that were read, as many of the lowest are kept
 POOL = 256
 # namespaces from which one is drawn: of more, those after a random one
 SPACES = 1024
-# groups, beside all pages, whose pools are kept
-GROUPS = 64
 # the ranks of pages that have expired, and of those that are evicted after all others
 EXPIRED = float("-inf")
 KEPT = sys.float_info.max
@@ -56,10 +55,33 @@ Rank: TypeAlias = Callable[[Sequence[bytes], Leaves], Ranks]
 
 
 class Group(NamedTuple):
-    """Some namespaces whose pages are evicted for each other: with how many leaves each."""
+    """Pages that are evicted for each other: of a namespace, or of all namespaces of a salt; by default all.
 
-    name: bytes
-    spaces: Mapping[bytes, int]
+    Attributes
+    ----------
+    namespace, salt
+        Whose pages, of all that there are; None if that does not matter.
+    quota
+        How many bytes they may take: stored bytes and tokens.
+    """
+
+    namespace: bytes | None = None
+    salt: str | None = None
+    quota: int = sys.maxsize
+
+    def spaces(self, view: View) -> Mapping[bytes, Count] | None:
+        """Its namespaces, and what each of them holds; None for all that there are."""
+        if self.namespace is not None:
+            return {self.namespace: view.count(self.namespace)}
+        return view.namespaces_of(self.salt) if self.salt is not None else None
+
+    def held(self, view: View) -> Count:
+        """What its pages take now."""
+        spaces = self.spaces(view)
+        return view.count() if spaces is None else reduce(Count.plus, spaces.values(), Count())
+
+
+ALL = Group()
 
 
 class Victim(NamedTuple):
@@ -77,28 +99,37 @@ class Victim(NamedTuple):
         return leaf_row(self.namespace, self.key)
 
 
+class Cause(Enum):
+    """Why a page left the location."""
+
+    SPACE = "space"
+    """The location was full."""
+    QUOTA = "quota"
+    """The tenant held as much as it may."""
+    ASKED = "asked"
+    """``PrefixStore.evict`` or ``prefixstore evict``."""
+    EXPIRED = "expired"
+    """Its time to live had passed."""
+
+
+class Eviction(NamedTuple):
+    """When a page was evicted, in seconds since the epoch, and why."""
+
+    at: float
+    cause: Cause
+
+
 class Victims:
-    """The leaves of a group in one transaction, the lowest first.
+    """The leaves of a group in one transaction, the lowest first."""
 
-    Parameters
-    ----------
-    view
-        The transaction.
-    rank
-        Ranks leaves.
-    pool
-        Low leaves that were found earlier, by the keys of their rows; any of them may be gone, or used since.
-    group
-        Whose leaves; None for all.
-    """
-
-    def __init__(self, view: View, rank: Rank, pool: dict[bytes, bytes], group: Group | None) -> None:
+    def __init__(self, view: View, rank: Rank, group: Group = ALL) -> None:
         self._view = view
         self._rows = view.rows
         self._rank = rank
-        self._pool = pool
-        self._group = group
-        # those of the pool, and others while all are read, in the order in which they are taken
+        spaces = group.spaces(view)
+        # how many leaves each namespace has; None for all namespaces
+        self._spaces = None if spaces is None else {space: count.leaves for space, count in spaces.items()}
+        # leaves that were read, in the order in which they are taken: some may be gone, or used since
         self._heap: list[tuple[float, int, int, bytes, bytes]] = []
         # how many may be taken before more are read; None where all were read
         self._left: int | None = 0
@@ -120,8 +151,6 @@ class Victims:
             rank, last_used, _, row, value = heapq.heappop(self._heap)
             stored = self._rows.get([row])[0]
             if stored != value:
-                # gone, or used since
-                self._pool.pop(row, None)
                 self.offer(row, stored)
                 continue
             if self._left is not None:
@@ -132,18 +161,17 @@ class Victims:
 
     def offer(self, row: bytes, value: bytes | None) -> None:
         """A leaf has this row now; None for none."""
-        if value is not None and row not in self._spared:
+        if value is not None:
             self._push([Row(row, value)])
 
     def added(self, namespace: bytes, key: bytes) -> None:
         """A page may be a leaf now."""
-        if self._group is None or namespace in self._group.spaces:
+        if self._spaces is None or namespace in self._spaces:
             row = leaf_row(namespace, key)
             self.offer(row, self._rows.get([row])[0])
 
     def taken(self, victim: Victim) -> None:
         """A victim was deleted: the page that it followed may be a leaf now."""
-        self._pool.pop(victim.row, None)
         self.added(victim.namespace, victim.leaf.parent)
 
     def give_back(self, victim: Victim) -> None:
@@ -153,43 +181,37 @@ class Victims:
 
     def spare(self, victim: Victim) -> None:
         """A victim was not deleted: it is not chosen again in this transaction."""
-        self._pool.pop(victim.row, None)
         self._spared.add(victim.row)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
         """Read some more leaves, or all where there are few."""
-        if self._n_leaves() <= POOL:
-            self._read_all()
-            return
-        spaces = self._spaces()
-        found = self._sample(spaces)
+        n_leaves = self._view.count().leaves if self._spaces is None else sum(self._spaces.values())
+        found = self._sample() if n_leaves > POOL else []
         if not found:
             self._read_all()
             return
         self._left, self._at_once = self._at_once, AT_ONCE
-        self._merge(found)
-
-    def _n_leaves(self) -> int:
-        return self._view.count().leaves if self._group is None else sum(self._group.spaces.values())
+        self._push(found)
+        self._heap = heapq.nsmallest(POOL, self._heap)
+        # their values now, in one request
+        self._rows.get([row for *_, row, _ in self._heap[: 2 * AT_ONCE]])
 
     def _read_all(self) -> None:
-        """Read as many leaves as a pool has, the first ones that may be taken: mostly that is all."""
+        """Read the first leaves that may be taken: mostly that is all."""
         most = POOL + len(self._spared)
-        if self._group is None:
+        if self._spaces is None:
             ranges = [keyspace.everything(keyspace.LEAF)._replace(limit=most + 1)]
         else:
-            ranges = [leaves_of(space, limit=most + 1) for space in self._group.spaces]
+            ranges = [leaves_of(space, limit=most + 1) for space in self._spaces]
         rows = [row for some in self._rows.ranges(ranges) for row in some]
         self._left = None if len(rows) <= most else AT_ONCE
-        self._pool.clear()
-        self._merge(rows)
+        self._heap = []
+        self._push(rows)
 
-    def _spaces(self) -> Mapping[bytes, int]:
+    def _some_spaces(self) -> Mapping[bytes, int]:
         """How many leaves namespaces have: all of them, or of very many those after a random one."""
-        if self._group is not None:
-            return self._group.spaces
         start = random.randbytes(keyspace.TENANT_BYTES)
         after, first = self._rows.ranges(
             [keyspace.counts_from(start, SPACES), keyspace.counts_from(b"", SPACES)],
@@ -201,8 +223,9 @@ class Victims:
                 found[row.key[-KEY_BYTES:]] = count.leaves
         return found
 
-    def _sample(self, spaces: Mapping[bytes, int]) -> list[Row]:
+    def _sample(self) -> list[Row]:
         """Some leaves after random keys."""
+        spaces = self._some_spaces() if self._spaces is None else self._spaces
         if not spaces:
             return []
         drawn = random.choices(list(spaces), list(spaces.values()), k=self._at_once)
@@ -216,20 +239,9 @@ class Victims:
         ]
         return [row for some in (*found, *(self._rows.ranges(rest) if rest else ())) for row in some]
 
-    def _merge(self, rows: Iterable[Row]) -> None:
-        """Rank the pool anew with these leaves, and keep the lowest."""
-        both = self._pool | {row.key: row.value for row in rows}
-        self._heap = []
-        self._push([Row(key, value) for key, value in both.items() if key not in self._spared])
-        if self._left is not None:
-            self._heap = heapq.nsmallest(POOL, self._heap)
-            self._pool.clear()
-            self._pool.update((row, value) for *_, row, value in self._heap)
-            # their values now, in one request
-            self._rows.get([row for *_, row, _ in self._heap[: 2 * AT_ONCE]])
-
     def _push(self, rows: Sequence[Row]) -> None:
-        rows = [row for row in rows if len(row.value) == LEAVES.itemsize and len(row.key) == 1 + 2 * KEY_BYTES]
+        sizes = 1 + 2 * KEY_BYTES, LEAVES.itemsize
+        rows = [row for row in rows if (len(row.key), len(row.value)) == sizes and row.key not in self._spared]
         if not rows:
             return
         leaves = np.frombuffer(bytearray(b"".join(row.value for row in rows)), LEAVES)

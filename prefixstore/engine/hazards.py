@@ -75,13 +75,7 @@ class Hazards:
         self._lost /= 2
 
     def learn(self, classes: npt.NDArray[np.int64], ages: npt.NDArray[np.int64]) -> None:
-        """Compute the worth of every class at every age.
-
-        Parameters
-        ----------
-        classes, ages
-            Of the sampled pages that have not been used again.
-        """
+        """Compute the worth of every class at every age, given the sampled pages that have not been used again."""
         self._hits *= FADE
         self._lost *= FADE
         ends = self._hits + self._lost

@@ -12,7 +12,6 @@ from prefixstore.engine.index import is_same
 from prefixstore.engine.part import Part, Shared
 from prefixstore.engine.pending import PendingPage
 from prefixstore.engine.relatives import siblings_of
-from prefixstore.engine.waiting import Placement
 from prefixstore.format.record import Record, StoredPage
 
 __all__ = ["Imported", "Importer"]
@@ -64,28 +63,29 @@ class Importer(Part):
             with self._backend.view() as view:
                 here = view.records([key for one in batch for key in (one.key, one.record.parent)])
             known = {key: record for key, (record, _) in here.items() if isinstance(record, Record)}
-            places: list[Placement] = []
+            added: list[PendingPage] = []
+            present = 0
             for one, new in zip(batch, news, strict=True):
                 record = one.record
                 if not record.follows(known.get(record.parent)):
-                    places.append(Placement.REFUSED)
-                elif one.key not in known:
-                    places.append(self._catalog.announce(new))
+                    continue
+                if one.key not in known:
                     known[one.key] = record
+                    if self._catalog.announce(new):
+                        added.append(new)
+                    else:
+                        present += 1
                 elif is_same(known[one.key], record):
-                    places.append(Placement.KNOWN)
+                    present += 1
                 else:
                     # another page has its key: neither it nor its descendants can be here
-                    places.append(Placement.REFUSED)
                     del known[one.key]
-            added = [new for new, place in zip(news, places, strict=True) if place is Placement.ADDED]
             written = self._committer.commit(added)
             with self._backend.view() as view:
                 # tails that a stored page continues
-                n_covered = sum(siblings_of(view, new.page)[1] for new in added if new not in written)
+                present += sum(siblings_of(view, new.page)[1] for new in added if new not in written)
         except Exception:
             # also those that were announced and not passed on
-            self._catalog.drop(news)
+            self._catalog.give_up(news)
             raise
-        present = places.count(Placement.KNOWN) + n_covered
         return Imported(len(written), sum(new.n_bytes for new in written), present, len(batch) - present - len(written))

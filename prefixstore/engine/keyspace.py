@@ -47,6 +47,7 @@ __all__ = [
     "USAGE",
     "Count",
     "Leaf",
+    "bookmarks_note",
     "count_row",
     "counts_from",
     "counts_of",
@@ -232,6 +233,11 @@ LEAVES = np.dtype(
         ("page_class", "u1"),
     ]
 )
+
+
+def bookmarks_note(namespace: bytes) -> bytes:
+    """The name of the note with the bookmarks of a namespace."""
+    return b"bookmarks:" + namespace
 
 
 def under(node: bytes, limit: int | None = None) -> Range:

@@ -8,11 +8,9 @@ was committed since the last `Pages.sync`, the newest first, and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
 
 from prefixstore.backends.contract import Row, Update
 from prefixstore.engine import keyspace, siblings
-from prefixstore.engine.bookmark import note_name
 from prefixstore.engine.keyspace import (
     Count,
     Leaf,
@@ -58,10 +56,6 @@ class Transaction(View):
         start = keyspace.counts_of(keyspace.tenant_of(salt, b"")).start
         changed = {row[-KEY_BYTES:]: count for row, count in self._counted.items() if row.startswith(start)}
         return self._spaces[salt] | changed
-
-    def count_of(self, salt: str) -> Count:
-        """What the namespaces with this salt hold together. Their rows are read once."""
-        return reduce(Count.plus, self.namespaces_of(salt).values(), Count())
 
     def _owner(self, namespace: bytes) -> bytes:
         """Under whose key an encrypted location has a namespace: the tenant's, whichever part of it that is."""
@@ -222,7 +216,7 @@ class Transaction(View):
     def _drop_namespace(self, key: bytes) -> None:
         """Forget the settings of a namespace, and the names of its sequences."""
         self._rows.delete(keyspace.NAMESPACE + key)
-        self._rows.delete(keyspace.NOTE + note_name(key))
+        self._rows.delete(keyspace.NOTE + keyspace.bookmarks_note(key))
 
     def put_note(self, name: bytes, value: bytes | None, namespace: bytes | None = None) -> None:
         """Write a short note for other processes; None deletes it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import NamedTuple
 
 from prefixstore.buffers import PooledBuffer
@@ -12,7 +13,7 @@ from prefixstore.format.autocodec import Encoder
 from prefixstore.format.keys import PAGE, page_key
 from prefixstore.format.record import Buffer, Record, StoredPage, Usage, checksum, time_of_use
 
-__all__ = ["Damage", "Deferred", "PackedPage", "PendingPage", "Use"]
+__all__ = ["Damage", "Deferred", "DropReason", "Outdated", "PendingPage", "Use"]
 
 
 class Use(NamedTuple):
@@ -41,14 +42,24 @@ class Use(NamedTuple):
             page.expires = max(page.expires, self.expires)
 
 
-class PackedPage(NamedTuple):
-    """A pending page, ready to be written."""
+class DropReason(str, Enum):
+    """Why a commit does not store a captured page: the name in ``Stats.dropped``."""
 
-    pending: PendingPage
-    record: Record
-    usage: Usage | None
-    """None: the usage that it has when it is written."""
-    payload: Buffer
+    BUDGET = "budget"
+    QUOTA = "quota"
+    FULL = "full"
+    ORPHAN = "orphan"
+    UNAVAILABLE = "unavailable"
+    ERROR = "error"
+    ADMISSION = "admission"
+
+
+class Outdated(str, Enum):
+    """Why a captured page was given up before it was written: the names in ``Stats.outdated``."""
+
+    SUPERSEDED = "superseded"
+    THINNED = "thinned"
+    DELETED = "deleted"
 
 
 @dataclass(slots=True, eq=False)
@@ -62,21 +73,25 @@ class PendingPage:
     settings
         Canonical settings of its namespace.
     buffer
-        The state; None if this process has only the stored form.
-    stored
-        What another location has stored, usage included, and is written as it is; None of a captured page.
+        The state; None if this process has only the stored form, or has it no longer.
+    usage
+        The usage that an imported page has had elsewhere; None of a captured one.
     is_wanted
         Whether it is stored even if the policy finds it worth less than what is evicted for it.
     is_writing
         Whether a transaction writes it.
+    record, payload
+        What is to be stored: of a captured page, once it is packed.
     """
 
     page: Page
     settings: bytes
     buffer: PooledBuffer | None
-    stored: StoredPage | None = field(default=None, kw_only=True)
+    usage: Usage | None = field(default=None, kw_only=True)
     is_wanted: bool = field(default=False, kw_only=True)
     is_writing: bool = field(default=False, init=False)
+    record: Record = field(init=False)
+    payload: Buffer = field(default=b"", init=False)
 
     @classmethod
     def of(
@@ -99,46 +114,49 @@ class PendingPage:
     @classmethod
     def from_stored(cls, stored: StoredPage, settings: bytes) -> PendingPage:
         """The page of a file or of another location, whose clock may have been wrong."""
-        now = time.time_ns()
+        now, record = time.time_ns(), stored.record
         usage = replace(stored.usage, last_used=time_of_use(stored.usage.last_used, now) or now)
-        stored = stored._replace(usage=usage)
-        return cls(Page.stored(stored.key, stored.record, usage), settings, None, stored=stored, is_wanted=True)
+        new = cls(Page.stored(stored.key, record, usage), settings, None, usage=usage, is_wanted=True)
+        new.record, new.payload = record, stored.payload
+        return new
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether it was captured here, and not imported."""
+        return self.usage is None
 
     @property
     def n_bytes(self) -> int:
         """Bytes in memory that it holds."""
-        if self.stored is not None:
-            return len(self.stored.payload)
-        return len(self.buffer.view) if self.buffer is not None else 0
+        return self.page.raw_bytes if self.is_captured else len(self.payload)
 
     def release(self) -> None:
-        """Give the buffer back. A second call does nothing."""
-        # a second release of the buffer itself would take it from another holder
+        """Give the memory of a captured page back, once a commit has ended."""
         buffer, self.buffer = self.buffer, None
         if buffer is not None:
+            self.payload = b""
             buffer.release()
 
-    def pack(self, encode: Encoder) -> PackedPage:
-        """Its stored form."""
-        if self.stored is not None:
-            return PackedPage(self, self.stored.record, self.stored.usage, self.stored.payload)
+    def pack(self, encode: Encoder) -> None:
+        """Have its stored form in `record` and `payload`."""
+        if not self.is_captured:
+            return
         page, state = self.page, self.buffer.view if self.buffer is not None else memoryview(b"")
         # a page that holds tokens only says nothing about how well states compress
-        codec, payload = encode(page.namespace, state) if page.raw_bytes else (0, b"")
-        record = Record(
+        codec, self.payload = encode(page.namespace, state) if page.raw_bytes else (0, b"")
+        self.record = Record(
             page.namespace,
             page.parent,
             page.start,
             page.tokens,
             codec,
             page.raw_bytes,
-            len(payload),
-            checksum(payload),
+            len(self.payload),
+            checksum(self.payload),
             page.compute_us,
             page.created,
             page.form,
         )
-        return PackedPage(self, record, None, payload)
 
 
 class Damage(NamedTuple):

@@ -63,17 +63,7 @@ class Policy:
         return
 
     def evicted(self, key: bytes, uses: int, last_used: int) -> None:
-        """A page was evicted by this engine, or not admitted.
-
-        Parameters
-        ----------
-        key
-            Of the page.
-        uses
-            How often it was used, as `Page` says.
-        last_used
-            When, in nanoseconds since the epoch.
-        """
+        """A page was evicted by this engine, or not admitted, after so many uses, the last one at this time."""
         return
 
     def prepare(self, pages: int) -> None:

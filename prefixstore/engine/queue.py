@@ -7,17 +7,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from prefixstore.backends.threads import OwnThread
+from prefixstore.backends.threads import OwnThread, handed_over
 from prefixstore.buffers import BufferPool, PooledBuffer
-from prefixstore.engine.pending import PendingPage
-from prefixstore.engine.waiting import DropReason
+from prefixstore.engine.commit import Committer
+from prefixstore.engine.part import Part, Shared
+from prefixstore.engine.pending import DropReason, PendingPage
 from prefixstore.errors import PrefixStoreError, UnavailableError
-
-if TYPE_CHECKING:
-    from prefixstore.engine.engine import Engine
 
 __all__ = ["BATCH_BYTES", "Drained", "WriteQueue"]
 
@@ -48,26 +45,38 @@ class Drained(NamedTuple):
     left: int = 0
 
 
-class WriteQueue:
+class WriteQueue(Part):
     """Announced pages that wait for a commit, and the thread that commits them.
 
     Parameters
     ----------
-    engine
-        Commits them, and what is deferred.
     limit
         How many bytes may wait; one page of any size always may.
     in_background
         Whether a thread commits, or the caller of `put`.
     on_released
         Called by the thread when it finally ends, if `close` did not wait for that.
+
+    Attributes
+    ----------
+    is_on_its_own
+        Whether no caller waits for the thread any more.
     """
 
-    def __init__(self, engine: Engine, limit: int, *, in_background: bool, on_released: Callable[[], None]) -> None:
-        self._engine = engine
-        self._counters = engine.counters
-        self._read_only = engine.read_only
-        self.in_background = in_background
+    def __init__(
+        self,
+        shared: Shared,
+        committer: Committer,
+        commit: Callable[[Sequence[PendingPage]], int],
+        limit: int,
+        *,
+        in_background: bool,
+        on_released: Callable[[], None],
+    ) -> None:
+        super().__init__(shared)
+        self._committer = committer
+        self._commit_batch = commit
+        self._in_background = in_background
         self._on_released = on_released
         self._buffers = BufferPool(limit)
         self._queue: deque[PendingPage] = deque()
@@ -76,12 +85,10 @@ class WriteQueue:
         # the thread commits
         self._busy = False
         self._closing = False
-        # the thread should commit now; and how many steps it has finished
+        # the thread should commit now
         self._flush_requested = False
-        self._steps = 0
         # pages that have left the queue, and the bytes of their states
         self._done, self._done_bytes = 0, 0
-        # no caller waits for the thread any more
         self.is_on_its_own = False
         self._thread: threading.Thread | None = None
 
@@ -92,22 +99,33 @@ class WriteQueue:
 
     def acquire(self, size: int, *, wait: bool = False) -> PooledBuffer | None:
         """A buffer to capture a page into; None if too much is queued. With `wait`, None only if nothing is written."""
-        return self._buffers.acquire(size, wait=wait, timeout=NO_PROGRESS_SECONDS)
+        # handed over only to wait: while another thread computes, that takes longer than copying a page
+        buffer = self._buffers.acquire(size)
+        return self._acquire_later(size) if buffer is None and wait else buffer
+
+    @handed_over
+    def _acquire_later(self, size: int) -> PooledBuffer | None:
+        return self._buffers.acquire(size, wait=True, timeout=NO_PROGRESS_SECONDS)
+
+    def adopt(self, state: memoryview) -> PooledBuffer | None:
+        """A buffer with the memory of another queue's; None if too much is queued."""
+        return self._buffers.adopt(state)
 
     def put(self, new: PendingPage) -> None:
         """Have an announced page written; its buffer is the queue's from here on."""
         with self._lock:
             # once the thread has been told to end, it would not take it from the queue
-            taken = self.in_background and not self._closing and self._start()
+            taken = self._in_background and not self._closing and self._start()
             if taken:
                 self._queue.append(new)
                 self._wake.notify_all()
         if not taken:
             self._commit([new])
 
+    @handed_over
     def nudge(self) -> None:
         """Have deferred changes committed soon."""
-        if self.in_background and not self._read_only:
+        if self._in_background and not self._read_only:
             with self._lock:
                 self._start()
 
@@ -141,7 +159,7 @@ class WriteQueue:
         """
         with self._lock:
             if self._has_deferred and not self._closing:
-                if self.in_background:
+                if self._in_background:
                     self._start()
                 self._flush_requested = self._thread is not None
                 self._wake.notify_all()
@@ -155,7 +173,7 @@ class WriteQueue:
             until = time.monotonic() + seconds if seconds is not None else None
             if not self._wait_until_idle(is_enough, until):
                 raise UnavailableError(
-                    f"nothing was written for {NO_PROGRESS_SECONDS:.0f} s, and {self._engine.queued_bytes:,} bytes are "
+                    f"nothing was written for {NO_PROGRESS_SECONDS:.0f} s, and {self.n_bytes:,} bytes are "
                     "waiting: the location does not answer, or another process holds its lock"
                 )
         if self._thread is None and self._has_deferred:
@@ -165,25 +183,20 @@ class WriteQueue:
 
     @property
     def _has_deferred(self) -> bool:
-        return self._engine.captures.has_deferred and not self._read_only
+        return self._committer.has_deferred and not self._read_only
 
     def _wait_until_idle(self, is_enough: Callable[[], bool] = lambda: False, until: float | None = None) -> bool:
         """Wait, holding the lock, until the thread has nothing to write; false if it makes no progress for too long.
 
         The wait ends early if `is_enough`, or at the time `until`.
         """
-        while self._queue or self._busy or self._flush_requested:
-            if is_enough():
-                break
-            before, wait = self._steps, NO_PROGRESS_SECONDS
+        while (self._queue or self._busy or self._flush_requested) and not is_enough():
+            wait = NO_PROGRESS_SECONDS
             if until is not None:
                 wait = min(wait, max(until - time.monotonic(), 0.0))
-            if not self._wake.wait_for(partial(self._has_progressed, before), wait):
+            if not self._wake.wait(wait):
                 return until is not None and time.monotonic() >= until
         return True
-
-    def _has_progressed(self, before: int) -> bool:
-        return self._steps != before
 
     @property
     def is_here(self) -> bool:
@@ -227,7 +240,8 @@ class WriteQueue:
         due = time.monotonic() + DEFERRED_SECONDS
         while True:
             with self._lock:
-                self._finished()
+                self._busy = False
+                self._wake.notify_all()
                 self._wake.wait_for(
                     lambda: self._queue or self._closing or self._flush_requested,
                     timeout=max(due - time.monotonic(), 0.0),
@@ -245,12 +259,6 @@ class WriteQueue:
         if self.is_on_its_own:
             self._on_released()
 
-    def _finished(self) -> None:
-        """A step of the thread is done. The caller holds the lock."""
-        self._busy = False
-        self._steps += 1
-        self._wake.notify_all()
-
     def _next_batch(self) -> list[PendingPage]:
         batch: list[PendingPage] = []
         size = 0
@@ -262,7 +270,7 @@ class WriteQueue:
     def _commit(self, batch: Sequence[PendingPage]) -> None:
         size = sum(new.n_bytes for new in batch)
         try:
-            self._engine.commit(batch)
+            self._commit_batch(batch)
         except PrefixStoreError as error:
             log.warning("a batch of %d pages was dropped: %s", len(batch), error)
         except Exception:  # a fault of the store must not end the thread that serves it

@@ -1,4 +1,4 @@
-"""What an engine saves as notes in its location: what its policy has learned, which pages were evicted lately, figures.
+"""What an engine saves as notes in its location: what its policy has learned, and figures.
 
 Several processes have one note. What cannot be read is ignored, and what cannot be saved is lost: that costs hits, or a
 diagnosis, and nothing else.
@@ -9,16 +9,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
-from prefixstore.engine.eviction_log import EVICTIONS_NOTE, KEY_PART, Eviction, parsed
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import View
-from prefixstore.engine.pages import Pages, retried
+from prefixstore.engine.pages import retried
+from prefixstore.engine.part import Part, Shared
 from prefixstore.engine.space import Evictor, Space
 from prefixstore.errors import StorageError
 from prefixstore.format.figures import NOTE, History
-from prefixstore.stats import Counters, Kept
+from prefixstore.stats import Kept
 
 __all__ = ["POLICY_NOTE", "SavedNotes", "note_policy", "noted_policy"]
 
@@ -26,13 +26,12 @@ log = logging.getLogger("prefixstore")
 
 # a note takes at most this part of the budget
 PART_OF_BUDGET = 1 / 256
-# what the policy has learned is saved so often at most, and only after so many lookups; evictions so often at most
+# what the policy has learned is saved so often at most, and only after so many lookups
 POLICY_SECONDS, POLICY_LOOKUPS = 600.0, 50
-EVICTION_SECONDS = 60.0
 # figures are saved so often at most; for so many bytes of the budget they may have a row, and there are so many at most
 FIGURE_SECONDS, BYTES_FOR_A_ROW, MOST_ROWS = 10.0, 1 << 16, 2048
-# how often a reader of figures waits for those that are being saved, and how long
-ATTEMPTS, PAUSE_SECONDS = 20, 0.01
+# how long the figures are waited for while another thread saves them
+PATIENCE = 1.0
 # the name of the policy by which pages are evicted
 POLICY_NOTE = b"policy"
 
@@ -49,142 +48,84 @@ def noted_policy(view: View) -> str | None:
     return note.decode("ascii", "replace") if note is not None else None
 
 
-class SavedNotes:
+class SavedNotes(Part):
     """Saves the notes at intervals, if enough has happened, and at the end. Each takes a small part of the budget.
 
     Parameters
     ----------
-    backend
-        Of the engine.
-    evictor
-        Makes space for the notes.
-    counters
-        Have the figures of this process.
     models
-        The names of models to keep with them; see `History`.
+        The names of models to keep with the figures; see `History`.
     notes_budget
         Whether the budget is kept with them: not that of an `Archive`, which serves no prompts.
-    clock
-        Seconds.
     """
 
-    def __init__(
-        self,
-        backend: Pages,
-        evictor: Evictor,
-        counters: Counters,
-        models: Mapping[str, str] | None = None,
-        *,
-        notes_budget: bool = True,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._backend = backend
-        self._counters = counters
-        self._models = models if models is not None else {}
-        self._notes_budget = notes_budget
-        # figures are added to the note by one thread at a time
-        self._adding = threading.Lock()
-        # odd while that is done
-        self._turn = 0
-        self._catalog = evictor.catalog
+    def __init__(self, shared: Shared, evictor: Evictor, models: Mapping[str, str], *, notes_budget: bool) -> None:
+        super().__init__(shared)
         self._evictor = evictor
-        self._clock = clock
-        self._is_loaded = self._has_warned = False
-        self._started = self._figures_at = clock()
-        # when each was saved, and how much had happened until then
-        self._saved: dict[bytes, tuple[float, int]] = {}
-
-    def load(self) -> None:
-        """Have the policy go on with what was learned, before the first commit. What cannot be read is read later."""
-        name = self._catalog.policy.note
-        if self._is_loaded or name is None:
-            return
-        try:
-            with self._backend.view() as view:
-                note = view.note(name)
-        except StorageError as error:
-            if not self._has_warned:
-                log.warning("what the eviction policy has learned cannot be read yet: %s", error)
-            self._has_warned = True
-            return
-        self._is_loaded = True
-        if note is not None and not self._catalog.load_policy(note):
-            log.warning("the saved state of the eviction policy cannot be read; it starts afresh")
-
-    def find(self, view: View, keys: Sequence[bytes]) -> dict[bytes, Eviction]:
-        """What is known of the evictions of these pages, by this process or by others. Raises `StorageError`."""
-        noted = parsed(view.note(EVICTIONS_NOTE))
-        known = ((key, self._catalog.evictions.find(key) or noted.get(key[:KEY_PART])) for key in keys)
-        return {key: one for key, one in known if one is not None}
+        self._models = models
+        self._notes_budget = notes_budget
+        # held while figures are added to the note: what is written is not counted twice
+        self._adding = threading.Lock()
+        # when what was learned was saved, and after how many lookups; when figures were
+        self._learned_at = self._figures_at = time.monotonic()
+        self._n_lookups = 0
 
     def save(self, *, closing: bool = False) -> None:
         """Save what is due: when the engine is closing, all that has changed."""
-        catalog = self._catalog
-        name, evictions = catalog.policy.note if self._is_loaded else None, catalog.evictions
-        if name is not None and self._is_due(name, catalog.n_lookups, POLICY_LOOKUPS, POLICY_SECONDS, closing):
-            self._write(name, lambda _, at_most: _fitting(catalog.learned(), at_most))
-        if self._is_due(EVICTIONS_NOTE, evictions.n_added, 1, EVICTION_SECONDS, closing):
-            self._write(EVICTIONS_NOTE, evictions.pack)
+        now, n_lookups = time.monotonic(), self._catalog.n_lookups
+        name = self._catalog.policy.note if self._evictor.has_loaded else None
+        is_due = closing or now >= self._learned_at + POLICY_SECONDS
+        if name is not None and is_due and n_lookups >= self._n_lookups + POLICY_LOOKUPS:
+            self._learned_at, self._n_lookups = now, n_lookups
+            self._write(name, lambda _: self._learned())
         if closing or self.figures_are_due:
-            self._figures_at = self._clock()
+            self._figures_at = now
             self.save_figures()
+
+    def _learned(self) -> bytes:
+        with self._catalog.lock:
+            return self._catalog.policy.save()
 
     @property
     def figures_are_due(self) -> bool:
         """Whether something was counted that has waited for long enough."""
-        return self._clock() >= self._figures_at + FIGURE_SECONDS and bool(self._counters.unwritten())
+        return time.monotonic() >= self._figures_at + FIGURE_SECONDS and bool(self._counters.unwritten())
 
     def save_figures(self) -> None:
-        """Add what was counted here to the figures of the location, unless another thread does; or that waits."""
-        # not one that waits for itself: closed in its own transaction, as a finalizer may do
-        if not self._adding.acquire(blocking=False):
+        """Add what was counted here to the figures of the location."""
+        # not for ever: a thread may wait for itself, closed in its own transaction, as a finalizer may do
+        if not self._adding.acquire(timeout=PATIENCE):
             return
         try:
-            self._turn += 1
             kept = self._counters.unwritten()
-            most_rows = min(self._evictor.budget.max_bytes // BYTES_FOR_A_ROW, MOST_ROWS)
-            if kept and self._write(NOTE, lambda old, n: _fitting(self._figures(old, kept).pack(most_rows), n)):
+            most_rows = min(self._budget.max_bytes // BYTES_FOR_A_ROW, MOST_ROWS)
+            if kept and self._write(NOTE, lambda old: self._figures(old, kept).pack(most_rows)):
                 self._counters.written(kept)
         finally:
-            self._turn += 1
             self._adding.release()
 
     def history(self) -> History:
         """How the location was used, what is not written yet included. Raises `StorageError`."""
-        for _ in range(ATTEMPTS):
-            turn = self._turn
+        has_waited = self._adding.acquire(timeout=PATIENCE)
+        try:
             with self._backend.view() as view:
                 note = view.note(NOTE)
-            kept = self._counters.unwritten()
-            if turn == self._turn and turn % 2 == 0:
-                break
-            # what is being saved is in both, or in neither
-            time.sleep(PAUSE_SECONDS)
-        return self._figures(note, kept)
+            return self._figures(note, self._counters.unwritten())
+        finally:
+            if has_waited:
+                self._adding.release()
 
     def _figures(self, note: bytes | None, kept: Kept) -> History:
         """The figures of a note, and what was counted here."""
-        history, budget = History.of(note), self._evictor.budget
+        history, budget = History.of(note), self._budget
         history.add(kept)
         history.models |= self._models
         if self._notes_budget:
             history.max_bytes, history.max_entries = budget.max_bytes, budget.max_entries
         return history
 
-    def _is_due(self, name: bytes, n: int, least: int, seconds: float, closing: bool) -> bool:
-        """Whether so much has happened since a note was saved, and long enough ago; if so, it is saved now."""
-        now = self._clock()
-        at, n_before = self._saved.get(name, (self._started, 0))
-        if n < n_before + least or (not closing and now < at + seconds):
-            return False
-        self._saved[name] = now, n
-        return True
-
-    def _write(self, name: bytes, pack: Callable[[bytes | None, int], bytes]) -> bool:
-        """Write a note: what `pack` makes of the one that is there, and of the bytes it may take. Whether it is there.
-
-        Nothing is written if that is empty.
-        """
+    def _write(self, name: bytes, pack: Callable[[bytes | None], bytes]) -> bool:
+        """Replace a note by what `pack` makes of it, unless that is too large; whether it is there."""
         try:
             return self._replace(name, pack)
         except StorageError as error:
@@ -192,16 +133,14 @@ class SavedNotes:
             return False
 
     @retried
-    def _replace(self, name: bytes, pack: Callable[[bytes | None, int], bytes]) -> bool:
-        max_bytes = self._evictor.budget.max_bytes
+    def _replace(self, name: bytes, pack: Callable[[bytes | None], bytes]) -> bool:
+        max_bytes = self._budget.max_bytes
         with self._catalog.update(self._backend) as transaction:
             old = transaction.note(name)
-            new = pack(old, int(max_bytes * PART_OF_BUDGET))
-            if new and new != old:
+            new = pack(old)
+            if len(new) > max_bytes * PART_OF_BUDGET:
+                return False
+            if new != old:
                 Space(self._evictor, transaction).shrink(max_bytes - len(new) + len(old or b""))
                 transaction.put_note(name, new)
-        return bool(new)
-
-
-def _fitting(note: bytes, at_most: int) -> bytes:
-    return note if len(note) <= at_most else b""
+        return True

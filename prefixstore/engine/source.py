@@ -235,7 +235,8 @@ class SourceReader:
     def _run(self) -> None:
         """Read until the caller has left."""
         try:
-            with self.fetcher.in_memory(self.pages) as self._in_memory, self.fetcher.view() as self._view:
+            self._in_memory = self.fetcher.in_memory(self.pages)
+            with self.fetcher.view() as self._view:
                 stored = [page for page in self.pages if page.key not in self._in_memory]
                 is_packed = any(page.stored_bytes != page.raw_bytes for page in stored)
                 self._along = self._along and not is_packed
@@ -378,17 +379,13 @@ class Fetcher(Part):
         """These pages, from this location; what is read is kept in RAM."""
         return self, pages, self._ram.keep if self._ram.lacks(pages) else None
 
-    @contextmanager
-    def in_memory(self, pages: Sequence[Page]) -> Iterator[Mapping[bytes, memoryview]]:
-        """States that need not be read. Entered before a view, so what is committed meanwhile is in either."""
-        held = self._catalog.hold(pages)
-        try:
-            some = pages if self._ram.used else ()
-            hot = {page.key: state for page in some if (state := self._ram.state(page)) is not None}
-            yield hot | {key: buffer.view for key, buffer in held.items()}
-        finally:
-            for buffer in held.values():
-                buffer.release()
+    def in_memory(self, pages: Sequence[Page]) -> Mapping[bytes, memoryview]:
+        """States that need not be read. Asked before a view is opened, so what is committed meanwhile is in either."""
+        found = self._catalog.states(pages)
+        for page in pages:
+            if page.key not in found and (state := self._ram.state(page)) is not None:
+                found[page.key] = state
+        return found
 
     @contextmanager
     def view(self) -> Iterator[View]:

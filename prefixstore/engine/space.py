@@ -2,121 +2,157 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from prefixstore.engine.budget import Budget
-from prefixstore.engine.catalog import Catalog
-from prefixstore.engine.eviction import Group, Victim, Victims
-from prefixstore.engine.eviction_log import Cause
+import numpy as np
+
+from prefixstore.backends.threads import handed_over
+from prefixstore.engine.budget import Evicted
+from prefixstore.engine.eviction import ALL, KEPT, Cause, Eviction, Group, Victim, Victims
 from prefixstore.engine.index import Page
-from prefixstore.engine.keyspace import Count
+from prefixstore.engine.keyspace import Leaf
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import Used, View
-from prefixstore.engine.pages import Pages, fewer, retried
-from prefixstore.engine.pending import PackedPage
-from prefixstore.engine.waiting import DropReason
+from prefixstore.engine.pages import fewer, retried
+from prefixstore.engine.part import Part, Shared
+from prefixstore.engine.pending import DropReason, PendingPage
+from prefixstore.engine.policy import Leaves, Ranks
 from prefixstore.errors import FullError, StorageError
 from prefixstore.format.namespace import salt_in
-from prefixstore.format.record import time_of_use
+from prefixstore.format.record import Usage, head_of, time_of_use
 from prefixstore.results import Shortage
-from prefixstore.stats import Counters
 
 __all__ = ["PAGES_AT_ONCE", "Evictor", "Space"]
+
+log = logging.getLogger("prefixstore")
 
 # other processes wait while a transaction is open: it evicts so many pages and bytes, and no more
 PAGES_AT_ONCE = 512
 BYTES_AT_ONCE = 256 << 20
+# so many evictions are remembered, the latest ones
+REMEMBERED = 4096
 
 
 class _TakenBackError(StorageError):
     """Ends a transaction that only tries something; what it has changed is undone."""
 
 
-class Evictor:
-    """Evicts leaves of a location.
-
-    Parameters
-    ----------
-    catalog
-        Chooses the victims.
-    budget
-        What the location may hold.
-    counters
-        Counts what is deleted.
-    cause
-        Why it evicts, apart from quotas and from pages that have expired; for the log of evictions.
+class Evictor(Part):
+    """Evicts leaves of a location, in the order of the policy.
 
     Attributes
     ----------
     used
         What the location held after the last transaction; None before the first.
+    n_evicted
+        How many pages it has evicted, expired ones included.
+    has_loaded
+        Whether the policy goes on with what was learned before.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        budget: Budget,
-        counters: Counters,
-        cause: Cause = Cause.SPACE,
-    ) -> None:
-        self.catalog = catalog
-        self.budget = budget
-        self.cause = cause
-        self._counters = counters
-        self.used: Used | None = None
+    has_loaded = False
 
-    def shrink(self, backend: Pages, max_bytes: int) -> tuple[list[bytes], int]:
+    def __init__(self, shared: Shared) -> None:
+        super().__init__(shared)
+        self.catalog, self.budget = shared.catalog, shared.budget
+        self.used: Used | None = None
+        self.n_evicted = 0
+        # the latest evictions, each page once
+        self._evicted: dict[bytes, Eviction] = {}
+        # the pages that are to be kept, by their owners, and all of them
+        self._kept_by: dict[str, Collection[bytes]] = {}
+        self._kept: set[bytes] = set()
+
+    def load(self) -> None:
+        """Have the policy go on with what was learned, before the first eviction. What cannot be read is read later."""
+        name = self.catalog.policy.note
+        if self.has_loaded or name is None:
+            return
+        try:
+            with self._backend.view() as view:
+                note = view.note(name)
+        except StorageError as error:
+            log.info("what the eviction policy has learned cannot be read yet: %s", error)
+            return
+        self.has_loaded = True
+        with self.catalog.lock:
+            is_sound = note is None or self.catalog.policy.load(note)
+        if not is_sound:
+            log.warning("the saved state of the eviction policy cannot be read; it starts afresh")
+
+    @handed_over
+    def evict(self, max_bytes: int, *, dry_run: bool = False) -> Evicted:
+        """Evict in the order of the policy until the location holds `max_bytes`, or only what is pinned.
+
+        A `dry_run` finds out what that would be, and changes nothing. Raises `StorageError`.
+        """
+        self.load()
+        chosen: list[bytes] = []
+        before = self._stored_bytes()
+        if dry_run:
+            chosen, left = self._trial(max_bytes)
+        else:
+            n_before, left = -1, max_bytes + 1
+            # what a location takes is known exactly only after a commit
+            while left > max_bytes and len(chosen) > n_before:
+                n_before = len(chosen)
+                chosen += self.shrink(max_bytes, Cause.ASKED)[0]
+                self._backend.rows.reclaim()
+                left = self._stored_bytes()
+            self._backend.mend()
+        keys = tuple(key.hex() for key in chosen)
+        return Evicted(keys, max(before - left, 0), self.catalog.policy.name, max_bytes, left, dry_run)
+
+    def _stored_bytes(self) -> int:
+        with self._backend.view() as view:
+            return view.used.bytes
+
+    def shrink(self, max_bytes: int, cause: Cause = Cause.SPACE) -> tuple[list[bytes], int]:
         """Evict, in transactions of bounded length, until the location holds `max_bytes`, or nothing is left to evict.
 
-        Returns
-        -------
-        tuple of list and int
-            The keys of the pages that were evicted; and what the location holds now, in bytes.
-
-        Raises
-        ------
-        FullError
-            If the location has no space to delete even one page.
+        Returns the keys of the pages that were evicted, and what the location holds now, in bytes. Raises `FullError`
+        if it has no space to delete even one page.
         """
         evicted: list[bytes] = []
         at_once = PAGES_AT_ONCE
         while True:
             try:
-                some, used, is_done = self._shrink_some(backend, max_bytes, at_once)
+                some, used, is_done = self._shrink_some(max_bytes, at_once, cause)
             except FullError as error:
-                at_once = fewer(backend, at_once, error)
+                at_once = fewer(self._backend, at_once, error)
                 continue
             evicted += some
             if is_done:
                 return evicted, used
 
     @retried
-    def _shrink_some(self, backend: Pages, max_bytes: int, at_once: int) -> tuple[list[bytes], int, bool]:
-        with self.catalog.update(backend) as transaction:
+    def _shrink_some(self, max_bytes: int, at_once: int, cause: Cause) -> tuple[list[bytes], int, bool]:
+        with self.catalog.update(self._backend) as transaction:
             enough = max(max_bytes, transaction.used.bytes - BYTES_AT_ONCE)
-            evicted, is_left = Space(self, transaction).shrink(enough, at_most=at_once)
+            evicted, is_left = Space(self, transaction, cause).shrink(enough, at_most=at_once)
             used = transaction.used.bytes
         return evicted, used, used <= max_bytes or not is_left
 
-    def trial(self, backend: Pages, max_bytes: int) -> tuple[list[bytes], int]:
+    def _trial(self, max_bytes: int) -> tuple[list[bytes], int]:
         """What `shrink` would evict, and what the location would hold after it. Nothing is changed.
 
         It is tried in one transaction, which is taken back; other writers wait meanwhile. Raises `FullError`.
         """
         chosen: list[bytes] = []
         used = 0
-        with suppress(_TakenBackError), self.catalog.update(backend) as transaction:
+        with suppress(_TakenBackError), self.catalog.update(self._backend) as transaction:
             chosen, _ = Space(self, transaction).shrink(max_bytes)
             used = transaction.used.bytes
             raise _TakenBackError
         return chosen, used
 
-    def respect_budget(self, backend: Pages) -> None:
+    def respect_budget(self) -> None:
         """If more is stored than the budget allows, since it was larger before, evict the excess in short transactions.
 
         Nothing is evicted if too much is pinned. Raises `FullError`.
@@ -125,20 +161,71 @@ class Evictor:
         if self.used is not None and self.used.bytes <= most:
             return
         try:
-            with backend.view() as view:
-                self.used, least = view.used, least_of(view).bytes
+            with self._backend.view() as view:
+                self.used, least = view.used, _least_of(view).bytes
         except StorageError:
             return  # the transaction finds out
         if least <= most < self.used.bytes:
-            self.used = replace(self.used, bytes=self.shrink(backend, most)[1])
+            self.used = replace(self.used, bytes=self.shrink(most)[1])
 
-    def deleted(self, victim: Victim, now: int, cause: Cause) -> None:
-        """Count and report a page that is deleted, and how long after its last use it is evicted, if that is known."""
-        evicting = cause is not Cause.EXPIRED
-        self.catalog.evicted(victim, cause, now)
-        self._counters.count("evictions" if evicting else "expired", namespace=victim.namespace)
-        if evicting and time_of_use(victim.leaf.last_used, now):
+    # -- what is evicted ----------------------------------------------------------------------------------------------
+
+    def victims(self, transaction: Transaction, group: Group = ALL) -> Victims:
+        """Stored leaves to evict, of a group or of all, in the order of the policy."""
+        n_pages = transaction.used.entries
+        with self.catalog.lock:
+            self.catalog.policy.prepare(n_pages)
+        return Victims(transaction, self._ranks, group)
+
+    def _ranks(self, keys: Sequence[bytes], leaves: Leaves) -> Ranks:
+        with self.catalog.lock:
+            self.catalog.enter_uses(keys, leaves)
+            ranks = self.catalog.policy.ranks(leaves)
+        return np.where([key in self._kept for key in keys], KEPT, ranks) if self._kept else ranks
+
+    def admits(self, new: PendingPage, victim: Victim) -> bool:
+        """Whether a new page is worth more than a victim, by the policy."""
+        page, head = new.page, head_of(new.record.pack())
+        assert head is not None
+        leaf = Leaf.of(head, Usage(page.last_used, 0, False, page.priority, page.expires, page.uses, page.page_class))
+        with self.catalog.lock:
+            return self.catalog.policy.admits(leaf, victim.leaf)
+
+    def evicted(self, victim: Victim, cause: Cause, now: int) -> None:
+        """Count and remember that a victim was deleted, at this time in nanoseconds since the epoch."""
+        is_expired = cause is Cause.EXPIRED
+        with self.catalog.lock:
+            if not is_expired:
+                self.catalog.policy.evicted(victim.key, victim.leaf.uses, victim.last_used)
+            self._evicted.pop(victim.key, None)
+            self._evicted[victim.key] = Eviction(now / 1e9, cause)
+            if len(self._evicted) > REMEMBERED:
+                del self._evicted[next(iter(self._evicted))]
+            self.n_evicted += 1
+        self._counters.count("expired" if is_expired else "evictions", namespace=victim.namespace)
+        if not is_expired and time_of_use(victim.leaf.last_used, now):
             self._counters.observe("eviction_age", ((now - victim.last_used) / 1e9,))
+
+    def eviction_of(self, key: bytes) -> Eviction | None:
+        """When and why this process has evicted a page, if it was lately."""
+        return self._evicted.get(key)
+
+    def keep(self, owner: str, keys: Collection[bytes]) -> None:
+        """Have these pages evicted after all others, stored or not yet, instead of those that this owner named before.
+
+        Several owners may name one page. Only this process knows of it, as long as it lives.
+        """
+        with self.catalog.lock:
+            self._kept_by[owner] = keys
+            if not keys:
+                del self._kept_by[owner]
+            self._kept = set().union(*self._kept_by.values())
+
+    def keep_nothing(self) -> None:
+        """Undo every `keep`."""
+        with self.catalog.lock:
+            self._kept_by.clear()
+            self._kept = set()
 
 
 class Space:
@@ -146,20 +233,23 @@ class Space:
 
     Parameters
     ----------
-    evictor
-        Whose catalog, budget and cause.
-    transaction
-        In which pages are deleted, and those that need the space are put.
+    cause
+        Why it evicts, apart from quotas and from pages that have expired.
     """
 
-    def __init__(self, evictor: Evictor, transaction: Transaction) -> None:
+    def __init__(self, evictor: Evictor, transaction: Transaction, cause: Cause = Cause.SPACE) -> None:
         self._evictor = evictor
         self._budget = evictor.budget
         self._transaction = transaction
-        # the leaves of tenants, and of all, in the order in which to evict them
-        self._victims: dict[_Tenant | None, Victims] = {}
+        self._cause = cause
+        # the leaves of groups, in the order in which to evict them
+        self._victims: dict[Group, Victims] = {}
+        # the page that is deleted for the one for which space is made
+        self._replaced: bytes | None = None
 
-    def make(self, one: PackedPage, admits: Callable[[Victim], bool]) -> DropReason | None:
+    def make(
+        self, new: PendingPage, admits: Callable[[Victim], bool], replaced: Page | None = None
+    ) -> DropReason | None:
         """Evict until a page fits, as long as it is worth more. Nothing is evicted for a page that cannot fit.
 
         A tenant with a quota makes space among its own pages first, so it does not evict those of others as long as it
@@ -167,51 +257,56 @@ class Space:
 
         Parameters
         ----------
-        one
+        new
             The page, which is put next.
         admits
             Whether it is worth more than a victim.
+        replaced
+            The stored page that is deleted for it.
 
         Returns
         -------
         DropReason or None
             Why the page is not to be put: `BUDGET`, `QUOTA` or `ADMISSION`; None if it fits.
         """
-        tenants, cost = self._tenants(one), self._transaction.cost(one.record, len(one.payload))
-        size = len(one.payload) + len(one.record.tokens)
-        is_too_much = partial(self._exceeds_budget, cost)
+        groups, self._replaced = self._groups(new), replaced.key if replaced is not None else None
+        whole = self._need(new)
+        need = whole.without(replaced) if replaced is not None else whole
+        is_too_much = partial(self._budget_is_exceeded, need)
+        is_full = is_too_much()
         # known before anything is evicted: what is pinned stays
-        if any(self._held(tenant).pinned_bytes + size > tenant.quota for tenant in tenants):
+        kept = need if replaced is not None and replaced.pinned else whole
+        if any(group.held(self._transaction).pinned_bytes + kept.size > group.quota for group in groups):
             return DropReason.QUOTA
-        if is_too_much() and self._budget.exceeded(least_of(self._transaction), adding=cost, entries=1):
+        if is_full and self._budget_is_exceeded(kept, _least_of(self._transaction)):
             return DropReason.BUDGET
-        for tenant in tenants:
-            exceeds = partial(self._exceeds_quota, tenant, size)
-            reason = self._evict_while(exceeds, tenant, admits)
+        for group in groups:
+            exceeds = partial(self._quota_is_exceeded, group, need)
+            reason = self._evict_while(exceeds, group, admits)
             if reason is not None or exceeds():
                 return reason or DropReason.QUOTA
-        for group in (*tenants[-1:], None):
+        for group in (*groups[-1:], ALL) if is_full else ():
             reason = self._evict_while(is_too_much, group, admits)
             if reason is not None:
                 return reason
-        return DropReason.BUDGET if is_too_much() else None
+        return DropReason.BUDGET if is_full and is_too_much() else None
 
     def _evict_while(
-        self, exceeds: Callable[[], bool], tenant: _Tenant | None, admits: Callable[[Victim], bool]
+        self, exceeds: Callable[[], bool], group: Group, admits: Callable[[Victim], bool]
     ) -> DropReason | None:
-        """Evict pages of a tenant, or any, while there is too much; `ADMISSION` if one of them is worth more."""
-        while exceeds() and (victim := self._next(tenant)) is not None:
+        """Evict pages of a group while there is too much; `ADMISSION` if one of them is worth more."""
+        while exceeds() and (victim := self._next(group)) is not None:
             if not admits(victim):
                 # other pages may take its place
-                self._victims_of(tenant).give_back(victim)
+                self._victims_of(group).give_back(victim)
                 return DropReason.ADMISSION
-            self._take(victim, tenant)
+            self._take(victim, group)
         return None
 
-    def put(self, page: Page) -> None:
+    def put(self, namespace: bytes, key: bytes) -> None:
         """A page was put: it is a leaf now, and an imported one may be older than others."""
         for victims in self._victims.values():
-            victims.added(page.namespace, page.key)
+            victims.added(namespace, key)
 
     def shrink(self, n_bytes: int, *, at_most: int | None = None) -> tuple[list[bytes], bool]:
         """Evict until the location holds so many bytes, or `at_most` so many pages.
@@ -221,11 +316,11 @@ class Space:
         evicted: list[bytes] = []
         n_taken = 0
         while self._transaction.used.bytes > n_bytes and (at_most is None or n_taken < at_most):
-            victim = self._next(None)
+            victim = self._next(ALL)
             if victim is None:
                 return evicted, False
             n_taken += 1
-            if self._take(victim, None):
+            if self._take(victim, ALL):
                 evicted.append(victim.key)
         return evicted, True
 
@@ -235,76 +330,68 @@ class Space:
         Returns whether more may be left.
         """
         for _ in range(at_most):
-            victim = self._next(None)
+            victim = self._next(ALL)
             if victim is None or not victim.is_expired:
                 if victim is not None:
-                    self._victims_of(None).give_back(victim)
+                    self._victims_of(ALL).give_back(victim)
                 return False
-            self._take(victim, None)
+            self._take(victim, ALL)
         return True
 
-    def shortage(self, one: PackedPage, reason: DropReason, n_pages: int) -> Shortage:
+    def shortage(self, new: PendingPage, reason: DropReason, n_pages: int) -> Shortage:
         """How much space a page needed that was refused for this reason, and how much there was.
 
         Available is what is free, and what eviction could free; of a page that was not admitted, only what is free.
         """
-        transaction, asked = self._transaction, len(one.payload)
+        transaction, asked = self._transaction, len(new.payload)
         if reason is DropReason.QUOTA:
-            available = min(tenant.quota - self._held(tenant).pinned_bytes for tenant in self._tenants(one))
+            available = min(group.quota - group.held(transaction).pinned_bytes for group in self._groups(new))
         else:
-            asked = transaction.cost(one.record, asked)
-            kept = least_of(transaction) if reason is DropReason.BUDGET else transaction.used
+            asked = self._need(new).cost
+            kept = _least_of(transaction) if reason is DropReason.BUDGET else transaction.used
             available = self._budget.max_bytes - kept.bytes
         return Shortage(reason.value, n_pages, asked, max(available, 0))
 
     # -- limits -------------------------------------------------------------------------------------------------------
 
-    def _tenants(self, one: PackedPage) -> list[_Tenant]:
-        """Whose quotas bound a page; the one for the largest group last."""
-        quota, namespace = self._budget.quota, one.record.namespace
-        found: list[_Tenant] = []
+    def _groups(self, new: PendingPage) -> list[Group]:
+        """Whose quotas bound a page; the largest group last."""
+        quota, found = self._budget.quota, list[Group]()
         if quota.namespace is not None:
-            found.append(_Tenant(namespace, None, quota.namespace))
+            found.append(Group(namespace=new.page.namespace, quota=quota.namespace))
         # without a salt there is no tenant
-        salt = salt_in(one.pending.settings) if quota.salt is not None else None
+        salt = salt_in(new.settings) if quota.salt is not None else None
         if quota.salt is not None and salt is not None:
-            found.append(_Tenant(None, salt, quota.salt))
+            found.append(Group(salt=salt, quota=quota.salt))
         return found
 
-    def _held(self, tenant: _Tenant) -> Count:
-        """What a tenant holds now."""
-        if tenant.salt is not None:
-            return self._transaction.count_of(tenant.salt)
-        return self._transaction.count(tenant.namespace)
+    def _need(self, new: PendingPage) -> _Need:
+        size = len(new.payload) + len(new.record.tokens)
+        return _Need(self._transaction.cost(new.record, len(new.payload)), size, 1)
 
-    def _exceeds_quota(self, tenant: _Tenant, size: int) -> bool:
-        return self._held(tenant).quota_bytes + size > tenant.quota
+    def _quota_is_exceeded(self, group: Group, need: _Need) -> bool:
+        return group.held(self._transaction).quota_bytes + need.size > group.quota
 
-    def _exceeds_budget(self, cost: int) -> bool:
-        return self._budget.exceeded(self._transaction.used, adding=cost, entries=1)
+    def _budget_is_exceeded(self, need: _Need, used: Used | None = None) -> bool:
+        return self._budget.exceeded(used or self._transaction.used, adding=need.cost, entries=need.entries)
 
     # -- victims ------------------------------------------------------------------------------------------------------
 
-    def _victims_of(self, tenant: _Tenant | None) -> Victims:
-        if tenant not in self._victims:
-            group = None
-            if tenant is not None and tenant.namespace is not None:
-                group = Group(tenant.namespace, {tenant.namespace: self._held(tenant).leaves})
-            elif tenant is not None and tenant.salt is not None:
-                spaces = self._transaction.namespaces_of(tenant.salt)
-                name = b"salt " + tenant.salt.encode("utf-8", "surrogatepass")
-                group = Group(name, {space: count.leaves for space, count in spaces.items()})
-            self._victims[tenant] = self._evictor.catalog.victims(self._transaction, group)
-        return self._victims[tenant]
+    def _victims_of(self, group: Group) -> Victims:
+        if group not in self._victims:
+            self._victims[group] = self._evictor.victims(self._transaction, group)
+        return self._victims[group]
 
-    def _next(self, tenant: _Tenant | None) -> Victim | None:
-        """The next leaf to be evicted, of a tenant or of all, that is not in use."""
-        victims = self._victims_of(tenant)
-        while (victim := victims.next()) is not None and not self._evictor.catalog.may_evict(victim):
+    def _next(self, group: Group) -> Victim | None:
+        """The next leaf to be evicted, of a group, that is not in use."""
+        victims = self._victims_of(group)
+        while (victim := victims.next()) is not None:
+            if victim.key != self._replaced and self._evictor.catalog.may_evict(victim):
+                return victim
             victims.spare(victim)
-        return victim
+        return None
 
-    def _take(self, victim: Victim, tenant: _Tenant | None) -> bool:
+    def _take(self, victim: Victim, group: Group) -> bool:
         """Delete a victim; whether it was an eviction: its page may have gone before."""
         transaction = self._transaction
         is_stored = transaction.delete(victim.key)
@@ -313,21 +400,26 @@ class Space:
         for victims in self._victims.values():
             victims.taken(victim)
         if is_stored:
-            cause = self._evictor.cause if tenant is None else Cause.QUOTA
+            cause = self._cause if group is ALL else Cause.QUOTA
             cause = Cause.EXPIRED if victim.is_expired else cause
-            transaction.after_commit.append(partial(self._evictor.deleted, victim, time.time_ns(), cause))
+            transaction.after_commit.append(partial(self._evictor.evicted, victim, cause, time.time_ns()))
         return is_stored
 
 
-class _Tenant(NamedTuple):
-    """A namespace, or all namespaces of a salt together, and how many bytes they may hold."""
+class _Need(NamedTuple):
+    """What a page takes: of the location, of a quota, and of the number of pages."""
 
-    namespace: bytes | None
-    salt: str | None
-    quota: int
+    cost: int
+    size: int
+    entries: int
+
+    def without(self, page: Page) -> _Need:
+        """If a stored page is deleted for it. How much its rows take is known only when they are gone."""
+        size = page.stored_bytes + len(page.tokens)
+        return _Need(self.cost - page.stored_bytes, self.size - size, self.entries - 1)
 
 
-def least_of(view: View) -> Used:
+def _least_of(view: View) -> Used:
     """What stays in a location if all is evicted: what is pinned, estimated from the size of an average byte there."""
     count = view.count()
     share = count.pinned_bytes / count.quota_bytes if count.quota_bytes > 0 else 0.0

@@ -30,10 +30,9 @@ from prefixstore.backends.threads import Answer, handed_over
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.index import Page, Path
 from prefixstore.engine.lookups import Lookups
-from prefixstore.engine.pending import PendingPage
+from prefixstore.engine.pending import DropReason, PendingPage
 from prefixstore.engine.queue import BATCH_BYTES, Drained
 from prefixstore.engine.source import Keep, Source
-from prefixstore.engine.waiting import DropReason
 from prefixstore.errors import ClosedError, CorruptError, IncompatibleError, StorageError
 from prefixstore.format.codec import verify
 from prefixstore.format.namespace import Namespace
@@ -61,7 +60,7 @@ def page_for(page: Page, *, is_far: bool) -> Page:
 class FarEngine(Engine):
     """The engine of the far location: new pages are written there too, later, and as far as its queue has room.
 
-    In its own write queue a captured page waits with the buffer of the engine in front, `nearer`. If pages before it
+    In its own write queue a captured page waits in the memory of the engine in front, `nearer`. If pages before it
     are missing here, since the location was unreachable when they were captured, they are copied first. The other
     parameters are those of `Engine`; `queue_bytes` bounds what may wait.
     """
@@ -73,39 +72,20 @@ class FarEngine(Engine):
     def _start(self) -> None:
         super()._start()
         self._catalog.is_far = True
-        self._lock = threading.Lock()
-        self._held = 0
 
-    @property
-    def queued_bytes(self) -> int:
-        """Bytes of captured pages that wait to be written here."""
-        return self._held
-
-    def offer(self, new: PendingPage) -> None:
-        """Have a captured page written here, too, with the same buffer. Dropped and counted if too much waits."""
-        buffer, size = new.buffer, new.n_bytes
-        # the caller holds it as well, so it has not returned to the pool
-        if self.read_only or buffer is None or not buffer.hold():
+    def offer(self, new: PendingPage, state: memoryview) -> None:
+        """Have a captured page written here, too, from the same memory. Dropped and counted if too much waits."""
+        if self.read_only:
             return
-        with self._lock:
-            fits = not self._held or self._held + size <= self.queue_bytes
-            self._held += size if fits else 0
-        if not fits:
-            buffer.release()
+        buffer = self.captures.adopt(state)
+        if buffer is None:
             self.counters.count("dropped:queue_full")
-            return
-        copy = PendingPage(page_for(new.page, is_far=True), new.settings, buffer, is_wanted=new.is_wanted)
-        if not self.captures.take(copy, None):
-            self._written(size)
-
-    def _written(self, n_bytes: int) -> None:
-        """So much waits no longer."""
-        with self._lock:
-            self._held -= n_bytes
+        else:
+            page = page_for(new.page, is_far=True)
+            self.captures.take(PendingPage(page, new.settings, buffer, is_wanted=new.is_wanted), None)
 
     def commit(self, batch: Sequence[PendingPage]) -> int:
         """As `Engine.commit`; pages that are missing here before these are written first."""
-        size = sum(new.n_bytes for new in batch)
         n_written = 0
         some: list[PendingPage] = []
         try:
@@ -119,13 +99,11 @@ class FarEngine(Engine):
             return n_written + super().commit(some)
         except StorageError as error:
             log.info("%d pages were not written to %s: %s", len(batch) - n_written, self.location, error)
-            self._catalog.drop(batch, DropReason.UNAVAILABLE)
+            self._catalog.give_up(batch, DropReason.UNAVAILABLE)
             return n_written
         except Exception:
-            self._catalog.drop(batch)
+            self._catalog.give_up(batch)
             raise
-        finally:
-            self._written(size)
 
     def _stored(self, keys: Sequence[bytes]) -> set[bytes]:
         """Those of these pages that are here, or wait here."""
@@ -334,12 +312,6 @@ class TieredEngine(Engine):
             self.far.condemn(page)
 
     # -- writing ------------------------------------------------------------------------------------------------------
-
-    @property
-    def queue_bytes(self) -> int:
-        """How many bytes may wait to be written to the nearer location."""
-        # the far queue holds the same buffers: there are as many again for it
-        return self._queue_bytes // 2
 
     @handed_over
     def drain(self, pages: int | None = None, n_bytes: int | None = None, seconds: float | None = None) -> Drained:

@@ -1,17 +1,16 @@
-"""What is done to a location that is neither a lookup nor a capture: check, measure, pin, clear, evict, leave notes."""
+"""What is done to a location that is neither a lookup nor a capture: check, measure, pin, clear, leave notes."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from prefixstore.backends.threads import handed_over
-from prefixstore.engine.budget import Budget, Evicted
+from prefixstore.engine.budget import Budget
 from prefixstore.engine.delete import Choice, Deleter
-from prefixstore.engine.eviction_log import Cause, Eviction
 from prefixstore.engine.index import Page, Path
 from prefixstore.engine.invariants import Violation, violations
 from prefixstore.engine.lookups import Lookups
@@ -20,8 +19,6 @@ from prefixstore.engine.page_view import Used
 from prefixstore.engine.pages import retried
 from prefixstore.engine.part import Part, Shared
 from prefixstore.engine.relatives import pinned_with
-from prefixstore.engine.saved_notes import SavedNotes
-from prefixstore.engine.space import Evictor
 from prefixstore.errors import ClosedError, CorruptError, StorageError
 from prefixstore.format.keys import Tokens
 from prefixstore.format.namespace import Namespace
@@ -48,11 +45,10 @@ class Upkeep(Part):
 
     behind: Callable[[], Engine] | None = None
 
-    def __init__(self, shared: Shared, lookups: Lookups, deleter: Deleter, notes: SavedNotes) -> None:
+    def __init__(self, shared: Shared, lookups: Lookups, deleter: Deleter) -> None:
         super().__init__(shared)
         self._lookups = lookups
         self._deleter = deleter
-        self._notes = notes
         # what the location was seen to hold: last, and at most
         self._last_used = Used(0, 0)
         self._sizes = (0, 0)
@@ -90,16 +86,6 @@ class Upkeep(Part):
         except (ClosedError, StorageError):
             return False
         return True
-
-    @handed_over
-    def evictions(self, keys: Sequence[bytes]) -> dict[bytes, Eviction]:
-        """When and why these pages were evicted, as far as it is remembered. Raises `StorageError`."""
-        with self._backend.view() as view:
-            return self._notes.find(view, keys)
-
-    def was_evicted(self, key: bytes) -> bool:
-        """Whether this process has evicted a page lately. The location is not asked."""
-        return self._catalog.evictions.find(key) is not None
 
     @handed_over
     def namespaces(self) -> list[Namespace]:
@@ -223,40 +209,6 @@ class Upkeep(Part):
         """
         n_pages = self._deleter.delete(Choice(None if namespace is None else {namespace})).pages
         return n_pages + (self.behind().upkeep.clear(namespace) if self.behind is not None else 0)
-
-    @handed_over
-    def evict(self, max_bytes: int, *, dry_run: bool = False) -> Evicted:
-        """Evict in the order of the policy until the location holds `max_bytes`, or only what is pinned.
-
-        A `dry_run` finds out what that would be, and changes nothing. Raises `StorageError`.
-        """
-        self._notes.load()
-        chosen: list[bytes] = []
-        evictor = Evictor(self._catalog, self._budget, self._counters, Cause.ASKED)
-        before = self.used()[0].bytes
-        if dry_run:
-            chosen, left = evictor.trial(self._backend, max_bytes)
-        else:
-            n_before, left = -1, max_bytes + 1
-            # what a location takes is known exactly only after a commit
-            while left > max_bytes and len(chosen) > n_before:
-                n_before = len(chosen)
-                chosen += evictor.shrink(self._backend, max_bytes)[0]
-                self._backend.rows.reclaim()
-                left = self.used()[0].bytes
-            self._backend.mend()
-        keys = tuple(key.hex() for key in chosen)
-        return Evicted(keys, max(before - left, 0), self._catalog.policy.name, max_bytes, left, dry_run)
-
-    @handed_over
-    def keep(self, owner: str, keys: Collection[bytes]) -> None:
-        """Have these pages evicted after all others; see `Catalog.keep`."""
-        self._catalog.keep(owner, keys)
-
-    @handed_over
-    def keep_nothing(self) -> None:
-        """Undo every `keep`."""
-        self._catalog.keep_nothing()
 
     @handed_over
     def scrub(self) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from prefixstore.engine.bookmark import Bookmark, Unset
+from prefixstore.engine.bookmarks import Bookmark, Unset
 from prefixstore.engine.miss import Guard
 from prefixstore.errors import BusyError, InvalidParameterError
 from prefixstore.format.keys import NO_TOKENS, PAGE, SNAPSHOT, Tokens, page_key, page_keys
@@ -108,7 +108,7 @@ class Table:
         for entry in entries:
             self._engine.counters.count("session_evicted")
             with self._hook.guard():
-                self._engine.upkeep.keep(entry.name, ())
+                self._engine.evictor.keep(entry.name, ())
                 # not if another process has continued it
                 self._engine.captures.set_bookmark(self._namespace, entry.name, Unset(entry.set_at))
 
@@ -168,7 +168,7 @@ class Table:
         saved = set(self._saved()) - left if name is None else set(_newer({name: 0}, self._bookmarks()))
         with self._hook.guard():
             for each_name in saved if name is None else {name}:
-                self._engine.captures.set_bookmark(self._namespace, each_name, None)
+                self._engine.captures.set_bookmark(self._namespace, each_name, Unset())
         return len(saved | {each.name for each in gone})
 
     def _check_idle(self, entry: Entry | None, what: str) -> None:
@@ -208,7 +208,7 @@ class Table:
                 evicted = self.used(entry)
             self.forget(evicted)
             with self._hook.guard():
-                self._engine.upkeep.keep(name, entry.keys)
+                self._engine.evictor.keep(name, entry.keys)
 
     def _bookmarks(self) -> Mapping[str, Bookmark]:
         """What is saved. Sessions that were deleted with what they held, as by a purge elsewhere, are dropped here."""
@@ -224,7 +224,7 @@ class Table:
                 if entry is None or entry.set_at > bookmark.set_at or self._is_leased(entry):
                     continue
                 del self.entries[name]
-            self._engine.upkeep.keep(name, ())
+            self._engine.evictor.keep(name, ())
         return saved
 
     def _saved(self) -> list[str]:
@@ -238,7 +238,7 @@ class Table:
 
     def _save(self, entry: Entry) -> None:
         """Have the pages of a session evicted last, and its name saved with the commit after them; or not any more."""
-        self._engine.upkeep.keep(entry.name, entry.keys)
+        self._engine.evictor.keep(entry.name, entry.keys)
         end = len(entry.tokens) // self._hook.page_tokens * self._hook.page_tokens
         page = entry.keys[end // self._hook.page_tokens - 1] if end else self._namespace
         form = SNAPSHOT if self._hook.kind.has_snapshots else PAGE

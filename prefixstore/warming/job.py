@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from prefixstore.engine.index import Path
-from prefixstore.engine.waiting import DropReason
+from prefixstore.engine.pending import DropReason
 from prefixstore.errors import MisuseError
 from prefixstore.store import PrefixStore
 from prefixstore.warming.prompt_trie import PromptTrie

@@ -58,7 +58,7 @@ def _check(store: Store) -> None:
 WORK: dict[str, Callable[[Store], object]] = {
     "look up": lambda store: lookup(store, A),
     "put": tried(lambda store: store.put(B)),
-    "evict": tried(lambda store: store.engine.upkeep.evict(0)),
+    "evict": tried(lambda store: store.engine.evictor.evict(0)),
     "pin": tried(lambda store: store.engine.upkeep.pin(NS, as_tokens(A), P, pinned=True)),
     "clear": tried(lambda store: store.engine.upkeep.clear(NS)),
     "flush": tried(_flush),

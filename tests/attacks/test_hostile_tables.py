@@ -139,7 +139,7 @@ def test_functions_in_our_schema_are_not_called(new_database):
         assert store.put(B) == 3
         store.engine.flush()
         assert store.backend.rows.disk_bytes() > 0
-        assert len(store.engine.upkeep.evict(0).pages) == 6
+        assert len(store.engine.evictor.evict(0).pages) == 6
     migrations.upgrade(url)
 
 
@@ -178,7 +178,7 @@ def test_the_roles_that_the_documents_tell_to_make_are_enough(new_database):
             assert store.put(A) == 3
             assert store.fetch(A) == 3
             store.engine.flush()
-            store.engine.upkeep.evict(0)
+            store.engine.evictor.evict(0)
             assert store.put(A) == 3
         with store_of(open_pages(owner, max_bytes=64 * MIB)) as store:
             store.engine.upkeep.clear(None)

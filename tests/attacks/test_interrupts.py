@@ -74,7 +74,7 @@ WORK = {
     "check": (lambda store: store.engine.upkeep.check(), False),
     "used": (lambda store: store.engine.upkeep.used(), False),
     "note": (note, False),
-    "evict": (lambda store: store.engine.upkeep.evict(0), True),
+    "evict": (lambda store: store.engine.evictor.evict(0), True),
     "clear": (lambda store: store.engine.upkeep.clear(NS), True),
     "delete": (lambda store: store.engine.deleter.delete(Choice({NS})), True),
     "repair": (lambda store: store.engine.deleter.repair([]), False),
@@ -97,7 +97,7 @@ def in_time(what, work):
 def new_store(location, **options):
     """An engine that has stored two sequences, and one whose pages wait to be written."""
     store = Store(open_pages(location, max_bytes=8 * MIB), max_bytes=8 * MIB, options={"queue_bytes": MIB, **options})
-    store.buffers = store.engine._queue._buffers
+    store.buffers = store.engine.captures._buffers
     for tokens in (A, C):
         if store.match(tokens) < 12:
             store.put(tokens)

@@ -195,7 +195,7 @@ def test_no_call_waits_forever_for_a_location_that_hangs(llama, flaky, monkeypat
     flaky().slow = ("update", "sync")
     flaky().gate.clear()
     server.ask(0)
-    writer = store.engine._queue._thread
+    writer = store.engine.captures._thread
     with pytest.raises(UnavailableError, match="nothing was written"):
         store.flush()
     with pytest.raises(UnavailableError, match="nothing was written"):

@@ -112,7 +112,7 @@ def use(store: Store, rng: random.Random) -> None:
         with suppress(StorageError):
             store.put(rng.choice(SEQUENCES))
     with suppress(StorageError):
-        store.engine.upkeep.evict(MIB // 64)
+        store.engine.evictor.evict(MIB // 64)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

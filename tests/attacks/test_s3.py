@@ -53,7 +53,7 @@ def work(url, known):
         if number == 2:
             keys = store.stored_keys()
             known.clear()
-            store.engine.upkeep.evict(9000)
+            store.engine.evictor.evict(9000)
             known += [one for one in range(3) if store.match(sequence(one)) == 8]
             assert len(known) < 3
             assert store.stored_keys() < keys

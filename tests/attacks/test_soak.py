@@ -13,7 +13,7 @@ import pytest
 from prefixstore import PrefixStore
 from prefixstore.engine import adaptive_policy
 from prefixstore.engine.adaptive_policy import SAMPLES
-from prefixstore.engine.eviction_log import REMEMBERED
+from prefixstore.engine.space import REMEMBERED
 from prefixstore.engine.trie import MOST_KEPT
 from tests.support.models import TORTURE, answer, prompt
 from tests.support.timeouts import wait_for
@@ -27,7 +27,7 @@ COLLECTIONS = (dict, list, set, deque, bytearray)
 BOUNDS = {
     "Adaptive._samples": SAMPLES,
     "Adaptive._times": 2 * adaptive_policy.TIMES_KEPT,
-    "EvictionLog._found": REMEMBERED,
+    "Evictor._evicted": REMEMBERED,
     "Trie._read": MOST_KEPT,
 }
 

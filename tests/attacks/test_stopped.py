@@ -57,7 +57,7 @@ def store(request, tmp_path, impatient):
     """A store that has a sequence, in a location of each kind."""
     location = place(request.param, tmp_path, request)
     made = Store(open_pages(location, max_bytes=64 * MIB), options={"queue_bytes": MIB})
-    made.buffers = made.engine._queue._buffers
+    made.buffers = made.engine.captures._buffers
     made.put(A)
     made.location = location
     return made
@@ -109,7 +109,7 @@ def drained(store):
 def test_a_store_closes_in_time_while_a_process_is_stopped_in_a_transaction(store):
     with holder(store.location) as process:
         submit(store, B)
-        writer = store.engine._queue._thread
+        writer = store.engine.captures._thread
         ends(store.engine.close)
         process.kill()
         process.wait(PATIENCE)

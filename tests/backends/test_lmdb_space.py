@@ -80,7 +80,7 @@ def test_a_full_file_has_space_to_delete_under_a_smaller_budget(tmp_path, first,
     for opening in range(4):
         with store_of(Pages(LMDBBackend(tmp_path, budget)), max_bytes=budget) as store:
             if first == "evict":
-                store.engine.upkeep.evict(0)
+                store.engine.evictor.evict(0)
             elif first == "clear":
                 store.engine.upkeep.clear(None)
             elif first == "compact":

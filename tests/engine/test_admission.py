@@ -153,7 +153,7 @@ def test_damage_and_outages_cost_what_was_learned_and_nothing_else(monkeypatch, 
         def fails(*_):
             raise UnavailableError("the location is down")
 
-        monkeypatch.setattr(engine._catalog, "learned", fails)
+        monkeypatch.setattr(policy, "save", fails)
     assert "was not saved" in caplog.text
 
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from prefixstore.backends.contract import ConflictError
 from prefixstore.engine import bookmarks as module
-from prefixstore.engine.bookmark import Bookmark, note_name, parse
+from prefixstore.engine.bookmarks import Bookmark, parse
 from prefixstore.engine.delete import Choice, subtree
+from prefixstore.engine.keyspace import bookmarks_note
 from prefixstore.errors import CorruptError
 from prefixstore.format.keys import KEY_BYTES, PAGE, as_tokens, page_keys
 from prefixstore.format.saved_state import pack_state
@@ -91,7 +92,7 @@ def test_they_take_no_more_than_a_part_of_the_budget(max_bytes):
         assert store.engine.upkeep.used()[0].bytes <= max_bytes
     store.engine.flush()
     with store.engine.view() as view:
-        note = view.note(note_name(NS)) or b""
+        note = view.note(bookmarks_note(NS)) or b""
     assert len(note) <= max_bytes / 256
     store.engine.close()
 
@@ -111,10 +112,10 @@ def test_they_go_with_their_pages(store):
     store.engine.flush()
     delete(store, A)
     with store.engine.view() as view:
-        assert list(parse(view.note(note_name(NS)))) == ["b"]
+        assert list(parse(view.note(bookmarks_note(NS)))) == ["b"]
     store.engine.upkeep.clear(NS)
     with store.engine.view() as view:
-        assert view.note(note_name(NS)) is None
+        assert view.note(bookmarks_note(NS)) is None
 
 
 def test_a_deletion_does_not_fail_because_another_process_commits_at_the_same_time(store, monkeypatch):

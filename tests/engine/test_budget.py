@@ -84,19 +84,6 @@ def test_in_a_full_location_a_tenant_evicts_its_own_pages_first(backend):
     assert loud.held() >= 5
 
 
-def test_all_models_of_a_salt_share_its_quota(backend):
-    quota = Quota(salt=4 * PAGE)
-    small = Tenant(backend, tenant("one", "small"), quota=quota)
-    large = Tenant(backend, tenant("one", "large"), quota=quota)
-    other = Tenant(backend, tenant("other", "large"), quota=quota)
-    for i in range(4):
-        small.put([i] * P)
-        other.put([i] * P)
-    for i in range(3):
-        large.put([i] * P)
-    assert (small.held(), large.held(), other.held()) == (1, 3, 4)
-
-
 def test_a_page_that_cannot_fit_because_of_pins_evicts_nothing(backend):
     store = Tenant(backend, tenant("one"), max_bytes=20 * (PAGE + 1300))
     for i in range(18):
@@ -152,19 +139,6 @@ def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
-def test_an_expired_page_is_not_matched_and_then_deleted(backend, clock):
-    store = Tenant(backend, tenant("a"), ttl=60)
-    store.put([1] * 8)
-    clock.passes(59)
-    assert store.match([1] * 8) == 8
-    clock.passes(2)
-    assert store.match([1] * 8) == 0
-    store.engine.commit([])
-    assert store.counters["expired"] == 2
-    with backend.view() as view:
-        assert list(view.scan()) == []
-
-
 def test_a_duration_is_seconds_or_text_or_a_timedelta():
     from datetime import timedelta
 
@@ -212,7 +186,7 @@ def test_pages_after_one_of_a_newer_version_make_way_for_others(monkeypatch, pin
         assert [store.put([number] * P) for number in range(50, 50 + kept)] == [1] * kept
         assert store.put([99] * P) == 1
         assert len(store.stored_keys()) == 10
-        assert len(store.engine.upkeep.evict(0).pages) == kept
+        assert len(store.engine.evictor.evict(0).pages) == kept
         assert len(store.stored_keys()) == (3 if pinned else 1)
         # the page of the newer version stays
         assert root.key in store.stored_keys()

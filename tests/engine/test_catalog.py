@@ -29,7 +29,7 @@ class Watch:
 
     def checked(self, name, real):
         def asking(*args, **options):
-            if any(store.engine._catalog._lock._is_owned() for store in self.stores):
+            if any(store.engine._catalog.lock._is_owned() for store in self.stores):
                 # the caller may swallow what is raised
                 self.violations.append(name)
             return real(*args, **options)
@@ -111,7 +111,7 @@ def test_space_is_made_without_the_lock(watch, clock):
 
 def test_the_guard_detects_a_backend_call_under_the_lock(monkeypatch):
     watch = Watch(monkeypatch)
-    with closing(watch.open().engine) as engine, engine._catalog._lock:
+    with closing(watch.open().engine) as engine, engine._catalog.lock:
         with engine._backend.view():
             pass
         assert watch.violations == ["view"]

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from prefixstore.engine import keyspace
-from prefixstore.engine.eviction import KEPT, POLICIES, POOL, Group, Victims
+from prefixstore.engine.eviction import KEPT, POLICIES, POOL, Victims
 from prefixstore.engine.keyspace import Leaf, leaf_row
 from prefixstore.format.record import Usage
 from tests.support.engines import NS, OTHER, MemoryPages, P, store_of
@@ -42,15 +42,14 @@ def fill(backend, n, *, space=NS, first=0, step=1):
 
 
 class Chooser:
-    """Chooses by a policy, with the pools that an engine keeps."""
+    """Chooses by a policy."""
 
     def __init__(self, policy="lru", rank=None):
         chosen = POLICIES[policy]()
         self.rank = rank or (lambda keys, leaves: chosen.ranks(leaves))
-        self.pools = {}
 
-    def victims(self, view, group=None):
-        return Victims(view, self.rank, self.pools.setdefault(group and group.name, {}), group)
+    def victims(self, view):
+        return Victims(view, self.rank)
 
 
 def taken(victims, transaction, at_most=10**6):
@@ -248,24 +247,8 @@ def test_leaf_rows_of_pages_that_are_gone_are_dropped_and_an_eviction_comes_to_a
         gone = [random.randbytes(32) for _ in range(150)]
         leaf = Leaf(NS, 1, 0, 0, P, P, 1, 0, 0).pack()
         write(store.backend, *((leaf_row(space, key), leaf) for key in gone for space in (NS, OTHER)))
-        assert len(store.engine.upkeep.evict(0).pages) == 100
+        assert len(store.engine.evictor.evict(0).pages) == 100
         assert store.stored_keys() == set()
         with store.backend.view() as view:
             assert view.rows.ranges([keyspace.everything(keyspace.LEAF)])[0] == []
         store.backend.reindex()
-
-
-# -- groups -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_pools_of_few_groups_are_kept():
-    backend = MemoryPages()
-    fill(backend, 300)
-    with store_of(backend) as store:
-        catalog = store.engine._catalog
-        with backend.update() as transaction:
-            for i in range(200):
-                assert catalog.victims(transaction, Group(b"%d" % i, {NS: 300})).next() is not None
-        store.engine.upkeep.evict(0)
-        assert len(catalog._pools) <= 64
-        assert all(len(pool) <= POOL for pool in catalog._pools.values())

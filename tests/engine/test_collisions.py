@@ -77,7 +77,7 @@ def test_a_page_that_is_given_up_makes_the_stored_one_known_again(tmp_path):
         waiting = one.announce(MINE)
         two.put(THEIRS + NEXT)
         assert (one.match(MINE + NEXT), one.match(THEIRS + NEXT)) == (4, 8)
-        one.engine._catalog.drop(waiting)
+        one.engine._catalog.give_up(waiting)
         assert (one.match(MINE + NEXT), one.match(THEIRS + NEXT)) == (0, 8)
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from prefixstore import InvalidParameterError, MisuseError, PrefixStore
-from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.budget import Quota
+from prefixstore.engine.eviction import POLICIES, Cause
+from prefixstore.engine.miss import miss_reason
 from prefixstore.engine.pages import open_pages
 from prefixstore.engine.saved_notes import POLICY_NOTE
-from prefixstore.format.keys import as_tokens
+from prefixstore.format.keys import as_tokens, page_keys
 from prefixstore.maintenance.archive import Archive
-from tests.support.engines import MIB, NS, A, B, C, P, store_of, taken
+from tests.support.engines import MIB, NS, A, B, C, P, entry, store_of, taken
 from tests.support.places import SCHEMES, contents, fill, opened, place, space
 
 PAGES = space()
@@ -34,7 +37,7 @@ def test_a_dry_run_changes_nothing_and_says_what_an_eviction_then_does(scheme, p
         engine._policy = engine._catalog.policy = POLICIES[policy]()
         before = contents(store.backend)
         used = engine.upkeep.used()[0]
-        tried = engine.upkeep.evict(used.bytes // 2, dry_run=True)
+        tried = engine.evictor.evict(used.bytes // 2, dry_run=True)
         assert tried.dry_run
         assert tried.policy == policy
         assert tried.is_enough
@@ -43,7 +46,7 @@ def test_a_dry_run_changes_nothing_and_says_what_an_eviction_then_does(scheme, p
         assert engine.upkeep.check() == []
         assert store.counters["evictions"] == store.counters["frees"] == 0
         assert engine.upkeep.used()[0] == used
-        done = engine.upkeep.evict(used.bytes // 2)
+        done = engine.evictor.evict(used.bytes // 2)
         assert done.bytes_left == engine.upkeep.used()[0].bytes <= used.bytes // 2
         # in LMDB it may take a page more until the file is as small as that after its commit
         assert done.pages[: len(tried.pages)] == tried.pages
@@ -60,7 +63,7 @@ def test_what_is_pinned_stays_and_it_is_said_that_this_is_not_enough():
             store.put(tokens)
         store.engine.upkeep.pin(NS, as_tokens(B), P, pinned=True)
         for dry_run in (True, False):
-            evicted = store.engine.upkeep.evict(0, dry_run=dry_run)
+            evicted = store.engine.evictor.evict(0, dry_run=dry_run)
             assert len(evicted.pages) == 6
             assert evicted.bytes == 6 * taken()
             assert evicted.bytes_left == 3 * taken()
@@ -109,3 +112,48 @@ def test_an_archive_evicts_in_the_order_of_the_policy(tmp_path):
         assert archive.evict(used - 1, dry_run=True).pages == (new[1].hex(),)
     with Archive(url, policy="lru") as archive:
         assert archive.evict(used - 1, dry_run=True).pages == (old[0].hex(),)
+
+
+# -- what is remembered of it -----------------------------------------------------------------------------------------
+
+
+def found(store, tokens):
+    (key,) = page_keys(NS, as_tokens(tokens[:P]), P)
+    one = store.engine.evictor.eviction_of(key)
+    return one.cause if one is not None else None
+
+
+def test_the_cause_is_space_a_quota_a_request_or_the_time_to_live():
+    with store_of(max_bytes=4 * entry()) as store:
+        store.put(A)
+        assert found(store, A) is None
+        store.put(B)
+        store.put(C)
+        assert found(store, A) is Cause.SPACE
+        store.engine.evictor.evict(0)
+        assert found(store, C) is Cause.ASKED
+    with store_of(quota=Quota(namespace=4 * 1100)) as store:
+        for tokens in (A, B, C):
+            store.put(tokens)
+        assert found(store, A) is Cause.QUOTA
+    with store_of(options={"ttl": 1e-6}) as store:
+        store.put(A)
+        time.sleep(0.001)
+        for _ in range(4):
+            store.match(A)
+            store.put(B)
+        assert found(store, A) in (Cause.EXPIRED, None)
+
+
+def test_the_reason_of_a_miss_tells_short_prompts_evicted_ones_and_those_that_differ_from_new_ones():
+    def reason(store, tokens, n_matched=0):
+        return miss_reason(store.engine, NS, as_tokens(tokens), P, n_matched=n_matched, min_tokens=3)
+
+    with store_of() as store:
+        store.put(A)
+        assert reason(store, A[:2], 2) == reason(store, []) == "short"
+        assert reason(store, [1, 9, 9, 9], 1) == "diverged"
+        assert reason(store, B) == "not_found"
+        store.engine.evictor.evict(0)
+        assert reason(store, A) == reason(store, [*A[:P], 7, 7]) == "evicted"
+        assert reason(store, [1, 9, 9, 9]) == "not_found"

@@ -11,10 +11,9 @@ import pytest
 from prefixstore.engine.adaptive_policy import Adaptive
 from prefixstore.engine.duel import Access, Duel, Mode
 from prefixstore.engine.eviction import POLICIES
-from prefixstore.engine.hazards import AGES, CLASSES, Hazards, age_bin
+from prefixstore.engine.hazards import AGES, CLASSES
 from prefixstore.engine.index import Page
 from prefixstore.engine.keyspace import LEAVES, Leaf
-from prefixstore.engine.policy import Ghosts
 from prefixstore.traces.replay import InEngine
 
 NS = b"n" * 32
@@ -66,7 +65,7 @@ def test_uses_before_an_eviction_count(policy):
         for _ in range(4):
             cache.request([1])
         cache._engine.commit([])
-        cache._engine.upkeep.evict(0)
+        cache._engine.evictor.evict(0)
         for block in (1, 2):
             cache.request([block])
         assert [cache.ask([block]).pages[0].uses for block in (1, 2)] == [6, 2]
@@ -170,40 +169,6 @@ def test_damaged_notes_are_ignored():
 
 
 # -- the parts of it ---------------------------------------------------------------------------------------------------
-
-
-def test_evicted_pages_are_remembered_and_not_taken_for_others():
-    ghosts = Ghosts()
-    keys = [name(i) for i in range(20_000)]
-    for i, key in enumerate(keys):
-        ghosts.remember(key, i % 300, i << 12)
-    found = [ghosts.recall(key) for key in keys]
-    right = [(min(max(i % 300, 1), 255), i << 12) for i in range(len(keys))]
-    # one overwrites another
-    assert sum(one == expected for one, expected in zip(found, right, strict=True)) > 19_000
-    assert sum(ghosts.recall(name("never", i)) is not None for i in range(1000)) < 5
-
-
-def test_the_worth_of_a_page_is_the_best_rate_of_hits_over_all_times_to_wait():
-    hazards = Hazards()
-
-    def learned(n_waiting, age):
-        hazards.learn(np.zeros(n_waiting, np.int64), np.full(n_waiting, age))
-        return hazards.worth.reshape(CLASSES, AGES)[0]
-
-    for _ in range(10_000):
-        hazards.observe(0, 100, hit=True)
-    # all are used again at an age of 100 prompts: the nearer that is, the higher is the rate
-    alone = learned(0, 0)
-    assert alone[0] < alone[age_bin(50)] < alone[age_bin(80)]
-    assert alone[0] == pytest.approx(1 / 100, rel=0.3)
-    assert alone[age_bin(5000)] < alone[0]
-    # those that were not used again yet lower it
-    among_others = learned(100_000, 1000)
-    assert among_others[0] < alone[0] / 5
-    # half as many are sampled from here on
-    hazards.halve()
-    assert learned(50_000, 1000)[0] == pytest.approx(among_others[0], rel=0.1)
 
 
 @pytest.mark.parametrize("best", [Mode.LRU, Mode.LFU])

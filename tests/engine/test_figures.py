@@ -58,7 +58,7 @@ def test_a_drain_ends_when_its_limit_is_reached_and_says_what_is_left():
         # one after the other: the first is being written while the others come
         first, second, third = ([n] * P for n in range(3))
         writer.captures.submit(*store.pages(first))
-        wait_for(lambda: not writer.engine._queue._queue, "the first page is taken")
+        wait_for(lambda: not writer.engine.captures._queue, "the first page is taken")
         for tokens in (second, third):
             writer.captures.submit(*store.pages(tokens))
         assert writer.drain(seconds=0.01) == Drained(0, 0, 3)
@@ -74,20 +74,20 @@ def test_a_drain_ends_when_its_limit_is_reached_and_says_what_is_left():
 @contextmanager
 def when_it_waits(writer, do):
     """Do something once, as soon as somebody waits for the queue: a drain counts from its beginning."""
-    wake, left = writer.engine._queue._wake, [do]
-    wait_until = wake.wait_for
+    wake, left = writer.engine.captures._wake, [do]
+    wait = wake.wait
 
     def waiting(*arguments, **options):
         # the thread of the queue needs the lock, which is held until the wait begins
-        if threading.current_thread() is not writer.engine._queue._thread and left:
+        if threading.current_thread() is not writer.engine.captures._thread and left:
             left.pop()()
-        return wait_until(*arguments, **options)
+        return wait(*arguments, **options)
 
-    wake.wait_for = waiting
+    wake.wait = waiting
     try:
         yield
     finally:
-        del wake.wait_for
+        del wake.wait
 
 
 @pytest.mark.parametrize(

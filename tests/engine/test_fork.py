@@ -19,7 +19,7 @@ def test_parent_and_forked_child_each_write_their_own_pages(tmp_path):
             if pid == 0:
                 done = 1
                 try:
-                    store.buffers = store.engine._queue._buffers
+                    store.buffers = store.engine.captures._buffers
                     assert store.fetch(C) == 3
                     for new in store.pages(B):
                         writer.captures.submit(new)

@@ -27,7 +27,7 @@ def put(backend, usages):
 
 def order(engine, **options):
     """The keys of all pages, in the order of their eviction."""
-    return [bytes.fromhex(key) for key in engine.upkeep.evict(0, **options).pages]
+    return [bytes.fromhex(key) for key in engine.evictor.evict(0, **options).pages]
 
 
 @pytest.mark.parametrize(("policy", "n"), [("lru", 200), ("adaptive", 350), ("lfu", 350)])
@@ -41,11 +41,11 @@ def test_they_come_last_in_every_order_the_least_recently_used_first(policy, n):
     with store_of(backend) as store:
         engine = store.engine
         engine._policy = engine._catalog.policy = POLICIES[policy]()
-        engine.upkeep.keep("a", early)
+        engine.evictor.keep("a", early)
         # ranked, before the others are kept
         found = order(engine, dry_run=True)
         assert set(found[-20:]) == set(early)
-        engine.upkeep.keep("b", late)
+        engine.evictor.keep("b", late)
         for options in ({"dry_run": True}, {}):
             found = order(engine, **options)
             assert len(found) == n
@@ -55,7 +55,7 @@ def test_they_come_last_in_every_order_the_least_recently_used_first(policy, n):
 def test_a_page_can_be_kept_before_it_is_stored_and_is_kept_when_it_comes_back():
     with store_of() as store:
         key = page_keys(NS, as_tokens(A[:P]), P)[0]
-        store.engine.upkeep.keep("a", [key])
+        store.engine.evictor.keep("a", [key])
         for _ in range(2):
             for tokens in (A, B, C):
                 store.put(tokens[:P])

@@ -50,10 +50,10 @@ def test_beyond_the_high_mark_new_pages_are_packed_until_no_more_than_the_low_ma
     # more are here than would be without packing
     assert used(store).entries > 20
     assert store.fetch(single(59)) == 1
-    store.engine.upkeep.evict(int(0.9 * store.max_bytes))
+    store.engine.evictor.evict(int(0.9 * store.max_bytes))
     store.put(single(60), SIZE)
     assert codecs(store)[-1] == "planes"
-    store.engine.upkeep.evict(5 * ENTRY)
+    store.engine.evictor.evict(5 * ENTRY)
     for number in range(61, 63):
         store.put(single(number), SIZE)
     assert codecs(store)[-1] == "raw"

@@ -5,47 +5,13 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 
-import pytest
-
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine.pages import Pages
-from tests.support import PATIENCE, in_thread
-from tests.support.engines import MIB, A, B, MemoryPages, Store, gated, store_of, wait_for, writer_of
+from tests.support import PATIENCE
+from tests.support.engines import MIB, A, B, MemoryPages, Store, gated, store_of, writer_of
 from tests.support.faults import FaultyBackend, SlowBackend
 
 # -- what is written, and when -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("behind", [True, False])
-def test_submitted_pages_are_durable_after_a_flush(tmp_path, behind):
-    with store_of(Pages(LMDBBackend(tmp_path, MIB))) as store, writer_of(store, behind=behind) as writer:
-        assert len(writer.captures.submit(*store.pages(A))) == 3
-        writer.flush()
-        assert len(store.stored_keys()) == 3
-        assert writer.queued_bytes == 0
-
-
-def opens_when(gate, condition):
-    """Open a gate, in another thread, as soon as this holds."""
-    in_thread(lambda: (wait_for(condition), gate.set()))
-
-
-def test_close_writes_queued_pages_and_deferred_uses():
-    gate = threading.Event()
-    with store_of(gated(MemoryPages, gate)()) as store:
-        with writer_of(store) as writer:
-            for number in range(5):
-                for new in store.pages([number] * 4):
-                    writer.captures.submit(new)
-            store.fetch([4] * 4)
-            assert writer.queued_bytes == 5000
-            # the close waits: it has begun before anything is written
-            opens_when(gate, lambda: writer.engine._queue._closing)
-        assert writer.queued_bytes == 0
-        assert len(store.stored_keys()) == 5
-        assert not store.engine.captures.has_deferred
-        writer.close()
-        writer.flush()
 
 
 def test_a_close_in_the_write_thread_waits_for_nothing_and_the_thread_writes_what_is_queued(monkeypatch):
@@ -140,6 +106,3 @@ def test_a_bug_does_not_end_the_thread_of_the_queue():
         writer.flush()
         assert store.fetch(B) == 3
         assert writer.queued_bytes == 0
-
-
-# -- many threads ------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def test_whatever_deletes_the_last_page_deletes_the_settings(how, monkeypatch):
         elif how == "purged":
             store.engine.deleter.delete(Choice({NS}))
         elif how == "evicted":
-            store.engine.upkeep.evict(0)
+            store.engine.evictor.evict(0)
         elif how == "damaged":
             store.engine.condemn(store.engine.match(NS, as_tokens(A), P).pages[0])
             store.engine.commit([])
@@ -55,7 +55,7 @@ def test_a_pending_page_of_a_deleted_namespace_brings_its_settings_back():
     with store_of() as store:
         store.put(A)
         pending = store.announce(B)
-        store.engine.upkeep.evict(0)
+        store.engine.evictor.evict(0)
         assert settings_of(store) == set()
         assert store.engine.commit(pending) == 3
         assert settings_of(store) == {NS}

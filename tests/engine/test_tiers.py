@@ -67,7 +67,7 @@ class Tiers(Store):
             self.counters,
             make_far=make_far,
             max_delay=max_delay,
-            queue_bytes=2 * queue_bytes,
+            queue_bytes=queue_bytes,
             **options,
         )
         self.engine.describe(SPACE)

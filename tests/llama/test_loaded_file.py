@@ -73,7 +73,7 @@ def switched(current, other):
         *((overwritten, True, options) for options in ({}, COPIED)),
         (overwritten, False, COPIED),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_path_that_leads_to_another_file_after_the_load_is_refused(
     model, models, tmp_path, change, only_metadata, options

@@ -184,7 +184,7 @@ class Store:
         return taken
 
     def _heal_when_closing(self) -> None:
-        while not self._engine._queue._closing:
+        while not self._engine.captures._closing:
             time.sleep(0.001)
         self._heal()
 
@@ -233,7 +233,7 @@ class Store:
 
     def _submit_together(self, pages: Sequence[Page]) -> list[Page]:
         """Have all pages of a sequence written together; those that were taken."""
-        with self._engine._queue._lock:
+        with self._engine.captures._lock:
             return [page for page in pages if self._submit(page)]
 
     def _submit(self, page: Page) -> bool:

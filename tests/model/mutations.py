@@ -13,6 +13,7 @@ import lmdb
 import pytest
 
 from prefixstore.backends.lmdb import checked
+from prefixstore.engine import commit as committing
 from prefixstore.engine import delete, eviction, invariants, page_update, source
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.catalog import Catalog
@@ -144,7 +145,7 @@ def the_budget_is_ignored(patch: Patch) -> None:
 
 @leads_to("quotas are kept", ("capture", 0, [(ONE, (LARGE,) * 16)]), limits="quotas")
 def quotas_are_ignored(patch: Patch) -> None:
-    patch.setattr(Space, "_tenants", lambda *_: [])
+    patch.setattr(Space, "_groups", lambda *_: [])
 
 
 @leads_to(
@@ -166,7 +167,7 @@ def expiry_is_ignored(patch: Patch) -> None:
 
 @leads_to("a use renews", ("capture", 1, [PAGE]), ("wait", 50), ("restore", 1, PAGE))
 def a_use_does_not_renew_a_page(patch: Patch) -> None:
-    patch.setattr(Committer, "_write_uses", lambda *_: None)
+    patch.setattr(committing, "_write_uses", lambda *_: None)
 
 
 @leads_to("what is deleted is gone", ("capture", 0, [PAGE]), ("delete", 0, None))
@@ -218,7 +219,7 @@ def a_reader_keeps_a_stale_index(patch: Patch) -> None:
     *(("fail", 0, "down", n, 0, [(ONE, (n, n))]) for n in range(0, 20, 2)),
 )
 def a_failed_commit_is_taken_for_stored(patch: Patch) -> None:
-    patch.setattr(Catalog, "drop", lambda *_: None)
+    patch.setattr(Catalog, "give_up", lambda *_: None)
 
 
 @leads_to("what was captured is stored", ("capture", 0, [(ONE, (0,) * 12)]))

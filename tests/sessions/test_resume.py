@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from prefixstore.engine.bookmark import note_name
+from prefixstore.engine.keyspace import bookmarks_note
 from prefixstore.errors import InvalidParameterError
 from prefixstore.maintenance.archive import Archive
 from tests.sessions.conftest import OPTIONS
@@ -33,7 +33,7 @@ def turn(sessions, name, tokens, n=6):
 
 def note_of(store):
     with store.engine.view() as view:
-        return view.note(note_name(store.namespace.key))
+        return view.note(bookmarks_note(store.namespace.key))
 
 
 @pytest.mark.slow
@@ -166,7 +166,7 @@ def test_clear_removes_them(left, llm, open_store):
 
 def test_one_whose_pages_were_evicted_is_not_resumed(left, llm, open_store):
     store = open_store(llm, salt="tenant")
-    store.engine.upkeep.evict(store.stats().bytes_used // 2)
+    store.engine.evictor.evict(store.stats().bytes_used // 2)
     sessions = store.sessions()
     assert 0 < len(sessions.names()) < 3
     for name in left:

@@ -75,7 +75,7 @@ class Writer:
         return getattr(self.engine, name)
 
     def close(self) -> None:
-        self.engine._queue.close()
+        self.engine.captures.close()
         if not self.engine.read_only:
             self.engine.sync()
 
@@ -189,7 +189,7 @@ def writer_of(store, queue_bytes=MIB, *, behind=True, read_only=False):
     """Replace the engine of a store by one with these options; its writing side."""
     store.open(queue_bytes=queue_bytes, write_behind=behind, read_only=read_only)
     writer = Writer(store.engine)
-    store.buffers = store.engine._queue._buffers
+    store.buffers = store.engine.captures._buffers
     try:
         yield writer
     finally:
