@@ -23,7 +23,7 @@ from prefixstore.errors import (
     UnavailableError,
 )
 from prefixstore.format.keys import PAGE, page_keys
-from prefixstore.llama.capture import Capture
+from prefixstore.llama.capture import Capture, Place
 from prefixstore.llama.state.form import Form
 from prefixstore.server import LlamaServer, SlotStore
 from prefixstore.server import slot_files as slot_files_module
@@ -351,6 +351,7 @@ def test_pages_of_another_shape_never_reach_the_server(running: Running, models:
         with PrefixStore("memory:", other, page_tokens=256) as wrong:
             wrong._current.context.namespace = mine  # as if the fingerprints were equal
             wrong._current.context.lineage.namespace = mine.key
+            wrong._current.strategy.place = Place(mine, 256)
             other.set_cache(wrong)
             answer(other, tokens)
             wrong.engine.drain()
