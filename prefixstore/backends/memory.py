@@ -35,21 +35,14 @@ def _cost(row: Change) -> int:
 
 
 class _Memory:
-    """The committed rows; shared by the backends that name it.
-
-    Attributes
-    ----------
-    rows
-        What is committed. A commit is one assignment, which neither an interrupt nor a fork can divide.
-    writing
-        Held by the one update at a time.
-    max_bytes
-        The budget of the stores that write to it; None until one does.
-    """
+    """The committed rows; shared by the backends that name it."""
 
     def __init__(self) -> None:
+        # a commit is one assignment, which neither an interrupt nor a fork can divide
         self.rows = SortedRows(_cost)
+        # held by the one update at a time
         self.writing = threading.Lock()
+        # the budget of the stores that write to it; None until one does
         self.max_bytes: int | None = None
 
 
@@ -81,19 +74,8 @@ def _shared(name: str, max_bytes: int, *, read_only: bool) -> _Memory:
 class MemoryBackend(Backend):
     """Rows in lists. They are lost with the process; a forked child has its own copy.
 
-    Parameters
-    ----------
-    name
-        Backends of one name share their rows, until the last one is closed; None for rows of its own.
-    max_bytes
-        The budget of the store; for backends of one name it has to be the same.
-    read_only
-        Whether the store only reads; it has to be open already then.
-
-    Raises
-    ------
-    InvalidParameterError
-        If the options do not fit those with which the name is open.
+    Backends of one name share their rows, until the last one is closed. They have to have the same budget, and one that
+    only reads needs one that is open: otherwise this raises `InvalidParameterError`.
     """
 
     is_local = True
@@ -137,13 +119,7 @@ class MemoryBackend(Backend):
 
 
 def name_of(location: str) -> str | None:
-    """The name in ``"memory://name"``; None for ``"memory:"``.
-
-    Raises
-    ------
-    InvalidParameterError
-        If it is neither.
-    """
+    """The name in ``"memory://name"``; None for ``"memory:"``. Raises `InvalidParameterError` if it is neither."""
     if location.lower() in ("memory:", "memory://"):
         return None
     found = NAMED.fullmatch(location)

@@ -332,22 +332,6 @@ def test_the_map_is_not_replaced_while_a_view_is_open(tmp_path):
         assert seen == [{key, new}]
 
 
-@pytest.mark.parametrize("work", ["reclaim", "compact", "check", "sync"])
-def test_what_frees_space_opens_a_handle_again_that_could_not_be_opened(tmp_path, work):
-    path, aside = tmp_path / "kv", tmp_path / "aside"
-    with closing(LMDBBackend(path, 64 * MIB)) as backend:
-        key = write(backend, 1)
-        path.rename(aside)
-        path.write_text("not a directory")
-        with pytest.raises(LocationError):
-            rows_of(backend)
-        path.unlink()
-        aside.rename(path)
-        # nothing else has used it since
-        getattr(backend, work)()
-        assert rows_of(backend).keys() == {key}
-
-
 def test_a_full_map_is_an_error_that_leaves_no_trace_and_deleting_helps(tmp_path):
     with closing(LMDBBackend(tmp_path, 2 * MIB)) as backend:
         key = write(backend, 1, MIB)

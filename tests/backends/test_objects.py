@@ -205,16 +205,6 @@ def test_what_is_not_ours_or_damaged_is_refused_and_untouched(new_prefix, head, 
     assert bytes(client.get(STORE)[0]) == head
 
 
-def test_a_damaged_row_has_another_value(new_prefix):
-    with rows_at(new_prefix()) as backend:
-        write(backend, 1)
-        write(backend, 2)
-        state = backend._store.state
-        backend._client.put(state.row_name(key_of(1)), b"\x18damaged")
-        state.known.clear()
-        assert rows_of(backend)[key_of(1)] == (b"", None)
-
-
 def test_names_are_in_the_order_of_the_keys_and_fit_into_every_server():
     chance = random.Random(1)
     keys = {chance.randbytes(chance.choice([1, 2, 3, 15, 16, 17, 33, 176, 177, 336, 511])) for _ in range(2000)}
@@ -328,46 +318,6 @@ def test_a_store_that_was_restored_from_a_backup_is_read_from_the_beginning(new_
 
 
 # -- writers side by side ----------------------------------------------------------------------------------------------
-
-
-def test_an_update_whose_turn_another_process_has_taken_is_refused_and_leaves_nothing(new_prefix, monkeypatch):
-    url = new_prefix()
-    with rows_at(url) as one, rows_at(url) as two:
-        put, is_first = Client.put, []
-
-        def overtaken(self, name, *arguments):
-            written = put(self, name, *arguments)
-            if self is one._client and "/payloads/" in name and not is_first:
-                is_first.append(name)
-                with monkeypatch.context() as impatient:
-                    impatient.setattr(store_module, "TURN_SECONDS", 0.0)
-                    write(two, 2)
-            return written
-
-        with monkeypatch.context() as patched:
-            patched.setattr(Client, "put", overtaken)
-            with pytest.raises(ConflictError):
-                write(one, 1)
-        assert set(rows_of(one)) == {key_of(2)}
-        assert len(payloads(one)) == 1
-        assert len(names(one)) == 3
-
-
-def test_writers_take_turns_and_nobody_starves(new_prefix):
-    """One of them takes far longer than the other for each update."""
-    url = new_prefix()
-    with rows_at(url) as one, rows_at(url) as two:
-
-        def add(backend, seconds, count):
-            for _ in range(count):
-                with backend.update() as draft:
-                    (value,) = draft.get([b"n"])
-                    time.sleep(seconds)
-                    draft.put(b"n", b"%d" % (int(value or 0) + 1))
-
-        together(lambda: add(one, 0.2, 8), lambda: add(two, 0.0, 40))
-        assert rows_of(one) == {b"n": (b"48", None)}
-        assert one._store.state.turn == ""
 
 
 def test_a_writer_that_dies_in_its_turn_keeps_the_others_waiting_for_a_while_only(new_prefix, monkeypatch):
@@ -506,23 +456,6 @@ def test_nothing_of_a_purged_page_is_left_after_a_scrub(new_prefix):
             assert as_tokens(secret).tobytes() not in stored
             assert payload not in stored
         assert len(contents(backend)) == 1
-
-
-def test_a_row_that_is_deleted_or_written_again_while_it_is_read_is_missing_or_new(new_prefix):
-    url = new_prefix()
-    with rows_at(url) as one, rows_at(url) as two:
-        for number in range(4):
-            write(one, number)
-        with one.view() as view:
-            arriving = view.payloads([key_of(number) for number in range(4)])
-            with two.update() as draft:
-                draft.put(key_of(1), b"again", b"again")
-                draft.delete(key_of(2))
-                draft.put(key_of(3), b"empty", b"")
-            found = list(arriving)
-        assert [found[1][0], bytes(found[1][1])] == [b"again", b"again"]
-        assert found[2:] == [None, (b"empty", b"")]
-        assert bytes(found[0][1]) == payload_of(0, 1000)
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

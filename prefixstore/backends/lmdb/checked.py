@@ -42,14 +42,6 @@ CRASHES = {-signal.SIGSEGV, -getattr(signal, "SIGBUS", signal.SIGSEGV), -signal.
 # how often the time of what was written is compared, and seconds between: the clocks of most file systems have gone on
 ATTEMPTS, STEP = 5, 0.005
 
-# run by the child: finds LMDB without the start-up files of the packages
-SCRIPT = (
-    "import runpy, sys\n"
-    "sys.path.append(sys.argv[1])\n"
-    "del sys.argv[:2]\n"
-    "runpy.run_path(sys.argv[0], run_name='__main__')\n"
-)
-
 
 def damaged(path: Path, why: str) -> CorruptError:
     """The error for a file that is not as LMDB writes it."""
@@ -75,8 +67,7 @@ def require_sound(path: Path) -> None:
         # this process may have changed its user since it opened the store
         raise UnavailableError(f"{path} cannot be read: {error.strerror}") from error
     packages, walk = Path(lmdb.__file__ or "").parents[1], Path(__file__).with_name("walk.py")
-    command = [get_executable() or sys.executable or "", "-I", "-S", "-c", SCRIPT, str(packages)]
-    command += [str(walk), str(path.parent)]
+    command = [get_executable() or sys.executable or "", "-I", "-S", str(walk), str(path.parent), str(packages)]
     try:
         # in a session of its own: the signals of a terminal are not for it
         done = subprocess.run(  # noqa: S603
@@ -84,32 +75,20 @@ def require_sound(path: Path) -> None:
         )
     except OSError as error:
         raise UnavailableError(f"{path} cannot be checked: {error}") from error
-    if done.returncode == DAMAGED:
-        raise damaged(path, done.stdout.decode(errors="replace"))
+    said = done.stdout.decode(errors="replace")
+    if said.startswith(DAMAGED):
+        raise damaged(path, said.removeprefix(DAMAGED))
     if done.returncode in CRASHES:
         raise damaged(path, f"a process that read it was ended by signal {-done.returncode}")
     # it has to say so: another program, or a system that does not keep exit codes for this process, says nothing
-    if done.returncode or done.stdout != SOUND:
+    if said != SOUND:
         last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         why = last or f"{os.fsdecode(command[0])!r} ended with {done.returncode}, and has not said that it is sound"
         raise UnavailableError(f"{path} cannot be checked: {why}")
 
 
 class CheckedFile:
-    """What this process knows about one data file; see the module.
-
-    Parameters
-    ----------
-    path
-        The file.
-    read_only
-        Whether the process must not write beside it.
-
-    Attributes
-    ----------
-    was_noted
-        Whether a store had closed it when it was entered.
-    """
+    """What this process knows about one data file; see the module. With `read_only` it writes nothing beside it."""
 
     def __init__(self, path: Path, *, read_only: bool) -> None:
         self._path = path
@@ -118,17 +97,12 @@ class CheckedFile:
         # the open data, which this process has locked
         self._handle: int | None = None
         self._is_sound = True
-        self.was_noted = False
 
     def enter(self, *, is_new: bool) -> None:
-        """Before the data are opened: have them read if necessary. Raises as `require_sound` does.
+        """Before the data are opened: have them read, unless this process has just made them, or it is not necessary.
 
-        Parameters
-        ----------
-        is_new
-            Whether this process has just created the data.
+        Raises as `require_sound` does.
         """
-        self.was_noted = self._note.exists()
         # who is alone has locked the data exclusively, and who shares the lock has data that were sound
         is_alone = self._lock_it()
         self._is_sound = True
