@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import selectors
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, ClassVar
 
 import psycopg
+from psycopg.conninfo import conninfo_to_dict
 from psycopg.pq import TransactionStatus
-from sqlalchemy.dialects.postgresql.psycopg import dialect
 
 from prefixstore.backends.contract import Draft, View
 from prefixstore.backends.location import require_plain_password, without_password
-from prefixstore.backends.sql.database import APPLICATION_ID, TABLES, Database, parse_url
-from prefixstore.backends.sql.migrations import VERSION_TABLE
+from prefixstore.backends.sql.database import APPLICATION_ID, PAYLOADS, TABLES, Database, statements_of
 from prefixstore.backends.sql.postgresql_rows import COSTS, COUNT_AGAIN, META_ROW, PostgreSQLView, write
 from prefixstore.errors import IncompatibleError, InvalidParameterError, LocationError
 
@@ -37,11 +36,11 @@ SILENT_WRITING = 60.0
 POLLS_PER_SECOND = 10
 # it needs no file descriptor of its own, of which there may be none left; Windows has no poll
 _Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
-# of the advisory lock under which the schema changes
-UPGRADE_LOCK = APPLICATION_ID
+# of the advisory lock under which the tables are made
+CREATE_LOCK = APPLICATION_ID
 
 
-_NAMED = ", ".join(f"'{name}'" for name in (*TABLES, VERSION_TABLE))
+_NAMED = ", ".join(f"'{name}'" for name in TABLES)
 
 # Sent on each new connection: all tables are in the first schema of the search path. The server looks into pg_catalog
 # before it; temporary tables come last, or they would hide those of the store.
@@ -123,44 +122,58 @@ class PostgreSQL(Database[_Connection]):
     """Rows in a PostgreSQL database. Options of libpq may follow a question mark in the URL."""
 
     ERROR = psycopg.Error
-    DIALECT = "postgresql"
+    STATEMENTS: ClassVar = statements_of(
+        "BYTEA",
+        # payloads are compressed already: the server need not try
+        f"ALTER TABLE {PAYLOADS} ALTER COLUMN data SET STORAGE EXTERNAL",
+        # by default the server cleans up only when a fifth of the table are dead rows
+        f"ALTER TABLE {PAYLOADS} SET "
+        "(autovacuum_vacuum_scale_factor = 0.02, toast.autovacuum_vacuum_scale_factor = 0.02)",
+    )
 
     def __init__(self, location: str, *, read_only: bool) -> None:
         require_plain_password(location)
-        url = parse_url(location)
-        if url.drivername not in ("postgresql", "postgres", "postgresql+psycopg", "postgres+psycopg"):
+        scheme, _, rest = location.partition(":")
+        if scheme.lower() not in ("postgresql", "postgres", "postgresql+psycopg", "postgres+psycopg"):
             raise InvalidParameterError("location: unknown driver; pass postgresql+psycopg://user@host/db (psycopg 3)")
-        url = url.set(drivername="postgresql+psycopg")
-        super().__init__(without_password(url.render_as_string(hide_password=True)), read_only=read_only)
+        super().__init__(without_password(f"postgresql+psycopg:{rest}"), read_only=read_only)
+        given: dict[str, Any] = {}
+        with suppress(psycopg.Error):  # what libpq says may repeat a password
+            given = conninfo_to_dict(f"postgresql:{rest}")
+        if not given:
+            raise InvalidParameterError(
+                'location is not a valid database URL; pass "postgresql+psycopg://user@host/db"'
+            )
         settings = {
             "lock_timeout": f"{LOCK_SECONDS}s",
             "idle_in_transaction_session_timeout": f"{IDLE_SECONDS}s",
             "default_transaction_read_only": "on" if read_only else "off",
         }
-        given = dialect().create_connect_args(url)[1]  # type: ignore[no-untyped-call] # SQLAlchemy does not annotate it
         defaults = {"connect_timeout": CONNECT_SECONDS, "application_name": "prefixstore", "options": ""}
         self._options: dict[str, Any] = defaults | given
         self._options["options"] += "".join(f" -c {name}={value}" for name, value in settings.items())
 
-    # -- the schema ---------------------------------------------------------------------------------------------------
+    # -- the store ----------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        self.require_head(self.revision())
+        if not self.has_store():
+            raise LocationError(
+                f'{self.location} holds no store; create one with: prefixstore migrate "{self.location}"'
+            )
 
-    def revision(self) -> str | None:
+    def has_store(self) -> bool:
         with self.connection() as driver, self.translated():
-            return self._revision(driver)
+            return self.is_store(driver, _our_tables(driver, self.location))
 
-    def _revision(self, driver: _Connection) -> str | None:
-        return self.revision_of(driver, _our_tables(driver, self.location))
-
-    def upgrade(self) -> None:
-        with self.writing() as driver, self.translated():
-            driver.execute(f"SELECT pg_catalog.pg_advisory_xact_lock({UPGRADE_LOCK})")
-            # another process may have been faster
-            revision = self._revision(driver)
+    def create(self) -> None:
+        with self.connection() as driver, self.translated():
             driver.silence = None
-            self.migrate(driver, revision)
+            driver.execute(f"SELECT pg_catalog.pg_advisory_lock({CREATE_LOCK})")
+            # another process may have been faster
+            if not self.is_store(driver, _our_tables(driver, self.location)):
+                for statement in self.STATEMENTS:
+                    driver.execute(statement)
+            driver.execute(f"SELECT pg_catalog.pg_advisory_unlock({CREATE_LOCK})")
 
     # -- connections --------------------------------------------------------------------------------------------------
 

@@ -11,14 +11,14 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import ClassVar
 
 from prefixstore.backends import refusals
 from prefixstore.backends.contract import Change, Draft, View
 from prefixstore.backends.files import sync_path
 from prefixstore.backends.forks import ForkLevel, ForkLock, register_at_fork
 from prefixstore.backends.handle_lock import HandleLock
-from prefixstore.backends.sql import migrations
-from prefixstore.backends.sql.database import APPLICATION_ID, META, ROWS, Database
+from prefixstore.backends.sql.database import APPLICATION_ID, META, ROWS, Database, statements_of
 from prefixstore.backends.sql.sqlite_file import (
     BUSY_SECONDS,
     PAGE_BYTES,
@@ -42,11 +42,9 @@ LOG_BYTES = 64 << 20
 CHECKPOINT_BYTES = 1 << 20
 OLDEST = (3, 35, 0)
 
-# before the tables of a new file are created, and after that
-OF_A_FILE = f"PRAGMA page_size={PAGE_BYTES}", f"PRAGMA application_id={APPLICATION_ID}"
 WAL = "PRAGMA journal_mode=WAL"
 
-# held while a file is created, recognized or upgraded
+# held while a file is created or recognized
 _opening = ForkLock()
 
 
@@ -54,7 +52,12 @@ class SQLite(Database[sqlite3.Connection]):
     """Rows in a SQLite file. It is created, for its owner only, if it is not there, and so is its directory."""
 
     ERROR = sqlite3.Error
-    DIALECT = "sqlite"
+    STATEMENTS: ClassVar = [
+        f"PRAGMA page_size={PAGE_BYTES}",
+        f"PRAGMA application_id={APPLICATION_ID}",
+        *statements_of("BLOB"),
+        WAL,
+    ]
     is_local = True
 
     def __init__(self, location: str, *, read_only: bool) -> None:
@@ -72,40 +75,31 @@ class SQLite(Database[sqlite3.Connection]):
 
     def open(self) -> None:
         if not self.read_only:
-            self.upgrade()
-            return
-        revision = self.revision()
-        if revision is None:
-            raise refusals.no_store(self.path) if self._exists() else refusals.missing(self.path, "a SQLite file")
-        self.require_head(revision)
+            self.create()
+        elif not self.has_store():
+            raise refusals.missing(self.path, "a SQLite file")
 
-    def revision(self) -> str | None:
+    def has_store(self) -> bool:
         with _opening.held:
             if not self._exists():
-                return None
+                return False
             recognize(self.path)
             with self.connection() as driver, self.translated():
-                return self._revision(driver)
+                tables = [name for (name,) in driver.execute("SELECT name FROM sqlite_master")]
+                if not self.is_store(driver, tables):
+                    # it was created under another name, with all its tables
+                    raise refusals.foreign(self.location, "tables")
+                return True
 
-    def _revision(self, driver: sqlite3.Connection) -> str | None:
-        return self.revision_of(driver, [name for (name,) in driver.execute("SELECT name FROM sqlite_master")])
-
-    def upgrade(self) -> None:
+    def create(self) -> None:
         with _opening.held:
             if not self._exists():
                 with self.translated():
-                    create(self.path, self.script(None))
-            if self.revision() != migrations.HEAD:
-                with self.writing() as driver, self.translated():
-                    # another process may have been faster
-                    self.migrate(driver, self._revision(driver))
+                    create(self.path, self.STATEMENTS)
+            self.has_store()
             with self.connection() as driver, self.translated():
                 # set when the file was created, unless something else has changed it
                 driver.execute(WAL).fetchall()
-
-    def script(self, revision: str | None) -> list[str]:
-        statements = super().script(revision)
-        return statements if revision is not None else [*OF_A_FILE, *statements, WAL]
 
     def _exists(self) -> bool:
         """Whether there is a file, which can be read and trusted."""

@@ -1,1 +1,0 @@
-"""The schema of SQL stores, step by step."""
