@@ -6,7 +6,6 @@ import json
 import random
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 
 import pytest
@@ -21,8 +20,7 @@ from prefixstore.backends.objects.client import Client
 from prefixstore.backends.objects.rows import Stored, key_in, name_of, new_payload, payload_name
 from prefixstore.backends.objects.store import STORE
 from prefixstore.backends.objects.store import Store as RowStore
-from prefixstore.engine.invariants import flaws
-from prefixstore.engine.pages import open_pages, retried
+from prefixstore.engine.pages import open_pages
 from prefixstore.errors import (
     InvalidParameterError,
     LocationError,
@@ -144,21 +142,6 @@ def test_without_obstore_the_extra_is_named(monkeypatch):
 # -- opening -----------------------------------------------------------------------------------------------------------
 
 
-def test_read_only_makes_nothing_and_writes_nothing(new_prefix):
-    url = new_prefix()
-    assert refusal(url, read_only=True).startswith("LocationError: ")
-    with opened(url) as backend:
-        assert names(backend.rows) == {STORE}
-        ((key,),) = fill(backend, space(), [[1, 2, 3, 4]])
-    with opened(url, read_only=True) as reader:
-        assert set(contents(reader)) == {key}
-        for use in (lambda: reader.update().__enter__(), reader.reindex, reader.rows.compact):
-            with pytest.raises(UnavailableError, match="read-only"):
-                use()
-        with reader.view() as view:
-            assert list(flaws(view)) == []
-
-
 def test_a_bucket_that_does_not_exist_is_a_clear_error(moto, credentials):
     assert "create the bucket" in refusal(f"s3://nowhere/a?endpoint={moto.endpoint}")
 
@@ -219,22 +202,6 @@ def test_names_are_in_the_order_of_the_keys_and_fit_into_every_server():
         assert not folders & set(found)
         assert max(map(len, found)) < 750
         assert max(len(part) for name in found for part in name.split("/")) < 255
-
-
-@pytest.mark.slow
-def test_processes_that_make_a_store_at_once_all_get_it(new_prefix):
-    url, start = new_prefix(), threading.Barrier(4)
-
-    def make(number):
-        start.wait()
-        with opened(url) as backend:
-            return retried(fill)(backend, space(), [[number] * 4])[0][0]
-
-    with ThreadPoolExecutor(4) as threads:
-        keys = set(threads.map(make, range(4)))
-    with opened(url) as backend:
-        assert set(contents(backend)) == keys
-    assert len(keys) == 4
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

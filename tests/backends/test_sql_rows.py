@@ -13,7 +13,7 @@ import pytest
 from prefixstore.backends.contract import Range
 from prefixstore.backends.sql import SQL_VERSION, postgresql_rows, sqlite_rows
 from prefixstore.backends.sql.database import APPLICATION_ID
-from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
+from prefixstore.errors import CorruptError, IncompatibleError
 from tests.support.sql_rows import (
     MIB,
     change,
@@ -51,22 +51,6 @@ def test_another_format_is_refused_with_both_versions(url, step, says):
     for read_only in (False, True):
         with pytest.raises(IncompatibleError, match=message):
             opened(url, read_only=read_only)
-
-
-def test_read_only_writes_nothing(url):
-    with opened(url) as backend:
-        keys = put(backend, row(1, 2 * MIB), row(2))
-        for _ in range(2):
-            with opened(url, read_only=True) as reader:
-                assert contents(reader) == contents(backend)
-                for work in (lambda: put(reader, row(9)), lambda: reader.compact(erase=True), reader.compact):
-                    with pytest.raises(UnavailableError, match="read-only"):
-                        work()
-                reader.sync()
-                with reader.connection() as connection, pytest.raises(Exception, match=r"read-?only"):
-                    connection.execute("UPDATE prefixstore_meta SET format = 0")
-    with opened(url, read_only=True) as reader:
-        assert keys_of(reader) == set(keys)
 
 
 @pytest.mark.parametrize("share", [0, 0.5])

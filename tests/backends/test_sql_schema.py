@@ -17,10 +17,9 @@ from prefixstore.backends.sql import SQL_VERSION
 from prefixstore.backends.sql.database import APPLICATION_ID
 from prefixstore.cli import main
 from prefixstore.errors import IncompatibleError
-from tests.support import PATIENCE
 from tests.support.places import refusal
 from tests.support.postgres import libpq
-from tests.support.sql_rows import MIB, contents, keys_of, opened, put, row
+from tests.support.sql_rows import MIB, contents, opened, put, row
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,23 +58,6 @@ def tables_of(url):
     """The tables in a PostgreSQL database."""
     with psycopg.connect(libpq(url)) as connection:
         return connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'public'").fetchall()
-
-
-def open_at_once(url):
-    """Have processes open a store at the same moment."""
-    code = """
-import sys
-from tests.backends.test_sql_schema import opened, put, row
-sys.stdin.read()  # until all are ready
-with opened(sys.argv[1]) as backend:
-    put(backend, row(100 + int(sys.argv[2])))
-"""
-    processes = [
-        subprocess.Popen([sys.executable, "-c", code, url, str(i)], stdin=subprocess.PIPE, cwd=ROOT) for i in range(4)
-    ]
-    for process in processes:
-        process.stdin.close()
-    assert [process.wait(PATIENCE) for process in processes] == [0] * 4
 
 
 # -- PostgreSQL: the location ------------------------------------------------------------------------------------------
@@ -197,31 +179,6 @@ def test_a_location_that_cannot_be_a_file_is_refused(tmp_path):
     assert refusal(f"sqlite:///{tmp_path}/file/kv.db").startswith("LocationError: ")
     assert refusal(f"sqlite:///{tmp_path}/new/kv.db", read_only=True).startswith("LocationError: ")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
-
-
-@pytest.mark.attack
-def test_processes_that_create_a_store_at_once_all_get_it(tmp_path):
-    url = f"sqlite:///{tmp_path}/kv.db"
-    open_at_once(url)
-    with opened(url) as backend:
-        assert len(keys_of(backend)) == 4
-    assert [path.name for path in tmp_path.iterdir()] == ["kv.db"]
-
-
-@pytest.mark.slow
-def test_a_crash_while_a_store_is_created_leaves_a_location_that_can_be_used(tmp_path):
-    code = """
-import os, sys
-from prefixstore.backends import open_backend
-from prefixstore.backends.sql import sqlite_file
-sqlite_file.publish = lambda *arguments: os._exit(3)
-open_backend(sys.argv[1], max_bytes=1 << 20)
-"""
-    url = f"sqlite:///{tmp_path}/kv.db"
-    assert subprocess.run([sys.executable, "-c", code, url], check=False, cwd=ROOT).returncode == 3
-    assert not (tmp_path / "kv.db").exists()
-    with opened(url) as backend:
-        assert keys_of(backend) == set()
 
 
 def test_a_file_system_without_links_can_be_used(tmp_path, monkeypatch):

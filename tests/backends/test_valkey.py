@@ -253,21 +253,6 @@ def test_keys_of_another_application_are_refused_and_untouched(url, client, comm
     assert client.dump(named(url, key)) == before
 
 
-def test_read_only_needs_a_store_and_writes_nothing(url, client):
-    with pytest.raises(LocationError, match="no store"):
-        open_pages(url, max_bytes=MIB, read_only=True)
-    assert client.keys(named(url, "*")) == []
-    with opened(url) as backend:
-        (key,) = put(backend, 1)
-    with opened(url, read_only=True) as reader:
-        assert set(contents(reader)) == {key}
-        reader.sync()
-        reader.rows.reclaim()
-        for write in (reader.reindex, lambda: put(reader, 2)):
-            with pytest.raises(UnavailableError, match="read-only"):
-                write()
-
-
 # -- round trips ------------------------------------------------------------------------------------------------------
 
 
