@@ -13,10 +13,9 @@ from importlib.metadata import EntryPoint, entry_points
 
 from prefixstore.backends.contract import Backend
 from prefixstore.backends.location import scheme_of, text_of, without_password
-from prefixstore.backends.memory import agreed_bytes as agreed_bytes_of
 from prefixstore.errors import InvalidParameterError, MissingExtraError
 
-__all__ = ["SCHEMES", "agreed_bytes", "extra_needed", "is_persistent", "open_backend"]
+__all__ = ["SCHEMES", "extra_needed", "is_persistent", "open_backend"]
 
 ENTRY_POINTS = "prefixstore.backends"
 _OBJECTS = ("prefixstore.backends.objects.backend:open_objects", "s3")
@@ -39,11 +38,6 @@ def is_persistent(location: str | os.PathLike[str] | None) -> bool:
     scheme = scheme_of(text)
     _find(scheme, text)
     return scheme != "memory"
-
-
-def agreed_bytes(location: str | os.PathLike[str] | None) -> int | None:
-    """The `max_bytes` with which this process has a named memory open, and on which all agree; None of others."""
-    return None if is_persistent(location) else agreed_bytes_of(text_of(location))
 
 
 def open_backend(location: str | os.PathLike[str] | None, *, max_bytes: int, read_only: bool = False) -> Backend:

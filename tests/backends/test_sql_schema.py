@@ -7,7 +7,6 @@ import sqlite3
 import subprocess
 import sys
 from contextlib import closing
-from pathlib import Path
 
 import psycopg
 import pytest
@@ -20,8 +19,6 @@ from prefixstore.errors import IncompatibleError
 from tests.support.places import refusal
 from tests.support.postgres import libpq
 from tests.support.sql_rows import MIB, contents, opened, put, row
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
