@@ -23,7 +23,8 @@ import lmdb
 __all__ = ["DAMAGED", "MAGIC", "MAX_READERS", "SOUND"]
 
 # what the script prints; why it is damaged follows
-SOUND, DAMAGED = "sound", "damaged: "
+SOUND = "sound"
+DAMAGED = "damaged: "
 MAX_READERS = 512
 # key and value of the row by which a store is known
 MAGIC = b"mmagic", b"prefixstore"

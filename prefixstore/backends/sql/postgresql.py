@@ -149,9 +149,10 @@ class PostgreSQL(Database[_Connection]):
             "idle_in_transaction_session_timeout": f"{IDLE_SECONDS}s",
             "default_transaction_read_only": "on" if read_only else "off",
         }
-        defaults = {"connect_timeout": CONNECT_SECONDS, "application_name": "prefixstore", "options": ""}
-        self._options: dict[str, Any] = defaults | given
-        self._options["options"] += "".join(f" -c {name}={value}" for name, value in settings.items())
+        self._options: dict[str, Any] = {"connect_timeout": CONNECT_SECONDS, "application_name": "prefixstore", **given}
+        self._options["options"] = given.get("options", "") + "".join(
+            f" -c {name}={value}" for name, value in settings.items()
+        )
 
     # -- the store ----------------------------------------------------------------------------------------------------
 
