@@ -43,7 +43,7 @@ def path_of_url(location: str) -> Path:
     address, has_options, _ = location.partition("?")
     scheme, _, rest = address.partition("://")
     host, _, path = rest.partition("/")
-    if scheme.lower() not in ("sqlite", "sqlite+pysqlite"):
+    if "+" in scheme:
         raise InvalidParameterError(f"location={without_password(location)!r}: unknown driver; pass sqlite:////path")
     if has_options:
         raise InvalidParameterError(f"location={without_password(location)!r}: options in the URL are not supported")
