@@ -6,18 +6,19 @@ from contextlib import closing, contextmanager
 
 import psycopg
 import pytest
+from sqlalchemy import make_url
 
 from prefixstore.backends import sql
 from prefixstore.engine.pages import open_pages
 from tests.support import ROOT
 from tests.support.engines import MIB, A, B, Store, store_of
 from tests.support.places import refusal
-from tests.support.postgres import as_role, libpq, name_of
 
 
 def as_administrator(url, *statements):
     """Run statements as the superuser that the tests connect as."""
-    with psycopg.connect(libpq(url), autocommit=True) as connection:
+    libpq = make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
+    with psycopg.connect(libpq, autocommit=True) as connection:
         for statement in statements:
             connection.execute(statement)
 
@@ -27,7 +28,7 @@ def role(url, name, options=""):
     """A role for one test, which roles of all databases share; the URL with which it connects."""
     as_administrator(url, f"CREATE ROLE {name} LOGIN {options}")
     try:
-        yield as_role(url, name)
+        yield make_url(url).set(username=name).render_as_string(hide_password=False)
     finally:
         as_administrator(url, f"DROP OWNED BY {name} CASCADE", f"DROP ROLE {name}")
 
@@ -67,7 +68,7 @@ def test_a_schema_that_another_role_made_for_us_is_refused(new_database):
     url = new_database(empty=True)
     with role(url, "pfxs_alice") as alice, role(url, "pfxs_mallory") as mallory:
         # the first schema of the search path has the name of the user, and need not be the user's
-        as_administrator(url, f"GRANT CREATE ON DATABASE {name_of(url)} TO pfxs_mallory")
+        as_administrator(url, f"GRANT CREATE ON DATABASE {make_url(url).database} TO pfxs_mallory")
         as_administrator(mallory, "CREATE SCHEMA pfxs_alice", "GRANT USAGE ON SCHEMA pfxs_alice TO PUBLIC")
         sql.create(mallory + "&options=-csearch_path%3Dpfxs_alice")
         as_administrator(mallory, "GRANT ALL ON ALL TABLES IN SCHEMA pfxs_alice TO PUBLIC")
@@ -153,19 +154,23 @@ def test_all_tables_are_those_of_the_first_schema(new_database):
 
 
 def test_the_roles_that_the_documents_tell_to_make_are_enough(new_database):
-    url = new_database(empty=True)
+    url = make_url(new_database(empty=True))
     text = (ROOT / "docs" / "security.md").read_text().split("\n## PostgreSQL\n")[1].split("\n## ")[0]
     statements = "\n".join(line for line in text.splitlines() if line.startswith("    ") and "--" not in line)
     for name in ("kv_owner", "kv_server"):
         statements = statements.replace(name, f"pfxs_{name}")
     grants = [one.strip() for one in statements.split(";") if one.strip()]
     assert len(grants) == 7
-    database = name_of(url)
+    url = url.render_as_string(hide_password=False)
+    database = make_url(url).database
     as_administrator(url, *grants[:2])
     try:
         as_administrator(url, f"ALTER DATABASE {database} OWNER TO pfxs_kv_owner")
         as_administrator(url, *(one.replace("DATABASE kv ", f"DATABASE {database} ") for one in grants[3:5]))
-        owner, server = (as_role(url, f"pfxs_{name}") for name in ("kv_owner", "kv_server"))
+        owner, server = (
+            make_url(url).set(username=f"pfxs_{name}").render_as_string(hide_password=False)
+            for name in ("kv_owner", "kv_server")
+        )
         sql.create(owner)
         as_administrator(owner, *grants[5:])
         with store_of(open_pages(server, max_bytes=64 * MIB)) as store:

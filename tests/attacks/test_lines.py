@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 from typing import NamedTuple
 
 import pytest
+from sqlalchemy import make_url
 
 from prefixstore.backends.sql import postgresql
 from prefixstore.backends.valkey import connections
@@ -15,7 +16,6 @@ from prefixstore.engine.pages import open_pages
 from tests.attacks.server_work import WORK, is_intact, lookup, stored
 from tests.support.engines import MIB, NS, A, B, C, Store
 from tests.support.models import TORTURE
-from tests.support.postgres import name_of
 from tests.support.proxy import Line
 from tests.support.timeouts import wait_for
 from tests.support.valkey import forget_lock
@@ -41,7 +41,7 @@ def way(request) -> Iterator[Way]:
     if request.param == "postgresql":
         direct = request.getfixturevalue("new_database")()
         socket = request.getfixturevalue("postgres_server").sockets / ".s.PGSQL.5432"
-        through = f"postgresql+psycopg://postgres@127.0.0.1:%d/{name_of(direct)}"
+        through = f"postgresql+psycopg://postgres@127.0.0.1:%d/{make_url(direct).database}"
     else:
         direct = request.getfixturevalue("new_valkey")()
         socket = request.getfixturevalue("valkey_server").socket

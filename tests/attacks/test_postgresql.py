@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import psycopg
 import pytest
+from sqlalchemy import make_url
 
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import StorageError
@@ -14,17 +15,13 @@ from tests.attacks.server_work import WORK, is_intact, lookup, stored
 from tests.support.engines import MIB, A, B, C
 from tests.support.models import TORTURE
 from tests.support.places import refusal
-from tests.support.postgres import (
-    as_role,
-    libpq,
-    name_of,
-    private_server,
-    server_program,
-    small_disk_server,
-    store_on,
-)
+from tests.support.postgres import private_server, server_program, small_disk_server, store_on
 from tests.support.sql_rows import before_statements, statements
 from tests.support.timeouts import wait_for
+
+
+def libpq(url):
+    return make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
 
 
 @pytest.fixture
@@ -150,7 +147,7 @@ def user(administrator):
     url, session = administrator
     session.execute("CREATE ROLE pfxs_user LOGIN")
     try:
-        yield as_role(url, "pfxs_user")
+        yield make_url(url).set(username="pfxs_user").render_as_string(hide_password=False)
     finally:
         session.execute("DROP OWNED BY pfxs_user")
         session.execute("DROP ROLE pfxs_user")
@@ -204,7 +201,7 @@ def is_dropped(store):
 
 def test_a_statement_that_the_server_ends_drops_pages_and_nothing_else(administrator):
     url, session = administrator
-    limit = f"ALTER DATABASE {name_of(url)} SET statement_timeout"
+    limit = f"ALTER DATABASE {make_url(url).database} SET statement_timeout"
     with stored(url, A) as store:
         with psycopg.connect(libpq(url)) as other:
             other.execute("SELECT * FROM prefixstore_meta FOR UPDATE")

@@ -1,24 +1,30 @@
-"""The tables of SQL stores; the file of a SQLite store; ``prefixstore migrate``."""
+"""The schema of SQL stores and its migrations; the file of a SQLite store; ``prefixstore migrate``."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
 from contextlib import closing
+from pathlib import Path
 
-import psycopg
 import pytest
+from alembic.script import ScriptDirectory
+from sqlalchemy import create_engine, inspect, text
 
-from prefixstore.backends import sql
-from prefixstore.backends.sql import SQL_VERSION
-from prefixstore.backends.sql.database import APPLICATION_ID
+from prefixstore.backends.sql import migrations as migrate
+from prefixstore.backends.sql.database import APPLICATION_ID, TABLES
+from prefixstore.backends.sql.migrations import HEAD, VERSION_TABLE
 from prefixstore.cli import main
-from prefixstore.errors import IncompatibleError
+from prefixstore.errors import IncompatibleError, LocationError
+from tests.support import PATIENCE
 from tests.support.places import refusal
-from tests.support.postgres import libpq
-from tests.support.sql_rows import MIB, contents, opened, put, row
+from tests.support.revisions import LATER, OLD, a_later_version, write_old
+from tests.support.sql_rows import MIB, contents, delete, keys_of, opened, put, require_intact, row
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -29,17 +35,79 @@ def empty_url(request, tmp_path):
     return request.getfixturevalue("new_database")(empty=True)
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
+def holds(backend, rows):
+    """These rows are stored, and can be changed."""
+    assert contents(backend) == rows
+    require_intact(backend)
+    key, gone, *_ = rows
+    put(backend, (key, b"another value", b"another payload"))
+    delete(backend, [gone])
+    kept = {each: found for each, found in rows.items() if each != gone}
+    assert contents(backend) == kept | {key: (b"another value", b"another payload")}
+    require_intact(backend)
 
 
-def test_the_printed_statements_do_what_the_command_does(empty_url):
-    run_by_hand(empty_url, sql.statements(empty_url))
-    assert sql.check(empty_url).is_current
-    with opened(empty_url) as backend:
-        key, value, payload = row(1, 2 * MIB)
-        put(backend, (key, value, payload))
-        assert contents(backend) == {key: (value, payload)}
-    assert sql.statements(empty_url) == ""
+# -- revisions ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_revision_in_the_code_is_that_of_the_migrations():
+    assert ScriptDirectory(str(migrate.migrations_directory())).get_current_head() == HEAD
+
+
+def test_the_migrations_make_our_tables_and_no_index_but_their_keys(empty_url):
+    migrate.upgrade(empty_url)
+    engine = create_engine(empty_url)
+    try:
+        with engine.connect() as connection:
+            tables = inspect(connection)
+            assert set(tables.get_table_names()) == {*TABLES, VERSION_TABLE}
+            assert [tables.get_indexes(name) for name in TABLES] == [[]] * 3
+    finally:
+        engine.dispose()
+
+
+def test_a_sqlite_store_of_an_earlier_revision_is_upgraded_when_it_is_opened(tmp_path):
+    url = f"sqlite:///{tmp_path}/kv.db"
+    rows = write_old(url)
+    with a_later_version(tmp_path):
+        # a reader upgrades nothing
+        message = refusal(url, read_only=True)
+        assert message.startswith("IncompatibleError: ")
+        assert f'prefixstore migrate "{url}"' in message
+        assert migrate.check(url) == migrate.Status(OLD, LATER)
+        with opened(url) as backend:
+            holds(backend, rows)
+        assert migrate.check(url).is_current
+
+
+@pytest.mark.slow
+def test_a_postgresql_store_of_an_earlier_revision_says_which_command_to_run(new_database, tmp_path):
+    url = new_database(empty=True)
+    rows = write_old(url)
+    with a_later_version(tmp_path):
+        message = refusal(url)
+        assert message.startswith("IncompatibleError: ")
+        assert f"schema {OLD}" in message
+        command = message[message.index("prefixstore migrate") :].split('"')[1]
+        assert migrate.check(url).revision == OLD
+        # the URL in the message is one that can be used
+        assert migrate.upgrade(command).revision == OLD
+        with opened(url) as backend:
+            holds(backend, rows)
+
+
+@pytest.mark.slow
+def test_the_printed_statements_do_what_the_command_does(empty_url, tmp_path):
+    run_by_hand(empty_url, migrate.upgrade_sql(empty_url))
+    rows = write_old(empty_url)
+    with a_later_version(tmp_path):
+        statements = migrate.upgrade_sql(empty_url)
+        assert migrate.check(empty_url).revision == OLD
+        run_by_hand(empty_url, statements)
+        assert migrate.check(empty_url).is_current
+        with opened(empty_url) as backend:
+            holds(backend, rows)
+        assert migrate.upgrade_sql(empty_url) == ""
 
 
 def run_by_hand(url, statements):
@@ -47,14 +115,52 @@ def run_by_hand(url, statements):
         with closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as connection:
             connection.executescript(statements)
     else:
-        with psycopg.connect(libpq(url), autocommit=True) as connection:
-            connection.execute(statements)
+        engine = create_engine(url, isolation_level="AUTOCOMMIT")
+        with engine.connect() as connection:
+            connection.connection.cursor().execute(statements)
+        engine.dispose()
 
 
-def tables_of(url):
-    """The tables in a PostgreSQL database."""
-    with psycopg.connect(libpq(url)) as connection:
-        return connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'public'").fetchall()
+def open_at_once(url):
+    """Have processes open a store at the same moment."""
+    code = """
+import sys
+from tests.backends.test_sql_schema import opened, put, row
+sys.stdin.read()  # until all are ready
+with opened(sys.argv[1]) as backend:
+    put(backend, row(100 + int(sys.argv[2])))
+"""
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, url, str(i)], stdin=subprocess.PIPE, cwd=ROOT) for i in range(4)
+    ]
+    for process in processes:
+        process.stdin.close()
+    assert [process.wait(PATIENCE) for process in processes] == [0] * 4
+
+
+def test_a_newer_schema_is_refused_and_untouched(empty_url):
+    migrate.upgrade(empty_url)
+    engine = create_engine(empty_url)
+    with engine.begin() as connection:
+        connection.execute(text(f"UPDATE {VERSION_TABLE} SET version_num = '9999'"))
+    engine.dispose()
+    for use in (refusal, lambda url: refusal(url, read_only=True)):
+        message = use(empty_url)
+        assert message.startswith("IncompatibleError: ")
+        assert f"schema 9999, this prefixstore knows up to {HEAD}" in message
+    for use in (migrate.check, migrate.upgrade, migrate.upgrade_sql):
+        with pytest.raises(IncompatibleError, match="9999"):
+            use(empty_url)
+
+
+def test_the_migrations_are_found_beside_the_package_or_in_it(tmp_path, monkeypatch):
+    assert migrate.migrations_directory() == ROOT / "migrations"
+    module = tmp_path / "prefixstore" / "backends" / "sql" / "migrations.py"
+    monkeypatch.setattr(migrate, "__file__", str(module))
+    with pytest.raises(LocationError, match="install"):
+        migrate.migrations_directory()
+    shutil.copytree(ROOT / "migrations", tmp_path / "prefixstore" / "migrations")
+    assert migrate.migrations_directory() == tmp_path / "prefixstore" / "migrations"
 
 
 # -- PostgreSQL: the location ------------------------------------------------------------------------------------------
@@ -66,32 +172,44 @@ def test_a_postgresql_database_without_a_store_says_which_command_to_run(new_dat
         message = refusal(url, **options)
         assert message.startswith("LocationError: ")
         assert "prefixstore migrate" in message
-    assert sql.check(url) == sql.Status(None, SQL_VERSION)
-    assert tables_of(url) == []
+    assert migrate.check(url) == migrate.Status(None, HEAD)
+    engine = create_engine(url)
+    with engine.connect() as connection:
+        assert inspect(connection).get_table_names() == []
+    engine.dispose()
 
 
 @pytest.mark.parametrize(
     "tables",
     [
         "CREATE TABLE prefixstore_meta (mine text)",
-        "CREATE TABLE prefixstore_meta (magic text, format int); INSERT INTO prefixstore_meta VALUES ('mine', 5)",
+        "CREATE TABLE prefixstore_schema (mine text)",
+        (
+            "CREATE TABLE prefixstore_meta (magic text); CREATE TABLE prefixstore_schema (version_num text); "
+            "INSERT INTO prefixstore_schema VALUES ('1'); INSERT INTO prefixstore_meta VALUES ('mine')"
+        ),
+        "CREATE TABLE prefixstore_meta (other text); CREATE TABLE prefixstore_schema (version_num text)",
     ],
 )
 def test_tables_of_another_application_with_our_names_are_refused_and_untouched(new_database, tables):
     url = new_database(empty=True)
     run_by_hand(url, tables)
-    before = tables_of(url)
+    engine = create_engine(url)
+    with engine.connect() as connection:
+        before = inspect(connection).get_table_names()
     assert refusal(url).startswith("IncompatibleError: ")
     assert "another application" in refusal(url)
     with pytest.raises(IncompatibleError, match="another application"):
-        sql.create(url)
-    assert tables_of(url) == before
+        migrate.upgrade(url)
+    with engine.connect() as connection:
+        assert inspect(connection).get_table_names() == before
+    engine.dispose()
 
 
 def test_a_store_may_share_its_database_with_others(new_database):
     url = new_database(empty=True)
     run_by_hand(url, "CREATE TABLE pages (mine text); INSERT INTO pages VALUES ('still here')")
-    sql.create(url)
+    migrate.upgrade(url)
     with opened(url) as backend:
         put(backend, row(1))
         backend.compact(erase=True)
@@ -166,7 +284,7 @@ def test_a_file_that_is_not_ours_is_refused_and_untouched(tmp_path, kind):
         assert message.startswith("IncompatibleError: "), message
         assert "not a store of prefixstore" in message
     with pytest.raises(IncompatibleError):
-        sql.create(f"sqlite:///{path}")
+        migrate.upgrade(f"sqlite:///{path}")
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
@@ -176,6 +294,31 @@ def test_a_location_that_cannot_be_a_file_is_refused(tmp_path):
     assert refusal(f"sqlite:///{tmp_path}/file/kv.db").startswith("LocationError: ")
     assert refusal(f"sqlite:///{tmp_path}/new/kv.db", read_only=True).startswith("LocationError: ")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+
+
+@pytest.mark.attack
+def test_processes_that_create_a_store_at_once_all_get_it(tmp_path):
+    url = f"sqlite:///{tmp_path}/kv.db"
+    open_at_once(url)
+    with opened(url) as backend:
+        assert len(keys_of(backend)) == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["kv.db"]
+
+
+@pytest.mark.slow
+def test_a_crash_while_a_store_is_created_leaves_a_location_that_can_be_used(tmp_path):
+    code = """
+import os, sys
+from prefixstore.backends import open_backend
+from prefixstore.backends.sql import sqlite_file
+sqlite_file.publish = lambda *arguments: os._exit(3)
+open_backend(sys.argv[1], max_bytes=1 << 20)
+"""
+    url = f"sqlite:///{tmp_path}/kv.db"
+    assert subprocess.run([sys.executable, "-c", code, url], check=False, cwd=ROOT).returncode == 3
+    assert not (tmp_path / "kv.db").exists()
+    with opened(url) as backend:
+        assert keys_of(backend) == set()
 
 
 def test_a_file_system_without_links_can_be_used(tmp_path, monkeypatch):
@@ -192,9 +335,9 @@ def test_a_file_system_without_links_can_be_used(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_command_creates_and_checks(empty_url, capsys):
+def test_the_command_creates_checks_and_upgrades(empty_url, capsys):
     assert main(["migrate", empty_url, "--check"]) == 1
-    assert str(SQL_VERSION) in capsys.readouterr().out
+    assert HEAD in capsys.readouterr().out
     assert main(["migrate", empty_url, "--sql"]) == 0
     assert "CREATE TABLE prefixstore_rows" in capsys.readouterr().out
     assert main(["migrate", empty_url, "--check"]) == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import pwd
-import re
 import shutil
 import signal
 import subprocess
@@ -269,44 +268,34 @@ def name_of(url: str) -> str:
     return url.split("?", maxsplit=1)[0].rsplit("/", 1)[1]
 
 
-def libpq(url: str) -> str:
-    """A location as psycopg takes it."""
-    return url.replace("postgresql+psycopg:", "postgresql:", 1)
-
-
-def as_role(url: str, role: str) -> str:
-    """A database of another role."""
-    return re.sub("//[^@/]*@", f"//{role}@", url)
-
-
-def database_on(server: str, name: str) -> str:
-    """Another database of a server."""
-    address, mark, options = server.partition("?")
-    return f"{address.rpartition('/')[0]}/{name}{mark}{options}"
-
-
 @contextmanager
 def database(server: str, template: str | None) -> Iterator[str]:
     import psycopg
+    from sqlalchemy import make_url
 
     name = f"pfxs_{uuid.uuid4().hex[:12]}"
-    with psycopg.connect(libpq(server), autocommit=True) as connection:
+    url = make_url(server)
+    libpq = url.set(drivername="postgresql").render_as_string(hide_password=False)
+    with psycopg.connect(libpq, autocommit=True) as connection:
         connection.execute(f"CREATE DATABASE {name}" + (f" TEMPLATE {template}" if template else ""))
     try:
-        yield database_on(server, name)
+        yield url.set(database=name).render_as_string(hide_password=False)
     finally:
-        with psycopg.connect(libpq(server), autocommit=True) as connection:
+        with psycopg.connect(libpq, autocommit=True) as connection:
             connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
 
 
 def store_on(server: Server) -> str:
     """The URL of a new database with an empty store, on a server that ends with the test."""
     import psycopg
+    from sqlalchemy import make_url
 
     from prefixstore.backends import sql
 
-    with psycopg.connect(libpq(server.url), autocommit=True) as session:
+    url = make_url(server.url)
+    libpq = url.set(drivername="postgresql").render_as_string(hide_password=False)
+    with psycopg.connect(libpq, autocommit=True) as session:
         session.execute("CREATE DATABASE kv")
-    location = database_on(server.url, "kv")
+    location: str = url.set(database="kv").render_as_string(hide_password=False)
     sql.create(location)
     return location
