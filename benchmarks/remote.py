@@ -105,10 +105,10 @@ def postgresql(stack: ExitStack) -> dict[str, Place]:
 
     if server_program("initdb") is None:
         return {}
-    from prefixstore.backends import sql
+    from prefixstore.backends.sql import migrations
 
     server = stack.enter_context(private_server())
-    sql.create(server.url)
+    migrations.upgrade(server.url)
     socket = f"{server.sockets}/.s.PGSQL.5432"
     place = Place(server.url, socket, lambda host: f"postgresql+psycopg://postgres@{host}/postgres")
     return {"PostgreSQL, socket": place}

@@ -362,9 +362,9 @@ def hosts(count: int, location: str, options: dict[str, Any]) -> Iterator[None]:
 def fill(location: str, n_pages: int) -> tuple[int, float]:
     """Fill a location; how many pages it holds, and the seconds that it took."""
     if scheme_of(location).startswith("postgres"):
-        from prefixstore.backends import sql
+        from prefixstore.backends.sql import migrations
 
-        sql.create(location)
+        migrations.upgrade(location)
     with closing(open_pages(location, max_bytes=AMPLE)) as backend, backend.view() as view:
         _, whole = filled.stored_chains(view, filled.namespace().key, COLD, time.time_ns())
         is_used_up = whole < WHOLE or view.used.entries > n_pages + max(SPARE, n_pages // 20)

@@ -140,14 +140,14 @@ def run(n_bytes: int = FILE_BYTES, rounds: int = ROUNDS, names: Sequence[str] | 
             "SQLite": lambda: place("sqlite:///{}/kv.db"),
         }
         if (names is None or "PostgreSQL" in names) and server_program("initdb") is not None:
-            from prefixstore.backends import sql
+            from prefixstore.backends.sql import migrations
 
             server = stack.enter_context(private_server()).url
 
             def postgresql() -> tuple[str, Callable[[], None]]:
                 one = ExitStack()
                 url = one.enter_context(database(server, None))
-                sql.create(url)
+                migrations.upgrade(url)
                 return url, one.close
 
             places["PostgreSQL"] = postgresql

@@ -23,7 +23,7 @@ CORE = {"lmdb", "numpy", "xxhash", "zstandard"}
 # what each place may import at the top of its modules, beside the standard library
 NEEDS = {
     "llama": CORE | {"llama_cpp"},  # the extra "llama"
-    "backends.sql": CORE | {"psycopg"},  # the extra "postgres"
+    "backends.sql": CORE | {"sqlalchemy", "alembic", "psycopg"},  # the extras "sql" and "postgres"
     "backends.valkey": CORE | {"valkey"},  # the extra "valkey"
     "backends.sealing": CORE | {"cryptography"},  # the extra "encryption"
     "warming.tokens": CORE | {"llama_cpp"},

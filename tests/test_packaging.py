@@ -57,6 +57,7 @@ def test_the_source_distribution_can_be_built_and_tested(sdist):
         "CHANGELOG.md",
         "CONTRIBUTING.md",
         "Makefile",
+        "migrations/env.py",
         "prefixstore/py.typed",
         "tests/conftest.py",
         "docs/design.md",
@@ -65,11 +66,12 @@ def test_the_source_distribution_can_be_built_and_tested(sdist):
     assert not [name for name in names if name.endswith((".pyc", ".gguf", ".whl"))]
 
 
-def test_the_wheel_has_the_whole_package_and_nothing_else(wheel):
+def test_the_wheel_has_the_whole_package_its_migrations_and_nothing_else(wheel):
     names = set(wheel.namelist())
     files = [*(ROOT / "prefixstore").rglob("*.py"), *(ROOT / "prefixstore" / "report" / "page").iterdir()]
     package = {str(path.relative_to(ROOT)) for path in files}
-    assert names >= package | {"prefixstore/py.typed"}
+    migrations = {f"prefixstore/{path.relative_to(ROOT)}" for path in (ROOT / "migrations").rglob("*.py")}
+    assert names >= package | migrations | {"prefixstore/py.typed", "prefixstore/migrations/script.py.mako"}
     assert {name.split("/")[0] for name in names} == {"prefixstore", f"{NAME}.dist-info"}
     assert f"{NAME}.dist-info/licenses/LICENSE" in names
     assert "prefixstore = prefixstore.cli:main" in wheel.read(f"{NAME}.dist-info/entry_points.txt").decode()

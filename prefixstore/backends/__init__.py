@@ -25,7 +25,7 @@ _VALKEY = ("prefixstore.backends.valkey.backend:open_valkey", "valkey")
 SCHEMES = {
     "lmdb": ("prefixstore.backends.lmdb.backend:open_lmdb", ""),
     "memory": ("prefixstore.backends.memory:open_memory", ""),
-    "sqlite": ("prefixstore.backends.sql:open_sql", ""),
+    "sqlite": ("prefixstore.backends.sql:open_sql", "sql"),
     **dict.fromkeys(("postgres", "postgresql"), _POSTGRESQL),
     **dict.fromkeys(("redis", "rediss", "unix", "valkey", "valkeys"), _VALKEY),
     **dict.fromkeys(("az", "file", "gs", "s3"), _OBJECTS),

@@ -54,7 +54,7 @@ COMMANDS = {
         "export": ("transfer", "Write pages into one portable file."),
         "import": ("transfer", "Import the pages of a file into a store of any backend."),
         "copy": ("transfer", "Copy pages into another store, of any backend."),
-        "migrate": ("maintain", "Create the tables of a SQL store."),
+        "migrate": ("maintain", "Create a SQL store, or bring its schema up to date."),
     },
 }
 GROUPS = {

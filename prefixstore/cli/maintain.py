@@ -11,8 +11,9 @@ from pathlib import Path
 
 import typer
 
-from prefixstore.backends import sql as sql_backend
+from prefixstore.backends import extra_needed
 from prefixstore.backends.location import without_password
+from prefixstore.backends.sql import require_sql
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.model import configured, open_model
@@ -196,22 +197,25 @@ def compact(location: str) -> Result:
 
 
 def migrate(location: str, *, check: bool = False, sql: bool = False) -> Result:
-    """Create the tables of a SQL store, unless they are there.
+    """Create a SQL store, or bring its schema up to date.
 
-    Exit code 1 with --check: they are not there.
+    Exit code 1 with --check: the schema is not up to date.
 
     Example: prefixstore migrate postgresql+psycopg://user@host/db --check
     """
-    sql_backend.require_sql(location)
+    require_sql(location)
+    with extra_needed(location):
+        from prefixstore.backends.sql import migrations as schema  # noqa: PLC0415 - the extras for SQL
+
     if check and sql:
         raise InvalidParameterError("--check and --sql cannot be combined")
     where = without_password(location)
     if sql:
-        statements = sql_backend.statements(location)
+        statements = schema.upgrade_sql(location)
         if not statements:
             say(f"{where}: the schema is up to date, so there are no statements")
         return Result({"sql": statements}, lambda: typer.echo(statements, nl=False))
-    before = sql_backend.check(location) if check else sql_backend.create(location)
+    before = schema.check(location) if check else schema.upgrade(location)
     is_current = before.is_current or not check
     change = f"schema {before.revision or 'none'} -> {before.head} {'needed' if check else 'done'}"
     return Result(

@@ -153,7 +153,7 @@ HELP = {
     "to_key": ("KEY", "The same for TARGET."),
     "export.out": ("FILE", "The file to write, such as f.pstore; - is stdout."),
     "file": ("FILE", "A file written by export; - is stdin."),
-    "migrate.check": ("", "Only report whether the tables are there."),
+    "migrate.check": ("", "Only report whether the schema is up to date."),
     "sql": ("", "Only print the SQL statements."),
 }
 # names that are not those of the parameters

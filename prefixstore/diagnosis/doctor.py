@@ -18,7 +18,6 @@ from pathlib import Path
 
 from prefixstore.backends import is_persistent
 from prefixstore.backends.location import is_url, path_of, scheme_of, text_of, without_password
-from prefixstore.backends.sql.sqlite_file import path_of_url
 from prefixstore.config import Config
 from prefixstore.config import explain as explain_settings
 from prefixstore.diagnosis.file_system import NETWORK, VOLATILE, existing, mount_of
@@ -246,6 +245,10 @@ def _path(text: str) -> Path | None:
     if scheme == "lmdb":
         return Path(path_of(text))
     if scheme == "sqlite":
+        try:
+            from prefixstore.backends.sql.sqlite_file import path_of_url  # noqa: PLC0415 - the extra "sql"
+        except ImportError:
+            return None  # opening it says which extra is missing
         return path_of_url(text)
     return None
 

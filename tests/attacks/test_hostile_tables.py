@@ -8,7 +8,7 @@ import psycopg
 import pytest
 from sqlalchemy import make_url
 
-from prefixstore.backends import sql
+from prefixstore.backends.sql import migrations
 from prefixstore.engine.pages import open_pages
 from tests.support import ROOT
 from tests.support.engines import MIB, A, B, Store, store_of
@@ -50,12 +50,13 @@ def test_tables_of_a_role_that_need_not_be_trusted_are_refused_unread(new_databa
             mallory,
             "CREATE FUNCTION seen() RETURNS varchar LANGUAGE plpgsql AS $$ BEGIN RAISE 'it ran'; END $$",
             "CREATE VIEW prefixstore_meta AS SELECT seen() AS magic",
-            "GRANT ALL ON prefixstore_meta TO PUBLIC",
+            "CREATE TABLE prefixstore_schema (version_num varchar(32) PRIMARY KEY)",
+            "GRANT ALL ON prefixstore_meta, prefixstore_schema TO PUBLIC",
         )
         assert "belongs to the role pfxs_mallory" in refusal(url)
-        as_administrator(mallory, "DROP VIEW prefixstore_meta")
+        as_administrator(mallory, "DROP VIEW prefixstore_meta", "DROP TABLE prefixstore_schema")
         # or they are perfect
-        sql.create(mallory)
+        migrations.upgrade(mallory)
         as_administrator(mallory, "GRANT ALL ON ALL TABLES IN SCHEMA public TO PUBLIC")
         with role(url, "pfxs_alice") as alice:
             for one in (url, alice):
@@ -70,7 +71,7 @@ def test_a_schema_that_another_role_made_for_us_is_refused(new_database):
         # the first schema of the search path has the name of the user, and need not be the user's
         as_administrator(url, f"GRANT CREATE ON DATABASE {make_url(url).database} TO pfxs_mallory")
         as_administrator(mallory, "CREATE SCHEMA pfxs_alice", "GRANT USAGE ON SCHEMA pfxs_alice TO PUBLIC")
-        sql.create(mallory + "&options=-csearch_path%3Dpfxs_alice")
+        migrations.upgrade(mallory + "&options=-csearch_path%3Dpfxs_alice")
         as_administrator(mallory, "GRANT ALL ON ALL TABLES IN SCHEMA pfxs_alice TO PUBLIC")
         assert "belongs to the role pfxs_mallory" in refusal(alice)
 
@@ -80,7 +81,7 @@ def test_tables_of_the_owner_of_a_schema_that_was_named_are_used_by_others(new_d
     with role(url, "pfxs_owner") as owner, role(url, "pfxs_reader") as reader:
         as_administrator(url, "CREATE SCHEMA kv AUTHORIZATION pfxs_owner")
         named = "&options=-csearch_path%3Dkv"
-        sql.create(owner + named)
+        migrations.upgrade(owner + named)
         with store_of(open_pages(owner + named, max_bytes=MIB)) as store:
             store.put(A)
         as_administrator(
@@ -139,13 +140,13 @@ def test_functions_in_our_schema_are_not_called(new_database):
         store.engine.flush()
         assert store.backend.rows.disk_bytes() > 0
         assert len(store.engine.upkeep.evict(0).pages) == 6
-    sql.create(url)
+    migrations.upgrade(url)
 
 
 def test_all_tables_are_those_of_the_first_schema(new_database):
     url = new_database(empty=True)
     as_administrator(url, "CREATE SCHEMA theirs", "CREATE SCHEMA ours")
-    sql.create(url + "&options=-csearch_path%3Dours")
+    migrations.upgrade(url + "&options=-csearch_path%3Dours")
     with closing(Store(open_pages(f"{url}&options=-csearch_path%3Dnone,ours,theirs", max_bytes=MIB))) as store:
         store.put(A)
         as_administrator(url, "CREATE TABLE theirs.prefixstore_rows AS SELECT * FROM ours.prefixstore_rows")
@@ -171,7 +172,7 @@ def test_the_roles_that_the_documents_tell_to_make_are_enough(new_database):
             make_url(url).set(username=f"pfxs_{name}").render_as_string(hide_password=False)
             for name in ("kv_owner", "kv_server")
         )
-        sql.create(owner)
+        migrations.upgrade(owner)
         as_administrator(owner, *grants[5:])
         with store_of(open_pages(server, max_bytes=64 * MIB)) as store:
             assert store.put(A) == 3

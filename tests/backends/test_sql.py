@@ -44,13 +44,16 @@ class TestPostgreSQL(SQLContract):
         return open_sql(self.url, max_bytes=64 * MIB, read_only=False)
 
 
+# -- helpers ----------------------------------------------------------------------------------------------------------
+
+
 # -- the location ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "location",
     ["sqlite://", "sqlite:///", "sqlite:///:memory:", "sqlite://host/x", "sqlite:///x.db?mode=ro", "sqlite+other:///x",
-     "postgresql+asyncpg://h/x", "postgresql://h/x?nothing=1"],
+     "postgresql+asyncpg://h/x", "postgresql://h:port/x"],
 )  # fmt: skip
 def test_a_location_that_names_no_database_is_refused(location):
     with pytest.raises(InvalidParameterError, match="location"):
@@ -107,17 +110,25 @@ def test_a_database_that_does_not_exist_is_not_worth_a_retry(new_database):
 
 
 @pytest.mark.slow
-def test_a_missing_package_is_named_with_its_extra():
+@pytest.mark.parametrize(
+    ("location", "module", "extra"),
+    [
+        ("sqlite:///x.db", "sqlalchemy", "sql"),
+        ("sqlite:///x.db", "alembic", "sql"),
+        ("postgresql://h/x", "psycopg", "postgres"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(location, module, extra):
     code = (
-        "import sys; sys.modules['psycopg'] = None\n"
+        f"import sys; sys.modules[{module!r}] = None\n"
         "from prefixstore.backends import open_backend\n"
-        "try: open_backend('postgresql://h/x', max_bytes=1 << 20)\n"
+        "try: open_backend(sys.argv[1], max_bytes=1 << 20)\n"
         "except ImportError as error: print(type(error).__name__, error)"
     )
-    with python(code) as process:
+    with python(code, location) as process:
         printed = process.stdout.read()
     assert printed.startswith(MissingExtraError.__name__)
-    assert "prefixstore[postgres]" in printed
+    assert f"prefixstore[{extra}]" in printed
 
 
 # -- pages -------------------------------------------------------------------------------------------------------------

@@ -6,14 +6,17 @@ import os
 import sqlite3
 import sys
 from contextlib import closing
+from types import SimpleNamespace
 
 import numpy as np
+import psycopg
 import pytest
 
 from prefixstore.backends.contract import Range
-from prefixstore.backends.sql import SQL_VERSION, postgresql_rows, sqlite_rows
+from prefixstore.backends.sql import postgresql, postgresql_rows, sqlite_rows
 from prefixstore.backends.sql.database import APPLICATION_ID
-from prefixstore.errors import CorruptError, IncompatibleError
+from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
+from prefixstore.format.record import FORMAT_VERSION
 from tests.support.sql_rows import (
     MIB,
     change,
@@ -41,11 +44,11 @@ def url(request, tmp_path):
 # -- the location ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("step", "says"), [(1, f"up to {SQL_VERSION}"), (-1, f"reads {SQL_VERSION} only")])
+@pytest.mark.parametrize(("step", "says"), [(1, f"up to {FORMAT_VERSION}"), (-1, f"reads {FORMAT_VERSION} only")])
 def test_another_format_is_refused_with_both_versions(url, step, says):
-    message = f"format {SQL_VERSION + step}.*{says}"
+    message = f"format {FORMAT_VERSION + step}.*{says}"
     with opened(url) as backend:
-        change(backend, f"UPDATE prefixstore_meta SET format = {SQL_VERSION + step}")
+        change(backend, f"UPDATE prefixstore_meta SET format = {FORMAT_VERSION + step}")
         with pytest.raises(IncompatibleError, match=message):
             put(backend, row(1))
     for read_only in (False, True):
@@ -199,6 +202,33 @@ def test_idle_connections_that_the_server_closed_are_replaced_silently(new_datab
             end_others(other)
             work()
         assert len(keys_of(backend)) == 4
+
+
+def test_a_server_is_silent_when_nothing_has_arrived_for_as_many_polls():
+    closed = []
+    connection = SimpleNamespace(close=lambda: closed.append(1))
+
+    def answer():
+        while not (yield "polled"):
+            pass
+        return "heard"
+
+    for n_polls in (0, 50):
+        waiting = postgresql._Connection._heard(connection, answer(), 5.0)
+        next(waiting)
+        # however long each of them took: this process may have been stopped
+        for _ in range(n_polls):
+            assert waiting.send(0) == "polled"
+        with pytest.raises(StopIteration, match="heard"):
+            waiting.send(1)
+    waiting = postgresql._Connection._heard(connection, answer(), 5.0)
+    next(waiting)
+    for _ in range(50):
+        assert waiting.send(0) == "polled"
+    assert not closed
+    with pytest.raises(psycopg.OperationalError, match="has not answered for 5 s"):
+        waiting.send(0)
+    assert closed
 
 
 # -- what is used ------------------------------------------------------------------------------------------------------

@@ -246,10 +246,10 @@ def postgres_url(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def postgres_template(postgres_url: str) -> Iterator[tuple[str, str]]:
     """A database with an empty store in it, to be copied."""
-    from prefixstore.backends import sql
+    from prefixstore.backends.sql import migrations as migrate
 
     with database(postgres_url, None) as url:
-        sql.create(url)
+        migrate.upgrade(url)
         yield postgres_url, name_of(url)
 
 
@@ -290,12 +290,12 @@ def store_on(server: Server) -> str:
     import psycopg
     from sqlalchemy import make_url
 
-    from prefixstore.backends import sql
+    from prefixstore.backends.sql import migrations as migrate
 
     url = make_url(server.url)
     libpq = url.set(drivername="postgresql").render_as_string(hide_password=False)
     with psycopg.connect(libpq, autocommit=True) as session:
         session.execute("CREATE DATABASE kv")
     location: str = url.set(database="kv").render_as_string(hide_password=False)
-    sql.create(location)
+    migrate.upgrade(location)
     return location

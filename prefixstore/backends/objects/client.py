@@ -77,11 +77,10 @@ class Client:
         self.n_requests = 0
         # obstore's functions, its `_store` and its `exceptions`
         self._library = import_module(LIBRARY)
+        self._store: Any = None
         Client._user = Client._user or os.getpid()
         self._require_no_fork()
-        self.window = Window()
-        with self._translated():
-            self._store: Any = self._connect()
+        self.renew()
 
     @property
     def where(self) -> str:
@@ -99,6 +98,12 @@ class Client:
     def _require_no_fork(self) -> None:
         if Client._user != os.getpid():
             raise UnavailableError(f"{self.where}: {FORKED}")
+
+    def renew(self) -> None:
+        """Connect."""
+        self.window = Window()
+        with self._translated():
+            self._store = self._connect()
 
     def _connect(self) -> Any:
         address, stores = self._address, self._library._store  # noqa: SLF001 - where obstore has its classes

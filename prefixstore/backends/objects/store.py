@@ -61,23 +61,38 @@ KNOWN_BYTES = 4096
 
 @dataclass(frozen=True)
 class State:
-    """The object, as it was read or written. It is replaced as a whole: an interrupt or a fork cannot divide that."""
+    """The object, as it was read or written. It is replaced as a whole: an interrupt or a fork cannot divide that.
 
-    # a random id: a store that was deleted and made again is another one
+    Attributes
+    ----------
+    store
+        A random id: a store that was deleted and made again is another one.
+    number
+        How many updates there were.
+    used
+        What rows and payloads take of the budget.
+    changes
+        The rows that the last update has changed, None if it has deleted them.
+    is_written
+        Whether their own objects say so, too.
+    turn
+        Which writer the others wait for; empty if they do not.
+    write
+        A random id of this version, and so a tag of its own: that may be a hash of the bytes.
+    version
+        Which version of the object this is for the server.
+    known
+        Rows that were read since the last update. It is bounded; what is not here is asked for.
+    """
+
     store: str
-    # how many updates there were, and what rows and payloads take of the budget
     number: int = 0
     used: int = 0
-    # the rows that the last update has changed, None if it has deleted them; and whether their own objects say so, too
     changes: Mapping[bytes, Stored | None] = field(default_factory=dict)
     is_written: bool = True
-    # which writer the others wait for; empty if they do not
     turn: str = ""
-    # a random id of this version, and so a tag of its own: that may be a hash of the bytes
     write: str = ""
-    # which version of the object this is for the server
     version: Version = field(default_factory=dict)
-    # rows that were read since the last update; it is bounded, and what is not here is asked for
     known: dict[bytes, Stored | None] = field(default_factory=dict)
 
     @property

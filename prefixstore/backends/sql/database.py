@@ -1,4 +1,4 @@
-"""What the two SQL databases have in common: tables, connections, turns, the translation of errors."""
+"""What the two SQL databases have in common: connections, turns, the revision, the translation of errors."""
 
 from __future__ import annotations
 
@@ -9,20 +9,27 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+from sqlalchemy import URL
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError
+
 from prefixstore.backends import refusals
 from prefixstore.backends.contract import Backend, Change, ConflictError
 from prefixstore.backends.received import ReceivedMemory
-from prefixstore.backends.sql import SQL_VERSION
+from prefixstore.backends.sql import migrations
+from prefixstore.backends.sql.migrations import VERSION_TABLE
 from prefixstore.errors import (
     CorruptError,
     FullError,
     IncompatibleError,
+    InvalidParameterError,
     LocationError,
     StorageError,
     UnavailableError,
 )
+from prefixstore.format.record import FORMAT_VERSION
 
-__all__ = ["APPLICATION_ID", "PIECE_BYTES", "TABLES", "Database", "pieces_of", "statements_of", "translate"]
+__all__ = ["APPLICATION_ID", "PIECE_BYTES", "TABLES", "Database", "parse_url", "pieces_of", "translate"]
 
 MAGIC = "prefixstore"
 # of a SQLite file, in its header: "pfxs"
@@ -60,30 +67,26 @@ _TEXTS: tuple[tuple[str, type[StorageError]], ...] = (
     ("no such table", IncompatibleError),
     ("no such column", IncompatibleError),
     ("unsupported file format", IncompatibleError),
-    ("invalid port number", LocationError),
     ("authentication failed", LocationError),
     ("no password supplied", LocationError),
     ('" does not exist', LocationError),
 )
 
 
-def statements_of(blob: str, *more: str) -> list[str]:
-    """What makes the tables, in one transaction; `blob` is the type of bytes, and `more` comes after the tables."""
-    return [
-        "BEGIN",
-        (
-            f"CREATE TABLE {META} (id SMALLINT NOT NULL PRIMARY KEY, magic VARCHAR(16) NOT NULL, "
-            "format INTEGER NOT NULL, bytes BIGINT NOT NULL)"
-        ),
-        f"INSERT INTO {META} (id, magic, format, bytes) VALUES (1, '{MAGIC}', {SQL_VERSION}, 0)",  # noqa: S608 - constants
-        f"CREATE TABLE {ROWS} (key {blob} NOT NULL PRIMARY KEY, value {blob} NOT NULL, payload_bytes BIGINT)",
-        (
-            f"CREATE TABLE {PAYLOADS} (key {blob} NOT NULL, piece INTEGER NOT NULL, data {blob} NOT NULL, "
-            "PRIMARY KEY (key, piece))"
-        ),
-        *more,
-        "COMMIT",
-    ]
+def parse_url(location: str) -> URL:
+    """The URL of a location.
+
+    Raises
+    ------
+    InvalidParameterError
+        If it is not valid. The message does not repeat it: it may hold a password.
+    """
+    try:
+        return make_url(location)
+    except (ArgumentError, ValueError):
+        raise InvalidParameterError(
+            'location is not a valid database URL; pass "sqlite:////var/cache/kv.db" or "postgresql+psycopg://user@host/db"'
+        ) from None
 
 
 def translate(error: Exception, where: str) -> StorageError:
@@ -129,8 +132,8 @@ class Database(Backend, Generic[D]):
 
     # what the driver raises
     ERROR: ClassVar[type[Exception]]
-    # what creates a store
-    STATEMENTS: ClassVar[list[str]]
+    # as Alembic calls the database
+    DIALECT: ClassVar[str]
 
     def __init__(self, location: str, *, read_only: bool) -> None:
         self._location = location
@@ -154,36 +157,78 @@ class Database(Backend, Generic[D]):
         except self.ERROR as error:
             raise translate(error, self.location) from error
 
-    # -- the store ----------------------------------------------------------------------------------------------------
+    # -- the schema ---------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def open(self) -> None:
         """Make sure that there is a store that this version can read."""
 
     @abstractmethod
-    def has_store(self) -> bool:
-        """Whether there is a store. Raises `IncompatibleError` if it is another's, or of another version."""
+    def revision(self) -> str | None:
+        """The revision of the schema; None if there is no store yet."""
 
     @abstractmethod
-    def create(self) -> None:
-        """Create the store, under a lock, unless there is one."""
+    def upgrade(self) -> None:
+        """Bring the schema to the newest revision, under a lock; create the store if there is none."""
 
-    def is_store(self, driver: D, tables: Collection[str]) -> bool:
-        """Whether a database that has these tables is a store. Raises as `has_store` does."""
-        if META not in tables:
-            return False
+    def script(self, revision: str | None) -> list[str]:
+        """The statements that `upgrade` runs on a schema of this revision; none if there is nothing to do."""
+        statements = migrations.statements(revision, self.DIALECT, self.location)
+        return ["BEGIN", *statements, "COMMIT"] if statements else []
+
+    def migrate(self, driver: D, revision: str | None) -> None:
+        """In the transaction that is open on a connection, bring a schema of this revision to the newest one."""
+        for statement in migrations.statements(revision, self.DIALECT, self.location):
+            driver.execute(statement)
+
+    def require_head(self, revision: str | None) -> None:
+        """Raise the error that names the command to run, if this is not the revision that is needed.
+
+        Raises
+        ------
+        LocationError
+            If there is no store.
+        IncompatibleError
+            If its schema is older.
+        """
+        where = self.location
+        if revision is None:
+            raise LocationError(f'{where} holds no store; create one with: prefixstore migrate "{where}"')
+        if revision != migrations.HEAD:
+            raise IncompatibleError(
+                f"{where} has schema {revision}, this prefixstore needs {migrations.HEAD}; stop all writers and run: "
+                f'prefixstore migrate "{where}"'
+            )
+
+    def revision_of(self, driver: D, tables: Collection[str]) -> str | None:
+        """The revision of the schema, in a database that has these tables; None if they are not of a store.
+
+        Raises
+        ------
+        IncompatibleError
+            If the tables are another application's, or of a newer version.
+        """
+        found = [name in tables for name in (VERSION_TABLE, META)]
+        if not any(found):
+            return None
         foreign = refusals.foreign(self.location, "tables")
+        if not all(found):
+            raise foreign
         try:
+            revisions = driver.execute(f"SELECT version_num FROM {VERSION_TABLE}").fetchall()  # noqa: S608 - a constant
             meta = driver.execute(f"SELECT magic, format FROM {META}").fetchall()  # noqa: S608 - a constant
         except self.ERROR as error:
             # an unreachable server or a lock says nothing about the tables
             if isinstance(translate(error, self.location), IncompatibleError):
                 raise foreign from None
             raise
-        if [magic for magic, _ in meta] != [MAGIC]:
+        if [magic for magic, _ in meta] != [MAGIC] or len(revisions) != 1:
             raise foreign
+        revision = str(revisions[0][0])
+        # refuses one that it does not know
+        migrations.statements(revision, self.DIALECT, self.location)
         self.require_format(meta)
-        return True
+        return revision
 
     def require_format(self, meta: Sequence[Any]) -> None:
         """The last column of the row about the whole store, which must exist, has to be the format of this version.
@@ -195,8 +240,8 @@ class Database(Backend, Generic[D]):
         """
         if len(meta) != 1:
             raise IncompatibleError(f"{self.location} has {len(meta)} rows in {META}; it is not a store of prefixstore")
-        if meta[0][-1] != SQL_VERSION:
-            raise refusals.other_format(self.location, meta[0][-1], SQL_VERSION)
+        if meta[0][-1] != FORMAT_VERSION:
+            raise refusals.other_format(self.location, meta[0][-1], FORMAT_VERSION)
 
     # -- connections --------------------------------------------------------------------------------------------------
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import selectors
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any, ClassVar
+from contextlib import contextmanager
+from typing import Any
 
 import psycopg
-from psycopg.conninfo import conninfo_to_dict
 from psycopg.pq import TransactionStatus
+from sqlalchemy.dialects.postgresql.psycopg import dialect
 
 from prefixstore.backends.contract import Draft, View
 from prefixstore.backends.location import require_plain_password, without_password
-from prefixstore.backends.sql.database import APPLICATION_ID, PAYLOADS, TABLES, Database, statements_of
+from prefixstore.backends.sql.database import APPLICATION_ID, TABLES, Database, parse_url
+from prefixstore.backends.sql.migrations import VERSION_TABLE
 from prefixstore.backends.sql.postgresql_rows import COSTS, COUNT_AGAIN, META_ROW, PostgreSQLView, write
 from prefixstore.errors import IncompatibleError, InvalidParameterError, LocationError
 
@@ -36,11 +37,11 @@ SILENT_WRITING = 60.0
 POLLS_PER_SECOND = 10
 # it needs no file descriptor of its own, of which there may be none left; Windows has no poll
 _Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
-# of the advisory lock under which the tables are made
-CREATE_LOCK = APPLICATION_ID
+# of the advisory lock under which the schema changes
+UPGRADE_LOCK = APPLICATION_ID
 
 
-_NAMED = ", ".join(f"'{name}'" for name in TABLES)
+_NAMED = ", ".join(f"'{name}'" for name in (*TABLES, VERSION_TABLE))
 
 # Sent on each new connection: all tables are in the first schema of the search path. The server looks into pg_catalog
 # before it; temporary tables come last, or they would hide those of the store.
@@ -122,59 +123,44 @@ class PostgreSQL(Database[_Connection]):
     """Rows in a PostgreSQL database. Options of libpq may follow a question mark in the URL."""
 
     ERROR = psycopg.Error
-    STATEMENTS: ClassVar = statements_of(
-        "BYTEA",
-        # payloads are compressed already: the server need not try
-        f"ALTER TABLE {PAYLOADS} ALTER COLUMN data SET STORAGE EXTERNAL",
-        # by default the server cleans up only when a fifth of the table are dead rows
-        f"ALTER TABLE {PAYLOADS} SET "
-        "(autovacuum_vacuum_scale_factor = 0.02, toast.autovacuum_vacuum_scale_factor = 0.02)",
-    )
+    DIALECT = "postgresql"
 
     def __init__(self, location: str, *, read_only: bool) -> None:
         require_plain_password(location)
-        scheme, _, rest = location.partition(":")
-        if scheme.lower() not in ("postgresql", "postgres", "postgresql+psycopg", "postgres+psycopg"):
+        url = parse_url(location)
+        if url.drivername not in ("postgresql", "postgres", "postgresql+psycopg", "postgres+psycopg"):
             raise InvalidParameterError("location: unknown driver; pass postgresql+psycopg://user@host/db (psycopg 3)")
-        super().__init__(without_password(f"postgresql+psycopg:{rest}"), read_only=read_only)
-        given: dict[str, Any] = {}
-        with suppress(psycopg.Error):  # what libpq says may repeat a password
-            given = conninfo_to_dict(f"postgresql:{rest}")
-        if not given:
-            raise InvalidParameterError(
-                'location is not a valid database URL; pass "postgresql+psycopg://user@host/db"'
-            )
+        url = url.set(drivername="postgresql+psycopg")
+        super().__init__(without_password(url.render_as_string(hide_password=True)), read_only=read_only)
         settings = {
             "lock_timeout": f"{LOCK_SECONDS}s",
             "idle_in_transaction_session_timeout": f"{IDLE_SECONDS}s",
             "default_transaction_read_only": "on" if read_only else "off",
         }
-        self._options: dict[str, Any] = {"connect_timeout": CONNECT_SECONDS, "application_name": "prefixstore", **given}
-        self._options["options"] = given.get("options", "") + "".join(
-            f" -c {name}={value}" for name, value in settings.items()
-        )
+        given = dialect().create_connect_args(url)[1]  # type: ignore[no-untyped-call] # SQLAlchemy does not annotate it
+        defaults = {"connect_timeout": CONNECT_SECONDS, "application_name": "prefixstore", "options": ""}
+        self._options: dict[str, Any] = defaults | given
+        self._options["options"] += "".join(f" -c {name}={value}" for name, value in settings.items())
 
-    # -- the store ----------------------------------------------------------------------------------------------------
+    # -- the schema ---------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        if not self.has_store():
-            raise LocationError(
-                f'{self.location} holds no store; create one with: prefixstore migrate "{self.location}"'
-            )
+        self.require_head(self.revision())
 
-    def has_store(self) -> bool:
+    def revision(self) -> str | None:
         with self.connection() as driver, self.translated():
-            return self.is_store(driver, _our_tables(driver, self.location))
+            return self._revision(driver)
 
-    def create(self) -> None:
-        with self.connection() as driver, self.translated():
-            driver.silence = None
-            driver.execute(f"SELECT pg_catalog.pg_advisory_lock({CREATE_LOCK})")
+    def _revision(self, driver: _Connection) -> str | None:
+        return self.revision_of(driver, _our_tables(driver, self.location))
+
+    def upgrade(self) -> None:
+        with self.writing() as driver, self.translated():
+            driver.execute(f"SELECT pg_catalog.pg_advisory_xact_lock({UPGRADE_LOCK})")
             # another process may have been faster
-            if not self.is_store(driver, _our_tables(driver, self.location)):
-                for statement in self.STATEMENTS:
-                    driver.execute(statement)
-            driver.execute(f"SELECT pg_catalog.pg_advisory_unlock({CREATE_LOCK})")
+            revision = self._revision(driver)
+            driver.silence = None
+            self.migrate(driver, revision)
 
     # -- connections --------------------------------------------------------------------------------------------------
 

@@ -11,14 +11,14 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import ClassVar
 
 from prefixstore.backends import refusals
 from prefixstore.backends.contract import Change, Draft, View
 from prefixstore.backends.files import sync_path
 from prefixstore.backends.forks import ForkLevel, ForkLock, register_at_fork
 from prefixstore.backends.handle_lock import HandleLock
-from prefixstore.backends.sql.database import APPLICATION_ID, META, ROWS, Database, statements_of
+from prefixstore.backends.sql import migrations
+from prefixstore.backends.sql.database import APPLICATION_ID, META, ROWS, Database
 from prefixstore.backends.sql.sqlite_file import (
     BUSY_SECONDS,
     PAGE_BYTES,
@@ -42,9 +42,11 @@ LOG_BYTES = 64 << 20
 CHECKPOINT_BYTES = 1 << 20
 OLDEST = (3, 35, 0)
 
+# before the tables of a new file are created, and after that
+OF_A_FILE = f"PRAGMA page_size={PAGE_BYTES}", f"PRAGMA application_id={APPLICATION_ID}"
 WAL = "PRAGMA journal_mode=WAL"
 
-# held while a file is created or recognized
+# held while a file is created, recognized or upgraded
 _opening = ForkLock()
 
 
@@ -52,12 +54,7 @@ class SQLite(Database[sqlite3.Connection]):
     """Rows in a SQLite file. It is created, for its owner only, if it is not there, and so is its directory."""
 
     ERROR = sqlite3.Error
-    STATEMENTS: ClassVar = [
-        f"PRAGMA page_size={PAGE_BYTES}",
-        f"PRAGMA application_id={APPLICATION_ID}",
-        *statements_of("BLOB"),
-        WAL,
-    ]
+    DIALECT = "sqlite"
     is_local = True
 
     def __init__(self, location: str, *, read_only: bool) -> None:
@@ -75,31 +72,40 @@ class SQLite(Database[sqlite3.Connection]):
 
     def open(self) -> None:
         if not self.read_only:
-            self.create()
-        elif not self.has_store():
-            raise refusals.missing(self.path, "a SQLite file")
+            self.upgrade()
+            return
+        revision = self.revision()
+        if revision is None:
+            raise refusals.no_store(self.path) if self._exists() else refusals.missing(self.path, "a SQLite file")
+        self.require_head(revision)
 
-    def has_store(self) -> bool:
+    def revision(self) -> str | None:
         with _opening.held:
             if not self._exists():
-                return False
+                return None
             recognize(self.path)
             with self.connection() as driver, self.translated():
-                tables = [name for (name,) in driver.execute("SELECT name FROM sqlite_master")]
-                if not self.is_store(driver, tables):
-                    # it was created under another name, with all its tables
-                    raise refusals.foreign(self.location, "tables")
-                return True
+                return self._revision(driver)
 
-    def create(self) -> None:
+    def _revision(self, driver: sqlite3.Connection) -> str | None:
+        return self.revision_of(driver, [name for (name,) in driver.execute("SELECT name FROM sqlite_master")])
+
+    def upgrade(self) -> None:
         with _opening.held:
             if not self._exists():
                 with self.translated():
-                    create(self.path, self.STATEMENTS)
-            self.has_store()
+                    create(self.path, self.script(None))
+            if self.revision() != migrations.HEAD:
+                with self.writing() as driver, self.translated():
+                    # another process may have been faster
+                    self.migrate(driver, self._revision(driver))
             with self.connection() as driver, self.translated():
                 # set when the file was created, unless something else has changed it
                 driver.execute(WAL).fetchall()
+
+    def script(self, revision: str | None) -> list[str]:
+        statements = super().script(revision)
+        return statements if revision is not None else [*OF_A_FILE, *statements, WAL]
 
     def _exists(self) -> bool:
         """Whether there is a file, which can be read and trusted."""

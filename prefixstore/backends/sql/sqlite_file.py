@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from prefixstore.backends.files import absolute, make_directory, publish
 from prefixstore.backends.location import without_password
-from prefixstore.backends.sql.database import APPLICATION_ID, translate
+from prefixstore.backends.sql.database import APPLICATION_ID, parse_url, translate
 from prefixstore.backends.trusted import require_trusted_directory, require_trusted_files
 from prefixstore.errors import CorruptError, IncompatibleError, InvalidParameterError, LocationError
 
@@ -39,20 +39,24 @@ READ_SECONDS = 1.0
 
 
 def path_of_url(location: str) -> Path:
-    """The file that a SQLite URL names. Raises `InvalidParameterError` if it names none, or has options."""
-    address, has_options, _ = location.partition("?")
-    scheme, _, rest = address.partition("://")
-    host, _, path = rest.partition("/")
-    if "+" in scheme:
+    """The file that a SQLite URL names.
+
+    Raises
+    ------
+    InvalidParameterError
+        If it does not name a file, or has options.
+    """
+    url = parse_url(location)
+    if url.drivername not in ("sqlite", "sqlite+pysqlite"):
         raise InvalidParameterError(f"location={without_password(location)!r}: unknown driver; pass sqlite:////path")
-    if has_options:
+    if url.query:
         raise InvalidParameterError(f"location={without_password(location)!r}: options in the URL are not supported")
-    if host or path in ("", ":memory:"):
+    if url.host or not url.database or url.database == ":memory:":
         raise InvalidParameterError(
             f'location={without_password(location)!r} names no file; pass "sqlite:////absolute/path.db" or '
             '"sqlite:///relative.db"; for a store in memory pass "memory:"'
         )
-    return absolute(path)
+    return absolute(url.database)
 
 
 def connect(path: Path, mode: str) -> sqlite3.Connection:

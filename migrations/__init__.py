@@ -1,0 +1,1 @@
+"""The schema of SQL stores, step by step."""

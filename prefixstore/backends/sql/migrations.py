@@ -1,0 +1,99 @@
+"""The schema of SQL stores: the statements of its revisions, which Alembic prints, and ``prefixstore migrate``."""
+
+from __future__ import annotations
+
+import io
+from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple
+
+from alembic import command
+from alembic.config import Config
+from alembic.util import CommandError
+
+from prefixstore.backends.sql import database_of
+from prefixstore.errors import IncompatibleError, LocationError
+
+__all__ = ["HEAD", "VERSION_TABLE", "Status", "check", "migrations_directory", "statements", "upgrade", "upgrade_sql"]
+
+# the newest revision; a test compares it with the files in migrations/versions
+HEAD = "4"
+VERSION_TABLE = "prefixstore_schema"
+
+
+def migrations_directory() -> Path:
+    """Where the migrations are: in the installed package, or beside it in a working copy.
+
+    Raises
+    ------
+    LocationError
+        If they are in neither place.
+    """
+    package = Path(__file__).parents[2]
+    for directory in (package / "migrations", package.parent / "migrations"):
+        if (directory / "env.py").is_file():
+            return directory
+    raise LocationError(f"{package / 'migrations'} is missing: reinstall prefixstore")
+
+
+def statements(revision: str | None, dialect: str, where: str) -> list[str]:
+    """What brings the schema of a store from this revision to `HEAD`, None for no store; nothing if it is there.
+
+    Raises
+    ------
+    IncompatibleError
+        If the revision is that of another version, from which there is no way to this one.
+    """
+    if revision == HEAD:
+        return []
+    output = io.StringIO()
+    config = Config(output_buffer=output, attributes={"dialect": dialect})
+    # percent signs are escapes in the configuration
+    config.set_main_option("script_location", str(migrations_directory()).replace("%", "%%"))
+    try:
+        command.upgrade(config, f"{revision or 'base'}:head", sql=True)
+    except CommandError:
+        raise IncompatibleError(
+            f"{where} has schema {revision}, this prefixstore knows up to {HEAD}; upgrade prefixstore, or choose "
+            "another location"
+        ) from None
+    return [text.strip() for text in output.getvalue().split(";\n") if text.strip()]
+
+
+class Status(NamedTuple):
+    """The revision that a store has, None if there is no store yet, and the one that this version needs."""
+
+    revision: str | None
+    head: str
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the schema is up to date."""
+        return self.revision == self.head
+
+
+def check(url: str) -> Status:
+    """The revision that the store has, and the one that is needed. Changes nothing.
+
+    Raises
+    ------
+    StorageError
+        If the database cannot be opened, or is another application's or of a newer version.
+    """
+    with closing(database_of(url, read_only=True)) as database:
+        return Status(database.revision(), HEAD)
+
+
+def upgrade(url: str) -> Status:
+    """Create the store, or bring its schema up to date; returns the status before. Raises as `check` does."""
+    before = check(url)
+    if not before.is_current:
+        with closing(database_of(url, read_only=False)) as database:
+            database.upgrade()
+    return before
+
+
+def upgrade_sql(url: str) -> str:
+    """The statements that `upgrade` would run, to be run by hand; empty if there is nothing to do."""
+    with closing(database_of(url, read_only=True)) as database:
+        return "".join(f"{statement};\n" for statement in database.script(database.revision()))
