@@ -15,7 +15,7 @@ import pytest
 from prefixstore.backends.contract import Range
 from prefixstore.backends.sql import postgresql, postgresql_rows, sqlite_rows
 from prefixstore.backends.sql.database import APPLICATION_ID
-from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
+from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.record import FORMAT_VERSION
 from tests.support.sql_rows import (
     MIB,
