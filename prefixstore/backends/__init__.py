@@ -7,36 +7,28 @@ function ``open(location, *, max_bytes, read_only)`` that returns a `prefixstore
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
-from typing import TypeAlias
 
 from prefixstore.backends.contract import Backend
 from prefixstore.backends.location import scheme_of, text_of, without_password
-from prefixstore.backends.memory import agreed_bytes as agreed_bytes_of
 from prefixstore.errors import InvalidParameterError, MissingExtraError
 
-__all__ = ["agreed_bytes", "is_persistent", "open_backend"]
-
-Opener: TypeAlias = Callable[..., Backend]
+__all__ = ["SCHEMES", "extra_needed", "is_persistent", "open_backend"]
 
 ENTRY_POINTS = "prefixstore.backends"
-# scheme -> module and the function in it that opens a location
+_OBJECTS = ("prefixstore.backends.objects.backend:open_objects", "s3")
+_POSTGRESQL = ("prefixstore.backends.sql:open_sql", "postgres")
+_VALKEY = ("prefixstore.backends.valkey.backend:open_valkey", "valkey")
+# scheme -> what opens a location, and the extra that it needs
 SCHEMES = {
-    "az": ("prefixstore.backends.objects", "open_objects"),
-    "file": ("prefixstore.backends.objects", "open_objects"),
-    "gs": ("prefixstore.backends.objects", "open_objects"),
-    "lmdb": ("prefixstore.backends.lmdb.backend", "open_lmdb"),
-    "memory": ("prefixstore.backends.memory", "open_memory"),
-    "postgres": ("prefixstore.backends.sql", "open_sql"),
-    "postgresql": ("prefixstore.backends.sql", "open_sql"),
-    "redis": ("prefixstore.backends.valkey", "open_valkey"),
-    "rediss": ("prefixstore.backends.valkey", "open_valkey"),
-    "s3": ("prefixstore.backends.objects", "open_objects"),
-    "sqlite": ("prefixstore.backends.sql", "open_sql"),
-    "unix": ("prefixstore.backends.valkey", "open_valkey"),
-    "valkey": ("prefixstore.backends.valkey", "open_valkey"),
-    "valkeys": ("prefixstore.backends.valkey", "open_valkey"),
+    "lmdb": ("prefixstore.backends.lmdb.backend:open_lmdb", ""),
+    "memory": ("prefixstore.backends.memory:open_memory", ""),
+    "sqlite": ("prefixstore.backends.sql:open_sql", "sql"),
+    **dict.fromkeys(("postgres", "postgresql"), _POSTGRESQL),
+    **dict.fromkeys(("redis", "rediss", "unix", "valkey", "valkeys"), _VALKEY),
+    **dict.fromkeys(("az", "file", "gs", "s3"), _OBJECTS),
 }
 
 
@@ -46,11 +38,6 @@ def is_persistent(location: str | os.PathLike[str] | None) -> bool:
     scheme = scheme_of(text)
     _find(scheme, text)
     return scheme != "memory"
-
-
-def agreed_bytes(location: str | os.PathLike[str] | None) -> int | None:
-    """The `max_bytes` with which this process has a named memory open, and on which all agree; None of others."""
-    return None if is_persistent(location) else agreed_bytes_of(text_of(location))
 
 
 def open_backend(location: str | os.PathLike[str] | None, *, max_bytes: int, read_only: bool = False) -> Backend:
@@ -77,12 +64,34 @@ def open_backend(location: str | os.PathLike[str] | None, *, max_bytes: int, rea
         If the location cannot be opened.
     """
     text = text_of(location)
-    return _opener(scheme_of(text), text)(text, max_bytes=max_bytes, read_only=read_only)
+    found = _find(scheme_of(text), text)
+    if found.name in SCHEMES:
+        with extra_needed(text):
+            opener: Callable[..., Backend] = found.load()
+            return opener(text, max_bytes=max_bytes, read_only=read_only)
+    try:
+        opener = found.load()
+    except (ImportError, AttributeError) as error:
+        raise MissingExtraError(
+            f"location={without_password(text)!r}: {found.value} cannot be imported: {error}"
+        ) from error
+    return opener(text, max_bytes=max_bytes, read_only=read_only)
+
+
+@contextmanager
+def extra_needed(location: str) -> Iterator[None]:
+    """Report a package that cannot be imported in the block as the missing extra of this location."""
+    try:
+        yield
+    except MissingExtraError:
+        raise
+    except ImportError as error:
+        raise MissingExtraError.of_location(error, SCHEMES[scheme_of(location)][1]) from error
 
 
 def _find(scheme: str, text: str) -> EntryPoint:
     if scheme in SCHEMES:
-        return EntryPoint(scheme, ":".join(SCHEMES[scheme]), ENTRY_POINTS)
+        return EntryPoint(scheme, SCHEMES[scheme][0], ENTRY_POINTS)
     plugins = {plugin.name: plugin for plugin in entry_points(group=ENTRY_POINTS)}
     if scheme not in plugins:
         known = ", ".join(sorted(SCHEMES.keys() | plugins.keys()))
@@ -90,16 +99,3 @@ def _find(scheme: str, text: str) -> EntryPoint:
             f"location={without_password(text)!r}: the scheme {scheme!r} is unknown; known are {known}"
         )
     return plugins[scheme]
-
-
-def _opener(scheme: str, text: str) -> Opener:
-    found = _find(scheme, text)
-    try:
-        opener: Opener = found.load()
-    except MissingExtraError:
-        raise
-    except (ImportError, AttributeError) as error:
-        raise MissingExtraError(
-            f"location={without_password(text)!r}: {found.value} cannot be imported: {error}"
-        ) from error
-    return opener

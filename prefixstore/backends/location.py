@@ -32,13 +32,7 @@ URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):")
 
 
 def cache_directory() -> Path:
-    """The directory of prefixstore in the user's cache directory.
-
-    Raises
-    ------
-    LocationError
-        If this user has no home directory.
-    """
+    """The directory of prefixstore in the user's cache directory. Raises `LocationError` if there is no home."""
     try:
         if sys.platform == "win32":
             base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
@@ -60,10 +54,7 @@ def default_location() -> str:
 def text_of(location: str | os.PathLike[str] | None) -> str:
     """A location as text: a URL as it is, a path object as an absolute path, None as the `default_location`.
 
-    Raises
-    ------
-    InvalidParameterError
-        If it is empty, or not a string.
+    Raises `InvalidParameterError` if it is empty, or not a string.
     """
     if location is None:
         location = default_location()
@@ -123,10 +114,7 @@ def _shown_option(option: str) -> str:
 def require_plain_password(text: str) -> None:
     """Refuse a URL whose password has characters that end it for some parsers: part of it would become the host.
 
-    Raises
-    ------
-    InvalidParameterError
-        Without repeating the URL.
+    Raises `InvalidParameterError`, without repeating the URL.
     """
     try:
         text.encode()
@@ -144,12 +132,7 @@ def require_plain_password(text: str) -> None:
 def path_of(text: str) -> str:
     """The path in a location that is a path or a URL with nothing but a path.
 
-    Raises
-    ------
-    InvalidParameterError
-        If it is not a valid URL, or has options.
-    LocationError
-        If it has no path.
+    Raises `InvalidParameterError` for a URL that is not valid or has options, `LocationError` for one without a path.
     """
     if not is_url(text):
         return text

@@ -15,7 +15,7 @@ from prefixstore.backends.location import without_password
 from prefixstore.backends.sorted_rows import SortedRows
 from prefixstore.errors import InvalidParameterError
 
-__all__ = ["MemoryBackend", "agreed_bytes", "name_of", "open_memory"]
+__all__ = ["MemoryBackend", "open_memory"]
 
 NAMED = re.compile(r"memory://(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)", re.IGNORECASE)
 
@@ -35,22 +35,13 @@ def _cost(row: Change) -> int:
 
 
 class _Memory:
-    """The committed rows; shared by the backends that name it.
-
-    Attributes
-    ----------
-    rows
-        What is committed. A commit is one assignment, which neither an interrupt nor a fork can divide.
-    writing
-        Held by the one update at a time.
-    max_bytes
-        The budget of the stores that write to it; None until one does.
-    """
+    """The committed rows; shared by the backends that name it."""
 
     def __init__(self) -> None:
+        # a commit is one assignment, which neither an interrupt nor a fork can divide
         self.rows = SortedRows(_cost)
+        # held by the one update at a time
         self.writing = threading.Lock()
-        self.max_bytes: int | None = None
 
 
 # the memories that have a name, for as long as a backend has them open; a forked child has copies of them
@@ -58,8 +49,8 @@ _named: WeakValueDictionary[str, _Memory] = WeakValueDictionary()
 _naming = ForkLock()
 
 
-def _shared(name: str, max_bytes: int, *, read_only: bool) -> _Memory:
-    """The memory of this name. Raises `InvalidParameterError` if the options do not fit those that are open."""
+def _shared(name: str, *, read_only: bool) -> _Memory:
+    """The memory of this name. Raises `InvalidParameterError` if none is open that can be read."""
     with _naming.held:
         memory = _named.get(name)
         if memory is None:
@@ -68,40 +59,21 @@ def _shared(name: str, max_bytes: int, *, read_only: bool) -> _Memory:
                     f"read_only=True: no store memory://{name} is open in this process; open one for writing first"
                 )
             memory = _named[name] = _Memory()
-        if not read_only:
-            if memory.max_bytes not in (None, max_bytes):
-                raise InvalidParameterError(
-                    f"max_bytes={max_bytes}: memory://{name} is open with max_bytes={memory.max_bytes}, and what "
-                    "opens it shares one memory; pass the same, or another name"
-                )
-            memory.max_bytes = max_bytes
         return memory
 
 
 class MemoryBackend(Backend):
     """Rows in lists. They are lost with the process; a forked child has its own copy.
 
-    Parameters
-    ----------
-    name
-        Backends of one name share their rows, until the last one is closed; None for rows of its own.
-    max_bytes
-        The budget of the store; for backends of one name it has to be the same.
-    read_only
-        Whether the store only reads; it has to be open already then.
-
-    Raises
-    ------
-    InvalidParameterError
-        If the options do not fit those with which the name is open.
+    Backends of one name share their rows, until the last one is closed. One that only reads needs one that is open:
+    otherwise this raises `InvalidParameterError`.
     """
 
     is_local = True
 
-    def __init__(self, name: str | None = None, *, max_bytes: int = 0, read_only: bool = False) -> None:
+    def __init__(self, name: str | None = None, *, read_only: bool = False) -> None:
         self._name = name
-        self._memory: _Memory | None
-        self._memory = _Memory() if name is None else _shared(name, max_bytes, read_only=read_only)
+        self._memory: _Memory | None = _Memory() if name is None else _shared(name, read_only=read_only)
 
     @property
     def location(self) -> str:
@@ -136,14 +108,8 @@ class MemoryBackend(Backend):
         self._memory = None
 
 
-def name_of(location: str) -> str | None:
-    """The name in ``"memory://name"``; None for ``"memory:"``.
-
-    Raises
-    ------
-    InvalidParameterError
-        If it is neither.
-    """
+def _name_of(location: str) -> str | None:
+    """The name in ``"memory://name"``; None for ``"memory:"``. Raises `InvalidParameterError` if it is neither."""
     if location.lower() in ("memory:", "memory://"):
         return None
     found = NAMED.fullmatch(location)
@@ -156,17 +122,11 @@ def name_of(location: str) -> str | None:
     return found["name"]
 
 
-def agreed_bytes(location: str) -> int | None:
-    """The `max_bytes` with which a named store in memory is open; None if none is."""
-    memory = _named.get(name_of(location) or "")
-    return memory.max_bytes if memory is not None else None
-
-
 def open_memory(location: str, *, max_bytes: int, read_only: bool) -> MemoryBackend:
     """A new store in memory, or the one that is open under a name; the engine keeps its budget."""
-    name = name_of(location)
+    name = _name_of(location)
     if name is not None:
-        return MemoryBackend(name, max_bytes=max_bytes, read_only=read_only)
+        return MemoryBackend(name, read_only=read_only)
     if read_only:
         raise InvalidParameterError(
             'read_only=True: a new store in memory is empty; open it for writing, or use "lmdb:"'

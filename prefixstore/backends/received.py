@@ -21,13 +21,7 @@ class ReceivedMemory:
         self._kept: deque[bytearray] = deque()
 
     def take(self, size: int) -> memoryview:
-        """Memory of this size; it is taken back when no view of it is left.
-
-        Raises
-        ------
-        UnavailableError
-            If there is none.
-        """
+        """Memory of this size, taken back when no view of it is left. Raises `UnavailableError` if there is none."""
         with suppress(IndexError):  # other threads have taken out what is left
             for _ in range(len(self._kept) if size >= SMALL else 0):
                 memory = self._kept.popleft()

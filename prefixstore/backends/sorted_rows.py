@@ -15,14 +15,9 @@ ROWS_OF_BLOCK = 512
 
 
 class SortedRows(View):
-    """Rows in order, in blocks. A row is kept as the change that would write it.
+    """Rows in order, in blocks. A row is kept as the change that would write it, and takes `cost` bytes.
 
     What is committed never changes: an update has its own copy of the blocks that differ.
-
-    Parameters
-    ----------
-    cost
-        What a row takes, in bytes.
     """
 
     def __init__(self, cost: Callable[[Change], int]) -> None:

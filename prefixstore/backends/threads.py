@@ -40,22 +40,12 @@ T = TypeVar("T")
 
 
 class Caller:
-    """The thread for which another one works, as long as it waits.
-
-    Parameters
-    ----------
-    of
-        If that works for another one itself: for which.
-
-    Attributes
-    ----------
-    is_left
-        Whether it waits no longer: then the other one works for itself.
-    """
+    """The thread for which another one works, as long as it waits; that may work for another one itself."""
 
     def __init__(self, of: Caller | None = None) -> None:
         self._of = of
         self._thread = threading.get_ident()
+        # it waits no longer: then the other one works for itself
         self.is_left = False
 
     @property
@@ -89,13 +79,7 @@ def caller() -> Caller:
 
 
 class Answer(Generic[T]):
-    """What a thread will have found, for one other thread, which takes it once.
-
-    Attributes
-    ----------
-    caller
-        For whom it works.
-    """
+    """What a thread will have found, for one other thread, which takes it once."""
 
     def __init__(self) -> None:
         self.caller = Caller(caller())
@@ -162,14 +146,7 @@ class _Job(NamedTuple):
 class Threads:
     """Threads that do what others hand over; started as needed, and kept waiting for more.
 
-    They do not keep the process alive.
-
-    Parameters
-    ----------
-    name
-        Of each.
-    most
-        How many there are at most, None for as many as there are callers. More jobs than that wait.
+    They do not keep the process alive. There are `most` of them, None for as many as there are callers: more jobs wait.
     """
 
     def __init__(self, name: str, most: int | None = None) -> None:
@@ -204,10 +181,7 @@ class Threads:
     def answer(self, work: Callable[..., T], *args: Any, seconds: float | None = None) -> T:
         """What another thread finds; this one does the work itself if no other can, as at the end of the process.
 
-        Raises
-        ------
-        queue.Empty
-            If it takes longer than `seconds`. The work goes on.
+        Raises `queue.Empty` if it takes longer than `seconds`. The work goes on.
         """
         return self.start_or_run(work, *args).get(seconds)
 
@@ -223,13 +197,7 @@ class Threads:
             lent.is_open = False
 
     def start(self, work: Callable[..., T], *args: Any) -> Answer[T]:
-        """Have a thread do this.
-
-        Raises
-        ------
-        RuntimeError
-            If these threads are to end, or none can be started.
-        """
+        """Have a thread do this. Raises `RuntimeError` if these threads are to end, or none can be started."""
         if self._is_closed:
             raise RuntimeError("the threads have ended")
         answer: Answer[T] = Answer()
@@ -266,15 +234,7 @@ class Threads:
 
 
 class Lent:
-    """What a caller has open.
-
-    Attributes
-    ----------
-    caller
-        The thread that has it.
-    is_open
-        Whether that is in the block.
-    """
+    """What a caller has open, as long as it is in the block."""
 
     def __init__(self) -> None:
         self.caller = caller()
@@ -359,19 +319,12 @@ def close_soon(one: Closes) -> None:
     """Close something in a thread of its own, at the latest at the end of the process; for the garbage collector.
 
     That may run in any thread at any moment: inside a view, in the write thread, while a lock is held. So this takes
-    no lock and waits for nothing. `Thread.start` does both.
+    no lock and waits for nothing.
     """
-    # keeps it until it is closed
+    # keeps it until it is closed: at the end of the process this waits for a thread that is closing it
     at_exit = weakref.finalize(one, one.close)
     with suppress(RuntimeError):  # no more threads, or the interpreter is shutting down
-        _thread.start_new_thread(_start_closing, (one, at_exit))
-
-
-def _start_closing(one: Closes, at_exit: weakref.finalize[[], Closes]) -> None:
-    # not a daemon: the end of the process waits for it
-    thread = threading.Thread(target=_close_collected, args=(one, at_exit), name="prefixstore-close", daemon=False)
-    with suppress(RuntimeError):
-        thread.start()
+        start_thread(_close_collected, one, at_exit, name="prefixstore-close")
 
 
 def _close_collected(one: Closes, at_exit: weakref.finalize[[], Closes]) -> None:
@@ -380,5 +333,4 @@ def _close_collected(one: Closes, at_exit: weakref.finalize[[], Closes]) -> None
     except StorageError as error:
         log.warning("a garbage-collected store could not be closed: %s", error)
     finally:
-        # not before: the end of the process waits for this thread in `close`
         at_exit.detach()

@@ -18,19 +18,10 @@ __all__ = ["require_trusted_directory", "require_trusted_files"]
 
 
 def require_trusted_directory(path: Path, *, sticky: bool = False) -> None:
-    """Refuse a directory in which others can plant files. A directory that does not exist is not refused.
+    """Refuse a directory in which others can plant files, with the command that fixes it: raises `LocationError`.
 
-    Parameters
-    ----------
-    path
-        The directory. It may be a link: then what it points to counts.
-    sticky
-        Whether everyone may write to it if users cannot replace each other's files, as in ``/tmp``.
-
-    Raises
-    ------
-    LocationError
-        With the command that fixes it.
+    One that does not exist is not refused. A link stands for what it points to. With `sticky`, everyone may write to it
+    if users cannot replace each other's files, as in ``/tmp``.
     """
     try:
         found = path.stat()
@@ -44,10 +35,7 @@ def require_trusted_directory(path: Path, *, sticky: bool = False) -> None:
 def require_trusted_files(*paths: Path) -> None:
     """Refuse files that others created or can change, and anything but regular files; a missing file is accepted.
 
-    Raises
-    ------
-    LocationError
-        With the command that fixes it.
+    Raises `LocationError`, with the command that fixes it.
     """
     for path in paths:
         try:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import typer
 
+from prefixstore.backends import extra_needed
 from prefixstore.backends.location import without_password
 from prefixstore.backends.sql import require_sql
 from prefixstore.cli import options
@@ -203,7 +204,8 @@ def migrate(location: str, *, check: bool = False, sql: bool = False) -> Result:
     Example: prefixstore migrate postgresql+psycopg://user@host/db --check
     """
     require_sql(location)
-    from prefixstore.backends.sql import migrations as schema  # noqa: PLC0415 - the extras for SQL
+    with extra_needed(location):
+        from prefixstore.backends.sql import migrations as schema  # noqa: PLC0415 - the extras for SQL
 
     if check and sql:
         raise InvalidParameterError("--check and --sql cannot be combined")

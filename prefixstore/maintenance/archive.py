@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection
 from contextlib import AbstractContextManager, closing
 
-from prefixstore.backends import agreed_bytes, is_persistent
+from prefixstore.backends import is_persistent
 from prefixstore.backends.keys import Key, Keys
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.delete import Choice, Removed
@@ -99,7 +99,7 @@ class Archive(OpenLocation):
             )
         if max_bytes is not None:
             max_bytes = parse_bytes(max_bytes, "max_bytes")
-        size = max_bytes or agreed_bytes(location) or DEFAULT_BYTES
+        size = max_bytes or DEFAULT_BYTES
         if not read_only and is_persistent(location):
             # opening for writing would create a store at a mistyped path
             try:

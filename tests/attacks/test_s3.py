@@ -147,7 +147,7 @@ def test_a_server_that_does_not_answer_is_given_up_in_time(seaweedfs, at_once):
         # as opened with a short timeout, which holds only while the server hangs
         client, usual = store.backend.rows._client, store.backend.rows._client._address
         client._address = Address.parse(f"{url}&timeout=1")
-        client.renew()
+        client._store = client._connect()
         started = time.monotonic()
         with pytest.raises(UnavailableError, match="no answer"):
             store.fetch(A)
@@ -158,7 +158,7 @@ def test_a_server_that_does_not_answer_is_given_up_in_time(seaweedfs, at_once):
         proxy.released.set()
         proxy.decide = lambda *_: PASS
         client._address = usual
-        client.renew()
+        client._store = client._connect()
         assert store.fetch(A) == 3
 
 

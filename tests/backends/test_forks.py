@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
-import time
-from contextlib import closing, suppress
+from contextlib import suppress
 
 import pytest
 
-from prefixstore.backends import forks, open_backend
+from prefixstore.backends import forks
 from prefixstore.backends.forks import ForkLevel, register_at_fork
 from prefixstore.errors import UnavailableError
-from tests.support import PATIENCE, ROOT
-from tests.support.places import MIB
+from tests.support import ROOT
 
 
 def exit_code_of_child(work):
@@ -47,68 +44,25 @@ class Noting:
         self.calls.append(f"child {self.name}")
 
 
-def test_handles_are_held_last_and_renewed_first():
-    calls = []
-    kept = [Noting(level.name, level, calls) for level in (ForkLevel.ENGINE, ForkLevel.HANDLE, ForkLevel.OPENING)]
-    before = ["before ENGINE", "before OPENING", "before HANDLE"]
-    in_child = [*before, "child HANDLE", "child OPENING", "child ENGINE"]
-    assert exit_code_of_child(lambda: 7 if calls == in_child else 1) == 7
-    assert calls == [*before, "parent HANDLE", "parent OPENING", "parent ENGINE"]
-    assert len(kept) == 3
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, UnavailableError])
-def test_a_participant_that_fails_does_not_keep_the_others_from_their_turn(monkeypatch, error):
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt, UnavailableError])
+def test_handles_are_held_last_and_renewed_first_and_one_that_fails_does_not_keep_the_others(monkeypatch, error):
     # the traceback keeps it alive; no other test shall meet it
     monkeypatch.setattr(forks, "_levels", {})
     calls, reported = [], []
 
     def fail():
-        raise error
+        if error is not None:
+            raise error
 
-    kept = [
-        Noting("sound", ForkLevel.ENGINE, calls),
-        Noting("failing", ForkLevel.OPENING, calls, before=fail),
-        Noting("later", ForkLevel.HANDLE, calls),
-    ]
+    levels = (ForkLevel.ENGINE, ForkLevel.OPENING, ForkLevel.HANDLE)
+    kept = [Noting(level.name, level, calls, before=fail if level == ForkLevel.OPENING else None) for level in levels]
     monkeypatch.setattr(sys, "unraisablehook", reported.append)
-    in_child = ["child later", "child failing", "child sound"]
+    in_child = ["child HANDLE", "child OPENING", "child ENGINE"]
     assert exit_code_of_child(lambda: 7 if calls[-3:] == in_child else 1) == 7
-    assert [report.exc_type for report in reported] == [error]
-    before = ["before sound", "before failing", "before later"]
-    assert calls == [*before, "parent later", "parent failing", "parent sound"]
+    assert [report.exc_type for report in reported] == [error] * (error is not None)
+    before = ["before ENGINE", "before OPENING", "before HANDLE"]
+    assert calls == [*before, "parent HANDLE", "parent OPENING", "parent ENGINE"]
     assert len(kept) == 3
-
-
-def test_two_threads_that_fork_at_once_both_get_a_child(tmp_path):
-    with closing(open_backend(tmp_path, max_bytes=MIB)) as backend:
-        started = threading.Barrier(3)
-        codes = []
-
-        def fork():
-            started.wait()
-            codes.append(exit_code_of_child(lambda: 7 if write(backend) else 1))
-
-        threads = [threading.Thread(target=fork, daemon=True) for _ in range(2)]
-        with backend.update():
-            for thread in threads:
-                thread.start()
-            started.wait()  # both are about to fork, and have to wait for this transaction
-            while forks._forking.acquire(blocking=False):
-                forks._forking.release()
-                time.sleep(0.001)
-        for thread in threads:
-            thread.join(PATIENCE)
-        assert codes == [7, 7]
-        assert write(backend)
-
-
-def write(backend):
-    """Whether something can be written, also in a forked child."""
-    backend.after_fork()
-    with backend.update() as draft:
-        draft.put(b"key", b"value")
-    return True
 
 
 def test_numpy_imports_nothing_while_other_threads_may_fork():

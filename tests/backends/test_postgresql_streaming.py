@@ -6,13 +6,9 @@ import logging
 from contextlib import closing
 from itertools import islice
 
-import psycopg
 import pytest
-from sqlalchemy import make_url
 
-from prefixstore.backends import received
 from prefixstore.backends.sql import postgresql_rows
-from prefixstore.errors import UnavailableError
 from tests.support.postgres import database, name_of
 from tests.support.sql_rows import MIB, opened, put, row, statements
 
@@ -41,12 +37,6 @@ def stored(filled):
 
 def as_bytes(fetched):
     return [None if each is None else bytes(each[1]) for each in fetched]
-
-
-def session_of(backend):
-    """The process of the server that answers this one."""
-    with backend.connection() as connection:
-        return connection.info.backend_pid
 
 
 def test_payloads_are_received_piece_by_piece(stored, monkeypatch):
@@ -99,34 +89,3 @@ def test_a_view_may_be_asked_for_something_else_while_payloads_arrive(stored):
             assert draft.get(keys[:1]) == [rows[0][1]]
             # as they were when they were asked for
             assert as_bytes(fetched) == [payload for _, _, payload in rows[1:]]
-
-
-def test_no_memory_for_a_payload_is_an_error_that_leaves_a_usable_view(stored, monkeypatch):
-    url, rows, keys = stored
-
-    def refuse(*_, **__):
-        raise MemoryError
-
-    with opened(url) as backend, backend.view() as view:
-        with monkeypatch.context() as patched:
-            patched.setattr(received, "bytearray", refuse, raising=False)
-            with pytest.raises(UnavailableError, match="no memory"):
-                list(view.payloads(keys))
-        assert as_bytes(view.payloads(keys)) == [payload for _, _, payload in rows]
-
-
-def test_a_session_that_ends_while_payloads_arrive_ends_them_with_an_error(stored):
-    url, rows, keys = stored
-    libpq = make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
-    with opened(url) as backend:
-        pid = session_of(backend)
-        with backend.view() as view:
-            fetched, found = view.payloads(keys), []
-            found.append(bytes(next(fetched)[1]))
-            with psycopg.connect(libpq, autocommit=True) as session:
-                session.execute("SELECT pg_terminate_backend(%s, 5000)", (pid,))
-            with pytest.raises(UnavailableError):
-                found += [bytes(payload) for _, payload in fetched]
-            assert found == [payload for _, _, payload in rows[: len(found)]]
-        with backend.view() as view:
-            assert as_bytes(view.payloads(keys)) == [payload for _, _, payload in rows]

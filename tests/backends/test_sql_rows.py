@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sqlite3
 import sys
-import threading
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -14,13 +13,12 @@ import psycopg
 import pytest
 
 from prefixstore.backends.contract import Range
-from prefixstore.backends.sql import postgresql, postgresql_rows, sqlite, sqlite_rows
+from prefixstore.backends.sql import postgresql, postgresql_rows, sqlite_rows
 from prefixstore.backends.sql.database import APPLICATION_ID
-from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
+from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.record import FORMAT_VERSION
 from tests.support.sql_rows import (
     MIB,
-    before_statements,
     change,
     contents,
     delete,
@@ -29,7 +27,6 @@ from tests.support.sql_rows import (
     keys_of,
     opened,
     put,
-    require_intact,
     row,
     statements,
 )
@@ -59,22 +56,6 @@ def test_another_format_is_refused_with_both_versions(url, step, says):
             opened(url, read_only=read_only)
 
 
-def test_read_only_writes_nothing(url):
-    with opened(url) as backend:
-        keys = put(backend, row(1, 2 * MIB), row(2))
-        for _ in range(2):
-            with opened(url, read_only=True) as reader:
-                assert contents(reader) == contents(backend)
-                for work in (lambda: put(reader, row(9)), lambda: reader.compact(erase=True), reader.compact):
-                    with pytest.raises(UnavailableError, match="read-only"):
-                        work()
-                reader.sync()
-                with reader.connection() as connection, pytest.raises(Exception, match=r"read-?only"):
-                    connection.execute("UPDATE prefixstore_meta SET format = 0")
-    with opened(url, read_only=True) as reader:
-        assert keys_of(reader) == set(keys)
-
-
 @pytest.mark.parametrize("share", [0, 0.5])
 def test_a_sqlite_file_that_is_truncated_does_not_end_the_process(tmp_path, share):
     def use():
@@ -93,15 +74,6 @@ def test_a_sqlite_file_that_is_truncated_does_not_end_the_process(tmp_path, shar
 
 
 # -- what is stored ----------------------------------------------------------------------------------------------------
-
-
-def spoil(path, statement, *parameters):
-    """Change a SQLite file whose columns may be NULL from now on."""
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("PRAGMA writable_schema=ON")
-        connection.execute("UPDATE sqlite_master SET sql = replace(sql, ' NOT NULL', '')")
-        connection.execute("PRAGMA writable_schema=RESET")
-        connection.execute(statement, parameters)
 
 
 def test_a_payload_with_missing_or_extra_pieces_is_what_there_is_of_it(url):
@@ -212,46 +184,6 @@ def test_every_statement_uses_an_index(url):
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
 
 
-def test_a_connection_that_drops_between_the_statements_of_a_commit_leaves_nothing(new_database):
-    url = new_database()
-    with opened(url) as backend, opened(url) as other:
-        put(backend, row(1))
-        before = contents(backend)
-        with statements() as sent:
-            put(backend, row(1, 2 * MIB), row(2))
-        for k in range(len(sent)):
-            put(backend, row(1))
-            delete(backend, [row(2)[0]])
-            left = [k]
-
-            def end_before(_, left=left):
-                left[0] -= 1
-                if left[0] == -1:
-                    end_others(other)
-
-            with before_statements(end_before):
-                try:
-                    put(backend, row(1, 2 * MIB), row(2))
-                except UnavailableError:
-                    assert contents(backend) == before
-            require_intact(backend)
-
-
-def test_an_interrupt_stays_one_although_the_connection_is_lost(new_database):
-    url = new_database()
-    with opened(url) as backend, opened(url) as other:
-
-        def interrupted():
-            with backend.update() as draft:
-                draft.put(*row(1))
-                end_others(other)
-                raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            interrupted()
-        assert keys_of(backend) == set()
-
-
 @pytest.mark.slow
 def test_idle_connections_that_the_server_closed_are_replaced_silently(new_database):
     url = new_database()
@@ -297,32 +229,6 @@ def test_a_server_is_silent_when_nothing_has_arrived_for_as_many_polls():
     with pytest.raises(psycopg.OperationalError, match="has not answered for 5 s"):
         waiting.send(0)
     assert closed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["sqlite", "postgresql"])
-def test_writers_give_up_when_the_lock_is_held_for_too_long(where, request, tmp_path, monkeypatch):
-    monkeypatch.setattr(sqlite, "BUSY_SECONDS", 0.2)
-    monkeypatch.setattr(postgresql, "LOCK_SECONDS", 1)
-    url = f"sqlite:///{tmp_path}/kv.db" if where == "sqlite" else request.getfixturevalue("new_database")()
-    with opened(url) as one, opened(url) as two:
-        failures = []
-
-        def write():
-            try:
-                put(two, row(2))
-            except UnavailableError as error:
-                failures.append(error)
-
-        with one.update() as draft:
-            draft.put(*row(1))
-            thread = threading.Thread(target=write)
-            thread.start()
-            thread.join()
-        assert len(failures) == 1
-        assert "lock" in str(failures[0])
-        put(two, row(3))
-        assert len(keys_of(one)) == 2
 
 
 # -- what is used ------------------------------------------------------------------------------------------------------

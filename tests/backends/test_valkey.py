@@ -17,12 +17,12 @@ from valkey.connection import Connection, SSLConnection, UnixDomainSocketConnect
 
 from prefixstore.backends.contract import ConflictError, Range
 from prefixstore.backends.valkey import backend as backend_module
-from prefixstore.backends.valkey import connections, open_valkey
+from prefixstore.backends.valkey import connections
 from prefixstore.backends.valkey import view as view_module
 from prefixstore.backends.valkey.address import Address
+from prefixstore.backends.valkey.backend import open_valkey
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.invariants import violations
-from prefixstore.engine.keyspace import RECORD
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import (
     CorruptError,
@@ -32,11 +32,10 @@ from prefixstore.errors import (
     StorageError,
     UnavailableError,
 )
-from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import Usage
 from prefixstore.testing import PersistentBackendContract
 from tests.support import ROOT
-from tests.support.engines import NS, A, B, P, Store
+from tests.support.engines import A, Store
 from tests.support.pages import make_page
 from tests.support.places import contents, opened
 from tests.support.timeouts import wait_for
@@ -94,11 +93,6 @@ def put(backend, *numbers, payload=b"x" * 1000, then=lambda: None, **usage):
             keys.append(key)
         then()
     return keys
-
-
-def payload_name(url, key):
-    """Where the payload of a page is."""
-    return named(url, "payload:").encode() + RECORD + key
 
 
 @contextmanager
@@ -259,21 +253,6 @@ def test_keys_of_another_application_are_refused_and_untouched(url, client, comm
     assert client.dump(named(url, key)) == before
 
 
-def test_read_only_needs_a_store_and_writes_nothing(url, client):
-    with pytest.raises(LocationError, match="no store"):
-        open_pages(url, max_bytes=MIB, read_only=True)
-    assert client.keys(named(url, "*")) == []
-    with opened(url) as backend:
-        (key,) = put(backend, 1)
-    with opened(url, read_only=True) as reader:
-        assert set(contents(reader)) == {key}
-        reader.sync()
-        reader.rows.reclaim()
-        for write in (reader.reindex, lambda: put(reader, 2)):
-            with pytest.raises(UnavailableError, match="read-only"):
-                write()
-
-
 # -- round trips ------------------------------------------------------------------------------------------------------
 
 
@@ -339,22 +318,6 @@ def test_a_writer_waits_for_another_and_gives_up_after_a_while(url, monkeypatch)
             raise AssertionError("it began")
 
 
-def test_what_was_sent_and_is_evicted_is_not_committed(url, client, monkeypatch):
-    with rows_of(url) as backend:
-
-        def evict(change, real=backend_module.packed):
-            client.delete(*client.keys(named(url, "new:*"))[:1] or ["none"])
-            return real(change)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(backend_module, "packed", evict)
-            with pytest.raises(UnavailableError, match="evicted"):
-                change_rows(backend, a=(b"1", b"x"), b=(b"2", b"y"))
-        assert stored(backend) == {}
-        assert client.keys(named(url, "new:*")) == []
-        change_rows(backend, a=(b"1", b"x"))
-
-
 # -- what the server forgets ------------------------------------------------------------------------------------------
 
 
@@ -379,36 +342,6 @@ def test_a_structure_that_the_server_has_evicted_starts_the_location_over(url, c
         assert stored(backend) == {b"a": (b"1", b"again"), b"b": (b"new", None)}
 
 
-def test_a_payload_that_the_server_has_evicted_is_a_damaged_page_that_is_computed_again(url, client):
-    with closing(Store(open_pages(url, max_bytes=64 * MIB))) as store:
-        assert store.put(A) == 3
-        keys = [page.key for page in store.engine.match(NS, as_tokens(A), P).pages]
-        client.delete(payload_name(url, keys[1]))
-        assert store.fetch(A) == 1
-        assert [one.rule for one in store.engine.upkeep.check()] == ["payload"]
-        store.engine.flush()
-        # the next commit has deleted it, and what came after it
-        assert store.put(B) == 3
-        assert store.engine.upkeep.check() == []
-        assert store.put(A) == 2
-        assert store.fetch(A) == 3
-
-
-def test_a_server_that_restarts_empty_does_not_have_what_was_first_put_there():
-    """What was found there before is looked up again."""
-    with private_valkey() as server, closing(Store(open_pages(server.url, max_bytes=64 * MIB))) as store:
-        assert store.put(A) == 3
-        server.kill()
-        server.start()
-        with closing(Store(open_pages(server.url, max_bytes=64 * MIB))) as other:
-            assert other.put(B) == 3
-        # all that it knows now is read in the server that is there
-        assert store.match(B) == 12
-        assert store.match([*A, 9]) < 12
-        assert store.put(A) > 0
-        assert store.engine.upkeep.check() == []
-
-
 # -- payloads ---------------------------------------------------------------------------------------------------------
 
 
@@ -422,12 +355,6 @@ def test_an_error_is_not_followed_by_the_answers_to_what_was_asked_with_it(url, 
                 list(view.payloads([b"a", b"b", b"c"]))
             assert next(iter(view.payloads([b"b"]))) == (b"2", b"y")
             assert view.get([b"a", b"b", b"c"]) == [b"1", b"2", b"3"]
-
-
-def used_memory(client):
-    """What the server uses, once it has freed what was deleted: it does that in a thread."""
-    wait_for(lambda: client.info("memory")["lazyfree_pending_objects"] == 0, "the end of freeing")
-    return client.info("memory")["used_memory"]
 
 
 # -- replicas ----

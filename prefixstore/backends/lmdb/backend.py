@@ -95,13 +95,7 @@ def _rows_of(cursor: lmdb.Cursor, wanted: Range) -> list[Row]:
 
 
 class _Writing(_View):
-    """What an update reads and writes.
-
-    Attributes
-    ----------
-    to_leave
-        Pages of the file that it has to leave; none if it has written nothing.
-    """
+    """What an update reads and writes. It has to leave `to_leave` pages of the file; none if it has written nothing."""
 
     def __init__(self, txn: lmdb.Transaction, environment: Environment) -> None:
         super().__init__(txn, environment)
@@ -129,23 +123,9 @@ class _Writing(_View):
 
 
 class LMDBBackend(Backend):
-    """Rows in an LMDB environment.
+    """Rows in an LMDB environment, in a directory that is created if it is missing, and readable by its owner only.
 
-    Parameters
-    ----------
-    path
-        A directory; created if missing, readable by its owner only.
-    max_bytes
-        The budget; the file stays within `FILE_FACTOR` times the largest that it was written with, plus `FILE_EXTRA`.
-    read_only
-        Open an existing store and never write to it.
-
-    Raises
-    ------
-    LocationError
-        If the path is a file, cannot be written, or holds no store to read.
-    IncompatibleError
-        If the path holds something else, or a newer format.
+    The file stays within `FILE_FACTOR` times the largest `max_bytes` that it was written with, plus `FILE_EXTRA`.
     """
 
     is_local = True

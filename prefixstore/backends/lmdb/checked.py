@@ -27,8 +27,7 @@ from stat import S_IMODE
 import lmdb
 
 from prefixstore.backends.lmdb.walk import DAMAGED, SOUND
-from prefixstore.backends.trusted import require_trusted_files
-from prefixstore.errors import CorruptError, LocationError, UnavailableError
+from prefixstore.errors import CorruptError, UnavailableError
 
 if sys.platform != "win32":
     import fcntl
@@ -41,14 +40,6 @@ NOTE = "checked"
 CRASHES = {-signal.SIGSEGV, -getattr(signal, "SIGBUS", signal.SIGSEGV), -signal.SIGABRT, -signal.SIGFPE, -signal.SIGILL}
 # how often the time of what was written is compared, and seconds between: the clocks of most file systems have gone on
 ATTEMPTS, STEP = 5, 0.005
-
-# run by the child: finds LMDB without the start-up files of the packages
-SCRIPT = (
-    "import runpy, sys\n"
-    "sys.path.append(sys.argv[1])\n"
-    "del sys.argv[:2]\n"
-    "runpy.run_path(sys.argv[0], run_name='__main__')\n"
-)
 
 
 def damaged(path: Path, why: str) -> CorruptError:
@@ -75,8 +66,7 @@ def require_sound(path: Path) -> None:
         # this process may have changed its user since it opened the store
         raise UnavailableError(f"{path} cannot be read: {error.strerror}") from error
     packages, walk = Path(lmdb.__file__ or "").parents[1], Path(__file__).with_name("walk.py")
-    command = [get_executable() or sys.executable or "", "-I", "-S", "-c", SCRIPT, str(packages)]
-    command += [str(walk), str(path.parent)]
+    command = [get_executable() or sys.executable or "", "-I", "-S", str(walk), str(path.parent), str(packages)]
     try:
         # in a session of its own: the signals of a terminal are not for it
         done = subprocess.run(  # noqa: S603
@@ -84,32 +74,20 @@ def require_sound(path: Path) -> None:
         )
     except OSError as error:
         raise UnavailableError(f"{path} cannot be checked: {error}") from error
-    if done.returncode == DAMAGED:
-        raise damaged(path, done.stdout.decode(errors="replace"))
+    said = done.stdout.decode(errors="replace")
+    if said.startswith(DAMAGED):
+        raise damaged(path, said.removeprefix(DAMAGED))
     if done.returncode in CRASHES:
         raise damaged(path, f"a process that read it was ended by signal {-done.returncode}")
     # it has to say so: another program, or a system that does not keep exit codes for this process, says nothing
-    if done.returncode or done.stdout != SOUND:
+    if said != SOUND:
         last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         why = last or f"{os.fsdecode(command[0])!r} ended with {done.returncode}, and has not said that it is sound"
         raise UnavailableError(f"{path} cannot be checked: {why}")
 
 
 class CheckedFile:
-    """What this process knows about one data file; see the module.
-
-    Parameters
-    ----------
-    path
-        The file.
-    read_only
-        Whether the process must not write beside it.
-
-    Attributes
-    ----------
-    was_noted
-        Whether a store had closed it when it was entered.
-    """
+    """What this process knows about one data file; see the module. With `read_only` it writes nothing beside it."""
 
     def __init__(self, path: Path, *, read_only: bool) -> None:
         self._path = path
@@ -118,17 +96,12 @@ class CheckedFile:
         # the open data, which this process has locked
         self._handle: int | None = None
         self._is_sound = True
-        self.was_noted = False
 
     def enter(self, *, is_new: bool) -> None:
-        """Before the data are opened: have them read if necessary. Raises as `require_sound` does.
+        """Before the data are opened: have them read, unless this process has just made them, or it is not necessary.
 
-        Parameters
-        ----------
-        is_new
-            Whether this process has just created the data.
+        Raises as `require_sound` does.
         """
-        self.was_noted = self._note.exists()
         # who is alone has locked the data exclusively, and who shares the lock has data that were sound
         is_alone = self._lock_it()
         self._is_sound = True
@@ -205,11 +178,10 @@ class CheckedFile:
 
     def _says_sound(self) -> bool:
         try:
-            require_trusted_files(self._note)
             data, note = self._path.stat(), self._note.stat()
             is_later = note.st_mtime_ns > max(data.st_mtime_ns, data.st_ctime_ns)
             return is_later and self._note.read_bytes() == _state(data)
-        except (LocationError, OSError):
+        except OSError:
             return False
 
     def _say_sound(self) -> None:

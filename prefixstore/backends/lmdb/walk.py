@@ -14,13 +14,17 @@ import os
 import sys
 from pathlib import Path
 
+if __name__ == "__main__":
+    # where LMDB is: the start-up files of the packages, which usually say that, are not read
+    sys.path.append(sys.argv[2])
+
 import lmdb
 
 __all__ = ["DAMAGED", "MAGIC", "MAX_READERS", "SOUND"]
 
-# exit code of the script, and what it prints if the file is not damaged
-DAMAGED = 3
-SOUND = b"sound"
+# what the script prints; why it is damaged follows
+SOUND = "sound"
+DAMAGED = "damaged: "
 MAX_READERS = 512
 # key and value of the row by which a store is known
 MAGIC = b"mmagic", b"prefixstore"
@@ -80,8 +84,8 @@ def _main(directory: str) -> str | None:
 
 
 if __name__ == "__main__":
-    if why := _main(sys.argv[1]):
-        sys.stdout.write(why)
-        sys.stdout.flush()
-        os._exit(DAMAGED)
-    sys.stdout.write(SOUND.decode())
+    why = _main(sys.argv[1])
+    sys.stdout.write(f"{DAMAGED}{why}" if why else SOUND)
+    sys.stdout.flush()
+    # what LMDB has read of a damaged file is not released
+    os._exit(0)

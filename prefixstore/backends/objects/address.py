@@ -36,18 +36,9 @@ _ENDPOINT = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9][A-Za-z0-9._-]*
 
 @dataclass(frozen=True)
 class Address:
-    """Where a store is.
+    """Where a store is. The prefix has no slash at its ends, and may be empty.
 
-    Attributes
-    ----------
-    scheme
-        ``"s3"``, ``"gs"`` or ``"az"``.
-    bucket, prefix
-        The prefix has no slash at its ends; it may be empty.
-    options
-        For obstore, by its names.
-    timeouts
-        Seconds, by the names of ``client_options``.
+    `options` are for obstore, by its names; `timeouts` are seconds, by the names of its ``client_options``.
     """
 
     scheme: str
@@ -61,10 +52,7 @@ class Address:
     def parse(cls, location: str) -> Address:
         """Read a URL such as ``"s3://bucket/prefix?endpoint=http://127.0.0.1:8333"``.
 
-        Raises
-        ------
-        InvalidParameterError
-            If it is not valid, or holds a user name or a password.
+        Raises `InvalidParameterError` if it is not valid, or has a user name or a password.
         """
         shown = without_password(location)
         try:

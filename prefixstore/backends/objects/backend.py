@@ -22,7 +22,7 @@ from prefixstore.backends.objects.store import State, Store
 from prefixstore.errors import StorageError
 from prefixstore.format.record import Buffer
 
-__all__ = ["ObjectsBackend", "ObjectsView"]
+__all__ = ["ObjectsBackend", "ObjectsView", "open_objects"]
 
 log = logging.getLogger("prefixstore")
 
@@ -33,17 +33,7 @@ STORE_ID = re.compile(r"[0-9a-f]{16}")
 
 
 class ObjectsView(View):
-    """Reads rows where they are.
-
-    Parameters
-    ----------
-    store, client
-        Of the location.
-    state
-        What is committed.
-    is_alone
-        Whether this process has the turn, so that no other one writes.
-    """
+    """Reads rows where they are. With `is_alone` this process has the turn, so that no other one writes."""
 
     def __init__(self, store: Store, client: Client, state: State, *, is_alone: bool = False) -> None:
         self.at_once = SMALL_AT_ONCE
@@ -164,15 +154,7 @@ def _without_bytes(row: Stored) -> tuple[bytes, Buffer | None]:
 
 
 class ObjectsBackend(Backend):
-    """Rows under a prefix of a bucket.
-
-    Parameters
-    ----------
-    address
-        Of the store, which is made if there is none.
-    read_only
-        Whether nothing is ever written.
-    """
+    """Rows under a prefix of a bucket. The store is made if there is none, unless with `read_only`."""
 
     def __init__(self, address: Address, *, read_only: bool) -> None:
         self._address = address
@@ -320,3 +302,8 @@ def _key_in(name: str, folder: str) -> bytes:
     inner = name.removeprefix(f"{folder}/")
     at = inner.rfind(MARK, inner.rfind("/") + 2)
     return key_in(inner if at < 0 else inner[:at])
+
+
+def open_objects(location: str, *, max_bytes: int, read_only: bool) -> ObjectsBackend:
+    """The store under this prefix of a bucket; its budget is the engine's to keep."""
+    return ObjectsBackend(Address.parse(location), read_only=read_only)

@@ -21,7 +21,7 @@ import numpy as np
 from prefixstore.backends import refusals
 from prefixstore.backends.objects.address import Address
 from prefixstore.backends.objects.read_ahead import Arrived, Window
-from prefixstore.errors import LocationError, MissingExtraError, UnavailableError
+from prefixstore.errors import LocationError, UnavailableError
 from prefixstore.format.record import Buffer
 
 __all__ = ["Client", "GoneError", "Listed", "Version"]
@@ -65,17 +65,8 @@ class Listed(NamedTuple):
 class Client:
     """The objects of one store, by their names below its prefix. Safe to use from many threads.
 
-    Parameters
-    ----------
-    address
-        Of the store.
-
-    Attributes
-    ----------
-    n_requests
-        How many were sent, not counting those that obstore itself repeats.
-    window
-        How many payloads are requested at a time.
+    `n_requests` counts those that were sent, without those that obstore itself repeats; `window` says how many payloads
+    are requested at a time.
     """
 
     # the process that was the first to use obstore: its threads do not exist in a forked child
@@ -84,7 +75,8 @@ class Client:
     def __init__(self, address: Address) -> None:
         self._address = address
         self.n_requests = 0
-        self._library = _obstore()
+        # obstore's functions, its `_store` and its `exceptions`
+        self._library = import_module(LIBRARY)
         self._store: Any = None
         Client._user = Client._user or os.getpid()
         self._require_no_fork()
@@ -243,14 +235,6 @@ class Client:
             if type(error).__name__ != PANIC:
                 raise
             raise UnavailableError(f"{self.where}: obstore has panicked; see AWS_ENDPOINT_URL") from None
-
-
-def _obstore() -> Any:
-    """The module with obstore's functions, its `_store` and its `exceptions`."""
-    try:
-        return import_module(LIBRARY)
-    except ImportError as error:
-        raise MissingExtraError.of_location(error, "s3") from error
 
 
 def _version(found: Mapping[str, str | None]) -> Version:

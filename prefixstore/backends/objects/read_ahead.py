@@ -48,12 +48,7 @@ Arrived: TypeAlias = Callable[[int], None]
 class Window:
     """How many bytes may be in transit when the next payload is requested, as learned from the requests so far.
 
-    For the threads of one process, without a lock: what is lost of it is learned again.
-
-    Parameters
-    ----------
-    clock
-        Seconds.
+    For the threads of one process, without a lock: what is lost of it is learned again. The clock counts seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -137,7 +132,7 @@ def ahead(
 
 
 class _Requests(Generic[R]):
-    """What was asked for, in order. Parameters as for `ahead`."""
+    """What was asked for, in order."""
 
     def __init__(self, sizes: Sequence[int], read: Callable[[int, Arrived], R], window: Window) -> None:
         self._sizes, self._read, self._window = sizes, read, window

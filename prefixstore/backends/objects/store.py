@@ -158,20 +158,7 @@ class State:
 
 
 class Store:
-    """The object of a location, as this process has last read or written it.
-
-    Parameters
-    ----------
-    client
-        Of the location.
-    read_only
-        Whether nothing is ever written.
-
-    Attributes
-    ----------
-    state
-        What was last read or written.
-    """
+    """The object of a location; `state` is what this process has last read or written of it."""
 
     def __init__(self, client: Client, *, read_only: bool) -> None:
         self._client = client

@@ -128,11 +128,6 @@ class Database(Backend, Generic[D]):
 
     All connections are in autocommit mode; a transaction begins with a BEGIN that is sent here. So everything that is
     sent is visible here: the drivers would begin transactions of their own otherwise.
-
-    Attributes
-    ----------
-    memory
-        For payloads that consist of several pieces.
     """
 
     # what the driver raises
@@ -145,6 +140,7 @@ class Database(Backend, Generic[D]):
         self.read_only = read_only
         self._closed = False
         self._writing = threading.Lock()
+        # for payloads that consist of several pieces
         self.memory = ReceivedMemory()
         # the one that was used last is taken first: its caches are warm
         self.idle: deque[D] = deque()

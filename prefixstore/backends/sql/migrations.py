@@ -7,13 +7,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
-from prefixstore.backends.sql import database_of, extra_needed
-from prefixstore.errors import IncompatibleError, LocationError
+from alembic import command
+from alembic.config import Config
+from alembic.util import CommandError
 
-with extra_needed("sql"):
-    from alembic import command
-    from alembic.config import Config
-    from alembic.util import CommandError
+from prefixstore.backends.sql import database_of
+from prefixstore.errors import IncompatibleError, LocationError
 
 __all__ = ["HEAD", "VERSION_TABLE", "Status", "check", "migrations_directory", "statements", "upgrade", "upgrade_sql"]
 

@@ -120,25 +120,7 @@ def _our_tables(driver: psycopg.Connection[Any], where: str) -> list[str]:
 
 
 class PostgreSQL(Database[_Connection]):
-    """Rows in a PostgreSQL database.
-
-    Parameters
-    ----------
-    location
-        ``"postgresql+psycopg://user@host/db"``. Options of libpq may follow a question mark; passwords belong in
-        ``~/.pgpass``.
-    read_only
-        Never write to it.
-
-    Raises
-    ------
-    LocationError
-        If there is no such database, or no store in it.
-    IncompatibleError
-        If the store is of another version.
-    UnavailableError
-        If the server cannot be reached.
-    """
+    """Rows in a PostgreSQL database. Options of libpq may follow a question mark in the URL."""
 
     ERROR = psycopg.Error
     DIALECT = "postgresql"

@@ -116,17 +116,10 @@ class _Shown(Loader):
 
 
 class PostgreSQLView(View):
-    """What is committed.
+    """What is committed. Each answer has a connection of its own while it is received.
 
-    Parameters
-    ----------
-    database
-        Where. Each answer has a connection of its own while it is received.
-    driver
-        The connection of an update, by which it reads rows: its session, which holds a lock, is not idle then. Payloads
-        arrive by another one.
-    total
-        What all rows weigh, if it is known.
+    An update reads rows by its own `driver`: its session, which holds a lock, is not idle then. Payloads arrive by
+    another one. `total` is what all rows weigh, if it is known.
     """
 
     def __init__(

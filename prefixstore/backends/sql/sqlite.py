@@ -51,23 +51,7 @@ _opening = ForkLock()
 
 
 class SQLite(Database[sqlite3.Connection]):
-    """Rows in a SQLite file.
-
-    Parameters
-    ----------
-    location
-        ``"sqlite:////absolute/path.db"``. The file is created, for its owner only, if it is not there, and so is its
-        directory.
-    read_only
-        Open an existing store and never write to it.
-
-    Raises
-    ------
-    LocationError
-        If there is no such file, or it cannot be opened.
-    IncompatibleError
-        If another program has made it, or it is of another version.
-    """
+    """Rows in a SQLite file. It is created, for its owner only, if it is not there, and so is its directory."""
 
     ERROR = sqlite3.Error
     DIALECT = "sqlite"

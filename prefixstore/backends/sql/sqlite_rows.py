@@ -75,17 +75,10 @@ def write(driver: sqlite3.Connection, changes: Sequence[Change]) -> None:
 
 
 class SQLiteView(View):
-    """What a transaction sees.
+    """What the transaction sees that is open on a connection.
 
-    Parameters
-    ----------
-    database
-        Where.
-    driver
-        The connection that it is open on.
-    is_cached
-        Whether payloads may come from the cache of the connection, in which a page that is damaged on the disk may
-        still be intact.
+    Payloads do not come from the cache of the connection unless it `is_cached`: a page that is damaged on the disk may
+    still be intact there.
     """
 
     def __init__(self, database: Database[Any], driver: sqlite3.Connection, *, is_cached: bool = True) -> None:

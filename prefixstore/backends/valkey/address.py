@@ -24,18 +24,9 @@ FALSE = ("0", "false", "no", "off")
 
 @dataclass(frozen=True)
 class Address:
-    """Where a location is.
+    """Where a location is: its URL without the password, its name, and the class of its connections and what they take.
 
-    Attributes
-    ----------
-    shown
-        The URL without its password.
-    name
-        Of the location: what its keys have in braces.
-    kind
-        The class of its connections.
-    options
-        What they take, the password included.
+    The keys of the location have its name in braces. The password is among the options.
     """
 
     shown: str
@@ -45,13 +36,7 @@ class Address:
 
     @classmethod
     def parse(cls, location: str) -> Address:
-        """Parse a URL.
-
-        Raises
-        ------
-        InvalidParameterError
-            If it is not valid. The message does not show its password.
-        """
+        """Parse a URL. Raises `InvalidParameterError`, without its password, if it is not valid."""
         require_plain_password(location)
         shown = without_password(location)
         try:

@@ -26,7 +26,7 @@ from prefixstore.backends.valkey.view import ServerView, bytes_in, size
 from prefixstore.errors import CorruptError, StorageError, UnavailableError
 from prefixstore.format.record import Buffer
 
-__all__ = ["ValkeyBackend"]
+__all__ = ["ValkeyBackend", "open_valkey"]
 
 # a process that stops in the middle of an update keeps others from writing no longer than this
 LOCK_MILLISECONDS = 15_000
@@ -50,24 +50,7 @@ SYNC_SECONDS = 60.0
 
 
 class ValkeyBackend(Backend):
-    """Rows in a Valkey or Redis server.
-
-    Parameters
-    ----------
-    address
-        Of the location.
-    read_only
-        Never write to it.
-
-    Raises
-    ------
-    LocationError
-        If it is opened to read and there is no store, or the server refuses the user.
-    IncompatibleError
-        If something else has its name, or it is of another version.
-    UnavailableError
-        If the server cannot be reached.
-    """
+    """Rows in a Valkey or Redis server. The location is made if there is none, unless with `read_only`."""
 
     def __init__(self, address: Address, *, read_only: bool) -> None:
         self._connections = Connections(address)
@@ -149,13 +132,7 @@ class ValkeyBackend(Backend):
 
 
 class Turn:
-    """The turn of one writer. Whatever happens after `begin`, `commit` it or `abort` it.
-
-    Parameters
-    ----------
-    connections
-        To the server.
-    """
+    """The turn of one writer. Whatever happens after `begin`, `commit` it or `abort` it."""
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
@@ -259,3 +236,8 @@ class Turn:
             if names:
                 self._connections.call("UNLINK", *names)
             self._connections.run(KEEP, self._token, 0)
+
+
+def open_valkey(location: str, *, max_bytes: int, read_only: bool) -> ValkeyBackend:
+    """The rows in this server; its budget is the engine's to keep."""
+    return ValkeyBackend(Address.parse(location), read_only=read_only)

@@ -85,18 +85,7 @@ def translated(where: str) -> Iterator[None]:
 
 
 class Connections:
-    """Connections to one server, used by one thread at a time each. In a forked child the pool begins anew by itself.
-
-    Parameters
-    ----------
-    address
-        Of the location.
-
-    Attributes
-    ----------
-    names
-        Of its keys.
-    """
+    """Connections to one server, used by one thread at a time each. In a forked child the pool begins anew."""
 
     def __init__(self, address: Address) -> None:
         self._address = address

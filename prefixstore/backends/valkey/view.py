@@ -50,16 +50,8 @@ def size(connections: Connections) -> int | None:
 class ServerView(View):
     """The committed rows. Later commits are visible, but each call sees one moment.
 
-    Parameters
-    ----------
-    connections
-        To the server.
-    memory
-        For payloads.
-    n_bytes
-        The bytes of all rows and payloads, if they are known.
-    before
-        Called often while this reads: an update renews its lock.
+    `n_bytes` are those of all rows and payloads, if they are known. `before` is called often while this reads: an
+    update renews its lock.
     """
 
     def __init__(
