@@ -39,18 +39,8 @@ class Child:
     """A llama-server that runs until `stop`, and is restarted if it ends before.
 
     It must be run from a thread that lives as long as the process: Linux kills the child when the
-    thread that started it ends.
-
-    Parameters
-    ----------
-    command
-        What is started.
-    environ
-        Its environment.
-    when_ready
-        Called each time the server answers that it is healthy.
-    when_down
-        Called as soon as the process has ended.
+    thread that started it ends. `when_ready` is called each time the server answers that it is healthy, and `when_down`
+    as soon as its process has ended.
     """
 
     def __init__(

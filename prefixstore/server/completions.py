@@ -49,16 +49,8 @@ current_request: ContextVar[Request | None] = ContextVar("current_request", defa
 class CompletionWatch:
     """Replaces `generate` of a ``Llama``, and adds the cached tokens of each completion to the current request.
 
-    It does not keep the ``Llama`` alive, and an error in it does not reach the completion.
-
-    Parameters
-    ----------
-    llm
-        The ``Llama``.
-    store
-        The store that is attached to it.
-    metrics
-        Told of each completion.
+    It does not keep the ``Llama`` alive, and an error in it does not reach the completion. `metrics` are told of each
+    completion.
     """
 
     def __init__(self, llm: llama_cpp.Llama, store: PrefixStore, metrics: RequestMetrics | None = None) -> None:
@@ -114,11 +106,6 @@ class CachedTokens:
     """Middleware that tracks the completions of each request, and completes the ``usage`` of its response.
 
     Answers that are not JSON, and streams, pass through as they are: the server sends no ``usage`` in a stream.
-
-    Parameters
-    ----------
-    app
-        The application.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -175,25 +162,8 @@ def _is_json(start: Message) -> bool:
 class StoreProxy(LlamaProxy):
     """Loads models on request of the server, and keeps one store attached to the loaded one.
 
-    The store is opened before the first of them. It leaves a model before the server closes that.
-
-    Parameters
-    ----------
-    models
-        Settings of all models; the first is loaded at once.
-    location
-        Of the store.
-    store_options
-        Keyword arguments of `PrefixStore`.
-    load
-        Loads a model; by default as the server does.
-    metrics
-        Told of each completion.
-
-    Attributes
-    ----------
-    store
-        The store.
+    The store is opened before the first of them, which is loaded at once. It leaves a model before the server closes
+    that. `metrics` are told of each completion.
 
     Raises
     ------

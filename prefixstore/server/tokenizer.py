@@ -23,15 +23,7 @@ TOKEN_CHARACTERS = 6
 class Tokenizer:
     """Asks ``/apply-template`` and ``/tokenize``, and remembers the latest answers.
 
-    Parameters
-    ----------
-    upstream
-        The server.
-
-    Attributes
-    ----------
-    marker
-        What stands for an image in a prompt of this server; None if that is not known.
+    `marker` is what stands for an image in a prompt of this server; None if that is not known.
     """
 
     def __init__(self, upstream: Upstream) -> None:
@@ -42,16 +34,8 @@ class Tokenizer:
     async def tokens(self, ask: Ask, headers: Headers, owner: str | None) -> Tokens | None:
         """The tokens that the server will use for this; None if it refuses, as it will then refuse the request itself.
 
-        Those before the first image, and then a number that stands for the rest.
-
-        Parameters
-        ----------
-        ask
-            The completion.
-        headers
-            What the client has sent to be let in.
-        owner
-            Its tenant: what another has asked before must not make this one faster.
+        Those before the first image, and then a number that stands for the rest. `headers` are what the client has sent
+        to be let in. What one tenant (`owner`) has asked before must not make the request of another faster.
         """
         if ask.media is not None and self.marker is None:
             return None

@@ -35,7 +35,7 @@ from prefixstore.server.serving import ServeSettings, failure_of
 from prefixstore.server.session import ServerSession
 from prefixstore.server.slot_manager import SlotManager
 from prefixstore.server.slot_pool import Plan, PoolFullError, SlotPool
-from prefixstore.server.slot_record import Claim, PoolSlot, Rows
+from prefixstore.server.slot_pool import Claim, PoolSlot, Rows
 from prefixstore.server.tenants import NoTenantError, TenantSource
 from prefixstore.server.upstream import Upstream, end_to_end
 
