@@ -53,7 +53,7 @@ class CompletionWatch:
     completion.
     """
 
-    def __init__(self, llm: llama_cpp.Llama, store: PrefixStore, metrics: RequestMetrics | None = None) -> None:
+    def __init__(self, llm: llama_cpp.Llama, store: PrefixStore, metrics: RequestMetrics) -> None:
         self._llm, self._store, self._metrics = weakref.ref(llm), store, metrics
         self._saved = store.engine.counters.seconds("saved")
         vars(llm)["generate"] = self._generate
@@ -76,8 +76,7 @@ class CompletionWatch:
         try:
             if is_multimodal(llm):
                 # tokens that a handler has evaluated before are not counted anywhere
-                if self._metrics is not None:
-                    self._metrics.passed(endpoint, "multimodal")
+                self._metrics.passed(endpoint, "multimodal")
                 return
             last = self._store.last_of(llm)
             if last is None or last.n_tokens != n:
@@ -85,19 +84,18 @@ class CompletionWatch:
             if request is not None:
                 request.cached_tokens = (request.cached_tokens or 0) + last.live + last.restored
             before, self._saved = self._saved, self._store.engine.counters.seconds("saved")
-            if self._metrics is not None:
-                self._metrics.observe(
-                    endpoint,
-                    source="none" if last.source == "cold" else last.source,
-                    reason=last.miss,
-                    prompt_tokens=n,
-                    live_tokens=last.live,
-                    restored_tokens=last.restored,
-                    computed_tokens=n - last.live - last.restored,
-                    lookup_seconds=last.lookup_seconds or None,
-                    restore_seconds=last.restore_seconds or None,
-                    saved_seconds=self._saved - before,
-                )
+            self._metrics.observe(
+                endpoint,
+                source="none" if last.source == "cold" else last.source,
+                reason=last.miss,
+                prompt_tokens=n,
+                live_tokens=last.live,
+                restored_tokens=last.restored,
+                computed_tokens=n - last.live - last.restored,
+                lookup_seconds=last.lookup_seconds or None,
+                restore_seconds=last.restore_seconds or None,
+                saved_seconds=self._saved - before,
+            )
         except Exception:
             log.warning("a completion could not be counted", exc_info=True)
 
@@ -177,8 +175,8 @@ class StoreProxy(LlamaProxy):
         *,
         location: Any,
         store_options: Mapping[str, Any],
+        metrics: RequestMetrics,
         load: Callable[[ModelSettings], llama_cpp.Llama] | None = None,
-        metrics: RequestMetrics | None = None,
     ) -> None:
         self._load = load or LlamaProxy.load_llama_from_model_settings
         self._metrics, self._is_first = metrics, True
