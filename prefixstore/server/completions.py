@@ -30,12 +30,7 @@ ENDPOINTS = ("/v1/completions", "/v1/engines/copilot-codex/completions", "/v1/ch
 class Request:
     """One HTTP request, as far as its completions are concerned.
 
-    Attributes
-    ----------
-    endpoint
-        Its path.
-    cached_tokens
-        Prompt tokens of its completions that were not computed; a chat handler may make several. None: there was none.
+    A chat handler may make several; `cached_tokens` are prompt tokens that were not computed, None if there was none.
     """
 
     endpoint: str

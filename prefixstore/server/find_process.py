@@ -28,17 +28,7 @@ PEER = struct.Struct("3i")
 
 @dataclass(frozen=True)
 class RunningProcess:
-    """A process, as it was started.
-
-    Attributes
-    ----------
-    pid
-        The process.
-    argv, environ, directory
-        Its arguments, its name first; its environment; its working directory.
-    ticks
-        When it was started, in ticks since the system was.
-    """
+    """A process, as it was started, so many ticks after the system was. Its arguments begin with its name."""
 
     pid: int
     argv: list[str]

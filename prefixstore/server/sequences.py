@@ -244,18 +244,10 @@ class _SequenceCapture(Capture):
 
 @dataclass(frozen=True)
 class ModelStates:
-    """How the states of a model are stored.
+    """How the states of a model are stored, which name so many streams.
 
-    Attributes
-    ----------
-    place
-        Where they are. The namespace is that of a ``Llama`` with the same settings, if the settings are known.
-    form
-        What goes into pages, and what into snapshots.
-    streams
-        How many streams its states name.
-    n_vocab
-        Numbers from here on, and negative ones, stand for images and sound.
+    The namespace is that of a ``Llama`` with the same settings, if the settings are known. Numbers from `n_vocab` on,
+    and negative ones, stand for images and sound.
     """
 
     place: Place

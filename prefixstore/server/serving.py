@@ -48,20 +48,13 @@ class ServeSettings:
 
     Attributes
     ----------
-    location
-        The store.
-    host, port
-        Where to listen.
     admin_key
         The key for the endpoints of the proxy itself.
-    store_options
-        Parameters of the store.
     on_damage
-        What to do if it cannot be opened.
-    max_body
-        Bytes that the body of a request may have.
-    max_bodies
-        Bytes that the bodies of all requests may have together; None: as many as sixteen of the largest.
+        What to do if the store cannot be opened.
+    max_body, max_bodies
+        Bytes that the body of a request may have, and those of all requests together; None: as many as sixteen of the
+        largest.
     tenants
         What identifies the tenant of a request; None: all share.
     allowed_fields

@@ -25,7 +25,7 @@ from prefixstore.errors import (
 from prefixstore.format.keys import PAGE, page_keys
 from prefixstore.llama.capture import Capture
 from prefixstore.llama.state.form import Form
-from prefixstore.server import LlamaServer, SlotStore
+from prefixstore.server import SlotStore
 from prefixstore.server import slot_files as slot_files_module
 from prefixstore.server.namespace import ServerIdentity
 from prefixstore.server.slot_files import PREFIX, SlotDirectory
