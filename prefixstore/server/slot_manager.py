@@ -35,7 +35,7 @@ WORTH_A_LOOKUP = 32
 # Copies of slots that may wait to be stored, in memory; then the next one waits, too.
 MAX_COPIES = 2
 # Each does one thing to one slot, or asks the store; they are made as they are needed.
-MOST_THREADS = 64
+MOST_THREADS = 32
 # How long the last saves wait for slots that are still busy.
 GIVEN_BACK_SECONDS = 5.0
 # How long these saves may take, and storing what was copied.
