@@ -2,7 +2,7 @@
 
 ``docs/servers.md`` draws the states of a slot. A request gets the slot that costs least time, and a slot is saved when
 that costs least. All of it runs in the event loop, which is the lock. A slot is *busy* from before anything is done to
-it until the answer has ended. Requests wait for a slot in the order in which they came.
+it until the answer has ended. Requests get a slot about in the order in which they came.
 """
 
 from __future__ import annotations
@@ -261,13 +261,8 @@ class SlotPool:
         self.rates, self.separated = rates or Rates(), separated
         self.has_store, self.can_cut = False, True
         self.changed = asyncio.Event()
-        self._max_waiting, self._is_closed = max_waiting, False
-        self._waiting: list[tuple[Claim, asyncio.Future[PoolSlot]]] = []
-
-    @property
-    def n_waiting(self) -> int:
-        """How many requests wait for a slot."""
-        return len(self._waiting)
+        self.n_waiting, self._max_waiting = 0, max_waiting
+        self._is_closed = False
 
     @property
     def n_busy(self) -> int:
@@ -281,39 +276,31 @@ class SlotPool:
     # -- free, busy, free ----------------------------------------------------------------------------------------------
 
     async def take(self, claim: Claim) -> PoolSlot:
-        """Take the idle slot that costs least, or the wanted one, when it is this request's turn.
+        """Take the idle slot that costs least, or the wanted one, as soon as there is one.
 
         Raises
         ------
         PoolFullError
             If too many wait already, or the server ends.
         """
+        if not self.usable(claim):
+            if self.n_waiting >= self._max_waiting:
+                raise PoolFullError("too many requests wait for a slot")
+            claim.forget_lookup()
+            self.n_waiting += 1
+            try:
+                # who waits longest is woken first
+                while not (self._is_closed or self.usable(claim)):
+                    self.changed.clear()
+                    await self.changed.wait()
+            finally:
+                self.n_waiting -= 1
+                if not self.n_waiting:
+                    # nothing was saved meanwhile
+                    self.changed.set()
         if self._is_closed:
             raise PoolFullError("the server has ended")
-        # a slot that is idle is one that nobody waits for
-        if (slot := self.take_now(claim)) is not None:
-            return slot
-        if len(self._waiting) >= self._max_waiting:
-            raise PoolFullError("too many requests wait for a slot")
-        claim.forget_lookup()
-        granted: asyncio.Future[PoolSlot] = asyncio.get_running_loop().create_future()
-        waiting = claim, granted
-        self._waiting.append(waiting)
-        try:
-            return await granted
-        except BaseException:
-            if waiting in self._waiting:
-                self._waiting.remove(waiting)
-                self.changed.set()
-            elif not granted.cancelled() and granted.exception() is None:
-                # it was granted just now, and its slot is still there
-                self.release(granted.result())
-            raise
-
-    def take_now(self, claim: Claim) -> PoolSlot | None:
-        """Take the idle slot that costs least, or the wanted one; None if there is none."""
-        slot = min(self.usable(claim), key=lambda slot: self.cost(slot, claim), default=None)
-        return self.hold(slot) if slot is not None else None
+        return self.hold(min(self.usable(claim), key=lambda slot: self.cost(slot, claim)))
 
     def usable(self, claim: Claim) -> list[PoolSlot]:
         """The idle slots that a request may get."""
@@ -329,12 +316,6 @@ class SlotPool:
     def release(self, slot: PoolSlot) -> None:
         """Give a slot back, and let the next request have it."""
         slot.is_busy = False
-        # those who wait get the slots that are idle, in the order in which they came
-        for waiting in list(self._waiting):
-            claim, granted = waiting
-            if not granted.done() and (taken := self.take_now(claim)) is not None:
-                self._waiting.remove(waiting)
-                granted.set_result(taken)
         self.changed.set()
 
     # -- what concerns all of them -------------------------------------------------------------------------------------
@@ -347,10 +328,7 @@ class SlotPool:
     def close(self) -> None:
         """Note that the server has ended: nobody gets a slot any more, and nothing is saved."""
         self._is_closed = True
-        waiting, self._waiting = self._waiting, []
-        for _, granted in waiting:
-            if not granted.done():
-                granted.set_exception(PoolFullError("the server has ended"))
+        self.changed.set()
 
     async def given_back(self) -> None:
         """Wait until no slot is in use."""
@@ -408,11 +386,11 @@ class SlotPool:
         if not self.may_save(slot) or not slot.is_worth_saving or time.monotonic() < slot.retry_at:
             return False
         computing, saving = self.rates.computing(slot.n_unsaved), self.rates.saving(len(slot.tokens))
-        return computing > SOON and (not self._waiting or computing >= WORTH_WAITING * saving)
+        return computing > SOON and (not self.n_waiting or computing >= WORTH_WAITING * saving)
 
     def next_save(self) -> tuple[float, PoolSlot] | None:
         """When a slot is to be saved, and which; None if there is none, or while a request waits for a slot."""
-        if not self.has_store or self._waiting or self._is_closed:
+        if not self.has_store or self.n_waiting or self._is_closed:
             return None
         due = [(self._due(slot), slot) for slot in self.idle() if slot.is_worth_saving]
         return min(due, key=lambda one: one[0], default=None)

@@ -257,8 +257,8 @@ def test_the_slot_that_holds_most_of_the_prompt_is_chosen_then_the_one_used_long
     pool.slots[1].tokens = tokens(*range(50))
     plan = weigh(pool, pool.slots[1], P60)
     assert (plan.n_live, plan.restore) == (50, False)
-    chosen = [pool.take_now(Claim(prompt, None)) for prompt in (P60, tokens(9, 9), tokens(1))]
-    assert chosen == [pool.slots[1], pool.slots[0], None]
+    chosen = [asyncio.run(pool.take(Claim(prompt, None))) for prompt in (P60, tokens(9, 9))]
+    assert chosen == [pool.slots[1], pool.slots[0]]
 
 
 def test_what_is_found_is_restored_if_that_is_faster_than_computing_it():
@@ -465,8 +465,9 @@ def test_a_request_gets_no_rows_that_may_be_those_of_another_tenant_even_if_it_w
         # a request that may use any slot, as of embeddings, has left the rows of anyone
         async with manager.all_slots(None, leaves=Rows.UNKNOWN) as claims:
             assert [claim.slot for claim in claims] == manager.pool.slots
+            n_asked = len(erase.asked)
         await manager.acquire(P60, "bob", asks=False, trusts=True)
-        assert len(erase.asked) == 3
+        assert len(erase.asked) == n_asked + 1
 
     with_slots(1, scene, erase=erase, separated=True)
 
