@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -112,7 +111,7 @@ class Admission:
 
     def __init__(self, upstream: Upstream, *, has_keys: bool) -> None:
         self._upstream, self._has_keys = upstream, has_keys
-        self._let_in: OrderedDict[bytes, None] = OrderedDict()
+        self._let_in: set[bytes] = set()
 
     async def refusal(self, headers: Headers) -> Reply | None:
         """The server's refusal of a client with these headers; None if it is accepted.
@@ -127,14 +126,13 @@ class Admission:
         credentials = self._upstream.credentials(headers)
         digest = hashlib.sha256(repr(credentials).encode()).digest()
         if digest in self._let_in:
-            self._let_in.move_to_end(digest)
             return None
         reply = await self._upstream.ask("/props", credentials)
         if not reply.is_ok:
             return reply
-        self._let_in[digest] = None
-        if len(self._let_in) > MAX_REMEMBERED:
-            self._let_in.popitem(last=False)
+        if len(self._let_in) >= MAX_REMEMBERED:
+            self._let_in.clear()
+        self._let_in.add(digest)
         return None
 
     def forget(self) -> None:
