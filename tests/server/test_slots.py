@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -393,33 +392,6 @@ def test_a_server_that_is_down_is_an_error_and_comes_back(
             slots.save(0)
         assert slots.find(tokens).n_tokens == N
         assert left_behind(running) == []
-
-
-@pytest.mark.slow
-def test_many_threads_save_and_restore_at_once(models: Callable[..., Path], llama_server: Callable[..., Running]):
-    running = llama_server(models("llama", n_head=2), "-np", "4")
-    prompts = [prompt(N, seed=i) for i in range(4)]
-    cold = [running.cold(one, slot=0) for one in prompts]
-    faults: list[BaseException] = []
-    with opened(running, "memory:") as slots:
-
-        def work(slot: int) -> None:
-            try:
-                for turn in range(4):
-                    one = (slot + turn) % 4
-                    slots.restore(slot, prompts[one])
-                    assert running.complete(prompts[one], slot=slot)["content"] == cold[one]
-                    assert slots.save(slot).reason is None
-            except BaseException as error:  # noqa: BLE001 - shown below
-                faults.append(error)
-
-        threads = [threading.Thread(target=work, args=(slot,)) for slot in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert faults == []
-        assert all(slots.find(one).n_tokens == N for one in prompts)
 
 
 @pytest.mark.parametrize(("mode", "n_warnings"), [(0o700, 0), (0o1777, 0), (0o777, 1)])
