@@ -34,6 +34,8 @@ T = TypeVar("T")
 WORTH_A_LOOKUP = 32
 # Copies of slots that may wait to be stored, in memory; then the next one waits, too.
 MAX_COPIES = 2
+# What is done, as it is told if it fails.
+WORK = {"find": "a lookup", "restore": "restoring a slot", "save": "saving a slot", "erase": "emptying a slot"}
 # Each does one thing to one slot, or asks the store; they are made as they are needed.
 MOST_THREADS = 32
 # How long the last saves wait for slots that are still busy.
@@ -358,7 +360,7 @@ class SlotManager:
             # the first of a series, then ever fewer
             if n & (n - 1) == 0:
                 why = f"{type(error).__name__}: {error}"
-                log.warning("%s of a slot failed, and the prompt is computed (%d so far): %s", what, n, why)
+                log.warning("%s has failed, which costs time only (%d so far): %s", WORK[what], n, why)
         return None
 
 
