@@ -315,8 +315,10 @@ class ServerSession:
             is_alive = self.store is not None and self.store.identity.is_running()
             return not is_alive and not await self.upstream.is_healthy()
         except (UpstreamError, ServerError, ValueError):
+            props = None
+        if props is None:
             return False  # what comes next says so
-        if props is not None and props.is_sleeping and self.manager is not None:
+        if props.is_sleeping and self.manager is not None:
             self.manager.pool.forget()
         return props != self._props
 
