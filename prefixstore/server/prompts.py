@@ -43,7 +43,8 @@ LARGE = 64 << 10
 # One: what JSON becomes in memory can be many times as large as its text, and only one such is made at a time.
 _reader = ThreadPoolExecutor(1, thread_name_prefix="prefixstore-parse")
 TEXT = frozenset({"/completion", "/completions", "/v1/completions"})
-CHAT = frozenset({"/chat/completions", "/v1/chat/completions"})
+# the last one is that of Ollama, with which llama-server takes the same requests
+CHAT = frozenset({"/chat/completions", "/v1/chat/completions", "/api/chat"})
 MESSAGES = frozenset({"/v1/messages"})
 RESPONSES = frozenset({"/responses", "/v1/responses"})
 INFILL = "/infill"
@@ -55,6 +56,7 @@ SLOTLESS = frozenset(
         "/tokenize",
         "/detokenize",
         "/apply-template",
+        "/api/show",
         "/props",
         "/v1/chat/completions/control",
         "/chat/completions/input_tokens",
