@@ -173,7 +173,11 @@ class SlotManager:
             yield claims
         finally:
             for claim in claims:
-                self.release(claim, None, began=claim.leaves is not Rows.CLEAN)
+                if claim.leaves is Rows.CLEAN:
+                    # the server knows that it was not used
+                    self.pool.release(claim.slot)
+                else:
+                    self.release(claim, None, began=True)
 
     async def _find(self, claim: Claim, slots: Sequence[PoolSlot]) -> None:
         """Ask the store for a prompt, once, unless one of these slots has it."""
