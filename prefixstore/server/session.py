@@ -296,7 +296,9 @@ class ServerSession:
         now = asyncio.get_running_loop().time()
         identity = None if self.store is None else self.store.identity
         is_other = identity is not None and identity.process is not None and not identity.is_running()
-        if not is_other and now >= self._last_look + LOOK_SECONDS:
+        # a child that computes is still the same one, and does not sleep
+        is_at_work = self.is_child and self.manager is not None and self.manager.pool.n_busy > 0
+        if not is_other and not is_at_work and now >= self._last_look + LOOK_SECONDS:
             self._last_look = now
             is_other = await self._answers_otherwise()
         if is_other and not self.is_child:
