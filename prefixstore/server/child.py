@@ -12,8 +12,8 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
 
-from prefixstore.errors import ServerError, ServerUnreachableError
-from prefixstore.server.upstream import ASK_SECONDS, Upstream, UpstreamLostError
+from prefixstore.errors import ServerError
+from prefixstore.server.upstream import ASK_SECONDS, Upstream
 
 if TYPE_CHECKING:
     from prefixstore.server.command import ServerCommand
@@ -27,9 +27,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 STABLE_SECONDS = 60.0
 HEALTH_INTERVAL = 0.05
 STOP_SECONDS = 15.0
-# how long after an answer that says so a process may end, and how long after its connections
-DYING_SECONDS = 1.0
-LOST_SECONDS = 10.0
+# how long a process that dies may still run after it has not answered as it should
+DYING_SECONDS = 2.0
 PR_SET_PDEATHSIG = 1
 # a name: it listens on a socket
 CHILD_URL = "http://llama-server"
@@ -39,18 +38,8 @@ class Child:
     """A llama-server that runs until `stop`, and is restarted if it ends before.
 
     It must be run from a thread that lives as long as the process: Linux kills the child when the
-    thread that started it ends.
-
-    Parameters
-    ----------
-    command
-        What is started.
-    environ
-        Its environment.
-    when_ready
-        Called each time the server answers that it is healthy.
-    when_down
-        Called as soon as the process has ended.
+    thread that started it ends. `when_ready` is called each time the server answers that it is healthy, and `when_down`
+    as soon as its process has ended.
     """
 
     def __init__(
@@ -146,8 +135,7 @@ class Child:
             error = looking.exception() if looking.done() else None
             if error is not None:
                 # it may have died while it was asked
-                is_lost = isinstance(error, (UpstreamLostError, ServerUnreachableError))
-                await asyncio.wait((ended,), timeout=LOST_SECONDS if is_lost else DYING_SECONDS)
+                await asyncio.wait((ended,), timeout=DYING_SECONDS)
                 if not ended.done():
                     raise error
             await ended

@@ -56,18 +56,10 @@ LOCK = "lock"
 
 
 class ServerCommand:
-    """The arguments of a llama-server.
+    """The arguments of a llama-server: those of the user, program first, and what is added.
 
-    Parameters
-    ----------
-    argv
-        What the user gave: the program and its options.
-    environ
-        The environment in which it will run: llama-server takes options from there too.
-    private
-        A directory that only this user can read, in which the server saves slots.
-    separated
-        Whether tenants are separated. The server then has no cache of prompts in RAM.
+    It runs in `environ`, from which it takes options, too. It saves slots in `private`, a directory that only this user
+    can read. If tenants are `separated`, it has no cache of prompts in RAM.
 
     Raises
     ------
@@ -97,7 +89,7 @@ class ServerCommand:
             raise InvalidParameterError(
                 f"--cache-ram {cache_ram:g}: tenants would see each other's prompts in the server's cache; leave it out"
             )
-        self._cache_ram, self._separated = cache_ram, separated
+        self._cache_ram = cache_ram
         self._full_window = gains_from_full_window(arguments, arguments.settings.get("model"))
 
     def prepare(self) -> None:
@@ -124,25 +116,6 @@ class ServerCommand:
         except OSError as error:
             raise ServerError(f"{self._private} cannot be prepared for llama-server: {error.strerror}") from error
 
-    def check_started(self, argv: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Check what has been started: a script that is given as the command may add options.
-
-        Parameters
-        ----------
-        argv, environ
-            Of the process that listens on `socket`.
-
-        Raises
-        ------
-        ServerError
-            If it has a cache of prompts that tenants would share.
-        """
-        if self._separated and _cache_ram_of(parse_arguments(argv[1:], environ)) != 0:
-            raise ServerError(
-                f"{self.given[0]} starts llama-server with a --cache-ram of its own: tenants would see each other's "
-                "prompts in it; leave it out"
-            )
-
     def argv(self) -> list[str]:
         """All arguments, for a server that listens on `socket`."""
         ours = ["--host", str(self.socket), "--slots", "--slot-save-path", str(self.slots_dir)]
@@ -151,7 +124,7 @@ class ServerCommand:
             ours += ["--api-key-file", str(self._key_file)]
         if self._full_window:
             ours.append("--swa-full")
-        if self._cache_ram is None:
+        if not self._cache_ram:
             # the store has a RAM tier of its own, and its budget is known
             ours += ["--cache-ram", "0"]
         return [*self.given, *ours]

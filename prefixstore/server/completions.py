@@ -30,12 +30,7 @@ ENDPOINTS = ("/v1/completions", "/v1/engines/copilot-codex/completions", "/v1/ch
 class Request:
     """One HTTP request, as far as its completions are concerned.
 
-    Attributes
-    ----------
-    endpoint
-        Its path.
-    cached_tokens
-        Prompt tokens of its completions that were not computed; a chat handler may make several. None: there was none.
+    A chat handler may make several; `cached_tokens` are prompt tokens that were not computed, None if there was none.
     """
 
     endpoint: str
@@ -49,19 +44,11 @@ current_request: ContextVar[Request | None] = ContextVar("current_request", defa
 class CompletionWatch:
     """Replaces `generate` of a ``Llama``, and adds the cached tokens of each completion to the current request.
 
-    It does not keep the ``Llama`` alive, and an error in it does not reach the completion.
-
-    Parameters
-    ----------
-    llm
-        The ``Llama``.
-    store
-        The store that is attached to it.
-    metrics
-        Told of each completion.
+    It does not keep the ``Llama`` alive, and an error in it does not reach the completion. `metrics` are told of each
+    completion.
     """
 
-    def __init__(self, llm: llama_cpp.Llama, store: PrefixStore, metrics: RequestMetrics | None = None) -> None:
+    def __init__(self, llm: llama_cpp.Llama, store: PrefixStore, metrics: RequestMetrics) -> None:
         self._llm, self._store, self._metrics = weakref.ref(llm), store, metrics
         self._saved = store.engine.counters.seconds("saved")
         vars(llm)["generate"] = self._generate
@@ -84,8 +71,7 @@ class CompletionWatch:
         try:
             if is_multimodal(llm):
                 # tokens that a handler has evaluated before are not counted anywhere
-                if self._metrics is not None:
-                    self._metrics.passed(endpoint, "multimodal")
+                self._metrics.passed(endpoint, "multimodal")
                 return
             last = self._store.last_of(llm)
             if last is None or last.n_tokens != n:
@@ -93,19 +79,18 @@ class CompletionWatch:
             if request is not None:
                 request.cached_tokens = (request.cached_tokens or 0) + last.live + last.restored
             before, self._saved = self._saved, self._store.engine.counters.seconds("saved")
-            if self._metrics is not None:
-                self._metrics.observe(
-                    endpoint,
-                    source="none" if last.source == "cold" else last.source,
-                    reason=last.miss,
-                    prompt_tokens=n,
-                    live_tokens=last.live,
-                    restored_tokens=last.restored,
-                    computed_tokens=n - last.live - last.restored,
-                    lookup_seconds=last.lookup_seconds or None,
-                    restore_seconds=last.restore_seconds or None,
-                    saved_seconds=self._saved - before,
-                )
+            self._metrics.observe(
+                endpoint,
+                source="none" if last.source == "cold" else last.source,
+                reason=last.miss,
+                prompt_tokens=n,
+                live_tokens=last.live,
+                restored_tokens=last.restored,
+                computed_tokens=n - last.live - last.restored,
+                lookup_seconds=last.lookup_seconds or None,
+                restore_seconds=last.restore_seconds or None,
+                saved_seconds=self._saved - before,
+            )
         except Exception:
             log.warning("a completion could not be counted", exc_info=True)
 
@@ -114,11 +99,6 @@ class CachedTokens:
     """Middleware that tracks the completions of each request, and completes the ``usage`` of its response.
 
     Answers that are not JSON, and streams, pass through as they are: the server sends no ``usage`` in a stream.
-
-    Parameters
-    ----------
-    app
-        The application.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -175,25 +155,8 @@ def _is_json(start: Message) -> bool:
 class StoreProxy(LlamaProxy):
     """Loads models on request of the server, and keeps one store attached to the loaded one.
 
-    The store is opened before the first of them. It leaves a model before the server closes that.
-
-    Parameters
-    ----------
-    models
-        Settings of all models; the first is loaded at once.
-    location
-        Of the store.
-    store_options
-        Keyword arguments of `PrefixStore`.
-    load
-        Loads a model; by default as the server does.
-    metrics
-        Told of each completion.
-
-    Attributes
-    ----------
-    store
-        The store.
+    The store is opened before the first of them, which is loaded at once. It leaves a model before the server closes
+    that. `metrics` are told of each completion.
 
     Raises
     ------
@@ -207,8 +170,8 @@ class StoreProxy(LlamaProxy):
         *,
         location: Any,
         store_options: Mapping[str, Any],
+        metrics: RequestMetrics,
         load: Callable[[ModelSettings], llama_cpp.Llama] | None = None,
-        metrics: RequestMetrics | None = None,
     ) -> None:
         self._load = load or LlamaProxy.load_llama_from_model_settings
         self._metrics, self._is_first = metrics, True

@@ -62,13 +62,7 @@ class BodiesFullError(Exception):
 
 
 class BodyBudget:
-    """The limit for the bodies of all requests together, in bytes. Used in the event loop only.
-
-    Parameters
-    ----------
-    limit
-        How many.
-    """
+    """The limit for the bodies of all requests together, in bytes. Used in the event loop only."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.used = limit, 0
@@ -91,23 +85,8 @@ class BodyBudget:
 class Exchange:
     """A request and its answer. If the client goes away, aiohttp cancels the task that answers.
 
-    Parameters
-    ----------
-    request
-        As aiohttp gives it.
-    max_body
-        Bytes that the body of the request may have.
-    budget
-        Bytes that the bodies of all requests may have together.
-
-    Attributes
-    ----------
-    method, target, path, headers
-        What the request says: the target as it was sent, the path of it decoded.
-    has_begun
-        Whether the answer has begun.
-    told
-        What the store did for the prompt; the answer says it in the header ``x-prefixstore``.
+    `target` is as it was sent, and `path` is decoded. The answer says in the header ``x-prefixstore`` what the store
+    did for the prompt (`told`). A body may have `max_body` bytes, and the bodies of all requests what `budget` allows.
     """
 
     def __init__(self, request: web.BaseRequest, max_body: int, budget: BodyBudget) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import socket
+import struct
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,21 +22,13 @@ __all__ = [
 
 PROC = Path("/proc")
 LISTEN = "0A"
+# the process, its user and its group
+PEER = struct.Struct("3i")
 
 
 @dataclass(frozen=True)
 class RunningProcess:
-    """A process, as it was started.
-
-    Attributes
-    ----------
-    pid
-        The process.
-    argv, environ, directory
-        Its arguments, its name first; its environment; its working directory.
-    ticks
-        When it was started, in ticks since the system was.
-    """
+    """A process, as it was started, so many ticks after the system was. Its arguments begin with its name."""
 
     pid: int
     argv: list[str]
@@ -82,10 +76,13 @@ def listening_process(port: int) -> int | None:
 
 
 def process_at(path: Path) -> int | None:
-    """The process that listens on a Unix socket of this machine; None if it is not known, or if there are several."""
-    # the last field is the path, which may have blanks
-    lines = [line.split(maxsplit=7) for line in _lines(PROC / "net" / "unix")]
-    return _process_with({f"socket:[{fields[6]}]" for fields in lines if fields[7:] == [str(path)]})
+    """The process that listens on a Unix socket of this machine; None if the system does not say. Raises `OSError`."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return None
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.connect(str(path))
+        pid: int = PEER.unpack(asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))[0]
+    return pid
 
 
 def _lines(path: Path) -> list[str]:

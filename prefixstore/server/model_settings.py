@@ -76,11 +76,8 @@ def model_settings(
 ) -> tuple[dict[str, Setting], Window | None, dict[str, list[int]]] | None:
     """What the states of a server depend on, as far as its arguments and its model show.
 
-    Returns
-    -------
-    tuple
-        The settings, as in the namespace of a ``Llama``; what tokens see in the layers that do not see all, None if the
-        model has none; and what the files of the model were. None if the model generates no text from its own state.
+    These are the settings, as in the namespace of a ``Llama``; what tokens see in the layers that do not see all, None
+    if the model has none; and what the files of the model were. None if the model generates no text from its own state.
 
     Raises
     ------

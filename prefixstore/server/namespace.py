@@ -116,14 +116,7 @@ class ServerIdentity:
     ) -> ServerIdentity:
         """The identity of a server that was started with these arguments, its name first, in this environment.
 
-        Parameters
-        ----------
-        argv, environ
-            Arguments and environment.
-        props
-            What it says about itself.
-        directory
-            Its working directory; None for that of this process.
+        `directory` is its working directory; None for that of this process.
 
         Raises
         ------
@@ -191,16 +184,7 @@ class ServerIdentity:
         return min(wanted, self.window.size) if self.window is not None and has_window(layout, self.window) else wanted
 
     def namespace(self, layout: SlotLayout, *, page_tokens: int, salt: str | None) -> Namespace:
-        """The namespace of pages.
-
-        Parameters
-        ----------
-        layout
-            Of the server's own slot files.
-        page_tokens
-            Length of a page.
-        salt
-            The tenant, or a part of it.
+        """The namespace of the pages of a tenant, or of a part of one (`salt`). The layout is that of its slot files.
 
         Raises
         ------

@@ -19,8 +19,8 @@ from prefixstore.server.exchange import Exchange
 from prefixstore.server.session import ServerSession
 from prefixstore.server.slots import SlotStore
 from prefixstore.server.store_check import differences
-from prefixstore.server.tenants import api_key_of
-from prefixstore.server.upstream import Reply, UpstreamError
+from prefixstore.server.tenants import Admission, api_key_of
+from prefixstore.server.upstream import UpstreamError
 
 __all__ = ["CONTENT", "HEADERS", "HTML", "JSON", "PAGE", "LiveReport", "OwnEndpoints"]
 
@@ -46,20 +46,8 @@ class OwnEndpoints:
     """The endpoints that the proxy answers itself.
 
     All need what the server asks of its clients, but ``/prefixstore/health`` and ``/prefixstore/``, a page without
-    content that asks for the key.
-
-    Parameters
-    ----------
-    session
-        What is known of the server.
-    render
-        The proxy's own metrics, and their content type.
-    admin_key
-        The key for them; None: a client that the server lets in may read them.
-    has_keys
-        Whether the server requires a key of its clients.
-    separated
-        Whether tenants are separated. Then they need `admin_key`, since they show data of all tenants.
+    content that asks for the key. With `admin_key`, that is needed instead. Without one they are off if tenants are
+    `separated`, since they show data of all of them.
     """
 
     paths = frozenset({HEALTH, STATUS, METRICS, PAGE, PAGE.rstrip("/"), CONTENT})
@@ -67,14 +55,14 @@ class OwnEndpoints:
     def __init__(
         self,
         session: ServerSession,
+        admission: Admission,
         render: Callable[[], tuple[bytes, str]],
         *,
         admin_key: str | None = None,
-        has_keys: bool = True,
         separated: bool = False,
     ) -> None:
-        self._session, self._render = session, render
-        self._admin_key, self._has_keys, self._separated = admin_key, has_keys, separated
+        self._session, self._admission, self._render = session, admission, render
+        self._admin_key, self._separated = admin_key, separated
         self._report = LiveReport(self._source)
 
     async def answer(self, exchange: Exchange) -> None:
@@ -111,13 +99,13 @@ class OwnEndpoints:
                 "permission_error",
                 "tenants are separated, and this endpoint shows all of them: set --admin-key",
             )
-        elif self._has_keys:
-            # clients that may read the properties of the server may read these
+        else:
+            # clients that the server lets in may read these
             try:
-                reply = await self._get("/props", exchange)
+                reply = await self._admission.refusal(exchange.headers)
             except UpstreamError:
                 return 503, "unavailable_error", "the server does not answer, and cannot check the key"
-            if not reply.is_ok:
+            if reply is not None:
                 return reply.status, "authentication_error", "the server refuses the API key"
         return None
 
@@ -139,23 +127,20 @@ class OwnEndpoints:
 
     async def _is_protected(self) -> bool:
         """Whether a key is needed to get here. If not, the contents of prompts are not shown."""
-        if self._admin_key is not None or not self._has_keys:
-            return self._admin_key is not None
+        if self._admin_key is not None:
+            return True
         try:
-            return not (await self._session.upstream.ask("/props")).is_ok
+            return await self._admission.refusal({}) is not None
         except UpstreamError:
             return False
-
-    async def _get(self, path: str, exchange: Exchange) -> Reply:
-        upstream = self._session.upstream
-        return await upstream.ask(path, upstream.credentials(exchange.headers))
 
     async def _metrics(self, exchange: Exchange) -> None:
         # in a thread, as the location is asked: other requests go on while it does not answer
         text, content_type = await asyncio.to_thread(self._render)
         if self._session.is_ready:
             try:
-                reply = await self._get("/metrics", exchange)
+                upstream = self._session.upstream
+                reply = await upstream.ask("/metrics", upstream.credentials(exchange.headers))
                 if reply.is_ok:
                     text = text.rstrip(b"\n") + b"\n" + reply.content
             except UpstreamError:
@@ -217,10 +202,7 @@ class _Made(NamedTuple):
 class LiveReport:
     """Generates the content, once for all who ask at the same time, and not too often.
 
-    Parameters
-    ----------
-    source
-        The engine of the store, and its location. May raise `PrefixStoreError`.
+    `source` names the engine of the store, and its location, or raises `PrefixStoreError`.
     """
 
     def __init__(self, source: Callable[[], tuple[Engine, str]]) -> None:
@@ -229,14 +211,7 @@ class LiveReport:
         self._made: dict[bool, asyncio.Future[_Made]] = {}
 
     async def content(self, *, accepted: str, with_tokens: bool) -> tuple[bytes, dict[str, str]]:
-        """The content of the page, and its headers.
-
-        Parameters
-        ----------
-        accepted
-            Encodings that the client accepts.
-        with_tokens
-            Whether it may have token ids of prompts.
+        """The content of the page, and its headers; `with_tokens` if the client may have token ids of prompts.
 
         Raises
         ------

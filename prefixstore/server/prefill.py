@@ -18,7 +18,7 @@ from prefixstore.server.prompts import aside
 from prefixstore.server.rates import AnswerTail, Rates, Usage
 from prefixstore.server.session import ServerSession
 from prefixstore.server.slot_manager import SlotManager
-from prefixstore.server.slot_record import Claim
+from prefixstore.server.slot_pool import Claim
 from prefixstore.server.tokenizer import TOKEN_CHARACTERS
 from prefixstore.server.upstream import Headers
 
@@ -46,30 +46,24 @@ def most_stops(rates: Rates, n_missing: int, n_tokens: int) -> int:
 
 
 async def compute_ahead(
-    session: ServerSession, claim: Claim, explicit: Sequence[int], headers: Headers, ping: Ping
+    session: ServerSession,
+    manager: SlotManager,
+    claim: Claim,
+    explicit: Sequence[int],
+    headers: Headers,
+    ping: Ping,
 ) -> None:
     """Compute a prompt in its slot up to its last boundary. If that fails, the client's request has the rest.
 
-    Parameters
-    ----------
-    session
-        The server, and its store.
-    claim
-        That of the request, whose slot has what the store has. It is told how many tokens were computed.
-    explicit
-        Boundaries that the client asks for.
-    headers
-        Those of the client's request that the server needs.
-    ping
-        Called with the head of an answer each time the server says that it still computes.
+    The slot of the claim has what the store has, and the claim is told how many tokens were computed. `explicit` are
+    boundaries that the client asks for, and `headers` those of its request that the server needs. `ping` is called with
+    the head of an answer each time the server says that it still computes.
 
     Raises
     ------
     UpstreamError
         If the server does not answer.
     """
-    manager = session.manager
-    assert manager is not None, "the session is ready"
     for end in await _boundaries(session, manager, claim, explicit):
         usage = await _compute(session, claim, end, headers, ping)
         if usage is None:

@@ -43,7 +43,8 @@ LARGE = 64 << 10
 # One: what JSON becomes in memory can be many times as large as its text, and only one such is made at a time.
 _reader = ThreadPoolExecutor(1, thread_name_prefix="prefixstore-parse")
 TEXT = frozenset({"/completion", "/completions", "/v1/completions"})
-CHAT = frozenset({"/chat/completions", "/v1/chat/completions"})
+# the last one is that of Ollama, with which llama-server takes the same requests
+CHAT = frozenset({"/chat/completions", "/v1/chat/completions", "/api/chat"})
 MESSAGES = frozenset({"/v1/messages"})
 RESPONSES = frozenset({"/responses", "/v1/responses"})
 INFILL = "/infill"
@@ -55,6 +56,7 @@ SLOTLESS = frozenset(
         "/tokenize",
         "/detokenize",
         "/apply-template",
+        "/api/show",
         "/props",
         "/v1/chat/completions/control",
         "/chat/completions/input_tokens",
@@ -254,34 +256,25 @@ def _of_others(path: str, request: dict[str, Any], body: bytes) -> Ask:
         raise InvalidRequestError("id_slot must be the number of a slot, from 0, or -1 for any")
     wanted = None if id_slot == -1 else id_slot
     prompts = request.get("prompt") if path in TEXT else request.get("messages", request.get("input"))
-    reason, can_pin, taints = _why_not(path, request, prompts)
+    is_many, is_batch = _is_many(request), path in TEXT and _is_batch(prompts)
+    reasons = (
+        ("infill", path == INFILL),
+        ("lora", bool(request.get("lora"))),
+        ("media", path in RESPONSES and _has_media(prompts)),
+        ("several_answers", is_many),
+        ("several_prompts", is_batch),
+        ("cache_prompt", request.get("cache_prompt") is False),
+    )
+    reason = next((reason for reason, holds in reasons if holds), None)
     if reason is not None:
-        # what else it says may leave rows that are not those of its tokens
-        taints = taints or bool(request.get("lora"))
-        return Ask(reason, id_slot=wanted, can_pin=can_pin, taints=taints)
+        can_pin = not is_many and not is_batch
+        return Ask(reason, id_slot=wanted, can_pin=can_pin, taints=bool(request.get("lora")))
     if path in TEXT:
         return _of_prompt(prompts, wanted)
     if path in CHAT:
         media = _taken_out(request)
         return Ask(chat=_dump(request) if media else body, media=_number(media), id_slot=wanted)
     return Ask(chat=_chat(chat_of_responses(request)), id_slot=wanted)
-
-
-def _why_not(path: str, request: dict[str, Any], prompts: object) -> tuple[str | None, bool, bool]:
-    """Why a request is passed on without the store; whether it can be given a slot; whether it taints that."""
-    is_many, is_batch = _is_many(request), path in TEXT and _is_batch(prompts)
-    reasons = (
-        ("infill", path == INFILL, False),
-        ("lora", bool(request.get("lora")), True),
-        ("media", path in RESPONSES and _has_media(prompts), False),
-        ("several_answers", is_many, False),
-        ("several_prompts", is_batch, False),
-        ("cache_prompt", request.get("cache_prompt") is False, False),
-    )
-    for reason, holds, taints in reasons:
-        if holds:
-            return reason, not is_many and not is_batch, taints
-    return None, True, False
 
 
 def _of_prompt(prompt: object, wanted: int | None) -> Ask:

@@ -30,8 +30,7 @@ from prefixstore.server.prompts import (
 from prefixstore.server.rates import AnswerTail, Usage
 from prefixstore.server.session import ServerSession
 from prefixstore.server.slot_manager import WORTH_A_LOOKUP, SlotManager
-from prefixstore.server.slot_pool import PoolFullError
-from prefixstore.server.slot_record import Claim
+from prefixstore.server.slot_pool import Claim, PoolFullError, Rows
 from prefixstore.server.tenants import Admission, NoTenantError, within
 from prefixstore.server.upstream import (
     Headers,
@@ -70,18 +69,8 @@ STATELESS |= {"/rerank", "/reranking", "/v1/rerank", "/v1/reranking"}
 class Proxy:
     """Answers requests.
 
-    Parameters
-    ----------
-    session
-        What is known of the server, and its store.
-    own
-        The endpoints of the proxy itself.
-    admission
-        Whether the server lets a client in.
-    observer
-        Counts requests.
-    settings
-        Limits, and what identifies tenants.
+    `admission` decides whether the server lets a client in, `own` has the endpoints of the proxy itself, and `observer`
+    counts requests.
     """
 
     def __init__(
@@ -116,30 +105,27 @@ class Proxy:
             message = str(error) if isinstance(error, InvalidRequestError) else "the request is not valid in HTTP"
             exchange.refuse(400, "invalid_request_error", message)
         except UpstreamTimeoutError:
-            self._broken(exchange, 504, "the server has not answered in time")
+            self._unavailable(exchange, "the server has not answered in time", 504)
         except UpstreamError as error:
             if isinstance(error, UpstreamLostError):
                 self._session.lost()
-            self._broken(exchange, 503, "the server does not answer; it may be restarting")
+            self._unavailable(exchange, "the server does not answer; it may be restarting")
         except Exception:
             log.exception("a request is not answered")
-            self._broken(exchange, 500, "the proxy has failed; its log says why")
+            self._unavailable(exchange, "the proxy has failed; its log says why", 500)
         finally:
             exchange.close()
         return await exchange.finish()
 
     # -- one request ---------------------------------------------------------------------------------------------------
 
-    def _broken(self, exchange: Exchange, status: int, message: str) -> None:
+    def _unavailable(self, exchange: Exchange, message: str, status: int = 503) -> None:
         if exchange.has_begun:
             # the client must see that the answer is cut short, and what has come of it
             log.warning("an answer is cut short: %s", message)
             exchange.cut()
             return
         exchange.refuse(status, "unavailable_error", message, retry_after=str(RETRY_SECONDS))
-
-    def _unavailable(self, exchange: Exchange, message: str) -> None:
-        exchange.refuse(503, "unavailable_error", message, retry_after=str(RETRY_SECONDS))
 
     async def _route(self, exchange: Exchange) -> None:
         path = exchange.path
@@ -166,7 +152,7 @@ class Proxy:
     # -- everything but completions ------------------------------------------------------------------------------------
 
     async def _pass(self, exchange: Exchange) -> None:
-        path, manager = exchange.path, self._manager
+        path = exchange.path
         if self._settings.separated and not self._may_pass(exchange):
             message = f"{path} is switched off: tenants are separated, and it shows other tenants"
             exchange.refuse(403, "permission_error", message)
@@ -175,10 +161,8 @@ class Proxy:
             # any client could write files into its directory in memory, which are never deleted
             exchange.refuse(501, "not_supported_error", "slots are saved into the store only")
             return
-        is_stored = self._session.store is None or self._session.reason is None
-        if exchange.method == "POST" and path == "/lora-adapters" and is_stored:
-            # One with --lora is not stored; of one whose arguments are not known it would not show. A store that could
-            # not be opened may be soon.
+        if exchange.method == "POST" and path == "/lora-adapters" and not self._session.is_never_stored:
+            # One with --lora is not stored; of one whose arguments are not known it would not show.
             exchange.refuse(501, "not_supported_error", "adapters cannot be changed while the store is used")
             return
         # as a whole: while a client sends it, no thread of the server waits for it, and no slot is in doubt
@@ -186,11 +170,17 @@ class Proxy:
         is_end_of_stream = exchange.method == "DELETE" and path.startswith("/v1/stream")
         if exchange.method in READS or path in SLOTLESS or is_end_of_stream:
             await self._forward(exchange, content)
-        else:
-            self._observer.passed(path, "endpoint")
-            with manager.pool.elsewhere(taints=True) as use:
-                status = await self._forward(exchange, content)
-                use.is_harmless = status >= HTTPStatus.BAD_REQUEST and status != HTTPStatus.INTERNAL_SERVER_ERROR
+            return
+        self._observer.passed(path, "endpoint")
+        if self._session.is_never_stored and not self._settings.separated:
+            await self._forward(exchange, content)
+            return
+        async with self._manager.all_slots(None, leaves=Rows.UNKNOWN) as claims:
+            status = await self._forward(exchange, content)
+            if status >= HTTPStatus.BAD_REQUEST and status != HTTPStatus.INTERNAL_SERVER_ERROR:
+                # it was refused
+                for claim in claims:
+                    claim.leaves = Rows.CLEAN
 
     def _may_pass(self, exchange: Exchange) -> bool:
         path = exchange.path
@@ -251,60 +241,59 @@ class Proxy:
             owner = within(owner, ask.cache_salt)
         if not await self._session.look():
             self._unavailable(exchange, "the server is starting")
-        elif tenants is None and (reason := self._session.reason) is not None:
-            # without the store, the server itself knows best which slot has the prompt
-            self._passed(exchange, reason)
-            await self._past_the_store(exchange, ask, body)
+        elif tenants is None and self._session.is_never_stored:
+            # the server itself knows best which slot has the prompt
+            self._passed(exchange, self._session.reason or "")
+            await self._forward(exchange, body)
         else:
-            await self._with_store(exchange, ask, body, owner)
-        self._session.used()
+            await self._in_slots(exchange, ask, body, owner)
 
-    async def _with_store(self, exchange: Exchange, ask: Ask, body: bytes, owner: str | None) -> None:
-        manager = self._manager
-        reason, tokens = self._session.reason or ask.reason, None
-        can_choose, is_separated = ask.can_pin or len(manager.pool.slots) == 1, self._settings.separated
+    async def _in_slots(self, exchange: Exchange, ask: Ask, body: bytes, owner: str | None) -> None:
+        manager, is_separated = self._manager, self._settings.separated
+        can_choose = ask.can_pin or len(manager.pool.slots) == 1
+        reason, tokens = ask.reason, None
         if reason is None or (reason == UNKNOWN_FIELD and can_choose):
             tokens = await self._tokens(exchange, ask, owner)
             reason = "no_tokens" if tokens is None else reason
-        if reason is not None:
-            self._passed(exchange, reason)
-        if reason == UNKNOWN_FIELD and ask.field is not None:
+        passed = self._session.reason or reason
+        if passed is not None:
+            self._passed(exchange, passed)
+        if ask.field is not None:
             self._tell_of_field(ask.field)
-        if is_separated and not can_choose:
-            await self._with_all_slots(exchange, ask, body, owner, tokens)
+        if not can_choose and (is_separated or ask.taints):
+            await self._in_all_slots(exchange, ask, body, owner, tokens, is_counted=passed is None)
         elif not can_choose and reason is not None:
-            if not ask.taints:
-                await manager.empty_tainted()
-            await self._past_the_store(exchange, ask, pinned(body, n_cache_reuse=0) if ask.can_add else body)
+            await manager.empty_tainted()
+            await self._forward(exchange, pinned(body, n_cache_reuse=0) if ask.can_add else body)
         else:
-            taints = ask.taints or reason == "lora"
             # what the store is not asked for goes on in its own slot, as with the server alone
             trusts = reason == UNKNOWN_FIELD or (reason is not None and ask.id_slot is not None)
-            claim = await manager.acquire(tokens, owner, ask.id_slot, asks=reason is None, trusts=trusts)
+            claim = await manager.acquire(tokens, owner, ask.id_slot, asks=passed is None, trusts=trusts)
+            claim.leaves = _leaves(ask)
             if claim.must_compute and not ask.can_add and is_separated:
                 manager.release(claim, None, began=False)
                 self._unavailable(exchange, "no slot can be emptied")
                 return
-            await self._with_slot(exchange, ask, body, claim, is_counted=reason is None, taints=taints)
+            await self._in_slot(exchange, ask, body, claim, manager, is_counted=passed is None)
 
-    async def _with_all_slots(
-        self, exchange: Exchange, ask: Ask, body: bytes, owner: str | None, tokens: Tokens | None
+    async def _in_all_slots(
+        self, exchange: Exchange, ask: Ask, body: bytes, owner: str | None, tokens: Tokens | None, *, is_counted: bool
     ) -> None:
-        """Pass on a completion of a tenant for which the server chooses slots: it may find only its own in any.
+        """Pass on a completion for which the server chooses slots; it may find only what its own tenant has in any.
 
-        While it runs, no other tenant has a slot, which might hold a part of it.
+        While it runs, nobody else has a slot, which might hold a part of it.
         """
+        manager = self._manager
         if ask.can_add:
             # it reuses nothing
             body = pinned(body, cache_prompt=False, n_cache_reuse=0)
-        taints = ask.taints or tokens is None
-        async with self._manager.all_slots(owner, tokens, taints=taints) as claims:
+        async with manager.all_slots(owner, tokens, leaves=_leaves(ask)) as claims:
             if not ask.can_add and any(claim.must_compute for claim in claims):
                 self._unavailable(exchange, "no slot can be emptied")
             elif tokens is None:
                 await self._forward(exchange, body)
             else:
-                await self._with_slot(exchange, ask, body, claims.pop(0), is_counted=True, taints=taints)
+                await self._in_slot(exchange, ask, body, claims.pop(0), manager, is_counted=is_counted)
 
     def _passed(self, exchange: Exchange, reason: str) -> None:
         """Note why a completion is passed on without the store."""
@@ -329,15 +318,9 @@ class Proxy:
             return await self._session.tokenizer.tokens(ask, credentials, owner)
         return None
 
-    async def _past_the_store(self, exchange: Exchange, ask: Ask, body: bytes) -> None:
-        """Pass a completion on as it is, to any slot."""
-        with self._manager.pool.elsewhere(taints=ask.taints):
-            await self._forward(exchange, body)
-
-    async def _with_slot(
-        self, exchange: Exchange, ask: Ask, body: bytes, claim: Claim, *, is_counted: bool, taints: bool
+    async def _in_slot(
+        self, exchange: Exchange, ask: Ask, body: bytes, claim: Claim, manager: SlotManager, *, is_counted: bool
     ) -> None:
-        manager = self._manager
         tail = AnswerTail()
         try:
             if ask.can_add:
@@ -354,13 +337,12 @@ class Proxy:
             if is_counted:
                 exchange.told = claim.told
             claim.slot.told = exchange.told
-            if is_counted and not taints and not claim.must_compute:
-                await self._compute_ahead(exchange, ask, claim)
+            if is_counted and not ask.taints and not claim.must_compute:
+                await self._compute_ahead(exchange, ask, claim, manager)
             await self._forward(exchange, body, tail)
         finally:
             usage = tail.usage() if tail.status == HTTPStatus.OK else None
-            began = taints or tail.status in (None, HTTPStatus.OK)
-            manager.release(claim, usage, began=began, taints=taints)
+            manager.release(claim, usage, began=ask.taints or tail.status in (None, HTTPStatus.OK))
             if usage is not None:
                 self._session.computed(usage)
                 usage = usage.after(claim.n_ahead)
@@ -368,7 +350,7 @@ class Proxy:
         if is_counted and tail.status == HTTPStatus.OK:
             self._observe(exchange.path, claim, usage)
 
-    async def _compute_ahead(self, exchange: Exchange, ask: Ask, claim: Claim) -> None:
+    async def _compute_ahead(self, exchange: Exchange, ask: Ask, claim: Claim, manager: SlotManager) -> None:
         async def ping(head: Headers) -> None:
             """Tell the client of a stream that it is alive, as the server alone would do."""
             if ask.streams:
@@ -379,7 +361,7 @@ class Proxy:
         headers = self._upstream.credentials(exchange.headers)
         if "origin" in exchange.headers:
             headers["origin"] = exchange.headers["origin"]
-        await compute_ahead(self._session, claim, ask.boundaries, headers, ping)
+        await compute_ahead(self._session, manager, claim, ask.boundaries, headers, ping)
 
     def _observe(self, path: str, claim: Claim, usage: Usage | None) -> None:
         usage = usage or Usage(claim.n_restored, len(claim.tokens) - claim.n_restored)
@@ -404,3 +386,8 @@ class Proxy:
             restore_seconds=claim.restored_seconds,
             saved_seconds=claim.saved_seconds if restored else 0.0,
         )
+
+
+def _leaves(ask: Ask) -> Rows:
+    """Whose rows a completion leaves in its slot."""
+    return Rows.ALTERED if ask.taints else Rows.CLEAN

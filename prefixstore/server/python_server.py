@@ -281,10 +281,10 @@ def run(location: str | None, options: Sequence[str]) -> int:
     """
     arguments = _parser().parse_args([*([location] if location is not None else []), *map(_underscored, options)])
     try:
-        where, store_options, rest, served = _plan(arguments)
+        where, options_of_app, served = _plan(arguments)
         # a port that is in use is told before the model is loaded
         with bound(served.host, served.port) as sockets:
-            return _listen(create_app(where, **rest, **store_options), sockets)
+            return _listen(create_app(where, **options_of_app), sockets)
     except ValidationError as error:
         wrong = [
             "no model is given"
@@ -298,25 +298,21 @@ def run(location: str | None, options: Sequence[str]) -> int:
         return _fail(error, _status_of(error))
 
 
-def _plan(arguments: argparse.Namespace) -> tuple[Locations, dict[str, Any], dict[str, Any], ServerSettings]:
-    """What is to be served, and where: location and options of the store, what else `create_app` takes, the server."""
+def _plan(arguments: argparse.Namespace) -> tuple[Locations, dict[str, Any], ServerSettings]:
+    """Where the store is, what else `create_app` takes, and how the server listens."""
     given = {name: value for name in (*STORE_OPTIONS, "read_only") if (value := getattr(arguments, name)) is not None}
-    if arguments.config_file:
-        # create_app of the server reads it
-        os.environ["CONFIG_FILE"] = arguments.config_file
     if arguments.config:
         _check_config_alone(arguments)
-        served = _from(ServerSettings, arguments)
-        config = load_config(arguments.config)
-        # as `create_app` has them
-        options = {name: value for name, value in config.store.items() if name != "location"} | given
-        return _locations(arguments, config), options, {"config": config, "server_settings": served}, served
-    location = _locations(arguments, Config())
-    if os.environ.get("CONFIG_FILE"):
-        return location, given, {}, _settings_of_file(Path(os.environ["CONFIG_FILE"]))
-    served = _from(ServerSettings, arguments)
-    models = [_from(ModelSettings, arguments)]
-    return location, given, {"server_settings": served, "model_settings": models}, served
+        served, config = _from(ServerSettings, arguments), load_config(arguments.config)
+        return _locations(arguments, config), {"config": config, "server_settings": served, **given}, served
+    if file := arguments.config_file or os.environ.get("CONFIG_FILE"):
+        # the server reads the file that is named there, whatever it is told
+        os.environ["CONFIG_FILE"] = file
+        settings = _settings_of_file(Path(file))
+        served, models = ServerSettings.model_validate(settings), settings.models
+    else:
+        served, models = _from(ServerSettings, arguments), [_from(ModelSettings, arguments)]
+    return _locations(arguments, Config()), {"server_settings": served, "model_settings": models, **given}, served
 
 
 def _locations(arguments: argparse.Namespace, config: Config) -> Locations:
@@ -328,8 +324,8 @@ def _locations(arguments: argparse.Namespace, config: Config) -> Locations:
     return [text_of(nearest), arguments.far]
 
 
-def _settings_of_file(path: Path) -> ServerSettings:
-    """The settings of the server in the file of ``llama_cpp.server``, read as its `create_app` does."""
+def _settings_of_file(path: Path) -> ConfigFileSettings:
+    """The file of ``llama_cpp.server``, read as its `create_app` does."""
     if not path.exists():
         raise InvalidParameterError(f"config_file {path} is not found")
     text = path.read_bytes()
@@ -337,7 +333,7 @@ def _settings_of_file(path: Path) -> ServerSettings:
         import yaml  # type: ignore[import-untyped]  # noqa: PLC0415 - llama_cpp.server has it
 
         text = json.dumps(yaml.safe_load(text)).encode()
-    return ServerSettings.model_validate(ConfigFileSettings.model_validate_json(text))
+    return ConfigFileSettings.model_validate_json(text)
 
 
 def _listen(app: FastAPI, sockets: list[socket.socket]) -> int:

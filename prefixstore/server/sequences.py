@@ -110,14 +110,7 @@ def sequence_cache(store: PrefixStore, model: Any, *, settings: object = None, p
 class StoredSequences:
     """States of sequences in a store. A fault of the store is a miss, counted and logged.
 
-    Parameters
-    ----------
-    store
-        The store.
-    states
-        How states are stored; None if they cannot be.
-    protocol
-        Has the classes of the results.
+    `states` says how they are stored; None if they cannot be. `protocol` has the classes of the results.
     """
 
     def __init__(self, store: PrefixStore, states: ModelStates | None, protocol: Any) -> None:
@@ -251,18 +244,10 @@ class _SequenceCapture(Capture):
 
 @dataclass(frozen=True)
 class ModelStates:
-    """How the states of a model are stored.
+    """How the states of a model are stored, which name so many streams.
 
-    Attributes
-    ----------
-    place
-        Where they are. The namespace is that of a ``Llama`` with the same settings, if the settings are known.
-    form
-        What goes into pages, and what into snapshots.
-    streams
-        How many streams its states name.
-    n_vocab
-        Numbers from here on, and negative ones, stand for images and sound.
+    The namespace is that of a ``Llama`` with the same settings, if the settings are known. Numbers from `n_vocab` on,
+    and negative ones, stand for images and sound.
     """
 
     place: Place
@@ -288,17 +273,10 @@ def parse_state(state: Buffer) -> StateView:
 
 
 def states_of(model: Any, parameters: Parameters, settings: object = None) -> ModelStates:
-    """How the states of a ``Model`` are stored.
+    """How the states of a ``Model`` are stored, which evaluates a few tokens before its first request.
 
-    Parameters
-    ----------
-    model
-        The ``Model``, before its first request: it evaluates a few tokens, and is empty afterwards.
-    parameters
-        Of the store.
-    settings
-        What the ``Model`` was made with: a mapping, or an object with attributes, such as the `model` of the server's
-        ``ConfigFile``. None if that is not known: then the namespace is of this server alone.
+    `settings` are what it was made with: a mapping, or an object with attributes, such as the `model` of the server's
+    ``ConfigFile``. None if that is not known: then the namespace is of this server alone.
 
     Raises
     ------

@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -48,20 +48,13 @@ class ServeSettings:
 
     Attributes
     ----------
-    location
-        The store.
-    host, port
-        Where to listen.
     admin_key
         The key for the endpoints of the proxy itself.
-    store_options
-        Parameters of the store.
     on_damage
-        What to do if it cannot be opened.
-    max_body
-        Bytes that the body of a request may have.
-    max_bodies
-        Bytes that the bodies of all requests may have together; None: as many as sixteen of the largest.
+        What to do if the store cannot be opened.
+    max_body, max_bodies
+        Bytes that the body of a request may have, and those of all requests together; None: as many as sixteen of the
+        largest.
     tenants
         What identifies the tenant of a request; None: all share.
     allowed_fields
@@ -124,23 +117,21 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
                 "that; give it --api-key or --api-key-file"
             )
 
-        def started() -> tuple[Sequence[str], Mapping[str, str], Path | None]:
-            # what is given may be a script that adds options
-            seen = running_process(process_at(command.socket))
-            return (command.argv(), environ, None) if seen is None else (seen.argv, seen.environ, seen.directory)
-
         def identify(props: Props) -> ServerIdentity:
-            argv, variables, directory = started()
-            return ServerIdentity.of_command(argv, variables, props, directory=directory)
-
-        async def ready() -> None:
-            argv, variables, _ = await asyncio.to_thread(started)
-            command.check_started(argv, variables)
-            await session.ready()
+            seen = running_process(process_at(command.socket))
+            given = command.argv()
+            if seen is None:
+                return ServerIdentity.of_command(given, environ, props)
+            if seen.argv[1:] != given[1 - len(seen.argv) :]:
+                raise ServerError(
+                    f"{given[0]} starts llama-server with other options than those after --, and what they change is "
+                    "not known: write all of them after --"
+                )
+            return ServerIdentity.of_command(seen.argv, seen.environ, props, directory=seen.directory)
 
         upstream = Upstream(CHILD_URL, timeout=settings.timeout, socket=command.socket)
         session = ServerSession(upstream, settings, command.slots_dir, identify, command.key)
-        child = Child(command, environ, ready, session.down)
+        child = Child(command, environ, session.ready, session.down)
         session.when_lost = child.lost
 
         def end() -> None:
@@ -185,16 +176,23 @@ async def _serve(
     stopped = asyncio.Event()
     registry = new_registry()
     stores = StoreMetrics(registry)
-    session.when_store = lambda store: _tell_of(stores, store)
-    session.when_ready = lambda: settings.announce(_what_is_stored(session))
-    own = OwnEndpoints(
-        session,
-        lambda: render(registry),
-        admin_key=settings.admin_key,
-        has_keys=has_keys,
-        separated=settings.separated,
-    )
     admission = Admission(session.upstream, has_keys=has_keys)
+
+    def use(store: SlotStore | None) -> None:
+        """Have the metrics tell of this store, or of none."""
+        if store is None:
+            stores.remove()
+        else:
+            stores.add(store.engine)
+
+    def ready() -> None:
+        admission.forget()
+        settings.announce(_what_is_stored(session))
+
+    session.when_store, session.when_ready = use, ready
+    own = OwnEndpoints(
+        session, admission, lambda: render(registry), admin_key=settings.admin_key, separated=settings.separated
+    )
     proxy = Proxy(session, own, admission, RequestMetrics(registry), settings)
 
     def signalled(number: int) -> None:
@@ -260,11 +258,3 @@ def _what_is_stored(session: ServerSession) -> str:
     if differ:
         unusable = f"; it has pages of this model, and none for these settings: {', '.join(differ)}. {ADVICE}"
     return f"llama-server is ready; store {store.location}: {held}{nearer}{unusable}"
-
-
-def _tell_of(stores: StoreMetrics, store: SlotStore | None) -> None:
-    """Have the metrics tell of this store, or of none."""
-    if store is None:
-        stores.remove()
-    else:
-        stores.add(store.engine)

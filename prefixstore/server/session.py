@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -22,8 +21,7 @@ from prefixstore.server.client import LlamaServer, Props, props_of
 from prefixstore.server.namespace import ServerIdentity
 from prefixstore.server.rates import Rates, Usage
 from prefixstore.server.slot_manager import SlotManager
-from prefixstore.server.slot_pool import SlotPool
-from prefixstore.server.slot_record import Claim
+from prefixstore.server.slot_pool import Claim, SlotPool
 from prefixstore.server.slots import SlotStore
 from prefixstore.server.store_check import OnDamage, opened
 from prefixstore.server.tokenizer import Tokenizer
@@ -38,13 +36,8 @@ log = logging.getLogger("prefixstore.server")
 
 # Saves are deferred while a slot is busy, and large ones take long.
 SERVER_SECONDS = 60.0
-STOP_SECONDS = 60.0
-# a server may have gone to sleep, and lost its slots, when it had nothing to do for this long
-MAY_SLEEP_AFTER = 1.0
-# how often a server whose process is not known is asked whether it is the same
+# how often a server is asked whether it has gone to sleep, and lost its slots, or is another one
 LOOK_SECONDS = 1.0
-# how long a request waits for another server to be known
-READY_SECONDS = 10.0
 # between two attempts to open a store that could not be opened
 REOPEN_SECONDS = 60.0
 # between two questions whether a server that does not answer does so now
@@ -52,16 +45,14 @@ PAUSE = 0.5
 
 
 class ServerSession:
-    """The state of the server and its store, from one `ready` to the next.
+    """The server and its store, and the slots of each of its starts.
+
+    A server that listens on a Unix socket is our child, and may be started again. Another one is somebody else's, and
+    served until a different one answers in its place. `manager` has its slots; it is None until the server was ready
+    for the first time. `store` is None if it could not be opened.
 
     Parameters
     ----------
-    upstream
-        The server. If it listens on a Unix socket, it is our child.
-    settings
-        Those of the proxy.
-    slots_dir
-        The directory in which the server saves slots.
     identify
         Makes the identity of the server from what it says about itself.
     key
@@ -69,10 +60,6 @@ class ServerSession:
 
     Attributes
     ----------
-    manager
-        Its slots; None until it was ready for the first time.
-    store
-        The store; None if it could not be opened.
     when_store
         Called with the store when it was opened, and with None when it is closed to be opened again.
     when_ready
@@ -98,9 +85,11 @@ class ServerSession:
         self.rates = Rates()
         self.manager: SlotManager | None = None
         self.store: SlotStore | None = None
-        self._is_up, self._is_lost = asyncio.Event(), asyncio.Event()
+        self.is_ready = False
+        self._is_other = asyncio.Event()
         self._reopening: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[bool] | None = None
+        self._ending: set[asyncio.Task[None]] = set()
         self._props: Props | None = None
         self.when_store: Callable[[SlotStore | None], None] = lambda _: None
         self.when_ready: Callable[[], None] = lambda: None
@@ -108,8 +97,7 @@ class ServerSession:
         self._was_open = False
         self._failure = ""
         self._last_opened = 0.0
-        self._saving: asyncio.Task[None] | None = None
-        self._last_use = self._last_look = 0.0
+        self._last_look = 0.0
         self._kinds: asyncio.Future[Callable[[int], TokenKind]] | None = None
 
     @property
@@ -120,14 +108,14 @@ class ServerSession:
         return self.store.reason
 
     @property
+    def is_never_stored(self) -> bool:
+        """Whether nothing can be stored of this server. A store that could not be opened may be soon."""
+        return self.store is not None and self.store.reason is not None
+
+    @property
     def why(self) -> str:
         """That reason in words; empty if there is nothing to add."""
         return self._failure if self.store is None else self.store.why
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether requests can be passed on."""
-        return self._is_up.is_set()
 
     async def ready(self) -> None:
         """Called when the server is healthy, for the first time or again."""
@@ -141,22 +129,26 @@ class ServerSession:
             await self._open()
         else:
             self._use(self.store)
-        self._is_up.set()
+        self.is_ready = True
         self.when_ready()
 
     async def _meet(self) -> None:
-        """Learn which slots the server has: another one than before may answer."""
+        """Learn which slots the server has."""
         self._props, slots = await self._ask_props(), await self._slots()
-        if self.manager is not None:
-            if self.manager.pool.replaced(slots, are_empty=self.is_child):
-                log.warning("the server has %d slots of %d tokens now", len(slots), slots[0][1])
-            return
-        settings = self._settings
+        settings, before = self._settings, self.manager
         pool = SlotPool(slots, self.rates, max_waiting=settings.max_waiting, separated=settings.separated)
-        # what is in the slots of a server that runs already may have been moved there from other positions
-        pool.restarted(are_empty=self.is_child)
+        if before is not None:
+            # What is done to its slots may still reach this server. A client that reads nothing keeps one for a minute.
+            await before.pool.given_back()
+            ending = asyncio.create_task(before.end())
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+        if before is not None or not self.is_child:
+            # one of a server that runs already may have rows that were moved to other positions
+            for slot in pool.slots:
+                slot.doubt()
         self.manager = SlotManager(pool, None, self.server.erase)
-        self._saving = asyncio.create_task(self.manager.save_when_idle())
+        self.manager.start()
 
     async def _open(self) -> None:
         """Open the store. A fault of it must not keep the server from answering, unless that is wanted at the start."""
@@ -235,17 +227,12 @@ class ServerSession:
         """What each token of the model does in a prompt; all are text if its file cannot be read."""
         return await asyncio.shield(self._kinds) if self._kinds is not None else _any_kind
 
-    def is_certainly_alive(self) -> bool:
-        """Whether the process of the server is the same as before, as far as that is known."""
-        return self.store is not None and self.store.identity.is_running()
-
     def down(self) -> None:
         """Called when the server has ended, and the contents of its slots are lost."""
-        self._is_up.clear()
+        self.is_ready = False
         self.tokenizer.forget()
         if self.manager is not None:
-            # of one that is not our child it is not even certain that it has ended
-            self.manager.pool.restarted(are_empty=self.is_child)
+            self.manager.pool.close()
 
     async def _close_store(self) -> None:
         """Close the store: it is opened again for the server that answers next, if there is one."""
@@ -262,30 +249,28 @@ class ServerSession:
     # -- a server that is no child of ours -----------------------------------------------------------------------------
 
     async def watch(self) -> None:
-        """Keep up with a server that somebody else starts and stops, until cancelled.
+        """Serve a server that somebody else has started, once it answers, until another one answers in its place.
 
         Raises
         ------
         PrefixStoreError
-            If the server or the store cannot be used.
+            If the server or the store cannot be used, or another server answers, or none.
         """
         said = ""
-        while True:
+        while not self.is_ready:
+            problem = "it does not answer"
             try:
-                problem = "it does not answer"
                 if await self.upstream.is_healthy():
                     await self.ready()
-                    said = ""
-                    await self._is_lost.wait()
-                    self._is_lost.clear()
-                    await self._close_store()
-                    continue
+                    break
             except (ServerError, UpstreamError, ValueError, LookupError, TypeError) as error:
                 problem = str(error)
             if problem != said:
                 log.warning("waiting for %s: %s", self.upstream.url, problem)
                 said = problem
             await asyncio.sleep(PAUSE)
+        await self._is_other.wait()
+        raise ServerError(f"none or a different server answers at {self.upstream.url} now: start this one again")
 
     def lost(self) -> None:
         """A connection has failed: the server may have ended. If a child has, `Child` notices.
@@ -306,37 +291,38 @@ class ServerSession:
         """Check for changes of the server since the last request; returns whether it can be used now.
 
         It may have unloaded its model, and its slots are empty then. Or an operator has started another one at the same
-        place, with other slots, another model: then this waits until that is known.
+        place, with other slots, another model: then it is not used any longer.
         """
         now = asyncio.get_running_loop().time()
-        idle, self._last_use = now - self._last_use, now
-        manager, store = self.manager, self.store
-        has_process = store is not None and store.identity.process is not None
-        is_other = has_process and not self.is_certainly_alive()
-        may_be_other = not has_process and not self.is_child and now >= self._last_look + LOOK_SECONDS
-        if not is_other and (idle >= MAY_SLEEP_AFTER or may_be_other):
+        identity = None if self.store is None else self.store.identity
+        is_other = identity is not None and identity.process is not None and not identity.is_running()
+        # a child that computes is still the same one, and does not sleep
+        is_at_work = self.is_child and self.manager is not None and self.manager.pool.n_busy > 0
+        if not is_other and not is_at_work and now >= self._last_look + LOOK_SECONDS:
             self._last_look = now
-            try:
-                props = await self._ask_props()
-            except UpstreamLostError:
-                if self.is_certainly_alive() or await self.upstream.is_healthy():
-                    return True
-                props = None
-            except (UpstreamError, ServerError, ValueError):
-                return True  # what comes next says so
-            if props is not None and props.is_sleeping and manager is not None:
-                manager.pool.restarted()
-            is_other = props != self._props
-        if is_other and self.is_ready and not self.is_child:
-            log.warning("none or a different server answers at %s now", self.upstream.url)
+            is_other = await self._answers_otherwise()
+        if is_other and not self.is_child:
             self.down()
-            self._is_lost.set()
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._is_up.wait(), READY_SECONDS)
+            self._is_other.set()
         is_missing = self.store is None and self.is_ready and self._reopening is None
         if is_missing and now >= self._last_opened + REOPEN_SECONDS:
             self._reopening = asyncio.create_task(self._open_again())
         return self.is_ready
+
+    async def _answers_otherwise(self) -> bool:
+        """Whether the server, asked what it is, says something else than before, or cannot be reached at all."""
+        try:
+            props = await self._ask_props()
+        except UpstreamLostError:
+            is_alive = self.store is not None and self.store.identity.is_running()
+            return not is_alive and not await self.upstream.is_healthy()
+        except (UpstreamError, ServerError, ValueError):
+            props = None
+        if props is None:
+            return False  # what comes next says so
+        if props.is_sleeping and self.manager is not None:
+            self.manager.pool.forget()
+        return props != self._props
 
     def computed(self, usage: Usage) -> None:
         """Note how fast the server has computed."""
@@ -361,10 +347,6 @@ class ServerSession:
                     elif usage.cached_tokens:
                         counters.count("live_hits", namespace=namespace)
 
-    def used(self) -> None:
-        """Note that the server has just been used."""
-        self._last_use = asyncio.get_running_loop().time()
-
     def remove_files(self) -> None:
         """Delete what is left in the directory of the slots."""
         if self.store is not None:
@@ -372,17 +354,14 @@ class ServerSession:
 
     async def close(self) -> None:
         """Store what the slots hold, and close the store."""
-        tasks = [task for task in (self._saving, self._reopening, self._looking) if task is not None]
+        tasks = [task for task in (self._reopening, self._looking) if task is not None]
         for task in tasks:
             task.cancel()
         if tasks:
-            # a save that was begun ends before that
             await asyncio.wait(tasks)
         if self.manager is not None:
-            if self.is_ready and self.reason is None:
-                await self.manager.save_all(STOP_SECONDS)
-            await self.manager.keep_copies(STOP_SECONDS)
-            await asyncio.to_thread(self.manager.close)
+            await self.manager.end(saves=self.is_ready and self.reason is None)
+        await asyncio.gather(*self._ending)
         await self._close_store()
 
 

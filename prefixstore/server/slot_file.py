@@ -88,16 +88,7 @@ class SlotFile:
 
 
 def parse_slot_file(data: Buffer, slot: int, *, whole: bool = False) -> SlotFile:
-    """Parse a slot file.
-
-    Parameters
-    ----------
-    data
-        The whole file.
-    slot
-        The slot that was saved.
-    whole
-        Whether the layout of its state is not understood: then it is left as it is.
+    """Parse the file of a slot; `whole` if the layout of its state is not understood: then it is left as it is.
 
     Raises
     ------
@@ -174,22 +165,7 @@ def slot_assembly(
     slot: int,
     recurrent: Buffer = b"",
 ) -> Assembly:
-    """A slot file to be joined from pieces.
-
-    Parameters
-    ----------
-    layout
-        Of the server's own files.
-    shape
-        Of the state, as that of one sequence.
-    positions
-        Positions of the cells that each section will have.
-    tokens
-        What the slot will hold.
-    slot
-        The slot.
-    recurrent
-        The recurrent part, as written.
+    """A slot file to be joined from pieces: `positions` are those of the cells that each section will have.
 
     Raises
     ------

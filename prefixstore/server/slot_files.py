@@ -17,8 +17,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -51,25 +50,7 @@ class SlotBuffer:
     """A file that the server can restore a slot from, as memory that is written.
 
     Its space is reserved: to write where a full disk has none would end the process. Nobody but this user can make it
-    shorter.
-
-    Parameters
-    ----------
-    directory
-        That of the server.
-    path
-        Where it is.
-    size
-        Its bytes.
-
-    Attributes
-    ----------
-    view
-        The memory.
-    capacity
-        How many bytes it can have at most.
-    is_read
-        Whether the server may still read it: then it is not written again.
+    shorter. While the server may still read it (`is_read`), it is not written again.
     """
 
     def __init__(self, directory: SlotDirectory, path: Path, size: int) -> None:
@@ -143,7 +124,7 @@ class SlotDirectory:
         if found & stat.S_IWOTH and not found & stat.S_ISVTX:
             place = self.path
             log.warning("%s can be written by every user, who could forge what is stored: chmod o-w '%s'", place, place)
-        self.sweep()
+        self._sweep()
 
     def read(self, name: str, size: int) -> memoryview:
         """A file of the server, in memory.
@@ -174,7 +155,6 @@ class SlotDirectory:
             raise UnavailableError(f"a slot file cannot be read: {error.strerror}") from error
         finally:
             os.close(handle)
-            self.remove(name)
 
     def acquire(self, size: int) -> SlotBuffer:
         """Memory for a file of this size.
@@ -232,16 +212,15 @@ class SlotDirectory:
         with suppress(OSError):
             (self.path / name).unlink()
 
-    def sweep(self) -> None:
+    def _sweep(self) -> None:
         """Delete old files of this kind, which processes that have ended have left."""
-        before, spare = time.time() - STALE_SECONDS, self._spare
-        kept = spare.path.name if spare is not None else None
+        before = time.time() - STALE_SECONDS
         with suppress(OSError):
             for entry in os.scandir(self.path):
                 with suppress(OSError):
                     found = entry.stat(follow_symlinks=False)
-                    is_ours = entry.name.startswith(PREFIX) and entry.name != kept and stat.S_ISREG(found.st_mode)
-                    if is_ours and found.st_mtime < before:
+                    is_old = stat.S_ISREG(found.st_mode) and found.st_mtime < before
+                    if entry.name.startswith(PREFIX) and is_old:
                         Path(entry.path).unlink()
 
     # -- slots ---------------------------------------------------------------------------------------------------------
@@ -264,7 +243,8 @@ class SlotDirectory:
         except ServerRefusedError:
             order = list(range(n_slots))
         for slot in order:
-            with suppress(CorruptError), self.saved(server, slot) as file:
+            with suppress(CorruptError):
+                file = self.saved(server, slot)
                 if file.layout is not None:
                     return file
         for slot in order[-1:]:
@@ -273,7 +253,8 @@ class SlotDirectory:
             try:
                 # what is not understood even then is stored whole
                 for whole in (False, True):
-                    with suppress(CorruptError), self.saved(server, slot, whole=whole) as file:
+                    with suppress(CorruptError):
+                        file = self.saved(server, slot, whole=whole)
                         if file.layout is not None:
                             return file
             finally:
@@ -297,21 +278,20 @@ class SlotDirectory:
                 f"{server.url} has restored {action.n_tokens} tokens of a slot's file of {n}: the slot was erased"
             )
 
-    @contextmanager
-    def saved(self, server: LlamaServer, slot: int, *, whole: bool = False) -> Iterator[SlotFile]:
-        """A slot's file, parsed; it is deleted whatever happens. With `whole`, its state is left as it is."""
-        self.sweep()
+    def saved(self, server: LlamaServer, slot: int, *, whole: bool = False) -> SlotFile:
+        """What a slot holds, parsed; the file is deleted whatever happens. With `whole`, its state is left as it is."""
         spare, name = self._spare, self._new_name()
         if spare is not None and shutil.disk_usage(self.path).free < spare.capacity:
             self._drop_spare()
         try:
             action = server.save(slot, name)
-            file = parse_slot_file(self.read(name, action.n_bytes), slot, whole=whole)
-            if len(file.tokens) != action.n_tokens and not file.has_media:
-                raise CorruptError(f"a slot's file has {len(file.tokens)} tokens, the server says {action.n_tokens}")
-            yield file
+            data = self.read(name, action.n_bytes)
         finally:
             self.remove(name)
+        file = parse_slot_file(data, slot, whole=whole)
+        if len(file.tokens) != action.n_tokens and not file.has_media:
+            raise CorruptError(f"a slot's file has {len(file.tokens)} tokens, the server says {action.n_tokens}")
+        return file
 
     def _new_name(self) -> str:
         return self._prefix + secrets.token_hex(6)

@@ -20,17 +20,7 @@ __all__ = ["Restored", "SlotCopy", "Stored", "Way", "ways_of"]
 
 @dataclass(frozen=True)
 class Way:
-    """One way in which the slots of a server are stored.
-
-    Attributes
-    ----------
-    form
-        What goes into pages, and what into snapshots.
-    restore
-        Joins them.
-    place
-        Where they are, for the place of a tenant.
-    """
+    """One way in which the slots of a server are stored; `place` says where, for the place of a tenant."""
 
     form: Form
     restore: Restore
@@ -117,18 +107,9 @@ class Stored:
 
 @dataclass(frozen=True)
 class SlotCopy:
-    """What a slot held when it was copied.
+    """What a slot held when it was copied: its tokens, up to the first image, and the bytes of its file.
 
-    Attributes
-    ----------
-    tokens
-        Its tokens; those before the first image, if there are any.
-    n_bytes
-        Bytes of its file.
-    has_media
-        Whether it holds images or sound.
-    store
-        Stores what the store lacks of it; as `SlotStore.save`.
+    `store` stores what the store lacks of it, as `SlotStore.save`.
     """
 
     tokens: Tokens

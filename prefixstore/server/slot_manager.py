@@ -18,8 +18,7 @@ import numpy as np
 
 from prefixstore.format.keys import NO_TOKENS, Tokens
 from prefixstore.server.rates import Usage
-from prefixstore.server.slot_pool import SlotPool, SlotsReplacedError
-from prefixstore.server.slot_record import WORTH_A_SAVE, Claim, PoolSlot, Rows
+from prefixstore.server.slot_pool import WORTH_A_SAVE, Claim, PoolSlot, Rows, SlotPool
 
 if TYPE_CHECKING:
     from prefixstore.server.slot_forms import SlotCopy
@@ -35,8 +34,14 @@ T = TypeVar("T")
 WORTH_A_LOOKUP = 32
 # Copies of slots that may wait to be stored, in memory; then the next one waits, too.
 MAX_COPIES = 2
+# What is done, as it is told if it fails.
+WORK = {"find": "a lookup", "restore": "restoring a slot", "save": "saving a slot", "erase": "emptying a slot"}
+# Each does one thing to one slot, or asks the store; they are made as they are needed.
+MOST_THREADS = 32
 # How long the last saves wait for slots that are still busy.
 GIVEN_BACK_SECONDS = 5.0
+# How long these saves may take, and storing what was copied.
+STOP_SECONDS = 60.0
 # How long a prompt that has stopped for a copy waits until earlier ones are stored.
 COPY_SECONDS = 0.5
 
@@ -46,21 +51,10 @@ class SlotUnusableError(Exception):
 
 
 class SlotManager:
-    """Gives slots to requests, and saves them afterwards.
+    """Gives the slots of a server to requests, and saves them afterwards, from the start of the server to its end.
 
-    Parameters
-    ----------
-    pool
-        The slots.
-    store
-        The store of their contents; None: slots are only given out.
-    erase
-        Empties a slot of the server.
-
-    Attributes
-    ----------
-    copies
-        Copies of slots that wait to be stored.
+    Without a store, slots are only given out. `erase` empties a slot of the server. `copies` of slots wait to be
+    stored.
     """
 
     def __init__(self, pool: SlotPool, store: SlotStore | None, erase: Callable[[int], object]) -> None:
@@ -68,7 +62,8 @@ class SlotManager:
         self.failures: dict[str, int] = {}
         self.n_saves = 0
         self._erase = erase
-        self._threads = ThreadPoolExecutor(len(pool.slots) + 2, thread_name_prefix="prefixstore-slots")
+        self._threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="prefixstore-slots")
+        self._saver: asyncio.Task[None] | None = None
         self.copies: set[asyncio.Task[None]] = set()
         # the next copy of a slot goes on where the last one ends
         self._storing = asyncio.Lock()
@@ -80,6 +75,23 @@ class SlotManager:
         """Use this store from now on; None: slots are only given out."""
         self._store, self.pool.has_store = store, store is not None
         self.pool.changed.set()
+
+    def start(self) -> None:
+        """Save slots when they are idle."""
+        self._saver = asyncio.create_task(self.save_when_idle())
+
+    async def end(self, *, saves: bool = False) -> None:
+        """End what is under way, and store what was copied; with `saves`, first what is not saved yet."""
+        if self._saver is not None:
+            self._saver.cancel()
+            # a save that was begun ends before that
+            await asyncio.wait({self._saver})
+        if saves:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._save_each(), STOP_SECONDS)
+        if self.copies:
+            await asyncio.wait(self.copies, timeout=STOP_SECONDS)
+        await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
 
     # -- before the answer ---------------------------------------------------------------------------------------------
 
@@ -100,7 +112,7 @@ class SlotManager:
         Raises
         ------
         PoolFullError
-            If too many requests wait for a slot.
+            If too many requests wait for a slot, or the server has ended.
         """
         prompt = NO_TOKENS if tokens is None else tokens
         claim = Claim(prompt, owner, wanted, asks=asks and tokens is not None, trusts=trusts)
@@ -133,62 +145,39 @@ class SlotManager:
 
     @contextlib.asynccontextmanager
     async def all_slots(
-        self, owner: str | None, tokens: Tokens | None = None, *, taints: bool = True
+        self, owner: str | None, tokens: Tokens | None = None, *, leaves: Rows = Rows.CLEAN
     ) -> AsyncIterator[list[Claim]]:
         """Take every slot for a request that may use any of them; what other tenants had in them is gone.
 
-        A claim that is taken out of the list is not given back here.
-
-        Parameters
-        ----------
-        owner
-            Its tenant.
-        tokens
-            Its prompt: the first claim is that of the slot that has most of it.
-        taints
-            Whether the slots are emptied before their next use.
+        The first claim is that of the slot that has most of the prompt, if that is known. One that is taken out of the
+        list is not given back here. Whose rows the slots have after that may still be changed in each claim.
 
         Raises
         ------
         PoolFullError
-            If too many requests wait for a slot.
+            If too many requests wait for a slot, or the server has ended.
         """
-        claims: list[Claim] = []
-        while not await self._take_all(claims, owner, tokens):
-            pass  # the server has other slots by now
-        try:
-            yield claims
-        finally:
-            for claim in claims:
-                if taints:
-                    self.release(claim, None, began=True, taints=True)
-                else:
-                    self.pool.release(claim.slot)
-
-    async def _take_all(self, claims: list[Claim], owner: str | None, tokens: Tokens | None) -> bool:
-        """Take every slot into `claims`; if they are replaced meanwhile, take none, and return False."""
         slots, best = self.pool.slots, None
         if tokens is not None:
             claim = Claim(tokens, owner)
             # of slots without any of it, the server takes the one used longest ago
             best = max(slots, key=lambda slot: (self.pool.live(slot, claim), -slot.used))
-        is_complete = False
+        claims: list[Claim] = []
         try:
             # in order: two such requests cannot wait for each other
             for slot in slots:
                 prompt = tokens if slot is best else None
                 claims.insert(0 if slot is best else len(claims), await self.acquire(prompt, owner, slot.id))
-                if self.pool.slots is not slots:
-                    return False
-            is_complete = True
-        except SlotsReplacedError:
-            return False
+            for claim in claims:
+                claim.leaves = leaves
+            yield claims
         finally:
-            if not is_complete:
-                for claim in claims:
+            for claim in claims:
+                if claim.leaves is Rows.CLEAN:
+                    # the server knows that it was not used
                     self.pool.release(claim.slot)
-                claims.clear()
-        return True
+                else:
+                    self.release(claim, None, began=True)
 
     async def _find(self, claim: Claim, slots: Sequence[PoolSlot]) -> None:
         """Ask the store for a prompt, once, unless one of these slots has it."""
@@ -220,8 +209,7 @@ class SlotManager:
             claim.reason = claim.missed
         if plan.save_first:
             await self._save(slot)
-        # also if its rows have come into doubt while it was saved
-        if plan.erase_first or slot.must_empty(trusts=claim.trusts):
+        if plan.erase_first:
             await self._empty(slot)
         if plan.restore:
             await self._restore(claim)
@@ -235,10 +223,7 @@ class SlotManager:
         slot, began = claim.slot, time.perf_counter()
         done = await self._ask_store("restore", lambda store: store.restore(slot.id, claim.tokens, salt=claim.owner))
         claim.restored_seconds = time.perf_counter() - began
-        if slot.is_lost:
-            # it may have been filled in the server that was started meanwhile, which may have another model
-            await self._empty(slot)
-        elif done is None:
+        if done is None:
             claim.reason = "error"
             # It may have been emptied by that, or hold what was not wanted, and could not be erased. Whose it is stays
             # until it was emptied for certain.
@@ -257,21 +242,16 @@ class SlotManager:
         if not done:
             slot.doubt(Rows.ALTERED)
             raise SlotUnusableError
-        if not slot.is_lost:
-            slot.emptied()
+        slot.emptied()
 
     async def empty_tainted(self) -> None:
         """Empty the idle slots with doubtful rows: the server may choose any of them for the next request."""
-        if not all(slot.is_clean for slot in self.pool.idle()):
-            await _to_its_end(self._empty_tainted())
-
-    async def _empty_tainted(self) -> None:
-        for slot in self.pool.slots:
+        for slot in self.pool.idle():
             if not slot.is_clean and not slot.is_busy:
                 self.pool.hold(slot)
                 try:
                     with contextlib.suppress(SlotUnusableError):
-                        await self._empty(slot)
+                        await _to_its_end(self._empty(slot))
                 finally:
                     self.pool.release(slot)
 
@@ -296,38 +276,19 @@ class SlotManager:
 
     # -- after the answer ----------------------------------------------------------------------------------------------
 
-    def release(
-        self,
-        claim: Claim,
-        usage: Usage | None,
-        *,
-        began: bool,
-        taints: bool = False,
-    ) -> None:
-        """Give the slot back.
+    def release(self, claim: Claim, usage: Usage | None, *, began: bool) -> None:
+        """Give the slot of a request back.
 
-        Parameters
-        ----------
-        claim
-            The request that has it.
-        usage
-            What the answer says about the work; None if it did not come to its end.
-        began
-            Whether the server has begun to answer, so that the slot holds the prompt.
-        taints
-            Whether rows were computed that are not those of the tokens alone.
+        `usage` is what the answer says about the work, None if it did not come to its end. `began` is whether the
+        server has begun to answer, so that the slot holds the prompt.
         """
         slot = claim.slot
-        if began and slot.is_lost:
-            # it may have been computed in the server that was started meanwhile
-            slot.doubt()
-        elif began:
+        if began:
             n_new = WORTH_A_SAVE if usage is None else usage.computed_tokens + usage.generated_tokens
             # the end of a prompt that was worth stops is worth one more
             slot.computed(claim.tokens, max(n_new, WORTH_A_SAVE) if claim.n_ahead else n_new)
-            if taints:
-                slot.doubt(Rows.ALTERED)
-        slot.answered()
+            slot.doubt(claim.leaves)
+        slot.used = time.monotonic()
         self.pool.release(slot)
 
     async def save_when_idle(self) -> None:
@@ -357,22 +318,17 @@ class SlotManager:
         """Copy what a busy slot holds; it is stored after that, while the slot is used again. Whether it was copied."""
         if not self.pool.may_save(slot):
             return False
-        n_begun = self.pool.n_tainting_begun
         while len(self.copies) >= MAX_COPIES:
             await asyncio.wait(self.copies, return_when=asyncio.FIRST_COMPLETED)
         began, owner = time.perf_counter(), slot.owner
         copied = await self._ask_store("save", lambda store: store.copy(slot.id, salt=owner, expected=expected))
-        if self.pool.n_tainting_begun != n_begun:
-            # a request has begun that may use any slot: the server may have given it this one before it was copied
-            return False
         if copied is None:
             slot.not_saved()
             return False
         # of those with images it is known only what comes before them
         tokens = slot.tokens if copied.has_media else np.asarray(copied.tokens, np.int32)
-        if not slot.is_lost:
-            slot.saved(tokens)
-            self.rates.saved(len(tokens), copied.n_bytes, time.perf_counter() - began)
+        slot.saved(tokens)
+        self.rates.saved(len(tokens), copied.n_bytes, time.perf_counter() - began)
         keeping = asyncio.ensure_future(self._keep(copied))
         self.copies.add(keeping)
         keeping.add_done_callback(self.copies.discard)
@@ -384,32 +340,13 @@ class SlotManager:
             if await self._quietly("save", copied.store) is not None:
                 self.n_saves += 1
 
-    async def save_all(self, seconds: float) -> None:
-        """Save what is not stored yet, before the server stops."""
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._save_each(), seconds)
-
     async def _save_each(self) -> None:
         # requests that were cut give their slots back just now
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._all_given_back(), GIVEN_BACK_SECONDS)
+            await asyncio.wait_for(self.pool.given_back(), GIVEN_BACK_SECONDS)
         for slot in self.pool.slots:
             if slot.is_dirty and not slot.is_busy:
                 await self._save_idle(slot)
-
-    async def _all_given_back(self) -> None:
-        while self.pool.n_busy:
-            self.pool.changed.clear()
-            await self.pool.changed.wait()
-
-    async def keep_copies(self, seconds: float) -> None:
-        """Wait until all copies are stored."""
-        if self.copies:
-            await asyncio.wait(self.copies, timeout=seconds)
-
-    def close(self) -> None:
-        """End the threads, and wait for their work."""
-        self._threads.shutdown(cancel_futures=True)
 
     # -- threads -------------------------------------------------------------------------------------------------------
 
@@ -427,7 +364,7 @@ class SlotManager:
             # the first of a series, then ever fewer
             if n & (n - 1) == 0:
                 why = f"{type(error).__name__}: {error}"
-                log.warning("%s of a slot failed, and the prompt is computed (%d so far): %s", what, n, why)
+                log.warning("%s has failed, which costs time only (%d so far): %s", WORK[what], n, why)
         return None
 
 

@@ -1,23 +1,27 @@
-"""The slots of a server: which one a request gets, and when one is saved, whatever costs the least time.
+"""The slots of a server: one record for each, every change of it, and which request gets which slot.
 
-All of it runs in the event loop, which is the lock. A slot is *busy* from before anything is done to it until the
-answer has ended. Requests wait for a slot in the order in which they came.
+``docs/servers.md`` draws the states of a slot. A request gets the slot that costs least time, and a slot is saved when
+that costs least. All of it runs in the event loop, which is the lock. A slot is *busy* from before anything is done to
+it until the answer has ended. Requests get a slot about in the order in which they came.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
 
-from prefixstore.format.keys import common_prefix
+from prefixstore.format.keys import NO_TOKENS, Tokens, common_prefix
 from prefixstore.server.rates import Rates
-from prefixstore.server.slot_record import Claim, PoolSlot, Rows
 
-__all__ = ["Elsewhere", "Plan", "PoolFullError", "SlotPool", "SlotsReplacedError"]
+__all__ = ["WORTH_A_SAVE", "Claim", "Plan", "PoolFullError", "PoolSlot", "Rows", "SlotPool"]
 
+# Fewer new tokens are saved only when the server stops.
+WORTH_A_SAVE = 32
+# how long after a save that has failed
+RETRY_SECONDS = 10.0
 # A shorter common beginning is no reason to prefer a slot.
 WORTH_KEEPING = 32
 # When slots are saved, in seconds: how long one must be idle; how long it waits for a moment at which the server does
@@ -31,12 +35,180 @@ SOON = 0.25
 WORTH_WAITING = 8.0
 
 
+class Rows(IntEnum):
+    """Whose rows a slot has. If they are not clean, it is not saved, and it is emptied before its next use."""
+
+    # those of its tokens alone
+    CLEAN = 0
+    # a request that bypassed the store may have altered them: another such request of its owner may go on there
+    ALTERED = 1
+    # they may be anyone's
+    UNKNOWN = 2
+
+
+@dataclass(eq=False)
+class PoolSlot:
+    """What is known of a slot of the server.
+
+    Attributes
+    ----------
+    id, n_ctx
+        Its number, and the length of its context.
+    tokens
+        What it is believed to hold. The server compares tokens itself, so that an error here costs time only.
+    owner
+        The tenant whose tokens these are.
+    rows
+        Whether its rows are those of its tokens alone.
+    is_busy
+        Whether a request or a save has it.
+    n_unsaved, unsaved_since
+        How many tokens entered it since it was saved, and when the first of them did.
+    retry_at
+        When it may be saved again, after that has failed.
+    used
+        When its last answer has ended.
+    told
+        What was done for its last prompt, as the client was told.
+    """
+
+    id: int
+    n_ctx: int
+    tokens: Tokens = field(default_factory=lambda: NO_TOKENS)
+    owner: str | None = None
+    rows: Rows = Rows.CLEAN
+    is_busy: bool = False
+    n_unsaved: int = 0
+    unsaved_since: float = 0.0
+    retry_at: float = 0.0
+    used: float = 0.0
+    told: str | None = None
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether its rows are those of its tokens alone."""
+        return self.rows is Rows.CLEAN
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether it holds what can be stored, and is not."""
+        return self.n_unsaved > 0 and self.is_clean
+
+    @property
+    def is_worth_saving(self) -> bool:
+        """Whether it holds so much that can be stored, and is not, that all slots may wait for a save."""
+        return self.is_dirty and self.n_unsaved >= WORTH_A_SAVE
+
+    def must_empty(self, *, trusts: bool) -> bool:
+        """Whether it must be emptied before a use; `trusts` if the user trusts the rows that it left there itself."""
+        return self.rows > (Rows.ALTERED if trusts else Rows.CLEAN)
+
+    # -- what is done to it, in this order -----------------------------------------------------------------------------
+
+    def emptied(self) -> None:
+        """Note that it holds nothing."""
+        self.tokens, self.owner, self.rows = NO_TOKENS, None, Rows.CLEAN
+        self.n_unsaved = 0
+
+    def filled(self, tokens: Tokens, owner: str | None) -> None:
+        """Note that it holds what was restored, and nothing else."""
+        self.tokens, self.owner, self.n_unsaved = tokens, owner, 0
+
+    def lent(self, owner: str | None) -> None:
+        """Note that a request of this tenant is sent to it: it may hold tokens of that, however the request ends."""
+        self.owner = owner
+
+    def computed(self, tokens: Tokens, n_new: int) -> None:
+        """Note that it holds these tokens of its owner, and that so many of them and of an answer are new."""
+        if not self.n_unsaved:
+            self.unsaved_since = time.monotonic()
+        self.tokens, self.n_unsaved = tokens, self.n_unsaved + n_new
+
+    def saved(self, tokens: Tokens) -> None:
+        """Note that it holds these tokens, and that all of them are copied."""
+        self.tokens, self.n_unsaved = tokens, 0
+
+    def not_saved(self) -> None:
+        """Note that a save of it has failed: it is tried again after a while, and at the end."""
+        self.retry_at = time.monotonic() + RETRY_SECONDS
+
+    def doubt(self, rows: Rows = Rows.UNKNOWN) -> None:
+        """Note that its rows may be other than those of its tokens."""
+        self.rows = max(self.rows, rows)
+
+
+@dataclass(eq=False)
+class Claim:
+    """What a request wants of a slot, which one it has, and what was done to it for the request.
+
+    Attributes
+    ----------
+    tokens
+        The prompt; empty if it is unknown.
+    owner
+        Its tenant.
+    wanted
+        The slot that the client wants; None for any.
+    asks
+        Whether the store is asked for the prompt.
+    trusts
+        Whether altered rows will do, as for the same requests that have left them there.
+    slot
+        The slot, once it has one.
+    n_found, n_bytes, missed
+        How many tokens of the prompt the store has, and the bytes of their state; why nothing was found.
+    n_restored
+        How many tokens were restored for it.
+    n_reused
+        How many tokens of the prompt the slot is believed to hold when the request is sent.
+    n_ahead
+        How many tokens were computed ahead of the request itself.
+    restored_seconds, lookup_seconds
+        Time that this took; None if nothing was to be restored, or the store was not asked.
+    saved_seconds
+        Time by which that was faster than computing the tokens.
+    reason
+        Why nothing was restored; None if something was, or nothing was needed.
+    must_compute
+        Whether nothing that the slot holds may be used: it should have been emptied, and that has failed.
+    leaves
+        Whose rows the slot has after that.
+    """
+
+    tokens: Tokens
+    owner: str | None
+    wanted: int | None = None
+    asks: bool = True
+    trusts: bool = False
+    slot: PoolSlot = field(init=False)
+    n_found: int = 0
+    n_bytes: int = 0
+    missed: str | None = None
+    n_restored: int = 0
+    n_reused: int = 0
+    n_ahead: int = 0
+    restored_seconds: float | None = None
+    saved_seconds: float = 0.0
+    lookup_seconds: float | None = None
+    reason: str | None = None
+    must_compute: bool = False
+    leaves: Rows = Rows.CLEAN
+
+    def forget_lookup(self) -> None:
+        """Have the store be asked again: what it has may be more by the time of the next step."""
+        self.lookup_seconds = self.missed = None
+        self.n_found = self.n_bytes = 0
+
+    @property
+    def told(self) -> str:
+        """What was done for the prompt, as the client is told before it is computed."""
+        reason = self.reason or ("live" if self.n_reused and not self.n_restored else None)
+        n, computed = len(self.tokens), len(self.tokens) - self.n_reused
+        return f"restored={self.n_restored} of {n}; computed={computed}" + (f"; reason={reason}" if reason else "")
+
+
 class PoolFullError(Exception):
-    """Too many requests wait for a slot already."""
-
-
-class SlotsReplacedError(PoolFullError):
-    """The server has other slots now than the one that was waited for."""
+    """There is no slot for a request: too many wait already, or the server has ended."""
 
 
 @dataclass(frozen=True)
@@ -68,40 +240,13 @@ class Plan:
     erase_first: bool
 
 
-@dataclass
-class Elsewhere:
-    """A request that may use any slot; `is_harmless` if it leaves in none what others must not find."""
-
-    is_harmless: bool = False
-
-
 class SlotPool:
-    """The slots of a server.
+    """The slots of a server, from its start to its end.
 
-    Parameters
-    ----------
-    slots
-        Number and length of the context of each.
-    rates
-        What work costs.
-    max_waiting
-        How many requests may wait for a slot.
-    separated
-        Whether each request may find only what its own tenant has put into a slot.
-
-    Attributes
-    ----------
-    has_store
-        Whether there is a store to save slots in.
-    can_cut
-        Whether the server can use any part of what a slot holds, as with full attention. A recurrent state, or the end
-        of a sliding window, is of use only to a prompt that goes on from there.
-    changed
-        Set when a slot may have to be saved, or may be taken.
-    n_elsewhere
-        How many requests run that have no slot of their own.
-    n_tainting, n_tainting_begun
-        How many of them may leave any rows in any slot, and how many such requests have begun so far.
+    With `separated`, each request may find only what its own tenant has put into a slot. `changed` is set when a slot
+    may have to be saved, or may be taken. The owner sets `has_store`, and `can_cut`: whether the server can use any
+    part of what a slot holds, as with full attention. A recurrent state, or the end of a sliding window, is of use only
+    to a prompt that goes on from there.
     """
 
     def __init__(
@@ -116,14 +261,8 @@ class SlotPool:
         self.rates, self.separated = rates or Rates(), separated
         self.has_store, self.can_cut = False, True
         self.changed = asyncio.Event()
-        self.n_elsewhere = self.n_tainting = self.n_tainting_begun = 0
-        self._max_waiting = max_waiting
-        self._waiting: list[tuple[Claim, asyncio.Future[PoolSlot]]] = []
-
-    @property
-    def n_waiting(self) -> int:
-        """How many requests wait for a slot."""
-        return len(self._waiting)
+        self.n_waiting, self._max_waiting = 0, max_waiting
+        self._is_closed = False
 
     @property
     def n_busy(self) -> int:
@@ -137,37 +276,31 @@ class SlotPool:
     # -- free, busy, free ----------------------------------------------------------------------------------------------
 
     async def take(self, claim: Claim) -> PoolSlot:
-        """Take the idle slot that costs least, or the wanted one, when it is this request's turn.
+        """Take the idle slot that costs least, or the wanted one, as soon as there is one.
 
         Raises
         ------
         PoolFullError
-            If too many wait already, or the slots are replaced before it has the wanted one.
+            If too many wait already, or the server ends.
         """
-        # a slot that is idle is one that nobody waits for
-        if (slot := self.take_now(claim)) is not None:
-            return slot
-        if len(self._waiting) >= self._max_waiting:
-            raise PoolFullError("too many requests wait for a slot")
-        claim.forget_lookup()
-        granted: asyncio.Future[PoolSlot] = asyncio.get_running_loop().create_future()
-        waiting = claim, granted
-        self._waiting.append(waiting)
-        try:
-            return await granted
-        except BaseException:
-            if waiting in self._waiting:
-                self._waiting.remove(waiting)
-                self.changed.set()
-            elif not granted.cancelled() and granted.exception() is None:
-                # it was granted just now, and its slot is still there
-                self.release(granted.result())
-            raise
-
-    def take_now(self, claim: Claim) -> PoolSlot | None:
-        """Take the idle slot that costs least, or the wanted one; None if there is none."""
-        slot = min(self.usable(claim), key=lambda slot: self.cost(slot, claim), default=None)
-        return self.hold(slot) if slot is not None else None
+        if not self.usable(claim):
+            if self.n_waiting >= self._max_waiting:
+                raise PoolFullError("too many requests wait for a slot")
+            claim.forget_lookup()
+            self.n_waiting += 1
+            try:
+                # who waits longest is woken first
+                while not (self._is_closed or self.usable(claim)):
+                    self.changed.clear()
+                    await self.changed.wait()
+            finally:
+                self.n_waiting -= 1
+                if not self.n_waiting:
+                    # nothing was saved meanwhile
+                    self.changed.set()
+        if self._is_closed:
+            raise PoolFullError("the server has ended")
+        return self.hold(min(self.usable(claim), key=lambda slot: self.cost(slot, claim)))
 
     def usable(self, claim: Claim) -> list[PoolSlot]:
         """The idle slots that a request may get."""
@@ -177,73 +310,31 @@ class SlotPool:
     def hold(self, slot: PoolSlot) -> PoolSlot:
         """Take this slot, which is idle."""
         assert not slot.is_busy, "a slot has one user at a time"
-        slot.is_busy, slot.is_lost = True, False
+        slot.is_busy = True
         return slot
 
     def release(self, slot: PoolSlot) -> None:
         """Give a slot back, and let the next request have it."""
         slot.is_busy = False
-        if self.n_tainting:
-            self._taint(slot)
-        self._grant()
-
-    def _grant(self) -> None:
-        """Let those who wait have the slots that are idle, in the order in which they came."""
-        for waiting in list(self._waiting):
-            claim, granted = waiting
-            if not granted.done() and (taken := self.take_now(claim)) is not None:
-                self._waiting.remove(waiting)
-                granted.set_result(taken)
         self.changed.set()
 
     # -- what concerns all of them -------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def elsewhere(self, *, taints: bool) -> Iterator[Elsewhere]:
-        """While a request runs that may use any slot that is idle in the server; `taints` if it may leave any rows."""
-        request = Elsewhere(is_harmless=not taints)
-        self.n_elsewhere += 1
-        self.n_tainting += taints
-        self.n_tainting_begun += taints
-        try:
-            yield request
-        finally:
-            self.n_elsewhere -= 1
-            self.n_tainting -= taints
-            # also one that is busy here: it may be idle there already
-            for slot in () if request.is_harmless else self.slots:
-                self._taint(slot)
-            # meanwhile nothing was saved
-            self.changed.set()
-
-    def _taint(self, slot: PoolSlot) -> None:
-        # they may be those of another tenant
-        slot.doubt(Rows.UNKNOWN if self.separated else Rows.ALTERED)
-
-    def restarted(self, *, are_empty: bool = True) -> None:
-        """What the slots hold is lost, or unknown if they are not certainly empty: then each is emptied before use."""
-        for slot in self.slots:
+    def forget(self) -> None:
+        """Note that the server has unloaded its model, and with it what the slots hold that nobody uses."""
+        for slot in self.idle():
             slot.emptied()
-            slot.is_lost = slot.is_busy
-            if not are_empty:
-                slot.doubt()
 
-    def replaced(self, slots: Sequence[tuple[int, int]], *, are_empty: bool) -> bool:
-        """Note which slots a server has that was started again, or is another one; whether they are other ones."""
-        if slots == [(slot.id, slot.n_ctx) for slot in self.slots]:
-            return False
-        # a request that has one of the same number still works on that
-        there = {slot.id: slot for slot in self.slots}
-        self.slots = [there.get(id_, PoolSlot(id_, n_ctx)) for id_, n_ctx in slots]
-        for slot, (_, n_ctx) in zip(self.slots, slots, strict=True):
-            slot.n_ctx = n_ctx
-        self.restarted(are_empty=are_empty)
-        for claim, granted in self._waiting:
-            if claim.wanted is not None and not granted.done():
-                granted.set_exception(SlotsReplacedError("the slots of the server were replaced"))
-        self._waiting = [(claim, granted) for claim, granted in self._waiting if claim.wanted is None]
-        self._grant()
-        return True
+    def close(self) -> None:
+        """Note that the server has ended: nobody gets a slot any more, and nothing is saved."""
+        self._is_closed = True
+        self.changed.set()
+
+    async def given_back(self) -> None:
+        """Wait until no slot is in use."""
+        while self.n_busy:
+            self.changed.clear()
+            await self.changed.wait()
 
     # -- what a slot costs a request -----------------------------------------------------------------------------------
 
@@ -288,24 +379,24 @@ class SlotPool:
 
     def may_save(self, slot: PoolSlot) -> bool:
         """Whether what a slot holds may be stored."""
-        return self.has_store and slot.is_clean and not self.n_tainting
+        return self.has_store and slot.is_clean
 
     def would_save(self, slot: PoolSlot) -> bool:
         """Whether a request waits until this slot is saved, which it will take for itself."""
         if not self.may_save(slot) or not slot.is_worth_saving or time.monotonic() < slot.retry_at:
             return False
         computing, saving = self.rates.computing(slot.n_unsaved), self.rates.saving(len(slot.tokens))
-        return computing > SOON and (not self._waiting or computing >= WORTH_WAITING * saving)
+        return computing > SOON and (not self.n_waiting or computing >= WORTH_WAITING * saving)
 
     def next_save(self) -> tuple[float, PoolSlot] | None:
         """When a slot is to be saved, and which; None if there is none, or while a request waits for a slot."""
-        if not self.has_store or self._waiting or self.n_tainting:
+        if not self.has_store or self.n_waiting or self._is_closed:
             return None
         due = [(self._due(slot), slot) for slot in self.idle() if slot.is_worth_saving]
         return min(due, key=lambda one: one[0], default=None)
 
     def _due(self, slot: PoolSlot) -> float:
-        if self.n_elsewhere == 0 and self.n_busy == 0:
+        if self.n_busy == 0:
             # between the answer of one conversation and the next question of another the server is not idle yet
             return max(slot.retry_at, max(one.used for one in self.slots) + DEBOUNCE)
         return max(slot.retry_at, slot.used + DEBOUNCE, slot.unsaved_since + PATIENCE)

@@ -378,21 +378,21 @@ class SlotStore:
         if self.layout is None:
             return SlotCopy(NO_TOKENS, 0, False, partial(self._stored, None, salt, self.reason, 0.0))
         self.identity.check(self.server)
-        with self.directory.saved(self.server, slot, whole=self.layout.shape is None) as file:
-            reason = None
-            if file.has_media and (file.layout is None or not self.can_cut):
-                reason = "media"
-            elif file.layout is None:
-                reason = "empty"
-            elif file.layout != self.layout:
-                raise ServerRefusedError(
-                    f"the states of {self.server.url} have changed: it was restarted with other settings; "
-                    "open the store again"
-                )
-            elif expected is not None and not _begins_with(file.tokens, as_tokens(expected)):
-                reason = "other_tokens"
-            elif len(file.tokens) < self.store.min_tokens:
-                reason = "short"
+        file = self.directory.saved(self.server, slot, whole=self.layout.shape is None)
+        reason = None
+        if file.has_media and (file.layout is None or not self.can_cut):
+            reason = "media"
+        elif file.layout is None:
+            reason = "empty"
+        elif file.layout != self.layout:
+            raise ServerRefusedError(
+                f"the states of {self.server.url} have changed: it was restarted with other settings; "
+                "open the store again"
+            )
+        elif expected is not None and not _begins_with(file.tokens, as_tokens(expected)):
+            reason = "other_tokens"
+        elif len(file.tokens) < self.store.min_tokens:
+            reason = "short"
         work = partial(self._stored, file, salt, reason, time.perf_counter() - started)
         return SlotCopy(file.tokens, file.n_bytes, file.has_media, work)
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from prefixstore.errors import InvalidParameterError
@@ -20,7 +18,6 @@ MAX_HEADER = 256
 # what these say must not be in the store
 CREDENTIALS = frozenset({"authorization", "x-api-key", "cookie", "proxy-authorization"})
 MAX_REMEMBERED = 1024
-REFUSALS = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 
 
 class NoTenantError(Exception):
@@ -108,19 +105,13 @@ def api_key_of(headers: Mapping[str, str]) -> str:
 class Admission:
     """Asks the server about each API key once, and remembers the accepted ones.
 
-    A client without a key must not get a slot, or have a body read and understood.
-
-    Parameters
-    ----------
-    upstream
-        The server.
-    has_keys
-        Whether it requires a key of its clients.
+    A client without a key must not get a slot, or have a body read and understood. `has_keys` is whether the server may
+    require a key of its clients.
     """
 
     def __init__(self, upstream: Upstream, *, has_keys: bool) -> None:
         self._upstream, self._has_keys = upstream, has_keys
-        self._let_in: OrderedDict[bytes, None] = OrderedDict()
+        self._let_in: set[bytes] = set()
 
     async def refusal(self, headers: Headers) -> Reply | None:
         """The server's refusal of a client with these headers; None if it is accepted.
@@ -135,13 +126,15 @@ class Admission:
         credentials = self._upstream.credentials(headers)
         digest = hashlib.sha256(repr(credentials).encode()).digest()
         if digest in self._let_in:
-            self._let_in.move_to_end(digest)
             return None
         reply = await self._upstream.ask("/props", credentials)
-        if reply.status in REFUSALS:
+        if not reply.is_ok:
             return reply
-        if reply.is_ok:
-            self._let_in[digest] = None
-            if len(self._let_in) > MAX_REMEMBERED:
-                self._let_in.popitem(last=False)
+        if len(self._let_in) >= MAX_REMEMBERED:
+            self._let_in.clear()
+        self._let_in.add(digest)
         return None
+
+    def forget(self) -> None:
+        """Forget whom it has accepted: the server was started again, and may have read other keys."""
+        self._let_in.clear()

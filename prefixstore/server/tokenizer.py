@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import OrderedDict
 
 import numpy as np
 
@@ -23,35 +22,19 @@ TOKEN_CHARACTERS = 6
 class Tokenizer:
     """Asks ``/apply-template`` and ``/tokenize``, and remembers the latest answers.
 
-    Parameters
-    ----------
-    upstream
-        The server.
-
-    Attributes
-    ----------
-    marker
-        What stands for an image in a prompt of this server; None if that is not known.
+    `marker` is what stands for an image in a prompt of this server; None if that is not known.
     """
 
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
-        self._known: OrderedDict[bytes, Tokens] = OrderedDict()
+        self._known: dict[bytes, Tokens] = {}
         self.marker: str | None = None
 
     async def tokens(self, ask: Ask, headers: Headers, owner: str | None) -> Tokens | None:
         """The tokens that the server will use for this; None if it refuses, as it will then refuse the request itself.
 
-        Those before the first image, and then a number that stands for the rest.
-
-        Parameters
-        ----------
-        ask
-            The completion.
-        headers
-            What the client has sent to be let in.
-        owner
-            Its tenant: what another has asked before must not make this one faster.
+        Those before the first image, and then a number that stands for the rest. `headers` are what the client has sent
+        to be let in. What one tenant (`owner`) has asked before must not make the request of another faster.
         """
         if ask.media is not None and self.marker is None:
             return None
@@ -60,10 +43,8 @@ class Tokenizer:
         body = ask.chat if ask.chat is not None else await aside(size, lambda: _request(ask.prompt))
         salt = hashlib.sha256((owner or "").encode()).digest()
         key = hashlib.blake2b(kind + salt + body, digest_size=24).digest()
-        known = self._known.get(key)
-        if known is not None:
-            self._known.move_to_end(key)
-            return known
+        if key in self._known:
+            return self._known[key]
         if ask.chat is not None:
             answer = await self._post("/apply-template", body, headers)
             text = answer.get("prompt") if answer else None
@@ -81,9 +62,10 @@ class Tokenizer:
             return None
         if ask.media is not None:
             tokens = np.append(tokens, np.int32(ask.media))
+        if len(self._known) >= CACHED_PROMPTS:
+            # the oldest
+            del self._known[next(iter(self._known))]
         self._known[key] = tokens
-        if len(self._known) > CACHED_PROMPTS:
-            self._known.popitem(last=False)
         return tokens
 
     def _before_media(self, prompt: object, ask: Ask) -> object:

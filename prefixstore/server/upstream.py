@@ -72,17 +72,7 @@ class TargetError(Exception):
 
 @dataclass(frozen=True)
 class Reply:
-    """A complete response.
-
-    Attributes
-    ----------
-    status
-        Its status.
-    content_type
-        What its content is.
-    content
-        Its body.
-    """
+    """A complete response."""
 
     status: int
     content_type: str
@@ -118,16 +108,9 @@ class Answer:
 
 
 class Upstream:
-    """Passes requests on, unbuffered, and asks the server itself.
+    """Passes requests on, unbuffered, and asks the server itself. Nothing in a request leads to another server.
 
-    Parameters
-    ----------
-    url
-        Address of the server. Nothing in a request leads to another.
-    timeout
-        Seconds to wait for the next byte of the server.
-    socket
-        The Unix socket that the server listens on; None: it listens at the address.
+    `timeout` is how many seconds it waits for the next byte of the server, which listens on `socket` if there is one.
     """
 
     def __init__(self, url: str, *, timeout: float, socket: str | os.PathLike[str] | None = None) -> None:

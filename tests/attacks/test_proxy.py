@@ -74,7 +74,7 @@ def test_a_model_that_was_replaced_before_the_child_is_started_again(serve: Serv
     os.kill(served.child(), signal.SIGKILL)
     assert cached(_until_answered(served, prompt(1))) > 200
     served.complete(prompt(2))
-    assert served.until(lambda status: status["saves"] >= 2)["failures"] == {}
+    assert served.until(lambda status: status["saves"] >= 1)["failures"] == {}
 
 
 def test_the_child_is_killed_around_its_saves(serve: Serve, alone: Running):

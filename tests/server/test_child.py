@@ -13,11 +13,9 @@ from pathlib import Path
 import pytest
 
 from prefixstore.errors import ServerError
-from prefixstore.server import child as child_module
 from prefixstore.server.child import Child
 from prefixstore.server.command import ServerCommand
 from prefixstore.server.find_process import start_ticks
-from prefixstore.server.upstream import Upstream
 from tests.support.llama_server import binary
 
 
@@ -119,56 +117,3 @@ def test_a_child_that_is_being_started_is_ended_by_a_stop_as_well(tmp_path: Path
             child.kill()
 
     asyncio.run(scene())
-
-
-# it is healthy, answers one question, and as soon as it is asked another one it hangs up, and ends a while later
-DIES = """
-import socket, sys, time
-listener = socket.socket(socket.AF_UNIX)
-listener.bind(sys.argv[1])
-listener.listen()
-one, _ = listener.accept()
-one.recv(65536)
-one.sendall(b"HTTP/1.1 200 OK\\r\\ncontent-length: 2\\r\\nconnection: close\\r\\n\\r\\n{}")
-one.close()
-two, _ = listener.accept()
-listener.close()
-two.close()
-time.sleep(0.5)
-sys.exit(7)
-"""
-
-
-@pytest.mark.slow
-def test_a_child_that_dies_while_it_is_met_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(child_module, "DYING_SECONDS", 0.05)
-    monkeypatch.setattr(child_module, "LOST_SECONDS", 120.0)
-    path = tmp_path / "socket"
-    n_met = 0
-
-    async def scene() -> None:
-        three = asyncio.Event()
-
-        async def ready() -> None:
-            nonlocal n_met
-            n_met += 1
-            if n_met == 1:
-                assert child.process is not None
-                child.process.kill()
-            elif n_met == 2:
-                server = Upstream("http://child", timeout=60, socket=path)
-                try:
-                    await server.ask("/props", timeout=60)
-                finally:
-                    await server.close()
-            else:
-                three.set()
-
-        child = Child(Program(path, sys.executable, "-c", DIES, str(path)), dict(os.environ), ready, lambda: None)
-        running = asyncio.create_task(child.run())
-        await asyncio.wait((running, asyncio.ensure_future(three.wait())), return_when=asyncio.FIRST_COMPLETED)
-        await child.stop()
-        await running
-
-    asyncio.run(scene())
-    assert n_met == 3

@@ -133,23 +133,3 @@ def test_a_client_that_goes_away_meanwhile_stops_the_server(serve: Serve, models
     answer = served.complete(SHARED)
     assert answer["content"] == llama_server(models("lfm2")).cold(SHARED)
     assert served.status()["failures"] == {}
-
-
-@pytest.mark.slow
-def test_what_is_computed_in_steps_for_a_tenant_is_found_by_that_tenant_alone(serve: Serve, models: Models):
-    options = ("--salt-from", "header:X-Tenant", "--admin-key", "admin")
-    served = serve("-np", "2", model=models("lfm2"), options=options)
-    served.headers = {"Authorization": "Bearer admin"}
-    told = {"boundaries": [len(SHARED)]}
-    first = served.complete([*SHARED, *QUESTION], prefixstore=told, headers={"X-Tenant": "alice"})
-    served.saved()
-    assert served.stop() == 0
-    served = serve("-np", "2", model=models("lfm2"), options=options)
-    served.headers = {"Authorization": "Bearer admin"}
-    served.complete([*SHARED, *OTHER], headers={"X-Tenant": "bob"})
-    assert served.metric("prefixstore_request_restored_tokens_total") == 0
-    served.complete([*SHARED, *OTHER], headers={"X-Tenant": "alice"})
-    assert served.metric("prefixstore_request_restored_tokens_total") == len(SHARED)
-    same = served.complete([*SHARED, *QUESTION], headers={"X-Tenant": "alice"})
-    assert (computed(same), same["content"]) == (1, first["content"])
-    assert served.stop() == 0

@@ -6,16 +6,17 @@ import asyncio
 import json
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 from aiohttp.test_utils import make_mocked_request
 from multidict import CIMultiDict
 
-from prefixstore.errors import ClosedError, CorruptError, InvalidParameterError, ServerError, UnavailableError
+from prefixstore.errors import ClosedError, CorruptError, InvalidParameterError, UnavailableError
 from prefixstore.server import slot_pool
 from prefixstore.server.command import ServerCommand, private_directory
 from prefixstore.server.exchange import BodyBudget, Exchange
@@ -34,10 +35,11 @@ from prefixstore.server.rates import AnswerTail, Rates, Usage
 from prefixstore.server.serving import ServeSettings, failure_of
 from prefixstore.server.session import ServerSession
 from prefixstore.server.slot_manager import SlotManager
-from prefixstore.server.slot_pool import Plan, PoolFullError, SlotPool
-from prefixstore.server.slot_record import Claim, PoolSlot, Rows
-from prefixstore.server.tenants import NoTenantError, TenantSource
+from prefixstore.server.slot_pool import Claim, Plan, PoolFullError, PoolSlot, Rows, SlotPool
+from prefixstore.server.tenants import Admission, NoTenantError, TenantSource
 from prefixstore.server.upstream import Upstream, end_to_end
+
+T = TypeVar("T")
 
 CHAT = "/v1/chat/completions"
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
@@ -173,51 +175,31 @@ def test_an_answer_that_is_cut_in_a_number_says_nothing(end: bytes):
     assert tail.usage() is None
 
 
-def weigh(
-    pool: SlotPool,
-    slot: PoolSlot,
-    prompt: Any,
-    owner: str | None = None,
-    found: tuple[int, int] = (0, 0),
-    *,
-    trusts: bool = False,
-) -> Plan:
-    claim = Claim(prompt, owner, trusts=trusts)
-    claim.n_found, claim.n_bytes = found
-    return pool.weigh(slot, claim)
+# -- slots ------------------------------------------------------------------------------------------------------------
 
 
-def chosen(pool: SlotPool, prompt: Any) -> PoolSlot | None:
-    return pool.take_now(Claim(prompt, None))
+class Store:
+    """A store in which `n_tokens` of each prompt are found, and whose copy of a slot ends when it is told to."""
 
-
-def test_the_slot_that_holds_most_of_the_prompt_is_chosen_then_the_one_used_longest_ago():
-    pool = SlotPool([(0, 100), (1, 100)], Rates())
-    pool.slots[1].tokens = tokens(*range(50))
-    plan = weigh(pool, pool.slots[1], tokens(*range(60)))
-    assert (plan.n_live, plan.restore) == (50, False)
-    assert chosen(pool, tokens(*range(60))) is pool.slots[1]
-    assert chosen(pool, tokens(9, 9)) is pool.slots[0]
-    assert chosen(pool, tokens(1)) is None
-
-
-class Copying:
-    """A store in which nothing is found, and whose copy of a slot ends when it is told to."""
-
-    n_bytes = n_tokens = n_restores = 0
+    n_bytes = 1
     reason = None
     has_media = False
+    saved_seconds = 0.0
 
-    def __init__(self):
+    def __init__(self, n_tokens: int = 0, held: Any = None):
+        self.n_tokens, self.tokens, self.n_finds, self.n_restores, self.n_stored = n_tokens, held, 0, 0, 0
         self.begun, self.may_end = threading.Event(), threading.Event()
-        self.tokens: Any = None
+        self.fault: Exception | None = None
 
     def find(self, prompt: Any, *, salt: str | None = None) -> Any:
+        self.n_finds += 1
         return self
 
     def restore(self, slot: int, prompt: Any, *, salt: str | None = None) -> Any:
         self.n_restores += 1
-        return SimpleNamespace(n_tokens=self.n_tokens, n_bytes=self.n_bytes, saved_seconds=0.0, reason=None)
+        if self.fault is not None:
+            raise self.fault
+        return self
 
     def copy(self, slot: int, *, salt: str | None = None, expected: Any = None) -> Any:
         self.begun.set()
@@ -225,79 +207,11 @@ class Copying:
         return self
 
     def store(self) -> object:
+        self.n_stored += 1
         return True
 
 
-@pytest.mark.parametrize("others", [0, 50])
-def test_a_prompt_whose_slot_is_just_being_saved_waits_for_that_unless_another_slot_has_as_much(others: int):
-    prompt, store = tokens(*range(60)), Copying()
-    store.tokens = prompt
-
-    async def run() -> int:
-        pool = SlotPool([(0, 100), (1, 100)], Rates(token_seconds=1.0))
-        manager = SlotManager(pool, store, lambda _: None)
-        first = await manager.acquire(prompt, None)
-        manager.release(first, Usage(0, 60), began=True)
-        pool.slots[1 - first.slot.id].tokens = prompt[:others]
-        saving = asyncio.create_task(manager.save_when_idle())
-        await asyncio.to_thread(store.begun.wait, 60)
-        second = asyncio.create_task(manager.acquire(prompt, None))
-        # nothing ends a wait for the save before it has ended
-        done, _ = await asyncio.wait({second}, timeout=60 if others else 0.2)
-        assert bool(done) == (others > 0)
-        store.may_end.set()
-        held = await second
-        saving.cancel()
-        manager.release(held, None, began=False)
-        manager.close()
-        return abs(held.slot.id - first.slot.id)
-
-    assert asyncio.run(run()) == (others > 0)
-
-
-def test_a_save_that_was_begun_in_idle_time_ends_before_the_server_stops():
-    store = Copying()
-    store.tokens = tokens(*range(60))
-
-    async def run() -> int:
-        manager = SlotManager(SlotPool([(0, 100)], Rates()), store, lambda _: None)
-        held = await manager.acquire(store.tokens, None)
-        manager.release(held, Usage(0, 60), began=True)
-        saving = asyncio.create_task(manager.save_when_idle())
-        await asyncio.to_thread(store.begun.wait, 60)
-        saving.cancel()
-        asyncio.get_running_loop().call_later(0.05, store.may_end.set)
-        await asyncio.gather(saving, return_exceptions=True)
-        await manager.save_all(60)
-        await manager.keep_copies(60)
-        manager.close()
-        return manager.n_saves
-
-    assert asyncio.run(run()) == 1
-
-
-def test_the_slot_of_a_request_that_is_cut_by_a_stop_is_saved():
-    prompt, store = tokens(*range(60)), Copying()
-    store.tokens = prompt
-    store.may_end.set()
-
-    async def run() -> int:
-        manager = SlotManager(SlotPool([(0, 100)], Rates()), store, lambda _: None)
-        held = await manager.acquire(prompt, None)
-        stopping = asyncio.create_task(manager.save_all(60))
-        for _ in range(10):
-            await asyncio.sleep(0)
-        # its task has just been cancelled, and takes some steps to end
-        manager.release(held, None, began=True)
-        await stopping
-        await manager.keep_copies(60)
-        manager.close()
-        return manager.n_saves
-
-    assert asyncio.run(run()) == 1
-
-
-class Emptying:
+class Erase:
     """Empties slots, but for some."""
 
     def __init__(self, *stuck: int):
@@ -309,151 +223,140 @@ class Emptying:
             raise UnavailableError("it does not answer")
 
 
-@pytest.mark.parametrize(("stuck", "wanted", "slot"), [((), None, 0), ((0,), None, 0), ((0,), 1, 1), ((1,), 1, 1)])
-def test_of_a_slot_that_cannot_be_emptied_nothing_is_used(stuck: tuple[int, ...], wanted: int | None, slot: int):
-    async def run() -> None:
-        pool, erase = SlotPool([(i, 100) for i in range(3)]), Emptying(*stuck)
-        manager = SlotManager(pool, None, erase)
-        for i, one in enumerate(pool.slots):
-            one.rows, one.used = Rows.ALTERED, i
-        held = await manager.acquire(tokens(*range(60)), None, wanted)
-        # else it is not saved, and emptied before its next use
-        is_emptied = slot not in stuck
-        assert (held.slot.id, held.slot.is_clean, held.must_compute) == (slot, is_emptied, not is_emptied)
-        assert erase.asked == [slot]
-        assert [one for one in pool.slots if one.is_busy] == [held.slot]
-        manager.release(held, Usage(0, 60), began=True)
-        assert held.slot.is_dirty is is_emptied
-        assert pool.n_busy == 0
-        manager.close()
+def with_slots(
+    n: int,
+    scene: Callable[[SlotManager], Awaitable[T]],
+    store: Any = None,
+    erase: Callable[[int], object] | None = None,
+    rates: Rates | None = None,
+    **options: Any,
+) -> T:
+    """What a scene returns that uses `n` slots of 500 tokens."""
 
-    asyncio.run(run())
+    async def run() -> T:
+        manager = SlotManager(SlotPool([(i, 500) for i in range(n)], rates, **options), store, erase or Erase())
+        try:
+            return await scene(manager)
+        finally:
+            await manager.end()
 
-
-def test_a_request_that_leaves_while_no_slot_can_be_emptied_gives_its_slot_back():
-    begun, may_end = threading.Event(), threading.Event()
-
-    def erase(_: int) -> None:
-        begun.set()
-        assert may_end.wait(60)
-        raise UnavailableError("it does not answer")
-
-    async def run() -> int:
-        pool = SlotPool([(0, 100)])
-        manager = SlotManager(pool, None, erase)
-        pool.slots[0].rows = Rows.ALTERED
-        asking = asyncio.create_task(manager.acquire(tokens(*range(60)), None))
-        await asyncio.to_thread(begun.wait, 60)
-        for _ in range(3):
-            asking.cancel()
-            await asyncio.sleep(0)
-        assert pool.n_busy == 1
-        may_end.set()
-        await asyncio.gather(asking, return_exceptions=True)
-        manager.close()
-        return pool.n_busy
-
-    assert asyncio.run(run()) == 0
+    return asyncio.run(asyncio.wait_for(run(), 120))
 
 
-def test_a_copy_is_dropped_if_a_request_that_may_use_any_slot_has_begun_meanwhile():
-    """The server may have given it the slot before the copy was made."""
-    store = Copying()
-    store.tokens = tokens(*range(60))
+P60, P90 = tokens(*range(60)), tokens(*range(90))
 
-    async def run() -> tuple[int, bool]:
-        pool = SlotPool([(0, 100)], Rates())
-        manager = SlotManager(pool, store, lambda _: None)
-        manager.release(await manager.acquire(store.tokens, None), Usage(0, 60), began=True)
-        saving = asyncio.create_task(manager.save_when_idle())
+
+def weigh(pool: SlotPool, slot: PoolSlot, prompt: Any, found: tuple[int, int] = (0, 0)) -> Plan:
+    claim = Claim(prompt, None)
+    claim.n_found, claim.n_bytes = found
+    return pool.weigh(slot, claim)
+
+
+def test_the_slot_that_holds_most_of_the_prompt_is_chosen_then_the_one_used_longest_ago():
+    pool = SlotPool([(0, 100), (1, 100)], Rates())
+    pool.slots[1].tokens = tokens(*range(50))
+    plan = weigh(pool, pool.slots[1], P60)
+    assert (plan.n_live, plan.restore) == (50, False)
+    chosen = [asyncio.run(pool.take(Claim(prompt, None))) for prompt in (P60, tokens(9, 9))]
+    assert chosen == [pool.slots[1], pool.slots[0]]
+
+
+def test_what_is_found_is_restored_if_that_is_faster_than_computing_it():
+    pool = SlotPool([(0, 100)], Rates(token_seconds=1e-3, restore_seconds=1e-6))
+    assert weigh(pool, pool.slots[0], P60, found=(40, 10_000)).restore
+    assert not weigh(pool, pool.slots[0], P60, found=(40, 50_000)).restore
+
+
+def test_of_memory_that_cannot_be_cut_only_what_ends_where_the_prompt_goes_on_is_usable():
+    pool = SlotPool([(0, 100)], Rates(token_seconds=1e-3, restore_seconds=1e-9))
+    slot = pool.slots[0]
+    slot.tokens = tokens(*range(40), 99)
+    assert not weigh(pool, slot, P60, found=(30, 1000)).restore
+    pool.can_cut = False
+    assert weigh(pool, slot, P60, found=(30, 1000)).restore
+    slot.tokens = tokens(*range(40))
+    assert not weigh(pool, slot, P60, found=(30, 1000)).restore
+
+
+def test_a_restore_that_was_slow_by_chance_is_not_the_last_one():
+    """What it has taken says that computing is faster; nothing else is measured unless one is tried again."""
+    store, rates = Store(60), Rates(token_seconds=1e-3)
+    store.n_bytes = 1 << 20
+    rates.restored(60, 1 << 20, 0.3)
+
+    async def scene(manager: SlotManager) -> list[str | None]:
+        reasons: list[str | None] = []
+        for i in range(200):
+            held = await manager.acquire(tokens(*range(i, i + 60)), None)
+            manager.release(held, None, began=False)
+            held.slot.emptied()
+            reasons.append(held.reason)
+            if store.n_restores == 1:
+                # it was fast this time
+                rates.restore_seconds = 1e-9
+        return reasons
+
+    reasons = with_slots(1, scene, store, rates=rates)
+    n_left_out = reasons.count("slow")
+    assert 20 < n_left_out < 180
+    assert reasons == ["slow"] * n_left_out + [None] * (200 - n_left_out)
+
+
+def test_a_prompt_that_is_too_short_for_the_store_is_told_so():
+    async def scene(manager: SlotManager) -> str:
+        return (await manager.acquire(tokens(*range(20)), None)).told
+
+    assert with_slots(1, scene) == "restored=0 of 20; computed=20; reason=short"
+
+
+# -- when slots are saved ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("others", [0, 50])
+def test_a_prompt_whose_slot_is_just_being_saved_waits_for_that_unless_another_slot_has_as_much(others: int):
+    store = Store(held=P60)
+
+    async def scene(manager: SlotManager) -> bool:
+        first = await manager.acquire(P60, None)
+        manager.release(first, Usage(0, 60), began=True)
+        manager.pool.slots[1 - first.slot.id].tokens = P60[:others]
+        manager.start()
         await asyncio.to_thread(store.begun.wait, 60)
-        with pool.elsewhere(taints=True):
-            store.may_end.set()
-            pool.release(await asyncio.wait_for(pool.take(Claim(tokens(), None)), 60))
-            await manager.keep_copies(60)
-        saving.cancel()
-        manager.close()
-        return manager.n_saves, not pool.slots[0].is_clean
+        second = asyncio.create_task(manager.acquire(P60, None))
+        # nothing ends a wait for the save before it has ended
+        done, _ = await asyncio.wait({second}, timeout=60 if others else 0.2)
+        assert bool(done) == (others > 0)
+        store.may_end.set()
+        return (await second).slot is first.slot
 
-    assert asyncio.run(run()) == (0, True)
-
-
-def test_nothing_is_saved_while_a_request_runs_that_may_use_any_slot():
-    async def run() -> list[PoolSlot | None]:
-        pool = SlotPool([(0, 100)], Rates())
-        manager = SlotManager(pool, Copying(), lambda _: None)
-        manager.release(await manager.acquire(tokens(*range(60)), None), Usage(0, 60), began=True)
-        saves = [_saved_now(manager)]
-        with pool.elsewhere(taints=True) as use:
-            saves.append(_saved_now(manager))
-            assert not manager.pool.would_save(pool.slots[0])
-            use.is_harmless = True
-        saves.append(_saved_now(manager))
-        manager.close()
-        assert saves[0] is saves[2] is pool.slots[0]
-        return saves
-
-    assert asyncio.run(run())[1] is None
+    assert with_slots(2, scene, store, rates=Rates(token_seconds=1.0)) == (others == 0)
 
 
-def _saved_now(manager: SlotManager) -> PoolSlot | None:
-    due = manager.pool.next_save()
-    return due[1] if due is not None and due[0] <= time.monotonic() else None
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_save_that_was_begun_and_the_slot_of_a_request_that_is_cut_are_stored_before_the_server_stops(is_cut: bool):
+    store = Store(held=P60)
 
-
-def test_a_slot_that_was_filled_across_a_restart_of_the_server_is_emptied():
-    """The server that was started meanwhile may have another model."""
-    pools: list[SlotPool] = []
-    erase = Emptying()
-
-    class Restoring(Copying):
-        n_tokens = n_bytes = 60
-        saved_seconds, reason = 0.0, None
-
-        def restore(self, slot: int, prompt: Any, *, salt: str | None = None) -> Any:
-            loop.call_soon_threadsafe(pools[0].restarted)
-            return self
-
-    async def run() -> None:
-        nonlocal loop
+    async def scene(manager: SlotManager) -> None:
+        held = await manager.acquire(P60, None)
         loop = asyncio.get_running_loop()
-        pools.append(SlotPool([(0, 100)]))
-        manager = SlotManager(pools[0], Restoring(), erase)
-        held = await manager.acquire(tokens(*range(60)), None)
-        assert (held.n_restored, len(held.slot.tokens)) == (0, 0)
-        manager.close()
+        if is_cut:
+            # its task has just been cancelled, and takes some steps to end
+            loop.call_later(0.05, lambda: manager.release(held, None, began=True))
+        else:
+            manager.release(held, Usage(0, 60), began=True)
+            manager.start()
+            await asyncio.to_thread(store.begun.wait, 60)
+        loop.call_later(0.05, store.may_end.set)
+        await manager.end(saves=True)
 
-    loop: Any = None
-    asyncio.run(run())
-    assert erase.asked == [0]
-
-
-@pytest.mark.parametrize("stuck", [(), (0,)])
-def test_nothing_is_computed_from_a_slot_whose_restore_has_failed(stuck: tuple[int, ...]):
-    """The erasing of what the server has read may have failed as well."""
-
-    class Failing(Copying):
-        n_tokens = n_bytes = 60
-
-        def restore(self, slot: int, prompt: Any, *, salt: str | None = None) -> Any:
-            raise CorruptError("as a test wants it")
-
-    async def run() -> None:
-        pool, erase = SlotPool([(0, 100), (1, 100)]), Emptying(*stuck)
-        manager = SlotManager(pool, Failing(), erase)
-        held = await manager.acquire(tokens(*range(60)), None)
-        assert (held.slot.id, held.must_compute, held.n_restored, erase.asked) == (0, bool(stuck), 0, [0])
-        assert [one.id for one in pool.slots if one.must_empty(trusts=True)] == list(stuck)
-        manager.close()
-
-    asyncio.run(run())
+    with_slots(1, scene, store)
+    assert store.n_stored == 1
 
 
 def test_a_save_that_fails_is_tried_again_after_a_while_and_at_the_end():
-    slot = PoolSlot(0, 1000)
-    slot.computed(tokens(*range(100)), 100)
     pool = SlotPool([(0, 1000)])
-    pool.slots, pool.has_store = [slot], True
+    slot, pool.has_store = pool.slots[0], True
+    slot.computed(P60, 60)
     first = pool.next_save()
     slot.not_saved()
     later = pool.next_save()
@@ -464,244 +367,133 @@ def test_a_save_that_fails_is_tried_again_after_a_while_and_at_the_end():
     assert not pool.would_save(slot)
 
 
-def test_a_prompt_that_is_too_short_for_the_store_is_told_so():
-    async def run() -> str:
-        manager = SlotManager(SlotPool([(0, 100)]), None, lambda _: None)
-        claim = await manager.acquire(tokens(*range(20)), None)
-        manager.close()
-        return claim.told
+# -- slots that hold what a request must not find ---------------------------------------------------------------------
 
-    assert asyncio.run(run()) == "restored=0 of 20; computed=20; reason=short"
+
+@pytest.mark.parametrize(("stuck", "wanted", "slot"), [((), None, 0), ((0,), None, 0), ((0,), 1, 1), ((1,), 1, 1)])
+def test_of_a_slot_that_cannot_be_emptied_nothing_is_used(stuck: tuple[int, ...], wanted: int | None, slot: int):
+    erase = Erase(*stuck)
+
+    async def scene(manager: SlotManager) -> None:
+        for i, one in enumerate(manager.pool.slots):
+            one.rows, one.used = Rows.ALTERED, i
+        held = await manager.acquire(P60, None, wanted)
+        # else it is not saved, and emptied before its next use
+        is_emptied = slot not in stuck
+        assert (held.slot.id, held.slot.is_clean, held.must_compute) == (slot, is_emptied, not is_emptied)
+        assert erase.asked == [slot]
+        assert [one for one in manager.pool.slots if one.is_busy] == [held.slot]
+        manager.release(held, Usage(0, 60), began=True)
+        assert held.slot.is_dirty is is_emptied
+        assert manager.pool.n_busy == 0
+
+    with_slots(3, scene, erase=erase)
+
+
+def test_a_request_that_leaves_while_no_slot_can_be_emptied_gives_its_slot_back():
+    begun, may_end = threading.Event(), threading.Event()
+
+    def erase(_: int) -> None:
+        begun.set()
+        assert may_end.wait(60)
+        raise UnavailableError("it does not answer")
+
+    async def scene(manager: SlotManager) -> int:
+        manager.pool.slots[0].rows = Rows.ALTERED
+        asking = asyncio.create_task(manager.acquire(P60, None))
+        await asyncio.to_thread(begun.wait, 60)
+        for _ in range(3):
+            asking.cancel()
+            await asyncio.sleep(0)
+        assert manager.pool.n_busy == 1
+        may_end.set()
+        await asyncio.gather(asking, return_exceptions=True)
+        return manager.pool.n_busy
+
+    assert with_slots(1, scene, erase=erase) == 0
+
+
+@pytest.mark.parametrize("stuck", [(), (0,)])
+def test_nothing_is_computed_from_a_slot_whose_restore_has_failed(stuck: tuple[int, ...]):
+    """The erasing of what the server has read may have failed as well."""
+    store, erase = Store(60), Erase(*stuck)
+    store.fault = CorruptError("as a test wants it")
+
+    async def scene(manager: SlotManager) -> None:
+        held = await manager.acquire(P60, None)
+        assert (held.slot.id, held.must_compute, held.n_restored, erase.asked) == (0, bool(stuck), 0, [0])
+        assert [one.id for one in manager.pool.slots if one.must_empty(trusts=True)] == list(stuck)
+
+    with_slots(2, scene, store, erase)
 
 
 def test_requests_that_go_past_the_store_keep_their_own_slot():
     """Those with a field that is not known: nobody else gets their rows, and they lose nothing by that."""
+    erase = Erase()
 
-    async def run() -> None:
-        pool, erase = SlotPool([(0, 200), (1, 200)]), Emptying()
-        manager = SlotManager(pool, None, erase)
-        first = await manager.acquire(tokens(*range(60)), None, asks=False, trusts=True)
-        manager.release(first, Usage(0, 60), began=True, taints=True)
-        again = await manager.acquire(tokens(*range(90)), None, asks=False, trusts=True)
+    async def scene(manager: SlotManager) -> None:
+        async def passed(prompt: Any) -> Claim:
+            held = await manager.acquire(prompt, None, asks=False, trusts=True)
+            held.leaves = Rows.ALTERED
+            manager.release(held, Usage(0, len(prompt)), began=True)
+            return held
+
+        first, again = await passed(P60), await passed(P90)
         assert (again.slot, again.slot.is_clean, erase.asked) == (first.slot, False, [])
-        manager.release(again, Usage(60, 30), began=True, taints=True)
-        both = [await manager.acquire(tokens(*range(90)), None) for _ in range(2)]
+        both = [await manager.acquire(P90, None) for _ in range(2)]
         assert all(held.slot.is_clean for held in both)
         assert erase.asked == [first.slot.id]
-        manager.close()
 
-    asyncio.run(run())
+    with_slots(2, scene, erase=erase)
 
 
 def test_a_request_gets_no_rows_that_may_be_those_of_another_tenant_even_if_it_would_trust_its_own():
     """A slot that could not be emptied, and that its next request has not computed anything in."""
+    erase = Erase(0)
 
-    async def run() -> None:
-        pool, erase = SlotPool([(0, 100)], separated=True), Emptying(0)
-        manager = SlotManager(pool, None, erase)
-        prompt = tokens(*range(60))
-        manager.release(await manager.acquire(prompt, "ann"), Usage(0, 60), began=True)
-        held = await manager.acquire(prompt, "bob")
+    async def scene(manager: SlotManager) -> None:
+        manager.release(await manager.acquire(P60, "ann"), Usage(0, 60), began=True)
+        held = await manager.acquire(P60, "bob")
         assert held.must_compute
         # the server has refused it
         manager.release(held, None, began=False)
         erase.stuck.clear()
-        held = await manager.acquire(prompt, "bob", asks=False, trusts=True)
+        held = await manager.acquire(P60, "bob", asks=False, trusts=True)
         assert (held.must_compute, erase.asked[-1], len(erase.asked)) == (False, 0, 2)
         assert held.slot.rows is Rows.CLEAN
         manager.release(held, None, began=False)
         # a request that may use any slot, as of embeddings, has left the rows of anyone
-        with pool.elsewhere(taints=True):
-            pass
-        await manager.acquire(prompt, "bob", asks=False, trusts=True)
-        assert len(erase.asked) == 3
-        manager.close()
+        async with manager.all_slots(None, leaves=Rows.UNKNOWN) as claims:
+            assert [claim.slot for claim in claims] == manager.pool.slots
+            n_asked = len(erase.asked)
+        await manager.acquire(P60, "bob", asks=False, trusts=True)
+        assert len(erase.asked) == n_asked + 1
 
-    asyncio.run(run())
-
-
-def test_an_answer_that_goes_on_across_a_restart_leaves_rows_that_nobody_trusts():
-    async def run() -> None:
-        pool, erase = SlotPool([(0, 100)]), Emptying()
-        manager = SlotManager(pool, None, erase)
-        held = await manager.acquire(tokens(*range(60)), None)
-        pool.restarted()
-        manager.release(held, Usage(0, 60), began=True)
-        await manager.acquire(tokens(*range(60)), None, asks=False, trusts=True)
-        assert erase.asked == [0]
-        manager.close()
-
-    asyncio.run(run())
+    with_slots(1, scene, erase=erase, separated=True)
 
 
-def test_a_slot_whose_rows_come_into_doubt_while_it_is_saved_is_emptied(monkeypatch: pytest.MonkeyPatch):
-    """Another request may run in it then: for the server it is idle."""
-    monkeypatch.setattr(slot_pool, "SOON", 0.0)
-
-    async def run() -> None:
-        pool, erase, store = SlotPool([(0, 200)], Rates(token_seconds=1.0)), Emptying(), Copying()
-        manager = SlotManager(pool, store, erase)
-        manager.release(await manager.acquire(tokens(*range(60)), None), Usage(0, 60), began=True)
-        acquiring = asyncio.ensure_future(manager.acquire(tokens(*range(100, 160)), None))
-        assert await asyncio.to_thread(store.begun.wait, 60)
-        with pool.elsewhere(taints=True):
-            pass
-        store.may_end.set()
-        held = await acquiring
-        assert (erase.asked, held.slot.is_clean) == ([0], True)
-        manager.close()
-
-    asyncio.run(run())
-
-
-def test_the_slots_of_a_server_that_is_not_our_child_are_emptied_before_their_first_use():
-    pool = SlotPool([(0, 100), (1, 100)], Rates())
-    pool.restarted(are_empty=False)
-    assert all(weigh(pool, slot, tokens(1)).erase_first for slot in pool.slots)
-    assert all(weigh(pool, slot, tokens(1), trusts=True).erase_first for slot in pool.slots)
-    pool.restarted()
-    assert not any(weigh(pool, slot, tokens(1)).erase_first for slot in pool.slots)
-
-
-def test_what_is_found_is_restored_if_that_is_faster_than_computing_it():
-    pool = SlotPool([(0, 100)], Rates(token_seconds=1e-3, restore_seconds=1e-6))
-    slot, prompt = pool.slots[0], tokens(*range(50))
-    assert weigh(pool, slot, prompt, found=(40, 10_000)).restore
-    assert not weigh(pool, slot, prompt, found=(40, 50_000)).restore
-
-
-def test_a_restore_that_was_slow_by_chance_is_not_the_last_one():
-    """What it has taken says that computing is faster; nothing else is measured unless one is tried again."""
-    store = Copying()
-    store.n_tokens, store.n_bytes = 60, 1 << 20
-
-    async def run() -> list[str | None]:
-        rates = Rates(token_seconds=1e-3)
-        rates.restored(60, 1 << 20, 0.3)
-        manager = SlotManager(SlotPool([(0, 100)], rates), store, lambda _: None)
-        reasons: list[str | None] = []
-        for i in range(200):
-            held = await manager.acquire(tokens(*range(i, i + 60)), None)
-            manager.release(held, None, began=False)
-            manager.pool.slots[0].emptied()
-            reasons.append(held.reason)
-            if store.n_restores == 1:
-                # it was fast this time
-                rates.restore_seconds = 1e-9
-        manager.close()
-        return reasons
-
-    reasons = asyncio.run(run())
-    n_left_out = reasons.count("slow")
-    assert 20 < n_left_out < 180
-    assert reasons == ["slow"] * n_left_out + [None] * (200 - n_left_out)
-
-
-def test_batches_that_took_long_beside_other_prompts_do_not_make_stops_dear():
-    rates = Rates()
-    for seconds in (0.9, 0.002, 0.8, 0.7):
-        rates.computed(1, seconds)
-    assert rates.stopping(1000) == pytest.approx(rates.stopping(10))
-    assert rates.stopping(1000) < 0.01
-
-
-def test_of_memory_that_cannot_be_cut_only_what_ends_where_the_prompt_goes_on_is_usable():
-    pool = SlotPool([(0, 100)], Rates(token_seconds=1e-3, restore_seconds=1e-9))
-    slot, prompt = pool.slots[0], tokens(*range(50))
-    slot.tokens = tokens(*range(40), 99)
-    assert not weigh(pool, slot, prompt, found=(30, 1000)).restore
-    pool.can_cut = False
-    assert weigh(pool, slot, prompt, found=(30, 1000)).restore
-    slot.tokens = tokens(*range(40))
-    assert not weigh(pool, slot, prompt, found=(30, 1000)).restore
-
-
-def test_a_request_that_may_use_any_slot_taints_all_even_one_that_is_busy():
-    pool = SlotPool([(0, 100), (1, 100)])
-    pool.hold(pool.slots[0])
-    with pool.elsewhere(taints=True) as use:
-        pool.release(pool.slots[0])
-        assert not pool.slots[0].is_clean
-    assert not any(slot.is_clean for slot in pool.slots)
-    assert not use.is_harmless
-
-
-class Looking:
-    """A store that has what was put into it, and counts how often it was asked."""
-
-    def __init__(self) -> None:
-        self.n_tokens = self.n_asked = 0
-
-    def find(self, prompt: Any, salt: str | None = None) -> Any:
-        self.n_asked += 1
-        return SimpleNamespace(n_tokens=self.n_tokens, n_bytes=self.n_tokens, reason=None)
-
-    def restore(self, slot: int, prompt: Any, salt: str | None = None) -> Any:
-        return SimpleNamespace(n_tokens=self.n_tokens, n_bytes=1, saved_seconds=0.0, reason=None)
+# -- requests that wait for a slot ------------------------------------------------------------------------------------
 
 
 def test_a_request_that_waits_for_a_slot_finds_what_was_stored_meanwhile_and_asks_once():
-    async def scene() -> tuple[int, int]:
-        pool, store = SlotPool([(0, 500)], Rates(token_seconds=1.0), max_waiting=1), Looking()
-        manager = SlotManager(pool, store, lambda _: None)  # type: ignore[arg-type]
+    store = Store()
+
+    async def scene(manager: SlotManager) -> tuple[int, int]:
         held = await manager.acquire(tokens(*range(300)), None)
         waiting = asyncio.create_task(manager.acquire(tokens(*range(200), *range(300, 400)), None))
         await asyncio.sleep(0.01)
         with pytest.raises(PoolFullError):
             await manager.acquire(tokens(*range(400, 500)), None)
-        n_asked = store.n_asked
-        store.n_tokens = 200
+        n_finds, store.n_tokens = store.n_finds, 200
         manager.release(held, None, began=False)
-        claim = await waiting
-        manager.release(claim, None, began=False)
-        manager.close()
-        return claim.n_found, store.n_asked - n_asked
+        return (await waiting).n_found, store.n_finds - n_finds
 
-    assert asyncio.run(scene()) == (200, 1)
-
-
-def test_a_request_that_waits_gets_a_slot_of_the_server_that_answers_next():
-    async def scene() -> list[tuple[int, int, bool]]:
-        pool = SlotPool([(0, 100)])
-        held = await pool.take(Claim(tokens(), None))
-        waiting = asyncio.create_task(pool.take(Claim(tokens(), None)))
-        await asyncio.sleep(0)
-        assert not pool.replaced([(0, 100)], are_empty=True)
-        assert pool.replaced([(0, 200), (1, 200)], are_empty=False)
-        # the request that has the first one still works on that
-        assert (await waiting).id == 1
-        pool.release(held)
-        return [(slot.id, slot.n_ctx, slot.is_clean) for slot in pool.slots]
-
-    assert asyncio.run(asyncio.wait_for(scene(), 120)) == [(0, 200, False), (1, 200, False)]
-
-
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
-def test_a_request_for_all_slots_has_all_of_the_server_that_answers_next(before: int, after: int):
-    async def scene() -> tuple[int, int]:
-        pool = SlotPool([(i, 100) for i in range(before)], separated=True)
-        manager = SlotManager(pool, None, lambda _: None)
-        held = await pool.take(Claim(tokens(), None, wanted=1))
-
-        async def ask() -> int:
-            async with manager.all_slots("alice") as claims:
-                return len({claim.slot.id for claim in claims if claim.slot in pool.slots and claim.slot.is_busy})
-
-        asking = asyncio.create_task(ask())
-        await asyncio.sleep(0.01)
-        assert pool.n_busy == 2
-        pool.replaced([(i, 50) for i in range(after)], are_empty=True)
-        pool.release(held)
-        found = await asking
-        manager.close()
-        return found, pool.n_busy
-
-    assert asyncio.run(asyncio.wait_for(scene(), 120)) == (after, 0)
+    assert with_slots(1, scene, store, rates=Rates(token_seconds=1.0), max_waiting=1) == (200, 1)
 
 
 def test_requests_wait_in_order_and_one_that_gives_up_wakes_the_next():
-    async def scene() -> list[str]:
-        pool, done = SlotPool([(0, 100)], max_waiting=3), []
+    async def scene(manager: SlotManager) -> list[str]:
+        pool, done = manager.pool, list[str]()
         pool.hold(pool.slots[0])
 
         async def request(name: str) -> None:
@@ -712,15 +504,33 @@ def test_requests_wait_in_order_and_one_that_gives_up_wakes_the_next():
 
         tasks = [asyncio.create_task(request(name)) for name in "abc"]
         await asyncio.sleep(0)
-        with pytest.raises(PoolFullError):
-            await pool.take(Claim(tokens(), None))
         pool.release(pool.slots[0])
         tasks[0].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert pool.n_waiting == 0
         return done
 
-    assert asyncio.run(asyncio.wait_for(scene(), 120)) == ["b", "c"]
+    assert with_slots(1, scene) == ["b", "c"]
+
+
+def test_when_the_server_has_ended_nobody_waits_for_its_slots_and_nothing_of_them_is_saved():
+    async def scene(manager: SlotManager) -> None:
+        pool = manager.pool
+        held = await manager.acquire(P60, None)
+        waiting = asyncio.create_task(manager.acquire(P60, None))
+        await asyncio.sleep(0)
+        pool.close()
+        for request in (waiting, manager.acquire(P60, None)):
+            with pytest.raises(PoolFullError, match="has ended"):
+                await request
+        given_back = asyncio.create_task(pool.given_back())
+        await asyncio.sleep(0)
+        assert not given_back.done()
+        manager.release(held, Usage(0, 60), began=True)
+        await given_back
+        assert pool.next_save() is None
+
+    with_slots(1, scene, Store())
 
 
 def test_headers_of_one_connection_stay_there():
@@ -775,17 +585,6 @@ def test_the_command_has_what_the_store_needs(tmp_path: Path):
             ServerCommand(["llama-server"], {variable: "1"}, tmp_path)
 
 
-def test_tenants_share_no_cache_of_the_server_wherever_that_is_switched_on(tmp_path: Path):
-    for given, environ in ((["--cache-ram", "0"], {}), ([], {"LLAMA_ARG_CACHE_RAM": "0"}), ([], {})):
-        command = ServerCommand(["llama-server", *given], environ, tmp_path, separated=True)
-        command.check_started(command.argv(), environ)
-        for added in (["-cram", "100"], ["--cache-ram", "-1"]):
-            with pytest.raises(ServerError, match="cache-ram"):
-                command.check_started([*command.argv(), *added], environ)
-    shared = ServerCommand(["llama-server"], {}, tmp_path)
-    shared.check_started([*shared.argv(), "-cram", "100"], {})
-
-
 def test_no_connection_to_the_server_is_used_twice():
     """llama-server closes some after a streamed answer, without having said so: the next request would fail."""
     served: list[asyncio.Task[None] | None] = []
@@ -817,9 +616,8 @@ def test_options_are_known_in_both_spellings(tmp_path: Path):
     assert ServerCommand(["llama-server", "--api_key", "K"], {}, tmp_path).has_keys
     with pytest.raises(InvalidParameterError, match="context-shift"):
         ServerCommand(["llama-server", "--context_shift"], {}, tmp_path)
-    (second := tmp_path / "second").mkdir(mode=0o700)
     with pytest.raises(InvalidParameterError, match="cache-ram 512"):
-        ServerCommand(["llama-server", "-cram", "0", "--cache_ram", "512"], {}, second, separated=True)
+        ServerCommand(["llama-server", "-cram", "0", "--cache_ram", "512"], {}, tmp_path, separated=True)
 
 
 def exchange(path: str, headers: list[tuple[str, str]]) -> Exchange:
@@ -839,7 +637,7 @@ def test_a_location_that_does_not_answer_stops_no_request(path: str):
     session: Any = SimpleNamespace(is_ready=False, reason=None, why="", manager=None, store=store)
 
     async def scene() -> None:
-        own = OwnEndpoints(session, ask, has_keys=False)
+        own = OwnEndpoints(session, Admission(Upstream("http://server", timeout=60), has_keys=False), ask)
         one = exchange(path, [])
         asked = asyncio.ensure_future(own.answer(one))
         await asyncio.sleep(0)
@@ -885,7 +683,7 @@ def test_a_store_that_could_not_be_opened_is_opened_by_a_later_request(monkeypat
         settings, nothing = ServeSettings(location="memory:"), Path("/nowhere")
         session = Ready(Upstream("http://server", timeout=60), settings, nothing, ServerIdentity)
         session.is_child = True
-        session._is_up.set()
+        session.is_ready = True
         await session._open()
         for seconds in (3600.0, 0.0):
             monkeypatch.setattr("prefixstore.server.session.REOPEN_SECONDS", seconds)

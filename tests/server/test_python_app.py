@@ -19,7 +19,6 @@ from prefixstore.errors import InvalidParameterError
 from prefixstore.llama.paged_memory import PagedMemory
 from prefixstore.server import create_app
 from prefixstore.server import python_server as module
-from prefixstore.server.completions import CompletionWatch
 from tests.support.models import load, prompt
 
 TEXT = "The list of files is sorted. " * 20
@@ -304,21 +303,6 @@ def test_the_command_serves_what_it_is_told_to(tmp_path, models, monkeypatch):
     assert cached(answer) == 0
     assert (settings.host, settings.port) == ("localhost", 0)
     assert (parameters.salt, parameters.page_tokens, parameters.budget.max_bytes) == ("a b", 128, 1 << 30)
-
-
-def test_a_watch_does_not_keep_a_llama_alive(models):
-    llm = load(models("llama"))
-    with PrefixStore("memory:", llm) as store:
-        llm.set_cache(store)
-        CompletionWatch(llm, store, Told())
-        llm(TEXT, max_tokens=1)
-        generated = llm.generate(prompt(20), temp=0)
-        next(generated)
-        assert isinstance(generated.send(None), int)
-        gone = weakref.ref(llm)
-        del llm, generated
-        gc.collect()
-        assert gone() is None
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -101,16 +100,6 @@ def test_a_server_that_is_killed_in_mid_stream_leaves_a_sound_store(models, loca
         server.stop()
     with Archive(location, read_only=True) as archive:
         assert archive.check() == []
-
-
-@pytest.mark.slow
-def test_clients_at_the_same_time(models, location, cold):
-    given = [messages(f"Question {i}?") for i in range(8)]
-    with start(models, location, "--interrupt-requests", "false") as server:
-        with ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(server.chat, given))
-        assert [text_of(answer) for answer in answers] == [text_of(cold(one)) for one in given]
-        assert sorted(cached(answer) > 0 for answer in answers) == [False] + [True] * 7
 
 
 @pytest.mark.slow

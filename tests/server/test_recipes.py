@@ -18,7 +18,7 @@ from fastapi.testclient import TestClient
 
 from prefixstore import PrefixStore
 from prefixstore.config import load_config
-from prefixstore.server import child, serving, session
+from prefixstore.server import child, serving, slot_manager
 from tests.support import ROOT
 from tests.support.llama_server import binary
 from tests.support.ports import free_port
@@ -148,7 +148,7 @@ def test_systemd_and_compose_leave_the_time_to_store_what_slots_hold():
     unit = configparser.ConfigParser()
     unit.read_string(document.split("```ini\n")[1].split("```")[0])
     # requests that run, slots, what was copied of them, and the server: each has a limit
-    longest = serving.GRACE_SECONDS + 2 * session.STOP_SECONDS + child.STOP_SECONDS
+    longest = serving.GRACE_SECONDS + 2 * slot_manager.STOP_SECONDS + child.STOP_SECONDS
     assert int(unit["Service"]["TimeoutStopSec"]) > longest
     # by default, systemd ends llama-server at the same time
     assert unit["Service"]["KillMode"] == "mixed"

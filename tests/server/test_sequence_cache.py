@@ -263,25 +263,6 @@ def test_a_store_that_fails_is_a_miss(example, store, monkeypatch, method):
     assert store.check() == []
 
 
-def test_a_damaged_page_costs_a_miss(example, store, monkeypatch):
-    made = example(store)
-    expected = made.ask(USERS[0])
-    store.flush()
-    page = store.engine.lookups.pages()[1]
-    with store.engine._backend.update() as transaction:
-        record, usage = transaction.record(page.key), transaction.usage(page.key)
-        transaction.put(page.key, record, usage, b"\0" * record.stored_bytes)
-    for _ in range(2):
-        made.forget()
-        assert made.ask(USERS[0]) == expected
-    assert made.scheduler.metrics.sequence_cache_load_failures_total == 1
-    store.flush()
-    made.forget()
-    made.computed = 0
-    assert made.ask(USERS[0]) == expected
-    assert made.computed == 1 + GENERATED
-
-
 def test_a_model_in_use_is_refused_and_one_without_states_is_left_alone(example, store, caplog):
     made = example()
     made.ask(USERS[0])

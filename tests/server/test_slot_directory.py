@@ -52,7 +52,6 @@ def test_a_file_that_is_cut_while_it_is_read_is_damaged(tmp_path: Path, monkeypa
     monkeypatch.setattr(os, "readv", cut)
     with pytest.raises(CorruptError, match="after 600 bytes of 1000"):
         directory.read("file", 1000)
-    assert list(tmp_path.iterdir()) == []
 
 
 class Server:

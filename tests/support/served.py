@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from prefixstore.server.slot_record import WORTH_A_SAVE
+from prefixstore.server.slot_pool import WORTH_A_SAVE
 from tests.support import ROOT
 from tests.support.llama_server import Running, binary, start
 from tests.support.signals import ends_with_us
