@@ -28,11 +28,11 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# these one at a time: crowds of processes, and what measures time
-ALONE := $(patsubst %,tests/attacks/test_%.py,crowd exits outages postgresql proxy s3 soak stopped valkey)
+# alone: crowds of processes
+ALONE := tests/attacks/test_crowd.py
 
 attack: $(VENV)/.dev
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(addprefix --ignore ,$(ALONE)) -m 'slow or attack'
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal --ignore $(ALONE) -m 'slow or attack'
 	$(BIN)/python -m pytest $(ALONE)
 
 torture: $(VENV)/.dev

@@ -106,7 +106,7 @@ def test_opening_and_closing_a_store_leaks_nothing(scheme, tmp_path, request):
     wait_for(lambda: gc.collect() >= 0 and handles() <= before[0], "the end of all open files")
 
 
-@pytest.mark.parametrize("scheme", ["lmdb", "postgresql", "s3"])
+@pytest.mark.parametrize("scheme", ["lmdb", "postgresql"])
 def test_processes_with_real_models_in_a_crowd_give_the_same_answers_as_one_process(scheme, models, tmp_path, request):
     location = place(scheme, tmp_path, request)
     model = str(models("llama"))

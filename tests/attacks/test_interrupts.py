@@ -156,14 +156,15 @@ def with_another(location, *, lossy):
     store.engine.close()
 
 
-# how many places are tried of each piece of work: opening a database takes longer
-PLACES = {"memory": 12, "lmdb": 5, "sqlite": 3}
+# How many places are tried of each piece of work: opening a file takes longer. What a backend does, threads of the
+# store do, where no Ctrl-C arrives: one with a file stands for all.
+PLACES = {"memory": 12, "lmdb": 5}
 
 
 @pytest.mark.parametrize("name", WORK)
 @pytest.mark.parametrize(("scheme", "behind"), [(scheme, True) for scheme in PLACES] + [("memory", False)])
 def test_a_ctrl_c_at_any_place_leaves_a_store_that_works(scheme, behind, name, tmp_path):
-    location = {"memory": "memory:", "lmdb": f"{tmp_path}/kv", "sqlite": f"sqlite:///{tmp_path}/kv.db"}[scheme]
+    location = {"memory": "memory:", "lmdb": f"{tmp_path}/kv"}[scheme]
     store = new_store(location, write_behind=behind)
     n_places = places_in(lambda: WORK[name][0](store))
     store.engine.close()

@@ -57,7 +57,7 @@ def test_a_line_that_is_cut_anywhere_in_an_answer_costs_no_more_than_a_miss(way,
         WORK[name](store)
         n_bytes = way.line.passed - before
     # every boundary of a message at length, a sample otherwise
-    for k in range(0, n_bytes, 1 + n_bytes // (15 * TORTURE)):
+    for k in range(0, n_bytes, 1 + n_bytes // (8 * TORTURE)):
         with closing(Store(open_pages(way.url, max_bytes=64 * MIB))) as store:
             assert store.match(A) == 12
             way.line.left = k

@@ -16,7 +16,6 @@ from tests.support.engines import MIB, A, B, C
 from tests.support.models import TORTURE
 from tests.support.places import refusal
 from tests.support.postgres import private_server, server_program, small_disk_server, store_on
-from tests.support.sql_rows import before_statements, statements
 from tests.support.timeouts import wait_for
 
 
@@ -32,46 +31,10 @@ def administrator(new_database):
         yield url, session
 
 
-def statements_of(store, work) -> int:
-    """How many statements a piece of work sends."""
-    with statements() as sent:
-        work(store)
-    return len(sent)
-
-
 TERMINATE = (
     "SELECT count(pg_terminate_backend(pid, 5000)) FROM pg_stat_activity "
     "WHERE datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend'"
 )
-
-
-@pytest.mark.parametrize("name", [name for name in WORK if name != "reindex"])
-def test_a_session_that_is_ended_before_any_statement_costs_no_more_than_a_miss(administrator, name):
-    url, session = administrator
-    with stored(url, A) as store:
-        n_statements = statements_of(store, WORK[name])
-    assert n_statements
-    for k in range(n_statements + 1):
-        session.execute("DELETE FROM prefixstore_rows")
-        session.execute("DELETE FROM prefixstore_payloads")
-        session.execute("UPDATE prefixstore_meta SET bytes = 0")
-        with stored(url, A) as store:
-            left = [k]
-
-            def end_before(statement, left=left):
-                if statement != TERMINATE:
-                    left[0] -= 1
-                    if left[0] == -1:
-                        session.execute(TERMINATE)
-
-            # the next one finds a server that works
-            with before_statements(end_before):
-                WORK[name](store)
-            assert store.match(A) in ((0, 12) if name in ("clear", "evict") else (12,))
-            assert store.put(C) == 3
-            assert store.fetch(C) == 3
-            assert store.engine.upkeep.check() == []
-        is_intact(url, C)
 
 
 def test_a_server_that_is_killed_while_pages_are_written_loses_none_that_was_flushed():

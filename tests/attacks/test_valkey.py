@@ -8,10 +8,9 @@ from contextlib import suppress
 import pytest
 import valkey
 
-from prefixstore.backends.valkey import connections
-from prefixstore.errors import FullError, LocationError, StorageError, UnavailableError
+from prefixstore.errors import FullError, LocationError, StorageError
 from tests.attacks.server_work import WORK, is_intact, lookup, stored, tried
-from tests.support.engines import NS, A, B, C
+from tests.support.engines import NS, A, B
 from tests.support.models import TORTURE
 from tests.support.timeouts import wait_for
 from tests.support.valkey import forget_lock, private_valkey
@@ -22,42 +21,6 @@ def name_of(url):
 
 
 # -- lost connections -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("name", WORK)
-def test_connections_that_are_ended_at_any_command_cost_a_miss_at_most(
-    new_valkey, valkey_server, monkeypatch, name, when
-):
-    url, left, sent = new_valkey(), [-1], []
-    real = connections.Connections.take
-
-    def take(self, work):
-        if left[0] == 0:
-            left[0] = -1
-            if when == "after":
-                self.give_back(real(self, work)[0])
-            raise UnavailableError("ended")
-        left[0] -= left[0] > 0
-        sent.append(1)
-        return real(self, work)
-
-    monkeypatch.setattr(connections.Connections, "take", take)
-    k, is_over = 0, False
-    while not is_over:
-        with stored(url, A) as store:
-            del sent[:]
-            left[0] = k
-            WORK[name](store)
-            is_over, left[0] = left[0] > 0, -1
-            wait_for(lambda store=store: tried(lambda one: one.put(C))(store) or lookup(store, C) == 3, "a put")
-            assert store.engine.upkeep.check() == []
-        is_intact(url, C)
-        with valkey_server.client() as client:
-            # the location is gone
-            client.delete(*client.keys(f"{{{name_of(url)}}}:*"))
-        k += 1
-    assert k > 0
 
 
 # -- lost servers -----------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError
 
 import pytest
@@ -204,6 +205,13 @@ def new_prefix(request: pytest.FixtureRequest) -> Callable[[], str]:
     request.getfixturevalue("credentials")
     server = request.getfixturevalue("seaweedfs")
     return lambda: prefix_on(server)
+
+
+def forget_turn(rows: Any) -> None:
+    """As other writers do after some seconds: nobody renews the turn of a writer that has died."""
+    store = rows._store
+    while (state := store.refresh()).turn:
+        store._replace(state, turn="")
 
 
 def prefix_on(server: Server, endpoint: str | None = None) -> str:
