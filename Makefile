@@ -37,7 +37,7 @@ attack: $(VENV)/.dev
 
 torture: $(VENV)/.dev
 	PREFIXSTORE_TORTURE=1 $(BIN)/python -m pytest --timeout=3600 -m attack
-	PREFIXSTORE_TORTURE=1 $(BIN)/python -m pytest --timeout=3600 tests/llama/test_state.py tests/models
+	PREFIXSTORE_TORTURE=1 $(BIN)/python -m pytest --timeout=3600 tests/models
 	PREFIXSTORE_TORTURE=1 $(BIN)/python -m pytest --timeout=3600 -m 'hypothesis and not attack'
 
 models: $(VENV)/.dev

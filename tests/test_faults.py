@@ -61,23 +61,6 @@ def test_llama_cpp_refusing_a_page_ends_the_restore_with_what_is_there(llama, co
         assert stats.tokens_restored == 256
 
 
-def test_a_page_of_another_length_does_not_reach_llama_cpp(llama):
-    llm = llama()
-    memory = PagedMemory(llm)
-    llm.eval(TOKENS)
-    taken = []
-    with PrefixStore("memory:", llm) as store:
-        memory.take([(0, 256)], store.engine.captures.acquire, lambda start, end, buffer: taken.append(buffer))
-        state = bytes(taken[0].view)
-        taken[0].release()
-        memory.cut(0)
-        for forged, n in ((state, 255), (state[:10], 256), (b"", 256), (state[:-1], 256), (state + b"x", 256)):
-            assert not memory.fits(memoryview(forged), 0, n)
-        memory.cut(0)
-        assert memory.fits(memoryview(state), 0, 256)
-        assert memory.load(memoryview(state))
-
-
 FULL_DISK = """
 import sys
 from prefixstore import PrefixStore

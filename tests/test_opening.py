@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from prefixstore import ClosedError, InvalidParameterError, MisuseError, NotAttachedError, PrefixStore
-from prefixstore.backends.memory import agreed_bytes
-from prefixstore.engine.pages import open_pages
 from prefixstore.maintenance.archive import Archive
-from tests.support.engines import MIB
 from tests.support.models import answer, attached, evaluated, forget, prompt
-from tests.support.places import contents, fill, space
+from tests.support.places import fill, space
 
 # -- without arguments -------------------------------------------------------------------------------------------------
 
@@ -99,23 +94,6 @@ def test_options_on_which_those_who_name_a_memory_cannot_agree_are_refused():
             assert len(reader) == len(store) == 0
     with PrefixStore("memory://x", max_bytes="2MiB"):
         pass
-
-
-def test_a_forked_child_has_a_copy_that_its_stores_share():
-    one, two = (open_pages("memory://forked", max_bytes=MIB) for _ in range(2))
-    fill(one, space(), [[1, 2, 3, 4]], last_used=1)
-    pid = os.fork()
-    if pid == 0:
-        fill(one, space(), [[5, 6, 7, 8]], last_used=1)
-        third = open_pages("memory://forked", max_bytes=MIB)
-        ok = len(contents(two)) == len(contents(third)) == 2
-        for backend in (one, two, third):
-            backend.close()
-        os._exit(0 if ok and agreed_bytes("memory://forked") is None else 1)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert len(contents(two)) == 1
-    one.close()
-    two.close()
 
 
 def test_a_close_that_does_not_get_through_is_made_up_for(tmp_path):

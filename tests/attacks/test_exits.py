@@ -20,7 +20,7 @@ import atexit, gc, os, signal, sys, threading
 import prefixstore.opening
 from prefixstore import PrefixStore
 from prefixstore.engine import queue
-from tests.attacks.flaky_backend import FlakyBackend
+from tests.support.faults import FlakyBackend
 from tests.support.models import answer, load, prompt
 from tests.support.timeouts import disable_timeouts
 disable_timeouts()

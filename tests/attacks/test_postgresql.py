@@ -154,30 +154,3 @@ def test_a_server_without_free_connections_causes_misses_only(administrator, use
         assert store.fetch(A) == 3
         assert store.put(B) == 3
     is_intact(url, A, B)
-
-
-def is_dropped(store):
-    """Whether pages were dropped, after another attempt to put some; it ends earlier if they cannot be looked up."""
-    WORK["put"](store)
-    return store.counters.group("dropped") == {"unavailable": 3}
-
-
-def test_a_statement_that_the_server_ends_drops_pages_and_nothing_else(administrator):
-    url, session = administrator
-    limit = f"ALTER DATABASE {make_url(url).database} SET statement_timeout"
-    with stored(url, A) as store:
-        with psycopg.connect(libpq(url)) as other:
-            other.execute("SELECT * FROM prefixstore_meta FOR UPDATE")
-            # no other statement may take so short a time only: of sessions from here on
-            session.execute(f"{limit} = '150ms'")
-            session.execute(TERMINATE + f" AND pid <> {other.info.backend_pid}")
-            wait_for(lambda: is_dropped(store), "the end of a statement of a commit")
-            # nobody is kept from reading
-            wait_for(lambda: lookup(store, A) == 3, "a hit")
-            session.execute(f"{limit} = 0")
-            session.execute(TERMINATE + f" AND pid <> {other.info.backend_pid}")
-            other.rollback()
-        assert store.put(B) == 3
-        assert store.fetch(B) == 3
-        assert store.counters.group("dropped") == {"unavailable": 3}
-    is_intact(url, A, B)

@@ -20,9 +20,6 @@ def name_of(url):
     return url.rpartition("?name=")[2]
 
 
-# -- lost connections -------------------------------------------------------------------------------------------------
-
-
 # -- lost servers -----------------------------------------------------------------------------------------------------
 
 
@@ -130,23 +127,6 @@ def test_a_server_out_of_memory_evicts_by_our_policy():
         for n in range(1000):
             server.client().unlink(f"other{n}")
         wait_for(lambda: tried(lambda each: each.put(B))(store) or lookup(store, B) == 3, "a put")
-
-
-@pytest.mark.parametrize("policy", ["allkeys-lru", "allkeys-random"])
-def test_a_server_that_evicts_by_itself_costs_only_what_it_evicts(policy):
-    options = {"maxmemory": "16mb", "maxmemory-policy": policy}
-    with private_valkey(**options) as server, stored(server.url, max_bytes=1 << 30) as store:
-        n_hits = 0
-        for n in range(120 * TORTURE):
-            tokens = [1000 + n] * 12
-            tried(lambda each, tokens=tokens: each.put(tokens, size=300_000))(store)
-            n_hits += lookup(store, tokens) == 3
-            # older ones, whole, in part or not at all, and never wrong
-            lookup(store, [1000 + n // 2] * 12)
-        assert n_hits > 10
-        for _ in range(5):
-            tried(lambda each: each.engine.deleter.repair(each.engine.upkeep.check()))(store)
-        assert {violation.rule for violation in store.engine.upkeep.check()} <= {"payload"}
 
 
 # -- refused ----------------------------------------------------------------------------------------------------------

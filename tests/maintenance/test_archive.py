@@ -16,20 +16,17 @@ from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import page_key
 from prefixstore.maintenance.archive import Archive
 from tests.support.newer import make_corrupt, make_newer
-from tests.support.places import SCHEMES, contents, fill, place, space
+from tests.support.places import contents, fill, place, space
 
 # two that share their first page, one that shares nothing, one shorter than a page
 SEQUENCES = ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 10], [20, 21, 22, 23, 24], [30, 31])
 MINE, YOURS = space("mine"), space("yours")
 
 
-# that each backend keeps pages alike is shown by the contract tests and the model
-EACH = ["lmdb", *(pytest.param(scheme, marks=pytest.mark.attack) for scheme in SCHEMES[1:])]
-
-
-@pytest.fixture(params=EACH)
-def archive(request, tmp_path):
-    with Archive(place(request.param, tmp_path, request), create=True) as opened:
+@pytest.fixture
+def archive(tmp_path):
+    """In one location: that each backend keeps pages alike is shown by the contract tests and the model."""
+    with Archive(tmp_path / "kv", create=True) as opened:
         yield opened
 
 
@@ -67,16 +64,7 @@ CHOICES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("archive", "choice", "left"),
-    [
-        # what is chosen does not depend on the backend: each choice on the first and one other, all with the attacks
-        pytest.param(scheme, *choice, marks=() if at in (0, 1 + i % (len(SCHEMES) - 1)) else pytest.mark.attack)
-        for at, scheme in enumerate(SCHEMES)
-        for i, choice in enumerate(CHOICES)
-    ],
-    indirect=["archive"],
-)
+@pytest.mark.parametrize(("choice", "left"), CHOICES)
 def test_exactly_the_chosen_pages_are_purged(archive, choice, left):
     fill(archive.backend, MINE, SEQUENCES)
     fill(archive.backend, YOURS, SEQUENCES[:1], last_used=time.time_ns(), pinned=True)
@@ -144,16 +132,6 @@ def test_a_purge_leaves_pages_of_a_newer_version_and_what_follows_them_and_says_
             assert view.used.entries == 4 - n
         assert archive.engine.deleter.n_newer() == 4 - n
         assert ("newer prefixstore" in caplog.text) == ("everything" not in choice)
-
-
-def test_a_purge_leaves_what_a_page_of_a_newer_version_follows():
-    with Archive("memory:", create=True) as archive:
-        (path,) = fill(archive.backend, MINE, [list(range(16))])
-        make_newer(archive.backend, path[2])
-        assert archive.purge(namespace=MINE.key.hex()).pages == 0
-        with archive.backend.view() as view:
-            assert view.used.entries == len(path)
-        assert archive.purge(everything=True).pages == len(path)
 
 
 def test_a_page_is_pinned_with_its_ancestors_and_unpinned_except_those_that_others_need(archive):

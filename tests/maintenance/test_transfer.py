@@ -20,7 +20,6 @@ from prefixstore.errors import CorruptError, FullError, IncompatibleError, Unava
 from prefixstore.format import export
 from prefixstore.format.export import ExportReader
 from prefixstore.format.namespace import Namespace
-from prefixstore.format.record import FORMAT_VERSION
 from prefixstore.maintenance import transfer
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import copy_store, export_store, import_store
@@ -70,14 +69,8 @@ def on_disk(data):
     return file
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        # an export does not know where it goes: from each and to each in every run, their product with the attacks
-        pytest.param(one, other, marks=() if SCHEMES[i - 1] == other else pytest.mark.attack)
-        for (i, one), other in itertools.product(enumerate(SCHEMES), SCHEMES)
-    ],
-)
+# from each and to each: an export does not know where it goes
+@pytest.mark.parametrize(("one", "other"), zip(SCHEMES, (*SCHEMES[1:], SCHEMES[0]), strict=True))
 def test_pages_move_between_all_backends_unchanged(one, other, tmp_path, request):
     with (
         Archive(place(one, tmp_path, request, "one"), create=True) as source,
@@ -201,13 +194,6 @@ def test_a_flipped_bit_is_detected_anywhere_and_nothing_wrong_is_stored(source, 
                 import_store(ExportReader(io.BytesIO(bytes(changed)), "f"), target)
             assert contents(target.backend).items() <= good.items()
             assert target.check() == []
-
-
-def test_false_lengths_allocate_no_memory(tmp_path):
-    head = export.HEADER.pack(export.MAGIC, export.EXPORT_VERSION, FORMAT_VERSION)
-    for lengths in ((1 << 31, 0), (16, 1 << 60)):
-        with pytest.raises(CorruptError):
-            ExportReader(io.BytesIO(head + export.ENTRY.pack(b"PAGE", *lengths) + bytes(100)), "f")
 
 
 def test_other_files_and_other_versions_are_refused(source):

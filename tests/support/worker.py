@@ -17,7 +17,7 @@ from typing import Any
 
 from prefixstore import PrefixStore
 from tests.support import ROOT
-from tests.support.models import answer, load, prompt
+from tests.support.models import load, prompt
 from tests.support.timeouts import disable_timeouts
 
 
@@ -112,20 +112,6 @@ def converse_until_killed(
     for i in range(1_000_000):
         with sessions.admit(f"later {i % 5}") as session:
             session.create_completion(prompt(40, seed=i), max_tokens=2, temperature=0)
-
-
-def write_at_the_same_time(*, model: str, location: str, seeds: list[int], common: int, store: dict) -> dict:
-    """Several prompts with a common start, through one location that others use as well."""
-    llm = load(model)
-    texts = {}
-    with PrefixStore(location, llm, **store) as cache:
-        llm.set_cache(cache)
-        for seed in seeds:
-            texts[str(seed)] = answer(llm, prompt(common) + prompt(300, seed), 8)
-            time.sleep(0.01)
-        cache.flush()
-        stats = cache.stats()
-    return {"texts": texts, "dropped": stats.dropped, "misses": stats.misses, "hits": stats.hits, "pid": os.getpid()}
 
 
 def serve() -> None:
