@@ -6,11 +6,9 @@ environment, as obstore reads them.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,7 +16,7 @@ import time
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -26,6 +24,7 @@ from urllib.error import HTTPError
 import pytest
 
 from tests.support.ports import free_port
+from tests.support.signals import ends_with_us
 
 KEY_ID, SECRET = "testkeyid", "testsecretkey"
 BUCKET = "bucket"
@@ -55,7 +54,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                preexec_fn=_end_with_parent,  # noqa: PLW1509 - no thread runs yet that could hold a lock
+                preexec_fn=ends_with_us(),  # noqa: PLW1509 - it takes no lock
             )
         for _ in range(3600):
             assert self.process.poll() is None, (self.directory / "log").read_text()
@@ -145,11 +144,6 @@ def weed() -> str | None:
     beside = [Path(sys.executable).parent, *(Path(one) / "bin" for one in sys.path if one)]
     found = next((str(one / "weed") for one in beside if (one / "weed").is_file()), None)
     return found or shutil.which("weed")
-
-
-def _end_with_parent() -> None:
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 @contextmanager
