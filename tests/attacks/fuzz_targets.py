@@ -20,7 +20,6 @@ import xxhash
 
 with atheris.instrument_imports(include=["prefixstore"]):
     from prefixstore import PrefixStoreError
-    from prefixstore.format.codec import PACKINGS, decode
     from prefixstore.format.export import (
         END_HEAD,
         ENTRY,
@@ -31,7 +30,7 @@ with atheris.instrument_imports(include=["prefixstore"]):
         ExportReader,
     )
     from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT, namespace_key, page_key
-    from prefixstore.format.record import CHECKSUM_BYTES, RECORD, RECORD_SEAL, Record, checksum
+    from prefixstore.format.record import CHECKSUM_BYTES, RECORD, RECORD_SEAL, checksum
     from prefixstore.llama.state.parse import parse_sequence
     from prefixstore.llama.state.view import Assembly, zeros
     from prefixstore.maintenance.archive import Archive
@@ -52,21 +51,6 @@ def sealed(body: bytes) -> tuple[bytes, bytes]:
     form, parent = fields[2], fields[11]
     key = page_key(parent, body[RECORD.size :], form if form == SNAPSHOT else PAGE)
     return key, body + RECORD_SEAL.pack(xxhash.xxh3_64_intdigest(body))
-
-
-# -- packed pages -----------------------------------------------------------------------------------------------------
-
-
-def packed(data: bytes) -> None:
-    """A packed page with a right checksum: a state of the size that was claimed, or an error."""
-    number, payload = data[:1], data[1:]
-    codec = number[0] % 4 if number else 0
-    packing = next((packing for packing in PACKINGS.values() if packing.number == codec), None)
-    claimed = len(payload)
-    with suppress(PrefixStoreError):
-        claimed = packing.claimed(memoryview(payload)) if packing is not None else 0
-    page = Record(bytes(32), bytes(32), 0, bytes(4), codec, max(claimed, 0), len(payload), checksum(payload), 0, 0)
-    assert len(decode(page, payload)) == page.raw_bytes
 
 
 # -- export files -----------------------------------------------------------------------------------------------------
@@ -142,7 +126,7 @@ def state(data: bytes) -> None:
         assert shape.fits(zeros(shape, positions)[0], 3, 1)
 
 
-TARGETS: dict[str, Callable[[bytes], None]] = {target.__name__: target for target in (packed, export, state)}
+TARGETS: dict[str, Callable[[bytes], None]] = {target.__name__: target for target in (export, state)}
 
 # -- seeds ------------------------------------------------------------------------------------------------------------
 
@@ -160,9 +144,7 @@ def a_state(n: int, *, transposed: bool = False, recurrent: bool = False) -> byt
 
 def seeds(name: str) -> list[bytes]:
     """Real ones."""
-    states = (bytes(range(256)) * 4, bytes(100_000), b"", b"x")
     return {
-        "packed": [bytes([one.number]) + bytes(one.pack(raw)) for one in PACKINGS.values() for raw in states],
         "export": [b"\0" + an_export(), b"\1" + an_export(), b"\xff" + HEADER.pack(MAGIC, EXPORT_VERSION, 1)],
         "state": [a_state(3), a_state(1, transposed=True), a_state(2, recurrent=True)],
     }[name]

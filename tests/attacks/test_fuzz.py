@@ -27,7 +27,7 @@ from tests.support.models import TORTURE
 from tests.support.pages import make_page
 from tests.support.places import place, space
 
-TARGETS = ("packed", "export", "state")
+TARGETS = ("export", "state")
 # a minute for each, at length
 BOUND = "-max_total_time=60" if TORTURE > 1 else "-atheris_runs=500"
 SPACE = space()

@@ -8,7 +8,6 @@ import re
 import struct
 import tempfile
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -219,21 +218,6 @@ def test_a_tail_is_replaced_by_the_page_that_continues_it_and_is_not_imported_ag
             moved = copy_store(tail, short)
         assert (moved.pages, moved.present) == (0, 1)
         assert short.check() == []
-
-
-def test_damaged_pages_are_left_out_with_their_descendants(source, tmp_path):
-    paths = fill(source.backend, MINE, SEQUENCES)
-    with source.backend.update() as transaction:
-        key = paths[0][0]
-        record, usage = transaction.record(key), transaction.usage(key)
-        transaction.delete(key)
-        transaction.put(key, replace(record, checksum=bytes(16)), usage, bytes(1000))
-    file = io.BytesIO()
-    moved = export_store(source, file)
-    assert (moved.pages, moved.damaged) == (5, 1)
-    with Archive(tmp_path / "target", create=True) as target:
-        assert import_store(ExportReader(io.BytesIO(file.getvalue()), "f"), target).pages == 5
-        assert target.check() == []
 
 
 def test_a_location_that_fails_in_the_middle_is_an_error_and_its_pages_are_not_called_damaged(source, tmp_path):
