@@ -1,7 +1,7 @@
 # make demo    computes a prompt in one process and restores it in another
 # make test    ruff, mypy, and the tests of what each part does, in two processes (JOBS=2): minutes
 # make attack  the slow tests (whole servers, many cases), then what the store has to survive, bounded: crashes, power
-#              loss, damage, crowds, outages, hostile bytes: half an hour
+#              loss, damage, crowds, outages, hostile bytes: twenty minutes
 # make torture the same attacks at length: hours
 # make models  what is saved for each model, through both doors, into docs/models.md: half an hour
 # make docs    the documents as a site, in site/: every link checked, every snippet compiled or run

@@ -19,7 +19,31 @@ from prefixstore.traces.plot import svg
 from prefixstore.traces.read import read_trace
 from prefixstore.traces.replay import Belady, replay
 from tests.support import ROOT
-from tests.test_replay import conversations, requests, written
+
+
+def requests(cache, prompts):
+    return [cache.request(prompt) for prompt in prompts]
+
+
+def written(path, prompts, *, packed=False):
+    raw = "".join(json.dumps({"timestamp": 0, "hash_ids": blocks}) + "\n" for blocks in prompts).encode()
+    path.write_bytes(gzip.compress(raw) if packed else raw)
+    return path
+
+
+def conversations(seed, n_prompts=150):
+    """Prompts that continue others, or start after one of three beginnings; blocks name their prefix."""
+    chance = random.Random(seed)
+    known = [[0], [1], [2]]
+    fresh = 3
+    prompts = []
+    for _ in range(n_prompts):
+        before = chance.choice(known[-30:] if chance.random() < 0.6 else known[:3])
+        n = chance.randint(0, 5)
+        prompts.append([*before, *range(fresh, fresh + n)])
+        fresh += n
+        known.append(prompts[-1])
+    return prompts
 
 
 @pytest.fixture
