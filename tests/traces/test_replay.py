@@ -72,6 +72,12 @@ def request(names, n, **more):
     return {"namespace": "n", "hash_ids": names, "input_length": n, "hit_length": 0, "page_tokens": 8, **more}
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_trace_is_read_plain_or_compressed_and_its_blocks_are_numbered(tmp_path, packed):
+    found = read_trace(written(tmp_path / "trace", [[70, 9], [70, 12]], packed=packed))
+    assert [list(event.blocks) for event in found.requests] == [[0, 1], [0, 2]]
+
+
 def stored(names, n, n_bytes=100, **more):
     return {"namespace": "n", "hash_ids": names, "stored_length": n, "bytes": n_bytes, **more}
 
