@@ -19,9 +19,9 @@ from prefixstore.warming import prompt_trie as trie
 from prefixstore.warming.estimate import estimate
 from prefixstore.warming.job import Job, missing_tokens, warm
 from prefixstore.warming.leases import PREFIX, Leases
+from tests.support import ROOT
 from tests.support.models import answer, logits, prompt
 from tests.support.warming import job_command, shared_prompts, unique_tokens, write_jsonl
-from tests.support.worker import ROOT
 
 PROMPTS = shared_prompts(32)
 UNIQUE = unique_tokens(PROMPTS)
