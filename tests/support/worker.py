@@ -3,48 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
-import time
-import traceback
-from collections.abc import Callable
 from typing import Any
 
 from prefixstore import PrefixStore
+from tests.support import in_fork
 from tests.support.models import load, prompt
 from tests.support.timeouts import disable_timeouts
+
+__all__ = ["command", "in_fork"]
 
 
 def command(function: str, **arguments: Any) -> list[str]:
     """The command that runs a function of this module in a process of its own."""
     return [sys.executable, "-m", "tests.support.worker", function, json.dumps(arguments)]
-
-
-def in_fork(work: Callable[[], None]) -> None:
-    """Run `work` in a forked child; what it raises fails the test."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        except BaseException:  # noqa: BLE001 - the child must not return into pytest
-            traceback.print_exc()
-            sys.stderr.flush()
-        finally:
-            os._exit(code)
-    deadline = time.monotonic() + 180
-    while True:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            break
-        if time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            raise AssertionError("the forked child hangs")
-        time.sleep(0.02)
-    assert os.waitstatus_to_exitcode(status) == 0
 
 
 def converse_until_killed(
