@@ -25,8 +25,6 @@ from tests.support.models import answer, load, prompt
 from tests.support.timeouts import disable_timeouts
 disable_timeouts()
 model, location, speed, end, llm_is = sys.argv[1:]
-# what is only slow may take its time
-queue.NO_PROGRESS_SECONDS = 1000.0
 real, made = prefixstore.opening.open_pages, []
 def opened(*arguments, **options):
     made.append(FlakyBackend(real(*arguments, **options)))

@@ -19,6 +19,7 @@ from prefixstore.backends.objects.store import STORE
 from prefixstore.engine.invariants import flaws
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import LocationError, StorageError, UnavailableError
+from tests.attacks.server_work import lookup
 from tests.support.engines import MIB, A, C, Store, store_of
 from tests.support.http_proxy import CUT, DROP, HANG, LOSE, PASS, HTTPProxy
 from tests.support.models import TORTURE
@@ -80,17 +81,9 @@ def test_a_server_that_is_killed_and_comes_back(at_once):
             with pytest.raises(StorageError):
                 act()
         server.start()
-        wait_for(lambda: fetched(store, A) == 3, "the end of the outage")
+        wait_for(lambda: lookup(store, A) == 3, "the end of the outage")
         wait_for(lambda: store.put(C) == 3, "a write after the outage")
         assert store.fetch(C) == 3
-
-
-def fetched(store, tokens):
-    """How many pages are restored; none while the server does not answer."""
-    try:
-        return store.fetch(tokens)
-    except StorageError:
-        return 0
 
 
 def test_a_server_that_does_not_answer_is_given_up_in_time(seaweedfs, at_once):
