@@ -12,7 +12,6 @@ import pytest
 from tests.attacks.power import shim
 from tests.model.process import Processes
 
-
 MEMORY = Path("/dev/shm")
 
 
