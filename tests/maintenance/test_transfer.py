@@ -69,7 +69,7 @@ def on_disk(data):
 
 
 # from each and to each: an export does not know where it goes
-@pytest.mark.parametrize(("one", "other"), zip(SCHEMES, (*SCHEMES[1:], SCHEMES[0]), strict=True))
+@pytest.mark.parametrize(("one", "other"), [*zip(SCHEMES, (*SCHEMES[1:], SCHEMES[0]), strict=True)])
 def test_pages_move_between_all_backends_unchanged(one, other, tmp_path, request):
     with (
         Archive(place(one, tmp_path, request, "one"), create=True) as source,
