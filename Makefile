@@ -1,7 +1,7 @@
 # make demo    computes a prompt in one process and restores it in another
 # make test    ruff, mypy, and the tests of what each part does, in two processes (JOBS=2): minutes
 # make attack  the slow tests (whole servers, many cases), then what the store has to survive, bounded: crashes, power
-#              loss, damage, crowds, outages, hostile bytes: half an hour
+#              loss, damage, crowds, outages, hostile bytes: twenty minutes
 # make torture the same attacks at length: hours
 # make models  what is saved for each model, through both doors, into docs/models.md: half an hour
 # make docs    the documents as a site, in site/: every link checked, every snippet compiled or run
@@ -28,16 +28,16 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# these one at a time: crowds of processes, and what measures time
-ALONE := $(patsubst %,tests/attacks/test_%.py,crowd exits outages postgresql proxy s3 soak stopped valkey)
+# alone: crowds of processes
+ALONE := tests/attacks/test_crowd.py
 
 attack: $(VENV)/.dev
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(addprefix --ignore ,$(ALONE)) -m 'slow or attack'
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal --ignore $(ALONE) -m 'slow or attack'
 	$(BIN)/python -m pytest $(ALONE)
 
 torture: $(VENV)/.dev
 	PREFIXSTORE_TORTURE=1 $(BIN)/python -m pytest --timeout=3600 -m attack
-	PREFIXSTORE_TORTURE=1 $(BIN)/python -m pytest --timeout=3600 tests/llama/test_state.py tests/models
+	PREFIXSTORE_TORTURE=1 $(BIN)/python -m pytest --timeout=3600 tests/models
 	PREFIXSTORE_TORTURE=1 $(BIN)/python -m pytest --timeout=3600 -m 'hypothesis and not attack'
 
 models: $(VENV)/.dev

@@ -1,7 +1,4 @@
-"""Codecs: ratio, speed, and the effect on a restore, on pages of a trained model and of a random one.
-
-Rejected candidates (blosc2, openzl) are measured too if their packages are installed.
-"""
+"""Codecs: ratio, speed, and the effect on a restore, on pages of a trained model and of a random one."""
 
 from __future__ import annotations
 
@@ -52,11 +49,10 @@ RESTORED = ("raw", "zstd", "planes")
 
 @dataclass
 class Codec:
-    """A way to pack, and to unpack into given memory: in one thread, or in several that the codec starts itself."""
+    """A way to pack, and to unpack into given memory."""
 
     pack: Callable[[bytes], Any]
     unpack: Callable[[Any, memoryview], object]
-    unpack_by_all: Callable[[Any, memoryview], object] | None = None
 
 
 # -- codecs ------------------------------------------------------------------------------------------------------------
@@ -71,57 +67,6 @@ def ours(name: str) -> Codec:
     )
 
 
-def blosc2_codecs() -> Iterator[tuple[str, Codec]]:
-    import blosc2
-
-    for name, codec in (("zstd", blosc2.Codec.ZSTD), ("lz4", blosc2.Codec.LZ4)):
-        options = {"typesize": 2, "clevel": 1, "codec": codec, "filters": [blosc2.Filter.SHUFFLE], "nthreads": 1}
-        yield (
-            f"blosc2: shuffle, {name}",
-            Codec(
-                lambda raw, options=options: blosc2.compress2(raw, cparams=options),
-                lambda stored, out: blosc2.decompress2(stored, out, dparams={"nthreads": 1}),
-                lambda stored, out: blosc2.decompress2(stored, out, dparams={"nthreads": CORES}),
-            ),
-        )
-
-
-def openzl_codecs() -> Iterator[tuple[str, Codec]]:
-    from openzl import ext as zl
-
-    graphs = {
-        "split, Huffman": lambda c: zl.nodes.TransposeSplit()(c, zl.graphs.Huffman()(c)),
-        "as it likes": zl.graphs.Compress(),
-    }
-    for name, build in graphs.items():
-        compressor, packer = zl.Compressor(), zl.CCtx()
-        compressor.set_parameter(zl.CParam.FormatVersion, zl.MAX_FORMAT_VERSION)
-        compressor.select_starting_graph(build(compressor))
-        packer.set_parameter(zl.CParam.StickyParameters, 1)
-        packer.set_parameter(zl.CParam.FormatVersion, zl.MAX_FORMAT_VERSION)
-        packer.ref_compressor(compressor)
-
-        def pack(raw: bytes, packer: Any = packer, compressor: Any = compressor) -> bytes:
-            # the compressor is an argument so that it lives as long as what refers to it
-            return packer.compress([zl.Input(zl.Type.Numeric, np.frombuffer(raw, np.uint16))])
-
-        def unpack(stored: bytes, out: memoryview) -> None:
-            # it decodes into its own memory, which llama.cpp could read as well
-            zl.DCtx().decompress(stored)[0].content.as_nparray()
-
-        yield f"openzl: {name}", Codec(pack, unpack)
-
-
-def codecs() -> dict[str, Codec]:
-    found = {name: ours(name) for name in OURS}
-    for candidates in (blosc2_codecs, openzl_codecs):
-        try:
-            found.update(candidates())
-        except ImportError:
-            continue
-    return found
-
-
 def median_seconds(work: Callable[[], object], rounds: int = 3) -> float:
     return statistics.median(seconds(work) for _ in range(rounds))
 
@@ -131,13 +76,8 @@ def measure(codec: Codec, pages: list[bytes]) -> dict[str, float]:
     packed = [codec.pack(page) for page in pages]
     # touched once before: a restore has its buffers already
     memory = [np.zeros(len(pages[0]), np.uint8).data for _ in range(CORES)]
-    unpack_by_all = codec.unpack_by_all
 
     def by_all() -> None:
-        if unpack_by_all is not None:
-            for stored in packed:
-                unpack_by_all(stored, memory[0])
-            return
         shares = [pool.submit(lambda i=i: [codec.unpack(p, memory[i]) for p in packed[i::CORES]]) for i in range(CORES)]
         for share in shares:
             share.result()
@@ -284,7 +224,7 @@ def run() -> dict[str, Any]:
             results[name] = {
                 "page_bytes": len(pages[0]),
                 "auto": picked(pages),
-                "codecs": {codec: measure(how, some) for codec, how in codecs().items()},
+                "codecs": {codec: measure(ours(codec), some) for codec in OURS},
                 "restores": Restores(llm, as_tokens(tokens), pages, Path(directory)).run(),
             }
         llm.close()

@@ -15,24 +15,11 @@ from benchmarks.common import load, model_path, prompt_tokens, ratio, summary
 from benchmarks.tables import met, milliseconds, table
 from prefixstore import PrefixStore
 from prefixstore.engine.pages import Pages
-from prefixstore.errors import UnavailableError
-from tests.support.faults import Operation, SlowBackend
+from tests.support.faults import FlakyBackend
 
 PROMPT, ANSWER, ROUNDS = 512, 24, 24
 # seconds that each operation of the location takes, and whether it then fails
 FAULTS = {"none": (0.0, False), "fails at once": (0.0, True), "fails after 2 s": (2.0, True), "takes 2 s": (2.0, False)}
-
-
-class _Bad(SlowBackend):
-    def __init__(self, backend: Pages) -> None:
-        super().__init__(backend, 0.0)
-        self.fault = FAULTS["none"]
-
-    def _before(self, operation: Operation) -> None:
-        seconds, fails = self.fault
-        time.sleep(seconds)
-        if fails:
-            raise UnavailableError(f"{operation} fails on purpose")
 
 
 def _completion(llm: llama_cpp.Llama, seed: int) -> float:
@@ -43,12 +30,12 @@ def _completion(llm: llama_cpp.Llama, seed: int) -> float:
     return time.perf_counter() - started
 
 
-def _under(fault: str, llm: llama_cpp.Llama, opened: Callable[[], _Bad]) -> dict[str, Any]:
+def _under(fault: str, llm: llama_cpp.Llama, opened: Callable[[], FlakyBackend]) -> dict[str, Any]:
     times: dict[str, list[float]] = {"without": [], "with": []}
     with tempfile.TemporaryDirectory() as directory, PrefixStore(directory, llm) as store:
         backend = opened()
         store.detach()
-        backend.fault = FAULTS[fault]
+        backend.seconds, backend.fails = FAULTS[fault]
         for turn in range(ROUNDS):
             for kind in ("without", "with") if turn % 2 else ("with", "without"):
                 if kind == "with":
@@ -57,7 +44,7 @@ def _under(fault: str, llm: llama_cpp.Llama, opened: Callable[[], _Bad]) -> dict
                 times[kind].append(_completion(llm, turn))
                 llm.set_cache(None)
                 store.detach()
-        backend.fault = FAULTS["none"]
+        backend.seconds, backend.fails = FAULTS["none"]
         stats = store.stats()
     return {
         "seconds": {kind: summary(taken) for kind, taken in times.items()},
@@ -75,7 +62,7 @@ def run() -> dict[str, Any]:
     real, made = prefixstore.opening.open_pages, []
 
     def opened(*arguments: Any, **options: Any) -> Pages:
-        made.append(_Bad(real(*arguments, **options)))
+        made.append(FlakyBackend(real(*arguments, **options)))
         return made[-1]
 
     prefixstore.opening.open_pages = opened

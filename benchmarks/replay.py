@@ -1,4 +1,4 @@
-"""``python -m benchmarks.replay TRACE``: block hit rates of all policies on a trace in the mooncake format.
+"""Block hit rates of all policies on a trace in the mooncake format; of ours, ``prefixstore trace replay`` shows them.
 
 The policies run in the real engine and index: one block is one page of one token and one byte, and the budget counts
 entries. The others, and Belady, which knows the future, are simulated (`benchmarks.rivals` has those that evict leaves
@@ -7,23 +7,15 @@ only). A block is a hit only if all blocks before it are hits.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias
 
-if __package__ in (None, ""):
-    # run as a file: the directory above is the one to import from
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from benchmarks.rivals import RIVALS
 from prefixstore.traces.read import read_trace
-from prefixstore.traces.replay import NAMESPACE, Belady, Blockwise, InEngine
-
-__all__ = ["CAPACITIES", "NAMESPACE", "OURS", "PEERS", "Belady", "InEngine", "S3Fifo", "TwoQ"]
+from prefixstore.traces.replay import Belady, Blockwise, InEngine
 
 Prompts: TypeAlias = "list[list[int]]"
 
@@ -160,37 +152,3 @@ def figures(prompts: Prompts, capacities: Sequence[str], policies: Sequence[str]
             found.hits[policy][given] = round(hit_rate(cache, prompts), 4)
             found.written[policy][given] = round(share_written(cache, prompts), 4)
     return found
-
-
-def rates(
-    prompts: Prompts, capacities: Sequence[str], policies: Sequence[str], *, written: bool = False
-) -> dict[str, dict[str, float]]:
-    """Hit rates, or shares of blocks that are written, by policy and by capacity, as given."""
-    found = figures(prompts, capacities, policies)
-    return found.written if written else found.hits
-
-
-def table(found: dict[str, dict[str, float]]) -> str:
-    capacities = list(next(iter(found.values())))
-    lines = ["policy         " + "".join(f"{float(given):>9.3g}" for given in capacities)]
-    for policy, row in found.items():
-        lines.append(f"{policy:<15}" + "".join(f"{row[given]:>9.3f}" for given in capacities))
-    return "\n".join(lines)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="replay", description=__doc__.partition("\n")[0])
-    parser.add_argument("trace", type=Path, help="JSON lines with hash_ids, plain or compressed by gzip")
-    parser.add_argument("--capacity", nargs="+", default=CAPACITIES, metavar="C", help="fractions of all unique blocks")
-    parser.add_argument("--policy", nargs="+", choices=[*OURS, *PEERS], default=[*OURS, *PEERS])
-    parser.add_argument("--requests", type=int, help="replay only this many, from the start of the trace")
-    parser.add_argument("--written", action="store_true", help="print the share of blocks that are written instead")
-    parser.add_argument("--json", action="store_true", help="print {policy: {capacity: hit rate}}")
-    options = parser.parse_args(arguments)
-    prompts = read(options.trace, options.requests)
-    found = rates(prompts, options.capacity, options.policy, written=options.written)
-    print(json.dumps(found) if options.json else table(found))
-
-
-if __name__ == "__main__":
-    main()

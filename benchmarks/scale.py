@@ -19,9 +19,9 @@ Reading, without a limit that is reached:
     The first lookups of four prompts of 32,000 tokens; all of them are stored.
 ``match_p50_us``, ``match_p99_us``
     The lookup of one of these again.
-``rss_bytes``, ``rss_bytes_per_page``
-    Resident memory after all that, and what of it is not in a process that has only imported the modules, divided by
-    the number of pages. Mapped pages of the location's own files do not count: they are the system's to take back.
+``rss_bytes``
+    Resident memory after all that. Mapped pages of the location's own files do not count: they are the system's to take
+    back.
 
 Writing, one page after another by `Engine.submit`; the time is that of the `Engine.commit` in the write thread, in
 which it is packed, written and flushed:
@@ -33,16 +33,8 @@ which it is packed, written and flushed:
     its trees when most of what is on it is gone, and of such tiny pages it would take thousands.)
 ``dropped_inserts``
     How many pages found no space in spite of that.
-``evicting_rss_bytes``, ``evicting_rss_bytes_per_page``
+``evicting_rss_bytes``
     Resident memory after that, as above.
-
-Both at once: a process opens the location, and evicts and writes as above, while a second thread looks up stored
-conversations and others that are not stored, with a pause of 2 ms after each:
-
-``longest_lock_ms``
-    The longest that any thread has waited for the lock of the catalog.
-``longest_match_ms``
-    The longest lookup, the first one included.
 
 With ``--processes P``, P other processes write, evict and look prompts up meanwhile, as P hosts with one database do:
 each some 20 pages a second.
@@ -66,10 +58,6 @@ from typing import Any
 
 import numpy as np
 
-if __package__ in (None, ""):
-    # run as a file: the directory above is the one to import from
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from benchmarks import filled
 from benchmarks.tables import megabytes, paragraph, table
 from prefixstore import PrefixStore
@@ -80,16 +68,14 @@ from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens
 
 ROOT = Path(__file__).parent.parent
-PHASES = ("imported", "reading", "writing", "evicting", "both")
+PHASES = ("reading", "writing", "evicting")
 GOALS = {
     "open_ms": 50.0,
     "first_match_ms": 50.0,
     "cold_match_p50_us": 2000.0,
     "match_p50_us": 150.0,
     "rss_bytes": 100e6,
-    "evicting_rss_bytes_per_page": 150.0,
     "evicting_insert_p50_ms": 5.0,
-    "longest_lock_ms": 50.0,
 }
 NAMES = {
     "lmdb": ("prefixstore.backends.lmdb.backend",),
@@ -106,26 +92,6 @@ PAUSE = 0.05
 PAGES = (10_000, 100_000)
 # what a location may hold that is not to evict anything; LMDB maps as much
 AMPLE = 1 << 36
-
-
-class WatchedLock:
-    """A lock that notes the longest wait for it."""
-
-    def __init__(self, lock: Any) -> None:
-        self._lock = lock
-        self.longest = 0.0
-
-    def __enter__(self) -> None:
-        # one that is free costs no wait, even if another thread gets the interpreter in between
-        if self._lock.acquire(blocking=False):
-            return
-        started = time.perf_counter()
-        self._lock.acquire()
-        # held: no other thread is here
-        self.longest = max(self.longest, time.perf_counter() - started)
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
 
 class Writer:
@@ -243,39 +209,6 @@ def evicting(location: str, options: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def both(location: str, options: dict[str, Any]) -> dict[str, float]:
-    space, ended = filled.namespace().key, threading.Event()
-    longest, n_rounds = 0.0, 0
-    with opened(location, options["limit"]) as store:
-        engine = store.engine
-        engine._catalog.lock = lock = WatchedLock(engine._catalog.lock)
-        prompts = [as_tokens(filled.tokens_of(chain)) for chain in options["chains"]]
-
-        def look_up() -> None:
-            nonlocal longest, n_rounds
-            while not ended.is_set():
-                prompt = prompts[n_rounds % len(prompts)]
-                started = time.perf_counter()
-                with suppress(UnavailableError):
-                    engine.match(space, prompt if n_rounds % 2 else _diverging(prompt), filled.PAGE_TOKENS)
-                longest = max(longest, time.perf_counter() - started)
-                n_rounds += 1
-                # LMDB's binding gives the interpreter away at each record: a thread that never rests gets most of it
-                time.sleep(0.002)
-
-        thread = threading.Thread(target=look_up)
-        thread.start()
-        try:
-            writer = Writer(store, 2)
-            for _ in range(1 + options["inserts"]):
-                writer.insert()
-        finally:
-            ended.set()
-            thread.join()
-    assert n_rounds, "the thread that looks up has failed"
-    return {"longest_lock_ms": lock.longest * 1e3, "longest_match_ms": longest * 1e3}
-
-
 def host(location: str, options: dict[str, Any]) -> dict[str, float]:
     """Write, evict and look up until the standard input ends; a line says when that has begun."""
     ended = threading.Event()
@@ -292,10 +225,6 @@ def host(location: str, options: dict[str, Any]) -> dict[str, float]:
             if len(writer.times) == 1:
                 print("begun", flush=True)
     return {}
-
-
-def imported(location: str, options: dict[str, Any]) -> dict[str, float]:
-    return {"imported_rss_bytes": resident(location)}
 
 
 def _diverging(prompt: Any) -> Any:
@@ -400,9 +329,6 @@ def measure(location: str, n_pages: int, processes: int = 0, inserts: int = INSE
         for phase in PHASES:
             print(f"{phase} ...", file=sys.stderr, flush=True)
             found |= child(phase, location, options_of(location, processes, inserts))
-    base = found["imported_rss_bytes"]
-    for name in ("rss_bytes", "evicting_rss_bytes"):
-        found[f"{name}_per_page"] = (found[name] - base) / entries
     return found
 
 
@@ -432,15 +358,11 @@ def section(result: dict[str, Any]) -> list[str]:
         *paragraph(
             """Pages with payloads of 64 bytes, in conversations of ten pages; each figure is from a process of its own.
             `benchmarks/scale.py` defines them, and takes any number of pages. Lookups: 2,560 tokens that this process
-            has not looked up before, and 32,000 that it has. Memory: all of the process before the first eviction, and
-            what it has grown by when it evicts, per page; 15 MB of that are the same for any number. The
-            insert that evicts is the median of those after the first."""
+            has not looked up before, and 32,000 that it has. Memory: all of the process before the first eviction. The
+            evicting insert is the median of those after the first."""
         ),
         *table(
-            [
-                *("backend", "pages", "open", "first lookup", "lookup, new", "lookup, known", "memory"),
-                *("memory a page, evicting", "insert that evicts", "longest wait for the lock"),
-            ],
+            ["backend", "pages", "open", "first lookup", "lookup, new", "lookup, known", "memory", "evicting insert"],
             rows,
         ),
     ]
@@ -454,8 +376,6 @@ def _beside(name: str, figures: dict[str, Any]) -> str:
 def _shown(key: str, value: float) -> str:
     if key.endswith("_bytes"):
         return megabytes(value)
-    if key.endswith("_per_page"):
-        return f"{value:,.0f} bytes"
     unit = "ms" if key.endswith("_ms") else "µs"
     return f"{value:,.1f} {unit}" if unit == "ms" else f"{value:,.0f} {unit}"
 

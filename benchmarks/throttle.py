@@ -127,15 +127,8 @@ def relay(listener: socket.socket, target: str, there: Forward, back: Forward) -
 
 
 @contextmanager
-def throttled(target: str, line: Line) -> Iterator[int]:
-    """The port of a proxy to a server, until the block is left."""
-    with throttling(target, line) as (_, port):
-        yield port
-
-
-@contextmanager
 def throttling(target: str, line: Line) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """As `throttled`, and the process of the proxy."""
+    """The process of a proxy to a server, and its port, until the block is left."""
     command = [sys.executable, "-m", "benchmarks.throttle", target, str(line.bits), str(line.round_trip)]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None

@@ -7,10 +7,10 @@ import inspect
 import llama_cpp
 import pytest
 
-from prefixstore import Namespace, PrefixStore
-from prefixstore.config import MODEL_SETTINGS, Config, explain, explain_of_model, load, load_config
+from prefixstore import Namespace
+from prefixstore.config import MODEL_SETTINGS, Config, explain_of_model, load, load_config
 from prefixstore.errors import InvalidParameterError, MissingExtraError
-from tests.support.models import ONE_THREAD, prompt
+from tests.support.models import prompt
 
 FILE = """
 [model]
@@ -177,36 +177,6 @@ def test_without_the_package_for_toml_the_message_names_the_extra(file, monkeypa
 
 
 # -- why a namespace differs ------------------------------------------------------------------------------------------
-
-
-def namespace(models, arch="llama", **settings) -> Namespace:
-    salt = settings.pop("salt", None)
-    llm = Config(str(models(arch)), {"n_ctx": 512, **ONE_THREAD, **settings}).open_llama()
-    with PrefixStore("memory:", llm, salt=salt) as store:
-        return store.namespace
-
-
-def test_differences_are_explained_by_name(models):
-    here = namespace(models, type_k="q8_0")
-    assert explain(here, [namespace(models)]) == ["type_k is q8_0 here, f16 in the store"]
-    assert explain(here, [namespace(models, salt="t", rope_scaling_type="linear")]) == [
-        "rope_scaling_type is unspecified here, linear in the store",
-        "salt is not set here, t in the store",
-        "type_k is q8_0 here, f16 in the store",
-    ]
-    assert explain(here, [namespace(models, type_k="q8_0", flash_attn=True)]) == [
-        "flash_attn_type is disabled here, enabled in the store"
-    ]
-
-
-def test_the_most_similar_namespace_is_explained_and_the_same_model_comes_first(models):
-    here = namespace(models)
-    near, far = namespace(models, salt="a"), namespace(models, salt="a", type_k="q8_0")
-    assert explain(here, [far, near]) == ["salt is not set here, a in the store"]
-    other = namespace(models, "gemma3")
-    assert explain(here, [other, far]) == explain(here, [far])
-    (line,) = explain(here, [other])
-    assert line.startswith("model is ")
 
 
 def test_of_a_model_only_its_own_pages_are_explained_and_those_of_any_tenant():

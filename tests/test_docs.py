@@ -144,15 +144,6 @@ def run_example(directory: Path, environment: dict[str, str]) -> tuple[int, int]
     return restored, computed
 
 
-def test_every_make_target_and_file_named_in_the_readme_exists():
-    readme = (ROOT / "README.md").read_text()
-    makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"make (\w+)", readme):
-        assert f"\n{target}:" in makefile
-    for name in re.findall(r"\]\((docs/\w+\.md)\)", readme):
-        assert (ROOT / name).is_file()
-
-
 def test_the_map_of_the_architecture_has_every_module_and_no_other():
     text = (ROOT / "docs" / "architecture.md").read_text()
     section = text.split("\n## The map\n", 1)[1].split("\n## ", 1)[0]
@@ -219,19 +210,6 @@ def test_the_figures_are_those_of_the_results():
         readme.with_figures("", results)
 
 
-def test_the_order_of_the_documents_is_in_one_place():
-    """The README names the first page of each goal, in the order of the navigation; no page repeats it."""
-    sections = re.findall(r"^  - (.+):\n      - ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    order = (ROOT / "README.md").read_text().split("\n## Where to go on\n", 1)[1].split("\n## ", 1)[0]
-    goals = re.findall(r"^- \*\*(.+)\*\*: \[docs/([\w/]+\.md)\]\(docs/\2\)", order, re.MULTILINE)
-    assert goals == sections[1:-1]
-    assert [path for path in DOCUMENTS if "Reading order" in path.read_text()] == []
-
-
-def test_the_readme_stays_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
-
-
 def test_the_reasons_that_are_counted_are_documented():
     source = "\n".join(path.read_text() for path in (ROOT / "prefixstore").rglob("*.py"))
     groups = "miss|dropped|unreadable"
@@ -277,18 +255,5 @@ def test_the_answer_of_the_demo_is_one_line(capfd, monkeypatch):
     assert "nothing was restored" in err
 
 
-@pytest.mark.slow
-def test_the_demo_says_what_is_wrong_with_a_model(tmp_path):
-    command = [sys.executable, "-m", "prefixstore", "demo", "--model", str(tmp_path / "none.gguf")]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=280, cwd=ROOT)
-    assert done.returncode == 1
-    assert "model file not found" in done.stderr
-
-
 def test_the_changelog_has_the_version():
     assert f"## {prefixstore.__version__} " in (ROOT / "CHANGELOG.md").read_text()
-
-
-def test_no_document_has_a_conflict_of_a_merge():
-    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
-        assert not re.search(r"^(<<<<<<< |>>>>>>> )", path.read_text(), re.MULTILINE), path

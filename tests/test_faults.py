@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import llama_cpp
 import pytest
 
 from prefixstore import PrefixStore
 from prefixstore.llama.paged_memory import PagedMemory
+from tests.support import ROOT
 from tests.support.models import answer, prompt
+from tests.support.places import small_disk
 
 TOKENS = prompt(700)
 
@@ -61,23 +61,6 @@ def test_llama_cpp_refusing_a_page_ends_the_restore_with_what_is_there(llama, co
         assert stats.tokens_restored == 256
 
 
-def test_a_page_of_another_length_does_not_reach_llama_cpp(llama):
-    llm = llama()
-    memory = PagedMemory(llm)
-    llm.eval(TOKENS)
-    taken = []
-    with PrefixStore("memory:", llm) as store:
-        memory.take([(0, 256)], store.engine.captures.acquire, lambda start, end, buffer: taken.append(buffer))
-        state = bytes(taken[0].view)
-        taken[0].release()
-        memory.cut(0)
-        for forged, n in ((state, 255), (state[:10], 256), (b"", 256), (state[:-1], 256), (state + b"x", 256)):
-            assert not memory.fits(memoryview(forged), 0, n)
-        memory.cut(0)
-        assert memory.fits(memoryview(state), 0, 256)
-        assert memory.load(memoryview(state))
-
-
 FULL_DISK = """
 import sys
 from prefixstore import PrefixStore
@@ -99,19 +82,7 @@ with PrefixStore(sys.argv[2], llm, max_bytes="1GiB") as store:
 
 @pytest.mark.slow
 def test_a_full_disk_is_an_eviction_or_a_counted_drop(models, tmp_path):
-    small = tmp_path / "disk"
-    small.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(small)], check=False, capture_output=True
-    )
-    if mounted.returncode != 0:
-        pytest.skip("a small disk needs the right to mount one")
-    try:
-        script = [sys.executable, "-c", FULL_DISK, str(models("llama")), str(small / "kv")]
-        done = subprocess.run(
-            script, check=False, capture_output=True, text=True, cwd=Path(__file__).parent.parent, timeout=240
-        )
-        assert done.returncode == 0, done.stderr
-    finally:
-        subprocess.run(["umount", str(small)], check=True)
-        shutil.rmtree(small)
+    with small_disk(tmp_path, 8) as disk:
+        script = [sys.executable, "-c", FULL_DISK, str(models("llama")), str(disk / "kv")]
+        done = subprocess.run(script, check=False, capture_output=True, text=True, cwd=ROOT, timeout=240)
+    assert done.returncode == 0, done.stderr

@@ -12,10 +12,8 @@ import pytest
 import yaml
 
 from prefixstore import PrefixStore
-from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.cli import main
 from prefixstore.engine.page_view import Used
-from prefixstore.engine.pages import Pages
 from prefixstore.errors import ClosedError, InvalidParameterError, MissingExtraError, UnavailableError
 from prefixstore.format.figures import History
 from prefixstore.maintenance.archive import Archive
@@ -29,7 +27,6 @@ from tests.support.engines import MIB, A, B, MemoryPages, gated, snapshot_of, st
 from tests.support.exposition import names, problems, samples, value
 from tests.support.models import answer, prompt
 from tests.support.places import fill, space
-from tests.support.worker import in_fork
 
 DOCS = ROOT / "docs"
 LOCATIONS = ("memory:", "lmdb")
@@ -201,79 +198,6 @@ def test_without_prometheus_client_the_error_names_the_extra(monkeypatch):
         store.metrics()
     with pytest.raises(MissingExtraError, match=r"prefixstore\[server\]"):
         new_registry()
-
-
-# -- threads, forks ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_scrapes_while_threads_work_never_fail_nor_see_a_counter_fall(tmp_path):
-    n_threads, n_rounds = 4, 40
-    with store_of(Pages(LMDBBackend(tmp_path, 8 * MIB)), max_entries=40, options={"write_behind": True}) as store:
-        registry = new_registry()
-        StoreMetrics(registry, store)
-        requests = RequestMetrics(registry)
-        failed = []
-
-        def work(thread):
-            try:
-                for n in range(n_rounds):
-                    tokens = [thread * 1000 + n] * 12
-                    store.put(tokens)
-                    requests.observe("/completion", "store" if store.fetch(tokens) else "none", prompt_tokens=12)
-            except BaseException as error:  # noqa: BLE001 - it is shown
-                failed.append(error)
-
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(n_threads)]
-        for thread in threads:
-            thread.start()
-        last: dict = {}
-        while any(thread.is_alive() for thread in threads):
-            text = text_of(registry)
-            assert problems(text) == []
-            now = samples(text)
-            rising = {
-                key: number for key, number in now.items() if key[0].endswith(("_total", "_count", "_sum", "_bucket"))
-            }
-            assert {key for key, number in rising.items() if number < last.get(key, 0)} == set()
-            last = rising
-        for thread in threads:
-            thread.join()
-        assert failed == []
-        text = text_of(registry)
-        assert (
-            value(text, "prefixstore_request_prompt_tokens_total", endpoint="/completion") == 12 * n_threads * n_rounds
-        )
-        assert value(text, "prefixstore_lookup_seconds_count") == 2 * n_threads * n_rounds
-        assert (
-            value(text, "prefixstore_evicted_pages_total") == value(text, "prefixstore_eviction_age_seconds_count") > 0
-        )
-
-
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # 3.12: fork with threads, the case in question
-def test_a_forked_child_goes_on_counting_and_its_parent_does_not_see_it(tmp_path):
-    with store_of(Pages(LMDBBackend(tmp_path, 8 * MIB))) as store:
-        registry = new_registry()
-        StoreMetrics(registry, store)
-        store.put(A)
-        store.fetch(A)
-        counted = store.counters.histogram("lookup").n
-        with store.counters._lock:  # as a thread of the parent may hold it
-            in_fork(lambda: child(store, registry, counted))
-        text = text_of(registry)
-        assert value(text, "prefixstore_lookup_seconds_count") == counted
-        assert value(text, "prefixstore_first_reuse_seconds_count") == 3
-
-
-def child(store, registry, counted):
-    assert store.match(A) == 12
-    text = text_of(registry)
-    assert problems(text) == []
-    assert value(text, "prefixstore_lookup_seconds_count") == counted + 1
-    assert value(text, "prefixstore_first_reuse_seconds_count") == 3
-    requests = RequestMetrics(registry)
-    requests.passed("/completion", "lora")
-    assert value(text_of(registry), "prefixstore_requests_passed_total", endpoint="/completion", reason="lora") == 1
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from prefixstore import ClosedError, InvalidParameterError, MisuseError, NotAttachedError, PrefixStore
-from prefixstore.engine.pages import open_pages
 from prefixstore.maintenance.archive import Archive
-from tests.support.engines import MIB
 from tests.support.models import answer, attached, evaluated, forget, prompt
-from tests.support.places import contents, fill, space
+from tests.support.places import fill, space
 
 # -- without arguments -------------------------------------------------------------------------------------------------
 
@@ -95,23 +91,6 @@ def test_who_only_reads_a_memory_with_a_name_needs_one_that_is_open():
         PrefixStore("memory://x", namespace="n", read_only=True, page_tokens=32, codec="zstd") as reader,
     ):
         assert len(reader) == len(store) == 0
-
-
-def test_a_forked_child_has_a_copy_that_its_stores_share():
-    one, two = (open_pages("memory://forked", max_bytes=MIB) for _ in range(2))
-    fill(one, space(), [[1, 2, 3, 4]], last_used=1)
-    pid = os.fork()
-    if pid == 0:
-        fill(one, space(), [[5, 6, 7, 8]], last_used=1)
-        third = open_pages("memory://forked", max_bytes=MIB)
-        ok = len(contents(two)) == len(contents(third)) == 2
-        for backend in (one, two, third):
-            backend.close()
-        os._exit(0 if ok else 1)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert len(contents(two)) == 1
-    one.close()
-    two.close()
 
 
 def test_a_close_that_does_not_get_through_is_made_up_for(tmp_path):

@@ -77,20 +77,6 @@ def test_the_wheel_has_the_whole_package_its_migrations_and_nothing_else(wheel):
     assert "prefixstore = prefixstore.cli:main" in wheel.read(f"{NAME}.dist-info/entry_points.txt").decode()
 
 
-def test_the_metadata_name_the_licence_the_versions_and_the_project(metadata):
-    assert metadata["Version"] == __version__
-    assert metadata["License-Expression"] == "MIT"
-    assert metadata["Requires-Python"] == ">=3.10"
-    assert dict(line.split(", ") for line in metadata.get_all("Project-URL")) == {
-        "Homepage": URL,
-        "Documentation": f"{URL}/tree/main/docs",
-        "Changelog": f"{URL}/blob/main/CHANGELOG.md",
-        "Issues": f"{URL}/issues",
-        "Source": URL,
-    }
-    assert "Programming Language :: Python :: 3.10" in metadata.get_all("Classifier")
-
-
 def test_links_and_pictures_of_the_readme_work_outside_the_repository(metadata):
     assert metadata["Description-Content-Type"] == "text/markdown"
     text = metadata.get_payload()

@@ -59,46 +59,6 @@ def test_every_document_is_in_the_navigation():
     assert named == {*PAGES, *hooks.generated()}
 
 
-def test_the_reference_of_commands_has_every_command_and_option():
-    text = hooks.commands()
-    program = typer.main.get_command(app)
-    for name, command in program.commands.items():
-        section = text.split(f"\n## prefixstore {name}\n", 1)[1].split("\n## ", 1)[0]
-        for parameter in command.params:
-            assert parameter.opts[-1] in section or parameter.param_type_name == "argument", (name, parameter.opts)
-    assert "## prefixstore slots save" in text
-    assert "~/.cache/prefixstore/kv" in " ".join(text.split())
-    assert max(map(len, text.splitlines())) <= hooks.COLUMNS + 2
-
-
-def test_the_reference_of_the_configuration_has_every_setting(tmp_path):
-    text = hooks.configuration()
-    for name in re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE):
-        assert not re.search(rf"^\| `{name}` \|.*\|  \|$", text, re.MULTILINE), f"{name} has no meaning"
-    (example,) = (code for _, code in blocks(text, "toml"))
-    (tmp_path / "c.toml").write_text(example)
-    assert load_config(tmp_path / "c.toml").path == str(tmp_path / "model.gguf")
-
-
-@pytest.mark.parametrize(
-    ("link", "page", "expected"),
-    [
-        ("docs/design.md#words", "index.md", "design.md#words"),
-        ("docs/plots/saving.png", "index.md", "plots/saving.png"),
-        ("../README.md#figures", "design.md", "index.md#figures"),
-        ("../../README.md", "howto/app.md", "../index.md"),
-        ("../CHANGELOG.md", "design.md", f"{hooks.REPOSITORY}/CHANGELOG.md"),
-        ("../servers.md#hooks", "howto/app.md", "../servers.md#hooks"),
-        ("https://example.org", "design.md", "https://example.org"),
-        ("#here", "design.md", "#here"),
-    ],
-)
-def test_a_link_leads_to_the_same_on_the_site(link, page, expected):
-    assert hooks.with_links_of_the_site(f"see [it]({link}).", page) == f"see [it]({expected})."
-    code = f"```\n[it]({link})\n```"
-    assert hooks.with_links_of_the_site(code, page) == code
-
-
 # -- what is written to be typed --------------------------------------------------------------------------------------
 
 

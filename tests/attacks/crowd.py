@@ -23,7 +23,7 @@ from prefixstore.format.keys import PAGE, SNAPSHOT, as_tokens, page_key
 from prefixstore.format.namespace import Namespace
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import export_store, import_store
-from tests.support import PATIENCE
+from tests.support import PATIENCE, in_fork
 from tests.support.engines import compressible
 from tests.support.timeouts import disable_timeouts, wait_for
 
@@ -184,34 +184,19 @@ def handles() -> int:
     return len(list(Path("/proc/self/fd").iterdir())) if sys.platform == "linux" else 0
 
 
-def fork_once(stores: list[PrefixStore], kind: int) -> bool:
-    """Fork in the middle of the work: the child works, closes or exits at once; whether it ended well."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            if kind == 0:
-                os._exit(0)
-            # shows where it hangs
-            faulthandler.dump_traceback_later(PATIENCE, exit=True)
-            member = Member(os.getpid(), stores, "", 1 << 62)
-            for _ in range(5):
-                member.capture(stores[0])
-                member.fetch(stores[0])
-            if kind == 1:
-                for store in stores:
-                    store.close()
-            code = 0
-        except BaseException as error:  # noqa: BLE001 - reported
-            sys.stderr.write(f"child: {error!r}\n")
-            faulthandler.dump_traceback(all_threads=True)
-        finally:
-            os._exit(code)
-    # one that hangs ends itself
-    _, status = os.waitpid(child, 0)
-    if status:
-        sys.stderr.write(f"a child of kind {kind} ended with {status}\n")
-    return status == 0
+def forked(stores: list[PrefixStore], kind: int) -> None:
+    """What a child does that was forked in the middle of the work: nothing; work, and close; or work, and end."""
+    if kind == 0:
+        return
+    # shows where it hangs
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    member = Member(os.getpid(), stores, "", 1 << 62)
+    for _ in range(5):
+        member.capture(stores[0])
+        member.fetch(stores[0])
+    if kind == 1:
+        for store in stores:
+            store.close()
 
 
 def crowd(location: str, seed: int, threads: int, acts: int, max_bytes: int, forks: int) -> dict:  # noqa: C901
@@ -239,8 +224,10 @@ def crowd(location: str, seed: int, threads: int, acts: int, max_bytes: int, for
     problems = []
     for i in range(forks):
         wait_for(lambda at=i + 1: members[0].n_acts >= acts * at // (forks + 1) or members[0].problems, "the moment")
-        if not fork_once(stores, i % 3):
-            problems.append(f"the child of fork {i} (kind {i % 3}) did not end well")
+        try:
+            in_fork(lambda kind=i % 3: forked(stores, kind))
+        except AssertionError as error:
+            problems.append(f"the child of fork {i} (kind {i % 3}): {error}")
     for thread in running:
         thread.join(5 * PATIENCE * max(acts // ACTS, 1))
         if thread.is_alive():

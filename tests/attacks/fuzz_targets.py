@@ -12,7 +12,6 @@ import struct
 import sys
 from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import replace
 from pathlib import Path
 
 import atheris
@@ -21,8 +20,6 @@ import xxhash
 
 with atheris.instrument_imports(include=["prefixstore"]):
     from prefixstore import PrefixStoreError
-    from prefixstore.config import load_config
-    from prefixstore.format.codec import PACKINGS, decode
     from prefixstore.format.export import (
         END_HEAD,
         ENTRY,
@@ -33,23 +30,19 @@ with atheris.instrument_imports(include=["prefixstore"]):
         ExportReader,
     )
     from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT, namespace_key, page_key
-    from prefixstore.format.namespace import Namespace
-    from prefixstore.format.record import CHECKSUM_BYTES, RECORD, RECORD_SEAL, USAGE, Record, Usage, checksum
+    from prefixstore.format.record import CHECKSUM_BYTES, RECORD, RECORD_SEAL, checksum
     from prefixstore.llama.state.parse import parse_sequence
     from prefixstore.llama.state.view import Assembly, zeros
     from prefixstore.maintenance.archive import Archive
     from prefixstore.maintenance.transfer import export_store, import_store
-    from prefixstore.warming import prompts
 
 from tests.attacks.exporting import an_export
-from tests.support.pages import make_page
-from tests.support.places import space
 
 # what a target may hold: a claim of more is a claim, and no memory
 MEMORY = 4 << 30
 
 
-# -- records ----------------------------------------------------------------------------------------------------------
+# -- records, as they are in an export file ---------------------------------------------------------------------------
 
 
 def sealed(body: bytes) -> tuple[bytes, bytes]:
@@ -58,33 +51,6 @@ def sealed(body: bytes) -> tuple[bytes, bytes]:
     form, parent = fields[2], fields[11]
     key = page_key(parent, body[RECORD.size :], form if form == SNAPSHOT else PAGE)
     return key, body + RECORD_SEAL.pack(xxhash.xxh3_64_intdigest(body))
-
-
-def record(data: bytes) -> None:
-    """A usage, or a record under its own key: packing returns the same bytes, and the page is possible."""
-    if len(data) == USAGE.size:
-        usage = Usage.unpack(data)
-        assert Usage.unpack(usage.pack()) == usage
-    key, stored = sealed(data)
-    read = Record.unpack(key, stored)
-    assert read.key == key
-    assert read.form == SNAPSHOT or read.tokens
-    assert Record.unpack(key, read.pack()) == read
-
-
-# -- packed pages -----------------------------------------------------------------------------------------------------
-
-
-def packed(data: bytes) -> None:
-    """A packed page with a right checksum: a state of the size that was claimed, or an error."""
-    number, payload = data[:1], data[1:]
-    codec = number[0] % 4 if number else 0
-    packing = next((packing for packing in PACKINGS.values() if packing.number == codec), None)
-    claimed = len(payload)
-    with suppress(PrefixStoreError):
-        claimed = packing.claimed(memoryview(payload)) if packing is not None else 0
-    page = Record(bytes(32), bytes(32), 0, bytes(4), codec, max(claimed, 0), len(payload), checksum(payload), 0, 0)
-    assert len(decode(page, payload)) == page.raw_bytes
 
 
 # -- export files -----------------------------------------------------------------------------------------------------
@@ -156,53 +122,7 @@ def state(data: bytes) -> None:
         assert shape.fits(zeros(shape, positions)[0], 3, 1)
 
 
-# -- what people write ------------------------------------------------------------------------------------------------
-
-
-def namespace(data: bytes) -> None:
-    read = Namespace.parse(data)
-    assert read.canonical == data
-    assert read.key == namespace_key(data)
-    assert read.salt is None or isinstance(read.salt, str)
-    assert read.differences(Namespace({})).keys() == {
-        name for name, value in read.settings.items() if value is not None
-    }
-
-
-class Vocabulary:
-    """As much of a ``Llama`` as prompts need that are text or tokens."""
-
-    chat_handler = None
-    input_ids = range(64)
-    _model = type("Model", (), {"add_bos_token": lambda self: False})()
-
-    def n_vocab(self) -> int:
-        return 1000
-
-    def n_ctx(self) -> int:
-        return 64
-
-    def tokenize(self, text: bytes, **options: object) -> list[int]:
-        return list(text)
-
-
-def jsonl(data: bytes) -> None:
-    """Lines of prompts: each is tokens, or a problem."""
-    problems: list[prompts.Problem] = []
-    sys.stdin = io.TextIOWrapper(io.BytesIO(data))
-    for tokens, _ in prompts.tokenized(Vocabulary(), prompts.read(["-"]), problems):
-        assert 0 < len(tokens) < 64
-
-
-def config(data: bytes) -> None:
-    path = Path(sys.argv[2]).parent / "fuzzed.toml"
-    path.write_bytes(data)
-    load_config(path).open_llama()
-
-
-TARGETS: dict[str, Callable[[bytes], None]] = {
-    target.__name__: target for target in (record, packed, export, state, namespace, jsonl, config)
-}
+TARGETS: dict[str, Callable[[bytes], None]] = {target.__name__: target for target in (export, state)}
 
 # -- seeds ------------------------------------------------------------------------------------------------------------
 
@@ -220,27 +140,9 @@ def a_state(n: int, *, transposed: bool = False, recurrent: bool = False) -> byt
 
 def seeds(name: str) -> list[bytes]:
     """Real ones."""
-    _, page = make_page(b"x" * 100, [1, 2, 3, 4])
-    records = [page.pack(), replace(page, form=SNAPSHOT, tokens=b"").pack()]
-    states = (bytes(range(256)) * 4, bytes(100_000), b"", b"x")
-    sequence = a_state(3)
     return {
-        "record": [*(record[: -RECORD_SEAL.size] for record in records), Usage(1, 2, True, 3, 4).pack()],
-        "packed": [bytes([one.number]) + bytes(one.pack(raw)) for one in PACKINGS.values() for raw in states],
         "export": [b"\0" + an_export(), b"\1" + an_export(), b"\xff" + HEADER.pack(MAGIC, EXPORT_VERSION, 1)],
-        "state": [
-            sequence,
-            a_state(1, transposed=True),
-            a_state(2, recurrent=True),
-        ],
-        "namespace": [space("tenant", x=1.5, y=True, z=None).canonical],
-        "jsonl": [
-            b'{"prompt": "a"}\n{"tokens": [1, 2], "generation_prompt": true}\n{"prompt": "\\ud83d\\ude00"}\n',
-            b'{"tokens": [1.5, -1, 1e400, 99999999999999999999, null, [1]]}\n[]\n',
-        ],
-        "config": [
-            b'[model]\npath = "m.gguf"\nn_ctx = 8\n[store]\nlocation = "lmdb:///x"\n[warm]\nprompts = ["a", 1]\n'
-        ],
+        "state": [a_state(3), a_state(1, transposed=True), a_state(2, recurrent=True)],
     }[name]
 
 

@@ -46,11 +46,6 @@ def tried(work: Callable[[Store], object]) -> Callable[[Store], None]:
     return done
 
 
-def _flush(store: Store) -> None:
-    store.engine.touch(NS, store.engine.match(NS, as_tokens(A), P).pages)
-    store.engine.flush()
-
-
 def _check(store: Store) -> None:
     assert store.engine.upkeep.check() == []
 
@@ -58,11 +53,6 @@ def _check(store: Store) -> None:
 WORK: dict[str, Callable[[Store], object]] = {
     "look up": lambda store: lookup(store, A),
     "put": tried(lambda store: store.put(B)),
-    "evict": tried(lambda store: store.engine.evictor.evict(0)),
     "pin": tried(lambda store: store.engine.upkeep.pin(NS, as_tokens(A), P, pinned=True)),
-    "clear": tried(lambda store: store.engine.upkeep.clear(NS)),
-    "flush": tried(_flush),
     "check": tried(_check),
-    "note": tried(lambda store: store.engine.upkeep.change_note(b"job", lambda _: b"mine")),
-    "reindex": tried(lambda store: store.backend.reindex()),
 }

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from prefixstore import CorruptError, PrefixStore
+from prefixstore import CorruptError
 from prefixstore.engine.pages import open_pages
 from tests.attacks.damaged_file import MIB, build, location
 from tests.support import PATIENCE, ROOT
-from tests.support.models import TORTURE, answer, prompt
+from tests.support.models import TORTURE
 from tests.support.places import contents, fill, space
 
 CASES = 15 * TORTURE
@@ -50,55 +50,6 @@ def test_a_file_truncated_while_open_is_an_error_and_not_a_crash(tmp_path, where
                 contents(backend)
             with pytest.raises(CorruptError, match="was truncated"):
                 fill(backend, space(), [[1, 2, 3]])
-
-
-def hurt(file: Path, payload: bytes, rng: random.Random) -> None:
-    """Change bytes in the middle of a payload, wherever it is in the file."""
-    for name in (file, file.with_name(f"{file.name}-wal")):
-        found = name.read_bytes().find(payload[4096:6000]) if name.exists() else -1
-        if found >= 0:
-            with name.open("r+b") as opened:
-                opened.seek(found + rng.randrange(1000))
-                opened.write(b"\xa5" * rng.choice([1, 8, 800]))
-
-
-# what SQLite has in its own cache is not read again: there the store is opened again
-@pytest.mark.parametrize(("scheme", "running"), [("lmdb", True), ("lmdb", False), ("sqlite", False)])
-@pytest.mark.parametrize("seed", range(2))
-def test_changed_bytes_of_a_page_are_noticed_and_the_page_is_computed_again(llama, tmp_path, scheme, running, seed):
-    place, file = location(scheme, tmp_path)
-    tokens, rng = prompt(700), random.Random(seed)
-    llm = llama()
-    cold = answer(llm, tokens, 4)
-    settings = {"page_tokens": 64, "codec": "raw"}
-
-    def complete(store: PrefixStore) -> str:
-        llm.set_cache(store)
-        llm.reset()
-        llm._ctx.kv_cache_clear()
-        return answer(llm, tokens, 4)
-
-    store = PrefixStore(place, llm, **settings)
-    complete(store)
-    store.flush()
-    with store._engine._backend.view() as view:
-        payload = bytes(view.payload(rng.choice(sorted(key for key, _, _ in view.scan()))))
-    if not running:
-        store.close()
-    hurt(file, payload, rng)
-    if not running:
-        store = PrefixStore(place, llm, **settings)
-    with store:
-        store._current.context.rate.is_worth = lambda *_: True
-        assert [problem.rule for problem in store.check()] == ["payload"]
-        assert complete(store) == cold
-        assert complete(store) == cold
-        assert store.stats().unreadable == {"corrupt": 1}
-        store.flush()
-        assert list(store.check()) == []
-        before = store.stats().tokens_restored
-        assert complete(store) == cold
-        assert store.stats().tokens_restored - before > 600
 
 
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])

@@ -9,18 +9,15 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from contextlib import closing
 
 import pytest
 
-from prefixstore import PrefixStore
 from prefixstore.maintenance.archive import Archive
 from tests.attacks.crowd import ACTS, NOTE, Member, handles, open_store
 from tests.support import PATIENCE, ROOT
 from tests.support.models import TORTURE
 from tests.support.places import SCHEMES, place
 from tests.support.timeouts import wait_for
-from tests.support.worker import command, in_process
 
 MAX_BYTES = 3 << 20
 PROCESSES, THREADS, TIMES = (8, 4, 50) if TORTURE > 1 else (3, 4, 1)
@@ -104,21 +101,3 @@ def test_opening_and_closing_a_store_leaks_nothing(scheme, tmp_path, request):
     wait_for(lambda: threading.active_count() <= before[1], "the end of all threads")
     # some connections are closed by threads that are not ours
     wait_for(lambda: gc.collect() >= 0 and handles() <= before[0], "the end of all open files")
-
-
-@pytest.mark.parametrize("scheme", ["lmdb", "postgresql", "s3"])
-def test_processes_with_real_models_in_a_crowd_give_the_same_answers_as_one_process(scheme, models, tmp_path, request):
-    location = place(scheme, tmp_path, request)
-    model = str(models("llama"))
-    seeds = list(range(3 * min(TORTURE, 5)))
-    alone = in_process("write_at_the_same_time", model=model, location="memory:", seeds=seeds, common=300, store={})
-    arguments = {"model": model, "location": location, "seeds": seeds, "common": 300, "store": {"max_bytes": 4 << 20}}
-    order = {"location": location, "seed": 9, "threads": 2, "acts": ACTS // 3, "max_bytes": 4 << 20, "forks": 0}
-    commands = [command("write_at_the_same_time", **arguments)] * 2
-    commands.append([sys.executable, "-m", "tests.attacks.crowd", json.dumps(order)])
-    running = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True, cwd=ROOT) for each in commands]
-    results = [json.loads(process.communicate(timeout=5 * PATIENCE)[0].splitlines()[-1]) for process in running]
-    assert [result["texts"] for result in results[:2]] == [alone["texts"]] * 2
-    assert results[2]["problems"] == []
-    with closing(PrefixStore(location, max_bytes=4 << 20)) as store:
-        assert store.check() == []

@@ -20,13 +20,11 @@ import atexit, gc, os, signal, sys, threading
 import prefixstore.opening
 from prefixstore import PrefixStore
 from prefixstore.engine import queue
-from tests.attacks.flaky_backend import FlakyBackend
+from tests.support.faults import FlakyBackend
 from tests.support.models import answer, load, prompt
 from tests.support.timeouts import disable_timeouts
 disable_timeouts()
 model, location, speed, end, llm_is = sys.argv[1:]
-# what is only slow may take its time
-queue.NO_PROGRESS_SECONDS = 1000.0
 real, made = prefixstore.opening.open_pages, []
 def opened(*arguments, **options):
     made.append(FlakyBackend(real(*arguments, **options)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import closing, contextmanager
 
 import psycopg
-import pytest
 from sqlalchemy import make_url
 
 from prefixstore.backends.sql import migrations
@@ -31,13 +30,6 @@ def role(url, name, options=""):
         yield make_url(url).set(username=name).render_as_string(hide_password=False)
     finally:
         as_administrator(url, f"DROP OWNED BY {name} CASCADE", f"DROP ROLE {name}")
-
-
-@pytest.mark.parametrize("change", ["DROP value", "RENAME value TO other"])
-def test_a_table_without_a_column_is_a_clear_error(new_database, change):
-    url = new_database()
-    as_administrator(url, f"ALTER TABLE prefixstore_rows {change}")
-    assert refusal(url).startswith("IncompatibleError: ")
 
 
 def test_tables_of_a_role_that_need_not_be_trusted_are_refused_unread(new_database):
@@ -74,22 +66,6 @@ def test_a_schema_that_another_role_made_for_us_is_refused(new_database):
         migrations.upgrade(mallory + "&options=-csearch_path%3Dpfxs_alice")
         as_administrator(mallory, "GRANT ALL ON ALL TABLES IN SCHEMA pfxs_alice TO PUBLIC")
         assert "belongs to the role pfxs_mallory" in refusal(alice)
-
-
-def test_tables_of_the_owner_of_a_schema_that_was_named_are_used_by_others(new_database):
-    url = new_database(empty=True)
-    with role(url, "pfxs_owner") as owner, role(url, "pfxs_reader") as reader:
-        as_administrator(url, "CREATE SCHEMA kv AUTHORIZATION pfxs_owner")
-        named = "&options=-csearch_path%3Dkv"
-        migrations.upgrade(owner + named)
-        with store_of(open_pages(owner + named, max_bytes=MIB)) as store:
-            store.put(A)
-        as_administrator(
-            owner, "GRANT USAGE ON SCHEMA kv TO pfxs_reader", "GRANT SELECT ON ALL TABLES IN SCHEMA kv TO pfxs_reader"
-        )
-        with store_of(open_pages(reader + named, max_bytes=MIB, read_only=True), options={"read_only": True}) as store:
-            assert store.fetch(A) == 3
-        as_administrator(url, "DROP SCHEMA kv CASCADE")
 
 
 def test_temporary_tables_do_not_hide_ours(new_database):

@@ -7,7 +7,6 @@ from contextlib import closing, suppress
 
 import pytest
 
-from prefixstore.engine.delete import Choice
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import PrefixStoreError
 from prefixstore.format.export import ExportReader
@@ -53,34 +52,19 @@ def fetch(store, **options):
     store.engine.touch(NS, path.pages)
 
 
-def note(store):
-    store.engine.upkeep.change_note(b"job", lambda _: b"mine")
-
-
-# name -> what is done; whether flushed pages may be gone afterwards
+# name -> what is done; whether flushed pages may be gone afterwards. All methods wait in one way for the thread that
+# does their work, so a few stand for the others.
 WORK = {
     "match": (lambda store: store.match(A), False),
-    "pages": (lambda store: store.engine.lookups.pages(), False),
     "fetch": (fetch, False),
     "fetch streamed": (lambda store: fetch(store, streamed=True), False),
     "submit": (lambda store: submitted(store, B), False),
     "submit and drain": (captured, False),
     "submit longer": (lambda store: submitted(store, A + B), False),
-    "nudge": (lambda store: (store.fetch(A), store.engine.captures.nudge()), False),
     "flush": (lambda store: store.engine.flush(), False),
     "acquire": (lambda store: store.engine.captures.acquire(1000).release(), False),
     "pin": (lambda store: store.engine.upkeep.pin(NS, as_tokens(A), P, pinned=True), False),
-    "unpin": (lambda store: store.engine.upkeep.pin(NS, as_tokens(A), P, pinned=False), False),
-    "check": (lambda store: store.engine.upkeep.check(), False),
-    "used": (lambda store: store.engine.upkeep.used(), False),
-    "note": (note, False),
-    "evict": (lambda store: store.engine.evictor.evict(0), True),
     "clear": (lambda store: store.engine.upkeep.clear(NS), True),
-    "delete": (lambda store: store.engine.deleter.delete(Choice({NS})), True),
-    "repair": (lambda store: store.engine.deleter.repair([]), False),
-    "strays": (lambda store: store.engine.deleter.delete_strays(), False),
-    "namespaces": (lambda store: store.engine.deleter.drop_empty_namespaces(), False),
-    "compact": (lambda store: store.engine.upkeep.compact(), False),
     "scrub": (lambda store: store.engine.upkeep.scrub(), False),
     "close": (lambda store: store.engine.close(), False),
 }
@@ -156,14 +140,15 @@ def with_another(location, *, lossy):
     store.engine.close()
 
 
-# how many places are tried of each piece of work: opening a database takes longer
-PLACES = {"memory": 12, "lmdb": 5, "sqlite": 3}
+# How many places are tried of each piece of work: opening a file takes longer. What a backend does, threads of the
+# store do, where no Ctrl-C arrives: one with a file stands for all.
+PLACES = {"memory": 12, "lmdb": 5}
 
 
 @pytest.mark.parametrize("name", WORK)
 @pytest.mark.parametrize(("scheme", "behind"), [(scheme, True) for scheme in PLACES] + [("memory", False)])
 def test_a_ctrl_c_at_any_place_leaves_a_store_that_works(scheme, behind, name, tmp_path):
-    location = {"memory": "memory:", "lmdb": f"{tmp_path}/kv", "sqlite": f"sqlite:///{tmp_path}/kv.db"}[scheme]
+    location = {"memory": "memory:", "lmdb": f"{tmp_path}/kv"}[scheme]
     store = new_store(location, write_behind=behind)
     n_places = places_in(lambda: WORK[name][0](store))
     store.engine.close()
@@ -172,7 +157,7 @@ def test_a_ctrl_c_at_any_place_leaves_a_store_that_works(scheme, behind, name, t
         attack(location, name, k, write_behind=behind)
 
 
-@pytest.mark.parametrize("name", ["pin", "clear", "namespaces"])
+@pytest.mark.parametrize("name", ["pin", "clear"])
 def test_a_ctrl_c_at_every_place_of_a_transaction_lets_the_next_one_begin(name):
     """All places, since one may be a single step wide."""
     store = new_store("memory:", write_behind=False)

@@ -15,8 +15,8 @@ import pytest
 import prefixstore.opening
 from prefixstore import LocationError, PrefixStore, UnavailableError
 from prefixstore.backends.lmdb import environment as lmdb_environment
-from prefixstore.engine import breaker, engine, queue
-from tests.attacks.flaky_backend import FlakyBackend
+from prefixstore.engine import breaker, engine
+from tests.support.faults import FlakyBackend
 from tests.support.models import TORTURE, answer, prompt
 from tests.support.places import place
 from tests.support.timeouts import wait_for
@@ -142,69 +142,6 @@ def test_a_location_that_takes_seconds_delays_one_lookup_and_no_further_one(llam
         stats = server.store.stats()
         assert stats.outages == 1
         assert lookups(stats) == stats.hits + sum(stats.misses.values())
-
-
-def test_a_location_that_reads_slowly_ends_the_restore_and_is_not_asked_for_more(llama, flaky):
-    with serving(llama(), "memory:", 0) as server:
-        server.n = 2900
-        server.learn(0)
-        server.ask(0)
-        server.store.flush()
-        flaky().slow, flaky().seconds = ("payload",), 0.7
-        before = flaky().asked_by_completions("payload")
-        server.ask(0)
-        # of twelve pages one was waited for, and some may have been read ahead: as many as threads read
-        assert flaky().asked_by_completions("payload") - before <= 6
-        asked = flaky().asked_by_completions()
-        for _ in range(5):
-            server.ask(0)
-        assert flaky().asked_by_completions() == asked
-        stats = server.store.stats()
-        assert stats.outages == 1
-        assert stats.unreadable == {"unavailable": 1}
-        flaky().seconds = 0.0
-        server.store._current.context.rate.page_seconds = None
-        server.recovers()
-
-
-def test_a_slow_write_queue_drops_pages_within_its_memory_and_no_completion_waits(llama, flaky):
-    with serving(llama(), "memory:", *range(6), queue_bytes="100KB") as server:
-        server.store.flush()
-        server.store.clear()  # of what was stored when the answers were learned
-        # so slow that a completion that waited for it would not return
-        flaky().slow = ("update", "put", "delete")
-        flaky().gate.clear()
-        for seed in range(6):
-            server.ask(seed)
-            # one page of any size may be queued
-            assert server.store.engine.queued_bytes <= 1_000_000
-        stats = server.store.stats()
-        assert stats.dropped.get("queue_full", 0) > 0, stats
-        flaky().gate.set()
-        server.store.flush()
-        server.ask(5)
-        server.recovers(5)
-
-
-def test_no_call_waits_forever_for_a_location_that_hangs(llama, flaky, monkeypatch):
-    monkeypatch.setattr(queue, "NO_PROGRESS_SECONDS", 0.5)
-    llm = llama()
-    store = PrefixStore("memory:", llm)
-    server = Server(llm, store)
-    server.learn(0)
-    flaky().slow = ("update", "sync")
-    flaky().gate.clear()
-    server.ask(0)
-    writer = store.engine.captures._thread
-    with pytest.raises(UnavailableError, match="nothing was written"):
-        store.flush()
-    with pytest.raises(UnavailableError, match="nothing was written"):
-        store.check()
-    llm.set_cache(None)
-    with pytest.raises(UnavailableError, match="nothing was written"):
-        store.close()
-    flaky().gate.set()
-    wait_for(lambda: not writer.is_alive(), "the end of the write thread")
 
 
 # -- the location disappears -------------------------------------------------------------------------------------------

@@ -1,8 +1,7 @@
-"""A PostgreSQL server that fails in the middle of anything: lookups are misses, pages are dropped, nothing is wrong."""
+"""A PostgreSQL server whose disk is full, or that allows less: lookups are misses, pages are dropped."""
 
 from __future__ import annotations
 
-import threading
 from contextlib import suppress
 
 import psycopg
@@ -13,10 +12,8 @@ from prefixstore.engine.pages import open_pages
 from prefixstore.errors import StorageError
 from tests.attacks.server_work import WORK, is_intact, lookup, stored
 from tests.support.engines import MIB, A, B, C
-from tests.support.models import TORTURE
 from tests.support.places import refusal
-from tests.support.postgres import private_server, server_program, small_disk_server, store_on
-from tests.support.sql_rows import before_statements, statements
+from tests.support.postgres import server_program, small_disk_server, store_on
 from tests.support.timeouts import wait_for
 
 
@@ -32,76 +29,10 @@ def administrator(new_database):
         yield url, session
 
 
-def statements_of(store, work) -> int:
-    """How many statements a piece of work sends."""
-    with statements() as sent:
-        work(store)
-    return len(sent)
-
-
 TERMINATE = (
     "SELECT count(pg_terminate_backend(pid, 5000)) FROM pg_stat_activity "
     "WHERE datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend'"
 )
-
-
-@pytest.mark.parametrize("name", [name for name in WORK if name != "reindex"])
-def test_a_session_that_is_ended_before_any_statement_costs_no_more_than_a_miss(administrator, name):
-    url, session = administrator
-    with stored(url, A) as store:
-        n_statements = statements_of(store, WORK[name])
-    assert n_statements
-    for k in range(n_statements + 1):
-        session.execute("DELETE FROM prefixstore_rows")
-        session.execute("DELETE FROM prefixstore_payloads")
-        session.execute("UPDATE prefixstore_meta SET bytes = 0")
-        with stored(url, A) as store:
-            left = [k]
-
-            def end_before(statement, left=left):
-                if statement != TERMINATE:
-                    left[0] -= 1
-                    if left[0] == -1:
-                        session.execute(TERMINATE)
-
-            # the next one finds a server that works
-            with before_statements(end_before):
-                WORK[name](store)
-            assert store.match(A) in ((0, 12) if name in ("clear", "evict") else (12,))
-            assert store.put(C) == 3
-            assert store.fetch(C) == 3
-            assert store.engine.upkeep.check() == []
-        is_intact(url, C)
-
-
-def test_a_server_that_is_killed_while_pages_are_written_loses_none_that_was_flushed():
-    if server_program("initdb") is None:
-        pytest.skip("PostgreSQL is not installed")
-    with private_server() as server:
-        url = store_on(server)
-        flushed: list[list[int]] = []
-        with stored(url) as store:
-            for k in range(4 * TORTURE):
-                tokens = [100 + k] * 12
-                assert store.put(tokens) == 3
-                store.engine.flush()
-                flushed.append(tokens)
-                doomed = threading.Thread(target=lambda k=k: [put_some(store, k, i) for i in range(50)])
-                doomed.start()
-                server.kill()
-                assert lookup(store, tokens) in (0, 3)
-                server.start()
-                doomed.join()
-                wait_for(lambda tokens=tokens: lookup(store, tokens) == 3, "a hit")
-            assert store.engine.upkeep.check() == []
-            for tokens in flushed:
-                assert store.fetch(tokens) == 3
-        is_intact(url, *flushed)
-
-
-def put_some(store, k, i):
-    with suppress(StorageError):
-        store.put([10_000 + 1000 * k + i] * 12)
 
 
 def test_a_server_with_a_full_disk_is_read_and_used_again_when_there_is_space():
@@ -190,31 +121,4 @@ def test_a_server_without_free_connections_causes_misses_only(administrator, use
         session.execute("ALTER ROLE pfxs_user CONNECTION LIMIT -1")
         assert store.fetch(A) == 3
         assert store.put(B) == 3
-    is_intact(url, A, B)
-
-
-def is_dropped(store):
-    """Whether pages were dropped, after another attempt to put some; it ends earlier if they cannot be looked up."""
-    WORK["put"](store)
-    return store.counters.group("dropped") == {"unavailable": 3}
-
-
-def test_a_statement_that_the_server_ends_drops_pages_and_nothing_else(administrator):
-    url, session = administrator
-    limit = f"ALTER DATABASE {make_url(url).database} SET statement_timeout"
-    with stored(url, A) as store:
-        with psycopg.connect(libpq(url)) as other:
-            other.execute("SELECT * FROM prefixstore_meta FOR UPDATE")
-            # no other statement may take so short a time only: of sessions from here on
-            session.execute(f"{limit} = '150ms'")
-            session.execute(TERMINATE + f" AND pid <> {other.info.backend_pid}")
-            wait_for(lambda: is_dropped(store), "the end of a statement of a commit")
-            # nobody is kept from reading
-            wait_for(lambda: lookup(store, A) == 3, "a hit")
-            session.execute(f"{limit} = 0")
-            session.execute(TERMINATE + f" AND pid <> {other.info.backend_pid}")
-            other.rollback()
-        assert store.put(B) == 3
-        assert store.fetch(B) == 3
-        assert store.counters.group("dropped") == {"unavailable": 3}
     is_intact(url, A, B)

@@ -82,13 +82,6 @@ def test_a_store_whose_file_grew_during_a_power_loss_is_recognized(tmp_path):
         assert view.used.entries == 1
 
 
-def test_opening_a_store_read_only_does_not_grow_its_file(tmp_path):
-    with closing(open_pages(str(tmp_path), max_bytes=1 << 24)) as backend:
-        before = backend.rows._environment.env.info()["map_size"]
-        open_pages(str(tmp_path), max_bytes=1 << 30, read_only=True).close()
-        assert backend.rows._environment.env.info()["map_size"] == before
-
-
 def ask(connection, question: str) -> list[str]:
     return [str(value) for value in connection.execute(question).fetchone()]
 

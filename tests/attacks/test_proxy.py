@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -80,7 +79,7 @@ def test_a_model_that_was_replaced_before_the_child_is_started_again(serve: Serv
 def test_the_child_is_killed_around_its_saves(serve: Serve, alone: Running):
     served = serve()
     dice = random.Random(0)
-    for i in range(6 * TORTURE):
+    for i in range(4 * TORTURE):
         text = prompt(i % 12)
         answer = _until_answered(served, text)
         assert answer["content"] in own_answers(alone, text)
@@ -92,7 +91,7 @@ def test_the_child_is_killed_around_its_saves(serve: Serve, alone: Running):
 
 def test_both_are_killed_at_any_time_and_the_store_stays_sound(serve: Serve, alone: Running, tmp_path: Path):
     dice = random.Random(1)
-    for i in range(4 * TORTURE):
+    for i in range(3 * TORTURE):
         served = serve()
         crowd = [threading.Thread(target=_ask, args=(served, prompt(j))) for j in range(i, i + 3)]
         for thread in crowd:
@@ -151,7 +150,7 @@ def test_the_store_vanishes_while_it_is_used(serve: Serve, alone: Running, tmp_p
 def test_a_crowd_that_leaves_again_and_again_blocks_nothing(serve: Serve, alone: Running):
     served = serve()
     dice = random.Random(2)
-    times = [dice.uniform(0.01, 1.0) for _ in range(60 * TORTURE)]
+    times = [dice.uniform(0.01, 1.0) for _ in range(30 * TORTURE)]
 
     def leave(i: int) -> None:
         body = {"prompt": prompt(i % 10), "n_predict": 200, "stream": bool(i % 2), "ignore_eos": True}
@@ -171,7 +170,7 @@ def test_requests_of_all_kinds_at_once(serve: Serve, alone: Running):
     kinds: list[dict[str, Any]] = [{}, {"n_cmpl": 2}, {"lora": [{"id": 0, "scale": 1.0}]}, {"cache_prompt": False}]
     kinds += [{"id_slot": 1}, {"prompt": ["Hello", "Good day"]}, {"prompt": "x " * 6000}, {"n_predict": 0}]
     with ThreadPoolExecutor(12) as threads:
-        work = [threads.submit(_ask, served, prompt(i % 7), **kinds[i % len(kinds)]) for i in range(64 * TORTURE)]
+        work = [threads.submit(_ask, served, prompt(i % 7), **kinds[i % len(kinds)]) for i in range(32 * TORTURE)]
         answers = [one.result() for one in work]
     for i, answer in enumerate(answers):
         assert answer is not None
@@ -317,47 +316,3 @@ def test_a_tenant_finds_nothing_that_another_leaves_in_a_slot_while_it_goes_on(s
         slot = next(line for line in served.text().splitlines() if "truncated = 1" in line).split("id ")[1].split()[0]
         assert cached(served.complete(secret, 1, headers=ours, id_slot=int(slot))) == 0
         assert other.result().status_code == 200
-
-
-def test_a_server_that_is_none_ends_the_command(tmp_path: Path):
-    server = tmp_path / "llama-server"
-    server.write_text(
-        f"#!{sys.executable}\n"
-        "import http.server, socketserver, sys\n"
-        "class Handler(http.server.BaseHTTPRequestHandler):\n"
-        "    def do_GET(self):\n"
-        "        if self.path == '/health':\n"
-        "            self.send_response(200)\n"
-        "            self.send_header('content-length', '0')\n"
-        "            self.end_headers()\n"
-        "        self.close_connection = True\n"
-        "    def log_message(self, *_):\n"
-        "        pass\n"
-        "at = sys.argv[sys.argv.index('--host') + 1]\n"
-        "socketserver.ThreadingUnixStreamServer(at, Handler).serve_forever()\n"
-    )
-    server.chmod(0o755)
-    served = launch(tmp_path, "served", [str(tmp_path / "store"), "--port", "0", "--", str(server)])
-    try:
-        assert served.process.wait(START_SECONDS) == 1
-    finally:
-        served.end()
-
-
-def test_a_client_that_stops_reading_gives_its_slot_back(serve: Serve, alone: Running, tmp_path: Path):
-    site = tmp_path / "site"
-    site.mkdir()
-    (site / "sitecustomize.py").write_text(
-        "import prefixstore.server.exchange as exchange\nexchange.CLIENT_SECONDS = 1.0\n"
-    )
-    served = serve("-np", "1", environment={"PYTHONPATH": f"{site}{os.pathsep}{ROOT}"})
-    body = {"prompt": "The", "n_predict": -1, "ignore_eos": True, "stream": True, "n_probs": 1000}
-    content = json.dumps(body).encode()
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        address = urlsplit(served.url)
-        client.connect((address.hostname, address.port))
-        client.sendall(b"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content) + content)
-        served.until(lambda status: bool(status["slots"][0]["in_use"]))
-        served.until(lambda status: not status["slots"][0]["in_use"])
-        assert served.complete(prompt(1))["content"] in own_answers(alone, prompt(1))

@@ -20,7 +20,6 @@ from prefixstore.engine.invariants import violations
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import (
     CorruptError,
-    IncompatibleError,
     LocationError,
     StorageError,
     UnavailableError,
@@ -91,25 +90,6 @@ def sound(backend):
     assert check(backend) == []
     with backend.view() as view:
         return {key for key, _, _ in view.scan()}
-
-
-@pytest.mark.parametrize("kind", ["lock", "rows", "order", "meta"])
-def test_a_key_that_another_application_has_replaced_is_refused_before_anything_is_written(url, client, kind):
-    name = f"{{{url.rpartition('=')[2]}}}:{kind}"
-    with closing(open_pages(url, max_bytes=MIB)) as backend:
-        with backend.update() as transaction:
-            key = put(transaction, 1)
-        old = client.dump(name)
-        client.delete(name)
-        client.rpush(name, "theirs")
-        for number in (2, 3):
-            with pytest.raises(IncompatibleError, match="another application"):
-                all_changes(backend, key, number)
-        client.delete(name)
-        if old is not None:
-            client.restore(name, 0, old)
-        assert sound(backend) == {key}
-        assert {all_changes(backend, key, 4)} == sound(backend)
 
 
 @pytest.mark.parametrize("command", ["rename", "unlink", "persist", "hset", "hdel", "zadd", "zrem", "del", "set"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from contextlib import closing
 
 import pytest
@@ -11,26 +10,21 @@ from prefixstore.engine.pages import open_pages
 from prefixstore.errors import FullError
 from prefixstore.maintenance.archive import Archive
 from tests.support import keys_of
-from tests.support.places import fill, space
+from tests.support.places import fill, small_disk, space
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(disk)]
-    if subprocess.run(command, check=False, capture_output=True).returncode != 0:
-        pytest.skip("a small disk needs the right to mount one")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+def disk(tmp_path):
+    with small_disk(tmp_path, 24) as mounted:
+        yield mounted
 
 
-def test_what_others_write_to_the_disk_is_an_error_that_ends_when_it_is_deleted(small_disk):
-    location = f"sqlite:///{small_disk}/kv.db"
+def test_what_others_write_to_the_disk_is_an_error_that_ends_when_it_is_deleted(disk):
+    location = f"sqlite:///{disk}/kv.db"
     with closing(open_pages(location, max_bytes=1 << 30)) as backend:
         fill(backend, space("t"), [[1, 1, 2, 3]], size=100_000)
         stored = keys_of(backend)
-        other = small_disk / "other"
+        other = disk / "other"
         with pytest.raises(OSError, match="No space"):
             other.write_bytes(bytes(32 << 20))
         with pytest.raises(FullError):

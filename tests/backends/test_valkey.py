@@ -51,11 +51,12 @@ class Locations:
     tcp = False
 
     @pytest.fixture(autouse=True)
-    def locations(self, new_valkey, monkeypatch):
+    def locations(self, new_valkey, monkeypatch, request):
         self.new, self.urls = new_valkey, {}
-        # of those that are killed
-        monkeypatch.setattr(backend_module, "LOCK_MILLISECONDS", 2000)
-        monkeypatch.setattr(backend_module, "RENEW_SECONDS", 0.5)
+        if "killed" in request.node.name:
+            # the others wait for as long
+            monkeypatch.setattr(backend_module, "LOCK_MILLISECONDS", 2000)
+            monkeypatch.setattr(backend_module, "RENEW_SECONDS", 0.5)
 
     def url(self, tmp_path):
         if tmp_path not in self.urls:

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from prefixstore import PrefixStore
 from prefixstore.cli.warm_model import prepare
 from prefixstore.config import Config
+from tests.support import ROOT
 from tests.support.models import load, prompt
 from tests.support.signals import default_signals
 from tests.support.warming import app, shared_prompts, unique_tokens, write_jsonl
-from tests.support.worker import ROOT
 
 PROMPTS = shared_prompts(24)
 UNIQUE = unique_tokens(PROMPTS)

@@ -14,7 +14,7 @@ from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.errors import CorruptError, UnavailableError
 from prefixstore.stats import Counters
 from tests.support.engines import MIB, MemoryPages, Store
-from tests.support.faults import SlowBackend
+from tests.support.faults import FlakyBackend
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_the_engine_is_patient_with_local_locations_only(tmp_path, clock):
         (MemoryPages(), module.LOCAL_PATIENCE),
         (Pages(LMDBBackend(tmp_path / "kv", MIB)), module.LOCAL_PATIENCE),
         (open_pages(f"sqlite:///{tmp_path}/kv.db", max_bytes=MIB, read_only=False), module.LOCAL_PATIENCE),
-        (SlowBackend(MemoryPages(), 0), 1),
+        (FlakyBackend(MemoryPages()), 1),
     ):
         with closing(Store(backend, options={"clock": lambda: clock[0]})) as store:
             assert store.engine._breaker._patience == patience

@@ -9,7 +9,7 @@ from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine.pages import Pages
 from tests.support import PATIENCE
 from tests.support.engines import MIB, A, B, MemoryPages, Store, gated, store_of, writer_of
-from tests.support.faults import FaultyBackend, SlowBackend
+from tests.support.faults import FaultyBackend, FlakyBackend
 
 # -- what is written, and when -----------------------------------------------------------------------------------------
 
@@ -19,7 +19,7 @@ def test_a_close_in_the_write_thread_waits_for_nothing_and_the_thread_writes_wha
     monkeypatch.setattr("prefixstore.engine.queue.NO_PROGRESS_SECONDS", 1000.0)
     gate, closed = threading.Event(), threading.Event()
 
-    class ClosedInside(SlowBackend):
+    class ClosedInside(FlakyBackend):
         @contextmanager
         def update(self):
             gate.wait(PATIENCE)
@@ -31,7 +31,7 @@ def test_a_close_in_the_write_thread_waits_for_nothing_and_the_thread_writes_wha
         def close(self):
             closed.set()
 
-    store = Store(ClosedInside(MemoryPages(), 0.0, ()))
+    store = Store(ClosedInside(MemoryPages()))
     for tokens in (A, B):
         for new in store.pages(tokens):
             assert store.engine.captures.submit(new)

@@ -1,14 +1,28 @@
-"""Processes for stores, started once for the tests of a module."""
+"""Processes for stores, started once for the tests of a module; and where their files are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from tests.attacks.power import shim
 from tests.model.process import Processes
+
+MEMORY = Path("/dev/shm")
+
+
+@pytest.fixture
+def tmp_path(tmp_path) -> Iterator[Path]:
+    """In memory, where that is possible: what a loss of power leaves is computed, and nobody waits for a disk."""
+    if not MEMORY.is_dir():
+        yield tmp_path
+        return
+    with TemporaryDirectory(prefix="pfxs-model-", dir=MEMORY) as directory:
+        yield Path(directory)
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from prefixstore.format.namespace import Namespace
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import export_store, import_store
 from tests.model.reference import Facts, P, Page, Space, Used, pages_of
+from tests.support.s3 import forget_turn
 from tests.support.valkey import forget_lock
 
 __all__ = ["CLOCK", "Clock", "Store", "contents_of_export", "driven_time"]
@@ -324,6 +325,8 @@ class Store:
         for location, backend in zip(self._locations, self._backends, strict=True):
             if location.startswith(("valkey", "unix")):
                 forget_lock(location)
+            if location.startswith("s3"):
+                forget_turn(backend.inner.rows)
             # transactions take turns
             with backend.inner.update():
                 pass

@@ -16,15 +16,15 @@ from tests.support.places import KEY, SCHEMES, place
 # examples, and steps of each: in a run of all tests, and in one of the attacks
 FAST = {"memory": (16, 20), "lmdb": (6, 15), "sqlite": (3, 15)}
 LONG = {
-    "memory": (150, 40),
+    "memory": (60, 40),
     "lmdb": (20, 30),
     "sqlite": (15, 30),
     "postgresql": (5, 30),
     "valkey": (8, 30),
-    "s3": (5, 30),
+    "s3": (3, 30),
     "lmdb, sqlite": (5, 30),
     "lmdb, valkey": (5, 30),
-    "lmdb, s3": (5, 30),
+    "lmdb, s3": (3, 30),
 }
 
 # between the moments at which a process is killed, where each costs many requests
@@ -89,4 +89,4 @@ def test_an_encrypted_location_keeps_the_same_promises(tmp_path, monkeypatch):
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
 def test_what_was_flushed_survives_a_loss_of_power(scheme, tmp_path, recorded):
     url = "lmdb://{root}/kv" if scheme == "lmdb" else "sqlite:///{root}/kv.db"
-    run(Place(lambda: lambda _: [url], process=recorded, disks=lambda: Disks(tmp_path)), volume(20))
+    run(Place(lambda: lambda _: [url], process=recorded, disks=lambda: Disks(tmp_path)), volume(12))

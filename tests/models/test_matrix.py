@@ -1,8 +1,8 @@
 """What is saved for each model: the matrix as tests. The table is that of ``python -m tests.models``.
 
 Each attack tries one model of each kind of memory with all prompts, through both doors and across them, each prompt
-after a restart of everything; and the other models, and other settings, through `Llama` with a few prompts. `make
-torture` does all of the former with all of them.
+after a restart of everything; and every third of the other models, and other settings, through `Llama` with a few
+prompts. `make torture` does all of both with all of them.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ USUAL, OTHER_SETTINGS = Settings(), (Settings(fa="off"), Settings(kv="q8_0"))
 KINDS = list(OF_EACH_KIND.values())
 # through both doors in each run; at length, all of them
 THROUGH_BOTH = DECODERS if TORTURE > 1 else KINDS
-WITH_SETTINGS = (
-    KINDS if TORTURE > 1 else [OF_EACH_KIND[kind] for kind in (Memory.ATTENTION, Memory.WINDOW, Memory.HYBRID)]
-)
+WITH_SETTINGS = KINDS if TORTURE > 1 else [OF_EACH_KIND[Memory.HYBRID]]
+OTHERS = [name for name in DECODERS if name not in KINDS][:: 1 if TORTURE > 1 else 3]
 # those of `make test`; the others of each kind are tried through both doors
 QUICK = [OF_EACH_KIND[kind] for kind in (Memory.ATTENTION, Memory.WINDOW, Memory.HYBRID, Memory.RECURRENT)]
 slow = pytest.mark.slow
 CASES = [
     *(pytest.param(name, USUAL, id=name) for name in QUICK),
-    *(pytest.param(name, USUAL, id=name, marks=slow) for name in DECODERS if name not in KINDS),
+    *(pytest.param(name, USUAL, id=name, marks=slow) for name in OTHERS),
     *(
         pytest.param(name, settings, id=f"{name}, fa {settings.fa}, {settings.kv}", marks=slow)
         for name in KINDS

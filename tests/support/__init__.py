@@ -1,15 +1,19 @@
 """What tests share."""
 
+import os
+import signal
 import subprocess
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from prefixstore.engine.pages import Pages
 
-__all__ = ["PATIENCE", "ROOT", "in_thread", "keys_of", "outcome", "python", "seeds"]
+__all__ = ["PATIENCE", "ROOT", "in_fork", "in_thread", "keys_of", "outcome", "python", "seeds"]
 
 ROOT = Path(__file__).parents[2]
 # how long a test waits for what must happen: far longer than it takes, also on a machine that is busy
@@ -36,6 +40,32 @@ def outcome(work: Callable[[], object], what: str = "it") -> object:
     in_thread(run).join(PATIENCE)
     assert found, f"{what} waits for ever"
     return found[0]
+
+
+def in_fork(work: Callable[[], None]) -> None:
+    """Run `work` in a forked child; what it raises fails the test."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except BaseException:  # noqa: BLE001 - the child must not return into pytest
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + 180
+    while True:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            break
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            raise AssertionError("the forked child hangs")
+        time.sleep(0.02)
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 def python(code: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:

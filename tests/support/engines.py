@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from prefixstore.format.autocodec import pick
 from prefixstore.format.keys import SNAPSHOT, as_tokens, page_keys
 from prefixstore.format.record import RECORD, RECORD_SEAL, USAGE
 from prefixstore.stats import Counters
+from tests.support.timeouts import wait_for
 
 __all__ = [
     "KIB",
@@ -239,10 +239,3 @@ def entry(n_tokens=P, size=1000):
 def taken(n_tokens=P, size=1000):
     """What a page takes in memory."""
     return COSTS.of(bytes(33), bytes(RECORD.size + RECORD_SEAL.size + 4 * n_tokens), size)
-
-
-def wait_for(condition, what="it"):
-    until = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < until, f"{what} did not happen within 120 s"
-        time.sleep(0.002)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias, cast
@@ -14,7 +15,7 @@ from prefixstore.engine.pages import Pages
 from prefixstore.errors import StorageError, UnavailableError
 from prefixstore.format.record import Buffer, Record
 
-__all__ = ["FaultyBackend", "Operation", "SlowBackend"]
+__all__ = ["FaultyBackend", "FlakyBackend", "Operation"]
 
 Operation: TypeAlias = Literal["view", "record", "payload", "update", "put", "delete", "commit", "sync"]
 
@@ -141,24 +142,44 @@ class FaultyBackend(_WrappedBackend):
             raise self._error
 
 
-class SlowBackend(_WrappedBackend):
-    """A backend that takes its time.
+class FlakyBackend(_WrappedBackend):
+    """A backend whose operations are slow, or fail, as a test says while it is used.
 
-    Parameters
+    Attributes
     ----------
-    backend
-        Does the work; closed with this one.
     seconds
-        How much longer each operation takes.
-    operations
-        Which operations; all by default.
+        How much longer each of the `slow` operations takes.
+    slow
+        Which these are.
+    fails
+        Whether all of them fail, once they have taken their time.
+    gate
+        As long as it is not set, they wait for it.
+    asked
+        How often each thread has begun an operation.
+    sleep
+        Lets the time pass that a slow operation takes; a test may have a clock of its own.
     """
 
-    def __init__(self, backend: Pages, seconds: float, operations: tuple[Operation, ...] | None = None) -> None:
+    def __init__(self, backend: Pages) -> None:
         super().__init__(backend)
-        self._seconds = seconds
-        self._operations = operations
+        self.seconds = 0.0
+        self.slow: tuple[Operation, ...] = ("view", "payload", "record", "update", "put", "delete", "sync")
+        self.fails = False
+        self.gate = threading.Event()
+        self.gate.set()
+        self.asked: Counter[str] = Counter()
+        self.sleep: Callable[[float], object] = time.sleep
 
     def _before(self, operation: Operation) -> None:
-        if self._operations is None or operation in self._operations:
-            time.sleep(self._seconds)
+        self.asked[threading.current_thread().name] += 1
+        if operation not in self.slow:
+            return
+        self.gate.wait()
+        self.sleep(self.seconds)
+        if self.fails:
+            raise UnavailableError(f"{operation} fails on purpose")
+
+    def asked_by_completions(self) -> int:
+        """How often a completion has waited for the location."""
+        return sum(n for thread, n in self.asked.items() if thread.startswith(("MainThread", "prefixstore-read")))

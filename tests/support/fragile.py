@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
 from prefixstore.engine.engine import Engine
 from prefixstore.errors import UnavailableError
 
-__all__ = ["Fragile", "assert_true", "known_keys"]
+__all__ = ["Fragile", "assert_true"]
 
 
 class _Counted:
@@ -43,10 +42,6 @@ class Fragile:
     ----------
     fails_at
         The number of the call in transactions that fails, counted from now on; None for none.
-    error
-        What is raised.
-    on_call
-        Called with the name of each operation in a transaction, before it.
     calls
         How often each operation was called, in views and transactions.
     """
@@ -54,23 +49,19 @@ class Fragile:
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.fails_at: int | None = None
-        self.error: BaseException = UnavailableError("fails on purpose")
         self.calls: Counter[str] = Counter()
         self._in_update = False
-        self.on_call: Callable[[str], None] = lambda name: None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def called(self, name: str) -> None:
         self.calls[name] += 1
-        if self._in_update:
-            self.on_call(name)
         if self.fails_at is not None and self._in_update:
             self.fails_at -= 1
             if self.fails_at == 0:
                 self.fails_at = None
-                raise self.error
+                raise UnavailableError("fails on purpose")
 
     @contextmanager
     def view(self):
@@ -88,11 +79,6 @@ class Fragile:
                 self.called("commit")
             finally:
                 self._in_update = False
-
-
-def known_keys(engine: Engine) -> set[bytes]:
-    """All pages that an engine knows once it has read everything."""
-    return {page.key for page in engine.lookups.pages()}
 
 
 def assert_true(engine: Engine) -> None:

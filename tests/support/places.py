@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
-from contextlib import closing
+import subprocess
+from contextlib import closing, contextmanager
 
 import numpy as np
+import pytest
 
 from prefixstore.backends.lmdb import checked, environment, walk
 from prefixstore.engine.pages import open_pages
@@ -18,6 +20,8 @@ from tests.support.pages import make_page
 LOCKING = ("lmdb", "sqlite", "postgresql", "valkey")
 SCHEMES = (*LOCKING, "s3")
 MIB = 1 << 20
+# where a small disk is mounted
+DISK = "disk"
 
 
 class _Key:
@@ -56,6 +60,20 @@ def walk_in_this_process(patch):
 
     patch.setattr(checked, "require_sound", require_sound)
     patch.setattr(environment, "require_sound", lambda path: None)
+
+
+@contextmanager
+def small_disk(directory, megabytes):
+    """A file system of this size in a directory, until the block is left."""
+    disk = directory / DISK
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", disk]
+    if subprocess.run(command, check=False, capture_output=True).returncode != 0:
+        pytest.skip("a small disk needs the right to mount one")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", disk], check=True)
 
 
 def opened(url, **options):

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.places import DISK, small_disk
 from tests.support.signals import suspend
 
 ACCOUNTS = ("postgres", "nobody")
@@ -37,8 +38,6 @@ class Server:
     def __init__(self, directory: Path) -> None:
         self.data = directory / "data"
         self.sockets = directory
-        # this directory as this process sees it
-        self.seen = self.data
         # PostgreSQL does not run as root
         self.account = None
         if os.geteuid() == 0:
@@ -77,7 +76,7 @@ class Server:
     def start(self) -> None:
         """Start it, and return when it answers. It ends with this process, however that ends."""
         # of one that was killed
-        (self.seen / "postmaster.pid").unlink(missing_ok=True)
+        (self.data / "postmaster.pid").unlink(missing_ok=True)
         program, *arguments = self._command("postgres", "-D", self.data, "-k", self.sockets, "-F", "-N", 200)
         with (self.sockets / "log").open("ab") as log:
             self.process = subprocess.Popen(
@@ -90,7 +89,7 @@ class Server:
                 **self._identity(),
             )
         for _ in range(3600):
-            if (self.seen / "postmaster.pid").exists() and "ready" in (self.seen / "postmaster.pid").read_text():
+            if (self.data / "postmaster.pid").exists() and "ready" in (self.data / "postmaster.pid").read_text():
                 return
             time.sleep(0.05)
         raise AssertionError((self.sockets / "log").read_text())
@@ -116,27 +115,11 @@ class Server:
 
 
 class SmallDiskServer(Server):
-    """A private server whose data are on a small disk, which only it and its mount namespace see."""
-
-    N_BYTES = 96 << 20
+    """A private server whose data are on a disk that a test can fill: `small_disk`, mounted in its directory."""
 
     def _make(self) -> None:
-        disk = self.sockets / "disk"
-        disk.mkdir()
-        # the file system lives as long as this process, which waits for the end of its input
-        self._holder = subprocess.Popen(
-            ["unshare", "-m", "sh", "-c", f"mount -t tmpfs -o size={self.N_BYTES} disk {disk} && echo mounted && cat"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        assert self._holder.stdout is not None
-        if self._holder.stdout.readline() != "mounted\n":
-            self.release()
-            pytest.skip("file systems cannot be mounted here")
-        self._disk = Path(f"/proc/{self._holder.pid}/root{disk}")
-        self.data, self.seen = disk / "data", self._disk / "data"
+        self._disk = self.sockets / DISK
+        self.data = self._disk / "data"
         if self.account is not None:
             os.chown(self._disk, self.account.pw_uid, self.account.pw_gid)
         arguments = ("-A", "trust", "-U", "postgres", "-E", "UTF8", "--locale=C", "--no-sync", "--wal-segsize=1")
@@ -144,14 +127,7 @@ class SmallDiskServer(Server):
 
     def _command(self, program: str, *arguments: object) -> list[str]:
         more = ("-c", "max_wal_size=2MB", "-c", "min_wal_size=2MB") if program == "postgres" else ()
-        enter = ["nsenter", "-t", str(self._holder.pid), "-m", "setpriv", "--pdeathsig", "QUIT"]
-        if self.account is not None:
-            enter += [f"--reuid={self.account.pw_uid}", f"--regid={self.account.pw_gid}", "--clear-groups"]
-        return [*enter, *super()._command(program, *arguments, *more)]
-
-    def _identity(self) -> dict[str, Any]:
-        # root enters the namespace, and becomes another user there
-        return {}
+        return super()._command(program, *arguments, *more)
 
     def fill(self, left: int) -> None:
         """Leave so many bytes on the disk, or fewer: the server writes meanwhile."""
@@ -171,9 +147,6 @@ class SmallDiskServer(Server):
         """Start the server again if it has stopped, as it does a moment after it could not write."""
         if self.process.poll() is not None:
             self.start()
-
-    def release(self) -> None:
-        self._holder.communicate(timeout=60)
 
 
 def _children(parent: int) -> list[int]:
@@ -215,16 +188,13 @@ def private_server(make: Callable[[Path], Server] = Server) -> Iterator[Server]:
 @contextmanager
 def small_disk_server() -> Iterator[SmallDiskServer]:
     """As `private_server`, with a disk that the test can fill."""
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount a file system")
-    with tempfile.TemporaryDirectory(prefix="pfxs-pg-", dir="/tmp") as directory:
+    with tempfile.TemporaryDirectory(prefix="pfxs-pg-", dir="/tmp") as directory, small_disk(Path(directory), 96):
         server = SmallDiskServer(Path(directory))
+        server.start()
         try:
-            server.start()
             yield server
         finally:
             server.stop()
-            server.release()
 
 
 @pytest.fixture(scope="session")

@@ -6,11 +6,11 @@ import socket
 import threading
 from contextlib import suppress
 
-__all__ = ["Line", "Proxy"]
+__all__ = ["Line"]
 
 
-class Proxy:
-    """A port that leads to a Unix socket, or to another port.
+class Line:
+    """A port that leads to a Unix socket, or to another port, and may fail in the middle of an answer.
 
     Parameters
     ----------
@@ -21,10 +21,19 @@ class Proxy:
     ----------
     port
         Of this machine.
+    left
+        Bytes of answers that still pass; None for all.
+    stalls
+        Whether what is left over is swallowed, or the line cut.
+    passed
+        Bytes of answers that have come.
     """
 
     def __init__(self, path: str | tuple[str, int]) -> None:
         self.path = path
+        self.left: int | None = None
+        self.stalls = False
+        self.passed = 0
         self.ends: list[socket.socket] = []
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
@@ -48,41 +57,6 @@ class Proxy:
                     threading.Thread(target=self.forward, args=(source, target, answers), daemon=True).start()
 
     def forward(self, source: socket.socket, target: socket.socket, answers: bool) -> None:
-        """Pass on what is sent in one direction; `answers` is the one from the server."""
-        raise NotImplementedError
-
-    def cut(self) -> None:
-        """End the connections that there are."""
-        for end in self.ends:
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """End all connections, and take no more."""
-        for end in (self.listener, *self.ends):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
-
-
-class Line(Proxy):
-    """Fails in the middle of an answer.
-
-    Attributes
-    ----------
-    left
-        Bytes of answers that still pass; None for all.
-    stalls
-        Whether what is left over is swallowed, or the line cut.
-    """
-
-    def __init__(self, path: str | tuple[str, int]) -> None:
-        self.left: int | None = None
-        self.stalls = False
-        self.passed = 0
-        super().__init__(path)
-
-    def forward(self, source: socket.socket, target: socket.socket, answers: bool) -> None:
         """Pass on as many bytes of answers as are left, then cut the line or swallow the rest."""
         with suppress(OSError):
             while data := source.recv(1 << 16):
@@ -99,3 +73,16 @@ class Line(Proxy):
         for end in (source, target):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+
+    def cut(self) -> None:
+        """End the connections that there are."""
+        for end in self.ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End all connections, and take no more."""
+        for end in (self.listener, *self.ends):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()

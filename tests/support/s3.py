@@ -6,11 +6,9 @@ environment, as obstore reads them.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,13 +16,15 @@ import time
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError
 
 import pytest
 
 from tests.support.ports import free_port
+from tests.support.signals import ends_with_us
 
 KEY_ID, SECRET = "testkeyid", "testsecretkey"
 BUCKET = "bucket"
@@ -54,7 +54,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                preexec_fn=_end_with_parent,  # noqa: PLW1509 - no thread runs yet that could hold a lock
+                preexec_fn=ends_with_us(),  # noqa: PLW1509 - it takes no lock
             )
         for _ in range(3600):
             assert self.process.poll() is None, (self.directory / "log").read_text()
@@ -146,11 +146,6 @@ def weed() -> str | None:
     return found or shutil.which("weed")
 
 
-def _end_with_parent() -> None:
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
 @contextmanager
 def private_server(make: Callable[[Path], Server]) -> Iterator[Server]:
     """A server that runs until the block is left."""
@@ -204,6 +199,13 @@ def new_prefix(request: pytest.FixtureRequest) -> Callable[[], str]:
     request.getfixturevalue("credentials")
     server = request.getfixturevalue("seaweedfs")
     return lambda: prefix_on(server)
+
+
+def forget_turn(rows: Any) -> None:
+    """As other writers do after some seconds: nobody renews the turn of a writer that has died."""
+    store = rows._store
+    while (state := store.refresh()).turn:
+        store._replace(state, turn="")
 
 
 def prefix_on(server: Server, endpoint: str | None = None) -> str:

@@ -11,15 +11,15 @@ import numpy as np
 import psycopg
 import pytest
 
-from prefixstore.backends.contract import Range
 from prefixstore.backends.sql import open_sql, postgresql_rows
+from tests.support.rows import EVERYTHING, rows_of
 
 MIB = 1 << 20
+contents = rows_of
 TERMINATE = (
     "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity "
     "WHERE datname = current_database() AND pid <> pg_backend_pid()"
 )
-EVERYTHING = Range(b"", b"\xff" * 32)
 
 
 def opened(url, *, read_only=False):
@@ -58,13 +58,6 @@ def held(view, keys):
         None if found is None else (found[0], None if found[1] is None else bytes(found[1]))
         for found in view.payloads(keys)
     ]
-
-
-def contents(backend):
-    """All rows: key, value and payload."""
-    with backend.view() as view:
-        keys = [found.key for found in view.ranges([EVERYTHING])[0]]
-        return dict(zip(keys, held(view, keys), strict=True))
 
 
 @contextmanager

@@ -21,8 +21,7 @@ from typing import Any
 import pytest
 
 from tests.support.ports import free_port
-from tests.support.postgres import _end_with_parent
-from tests.support.signals import suspend
+from tests.support.signals import ends_with_us, suspend
 
 _numbers = itertools.count(1)
 
@@ -87,7 +86,7 @@ class ValkeyServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                preexec_fn=_end_with_parent,  # noqa: PLW1509 - no thread runs yet that could hold a lock
+                preexec_fn=ends_with_us(),  # noqa: PLW1509 - it takes no lock
             )
         for _ in range(12_000):
             with suppress(OSError), socket.socket(socket.AF_UNIX) as probe:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import random
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -15,7 +17,31 @@ from prefixstore.traces.curve import pages_in, simulate
 from prefixstore.traces.read import read_trace
 from prefixstore.traces.replay import Belady, replay
 from tests.support import ROOT
-from tests.test_replay import conversations, requests, written
+
+
+def requests(cache, prompts):
+    return [cache.request(prompt) for prompt in prompts]
+
+
+def written(path, prompts, *, packed=False):
+    raw = "".join(json.dumps({"timestamp": 0, "hash_ids": blocks}) + "\n" for blocks in prompts).encode()
+    path.write_bytes(gzip.compress(raw) if packed else raw)
+    return path
+
+
+def conversations(seed, n_prompts=150):
+    """Prompts that continue others, or start after one of three beginnings; blocks name their prefix."""
+    chance = random.Random(seed)
+    known = [[0], [1], [2]]
+    fresh = 3
+    prompts = []
+    for _ in range(n_prompts):
+        before = chance.choice(known[-30:] if chance.random() < 0.6 else known[:3])
+        n = chance.randint(0, 5)
+        prompts.append([*before, *range(fresh, fresh + n)])
+        fresh += n
+        known.append(prompts[-1])
+    return prompts
 
 
 @pytest.fixture
@@ -42,6 +68,12 @@ def ours(path, lines, **about):
 
 def request(names, n, **more):
     return {"namespace": "n", "hash_ids": names, "input_length": n, "hit_length": 0, "page_tokens": 8, **more}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_trace_is_read_plain_or_compressed_and_its_blocks_are_numbered(tmp_path, packed):
+    found = read_trace(written(tmp_path / "trace", [[70, 9], [70, 12]], packed=packed))
+    assert [list(event.blocks) for event in found.requests] == [[0, 1], [0, 2]]
 
 
 def stored(names, n, n_bytes=100, **more):

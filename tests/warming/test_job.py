@@ -14,9 +14,9 @@ from prefixstore.llama.hook import Hook
 from prefixstore.stats import Kind
 from prefixstore.warming.estimate import estimate
 from prefixstore.warming.job import warm
+from tests.support import ROOT
 from tests.support.models import answer, logits, prompt
 from tests.support.warming import job_command, shared_prompts, unique_tokens, write_jsonl
-from tests.support.worker import ROOT
 
 PROMPTS = shared_prompts(32)
 UNIQUE = unique_tokens(PROMPTS)

@@ -1,11 +1,11 @@
-"""A line to PostgreSQL or Valkey that is cut, or stalls, in an answer: no more than a miss."""
+"""A server of PostgreSQL or Valkey that is killed, or whose line is cut or stalls in an answer: no more than a miss."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from sqlalchemy import make_url
@@ -13,12 +13,14 @@ from sqlalchemy import make_url
 from prefixstore.backends.sql import postgresql
 from prefixstore.backends.valkey import connections
 from prefixstore.engine.pages import open_pages
-from tests.attacks.server_work import WORK, is_intact, lookup, stored
+from tests.attacks.server_work import WORK, is_intact, lookup, stored, tried
+from tests.support import in_thread
 from tests.support.engines import MIB, NS, A, B, C, Store
 from tests.support.models import TORTURE
+from tests.support.postgres import private_server, server_program, store_on
 from tests.support.proxy import Line
 from tests.support.timeouts import wait_for
-from tests.support.valkey import forget_lock
+from tests.support.valkey import forget_lock, private_valkey
 
 
 class Way(NamedTuple):
@@ -50,14 +52,14 @@ def way(request) -> Iterator[Way]:
         yield Way(line, through % line.port, direct)
 
 
-@pytest.mark.parametrize("name", ["look up", "put", "pin", "check"])
+@pytest.mark.parametrize("name", WORK)
 def test_a_line_that_is_cut_anywhere_in_an_answer_costs_no_more_than_a_miss(way, name):
     with stored(way.url, A) as store:
         before = way.line.passed
         WORK[name](store)
         n_bytes = way.line.passed - before
     # every boundary of a message at length, a sample otherwise
-    for k in range(0, n_bytes, 1 + n_bytes // (15 * TORTURE)):
+    for k in range(0, n_bytes, 1 + n_bytes // (8 * TORTURE)):
         with closing(Store(open_pages(way.url, max_bytes=64 * MIB))) as store:
             assert store.match(A) == 12
             way.line.left = k
@@ -108,3 +110,41 @@ def test_a_line_that_stalls_in_an_answer_delays_one_lookup(way):
         store.put(B)
         assert store.fetch(B) == 3
     is_intact(way.direct, A, B)
+
+
+@contextmanager
+def own_server(kind: str) -> Iterator[tuple[Any, str]]:
+    """A server of this test, and a location in it."""
+    if kind == "valkey":
+        with private_valkey(appendonly="yes", appendfsync="everysec") as server:
+            yield server, server.url
+        return
+    if server_program("initdb") is None:
+        pytest.skip("PostgreSQL is not installed")
+    with private_server() as server:
+        yield server, store_on(server)
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "valkey"])
+def test_a_server_that_is_killed_while_pages_are_written_loses_none_that_was_flushed(kind):
+    with own_server(kind) as (server, url):
+        flushed: list[list[int]] = []
+        with stored(url) as store:
+            for k in range(3 * TORTURE):
+                flushed.append([100 + k] * 12)
+                assert store.put(flushed[-1]) == 3
+                store.engine.flush()
+                others = [[10_000 + 1000 * k + i] * 12 for i in range(50)]
+                doomed = in_thread(lambda others=others: [tried(lambda one, n=n: one.put(n))(store) for n in others])
+                server.kill()
+                assert lookup(store, flushed[-1]) in (0, 3)
+                server.start()
+                if kind == "valkey":
+                    # its log has the lock of a transaction that has ended with it
+                    forget_lock(url)
+                doomed.join()
+                wait_for(lambda: lookup(store, flushed[-1]) == 3, "a hit")
+            assert store.engine.upkeep.check() == []
+            for tokens in flushed:
+                assert store.fetch(tokens) == 3
+        is_intact(url, *flushed)
