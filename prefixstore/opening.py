@@ -181,7 +181,7 @@ class OpenLocation:
 
     @property
     def engine(self) -> Engine:
-        """The engine, for jobs that iterate over pages or leave notes for each other."""
+        """The engine, for jobs that iterate over pages."""
         self._alive()
         return self._engine
 

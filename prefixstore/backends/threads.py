@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class Caller:
-    """The thread for which another one works, as long as it waits; that may work for another one itself."""
+    """A thread that waits while another one works for it. It may itself be working for another."""
 
     def __init__(self, of: Caller | None = None) -> None:
         self._of = of

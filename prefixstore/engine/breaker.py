@@ -54,8 +54,8 @@ def probe(backend: Pages, page: Page | None) -> None:
 class CircuitBreaker:
     """Lets requests through to a location while the circuit is closed, and fails them immediately while it is open.
 
-    A thread repeats a request that failed by `probe`: it reads this page, or, for None, a record. So many slow answers
-    in a row as is its `patience` open the circuit, and an error at once.
+    `patience` slow answers in a row open it, or one error. A thread then probes: it calls `probe` with the page whose
+    request failed, or, for a record, with None.
     """
 
     def __init__(

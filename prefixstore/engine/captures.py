@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from prefixstore.engine.part import Shared, Tap
 from prefixstore.engine.pending import PendingPage
 from prefixstore.engine.queue import WriteQueue
 from prefixstore.engine.snapshot_policy import too_many
+from prefixstore.errors import PrefixStoreError
 from prefixstore.format.keys import Tokens
 from prefixstore.results import Shortage
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from prefixstore.engine.tiers import FarEngine
 
 __all__ = ["Captures"]
+
+log = logging.getLogger("prefixstore")
 
 
 class Captures(WriteQueue):
@@ -127,13 +131,24 @@ class Captures(WriteQueue):
         if self.behind is not None:
             far = self.behind().captures
             with suppress(RuntimeError):  # it was closed
-                far.threads.start(far.thin, namespace, tokens.copy(), page_tokens, keep, interval, valued)
+                # of this class
+                later = far._thin_later  # noqa: SLF001
+                far.threads.start(later, namespace, tokens.copy(), page_tokens, keep, interval, valued)
         prompt = self._lookups.prompt(namespace, tokens, page_tokens)
         with self._lookups.locating(prompt, snapshots=True) as (view, found):
             doomed = too_many(view, self._catalog, found, keep, interval, valued)
         for page in doomed:
             self._catalog.discard_snapshot(page)
         return len(doomed)
+
+    def _thin_later(self, *arguments: Any) -> None:
+        """As `thin`, for nobody who waits."""
+        try:
+            self.thin(*arguments)
+        except PrefixStoreError as error:
+            log.info("snapshots were not thinned: %s", error)
+        except Exception:  # a fault of the store must not end its thread unseen
+            log.exception("snapshots were not thinned")
 
     @handed_over
     def set_bookmark(self, namespace: bytes, name: str, bookmark: BookmarkChange) -> None:

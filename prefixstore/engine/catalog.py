@@ -34,7 +34,7 @@ class Catalog:
     Attributes
     ----------
     n_lookups
-        How many prompts were recorded whose pages were used, or none, since this engine was opened.
+        How many lookups were recorded, hits and misses, since this engine was opened.
     is_far
         Whether pages that are found are those of the far one of two locations.
     """
@@ -250,7 +250,6 @@ class Catalog:
 
     def touch(
         self,
-        namespace: bytes,
         pages: Sequence[Page],
         ttl_ns: int | None,
         n_tokens: int | None = None,
@@ -355,10 +354,14 @@ class Catalog:
     def update(self, backend: Pages) -> Iterator[Transaction]:
         """A transaction. When it is committed, what it has deleted is dropped from RAM and counted."""
         with backend.update() as transaction:
-            yield transaction
+            try:
+                yield transaction
+            finally:
+                # the steps refer to what they are a part of: pages would wait for the garbage collector
+                steps, transaction.after_commit = transaction.after_commit, []
         self._ram.drop(transaction.deleted)
         self._counters.count("frees", len(transaction.deleted))
-        for step in transaction.after_commit:
+        for step in steps:
             step()
 
 

@@ -227,8 +227,6 @@ class Committer(Part):
                 note_policy(transaction, catalog.policy.name)
             self._evictor.used = used = transaction.used
             transaction.after_commit.append(committed)
-        # it refers to the batch, and so to itself: the pages would wait for the garbage collector
-        transaction.after_commit.clear()
         self._upkeep.saw(used)
         self._choose_packing(used.bytes, _size(packed))
         self._count([new for new in packed if new.page.key in batch.put], n_damaged)

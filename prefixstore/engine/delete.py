@@ -9,7 +9,7 @@ from itertools import chain
 
 from prefixstore.backends.threads import handed_over
 from prefixstore.engine.bookmarks import Bookmarks
-from prefixstore.engine.invariants import Violation, strays
+from prefixstore.engine.invariants import Violation, is_stray, strays
 from prefixstore.engine.keyspace import COUNT, RECORD, walk
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import View, tokens_of
@@ -166,7 +166,7 @@ class Deleter(Part):
         """
         with self._backend.view() as view:
             lost, of_newer = strays(view)
-        return self._delete_all(lost | of_newer if newer else lost)
+        return self._delete_all(lost | of_newer if newer else lost, strays_only=True)
 
     @handed_over
     def n_newer(self) -> int:
@@ -184,16 +184,17 @@ class Deleter(Part):
         named = [one for one in found if one.rule == "orphan" or (one.key and one.rule != "index")]
         return self._delete_all({bytes.fromhex(one.key) for one in named})
 
-    def _delete_all(self, keys: Iterable[bytes], choice: Choice | None = None) -> Removed:
+    def _delete_all(self, keys: Iterable[bytes], choice: Choice | None = None, *, strays_only: bool = False) -> Removed:
         """Delete pages, and what is stored after them: children first, some at a time.
 
-        With a choice, only what it chooses, and nothing that leads to other pages.
+        With a choice, only what it chooses, and nothing that leads to other pages. With `strays_only`, not those that
+        can be found, as what they follow was stored since.
         """
         removed, at_once, doomed = Removed(), PAGES_AT_ONCE, list(keys)
         while doomed:
             now, later = doomed[:at_once], doomed[at_once:]
             try:
-                deleted, left = self._delete_next(now, at_once, choice)
+                deleted, left = self._delete_next(now, at_once, choice, strays_only=strays_only)
             except FullError as error:
                 at_once = fewer(self._backend, at_once, error)
                 continue
@@ -205,10 +206,11 @@ class Deleter(Part):
 
     @retried
     def _delete_next(
-        self, keys: Sequence[bytes], at_once: int, choice: Choice | None
+        self, keys: Sequence[bytes], at_once: int, choice: Choice | None, *, strays_only: bool
     ) -> tuple[dict[bytes, int], set[bytes]]:
         with self._catalog.update(self._backend) as transaction:
-            return self._delete_some(transaction, keys, at_once, choice)
+            some = [key for key in keys if not strays_only or is_stray(transaction, key)]
+            return self._delete_some(transaction, some, at_once, choice)
 
     def _delete_some(
         self,

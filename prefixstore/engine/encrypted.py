@@ -32,10 +32,11 @@ log = logging.getLogger("prefixstore")
 
 # what stands for a part of a key; for a short one, such as a token, fewer bytes are enough
 HASH_BYTES = 16
-# what is encrypted of a row: the tenant whose it is, the length of its key, that key, and the value
+# what is encrypted of a row: the tenant that owns it, the length of its key, that key, and the value
 OWNER = struct.Struct(f"<{TENANT_BYTES}sH")
 NOBODY = bytes(TENANT_BYTES)
-# by how much a row is longer, with a key of 32 tokens; hardly any has a longer one. A payload of 10 MiB is so, too.
+# By how much a row is longer, with a key of 32 tokens; hardly any has a longer one. A payload of 10 MiB grows by about
+# as much.
 LONGER_BYTES = sealed_size(OWNER.size) + PARTS[CHILD][33]
 # what a row, or a payload, is bound to begins with this
 ROW, PAYLOAD = b"row", b"payload"
@@ -141,8 +142,20 @@ class EncryptedView(View):
         return [None if stored is None else self._value(key, name, stored) for key, name, stored in found]
 
     def ranges(self, wanted: Sequence[Range]) -> list[list[Row]]:
-        found = self._view.ranges(list(map(self.cipher.stored_range, wanted)))
-        return [[one[1] for one in map(self.opened, rows) if one is not None] for rows in found]
+        stored = list(map(self.cipher.stored_range, wanted))
+        return list(map(self._readable, stored, self._view.ranges(stored)))
+
+    def _readable(self, wanted: Range, rows: Sequence[Row]) -> list[Row]:
+        """The rows of a range that can be decrypted, given the first ones: as many as are wanted."""
+        found: list[Row] = []
+        while rows:
+            found += [one[1] for one in map(self.opened, rows) if one is not None]
+            if wanted.limit is None or len(rows) < wanted.limit or len(found) >= wanted.limit:
+                break
+            last = rows[-1].key
+            rest = wanted._replace(stop=last) if wanted.reverse else wanted._replace(start=last + b"\0")
+            (rows,) = self._view.ranges([rest])
+        return found[: wanted.limit]
 
     def payloads(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, Buffer | None] | None]:
         stored_keys = list(map(self.cipher.stored_key, keys))

@@ -1,6 +1,6 @@
 """The engine: stores, finds and delivers pages by their tokens, over any backend, without a model.
 
-read:   match, match_snapshot -> lookups, lookup        fetching -> fetch (RAM, backend, codec)
+read:   match, match_snapshot -> lookups                fetching -> fetch (RAM, backend, codec)
 write:  submit -> catalog (pending), queue -> (thread) commit (codec, budget, backend)
 
 What one of its parts does alone, callers ask of the part: `Engine.lookups`, `upkeep`, `deleter`, `importer`, ...
@@ -267,11 +267,11 @@ class Engine:
 
         With the length of the prompt, a policy can tell how far from its end a page is.
         """
-        self._note_use(namespace, pages, n_tokens)
+        self._note_use(pages, n_tokens)
         self._tell_use(namespace, pages, n_tokens)
 
-    def _note_use(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None) -> None:
-        self._catalog.touch(namespace, pages, self._ttl_ns, n_tokens, is_written=not self.read_only)
+    def _note_use(self, pages: Sequence[Page], n_tokens: int | None) -> None:
+        self._catalog.touch(pages, self._ttl_ns, n_tokens, is_written=not self.read_only)
 
     def _tell_use(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None) -> None:
         if self.tap is not None and n_tokens is not None:

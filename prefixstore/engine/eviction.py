@@ -39,10 +39,10 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "priority": lambda: Ordering("priority", lambda leaves: leaves["priority"]),
 }
 
-# leaves that are read for each one that is taken, and for how many at once: in one round trip; in a local file, where
-# most transactions need one, first for one
+# Leaves that are read for each one that is taken, and how many are taken of one round trip. In a local file the first
+# round trip is for one: most transactions need no more.
 SAMPLE, AT_ONCE = 64, 4
-# of so many leaves, or fewer, all are read; of more that were read, as many of the lowest are kept
+# Up to so many leaves, all are read. Of samples of more, so many of the lowest are kept.
 POOL = 256
 # namespaces from which one is drawn: of more, those after a random one
 SPACES = 1024

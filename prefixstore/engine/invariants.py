@@ -81,8 +81,8 @@ class Check(NamedTuple):
     kind
         The letter of the rows.
     find
-        What is wrong with some rows of this kind. Of the index if `Pages.reindex` mends it, or an orphan if
-        `Transaction.delete` does.
+        What is wrong with some rows of this kind. The rule ``index`` is what `Pages.reindex` mends, ``orphan`` what
+        `Transaction.delete` does; for the others a page is deleted.
     """
 
     kind: bytes
@@ -132,6 +132,15 @@ def strays(view: View) -> tuple[set[bytes], set[bytes]]:
             if not isinstance(record, Record):
                 (newer if isinstance(record, IncompatibleError) else lost).add(key)
     return lost | {one.row.key[1:] for one in PLACES.walk(view)}, newer
+
+
+def is_stray(view: View, key: bytes) -> bool:
+    """Whether a page can never be found: it cannot be read, or does not follow what is stored."""
+    record, _ = view.records([key]).get(key, (None, None))
+    if not isinstance(record, Record):
+        return True
+    parent, _ = view.records([record.parent]).get(record.parent, (None, None))
+    return any(_out_of_place(record, parent))
 
 
 def _misplaced_pages(view: View, rows: Sequence[Row]) -> Iterator[Fault]:

@@ -203,7 +203,7 @@ class Pages:
         """
         if not self._is_torn:
             return
-        self._is_torn = False
+        # if it fails, the next deletion tries again
         with suppress(StorageError):
             with self.view() as view:
                 n_pages = view.used.entries
@@ -211,6 +211,7 @@ class Pages:
                 self.reindex()
             else:
                 log.warning("%s: a damaged page was deleted; run: prefixstore check --repair", self.location)
+            self._is_torn = False
 
     def reindex(self) -> None:
         """Mend the index of children, some pages at a time, and count everything again."""

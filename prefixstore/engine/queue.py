@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from prefixstore.backends.threads import OwnThread, handed_over
@@ -87,8 +88,8 @@ class WriteQueue(Part):
         self._closing = False
         # the thread should commit now
         self._flush_requested = False
-        # pages that have left the queue, and the bytes of their states
-        self._done, self._done_bytes = 0, 0
+        # steps of the thread; pages that have left the queue, and the bytes of their states
+        self._steps = self._done = self._done_bytes = 0
         self.is_on_its_own = False
         self._thread: threading.Thread | None = None
 
@@ -191,12 +192,15 @@ class WriteQueue(Part):
         The wait ends early if `is_enough`, or at the time `until`.
         """
         while (self._queue or self._busy or self._flush_requested) and not is_enough():
-            wait = NO_PROGRESS_SECONDS
+            before, wait = self._steps, NO_PROGRESS_SECONDS
             if until is not None:
                 wait = min(wait, max(until - time.monotonic(), 0.0))
-            if not self._wake.wait(wait):
+            if not self._wake.wait_for(partial(self._has_progressed, before), wait):
                 return until is not None and time.monotonic() >= until
         return True
+
+    def _has_progressed(self, before: int) -> bool:
+        return self._steps != before
 
     @property
     def is_here(self) -> bool:
@@ -241,6 +245,7 @@ class WriteQueue(Part):
         while True:
             with self._lock:
                 self._busy = False
+                self._steps += 1
                 self._wake.notify_all()
                 self._wake.wait_for(
                     lambda: self._queue or self._closing or self._flush_requested,

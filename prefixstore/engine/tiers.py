@@ -10,7 +10,6 @@ alone.
     captures.submit, captures.thin                 the near one now, the far one later
     flush, drain(), sync, close                    both
     describe, upkeep.check, clear, pin, namespaces both
-    upkeep.note, change_note                       the far one; the near one if that fails
     all others (evict, delete, used, bookmarks)    the near one
 """
 
@@ -93,8 +92,9 @@ class FarEngine(Engine):
             here = {new.page.namespace for new in batch} | self._stored([new.page.parent for new in batch])
             for new in batch:
                 if new.page.parent not in here and self._catalog.is_pending(new):
-                    n_written += super().commit(some) + self._copy_before(new)
+                    n_written += super().commit(some)
                     some = []
+                    self._copy_before(new)
                 some.append(new)
             return n_written + super().commit(some)
         except StorageError as error:
@@ -110,18 +110,15 @@ class FarEngine(Engine):
         with self._breaker.asking(), self._backend.view() as view:
             return view.records(keys).keys() | {key for key in keys if self._catalog.get(key) is not None}
 
-    def _copy_before(self, new: PendingPage) -> int:
-        """Write the pages before this one that are missing here, as the nearer location has them; how many."""
+    def _copy_before(self, new: PendingPage) -> None:
+        """Write the pages before this one that are missing here, as the nearer location has them."""
         path = [page.key for page in self._nearer.lookups.path(new.page)[:-1]]
         stored = self._stored(path)
         missing = [key for key in path if key not in stored]
-        n_written = 0
         while missing and (some := self._nearer.stored(missing, min(BATCH_BYTES, self.queue_bytes // 2))):
             done = self.importer.import_pages(some, {new.page.namespace: new.settings})
-            n_written += done.pages
             # those after one that was not written would have no parent
             missing = missing[len(some) :] if not done.refused else []
-        return n_written
 
 
 class TieredEngine(Engine):
@@ -297,7 +294,7 @@ class TieredEngine(Engine):
     @handed_over
     def touch(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None = None) -> None:
         """As `Engine.touch`, in both locations."""
-        self._note_use(namespace, [page for page in pages if not page.is_far], n_tokens)
+        self._note_use([page for page in pages if not page.is_far], n_tokens)
         self._tell_use(namespace, pages, n_tokens)
         if not self.far.read_only and not self.far.is_failing:
             far = [page if page.is_far else page_for(page, is_far=True) for page in pages]

@@ -1,4 +1,4 @@
-"""What is done to a location that is neither a lookup nor a capture: check, measure, pin, clear, leave notes."""
+"""What is done to a location that is neither a lookup nor a capture: check, measure, pin, clear, compact."""
 
 from __future__ import annotations
 
@@ -106,32 +106,12 @@ class Upkeep(Part):
     # -- notes --------------------------------------------------------------------------------------------------------
 
     @handed_over
-    def note(self, name: bytes) -> bytes | None:
-        """A note that a job has left in the location: in the far one, which jobs share, if that answers.
-
-        Raises `StorageError`.
-        """
-        if self.behind is not None:
-            try:
-                return self.behind().upkeep.note(name)
-            except StorageError as error:
-                log.info("reading a note from the nearer location: %s", error)
-        with self._backend.view() as view:
-            return view.note(name)
-
-    @handed_over
     @retried
     def change_note(self, name: bytes, change: Callable[[bytes | None], bytes | None]) -> None:
-        """Replace a note by what `change` makes of it (None for no note), atomically, where `note` reads it.
+        """Replace a note by what `change` makes of it (None for no note), atomically.
 
         `change` is called again if another process has changed the note meanwhile. Raises `StorageError`.
         """
-        if self.behind is not None:
-            try:
-                self.behind().upkeep.change_note(name, change)
-                return
-            except StorageError as error:
-                log.info("writing a note to the nearer location: %s", error)
         with self._backend.update() as transaction:
             old = transaction.note(name)
             new = change(old)

@@ -71,7 +71,7 @@ class Hook:
     writes
         Whether anything is captured.
     n_evaluated
-        How many tokens this ``Llama`` has evaluated since.
+        How many tokens this ``Llama`` has evaluated since it was attached.
     sessions
         The sessions of the store on this ``Llama``, if there are any.
     """

@@ -51,9 +51,9 @@ log = logging.getLogger("prefixstore.server")
 RETRY_SECONDS = 2
 # a comment in a stream
 PING = b":\n\n"
-# What would be another path there than it is here: clients leave out dot segments, and llama-server reads %uXXXX.
+# What llama-server would read as a different path: clients leave out dot segments, and it reads %uXXXX.
 AMBIGUOUS = re.compile(rb"(?:^|/)\.\.?(?:/|$)|%[uU]")
-# Of so many fields it is said that they are not known.
+# At most so many unknown fields are logged.
 MAX_TOLD_FIELDS = 100
 FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 # What uses no slot, and does something for all, or tells of others.

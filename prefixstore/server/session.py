@@ -359,10 +359,12 @@ class ServerSession:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        if self.manager is not None:
-            await self.manager.end(saves=self.is_ready and self.reason is None)
-        await asyncio.gather(*self._ending)
-        await self._close_store()
+        try:
+            if self.manager is not None:
+                await self.manager.end(saves=self.is_ready and self.reason is None)
+            await asyncio.gather(*self._ending)
+        finally:
+            await self._close_store()
 
 
 def _kinds_of(identity: ServerIdentity) -> Callable[[int], TokenKind]:

@@ -34,7 +34,7 @@ T = TypeVar("T")
 WORTH_A_LOOKUP = 32
 # Copies of slots that may wait to be stored, in memory; then the next one waits, too.
 MAX_COPIES = 2
-# What is done, as it is told if it fails.
+# Names of the work, for the log.
 WORK = {"find": "a lookup", "restore": "restoring a slot", "save": "saving a slot", "erase": "emptying a slot"}
 # Each does one thing to one slot, or asks the store; they are made as they are needed.
 MOST_THREADS = 32
@@ -174,7 +174,7 @@ class SlotManager:
         finally:
             for claim in claims:
                 if claim.leaves is Rows.CLEAN:
-                    # the server knows that it was not used
+                    # if the server has used it all the same, it compares tokens itself
                     self.pool.release(claim.slot)
                 else:
                     self.release(claim, None, began=True)

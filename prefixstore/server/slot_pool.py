@@ -119,7 +119,7 @@ class PoolSlot:
         self.owner = owner
 
     def computed(self, tokens: Tokens, n_new: int) -> None:
-        """Note that it holds these tokens of its owner, and that so many of them and of an answer are new."""
+        """Note that it holds these tokens of its owner, and how many of them, with those of the answer, are new."""
         if not self.n_unsaved:
             self.unsaved_since = time.monotonic()
         self.tokens, self.n_unsaved = tokens, self.n_unsaved + n_new

@@ -307,7 +307,7 @@ class Session:
     def using(self, call: Callable[[], R], *, needs_store: bool = True) -> R:
         """Do this for a caller: one call at a time, and none after the end of the lease.
 
-        It is a function of a function since a Ctrl-C between a generator's ``yield`` and the block would leave it open.
+        It takes a function, and is no context manager: a Ctrl-C at the edge of a ``with`` block would leave that open.
         """
         self.check()
         with self._owner.queue.in_use:
@@ -357,20 +357,22 @@ class Session:
         if self._owner.turn is not self.turn:
             return
         self._is_ending = True
-        with self._owner.queue.in_use:
-            if self._depth:
-                self._is_ending = False
-                raise MisuseError(f"this thread is in a call of session {self.name!r}; leave it after that")
-            try:
-                self.is_discarded = self.is_discarded or discard
-                if self._owner.turn is self.turn:
-                    try:
-                        for stream in list(self._streams):
-                            stream.abandon()
-                    finally:
-                        self._owner.end(self)
-            finally:
-                self._owner.give_up(self._ticket)
+        try:
+            with self._owner.queue.in_use:
+                if self._depth:
+                    raise MisuseError(f"this thread is in a call of session {self.name!r}; leave it after that")
+                try:
+                    self.is_discarded = self.is_discarded or discard
+                    if self._owner.turn is self.turn:
+                        try:
+                            for stream in list(self._streams):
+                                stream.abandon()
+                        finally:
+                            self._owner.end(self)
+                finally:
+                    self._owner.give_up(self._ticket)
+        finally:
+            self._is_ending = False
 
 
 class Stream(Iterator[Any]):

@@ -130,7 +130,7 @@ def missing_tokens(store: PrefixStore, trie: PromptTrie, llm: Llama | None = Non
 class Job:
     """One job, with a store that is attached to the model; `show` and `stop` are called after each batch.
 
-    `is_full` says whether it ended since the store does not keep what it has computed.
+    `is_full` says whether it ended because the store does not keep what it has computed.
     """
 
     llm: Llama

@@ -15,6 +15,7 @@ import pytest
 from prefixstore.maintenance.archive import Archive
 from tests.attacks.crowd import ACTS, NOTE, Member, handles, open_store
 from tests.support import PATIENCE, ROOT
+from tests.support.engines import note_of
 from tests.support.models import TORTURE
 from tests.support.places import SCHEMES, place
 from tests.support.timeouts import wait_for
@@ -63,7 +64,7 @@ def test_a_crowd_leaves_a_sound_store(scheme, tmp_path, request):
         assert store.check() == []
         assert store.cache_size <= max_bytes
         # each change of the note was atomic
-        assert int(store.engine.upkeep.note(NOTE)) == noted
+        assert int(note_of(store, NOTE)) == noted
         member = Member(1, [store], location, max_bytes)
         for _ in range(100):
             member.fetch(store)

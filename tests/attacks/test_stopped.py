@@ -15,7 +15,7 @@ from prefixstore.engine import queue
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import UnavailableError
 from tests.support import PATIENCE, ROOT, outcome
-from tests.support.engines import MIB, A, B, C, Store
+from tests.support.engines import MIB, A, B, C, Store, note_of
 from tests.support.places import SCHEMES, place
 from tests.support.signals import suspend
 from tests.support.timeouts import wait_for
@@ -91,7 +91,7 @@ def test_others_go_on_while_a_process_is_stopped_in_a_transaction(store, end):
         assert store.fetch(C) == 3
         assert store.fetch(A) == 3
         # committed as a whole, or not at all
-        assert store.engine.upkeep.note(b"holder") == (b"was here" if end == "goes on" else None)
+        assert note_of(store, b"holder") == (b"was here" if end == "goes on" else None)
         if end == "goes on":
             # the holder stored the pages of a tenant of its own
             assert store.engine.upkeep.used()[0].entries >= 8

@@ -5,8 +5,11 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 
+import pytest
+
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine.pages import Pages
+from prefixstore.errors import UnavailableError
 from tests.support import PATIENCE
 from tests.support.engines import MIB, A, B, MemoryPages, Store, gated, store_of, writer_of
 from tests.support.faults import FaultyBackend, FlakyBackend
@@ -70,6 +73,28 @@ def test_a_capture_that_waits_for_a_location_that_hangs_gives_up(monkeypatch):
         assert writer.captures.acquire(1000, wait=True) is None
         held.release()
         writer.captures.acquire(1000, wait=True).release()
+
+
+def test_others_who_wait_or_capture_do_not_make_a_hanging_location_look_alive(monkeypatch):
+    monkeypatch.setattr("prefixstore.engine.queue.NO_PROGRESS_SECONDS", 0.5)
+    gate, ended = threading.Event(), threading.Event()
+    with store_of(gated(MemoryPages, gate)()) as store, writer_of(store) as writer:
+        writer.captures.submit(store.pages(A)[0])
+
+        def wake():
+            while not ended.wait(0.05):
+                with writer.captures._lock:
+                    writer.captures._wake.notify_all()
+
+        thread = threading.Thread(target=wake)
+        thread.start()
+        try:
+            with pytest.raises(UnavailableError, match="nothing was written"):
+                writer.flush()
+        finally:
+            gate.set()
+            ended.set()
+            thread.join(PATIENCE)
 
 
 def test_a_read_only_engine_writes_nothing(tmp_path):

@@ -279,9 +279,6 @@ def test_the_loss_of_the_far_location_costs_nothing_but_its_pages(near, monkeypa
         assert store.capture([*LONG, *A]) == 3
         store.engine.flush()
         assert store.restore([*LONG, *A]) == 13
-        assert store.engine.upkeep.note(b"x") is None
-        store.engine.upkeep.change_note(b"x", lambda _: b"y")
-        assert store.engine.upkeep.note(b"x") == b"y"
         far.is_down = False
 
 

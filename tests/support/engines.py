@@ -174,6 +174,12 @@ def store_of(backend=None, **options):
         yield store
 
 
+def note_of(store, name):
+    """A note of a location."""
+    with store.engine.view() as view:
+        return view.note(name)
+
+
 @contextmanager
 def two_stores(path, **options):
     """Two stores on one location, as two processes have them."""
