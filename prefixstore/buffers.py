@@ -5,7 +5,9 @@ Fresh memory costs more than the copy into it (page faults: 0.2-0.3 s against 0.
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +18,8 @@ import numpy.typing as npt
 __all__ = ["BufferPool", "PooledBuffer", "released_on_error"]
 
 IDLE_BYTES = 64 << 20
+
+_pools: weakref.WeakSet[BufferPool] = weakref.WeakSet()
 
 
 class _Memory(np.ndarray[Any, np.dtype[np.uint8]]):
@@ -81,12 +85,17 @@ class BufferPool:
     """
 
     def __init__(self, limit: int | None) -> None:
-        # memory may come back at any moment, also to the thread that has the lock
-        self.lock = threading.RLock()
-        self.freed = threading.Condition(self.lock)
+        self.renew()
         self._limit = limit
         self.in_use = 0
         self._idle: list[npt.NDArray[np.uint8]] = []
+        _pools.add(self)
+
+    def renew(self) -> None:
+        """A new lock, as in the child of a fork: who had it is in the parent."""
+        # memory may come back at any moment, also to the thread that has the lock
+        self.lock = threading.RLock()
+        self.freed = threading.Condition(self.lock)
 
     def acquire(self, size: int, *, wait: bool = False, timeout: float | None = None) -> PooledBuffer | None:
         """A buffer of `size` bytes. At the limit: None, or with `wait` a wait until enough are released.
@@ -100,7 +109,8 @@ class BufferPool:
                     return None
             buffer._size = size  # noqa: SLF001 - of this module
             self.in_use += size
-            fitting = [memory for memory in self._idle if memory.nbytes >= size]
+            # not a large one for a little: it would count as little
+            fitting = [memory for memory in self._idle if size <= memory.nbytes <= 2 * size]
             idle = min(fitting, key=lambda array: array.nbytes, default=None)
             self._idle = [kept for kept in self._idle if kept is not idle]
         try:
@@ -134,6 +144,16 @@ class BufferPool:
                 # the smallest fits the fewest requests
                 smallest = min(self._idle, key=lambda array: array.nbytes)
                 self._idle = [kept for kept in self._idle if kept is not smallest]
+
+
+def _after_fork() -> None:
+    for pool in list(_pools):
+        pool.renew()
+
+
+if hasattr(os, "register_at_fork"):
+    # registered before those of engines, which drop buffers in the child
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import pytest
 
 from prefixstore import buffers
 from prefixstore.buffers import BufferPool
+from tests.support import PATIENCE, in_fork
 
 
 def test_no_more_is_handed_out_than_allowed_except_one_of_any_size():
@@ -67,6 +68,34 @@ def test_idle_memory_is_bounded(monkeypatch):
     big = pool.acquire(5000)
     big.release()
     assert [memory.nbytes for memory in pool._idle] == [5000]
+
+
+def test_a_small_buffer_takes_no_large_memory():
+    pool = BufferPool(None)
+    pool.acquire(5000).release()
+    small = pool.acquire(100)
+    assert [memory.nbytes for memory in pool._idle] == [5000]
+    small.release()
+
+
+def test_the_child_of_a_fork_waits_for_no_thread_of_the_parent():
+    pool = BufferPool(None)
+    held = [pool.acquire(100)]
+    locked, ended = threading.Event(), threading.Event()
+
+    def lock():
+        with pool.lock:
+            locked.set()
+            ended.wait(PATIENCE)
+
+    thread = threading.Thread(target=lock)
+    thread.start()
+    locked.wait(PATIENCE)
+    try:
+        in_fork(held.clear)
+    finally:
+        ended.set()
+        thread.join(PATIENCE)
 
 
 def test_many_threads_never_share_a_buffer():

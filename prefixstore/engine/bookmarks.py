@@ -139,18 +139,23 @@ class Bookmarks(Part):
         if note != parsed[0]:
             self._parsed = parsed = note, parse(note)
         with self._lock:
-            self._seen.setdefault(namespace, {}).update(parsed[1])
+            seen = self._seen.setdefault(namespace, {})
+            seen.update(parsed[1])
+            # names that others have had: there may be more and more of them
+            for name in list(seen)[: -4 * MAX_BOOKMARKS]:
+                del seen[name]
             changes = self._pending.get(namespace)
             return merged(parsed[1], changes) if changes else parsed[1]
 
     @handed_over
-    def take_deleted(self, namespace: bytes, known: Collection[str]) -> dict[str, Bookmark]:
-        """Bookmarks that were there, and were deleted with their sequences, as by a purge; each once.
+    def take_deleted(self, namespace: bytes, names: Collection[str]) -> dict[str, Bookmark]:
+        """Those of these names that had bookmarks which were deleted with their sequences, as by a purge; each once.
 
-        `known` are the names of those that `read` has found now. Raises `StorageError`.
+        They are names that `read` has not found now. Raises `StorageError`.
         """
         with self._lock:
-            missing = {name: each for name, each in self._seen[namespace].items() if name not in known}
+            seen = self._seen.get(namespace, {})
+            missing = {name: seen[name] for name in names if name in seen}
         kept = set(self._whole(namespace, missing)) if missing else set()
         deleted = {name: each for name, each in missing.items() if name not in kept}
         with self._lock:

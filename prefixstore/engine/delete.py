@@ -124,14 +124,19 @@ class Deleter(Part):
                 self._catalog.forget(page)
         # what is added after pages with these keys goes as well
         removed, below = Removed(), replace(choice, keys=None)
-        for entries in self._entries(choice):
-            removed += self._delete_all([one.key for one in entries if choice.has_stored(one)], below)
-        self._bookmarks.prune()
+        if choice.before is not None:
+            # found once: old pages may lead to one that stays, and each would be looked for after each of them
+            removed = self._delete_all(self.select(choice), below)
+        else:
+            for entries in self._entries(choice):
+                removed += self._delete_all([one.key for one in entries if choice.has_stored(one)], below)
+        if removed.pages:
+            self._bookmarks.prune()
         return removed
 
     @handed_over
     def select(self, choice: Choice) -> dict[bytes, int]:
-        """The pages that `delete` would delete, and the sizes of their payloads."""
+        """The pages that `delete` would delete, and the sizes of their payloads; children before their parents."""
         chosen: dict[bytes, Record] = {}
         kept: list[bytes] = []
         for entry in chain.from_iterable(self._entries(choice)):
@@ -144,7 +149,8 @@ class Deleter(Part):
             # what leads to a page that stays
             if (record := chosen.pop(kept.pop(), None)) is not None:
                 kept.append(record.parent)
-        return {key: record.stored_bytes for key, record in chosen.items()}
+        ends_first = sorted(chosen.items(), key=lambda item: item[1].start, reverse=True)
+        return {key: record.stored_bytes for key, record in ends_first}
 
     def _entries(self, choice: Choice) -> Iterator[list[Entry]]:
         """What is stored of the pages that may be chosen, some at a time; no view is open meanwhile."""

@@ -268,7 +268,9 @@ class SourceReader:
                     used.popleft().release()
             if self._is_left:
                 for one in given:
-                    self._finish(one)
+                    # nobody else will look at it
+                    if self._look is None or one.is_looked_at:
+                        self._finish(one)
         finally:
             self._goes_on = False
             for one in (*used, *given):

@@ -229,7 +229,7 @@ class PageStrategy(Strategy):
         context, memory = self.context, self._memory
         unfinished, (admit, look) = memory.unfinished, self._checks()
         states: States | None = None
-        is_refused = False
+        n_loaded = 0
         try:
             with context.engine.fetching(
                 pages, streamed=True, along=along, look=look, admit=admit, deadline=deadline
@@ -243,23 +243,21 @@ class PageStrategy(Strategy):
                     if not memory.load(state):
                         log.warning("llama.cpp refused page %s", page.key.hex())
                         context.engine.counters.count("unreadable:refused")
-                        is_refused = True
                         break
-                if not is_refused:
+                    n_loaded += 1
+                else:
                     # the last one was copied while it was verified
                     states.verified()
         except (StorageError, ClosedError) as error:
             log.warning("a restore ended early: %s", error)
             context.engine.counters.count("unreadable:unavailable")
         finally:
-            # after any other error, too
-            n_good = states.n_verified if states is not None else 0
-            if states is not None and is_refused:
-                # its bytes may be right all the same
-                n_good = min(n_good, states.n_given - 1)
+            # After any other error, too. A page that was verified need not be in the context: llama.cpp has refused it,
+            # or its load was interrupted.
+            n_good = min(states.n_verified, n_loaded) if states is not None else 0
             is_kept = not unfinished.unverified
             if states is not None and not is_kept:
-                is_kept = not is_refused and n_good == states.n_given
+                is_kept = n_good == states.n_given
                 if is_kept:
                     with context.loading():
                         # the last page may reach beyond the prompt

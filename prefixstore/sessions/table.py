@@ -216,7 +216,9 @@ class Table:
         deleted: Mapping[str, Bookmark] = {}
         with self._looking_up():
             saved = self._engine.bookmarks.read(self._namespace)
-            deleted = self._engine.bookmarks.take_deleted(self._namespace, saved.keys())
+            with self.lock:
+                unsaved = self.entries.keys() - saved.keys()
+            deleted = self._engine.bookmarks.take_deleted(self._namespace, unsaved)
         for name, bookmark in deleted.items():
             with self.lock:
                 entry = self.entries.get(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from contextlib import suppress
 
 import llama_cpp
@@ -16,6 +17,7 @@ from prefixstore.engine.fetch import States
 from prefixstore.errors import UnavailableError
 from prefixstore.format.codec import CODECS, decode
 from prefixstore.format.record import checksum
+from prefixstore.llama.kv_memory import ContextMemory
 from prefixstore.llama.paged_memory import PagedMemory
 from tests.support.garbage import NAN, OTHER, SHORT, Case, Victim, rows_replaced
 from tests.support.models import answer, forget, load, logits, prompt, state_digest
@@ -67,6 +69,29 @@ def test_an_error_at_any_page_is_at_most_a_miss(victim, monkeypatch, where, erro
     victim.put()
     forget(victim.llm)
     assert victim.store.restore([*TOKENS, 1]) == len(TOKENS)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
+def test_a_page_that_is_verified_when_its_load_is_interrupted_does_not_count_as_live(victim, monkeypatch, error):
+    """A signal is handled when the C call returns; what is read ahead may have been verified by then."""
+    llm, real = victim.llm, ContextMemory._read
+    victim.put()
+    for n in range(1, 6):
+        calls = []
+
+        def read(*args, n=n, calls=calls):
+            calls.append(real(*args))
+            if len(calls) == n:
+                time.sleep(0.02)
+                raise error
+            return calls[-1]
+
+        forget(llm)
+        with monkeypatch.context() as patch, suppress(error):
+            patch.setattr(ContextMemory, "_read", staticmethod(read))
+            victim.store.restore([*TOKENS, 1], always=True)
+        assert victim.store._current.context.memory.end() == llm.n_tokens
+        assert [victim.answer_to(tokens) for tokens in (SHORT, TOKENS, OTHER)] == [victim.cold[i] for i in (1, 0, 2)]
 
 
 @pytest.mark.parametrize("where", [(PagedMemory, "load"), (PagedMemory, "cut"), (States, "verified")], ids=str)

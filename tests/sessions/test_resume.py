@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from prefixstore.engine.delete import Choice
 from prefixstore.engine.keyspace import bookmarks_note
 from prefixstore.errors import InvalidParameterError
 from prefixstore.maintenance.archive import Archive
@@ -172,6 +173,19 @@ def test_one_whose_pages_were_evicted_is_not_resumed(left, llm, open_store):
     for name in left:
         with sessions.admit(name) as session:
             assert (session.source == "store") == (len(session.tokens) > 0)
+
+
+def test_a_purge_of_nothing_deletes_no_session_whose_pages_were_evicted_in_part(llm, open_store):
+    store = open_store(llm)
+    sessions = store.sessions()
+    held = [turn(sessions, name, prompt(100, seed=i))[3] for i, name in enumerate(("alice", "bob"))]
+    store.flush()
+    while len(store.sessions()._table._saved()) == 2:
+        assert store.evict(store.cache_size - 1).pages
+    assert store.engine.deleter.delete(Choice(before=1)).pages == 0
+    for name, tokens in zip(("alice", "bob"), held, strict=True):
+        with sessions.admit(name) as session:
+            assert session.tokens.tolist() == tokens
 
 
 def test_forged_bookmarks_give_no_wrong_tokens(left, llm, open_store):
