@@ -74,7 +74,7 @@ def parse_target(target: float | str, capacity: int | None, parameter: str) -> i
             )
         if capacity is None:
             raise InvalidParameterError(
-                f"{parameter}={shown(target)} is a share of max_bytes; pass that too, or a size"
+                f"{parameter}={shown(target)} is a share of max_bytes; pass max_bytes (--max-bytes) too, or a size"
             )
         return math.floor(capacity * share)
     is_nothing = not isinstance(target, bool) and target in (0, "0")

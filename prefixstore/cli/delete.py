@@ -52,7 +52,7 @@ def evict(
             return FAILED
         entries = archive.used().entries - len(evicted.pages) * dry_run
     if not evicted.is_enough:
-        say(f"{where}: everything else is pinned, or smaller than the store itself")
+        say(f"{where}: it cannot be made as small: the rest is pinned (prefixstore tree --pinned), or the store itself")
     would_be = "would be " if dry_run else ""
     return Result(
         {

@@ -145,7 +145,9 @@ def explain(
 
 def _content(prompt: str | None, prompt_file: Path | None, messages: Path | None) -> str | dict[str, Any]:
     if [prompt, prompt_file, messages].count(None) != 2:
-        raise InvalidParameterError("pass one prompt: PROMPT as text, --prompt-file FILE, or --messages FILE")
+        raise InvalidParameterError(
+            "pass one prompt: PROMPT as text, after LOCATION, which comes first; --prompt-file FILE; or --messages FILE"
+        )
     if prompt is not None:
         return prompt
     return text_in(prompt_file) if prompt_file is not None else chat_in(messages or Path(STANDARD))

@@ -112,13 +112,15 @@ def _write(pages: Iterable[StoredPage], settings: Mapping[bytes, bytes], target:
     for batch in _batches(pages):
         done = done.plus(engine.importer.import_pages(batch, settings))
     engine.sync()
-    n_evicted, n_pages = engine.counters["evictions"] - evicted_before, done.pages
+    n_evicted, n_pages, n_bytes = engine.counters["evictions"] - evicted_before, done.pages, done.bytes
     evicted = min(n_evicted, entries_before)
     if n_evicted:
         # the first to go are those that were here before: exact where the least recently used ones go first
         n_pages = max(0, target.used().entries - entries_before + evicted)
+        # of pages of about the same size
+        n_bytes = n_bytes * n_pages // max(done.pages, 1)
     refused = done.refused + done.pages - n_pages
-    return Moved(len(settings), n_pages, done.bytes, done.present, refused=refused, evicted=evicted)
+    return Moved(len(settings), n_pages, n_bytes, done.present, refused=refused, evicted=evicted)
 
 
 def _batches(pages: Iterable[StoredPage]) -> Iterator[list[StoredPage]]:

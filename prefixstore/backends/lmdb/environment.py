@@ -21,7 +21,7 @@ from prefixstore.backends import refusals
 from prefixstore.backends.files import publish, sync_path
 from prefixstore.backends.forks import ForkLevel, ForkLock, register_at_fork
 from prefixstore.backends.handle_lock import HandleLock
-from prefixstore.backends.lmdb.checked import CheckedFile, require_sound
+from prefixstore.backends.lmdb.checked import CheckedFile, damaged, require_sound
 from prefixstore.backends.lmdb.errors import not_opened, prepare_directory, translate
 from prefixstore.backends.lmdb.walk import MAGIC, MAX_READERS
 from prefixstore.backends.trusted import require_trusted_directory, require_trusted_files
@@ -100,6 +100,8 @@ class Environment:
                     # within the map that it was filled through, transactions have left space to delete
                     self.env.set_mapsize(max(self._map_size, SMALLEST_MAP, self.env.info()["map_size"]))
             except (lmdb.Error, OSError) as error:
+                if isinstance(error, (lmdb.InvalidError, lmdb.InvalidParameterError)) and self._checked.was_noted:
+                    raise damaged(file, str(error)) from error
                 raise not_opened(error, path, self._map_size, read_only=read_only) from error
             try:
                 if not read_only:
