@@ -181,8 +181,8 @@ class Update(View):
         """Write a row. The memory of the payload must stay valid and unchanged until the update has closed.
 
         `replaced` is the size of the payload that the row has, if the caller knows it: then `used` is estimated better.
-        `owner` stands for the tenant whose it is: an encrypted location has a key for each. None for the one whose it
-        has been, if the row was read.
+        `owner` stands for the tenant that owns it: an encrypted location has a key for each. None for the owner that
+        the row had when it was read.
         """
 
     @abstractmethod

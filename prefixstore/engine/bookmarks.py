@@ -17,6 +17,7 @@ from typing import TypeAlias
 import numpy as np
 
 from prefixstore.backends.threads import handed_over
+from prefixstore.engine.budget import PART_FOR_A_NOTE
 from prefixstore.engine.keyspace import bookmarks_note
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import View
@@ -33,8 +34,6 @@ log = logging.getLogger("prefixstore")
 
 # of a namespace; those that were set last are kept
 MAX_BOOKMARKS = 1024
-# a note takes at most this part of the budget
-PART_OF_BUDGET = 1 / 256
 HEAD = struct.Struct(f"<{KEY_BYTES}sIIQBI")
 # no owner discards a sequence so often, and no clock says so late
 LARGEST_GENERATION = 1 << 31
@@ -223,7 +222,7 @@ class Bookmarks(Part):
         kept = list(bookmarks.items())[-MAX_BOOKMARKS:]
         while kept:
             note = pack_state({name: bookmark.pack() for name, bookmark in kept})
-            if len(note) <= self._budget.max_bytes * PART_OF_BUDGET:
+            if len(note) <= self._budget.max_bytes * PART_FOR_A_NOTE:
                 return note
             kept = kept[-(len(kept) // 2) :] if len(kept) > 1 else []
         return None

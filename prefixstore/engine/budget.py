@@ -9,7 +9,10 @@ from prefixstore.engine.page_view import Used
 from prefixstore.errors import InvalidParameterError
 from prefixstore.units import parse_bytes
 
-__all__ = ["Budget", "Evicted", "Quota"]
+__all__ = ["PART_FOR_A_NOTE", "Budget", "Evicted", "Quota"]
+
+# of `max_bytes`: as much may one note take
+PART_FOR_A_NOTE = 1 / 256
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ class Captures(WriteQueue):
         return len(doomed)
 
     def _thin_later(self, *arguments: Any) -> None:
-        """As `thin`, for nobody who waits."""
+        """As `thin`, when no caller waits for it."""
         try:
             self.thin(*arguments)
         except PrefixStoreError as error:
@@ -160,11 +160,6 @@ class Captures(WriteQueue):
             self.nudge()
         else:
             self._bookmarks.write_soon()
-
-    @property
-    def has_deferred(self) -> bool:
-        """Whether uses, bookmarks, figures, or pages to be deleted wait for the next commit."""
-        return self._committer.has_deferred
 
     @property
     def shortage(self) -> Shortage | None:

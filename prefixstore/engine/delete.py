@@ -63,7 +63,7 @@ class Choice:
             return False
         if self.namespaces is not None and namespace not in self.namespaces:
             return False
-        # a time that is not believable is no old one
+        # a time that cannot be right does not count as an old one
         now = time.time_ns()
         return self.before is None or (time_of_use(last_used, now) or now) < self.before
 

@@ -159,7 +159,7 @@ class WriteQueue(Part):
             If nothing is written for `NO_PROGRESS_SECONDS` seconds.
         """
         with self._lock:
-            if self._has_deferred and not self._closing:
+            if self.has_deferred and not self._closing:
                 if self._in_background:
                     self._start()
                 self._flush_requested = self._thread is not None
@@ -177,13 +177,14 @@ class WriteQueue(Part):
                     f"nothing was written for {NO_PROGRESS_SECONDS:.0f} s, and {self.n_bytes:,} bytes are "
                     "waiting: the location does not answer, or another process holds its lock"
                 )
-        if self._thread is None and self._has_deferred:
+        if self._thread is None and self.has_deferred:
             self._commit([])
         with self._lock:
             return Drained(self._done - before[0], self._done_bytes - before[1])
 
     @property
-    def _has_deferred(self) -> bool:
+    def has_deferred(self) -> bool:
+        """Whether uses, bookmarks, figures, or pages to be deleted wait for the next commit; of a reader, never."""
         return self._committer.has_deferred and not self._read_only
 
     def _wait_until_idle(self, is_enough: Callable[[], bool] = lambda: False, until: float | None = None) -> bool:
@@ -258,7 +259,7 @@ class WriteQueue(Part):
                 # the last batch also writes the deferred changes
                 self._flush_requested = self._flush_requested and bool(self._queue)
                 self._busy = commits
-            if batch or (commits and self._has_deferred):
+            if batch or (commits and self.has_deferred):
                 self._commit(batch)
             due = time.monotonic() + DEFERRED_SECONDS if commits else due
         if self.is_on_its_own:

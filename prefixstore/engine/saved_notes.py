@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from prefixstore.engine.budget import PART_FOR_A_NOTE
 from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import View
 from prefixstore.engine.pages import retried
@@ -24,8 +25,6 @@ __all__ = ["POLICY_NOTE", "SavedNotes", "note_policy", "noted_policy"]
 
 log = logging.getLogger("prefixstore")
 
-# a note takes at most this part of the budget
-PART_OF_BUDGET = 1 / 256
 # what the policy has learned is saved so often at most, and only after so many lookups
 POLICY_SECONDS, POLICY_LOOKUPS = 600.0, 50
 # figures are saved so often at most; for so many bytes of the budget they may have a row, and there are so many at most
@@ -138,7 +137,7 @@ class SavedNotes(Part):
         with self._catalog.update(self._backend) as transaction:
             old = transaction.note(name)
             new = pack(old)
-            if len(new) > max_bytes * PART_OF_BUDGET:
+            if len(new) > max_bytes * PART_FOR_A_NOTE:
                 return False
             if new != old:
                 Space(self._evictor, transaction).shrink(max_bytes - len(new) + len(old or b""))

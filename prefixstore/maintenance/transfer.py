@@ -8,6 +8,7 @@ from typing import BinaryIO
 
 from prefixstore.engine.importing import Imported
 from prefixstore.engine.index import Page, is_same
+from prefixstore.engine.queue import BATCH_BYTES
 from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.export import ExportReader, ExportWriter
 from prefixstore.format.namespace import Namespace, model_digits
@@ -15,9 +16,6 @@ from prefixstore.format.record import StoredPage, checksum
 from prefixstore.maintenance.archive import Archive
 
 __all__ = ["Moved", "chosen", "copy_store", "export_store", "import_store"]
-
-# Size of a commit. Each one costs one flush of the disk, for which nothing else can be done in LMDB.
-BATCH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)

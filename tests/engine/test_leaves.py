@@ -19,6 +19,7 @@ from prefixstore.format.record import Record, Usage, head_of
 from tests.support.engines import MIB, MemoryPages
 from tests.support.newer import make_corrupt, make_newer
 from tests.support.pages import make_page
+from tests.support.places import write_rows
 
 SPACES = [Namespace({"salt": salt, "model": model}) for salt, model in (("a", "x"), ("a", "y"), ("b", "x"))]
 NOW = 1_700_000_000_000_000_000
@@ -132,16 +133,6 @@ def tree(backend, n=40):
     return model
 
 
-def write(backend, *rows):
-    """Write rows as no engine would; None deletes one."""
-    with backend.rows.update() as draft:
-        for row, value in rows:
-            if value is None:
-                draft.delete(row)
-            else:
-                draft.put(row, value)
-
-
 def flaws_of(backend):
     with backend.view() as view:
         return list(flaws(view))
@@ -207,7 +198,7 @@ HARMS = {
 def test_a_wrong_row_is_found_and_mended(backend, harm):
     model = tree(backend)
     key, *rows = HARMS[harm](model, *first_leaf(model))
-    write(backend, *rows)
+    write_rows(backend, *rows)
     found = flaws_of(backend)
     assert {rule for rule, *_ in found} == {"index"}
     assert key in {each for _, each, _ in found}

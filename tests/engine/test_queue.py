@@ -111,7 +111,7 @@ def test_a_read_only_engine_writes_nothing(tmp_path):
         with store.backend.view() as view:
             assert list(view.scan()) == before
         # nothing waits for a commit that never comes
-        assert not store.engine.captures.has_deferred
+        assert not store.engine._committer.has_deferred
         assert store.counters.group("dropped") == {}
 
 

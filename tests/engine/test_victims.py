@@ -12,6 +12,7 @@ from prefixstore.engine.keyspace import Leaf, leaf_row
 from prefixstore.format.record import Usage
 from tests.support.engines import NS, OTHER, MemoryPages, P, store_of
 from tests.support.pages import make_page
+from tests.support.places import write_rows
 
 NOW = 1_700_000_000_000_000_000
 SECOND = 10**9
@@ -193,16 +194,6 @@ def test_kept_pages_go_last_and_expired_ones_first(backend):
 # -- rows that are wrong ----------------------------------------------------------------------------------------------
 
 
-def write(backend, *rows):
-    """Write rows as no engine would; None deletes one."""
-    with backend.rows.update() as draft:
-        for row, value in rows:
-            if value is None:
-                draft.delete(row)
-            else:
-                draft.put(row, value)
-
-
 def count_rows(backend):
     with backend.view() as view:
         return view.counts()
@@ -231,7 +222,7 @@ def test_victims_are_found_whatever_the_counts_say(spoiled, which):
     keys = fill(backend, 200) + fill(backend, 100, space=OTHER)
     rows = count_rows(backend)
     chosen = [row for row in rows if (row == keyspace.COUNT) == (which == "all")]
-    write(backend, *((row, spoiled(rows[row])) for row in chosen))
+    write_rows(backend, *((row, spoiled(rows[row])) for row in chosen))
     choose = Chooser()
     with backend.update() as transaction:
         found = taken(choose.victims(transaction), transaction, 250)
@@ -246,7 +237,7 @@ def test_leaf_rows_of_pages_that_are_gone_are_dropped_and_an_eviction_comes_to_a
             store.put([i] * P, 0)
         gone = [random.randbytes(32) for _ in range(150)]
         leaf = Leaf(NS, 1, 0, 0, P, P, 1, 0, 0).pack()
-        write(store.backend, *((leaf_row(space, key), leaf) for key in gone for space in (NS, OTHER)))
+        write_rows(store.backend, *((leaf_row(space, key), leaf) for key in gone for space in (NS, OTHER)))
         assert len(store.engine.evictor.evict(0).pages) == 100
         assert store.stored_keys() == set()
         with store.backend.view() as view:
