@@ -180,7 +180,7 @@ def _path(text: str) -> Path | None:
         return Path(path_of(text))
     if scheme == "sqlite":
         try:
-            from prefixstore.backends.sql.sqlite_file import path_of_url  # noqa: PLC0415 - the extra "sql"
+            from prefixstore.backends.sql.sqlite import path_of_url  # noqa: PLC0415 - the extra "sql"
         except ImportError:
             return None  # opening it says which extra is missing
         return path_of_url(text)

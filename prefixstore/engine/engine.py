@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
-from prefixstore.backends.forks import ForkLevel, register_at_fork
-from prefixstore.backends.handle_lock import release_interrupted_frames
+from prefixstore.backends.forks import ForkLevel, register_at_fork, release_interrupted_frames
 from prefixstore.backends.threads import Threads, close_soon, handed_over
 from prefixstore.engine.bookmarks import Bookmarks
 from prefixstore.engine.breaker import LOCAL_PATIENCE, CircuitBreaker, probe

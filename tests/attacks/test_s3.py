@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing, suppress
 import pytest
 
 from prefixstore.backends.objects import client as client_module
-from prefixstore.backends.objects.address import Address
+from prefixstore.backends.objects.client import Address
 from prefixstore.backends.objects.store import STORE
 from prefixstore.engine.invariants import flaws
 from prefixstore.engine.pages import open_pages

@@ -40,7 +40,7 @@ def test_processes_that_make_a_store_at_once_all_get_it(scheme, tmp_path, reques
 
 @pytest.mark.parametrize(
     ("scheme", "module"),
-    [("lmdb", "prefixstore.backends.lmdb.environment"), ("sqlite", "prefixstore.backends.sql.sqlite_file")],
+    [("lmdb", "prefixstore.backends.lmdb.environment"), ("sqlite", "prefixstore.backends.sql.sqlite")],
 )
 def test_a_crash_while_a_store_is_made_leaves_a_location_that_can_be_used(scheme, module, tmp_path, request):
     location = place(scheme, tmp_path, request)

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from prefixstore.backends.handle_lock import HandleLock
+from prefixstore.backends.forks import HandleLock
 from prefixstore.errors import MisuseError
 from tests.support import PATIENCE, in_thread
 

@@ -15,8 +15,7 @@ from prefixstore.backends.contract import ConflictError, Range
 from prefixstore.backends.objects import client as client_module
 from prefixstore.backends.objects import read_ahead as read_ahead_module
 from prefixstore.backends.objects import store as store_module
-from prefixstore.backends.objects.address import Address
-from prefixstore.backends.objects.client import Client
+from prefixstore.backends.objects.client import Address, Client
 from prefixstore.backends.objects.rows import Stored, key_in, name_of, new_payload, payload_name
 from prefixstore.backends.objects.store import STORE
 from prefixstore.backends.objects.store import Store as RowStore

@@ -19,8 +19,8 @@ from prefixstore.backends.contract import ConflictError, Range
 from prefixstore.backends.valkey import backend as backend_module
 from prefixstore.backends.valkey import connections
 from prefixstore.backends.valkey import view as view_module
-from prefixstore.backends.valkey.address import Address
 from prefixstore.backends.valkey.backend import open_valkey
+from prefixstore.backends.valkey.connections import Address
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.invariants import violations
 from prefixstore.engine.pages import open_pages

@@ -7,8 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from prefixstore.backends.memory import MemoryBackend
-from prefixstore.backends.sorted_rows import SortedRows
+from prefixstore.backends.memory import MemoryBackend, SortedRows
 from prefixstore.engine.budget import Quota
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.namespace import Namespace

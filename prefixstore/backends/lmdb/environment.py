@@ -19,8 +19,7 @@ import lmdb
 
 from prefixstore.backends import refusals
 from prefixstore.backends.files import publish, sync_path
-from prefixstore.backends.forks import ForkLevel, ForkLock, register_at_fork
-from prefixstore.backends.handle_lock import HandleLock
+from prefixstore.backends.forks import ForkLevel, ForkLock, HandleLock, register_at_fork
 from prefixstore.backends.lmdb.checked import CheckedFile, damaged, require_sound
 from prefixstore.backends.lmdb.errors import not_opened, prepare_directory, translate
 from prefixstore.backends.lmdb.walk import MAGIC, MAX_READERS

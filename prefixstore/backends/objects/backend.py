@@ -14,8 +14,7 @@ from operator import itemgetter
 from prefixstore.backends import refusals
 from prefixstore.backends.contract import Backend, Change, ConflictError, Draft, Range, Row, View
 from prefixstore.backends.objects import read_ahead
-from prefixstore.backends.objects.address import Address
-from prefixstore.backends.objects.client import Client, GoneError, Listed
+from prefixstore.backends.objects.client import Address, Client, GoneError, Listed
 from prefixstore.backends.objects.read_ahead import SMALL_AT_ONCE, Arrived, ahead, at_once
 from prefixstore.backends.objects.rows import COSTS, MARK, Stored, key_in, listing, new_payload
 from prefixstore.backends.objects.store import State, Store

@@ -13,13 +13,14 @@ import numpy as np
 
 from prefixstore.backends.contract import Change, Costs, Range, Row, View
 from prefixstore.backends.sql.database import PIECE_BYTES, Database, pieces_of
-from prefixstore.backends.sql.sqlite_file import PAGE_BYTES
 from prefixstore.format.record import Buffer
 
-__all__ = ["COSTS", "SQLiteView", "write"]
+__all__ = ["COSTS", "PAGE_BYTES", "SQLiteView", "write"]
 
 # keys in one statement; SQLite takes no more than 32,766 parameters
 MOST_KEYS = 10_000
+# of the file
+PAGE_BYTES = 16 << 10
 # of a page, without the number of the one that continues it
 USABLE = PAGE_BYTES - 4
 # what is longer than this has pages of its own

@@ -19,8 +19,7 @@ from valkey.exceptions import NoPermissionError, ResponseError
 from prefixstore.backends import refusals
 from prefixstore.backends.contract import Backend, Change, ConflictError, Draft
 from prefixstore.backends.received import ReceivedMemory
-from prefixstore.backends.valkey.address import Address
-from prefixstore.backends.valkey.connections import Connections, asked
+from prefixstore.backends.valkey.connections import Address, Connections, asked
 from prefixstore.backends.valkey.scripts import BEGIN, COMMIT, COSTS, HEAD, KEEP, TICK, packed
 from prefixstore.backends.valkey.view import ServerView, bytes_in, size
 from prefixstore.errors import CorruptError, StorageError, UnavailableError
