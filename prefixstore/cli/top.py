@@ -15,8 +15,7 @@ from rich.live import Live
 from prefixstore.cli.listing import SHORT
 from prefixstore.cli.output import ago, print_all, table_of
 from prefixstore.cli.stats import by_title, in_use, served
-from prefixstore.engine.facts import FACTS
-from prefixstore.engine.page_view import View
+from prefixstore.engine.page_view import FACTS, View
 from prefixstore.errors import CorruptError, StorageError
 from prefixstore.format.figures import Figures, History
 from prefixstore.format.keys import PAGE

@@ -1,26 +1,198 @@
-"""The namespace of a live ``Llama``: the content of the model, and all settings that change its state."""
+"""The namespace of a live ``Llama``: the content of the model, and all settings that change its state.
+
+The content is that of the file that was loaded: its path may lead to another file by now.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import mmap
 import re
+import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from ctypes import POINTER, c_char_p, c_int, c_size_t, c_void_p
 from functools import partial
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import llama_cpp
+import numpy as np
 
 from prefixstore.errors import ContextError
 from prefixstore.format.namespace import Namespace
-from prefixstore.llama.binding import library, lora_of, model_of, pointer_of
+from prefixstore.llama.binding import adapter_of, library, lora_of, model_of, pointer_of
 from prefixstore.llama.kv_memory import kind_of, streams_of
-from prefixstore.llama.loaded_file import adapter_is_from, changed_since_import, model_is_from
-from prefixstore.models.file import file_digest, file_identity, model_parts, settings_of_model
+from prefixstore.models.file import file_digest, file_identity, model_parts, read_gguf, settings_of_model
 from prefixstore.stats import Kind
 
-__all__ = ["CONTEXT_SETTINGS", "llama_cpp_build", "namespace_of"]
+__all__ = [
+    "CONTEXT_SETTINGS",
+    "adapter_is_from",
+    "changed_since_import",
+    "llama_cpp_build",
+    "model_is_from",
+    "namespace_of",
+]
+
+SAMPLE = 4096
+# Buffers whose bytes can be read, and are those of the file. Others are repacked for a kind of processor; that for AMX
+# repacks only quantized tensors, but has no function that reads: its memory is read directly.
+DIRECT = "AMX"
+NOT_QUANTIZED = (0, 1, 30)  # ggml_type: F32, F16, BF16
+READABLE = re.compile(r"CPU|CPU_Mapped|\w+_Host|(CUDA|ROCm|MUSA|Vulkan|SYCL|MTL)\d+(_Mapped|_Private)?|Metal(_Mapped)?")
+IMPORTED = time.time()
+
+# methods of C++: llama_model::get_tensor(const char *), llama_adapter_lora::get_weight(ggml_tensor *)
+GET_TENSOR = "_ZNK11llama_model10get_tensorEPKc"
+GET_WEIGHT = "_ZN18llama_adapter_lora10get_weightEP11ggml_tensor"
+# name: what it returns, what it takes
+C_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "ggml_get_name": (c_char_p, [c_void_p]),
+    "ggml_get_data": (c_void_p, [c_void_p]),
+    "ggml_nbytes": (c_size_t, [c_void_p]),
+    "ggml_backend_buffer_name": (c_char_p, [c_void_p]),
+    "ggml_backend_tensor_get": (None, [c_void_p, c_void_p, c_size_t, c_size_t]),
+    GET_TENSOR: (c_void_p, [c_void_p, c_char_p]),
+    GET_WEIGHT: (POINTER(c_void_p * 2), [c_void_p, c_void_p]),
+}
+
+
+@functools.cache
+def _functions() -> dict[str, Any] | None:
+    """The functions of llama.cpp that are needed; None if this build does not export them."""
+    symbols = library()
+    try:
+        found = {name: symbols[name] for name in C_FUNCTIONS}
+    except (AttributeError, TypeError):
+        return None
+    for name, (result, arguments) in C_FUNCTIONS.items():
+        found[name].restype, found[name].argtypes = result, arguments
+    return found
+
+
+def model_is_from(llm: llama_cpp.Llama, path: Path, *, is_first: bool) -> bool | None:
+    """Whether the model in memory was loaded from this file; None if that cannot be known.
+
+    The metadata is compared. Of each tensor that llama.cpp has mapped, the mapping says the rest; of the others that
+    can be read, three samples do. Of a split model, the first file (`is_first`) has the metadata.
+
+    Raises `ContextError` or `OSError` if the file cannot be read.
+    """
+    call, model = _functions(), model_of(llm)
+    if call is None:
+        return None
+    value_of = partial(llama_cpp.llama_model_meta_val_str, model) if is_first else None
+    return _is_from(path, call, value_of, partial(call[GET_TENSOR], model))
+
+
+def adapter_is_from(llm: llama_cpp.Llama, path: Path) -> bool | None:
+    """Whether the LoRA adapter in memory was loaded from this file: as `model_is_from`."""
+    call = _functions()
+    model, adapter = model_of(llm), adapter_of(llm)
+    if call is None or adapter is None:
+        return None
+
+    def find(name: bytes) -> int | None:
+        base, _, half = name.rpartition(b".lora_")
+        tensor = call[GET_TENSOR](model, base)
+        weight = call[GET_WEIGHT](adapter, tensor) if tensor and half in (b"a", b"b") else None
+        return weight.contents[half == b"b"] if weight else None
+
+    # it is small: all of it is compared
+    return _is_from(path, call, partial(llama_cpp.llama_adapter_meta_val_str, adapter), find, sys.maxsize)
+
+
+def changed_since_import(path: str) -> bool:
+    """Whether a file, or the link that leads to it, may have changed since this module was imported."""
+    return max(Path(path).stat().st_ctime, Path(path).lstat().st_ctime) >= IMPORTED - 1
+
+
+def _is_from(
+    path: Path,
+    call: dict[str, Any],
+    value_of: Callable[[bytes, Any, int], int] | None,
+    find: Callable[[bytes], int | None],
+    sample_bytes: int = SAMPLE,
+) -> bool | None:
+    """Compare a file with what is loaded: `value_of` writes a value of its metadata, `find` finds a tensor by name."""
+    metadata, tensors = read_gguf(path)
+    if value_of is not None and not all(_has(value_of, name, value) for name, value in metadata.items()):
+        return False
+    is_same = None
+    with path.open("rb", buffering=0) as content, mmap.mmap(content.fileno(), 1, access=mmap.ACCESS_READ) as here:
+        # some file systems (overlay, Btrfs) show other numbers for mappings than for files
+        address, mapped = np.frombuffer(here, np.uint8).ctypes.data, _mapped_files()
+        own_file = _file_at(mapped, address)
+        for name, start in tensors.items():
+            tensor = find(name.encode())
+            if tensor and call["ggml_get_name"](tensor) != name.encode():
+                return None  # an unknown kind of build
+            read = _reader_of(tensor, call) if tensor else None
+            if read is None:
+                continue
+            there = _file_at(mapped, call["ggml_get_data"](tensor))
+            if there is not None and own_file is not None:
+                # others may have been copied to a GPU
+                if there != own_file:
+                    return False
+                is_same = True
+                continue
+            size = call["ggml_nbytes"](tensor)
+            length = min(sample_bytes, size)
+            for at in {0, (size - length) // 2, size - length}:
+                content.seek(start + at)
+                if content.read(length) != read(at, length):
+                    return False
+            is_same = True
+    return is_same
+
+
+def _reader_of(tensor: int, call: dict[str, Any]) -> Callable[[int, int], bytes] | None:
+    """What reads bytes of a tensor, given where and how many; None if they cannot be read, or are not the file's."""
+    # the first two fields of a ggml_tensor are its type and its buffer; they have no functions
+    kind, holder = c_int.from_address(tensor).value, c_void_p.from_address(tensor + 8).value
+    buffer = call["ggml_backend_buffer_name"](holder).decode("ascii", "replace") if holder else ""
+    if buffer == DIRECT and kind in NOT_QUANTIZED:
+        data = call["ggml_get_data"](tensor)
+        return lambda at, length: ctypes.string_at(data + at, length)
+    if not READABLE.fullmatch(buffer):
+        return None
+
+    def read(at: int, length: int) -> bytes:
+        sample = ctypes.create_string_buffer(length)
+        call["ggml_backend_tensor_get"](tensor, sample, at, length)
+        return sample.raw
+
+    return read
+
+
+def _mapped_files() -> list[tuple[int, int, str]]:
+    """What is mapped into this process: addresses, and device and inode of the file. Only known on Linux."""
+    found: list[tuple[int, int, str]] = []
+    with suppress(OSError), Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            span, _, _, device, inode, *_ = line.split(maxsplit=5)
+            if inode != "0":
+                first, last = (int(limit, 16) for limit in span.split("-"))
+                found.append((first, last, f"{device} {inode}"))
+    return found
+
+
+def _file_at(mapped: list[tuple[int, int, str]], address: int) -> str | None:
+    return next((file for first, last, file in mapped if first <= address < last), None)
+
+
+def _has(value_of: Callable[[bytes, Any, int], int], name: str, value: object) -> bool:
+    text = f"{value:f}" if isinstance(value, float) else str(value)
+    wanted = (text.lower() if isinstance(value, bool) else text).encode()
+    buffer = ctypes.create_string_buffer(len(wanted) + 1)
+    return value_of(name.encode(), buffer, len(buffer)) == len(wanted) and buffer.value == wanted
+
 
 # by Llama: what its files were when it was first seen
 _KNOWN: WeakKeyDictionary[llama_cpp.Llama, tuple[str, str | None]] = WeakKeyDictionary()

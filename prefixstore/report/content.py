@@ -10,8 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from prefixstore.engine.facts import Facts
-from prefixstore.engine.page_view import View
+from prefixstore.engine.page_view import Facts, View
 from prefixstore.engine.saved_notes import noted_policy
 from prefixstore.errors import CorruptError
 from prefixstore.format.figures import NOTE, Figures, History

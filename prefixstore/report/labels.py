@@ -9,8 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from prefixstore.engine.facts import Facts
-from prefixstore.engine.page_view import View
+from prefixstore.engine.page_view import Facts, View
 from prefixstore.format.keys import Tokens, common_prefix
 from prefixstore.format.record import Record
 from prefixstore.report.runs import Column

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefixstore.engine.facts import FACTS, Facts
-from prefixstore.engine.page_view import View
+from prefixstore.engine.page_view import FACTS, Facts, View
 from prefixstore.format.keys import KEY_BYTES, PAGE
 from prefixstore.format.record import CLOCK_SLACK
 

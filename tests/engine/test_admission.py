@@ -6,8 +6,8 @@ from contextlib import closing
 
 import numpy as np
 
+from prefixstore.engine.adaptive_policy import Mode
 from prefixstore.engine.budget import Budget, Quota
-from prefixstore.engine.duel import Mode
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.policy import Ordering

@@ -8,8 +8,7 @@ from hashlib import blake2b
 import numpy as np
 import pytest
 
-from prefixstore.engine.adaptive_policy import Adaptive
-from prefixstore.engine.duel import Access, Duel, Mode
+from prefixstore.engine.adaptive_policy import Access, Adaptive, Duel, Mode
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.hazards import AGES, CLASSES
 from prefixstore.engine.index import Page
