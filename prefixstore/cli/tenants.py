@@ -11,7 +11,7 @@ from prefixstore.cli.command import Result
 from prefixstore.cli.output import ago, iso, table, tell
 from prefixstore.errors import InvalidParameterError
 from prefixstore.maintenance.archive import Archive
-from prefixstore.maintenance.holdings import Holding
+from prefixstore.maintenance.holdings import Holding, in_all
 from prefixstore.report.labels import visible
 from prefixstore.server.tenants import tenant_of_key
 from prefixstore.units import counted, format_bytes
@@ -64,13 +64,14 @@ def _lines_of_keys(file: Path) -> dict[str, int]:
 
 
 def _facts(name: str | None, held: list[Holding], lines: dict[str, int]) -> dict[str, Any]:
+    total = in_all(held)
     return {
         "tenant": name,
-        "models": len({one.namespace.settings.get("model") for one in held if one.namespace is not None}),
-        "pages": sum(one.pages for one in held),
-        "tokens": sum(one.tokens for one in held),
-        "stored_bytes": sum(one.stored_bytes for one in held),
-        "last_used": max(one.last_used for one in held),
+        "models": len({one.settings.get("model") for one in held}),
+        "pages": total.pages,
+        "tokens": total.tokens,
+        "stored_bytes": total.stored_bytes,
+        "last_used": total.last_used,
         **({"line": line} if (line := lines.get(name or "")) else {}),
     }
 

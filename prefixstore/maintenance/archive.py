@@ -24,7 +24,8 @@ from prefixstore.format.autocodec import FixedCodec
 from prefixstore.format.codec import decode
 from prefixstore.format.figures import NOTE
 from prefixstore.format.keys import TokenSequence
-from prefixstore.maintenance.holdings import Holding, holdings_of, only_one
+from prefixstore.format.record import Record
+from prefixstore.maintenance.holdings import Holding, holdings_of, only_one, read_facts
 from prefixstore.maintenance.purge import choice_of, string_of, unmatched
 from prefixstore.opening import OpenLocation
 from prefixstore.parameters import Parameters
@@ -38,6 +39,8 @@ log = logging.getLogger("prefixstore")
 # the budget of a location that is opened without one, as of a `PrefixStore`
 DEFAULT_BYTES = parse_bytes(Parameters.MAX_BYTES, "max_bytes")
 NO_BUDGET = Budget(2**63 - 1)
+# pages with the same first digits, of which a message names some
+MOST_NAMED = 8
 
 
 class Archive(OpenLocation):
@@ -182,8 +185,7 @@ class Archive(OpenLocation):
             found = [self.namespace(namespace)]
         else:
             with self.view() as view:
-                settings = view.namespaces()
-            found = holdings_of(settings, self.engine.lookups.pages())
+                found = holdings_of(view)
         return [one for one in found if salt is None or (one.namespace and one.namespace.salt == salt)]
 
     def namespace(self, name: str) -> Holding:
@@ -198,8 +200,7 @@ class Archive(OpenLocation):
         found = [
             holding
             for holding in self.holdings()
-            if holding.key.hex().startswith(name.lower())
-            or (holding.namespace is not None and holding.namespace.settings.get("label") == name)
+            if holding.key.hex().startswith(name.lower()) or holding.settings.get("label") == name
         ]
         return only_one(found, "namespace", name, self.location)
 
@@ -216,7 +217,10 @@ class Archive(OpenLocation):
             If none or several do.
         """
         digits = string_of(digits, "page")
-        found = [page for page in self.pages() if page.key.hex().startswith(digits.lower())]
+        with self.view() as view:
+            keys = [key for key in map(bytes, read_facts(view)["key"]) if key.hex().startswith(digits.lower())]
+            entries = view.records(keys[:MOST_NAMED]).items()
+        found = [Page.stored(key, record, usage) for key, (record, usage) in entries if isinstance(record, Record)]
         return only_one(found, "page", digits, self.location)
 
     def path(self, page: Page) -> list[Page]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,20 +12,18 @@ import numpy as np
 from prefixstore.engine.facts import Facts
 from prefixstore.engine.page_view import View
 from prefixstore.engine.saved_notes import noted_policy
-from prefixstore.errors import CorruptError
 from prefixstore.format.figures import NOTE, Figures, History
-from prefixstore.format.namespace import Namespace, model_digits
+from prefixstore.format.namespace import model_digits
+from prefixstore.maintenance.holdings import Holding, holdings_of, in_all, read_facts
 from prefixstore.models.file import model_title
 from prefixstore.report.labels import Words, labels_of, visible
-from prefixstore.report.runs import MOST_RUNS, USES, Column, limited, read_facts, runs_of
+from prefixstore.report.runs import MOST_RUNS, USES, Column, limited, runs_of
 from prefixstore.stats import DAY
 
 __all__ = ["Content", "content_of"]
 
 Content: TypeAlias = dict[str, Any]
 
-# facts are not verified: what claims more is damaged
-LARGEST = 1 << 50
 # Bands of ages in seconds, the shortest last: more than 30 days, up to 30, 7, 1 day, 6 hours, 1 hour.
 AGES = (30 * DAY, 7 * DAY, DAY, DAY // 4, DAY // 24)
 # digits of a key
@@ -65,14 +62,14 @@ def content_of(
         Nanoseconds since the epoch.
     """
     now = clock()
-    found = read_facts(view)
-    facts = found[found["is_readable"] & (np.maximum(found["stored_bytes"], found["raw_bytes"]) < LARGEST)]
-    settings = dict(view.namespaces())
-    spaces = sorted(settings.keys() | {bytes(key) for key in np.unique(_void(facts["namespace"]))})
+    found = read_facts(view, now)
+    facts = found[found["is_readable"]]
+    held = sorted(holdings_of(view, facts), key=lambda one: one.key)
+    spaces, total = [one.key for one in held], in_all(held)
     runs = limited(runs_of(facts, spaces, now), most_runs)
     labels, shared = [""] * len(runs), [0] * len(runs)
     if with_tokens:
-        models = [_model(settings.get(key)) for key in spaces]
+        models = [str(one.settings.get("model") or "") for one in held]
         known = {model: len({*models} - {""}) < 2 or not model or is_of(model) for model in {*models}}
         labels, shared = labels_of(view, facts, runs, [words if known[model] else None for model in models])
     history = History.of(view.note(NOTE))
@@ -87,12 +84,12 @@ def content_of(
         "max_bytes": max_bytes if max_bytes is not None else history.max_bytes,
         "pages": used.entries,
         "unreadable": len(found) - len(facts),
-        "tokens": int(facts["n_tokens"].sum()),
-        "stored_bytes": int(facts["stored_bytes"].sum()),
-        "raw_bytes": int(facts["raw_bytes"].sum()),
-        "page_uses": int(facts["hits"].sum()),
-        "pinned": int(facts["pinned"].sum()),
-        "spaces": [_space(key, settings.get(key), history.models) for key in spaces],
+        "tokens": total.tokens,
+        "stored_bytes": total.stored_bytes,
+        "raw_bytes": total.raw_bytes,
+        "page_uses": total.hits,
+        "pinned": total.pinned,
+        "spaces": [_space(one, history.models) for one in held],
         "runs": {
             **{name: runs[name].tolist() for name in SHOWN},
             "start": (runs["start"] + np.array(shared, np.int64)).tolist(),
@@ -106,30 +103,13 @@ def content_of(
     }
 
 
-def _void(column: Column) -> Column:
-    return np.ascontiguousarray(column).view("V32")
-
-
-def _settings(stored: bytes | None) -> Mapping[str, str | int | float | bool | None]:
-    """The settings of a namespace; none if they are missing or damaged."""
-    with suppress(CorruptError):
-        return Namespace.parse(stored).settings if stored is not None else {}
-    return {}
-
-
-def _model(stored: bytes | None) -> str:
-    """The digest of the model of a namespace; empty if it has none."""
-    return str(_settings(stored).get("model") or "")
-
-
-def _space(key: bytes, settings: bytes | None, names: Mapping[str, str]) -> dict[str, str]:
+def _space(held: Holding, names: Mapping[str, str]) -> dict[str, str]:
     """What a namespace is called. Its settings are those that a user gave, or a model has."""
-    found = _settings(settings)
     return {
-        "key": key.hex()[:DIGITS],
-        "model": visible(model_title(found, names)),
-        "digest": visible(model_digits(found)),
-        "tenant": visible(str(found.get("salt") or "")),
+        "key": held.key.hex()[:DIGITS],
+        "model": visible(model_title(held.settings, names)),
+        "digest": visible(model_digits(held.settings)),
+        "tenant": visible(str(held.settings.get("salt") or "")),
     }
 
 
