@@ -88,7 +88,7 @@ def _numbers(
     archive: Archive, history: History, holdings: Sequence[Holding], used: Used, facts: Facts
 ) -> dict[str, Any]:
     total = in_all(holdings)
-    is_expired = (0 < facts["expires"]) & (facts["expires"] <= time.time_ns()) & ~facts["pinned"]
+    is_expired = (facts["expires"] > 0) & (facts["expires"] <= time.time_ns()) & ~facts["pinned"]
     return {
         "location": archive.location,
         "encryption": archive.encryption,

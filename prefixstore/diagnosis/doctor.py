@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from importlib import metadata
 from pathlib import Path
+from time import perf_counter
 
 from prefixstore.backends import is_persistent
 from prefixstore.backends.location import is_url, path_of, scheme_of, text_of, without_password
@@ -21,8 +22,8 @@ from prefixstore.config import explain as explain_settings
 from prefixstore.diagnosis.file_system import NETWORK, VOLATILE, existing, mount_of
 from prefixstore.errors import LocationError, PrefixStoreError
 from prefixstore.format.figures import History
+from prefixstore.format.keys import PAGE
 from prefixstore.maintenance.archive import DEFAULT_BYTES, Archive
-from prefixstore.maintenance.bench import measure_read_rate
 from prefixstore.maintenance.holdings import Holding
 from prefixstore.opening import locations_of
 from prefixstore.parameters import Parameters
@@ -110,7 +111,7 @@ def _location(
             found.append(Finding("encryption", archive.encryption))
             # as `stats` has it: that of the process that was the last to begin writing
             found += _budget(path, used, budget or history.max_bytes or DEFAULT_BYTES)
-            found += [*_sampled(archive), *_use(history), *_break_even(archive)]
+            found += [*_sampled(archive), *_use(history)]
     except PrefixStoreError as error:
         if not isinstance(error, LocationError) or path is None or not _is_missing(path):
             return [*found, Finding("store", "cannot be opened", Level.PROBLEM, str(error))], None
@@ -124,20 +125,33 @@ def _location(
 
 
 def _sampled(archive: Archive) -> Iterator[Finding]:
-    """Whether pages, drawn by chance, are intact."""
+    """Whether pages, drawn by chance, are intact, and whether restoring them is faster than computing them was."""
     pages = archive.pages()
     random.shuffle(pages)
-    n_bytes, n_sampled, n_damaged = 0, 0, 0
+    size, restoring, computing, read, timed = 0, 0.0, 0.0, 0, 0
+    damaged = 0
     for page in pages:
-        if n_bytes > SAMPLE_BYTES or n_sampled == SAMPLE_PAGES:
+        if size > SAMPLE_BYTES or read == SAMPLE_PAGES:
             break
-        n_bytes, n_sampled = n_bytes + page.stored_bytes, n_sampled + 1
-        n_damaged += archive.damage(page) is not None
-    if n_damaged:
+        started = perf_counter()
+        is_damaged = archive.damage(page) is not None
+        size, read, damaged = size + page.stored_bytes, read + 1, damaged + is_damaged
+        if page.compute_us and page.raw_bytes and page.form == PAGE and not is_damaged:
+            restoring += perf_counter() - started
+            computing += page.compute_us / 1e6
+            timed += page.n_tokens
+    if damaged:
         advice = f"prefixstore check {archive.location} lists them, and with --repair deletes them."
-        yield _found("pages", f"{n_damaged:,} damaged of {n_sampled:,} that were read", advice)
+        yield _found("pages", f"{damaged:,} damaged of {read:,} that were read", advice)
     elif pages:
-        yield _found("pages", f"{n_sampled:,} of {len(pages):,} read, none damaged")
+        yield _found("pages", f"{read:,} of {len(pages):,} read, none damaged")
+    if timed:
+        times = f"{computing / restoring:,.0f}" if computing >= 100 * restoring else f"{computing / restoring:.1f}"
+        text = f"restoring {timed / restoring:,.0f} tokens/s, computing {timed / computing:,.0f} (ratio {times})"
+        advice = (
+            "Restoring is slower than computing here, and skipped: use a faster disk, codec='raw', or ram_bytes."
+        )
+        yield _found("break-even", text, advice if restoring > computing else "")
 
 
 def _use(history: History) -> Iterator[Finding]:
@@ -251,24 +265,6 @@ def _budget(path: Path | None, used: int, budget: int) -> Iterator[Finding]:
     most = format_bytes(used + free * 0.9)
     advice = f"The disk is full before max_bytes is reached: lower it to {most}, or free some disk space."
     yield _found("free space", format_bytes(free), advice if free < budget - used else "")
-
-
-def _break_even(archive: Archive) -> Iterator[Finding]:
-    """Whether restoring is faster than computing, by what computing took and by reading now."""
-    timed = [page for page in archive.pages() if page.compute_us and page.raw_bytes and page.form == 0]
-    if not timed:
-        return
-    rate = measure_read_rate(archive)
-    if not rate:
-        return
-    computing = sum(page.compute_us for page in timed) / 1e6
-    restoring = sum(page.raw_bytes for page in timed) / rate
-    n = sum(page.n_tokens for page in timed)
-    ratio = computing / restoring
-    times = f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.1f}"
-    text = f"restoring {n / restoring:,.0f} tokens/s, computing {n / computing:,.0f} (ratio {times})"
-    advice = "Restoring is slower than computing here, so it is skipped: use a faster disk, codec='raw', or ram_bytes."
-    yield _found("break-even", text, advice if restoring > computing else "")
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

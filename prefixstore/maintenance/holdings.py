@@ -19,7 +19,7 @@ from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import CLOCK_SLACK
 
-__all__ = ["Holding", "holdings_of", "in_all", "keys_in", "only_one", "read_facts"]
+__all__ = ["Holding", "holdings_of", "in_all", "keys_in", "namespaces_of", "only_one", "read_facts"]
 
 # pages whose facts are read at a time
 SLICE = 10_000
@@ -88,7 +88,7 @@ def holdings_of(view: View, facts: Facts | None = None) -> list[Holding]:
     """What there is of each namespace, the most recently used first. With `facts`, these are not read again."""
     facts = read_facts(view) if facts is None else facts
     facts = facts[facts["is_readable"]]
-    found = {key: Holding(key, _parsed(stored)) for key, stored in view.namespaces().items()}
+    found = namespaces_of(view)
     keys, group = np.unique(keys_in(facts["namespace"]), return_inverse=True)
     ends = np.cumsum(np.bincount(group, minlength=len(keys)))
     for key, some in zip(keys, np.split(facts[np.argsort(group, kind="stable")], ends[:-1]), strict=False):
@@ -104,9 +104,19 @@ def holdings_of(view: View, facts: Facts | None = None) -> list[Holding]:
     return sorted(found.values(), key=lambda holding: -holding.last_used)
 
 
+def namespaces_of(view: View) -> dict[bytes, Holding]:
+    """The namespaces of a location by their keys, as if they held nothing."""
+    found: dict[bytes, Holding] = {}
+    for key, stored in view.namespaces().items():
+        found[key] = Holding(key, None)
+        with suppress(CorruptError):
+            found[key] = Holding(key, Namespace.parse(stored))
+    return found
+
+
 def in_all(holdings: Sequence[Holding]) -> Holding:
     """What there is of several namespaces together, as that of the first one."""
-    sums = {name: sum(getattr(one, name) for one in holdings) for name in SUMMED}
+    sums: dict[str, Any] = {name: sum(getattr(one, name) for one in holdings) for name in SUMMED}
     last_used = max((one.last_used for one in holdings), default=0)
     return replace(holdings[0] if holdings else Holding(b"", None), **sums, last_used=last_used)
 
@@ -114,12 +124,6 @@ def in_all(holdings: Sequence[Holding]) -> Holding:
 def keys_in(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Keys that can be compared and searched. One that ends in zeros lacks these: `bytes.ljust` puts them back."""
     return np.ascontiguousarray(column).view(f"S{KEY_BYTES}").reshape(-1)
-
-
-def _parsed(settings: bytes) -> Namespace | None:
-    with suppress(CorruptError):
-        return Namespace.parse(settings)
-    return None
 
 
 _T = TypeVar("_T", Holding, Page)
