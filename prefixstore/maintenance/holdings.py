@@ -92,12 +92,13 @@ def holdings_of(view: View, facts: Facts | None = None) -> list[Holding]:
     keys, group = np.unique(keys_in(facts["namespace"]), return_inverse=True)
     ends = np.cumsum(np.bincount(group, minlength=len(keys)))
     for key, some in zip(keys, np.split(facts[np.argsort(group, kind="stable")], ends[:-1]), strict=False):
+        sums: dict[str, Any] = {one: int(some[one].sum()) for one in SUMMED[2:]}
         name = bytes(key).ljust(KEY_BYTES, b"\0")
         found[name] = replace(
             found.get(name, Holding(name, None)),
             pages=len(some),
             tokens=int(some["n_tokens"].sum()),
-            **{name: int(some[name].sum()) for name in SUMMED[2:]},
+            **sums,
             created=int(some["created"].min()),
             last_used=int(some["last_used"].max()),
         )
