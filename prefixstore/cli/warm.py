@@ -27,8 +27,8 @@ from prefixstore.config import Config, explain, load_config
 from prefixstore.errors import LocationError, MisuseError
 from prefixstore.store import PrefixStore
 from prefixstore.warming.estimate import estimate
+from prefixstore.warming.job import Progress
 from prefixstore.warming.job import warm as run_job
-from prefixstore.warming.report import Progress
 
 if TYPE_CHECKING:
     from types import FrameType

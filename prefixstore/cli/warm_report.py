@@ -15,8 +15,8 @@ from prefixstore.cli.output import say
 from prefixstore.store import PrefixStore
 from prefixstore.units import counted, format_bytes, format_seconds, format_share
 from prefixstore.warming.estimate import Estimate
+from prefixstore.warming.job import Progress, WarmReport
 from prefixstore.warming.prompts import Problem
-from prefixstore.warming.report import Progress, WarmReport
 
 __all__ = ["print_budget_note", "print_problems", "print_unstored", "progress_shown", "rows_of"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import random
+import re
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,6 @@ from prefixstore.backends import is_persistent
 from prefixstore.backends.location import is_url, path_of, scheme_of, text_of, without_password
 from prefixstore.config import Config
 from prefixstore.config import explain as explain_settings
-from prefixstore.diagnosis.file_system import NETWORK, VOLATILE, existing, mount_of
 from prefixstore.errors import LocationError, PrefixStoreError
 from prefixstore.format.figures import History
 from prefixstore.format.keys import PAGE
@@ -39,6 +39,18 @@ CONTEXTS = 2
 SAMPLE_PAGES, SAMPLE_BYTES = 256, 64 << 20
 # a hit rate of so many prompts, and up to so much, is a problem
 FEW_LOOKUPS, LOW_HIT_RATE = 10, 0.02
+
+MOUNTS = Path("/proc/self/mountinfo")
+# where several machines may have the same files, or memory maps are not shared
+NETWORK = frozenset(
+    """
+    nfs nfs4 cifs smb smb2 smb3 smbfs afs ceph glusterfs fuse.glusterfs lustre gpfs beegfs ocfs2 gfs2 9p virtiofs drvfs
+    fuse.sshfs fuse.s3fs fuse.rclone fuse.gcsfuse fuse.blobfuse2 fuse.mount-s3 fuse.juicefs davfs fuse.davfs2 acfs
+    """.split()  # noqa: SIM905 - to be read at a glance
+)
+VOLATILE = {"tmpfs": "memory, which is lost when the machine restarts", "ramfs": "memory, which is lost at a restart"}
+VOLATILE |= {"overlay": "the layer of a container, which is deleted with the container"}
+ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 class Level(str, Enum):
@@ -148,9 +160,7 @@ def _sampled(archive: Archive) -> Iterator[Finding]:
     if timed:
         times = f"{computing / restoring:,.0f}" if computing >= 100 * restoring else f"{computing / restoring:.1f}"
         text = f"restoring {timed / restoring:,.0f} tokens/s, computing {timed / computing:,.0f} (ratio {times})"
-        advice = (
-            "Restoring is slower than computing here, and skipped: use a faster disk, codec='raw', or ram_bytes."
-        )
+        advice = "Restoring is slower than computing here, and skipped: use a faster disk, codec='raw', or ram_bytes."
         yield _found("break-even", text, advice if restoring > computing else "")
 
 
@@ -239,6 +249,39 @@ def _is_missing(path: Path) -> bool:
         return not path.exists()
     except OSError:
         return False
+
+
+# -- file systems ----------------------------------------------------------------------------------------------------
+
+
+def existing(path: Path) -> Path:
+    """The path, or the nearest directory above it that exists, as far as this user may know."""
+    path = path.absolute()
+    return next((one for one in (path, *path.parents) if os.path.exists(one)), path)  # noqa: PTH110 - never raises
+
+
+def mount_of(path: Path) -> tuple[str, str] | None:
+    """The type of the file system that a path is on, or would be created on, and where that is mounted.
+
+    None where the system does not say.
+    """
+    try:
+        lines = MOUNTS.read_text("utf-8", "surrogateescape").splitlines()
+    except OSError:
+        return None
+    real = os.path.realpath(existing(path))
+    found: tuple[str, str] | None = None
+    for line in lines:
+        fields, _, rest = line.partition(" - ")
+        columns, kinds = fields.split(), rest.split()
+        if len(columns) < 6 or not kinds:
+            continue
+        point = ESCAPED.sub(lambda digits: chr(int(digits[1], 8)), columns[4])
+        is_inside = real == point or real.startswith(point.rstrip("/") + "/")
+        # of several mounts on one directory, the last one is seen
+        if is_inside and (found is None or len(point) >= len(found[1])):
+            found = kinds[0], point
+    return found
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from prefixstore import InvalidParameterError, PrefixStore, load
 from prefixstore.cli import warm_report
 from prefixstore.config import load_config
 from prefixstore.maintenance.archive import Archive
-from prefixstore.warming.report import Progress
+from prefixstore.warming.job import Progress
 from tests.cli.conftest import SEQUENCES, filled, n_pages
 from tests.support.models import load as load_model
 from tests.support.models import prompt
