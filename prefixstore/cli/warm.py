@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prefixstore.backends.location import is_url, without_password
 from prefixstore.cli.command import Result
 from prefixstore.cli.files import STANDARD
+from prefixstore.cli.model import open_model
 from prefixstore.cli.output import DONE, FAILED, has_terminal, say
-from prefixstore.cli.warm_model import Ready, prepare
 from prefixstore.cli.warm_report import (
     print_budget_note,
     print_problems,
@@ -29,17 +29,25 @@ from prefixstore.store import PrefixStore
 from prefixstore.warming.estimate import estimate
 from prefixstore.warming.job import Progress
 from prefixstore.warming.job import warm as run_job
+from prefixstore.warming.prompts import Problem, Prompt, PromptLike, read, tokenized
 
 if TYPE_CHECKING:
     from types import FrameType
 
     from llama_cpp import Llama
 
-__all__ = ["warm"]
+__all__ = ["prepare", "warm"]
 
 SIGNALLED = 128  # plus the number of the signal
 # what llama-server has by default, and a Llama has not
 OF_SERVER = {"flash_attn": True}
+
+# The default of llama-cpp-python; no context is made shorter.
+SMALLEST = 512
+# llama.cpp rounds the length of a context up to a multiple of this.
+STEP = 256
+# The limit of a model whose file does not say what it was trained with: more than any prompt has.
+UNLIMITED = 1 << 31
 
 
 def warm(
@@ -218,25 +226,19 @@ def _open_read_only(settings: Config, llm: Llama) -> Iterator[tuple[PrefixStore,
 
     Of two locations, one may be missing, such as the near one on a new machine. Without any it is an empty store.
     """
-    texts = settings.locations
-    location = ", ".join(
-        without_password(text) if is_url(text) else f"lmdb://{Path(text).absolute()}" for text in texts
-    )
-    why: LocationError | None = None
-    for some in dict.fromkeys([tuple(texts), *((text,) for text in reversed(texts))]):
+    texts, there = settings.locations, []
+    for text in texts:
         try:
-            store = settings.open_store(llm, location=list(some), read_only=True, far_max_bytes=None)
+            settings.open_store(None, location=text, read_only=True, far_max_bytes=None).close()
+            there.append(text)
         except LocationError as error:
-            why = why or error
-            continue
-        if why is not None:
-            say(f"note: {why}: it is treated as empty")
-        with store:
-            yield store, location
-        return
-    say(f"note: {why}: it is treated as empty")
-    with settings.open_store(llm, location="memory:", ram_bytes=None) as store:
-        yield store, location
+            say(f"note: {error}: it is treated as empty")
+    options = {"location": there, "read_only": True} if there else {"location": "memory:", "ram_bytes": None}
+    with settings.open_store(llm, far_max_bytes=None, **options) as store:
+        yield (
+            store,
+            ", ".join(without_password(text) if is_url(text) else f"lmdb://{Path(text).absolute()}" for text in texts),
+        )
 
 
 @contextmanager
@@ -263,3 +265,65 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+# -- the model --------------------------------------------------------------------------------------------------------
+
+
+class Ready(NamedTuple):
+    """A model with a context, and the prompts for it: the problems, and the prompts as tokens.
+
+    `reason` says why the context is as long as it is, and `notes` what the user should know about that.
+    """
+
+    settings: Config
+    llm: Llama
+    prompts: Sequence[PromptLike]
+    reason: str
+    notes: tuple[str, ...] = ()
+
+
+def prepare(
+    settings: Config, sources: list[str], *, generation_prompt: bool, stop: Callable[[], bool] = lambda: False
+) -> Ready:
+    """Open the model with the given context, or else with one that holds the longest prompt; 512 tokens without any.
+
+    That is never longer than the one that the model was trained with: a prompt that needs more is a problem. `stop` is
+    called after each prompt; if it returns True, no more are read.
+    """
+    is_given = "n_ctx" in settings.model
+    llm = open_model(settings, tokenizer_only=not is_given)
+    trained = None if is_given else _number(llm, "context_length") or UNLIMITED
+    problems: list[Problem] = []
+    found: list[Prompt] = []
+    longest = 0
+    for tokens, where in tokenized(llm, read(sources), problems, generation_prompt=generation_prompt, trained=trained):
+        longest = max(longest, len(tokens))
+        found.append(Prompt(where, tokens))
+        if stop():
+            break
+    prompts: list[PromptLike] = [*problems, *found]
+    if trained is None:
+        return Ready(settings, llm, prompts, "as given")
+    n_ctx = min(max(SMALLEST, -(-(longest + 1) // STEP) * STEP), trained)
+    original = _number(llm, "rope.scaling.original_context_length")
+    llm.close()
+    reason = f"for the longest prompt, {longest:,} tokens; servers need as much" if longest else "no prompt can be used"
+    # contexts longer than that may use other RoPE factors, so they have namespaces of their own
+    notes = () if original is None else (_long_context_note(n_ctx, original),)
+    settings = settings.override(model={"n_ctx": n_ctx})
+    return Ready(settings, open_model(settings), prompts, reason, notes)
+
+
+def _number(llm: Llama, name: str) -> int | None:
+    """A number in the metadata of a model."""
+    value = llm.metadata.get(f"{llm.metadata.get('general.architecture', '')}.{name}", "")
+    return int(value) if value.isdigit() and int(value) else None
+
+
+def _long_context_note(n_ctx: int, original: int) -> str:
+    same = f"above {original:,}" if n_ctx > original else f"of at most {original:,}"
+    return (
+        f"states of this model may differ in contexts longer than {original:,} tokens: pages for n_ctx={n_ctx:,} are "
+        f"found only by servers with an n_ctx {same}; pass the --n-ctx of your servers"
+    )
