@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shutil
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +14,6 @@ from typing import NamedTuple
 import pytest
 
 from prefixstore import PrefixStore
-from prefixstore.cli import main
 from prefixstore.config import Config
 from prefixstore.diagnosis import doctor
 from prefixstore.diagnosis.doctor import Level, examine, mount_of
@@ -34,13 +34,8 @@ MOUNTS = """\
 
 
 @pytest.fixture
-def run(capfd):
-    def call(*arguments):
-        capfd.readouterr()
-        code = main(["doctor", *map(str, arguments)])
-        return code, *capfd.readouterr()
-
-    return call
+def run(run):
+    return partial(run, "doctor")
 
 
 @pytest.fixture(autouse=True)
