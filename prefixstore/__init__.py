@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from prefixstore.format.namespace import Namespace
     from prefixstore.results import LastPrompt, Match, Shortage, Stats
     from prefixstore.store import PrefixStore
-    from prefixstore.warming.job import warm
+    from prefixstore.warming.job import Progress, WarmReport, warm
     from prefixstore.warming.prompts import Problem
-    from prefixstore.warming.report import Progress, WarmReport
 
 __all__ = [
     "BusyError",
@@ -83,11 +82,11 @@ _HOMES = {
     "Namespace": "format.namespace",
     "PrefixStore": "store",
     "Problem": "warming.prompts",
-    "Progress": "warming.report",
+    "Progress": "warming.job",
     "Shortage": "results",
     "Stats": "results",
     "Violation": "engine.invariants",
-    "WarmReport": "warming.report",
+    "WarmReport": "warming.job",
     "load": "config",
     "warm": "warming.job",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +100,19 @@ def few_walks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def llama(models: Callable[..., Path]) -> Callable[..., Any]:
     """Loads a model: ``llama("gemma3", swa_full=False)``."""
     return lambda arch="llama", **options: load(models(arch), **options)
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str, str]]]:
+    """Runs a command in this process: exit code, stdout, stderr."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        from prefixstore.cli import main
+
+        capfd.readouterr()
+        code = main([str(argument) for argument in arguments])
+        return code, *capfd.readouterr()
+
+    yield call
+    signal.signal(signal.SIGTERM, before)

@@ -16,7 +16,7 @@ PACKAGE = Path(prefixstore.__file__).parent
 # A place imports only from those before it. A place is a folder, or a module at the top.
 PLACES = """
 errors units buffers stats results format backends engine traces testing parameters opening models llama store
-sessions metrics config warming maintenance diagnosis report server demo prefixstore cli __main__
+sessions config warming maintenance metrics diagnosis report server demo prefixstore cli __main__
 """.split()  # noqa: SIM905 - to be read at a glance
 
 CORE = {"lmdb", "numpy", "xxhash", "zstandard"}

@@ -19,8 +19,7 @@ from prefixstore.format.figures import History
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.holdings import Holding
 from prefixstore.metrics import ENDPOINTS, RequestMetrics, StoreMetrics, location_text, new_registry, render
-from prefixstore.metrics.location import MOST_MODELS
-from prefixstore.metrics.stores import METRICS
+from prefixstore.metrics.stores import METRICS, MOST_MODELS
 from prefixstore.results import SessionCounts, Stats
 from tests.support import ROOT
 from tests.support.engines import MIB, A, B, MemoryPages, gated, snapshot_of, store_of, writer_of

@@ -30,7 +30,7 @@ COMMANDS = {
         "stats": ("stats", "Show what a store holds, and how much it helps."),
         "top": ("top", "Watch how a store is used."),
         "ls": ("listing", "List the namespaces: models, tenants, and the settings that differ."),
-        "tenants": ("tenants", "List the tenants: what each has stored, and the name by which purge deletes it."),
+        "tenants": ("listing", "List the tenants: what each has stored, and the name by which purge deletes it."),
         "tree": ("tree", "Show the stored prefixes as a tree."),
         "show": ("listing", "Show one page, and whether its bytes are intact."),
         "explain": ("diagnose", "Explain how much of a prompt is stored, and why not more."),

@@ -79,18 +79,25 @@ def ready(command: Callable[..., Result | int | None]) -> Callable[..., None]:
     """
     signature = inspect.signature(command, eval_str=True)
     has_result = Result in (signature.return_annotation, *get_args(signature.return_annotation))
-    place = _Place(dict(signature.parameters))
-    parameters = place.optional()
+    parameters = dict(signature.parameters)
+    positional = [name for name, one in parameters.items() if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    needed = [name for name in positional if parameters[name].default is inspect.Parameter.empty]
+    place = next((name for name in LOCATIONS if name in positional), None)
+    # the location, and what follows it and has to be given
+    names = [place, *(name for name in needed if name != place)] if place is not None else []
+    parameters |= {name: parameters[name].replace(default=None) for name in names}
     if has_result:
         parameters["as_json"] = _keyword("as_json", bool, default=False)
-    if place.name is not None:
+    if names:
         parameters.setdefault("config", _keyword("config", Path | None, default=None))
     parameters = {name: options.with_help(command, one) for name, one in parameters.items()}
 
     def run(**given: Any) -> None:
         as_json = has_result and given.pop("as_json")
         try:
-            place.find(given)
+            if names:
+                # a command that does without a location can be given two by the file
+                _find(given, names, is_needed=place in needed, has_config="config" in signature.parameters)
             result = command(**given)
             if isinstance(result, Result):
                 result.print(as_json=as_json)
@@ -123,53 +130,32 @@ def _keyword(name: str, annotation: Any, *, default: object) -> inspect.Paramete
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-class _Place:
-    """The location among the parameters of a command, if it has one."""
-
-    def __init__(self, parameters: dict[str, inspect.Parameter]) -> None:
-        self._parameters = parameters
-        positional = [name for name, one in parameters.items() if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-        needed = [name for name in positional if parameters[name].default is inspect.Parameter.empty]
-        self.name = next((name for name in LOCATIONS if name in positional), None)
-        # a command that does without a location can be given two by the file
-        self._is_needed = self.name in needed
-        # what follows it, and has to be given
-        self._after = [name for name in needed if name != self.name]
-        self._has_config = "config" in parameters
-
-    def optional(self) -> dict[str, inspect.Parameter]:
-        """The parameters, where the location, and what follows it, can be left out."""
-        names = [] if self.name is None else [self.name, *self._after]
-        return self._parameters | {name: self._parameters[name].replace(default=None) for name in names}
-
-    def find(self, given: dict[str, Any]) -> None:
-        """Fill in the location, and what else the file has, where it was left out."""
-        if self.name is None:
-            return
-        config: Path | None = given.get("config") if self._has_config else given.pop("config")
-        if self._after and given[self._after[-1]] is None:
-            # the location was left out, so each argument is in the place of the one before it
-            names = [self.name, *self._after]
-            given.update(zip(names, [None, *(given[name] for name in names)], strict=False))
-            if given[names[-1]] is None:
-                raise InvalidParameterError(f"{options.HELP[names[-1]][0]} is missing; see --help")
-        settings = load_config(config) if config is not None else Config()
-        if given[self.name] is None and self._is_needed:
-            given[self.name] = _default_location(given, config, settings)
-        if given[self.name] is not None and not is_url(given[self.name]) and os.path.isfile(given[self.name]):  # noqa: PTH113
-            path = os.path.abspath(given[self.name])  # noqa: PTH100 - as it was given
-            raise LocationError(f"{path} is a file, and an LMDB store is a directory; for SQLite pass sqlite:///{path}")
-        key: Any = settings.store.get("key")
-        # of two locations, a command is about the nearer one
-        use_by_default(key[0] if isinstance(key, list) and key else key)
-        for name in ("max_bytes", "far_max_bytes"):
-            size = settings.store.get(name)
-            if size is not None and given.get(name, "") is None:
-                given[name] = str(size)
-        wants_text = not self._has_config and given.get("model", "") is None and given.get("tokenizer", "") is None
-        # a text is shown where it can be, so what is missing for it is no error
-        if wants_text and settings.path and Path(settings.path).is_file():
-            given["model"] = Path(settings.path)
+def _find(given: dict[str, Any], names: list[str], *, is_needed: bool, has_config: bool) -> None:
+    """Fill in the location, the first of these names, and what else the file has, where it was left out."""
+    place = names[0]
+    config: Path | None = given.get("config") if has_config else given.pop("config")
+    if len(names) > 1 and given[names[-1]] is None:
+        # the location was left out, so each argument is in the place of the one before it
+        given.update(zip(names, [None, *(given[name] for name in names)], strict=False))
+        if given[names[-1]] is None:
+            raise InvalidParameterError(f"{options.HELP[names[-1]][0]} is missing; see --help")
+    settings = load_config(config) if config is not None else Config()
+    if given[place] is None and is_needed:
+        given[place] = _default_location(given, config, settings)
+    if given[place] is not None and not is_url(given[place]) and os.path.isfile(given[place]):  # noqa: PTH113
+        path = os.path.abspath(given[place])  # noqa: PTH100 - as it was given
+        raise LocationError(f"{path} is a file, and an LMDB store is a directory; for SQLite pass sqlite:///{path}")
+    key: Any = settings.store.get("key")
+    # of two locations, a command is about the nearer one
+    use_by_default(key[0] if isinstance(key, list) and key else key)
+    for name in ("max_bytes", "far_max_bytes"):
+        size = settings.store.get(name)
+        if size is not None and given.get(name, "") is None:
+            given[name] = str(size)
+    wants_text = not has_config and given.get("model", "") is None and given.get("tokenizer", "") is None
+    # a text is shown where it can be, so what is missing for it is no error
+    if wants_text and settings.path and Path(settings.path).is_file():
+        given["model"] = Path(settings.path)
 
 
 def _default_location(given: dict[str, Any], config: Path | None, settings: Config) -> str:

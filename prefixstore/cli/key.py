@@ -31,7 +31,7 @@ def new(key_file: str) -> Result:
     """
     path, key = _path(key_file), os.urandom(SECRET_BYTES)
     if path.exists():
-        raise LocationError(f"{path} exists; prefixstore key add puts a new key into it")
+        raise InvalidParameterError(f"{path} exists; prefixstore key add puts a new key into it")
     with writing(str(path), replace=False) as file:
         file.write((FIRST_LINE + line_of(key)).encode())
     name = key_id(key).hex()
@@ -126,22 +126,26 @@ def _path(key_file: str) -> Path:
 
 
 def _read(path: Path) -> Keys:
-    return Keys.read(Source("file", str(path)))
+    try:
+        return Keys.read(Source("file", str(path)))
+    except LocationError as error:
+        # of a store it is a location that cannot be used; here it is the file that was named
+        raise InvalidParameterError(str(error)) from None
 
 
 def _write(path: Path, mode: str, data: bytes) -> None:
-    """Write into a file of keys, which keeps its owner and its mode. Raises `LocationError`."""
+    """Write into a file of keys, which keeps its owner and its mode. Raises `InvalidParameterError`."""
     try:
         with path.open(mode) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise LocationError(f"{path} cannot be written: {error.strerror}") from error
+        raise InvalidParameterError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _overwrite(path: Path, tenant: str, *, dry_run: bool) -> bool:
-    """Overwrite the keys of a tenant by their ids, in their place. Raises `LocationError` if that is not possible."""
+    """Overwrite the keys of a tenant by their ids, in their place."""
     keys, text = _read(path), path.read_bytes()
     for name in keys.ids[tenant]:
         key = base64.b64encode(keys.secrets[name])

@@ -9,7 +9,7 @@ from prefixstore.cli.command import Result
 from prefixstore.cli.model import configured, has_model, open_model
 from prefixstore.cli.output import DONE, FAILED, fields, say, table, tell
 from prefixstore.maintenance.archive import Archive
-from prefixstore.maintenance.bench import measure_break_even, measure_rates
+from prefixstore.maintenance.bench import Timed, break_even, measure_break_even, measure_rates
 from prefixstore.report.labels import visible
 from prefixstore.units import format_bytes
 
@@ -34,31 +34,25 @@ def bench(
 
     Example: prefixstore bench lmdb:///var/cache/kv --model m.gguf
     """
-    result = None
+    prompts: list[Timed] | None = None
     with Archive(location) as archive:
-        where, rates = archive.location, measure_rates(archive)
+        where, (read, written) = archive.location, measure_rates(archive)
         if has_model(config, model):
             settings = configured(location, config, model, n_ctx or tokens + 64, f"bench-{uuid.uuid4().hex}")
             llm = open_model(settings)
             with settings.open_store(llm, max_bytes=archive.used().bytes + SPARE_BYTES, policy=archive.policy) as store:
-                result = measure_break_even(llm, store, archive, min(tokens, llm.n_ctx() - 1))
+                prompts = measure_break_even(llm, store, archive, min(tokens, llm.n_ctx() - 1))
             llm.close()
-    prompts = [] if result is None else list(zip(result.lengths, result.computed, result.restored, strict=True))
-    data: dict[str, object] = {
-        "location": where,
-        "read_bytes_per_second": rates.read,
-        "written_bytes_per_second": rates.written,
-    }
-    if result is not None:
-        data["prompts"] = [{"tokens": n, "computed": cold, "restored": warm} for n, cold, warm in prompts]
-        data["break_even_tokens"] = result.n_tokens
+    data: dict[str, object] = {"location": where, "read_bytes_per_second": read, "written_bytes_per_second": written}
+    if prompts is not None:
+        data |= {"prompts": [one._asdict() for one in prompts], "break_even_tokens": break_even(prompts)}
 
     def show() -> None:
-        fields({"location": where, "read and decoded": _rate(rates.read), "written durably": _rate(rates.written)})
-        if result is not None:
+        fields({"location": where, "read and decoded": _rate(read), "written durably": _rate(written)})
+        if prompts is not None:
             rows = ([f"{n:,}", f"{cold:.4f} s", f"{warm:.4f} s", f"{cold / warm:.1f}"] for n, cold, warm in prompts)
             table(["tokens>", "computed>", "restored>", "times faster>"], rows)
-            found = result.n_tokens
+            found = break_even(prompts)
             even = f"from {found:,} tokens on" if found is not None else "at none of these lengths"
             tell(f"restoring beats computing {even}")
 

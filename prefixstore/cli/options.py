@@ -83,7 +83,7 @@ HELP = {
     "ttl": ("AGE", "Time to live after the last use: 30d."),
     "quota": ("SIZE", "Size limit of one tenant, who evicts its own pages first: 2GiB."),
     "on_damage": ("aside|without|fail", "If the store cannot be opened: move its files aside, do without, or fail."),
-    "tenants.api_key_file": ("FILE", "Only the tenants of these API keys, one in each line; - is stdin."),
+    "api_key_file": ("FILE", "Only the tenants of these API keys, one in each line; - is stdin."),
     "priority": ("N", "Priority, for stores with the eviction policy 'priority'; lower is evicted first."),
     "pin": ("", "Keep the prompts from eviction."),
     "warm.dry_run": ("", "Show the estimated cost without storing anything."),

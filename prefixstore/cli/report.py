@@ -12,8 +12,7 @@ from prefixstore.cli.model import text_of_tokens
 from prefixstore.cli.output import FAILED, may_replace, say
 from prefixstore.maintenance.archive import Archive
 from prefixstore.models.file import file_digest, model_parts
-from prefixstore.report.content import content_of
-from prefixstore.report.page import BEGIN, html_of
+from prefixstore.report.content import BEGIN, content_of, html_of
 from prefixstore.units import counted, format_bytes
 
 __all__ = ["report"]

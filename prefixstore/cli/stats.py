@@ -9,16 +9,17 @@ from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
+import numpy as np
 import typer
 from rich.console import RenderableType
 
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.output import ago, iso, print_all, say, table_of
-from prefixstore.engine.page_view import Used
+from prefixstore.engine.page_view import Facts, Used
 from prefixstore.format.figures import Figures, History
 from prefixstore.maintenance.archive import Archive
-from prefixstore.maintenance.holdings import Holding
+from prefixstore.maintenance.holdings import Holding, holdings_of, in_all, keys_in, read_facts
 from prefixstore.metrics import location_text
 from prefixstore.models.file import model_title
 from prefixstore.stats import OTHERS, short
@@ -45,12 +46,13 @@ def stats(location: str, *, prometheus: bool = False, max_bytes: str | None = No
     Example: prefixstore stats lmdb:///var/cache/kv
     """
     given = options.max_bytes_of(max_bytes)
-    with Archive(location, read_only=True) as archive:
-        history, holdings, used = archive.history(), archive.holdings(), archive.used()
+    with Archive(location, read_only=True) as archive, archive.view() as view:
+        facts = read_facts(view)
+        history, holdings, used = archive.history(), holdings_of(view, facts), view.used
         capacity = given if given is not None else history.max_bytes
         if prometheus:
             return Result(None, partial(typer.echo, location_text(used, holdings, capacity, history), nl=False))
-        numbers = _numbers(archive, history, holdings, used)
+        numbers = _numbers(archive, history, holdings, used, facts[facts["is_readable"]])
         is_local = archive.backend.is_local
     if capacity is not None:
         numbers["capacity_bytes"] = capacity
@@ -81,8 +83,11 @@ def stats(location: str, *, prometheus: bool = False, max_bytes: str | None = No
     return Result(numbers | {"since": since} | counted | {f"by_{name}": some for name, some in groups.items()}, show)
 
 
-def _numbers(archive: Archive, history: History, holdings: Sequence[Holding], used: Used) -> dict[str, Any]:
-    now, pages = time.time_ns(), archive.pages()
+def _numbers(
+    archive: Archive, history: History, holdings: Sequence[Holding], used: Used, facts: Facts
+) -> dict[str, Any]:
+    total = in_all(holdings)
+    is_expired = (facts["expires"] > 0) & (facts["expires"] <= time.time_ns()) & ~facts["pinned"]
     return {
         "location": archive.location,
         "encryption": archive.encryption,
@@ -90,15 +95,18 @@ def _numbers(archive: Archive, history: History, holdings: Sequence[Holding], us
         "policy": archive.policy if history.max_bytes is not None else None,
         "used_bytes": used.bytes,
         "pages": used.entries,
-        **{name: sum(getattr(one, name) for one in holdings) for name in ("tokens", "stored_bytes", "raw_bytes")},
+        "tokens": total.tokens,
+        "stored_bytes": total.stored_bytes,
+        "raw_bytes": total.raw_bytes,
         "namespaces": len(holdings),
         "tenants": len({one.namespace.salt for one in holdings if one.namespace and one.namespace.salt}),
-        "sequences": sum(page.is_leaf for page in pages),
-        "pinned_pages": sum(one.pinned for one in holdings),
-        "expired_pages": sum(0 < page.expires <= now and not page.pinned for page in pages),
-        "page_uses": sum(one.hits for one in holdings),
+        # pages that no other one follows
+        "sequences": int((~np.isin(keys_in(facts["key"]), keys_in(facts["parent"]))).sum()),
+        "pinned_pages": total.pinned,
+        "expired_pages": int(is_expired.sum()),
+        "page_uses": total.hits,
         "hits": history.total().hits,
-        "last_used": iso(max((one.last_used for one in holdings), default=0)),
+        "last_used": iso(total.last_used),
     }
 
 
@@ -110,14 +118,11 @@ def _groups(
     for holding in holdings:
         held[title(holding)].append(holding)
     figures = by_title(history, {short(one.key): title(one) for one in holdings})
-    found: list[dict[str, Any]] = [
-        {
-            kind: name,
-            **{size: sum(getattr(one, size) for one in held[name]) for size in ("pages", "tokens", "stored_bytes")},
-            **figures.get(name, Figures()).as_dict(),
-        }
-        for name in dict.fromkeys([*held, *figures])
-    ]
+    found: list[dict[str, Any]] = []
+    for name in dict.fromkeys([*held, *figures]):
+        total = in_all(held[name])
+        sizes = {"pages": total.pages, "tokens": total.tokens, "stored_bytes": total.stored_bytes}
+        found.append({kind: name} | sizes | figures.get(name, Figures()).as_dict())
     return sorted(found, key=lambda one: (-one["stored_bytes"], -one["prompt_tokens"], one[kind]))
 
 

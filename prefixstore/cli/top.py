@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -15,12 +15,12 @@ from rich.live import Live
 from prefixstore.cli.listing import SHORT
 from prefixstore.cli.output import ago, print_all, table_of
 from prefixstore.cli.stats import by_title, in_use, served
-from prefixstore.engine.page_view import FACTS, View
-from prefixstore.errors import CorruptError, StorageError
+from prefixstore.engine.page_view import Facts
+from prefixstore.errors import StorageError
 from prefixstore.format.figures import Figures, History
 from prefixstore.format.keys import PAGE
-from prefixstore.format.namespace import Namespace
 from prefixstore.maintenance.archive import Archive
+from prefixstore.maintenance.holdings import namespaces_of, read_facts
 from prefixstore.models.file import model_title
 from prefixstore.report.labels import visible
 from prefixstore.stats import short
@@ -33,7 +33,6 @@ HOTTEST_SECONDS = 5.0
 HOTTEST_SHARE = 0.05
 # pages among which they are looked for: those of a long prefix are used together
 CONSIDERED = 4096
-SLICE = 10_000
 # of the lists on the screen
 MOST_SHOWN = 8
 # what is the latest while it is watched: processes write their figures every ten seconds
@@ -68,19 +67,13 @@ def top(location: str, *, once: bool = False, seconds: float = 2.0) -> None:
                 time.sleep(seconds)
 
 
-def hottest(view: View, n: int) -> list[Any]:
+def hottest(facts: Facts, n: int) -> list[Any]:
     """The `n` prefixes that are used most, each as long as it is used as often: the facts of their last pages.
 
-    A page counts its uses since it was stored, those by warming jobs too. It looks at all pages, in slices.
+    A page counts its uses since it was stored, those by warming jobs too.
     """
-    best = np.empty(0, FACTS)
-    after = b""
-    while len(facts := view.facts(after, SLICE)):
-        after = facts["key"][-1].tobytes()
-        used = facts[facts["is_readable"] & (facts["hits"] > 0) & (facts["form"] == PAGE)]
-        best = np.concatenate([best, used])
-        order = np.lexsort((best["start"], -best["hits"].astype(np.int64)))
-        best = best[order[:CONSIDERED]]
+    used = facts[facts["is_readable"] & (facts["hits"] > 0) & (facts["form"] == PAGE)]
+    best = used[np.lexsort((used["start"], -used["hits"].astype(np.int64)))][:CONSIDERED]
     # a page that is used as often as one that continues it is a part of that prefix
     continued = {(one["parent"].tobytes(), int(one["hits"])) for one in best}
     ends = [one for one in best if (one["key"].tobytes(), int(one["hits"])) not in continued]
@@ -95,8 +88,6 @@ class Screen:
     """What is shown, and what has to be remembered for it between two looks at a location."""
 
     def __init__(self) -> None:
-        # whose the namespaces are, by their names in the history: their tenants and models
-        self._titles: dict[str, str] = {}
         # what was counted in all until a time, in seconds: each time that it was read in the last minute
         self._totals: list[tuple[float, Figures]] = []
         self._hottest: Sequence[Any] = ()
@@ -106,26 +97,25 @@ class Screen:
         """Read what changes, and return the lines and tables that show it. Raises `StorageError`."""
         history = archive.history()
         with archive.view() as view:
-            used, spaces = view.used, view.namespaces()
+            used, spaces = view.used, namespaces_of(view)
             if (started := time.monotonic()) >= self._next_search:
-                self._hottest = hottest(view, MOST_SHOWN)
+                self._hottest = hottest(read_facts(view), MOST_SHOWN)
                 took = time.monotonic() - started
                 self._next_search = started + max(HOTTEST_SECONDS, took / HOTTEST_SHARE)
-        for key, settings in spaces.items():
-            if short(key) not in self._titles:
-                self._titles[short(key)] = _title(settings, history)
+        # whose the namespaces are, by their names in the history: their tenants and models
+        titles = {short(key): _title(one.settings, history) for key, one in spaces.items()}
         yield f"{time.strftime('%H:%M:%S', time.localtime(history.at))}  {archive.location}"
         yield in_use(used, history.max_bytes)
         yield ""
         yield from served(self.spans(history))
-        busiest = sorted(by_title(history, self._titles, days=1).items(), key=lambda one: -one[1].prompt_tokens)
+        busiest = sorted(by_title(history, titles, days=1).items(), key=lambda one: -one[1].prompt_tokens)
         if rows := [_row(title, figures) for title, figures in busiest[:MOST_SHOWN] if figures.lookups]:
             yield ""
             yield table_of(["busiest today", "lookups>", "hit rate>", "tokens>", "restored>"], rows)
         if self._hottest:
             yield ""
             columns = ["hottest prefixes", "uses>", "tokens>", "last used>", "page>"]
-            yield table_of(columns, map(self._hot_row, self._hottest))
+            yield table_of(columns, (_hot_row(one, titles) for one in self._hottest))
 
     def spans(self, history: History) -> dict[str, Figures]:
         """What was counted since the first look of the last minute, today, and in all days."""
@@ -139,14 +129,15 @@ class Screen:
         latest = Figures(*(max(n - m, 0) for n, m in zip(now, before, strict=True)))
         return {f"last {history.at - began:.0f} s": latest, **days}
 
-    def _hot_row(self, one: Any) -> list[str]:
-        return [
-            self._titles.get(short(one["namespace"].tobytes()), "unknown"),
-            format_number(int(one["hits"])),
-            format_number(int(one["start"]) + int(one["n_tokens"])),
-            ago(int(one["last_used"])),
-            one["key"].tobytes().hex()[:SHORT],
-        ]
+
+def _hot_row(one: Any, titles: Mapping[str, str]) -> list[str]:
+    return [
+        titles.get(short(one["namespace"].tobytes()), "unknown"),
+        format_number(int(one["hits"])),
+        format_number(int(one["start"]) + int(one["n_tokens"])),
+        ago(int(one["last_used"])),
+        one["key"].tobytes().hex()[:SHORT],
+    ]
 
 
 def _row(title: str, figures: Figures) -> list[str]:
@@ -159,10 +150,6 @@ def _row(title: str, figures: Figures) -> list[str]:
     ]
 
 
-def _title(settings: bytes, history: History) -> str:
+def _title(settings: Mapping[str, object], history: History) -> str:
     """The tenant and the model of a namespace."""
-    try:
-        found = Namespace.parse(settings).settings
-    except CorruptError:
-        return "unknown"
-    return ", ".join(filter(None, [str(found.get("salt") or ""), model_title(found, history.models)]))
+    return ", ".join(filter(None, [str(settings.get("salt") or ""), model_title(settings, history.models)]))

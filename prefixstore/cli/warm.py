@@ -5,41 +5,63 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.text import Text
 
 from prefixstore.backends.location import is_url, without_password
 from prefixstore.cli.command import Result
 from prefixstore.cli.files import STANDARD
+from prefixstore.cli.model import open_model
 from prefixstore.cli.output import DONE, FAILED, has_terminal, say
-from prefixstore.cli.warm_model import Ready, prepare
-from prefixstore.cli.warm_report import (
-    print_budget_note,
-    print_problems,
-    print_unstored,
-    progress_shown,
-    rows_of,
-)
 from prefixstore.config import Config, explain, load_config
 from prefixstore.errors import LocationError, MisuseError
 from prefixstore.store import PrefixStore
-from prefixstore.warming.estimate import estimate
+from prefixstore.units import counted, format_bytes, format_seconds, format_share
+from prefixstore.warming.estimate import Estimate, estimate
+from prefixstore.warming.job import Progress, WarmReport
 from prefixstore.warming.job import warm as run_job
-from prefixstore.warming.report import Progress
+from prefixstore.warming.prompts import Problem, Prompt, PromptLike, read, tokenized
 
 if TYPE_CHECKING:
     from types import FrameType
 
     from llama_cpp import Llama
 
-__all__ = ["warm"]
+__all__ = ["prepare", "progress_shown", "warm"]
 
 SIGNALLED = 128  # plus the number of the signal
 # what llama-server has by default, and a Llama has not
 OF_SERVER = {"flash_attn": True}
+
+# The default of llama-cpp-python; no context is made shorter.
+SMALLEST = 512
+# llama.cpp rounds the length of a context up to a multiple of this.
+STEP = 256
+# The limit of a model whose file does not say what it was trained with: more than any prompt has.
+UNLIMITED = 1 << 31
+
+# How many problems, and prompts that did not fit, are listed one by one.
+LISTED = 10
+# What a summary has only if there is any, and how it is called there.
+UNUSUAL = {
+    "short": "too short to store",
+    "unstored": "not completely stored",
+    "problems": "problems",
+    "interrupted": "interrupted",
+    "full": "stopped",
+}
+# what a summary says of them if they are true
+TRUE = {"interrupted": "yes; run it again for the rest", "full": "the store is full"}
+# How often a line is printed where there is no terminal.
+LINE_SECONDS = 10.0
 
 
 def warm(
@@ -154,12 +176,12 @@ def _warm(settings: Config, sources: list[str], *, generation_prompt: bool, pin:
         report = replace(report, interrupted=report.interrupted or is_cut)
     if not report.prompts and not report.problems and not is_cut:
         say(f"note: there are no prompts in {', '.join(sources)}")
-    print_problems(report.problems)
-    print_unstored(report, dropped)
+    _print_listed([*map(str, report.problems)], more="more problem")
+    _print_unstored(report, dropped)
     code = FAILED if report.problems or report.unstored else DONE
     return Result(
         {"location": location, "n_ctx": n_ctx, **asdict(report), "seconds": round(report.seconds, 3)},
-        {"location": location, "n_ctx": f"{n_ctx:,} ({ready.reason})", **rows_of(report)},
+        {"location": location, "n_ctx": f"{n_ctx:,} ({ready.reason})", **_rows_of(report)},
         SIGNALLED + caught[0] if report.interrupted else code,
     )
 
@@ -170,12 +192,12 @@ def _dry_run(settings: Config, sources: list[str], *, generation_prompt: bool) -
     with _open_read_only(ready.settings, ready.llm) as (store, location):
         _print_notes(ready, store)
         expected = estimate(ready.llm, store, ready.prompts)
-        fits = print_budget_note(store, location, expected.bytes)
+        fits = _fits(store, location, expected.bytes)
     ready.llm.close()
-    print_problems(expected.problems)
+    _print_listed([*map(str, expected.problems)], more="more problem")
     return Result(
         {"location": location, "n_ctx": n_ctx, **asdict(expected), "dry_run": True},
-        {"location": location, "n_ctx": f"{n_ctx:,} ({ready.reason})", **rows_of(expected)},
+        {"location": location, "n_ctx": f"{n_ctx:,} ({ready.reason})", **_rows_of(expected)},
         FAILED if expected.problems or not fits else DONE,
     )
 
@@ -218,25 +240,19 @@ def _open_read_only(settings: Config, llm: Llama) -> Iterator[tuple[PrefixStore,
 
     Of two locations, one may be missing, such as the near one on a new machine. Without any it is an empty store.
     """
-    texts = settings.locations
-    location = ", ".join(
-        without_password(text) if is_url(text) else f"lmdb://{Path(text).absolute()}" for text in texts
-    )
-    why: LocationError | None = None
-    for some in dict.fromkeys([tuple(texts), *((text,) for text in reversed(texts))]):
+    texts, there = settings.locations, []
+    for text in texts:
         try:
-            store = settings.open_store(llm, location=list(some), read_only=True, far_max_bytes=None)
+            settings.open_store(None, location=text, read_only=True, far_max_bytes=None).close()
+            there.append(text)
         except LocationError as error:
-            why = why or error
-            continue
-        if why is not None:
-            say(f"note: {why}: it is treated as empty")
-        with store:
-            yield store, location
-        return
-    say(f"note: {why}: it is treated as empty")
-    with settings.open_store(llm, location="memory:", ram_bytes=None) as store:
-        yield store, location
+            say(f"note: {error}: it is treated as empty")
+    options = {"location": there, "read_only": True} if there else {"location": "memory:", "ram_bytes": None}
+    with settings.open_store(llm, far_max_bytes=None, **options) as store:
+        yield (
+            store,
+            ", ".join(without_password(text) if is_url(text) else f"lmdb://{Path(text).absolute()}" for text in texts),
+        )
 
 
 @contextmanager
@@ -263,3 +279,162 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+# -- the model --------------------------------------------------------------------------------------------------------
+
+
+class Ready(NamedTuple):
+    """A model with a context, and the prompts for it: the problems, and the prompts as tokens.
+
+    `reason` says why the context is as long as it is, and `notes` what the user should know about that.
+    """
+
+    settings: Config
+    llm: Llama
+    prompts: Sequence[PromptLike]
+    reason: str
+    notes: tuple[str, ...] = ()
+
+
+def prepare(
+    settings: Config, sources: list[str], *, generation_prompt: bool, stop: Callable[[], bool] = lambda: False
+) -> Ready:
+    """Open the model with the given context, or else with one that holds the longest prompt; 512 tokens without any.
+
+    That is never longer than the one that the model was trained with: a prompt that needs more is a problem. `stop` is
+    called after each prompt; if it returns True, no more are read.
+    """
+    is_given = "n_ctx" in settings.model
+    llm = open_model(settings, tokenizer_only=not is_given)
+    trained = None if is_given else _number(llm, "context_length") or UNLIMITED
+    problems: list[Problem] = []
+    found: list[Prompt] = []
+    longest = 0
+    for tokens, where in tokenized(llm, read(sources), problems, generation_prompt=generation_prompt, trained=trained):
+        longest = max(longest, len(tokens))
+        found.append(Prompt(where, tokens))
+        if stop():
+            break
+    prompts: list[PromptLike] = [*problems, *found]
+    if trained is None:
+        return Ready(settings, llm, prompts, "as given")
+    n_ctx = min(max(SMALLEST, -(-(longest + 1) // STEP) * STEP), trained)
+    original = _number(llm, "rope.scaling.original_context_length")
+    llm.close()
+    reason = f"for the longest prompt, {longest:,} tokens; servers need as much" if longest else "no prompt can be used"
+    # contexts longer than that may use other RoPE factors, so they have namespaces of their own
+    notes = () if original is None else (_long_context_note(n_ctx, original),)
+    settings = settings.override(model={"n_ctx": n_ctx})
+    return Ready(settings, open_model(settings), prompts, reason, notes)
+
+
+def _number(llm: Llama, name: str) -> int | None:
+    """A number in the metadata of a model."""
+    value = llm.metadata.get(f"{llm.metadata.get('general.architecture', '')}.{name}", "")
+    return int(value) if value.isdigit() and int(value) else None
+
+
+def _long_context_note(n_ctx: int, original: int) -> str:
+    same = f"above {original:,}" if n_ctx > original else f"of at most {original:,}"
+    return (
+        f"states of this model may differ in contexts longer than {original:,} tokens: pages for n_ctx={n_ctx:,} are "
+        f"found only by servers with an n_ctx {same}; pass the --n-ctx of your servers"
+    )
+
+
+# -- what is said -----------------------------------------------------------------------------------------------------
+
+
+def _fits(store: PrefixStore, location: str, expected: int) -> bool:
+    """Say whether what is expected will find space; returns whether it can."""
+    limit = store.parameters.budget.max_bytes
+    free = max(0, limit - store.engine.upkeep.used()[0].bytes)
+    needed = f"note: the prompts need about {format_bytes(expected)}"
+    if expected > limit:
+        say(
+            f"{needed}, and {location} may hold {format_bytes(limit)}: "
+            "not all will be stored; pass a larger --max-bytes, or fewer prompts"
+        )
+    elif expected > free:
+        say(
+            f"{needed}, and {format_bytes(free)} of {format_bytes(limit)} are free in {location}: "
+            "other pages will be evicted; pass a larger --max-bytes to keep them"
+        )
+    return expected <= limit
+
+
+def _print_listed(texts: Sequence[str], *, more: str) -> None:
+    """Print what is wrong to stderr; of much, the first ones."""
+    for text in texts[:LISTED]:
+        say(text)
+    if len(texts) > LISTED:
+        say(f"and {counted(len(texts) - LISTED, more)}; --json has all")
+
+
+def _print_unstored(report: WarmReport, dropped: dict[str, int]) -> None:
+    """Print which prompts are not completely stored, and why."""
+    unstored = report.unstored
+    _print_listed([f"{where}: not completely stored" for where in unstored if not report.full], more="more prompt")
+    if unstored:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(dropped.items())) or "evicted since"
+        are = "is" if len(unstored) == 1 else "are"
+        say(
+            f"{'the store is full, so this has stopped: ' if report.full else ''}"
+            f"{counted(len(unstored), 'prompt')} {are} not completely stored (pages left out: {reasons}); "
+            "pass a larger --max-bytes, or fewer prompts"
+        )
+
+
+def _rows_of(found: WarmReport | Estimate) -> dict[str, object]:
+    """The result of a job, or its expected cost, for the summary: by the names in JSON, without what did not happen."""
+    rows: dict[str, object] = {}
+    for name, value in asdict(found).items():
+        n = len(value) if isinstance(value, tuple) else value
+        if n or name not in UNUSUAL:
+            text = format_bytes(n) if name.endswith("bytes") else f"{n:,.1f}" if isinstance(n, float) else f"{n:,}"
+            rows[UNUSUAL.get(name, name.replace("_", " "))] = TRUE[name] if n is True else text
+    return rows
+
+
+# -- progress ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def progress_shown() -> Iterator[Callable[[Progress], None]]:
+    """A function that shows progress on stderr: in one line on a terminal, otherwise as a line from time to time."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _Lines()
+        return
+    with console.status("") as status:
+        yield lambda progress: status.update(Text(_text(progress), no_wrap=True, overflow="ellipsis"))
+
+
+class _Lines:
+    """A line on stderr at the beginning of each phase, and every `LINE_SECONDS`."""
+
+    def __init__(self) -> None:
+        self._last = (0.0, "")
+
+    def __call__(self, progress: Progress) -> None:
+        now = time.monotonic()
+        at, phase = self._last
+        if now - at >= LINE_SECONDS or progress.phase != phase:
+            self._last = now, progress.phase
+            typer.echo(_text(progress), err=True)
+
+
+def _text(progress: Progress) -> str:
+    """The progress as text."""
+    if progress.phase == "reading":
+        return "reading prompts"
+    left = progress.seconds_left
+    parts = [
+        f"{format_seconds(left)} left" if left is not None else "",
+        f"{progress.done_tokens:,} of {progress.missing_tokens:,} tokens",
+        f"{progress.rate:,.0f} tokens/s",
+        f"{format_bytes(progress.stored_bytes)} stored",
+        f"{format_share(progress.hit_share)} hits",
+    ]
+    return f"{progress.phase}: {', '.join(filter(None, parts))}"

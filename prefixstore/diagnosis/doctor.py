@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import random
+import re
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
@@ -13,16 +14,16 @@ from dataclasses import dataclass
 from enum import Enum
 from importlib import metadata
 from pathlib import Path
+from time import perf_counter
 
 from prefixstore.backends import is_persistent
 from prefixstore.backends.location import is_url, path_of, scheme_of, text_of, without_password
 from prefixstore.config import Config
 from prefixstore.config import explain as explain_settings
-from prefixstore.diagnosis.file_system import NETWORK, VOLATILE, existing, mount_of
 from prefixstore.errors import LocationError, PrefixStoreError
 from prefixstore.format.figures import History
+from prefixstore.format.keys import PAGE
 from prefixstore.maintenance.archive import DEFAULT_BYTES, Archive
-from prefixstore.maintenance.bench import measure_read_rate
 from prefixstore.maintenance.holdings import Holding
 from prefixstore.opening import locations_of
 from prefixstore.parameters import Parameters
@@ -38,6 +39,18 @@ CONTEXTS = 2
 SAMPLE_PAGES, SAMPLE_BYTES = 256, 64 << 20
 # a hit rate of so many prompts, and up to so much, is a problem
 FEW_LOOKUPS, LOW_HIT_RATE = 10, 0.02
+
+MOUNTS = Path("/proc/self/mountinfo")
+# where several machines may have the same files, or memory maps are not shared
+NETWORK = frozenset(
+    """
+    nfs nfs4 cifs smb smb2 smb3 smbfs afs ceph glusterfs fuse.glusterfs lustre gpfs beegfs ocfs2 gfs2 9p virtiofs drvfs
+    fuse.sshfs fuse.s3fs fuse.rclone fuse.gcsfuse fuse.blobfuse2 fuse.mount-s3 fuse.juicefs davfs fuse.davfs2 acfs
+    """.split()  # noqa: SIM905 - to be read at a glance
+)
+VOLATILE = {"tmpfs": "memory, which is lost when the machine restarts", "ramfs": "memory, which is lost at a restart"}
+VOLATILE |= {"overlay": "the layer of a container, which is deleted with the container"}
+ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 class Level(str, Enum):
@@ -110,7 +123,7 @@ def _location(
             found.append(Finding("encryption", archive.encryption))
             # as `stats` has it: that of the process that was the last to begin writing
             found += _budget(path, used, budget or history.max_bytes or DEFAULT_BYTES)
-            found += [*_sampled(archive), *_use(history), *_break_even(archive)]
+            found += [*_sampled(archive), *_use(history)]
     except PrefixStoreError as error:
         if not isinstance(error, LocationError) or path is None or not _is_missing(path):
             return [*found, Finding("store", "cannot be opened", Level.PROBLEM, str(error))], None
@@ -124,20 +137,31 @@ def _location(
 
 
 def _sampled(archive: Archive) -> Iterator[Finding]:
-    """Whether pages, drawn by chance, are intact."""
+    """Whether pages, drawn by chance, are intact, and whether restoring them is faster than computing them was."""
     pages = archive.pages()
     random.shuffle(pages)
-    n_bytes, n_sampled, n_damaged = 0, 0, 0
+    size, restoring, computing, read, timed = 0, 0.0, 0.0, 0, 0
+    damaged = 0
     for page in pages:
-        if n_bytes > SAMPLE_BYTES or n_sampled == SAMPLE_PAGES:
+        if size > SAMPLE_BYTES or read == SAMPLE_PAGES:
             break
-        n_bytes, n_sampled = n_bytes + page.stored_bytes, n_sampled + 1
-        n_damaged += archive.damage(page) is not None
-    if n_damaged:
+        started = perf_counter()
+        is_damaged = archive.damage(page) is not None
+        size, read, damaged = size + page.stored_bytes, read + 1, damaged + is_damaged
+        if page.compute_us and page.raw_bytes and page.form == PAGE and not is_damaged:
+            restoring += perf_counter() - started
+            computing += page.compute_us / 1e6
+            timed += page.n_tokens
+    if damaged:
         advice = f"prefixstore check {archive.location} lists them, and with --repair deletes them."
-        yield _found("pages", f"{n_damaged:,} damaged of {n_sampled:,} that were read", advice)
+        yield _found("pages", f"{damaged:,} damaged of {read:,} that were read", advice)
     elif pages:
-        yield _found("pages", f"{n_sampled:,} of {len(pages):,} read, none damaged")
+        yield _found("pages", f"{read:,} of {len(pages):,} read, none damaged")
+    if timed:
+        times = f"{computing / restoring:,.0f}" if computing >= 100 * restoring else f"{computing / restoring:.1f}"
+        text = f"restoring {timed / restoring:,.0f} tokens/s, computing {timed / computing:,.0f} (ratio {times})"
+        advice = "Restoring is slower than computing here, and skipped: use a faster disk, codec='raw', or ram_bytes."
+        yield _found("break-even", text, advice if restoring > computing else "")
 
 
 def _use(history: History) -> Iterator[Finding]:
@@ -227,6 +251,39 @@ def _is_missing(path: Path) -> bool:
         return False
 
 
+# -- file systems ----------------------------------------------------------------------------------------------------
+
+
+def existing(path: Path) -> Path:
+    """The path, or the nearest directory above it that exists, as far as this user may know."""
+    path = path.absolute()
+    return next((one for one in (path, *path.parents) if os.path.exists(one)), path)  # noqa: PTH110 - never raises
+
+
+def mount_of(path: Path) -> tuple[str, str] | None:
+    """The type of the file system that a path is on, or would be created on, and where that is mounted.
+
+    None where the system does not say.
+    """
+    try:
+        lines = MOUNTS.read_text("utf-8", "surrogateescape").splitlines()
+    except OSError:
+        return None
+    real = os.path.realpath(existing(path))
+    found: tuple[str, str] | None = None
+    for line in lines:
+        fields, _, rest = line.partition(" - ")
+        columns, kinds = fields.split(), rest.split()
+        if len(columns) < 6 or not kinds:
+            continue
+        point = ESCAPED.sub(lambda digits: chr(int(digits[1], 8)), columns[4])
+        is_inside = real == point or real.startswith(point.rstrip("/") + "/")
+        # of several mounts on one directory, the last one is seen
+        if is_inside and (found is None or len(point) >= len(found[1])):
+            found = kinds[0], point
+    return found
+
+
 # -- sizes ------------------------------------------------------------------------------------------------------------
 
 
@@ -251,24 +308,6 @@ def _budget(path: Path | None, used: int, budget: int) -> Iterator[Finding]:
     most = format_bytes(used + free * 0.9)
     advice = f"The disk is full before max_bytes is reached: lower it to {most}, or free some disk space."
     yield _found("free space", format_bytes(free), advice if free < budget - used else "")
-
-
-def _break_even(archive: Archive) -> Iterator[Finding]:
-    """Whether restoring is faster than computing, by what computing took and by reading now."""
-    timed = [page for page in archive.pages() if page.compute_us and page.raw_bytes and page.form == 0]
-    if not timed:
-        return
-    rate = measure_read_rate(archive)
-    if not rate:
-        return
-    computing = sum(page.compute_us for page in timed) / 1e6
-    restoring = sum(page.raw_bytes for page in timed) / rate
-    n = sum(page.n_tokens for page in timed)
-    ratio = computing / restoring
-    times = f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.1f}"
-    text = f"restoring {n / restoring:,.0f} tokens/s, computing {n / computing:,.0f} (ratio {times})"
-    advice = "Restoring is slower than computing here, so it is skipped: use a faster disk, codec='raw', or ram_bytes."
-    yield _found("break-even", text, advice if restoring > computing else "")
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

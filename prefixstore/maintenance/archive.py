@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Collection
 from contextlib import AbstractContextManager, closing
 
 from prefixstore.backends import is_persistent
 from prefixstore.backends.keys import Key, Keys
 from prefixstore.engine.budget import Budget
-from prefixstore.engine.delete import Choice, Removed
+from prefixstore.engine.delete import Choice, Removed, beginning_with, subtree
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.index import Page
@@ -23,13 +24,13 @@ from prefixstore.errors import IncompatibleError, InvalidParameterError, Locatio
 from prefixstore.format.autocodec import FixedCodec
 from prefixstore.format.codec import decode
 from prefixstore.format.figures import NOTE
-from prefixstore.format.keys import TokenSequence
-from prefixstore.maintenance.holdings import Holding, holdings_of, only_one
-from prefixstore.maintenance.purge import choice_of, string_of, unmatched
+from prefixstore.format.keys import TokenSequence, as_tokens
+from prefixstore.format.record import Record
+from prefixstore.maintenance.holdings import Holding, holdings_of, only_one, read_facts
 from prefixstore.opening import OpenLocation
 from prefixstore.parameters import Parameters
 from prefixstore.stats import Counters
-from prefixstore.units import parse_bytes, shown
+from prefixstore.units import counted, parse_bytes, parse_seconds, shown
 
 __all__ = ["DEFAULT_BYTES", "Archive"]
 
@@ -38,6 +39,8 @@ log = logging.getLogger("prefixstore")
 # the budget of a location that is opened without one, as of a `PrefixStore`
 DEFAULT_BYTES = parse_bytes(Parameters.MAX_BYTES, "max_bytes")
 NO_BUDGET = Budget(2**63 - 1)
+# pages with the same first digits, of which a message names some
+MOST_NAMED = 8
 
 
 class Archive(OpenLocation):
@@ -182,8 +185,7 @@ class Archive(OpenLocation):
             found = [self.namespace(namespace)]
         else:
             with self.view() as view:
-                settings = view.namespaces()
-            found = holdings_of(settings, self.engine.lookups.pages())
+                found = holdings_of(view)
         return [one for one in found if salt is None or (one.namespace and one.namespace.salt == salt)]
 
     def namespace(self, name: str) -> Holding:
@@ -198,8 +200,7 @@ class Archive(OpenLocation):
         found = [
             holding
             for holding in self.holdings()
-            if holding.key.hex().startswith(name.lower())
-            or (holding.namespace is not None and holding.namespace.settings.get("label") == name)
+            if holding.key.hex().startswith(name.lower()) or holding.settings.get("label") == name
         ]
         return only_one(found, "namespace", name, self.location)
 
@@ -216,7 +217,10 @@ class Archive(OpenLocation):
             If none or several do.
         """
         digits = string_of(digits, "page")
-        found = [page for page in self.pages() if page.key.hex().startswith(digits.lower())]
+        with self.view() as view:
+            keys = [key for key in map(bytes, read_facts(view)["key"]) if key.hex().startswith(digits.lower())]
+            entries = view.records(keys[:MOST_NAMED]).items()
+        found = [Page.stored(key, record, usage) for key, (record, usage) in entries if isinstance(record, Record)]
         return only_one(found, "page", digits, self.location)
 
     def path(self, page: Page) -> list[Page]:
@@ -253,7 +257,7 @@ class Archive(OpenLocation):
         page
             The page with this key, and its descendants; see `find`.
         """
-        return set(self.engine.deleter.select(choice_of(self, namespaces, None, tokens, page)))
+        return set(self.engine.deleter.select(self._choice(namespaces, None, tokens, page)))
 
     def with_ancestors(self, keys: Collection[bytes]) -> set[bytes]:
         """These keys, and those of their ancestors, without which the pages could not be restored."""
@@ -335,7 +339,7 @@ class Archive(OpenLocation):
         if namespace is not None or salt is not None:
             salt = None if salt is None else string_of(salt, "salt")
             namespaces = {one.key for one in self.holdings(namespace, salt)}
-        choice = choice_of(self, namespaces, older_than, tokens, page)
+        choice = self._choice(namespaces, older_than, tokens, page)
         is_all, deleter = choice == Choice(), self.engine.deleter
         if dry_run:
             sizes = deleter.select(choice)
@@ -351,7 +355,43 @@ class Archive(OpenLocation):
 
     def unmatched(self, salt: str | None = None) -> list[str]:
         """What a purge, of this tenant or of all, leaves since it is not known whether it matches: sentences."""
-        return unmatched(self, salt)
+        found = [
+            f"{counted(one.pages, 'page')} may be of this tenant or of another, since the settings of namespace "
+            f"{one.key.hex()} are missing or damaged; to delete them, purge that namespace"
+            for one in (self.holdings() if salt is not None else [])
+            if one.namespace is None and one.pages
+        ]
+        if n := self.engine.deleter.n_newer():
+            found.append(
+                f"not deleted: {counted(n, 'page')} of a newer prefixstore, or after such a page, which may match; "
+                "purge with that version, or everything"
+            )
+        return found
+
+    def _choice(
+        self,
+        namespaces: Collection[bytes] | None,
+        older_than: float | None,
+        tokens: TokenSequence | None,
+        page: str | None,
+    ) -> Choice:
+        """What pages have to be to be chosen: all of what is given."""
+        before, keys = None, None
+        if older_than is not None:
+            before = time.time_ns() - round(parse_seconds(older_than, "older_than") * 1e9)
+        wanted = as_tokens(tokens) if tokens is not None else None
+        if wanted is not None and not len(wanted):
+            raise InvalidParameterError(
+                "tokens is empty, and every sequence begins with it; leave it out for all pages"
+            )
+        first = self.find(page).key if page is not None else None
+        with self.view() as view:
+            if wanted is not None:
+                keys = beginning_with(view, wanted.tobytes(), namespaces)
+            if first is not None:
+                below = subtree(view, first)
+                keys = below if keys is None else keys & below
+        return Choice(namespaces, before, keys)
 
     def scrub(self) -> None:
         """Overwrite what deletions have freed, so that nothing of it can be read from the files.
@@ -392,3 +432,10 @@ class Archive(OpenLocation):
             If it cannot be done at present.
         """
         return self.engine.upkeep.compact()
+
+
+def string_of(value: object, parameter: str) -> str:
+    """A value that has to be a string. Raises `InvalidParameterError`."""
+    if not isinstance(value, str):
+        raise InvalidParameterError(f"{parameter}={shown(value)} must be a string")
+    return value

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from prefixstore.store import PrefixStore
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-__all__ = ["BreakEven", "Rates", "measure_break_even", "measure_rates", "measure_read_rate"]
+__all__ = ["Timed", "break_even", "measure_break_even", "measure_rates"]
 
 # size of the pages that are written, if there are none to take the size from
 PAGE_BYTES = 8 << 20
@@ -30,28 +31,20 @@ SCRATCH_BYTES = 64 << 20
 READ_BYTES = 256 << 20
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Bytes per second: of states read, verified and unpacked, and of payloads durably written. None: not measured."""
+def measure_rates(archive: Archive) -> tuple[float | None, float | None]:
+    """Bytes per second: of states read, verified and unpacked, and of payloads durably written. None: not measured.
 
-    read: float | None
-    written: float | None
-
-
-def measure_rates(archive: Archive) -> Rates:
-    """Write a few pages into a temporary namespace, read them and others, and delete them again.
-
-    Nothing is evicted for this: where there is no space, only reading is measured.
+    It writes a few pages into a temporary namespace, reads them and others, and deletes them again. Nothing is evicted
+    for this: where there is no space, only reading is measured.
     """
     pages = archive.pages()
     size = round(sum(page.stored_bytes for page in pages) / len(pages)) if pages else PAGE_BYTES
     settings = Namespace({"label": f"bench-{uuid.uuid4().hex}", "salt": None})
     try:
         written = _write(archive, settings, min(max(size, 1), SCRATCH_BYTES))
-        read = measure_read_rate(archive)
+        return _read(archive), written
     finally:
         _forget(archive, settings)
-    return Rates(read, written)
 
 
 def _forget(archive: Archive, settings: Namespace) -> None:
@@ -77,7 +70,7 @@ def _write(archive: Archive, settings: Namespace, size: int) -> float | None:
     return n * size / (time.perf_counter() - started)
 
 
-def measure_read_rate(archive: Archive) -> float | None:
+def _read(archive: Archive) -> float | None:
     """Bytes of states per second, read and unpacked, those used last first; None if nothing can be read."""
     pages = sorted(archive.pages(), key=lambda page: -page.last_used)
     size = 0
@@ -94,32 +87,21 @@ def measure_read_rate(archive: Archive) -> float | None:
     return size / (time.perf_counter() - started) if size else None
 
 
-@dataclass(frozen=True)
-class BreakEven:
-    """Times to compute and to restore prompts of several lengths.
+class Timed(NamedTuple):
+    """A prompt of so many tokens, and the seconds to compute it and to restore it; the names are those of JSON."""
 
-    Attributes
-    ----------
-    lengths, computed, restored
-        Length in tokens, and seconds to compute and to restore it, for each prompt.
-    n_tokens
-        The shortest of them from which on restoring is faster; None if the longest prompt is faster to compute.
-    """
-
-    lengths: tuple[int, ...]
-    computed: tuple[float, ...]
-    restored: tuple[float, ...]
-
-    @property
-    def n_tokens(self) -> int | None:
-        faster = [warm < cold for warm, cold in zip(self.restored, self.computed, strict=True)]
-        if not faster or not faster[-1]:
-            return None
-        slower = [i for i, is_faster in enumerate(faster) if not is_faster]
-        return self.lengths[slower[-1] + 1 if slower else 0]
+    tokens: int
+    computed: float
+    restored: float
 
 
-def measure_break_even(llm: Llama, store: PrefixStore, archive: Archive, longest: int) -> BreakEven:
+def break_even(prompts: Sequence[Timed]) -> int | None:
+    """The shortest of some prompts from which on restoring is faster; None if the longest is faster to compute."""
+    faster = list(takewhile(lambda one: one.restored < one.computed, reversed(prompts)))
+    return faster[-1].tokens if faster else None
+
+
+def measure_break_even(llm: Llama, store: PrefixStore, archive: Archive, longest: int) -> list[Timed]:
     """Compute and restore prompts of increasing length, and delete what was stored for this.
 
     The context of the model is overwritten. The store is attached to it, with a salt of its own: its namespace is
@@ -151,4 +133,4 @@ def measure_break_even(llm: Llama, store: PrefixStore, archive: Archive, longest
         store.detach()
         store.flush()
         _forget(archive, namespace)
-    return BreakEven(tuple(lengths), tuple(computed), tuple(restored))
+    return [Timed(*one) for one in zip(lengths, computed, restored, strict=True)]

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from prefixstore.engine.index import Page
+from prefixstore.engine.page_view import FACTS, Facts, View
 from prefixstore.errors import CorruptError, InvalidParameterError
+from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.namespace import Namespace
+from prefixstore.format.record import CLOCK_SLACK
 
-__all__ = ["Holding", "holdings_of", "only_one"]
+__all__ = ["Holding", "holdings_of", "in_all", "keys_in", "namespaces_of", "only_one", "read_facts"]
+
+# pages whose facts are read at a time
+SLICE = 10_000
+# facts are not verified: what claims more is damaged
+LARGEST = 1 << 50
+SUMMED = ("pages", "tokens", "stored_bytes", "raw_bytes", "hits", "pinned")
 
 
 @dataclass(frozen=True)
@@ -36,14 +49,14 @@ class Holding:
 
     key: bytes
     namespace: Namespace | None
-    pages: int
-    tokens: int
-    stored_bytes: int
-    raw_bytes: int
-    hits: int
-    pinned: int
-    created: int
-    last_used: int
+    pages: int = 0
+    tokens: int = 0
+    stored_bytes: int = 0
+    raw_bytes: int = 0
+    hits: int = 0
+    pinned: int = 0
+    created: int = 0
+    last_used: int = 0
 
     @property
     def settings(self) -> Mapping[str, str | int | float | bool | None]:
@@ -51,35 +64,66 @@ class Holding:
         return self.namespace.settings if self.namespace is not None else {}
 
 
-def holdings_of(settings: Mapping[bytes, bytes], pages: Iterable[Page]) -> list[Holding]:
-    """What there is of each namespace, the most recently used first; `settings` are the stored ones, by its key."""
-    by_namespace: defaultdict[bytes, list[Page]] = defaultdict(list, {key: [] for key in settings})
-    for page in pages:
-        by_namespace[page.namespace].append(page)
-    found = [_holding(key, settings.get(key), pages) for key, pages in by_namespace.items()]
-    return sorted(found, key=lambda holding: -holding.last_used)
+def read_facts(view: View, now: int | None = None) -> Facts:
+    """Facts of all pages, in the order of their keys, including those that cannot be read; `now` is in nanoseconds.
+
+    A time of use that is not believable is 0, as `prefixstore.format.record.time_of_use` has it, and none is after now.
+    """
+    found, after = [], b""
+    while len(some := view.facts(after, SLICE)):
+        found.append(some)
+        after = bytes(some["key"][-1])
+    facts = np.concatenate(found) if found else np.empty(0, FACTS)
+    is_large = np.maximum(facts["stored_bytes"], facts["raw_bytes"]) >= LARGEST
+    facts["is_readable"] &= ~is_large
+    now = time.time_ns() if now is None else now
+    used = facts["last_used"].astype(np.int64)
+    facts["last_used"] = np.where(used <= now + CLOCK_SLACK, np.minimum(used, now), 0)
+    facts.sort(order="key", kind="stable")
+    return facts
 
 
-def _parsed(settings: bytes) -> Namespace | None:
-    try:
-        return Namespace.parse(settings)
-    except CorruptError:
-        return None
+def holdings_of(view: View, facts: Facts | None = None) -> list[Holding]:
+    """What there is of each namespace, the most recently used first. With `facts`, these are not read again."""
+    facts = read_facts(view) if facts is None else facts
+    facts = facts[facts["is_readable"]]
+    found = namespaces_of(view)
+    keys, group = np.unique(keys_in(facts["namespace"]), return_inverse=True)
+    ends = np.cumsum(np.bincount(group, minlength=len(keys)))
+    for key, some in zip(keys, np.split(facts[np.argsort(group, kind="stable")], ends[:-1]), strict=False):
+        sums: dict[str, Any] = {one: int(some[one].sum()) for one in SUMMED[2:]}
+        name = bytes(key).ljust(KEY_BYTES, b"\0")
+        found[name] = replace(
+            found.get(name, Holding(name, None)),
+            pages=len(some),
+            tokens=int(some["n_tokens"].sum()),
+            **sums,
+            created=int(some["created"].min()),
+            last_used=int(some["last_used"].max()),
+        )
+    return sorted(found.values(), key=lambda holding: -holding.last_used)
 
 
-def _holding(key: bytes, settings: bytes | None, pages: Sequence[Page]) -> Holding:
-    return Holding(
-        key,
-        _parsed(settings) if settings is not None else None,
-        len(pages),
-        sum(page.n_tokens for page in pages),
-        sum(page.stored_bytes for page in pages),
-        sum(page.raw_bytes for page in pages),
-        sum(page.hits for page in pages),
-        sum(page.pinned for page in pages),
-        min((page.created for page in pages), default=0),
-        max((page.last_used for page in pages), default=0),
-    )
+def namespaces_of(view: View) -> dict[bytes, Holding]:
+    """The namespaces of a location by their keys, as if they held nothing."""
+    found: dict[bytes, Holding] = {}
+    for key, stored in view.namespaces().items():
+        found[key] = Holding(key, None)
+        with suppress(CorruptError):
+            found[key] = Holding(key, Namespace.parse(stored))
+    return found
+
+
+def in_all(holdings: Sequence[Holding]) -> Holding:
+    """What there is of several namespaces together, as that of the first one."""
+    sums: dict[str, Any] = {name: sum(getattr(one, name) for one in holdings) for name in SUMMED}
+    last_used = max((one.last_used for one in holdings), default=0)
+    return replace(holdings[0] if holdings else Holding(b"", None), **sums, last_used=last_used)
+
+
+def keys_in(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Keys that can be compared and searched. One that ends in zeros lacks these: `bytes.ljust` puts them back."""
+    return np.ascontiguousarray(column).view(f"S{KEY_BYTES}").reshape(-1)
 
 
 _T = TypeVar("_T", Holding, Page)

@@ -5,9 +5,8 @@ that a client has chosen: each label has a bounded number of values.
 """
 
 from prefixstore.metrics.exposition import new_registry, render
-from prefixstore.metrics.location import location_text
 from prefixstore.metrics.requests import ENDPOINTS, RequestMetrics
-from prefixstore.metrics.stores import StoreMetrics, store_text
+from prefixstore.metrics.stores import StoreMetrics, location_text, store_text
 
 __all__ = [
     "ENDPOINTS",

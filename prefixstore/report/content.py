@@ -1,37 +1,51 @@
-"""The content of a report, as JSON: compact columns instead of one object for each run."""
+"""A report: its content as JSON, and the page, a self-contained file or a shell that asks a server for its content.
+
+Runs are compact columns instead of one object for each.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import html
+import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from string import Template
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from prefixstore.engine.page_view import Facts, View
 from prefixstore.engine.saved_notes import noted_policy
-from prefixstore.errors import CorruptError
 from prefixstore.format.figures import NOTE, Figures, History
-from prefixstore.format.namespace import Namespace, model_digits
+from prefixstore.format.namespace import model_digits
+from prefixstore.maintenance.holdings import Holding, holdings_of, in_all, read_facts
 from prefixstore.models.file import model_title
 from prefixstore.report.labels import Words, labels_of, visible
-from prefixstore.report.runs import MOST_RUNS, USES, Column, limited, read_facts, runs_of
+from prefixstore.report.runs import MOST_RUNS, USES, Column, limited, runs_of
 from prefixstore.stats import DAY
 
-__all__ = ["Content", "content_of"]
+__all__ = ["BEGIN", "Content", "content_of", "html_of", "live_html"]
 
 Content: TypeAlias = dict[str, Any]
 
-# facts are not verified: what claims more is damaged
-LARGEST = 1 << 50
 # Bands of ages in seconds, the shortest last: more than 30 days, up to 30, 7, 1 day, 6 hours, 1 hour.
 AGES = (30 * DAY, 7 * DAY, DAY, DAY // 4, DAY // 24)
 # digits of a key
 DIGITS = 12
 # columns of runs that are in the report as they are
 SHOWN = ("parent", "space", "tokens", "pages", "snapshots", "bytes", "hits", "least_hits", "pinned", "runs")
+
+PARTS = Path(__file__).with_name("page")
+# of a page, and of no other file
+BEGIN = "<!doctype html>\n<!-- a report of prefixstore -->\n"
+SCRIPTS = ("tree.js", "icicle.js", "panels.js", "main.js")
+# in JSON they can only be in texts; so no text can end the element that it is in
+ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 
 def content_of(
@@ -64,14 +78,14 @@ def content_of(
         Nanoseconds since the epoch.
     """
     now = clock()
-    found = read_facts(view)
-    facts = found[found["is_readable"] & (np.maximum(found["stored_bytes"], found["raw_bytes"]) < LARGEST)]
-    settings = dict(view.namespaces())
-    spaces = sorted(settings.keys() | {bytes(key) for key in np.unique(_void(facts["namespace"]))})
+    found = read_facts(view, now)
+    facts = found[found["is_readable"]]
+    held = sorted(holdings_of(view, facts), key=lambda one: one.key)
+    spaces, total = [one.key for one in held], in_all(held)
     runs = limited(runs_of(facts, spaces, now), most_runs)
     labels, shared = [""] * len(runs), [0] * len(runs)
     if with_tokens:
-        models = [_model(settings.get(key)) for key in spaces]
+        models = [str(one.settings.get("model") or "") for one in held]
         known = {model: len({*models} - {""}) < 2 or not model or is_of(model) for model in {*models}}
         labels, shared = labels_of(view, facts, runs, [words if known[model] else None for model in models])
     history = History.of(view.note(NOTE))
@@ -86,12 +100,12 @@ def content_of(
         "max_bytes": max_bytes if max_bytes is not None else history.max_bytes,
         "pages": used.entries,
         "unreadable": len(found) - len(facts),
-        "tokens": int(facts["n_tokens"].sum()),
-        "stored_bytes": int(facts["stored_bytes"].sum()),
-        "raw_bytes": int(facts["raw_bytes"].sum()),
-        "page_uses": int(facts["hits"].sum()),
-        "pinned": int(facts["pinned"].sum()),
-        "spaces": [_space(key, settings.get(key), history.models) for key in spaces],
+        "tokens": total.tokens,
+        "stored_bytes": total.stored_bytes,
+        "raw_bytes": total.raw_bytes,
+        "page_uses": total.hits,
+        "pinned": total.pinned,
+        "spaces": [_space(one, history.models) for one in held],
         "runs": {
             **{name: runs[name].tolist() for name in SHOWN},
             "start": (runs["start"] + np.array(shared, np.int64)).tolist(),
@@ -105,30 +119,13 @@ def content_of(
     }
 
 
-def _void(column: Column) -> Column:
-    return np.ascontiguousarray(column).view("V32")
-
-
-def _settings(stored: bytes | None) -> Mapping[str, str | int | float | bool | None]:
-    """The settings of a namespace; none if they are missing or damaged."""
-    with suppress(CorruptError):
-        return Namespace.parse(stored).settings if stored is not None else {}
-    return {}
-
-
-def _model(stored: bytes | None) -> str:
-    """The digest of the model of a namespace; empty if it has none."""
-    return str(_settings(stored).get("model") or "")
-
-
-def _space(key: bytes, settings: bytes | None, names: Mapping[str, str]) -> dict[str, str]:
+def _space(held: Holding, names: Mapping[str, str]) -> dict[str, str]:
     """What a namespace is called. Its settings are those that a user gave, or a model has."""
-    found = _settings(settings)
     return {
-        "key": key.hex()[:DIGITS],
-        "model": visible(model_title(found, names)),
-        "digest": visible(model_digits(found)),
-        "tenant": visible(str(found.get("salt") or "")),
+        "key": held.key.hex()[:DIGITS],
+        "model": visible(model_title(held.settings, names)),
+        "digest": visible(model_digits(held.settings)),
+        "tenant": visible(str(held.settings.get("salt") or "")),
     }
 
 
@@ -177,3 +174,42 @@ def _bands(facts: Facts, now: int) -> dict[str, dict[str, list[int]]]:
         name: {"pages": _counts(band, pages, n), "bytes": _counts(band, facts["stored_bytes"], n)}
         for name, (band, n) in bands.items()
     }
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def _parts() -> tuple[str, str, str]:
+    """The frame, the style and the script."""
+    script = "".join((PARTS / name).read_text("utf-8") for name in SCRIPTS)
+    # one scope: nothing of it is global
+    script = f'"use strict";\n(() => {{\n{script}}})();\n'
+    return BEGIN + (PARTS / "page.html").read_text("utf-8"), (PARTS / "page.css").read_text("utf-8"), script
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def html_of(content: Content) -> str:
+    """The page with its content: it runs no script but its own, and cannot connect to anything."""
+    data = json.dumps(content, separators=(",", ":"), allow_nan=False)
+    for character, escaped in ESCAPED.items():
+        data = data.replace(character, escaped)
+    return _filled(f"prefixstore: {content['location']}", data, "'none'")
+
+
+def live_html() -> str:
+    """The page without content, which it asks the server for, from ``report.json`` beside it."""
+    return _filled("prefixstore", "", "'self'")
+
+
+def _filled(title: str, data: str, connect: str) -> str:
+    frame, style, script = _parts()
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
+        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
+    )
+    # in one pass: what is filled in is not searched
+    return Template(frame).substitute(title=html.escape(title), policy=policy, style=style, data=data, script=script)

@@ -114,4 +114,7 @@ def label_of(tokens: Tokens, first: int, words: Words | None) -> str:
             break
         text = before + text
     text = visible(text).strip()
-    return text if len(text) <= LENGTH else text[: LENGTH - 1] + "…"
+    if len(text) <= LENGTH:
+        return text
+    # not in the middle of a word, if there is more than one
+    return (text[:LENGTH].rpartition(" ")[0].rstrip() or text[: LENGTH - 1]) + "…"

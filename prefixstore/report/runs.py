@@ -1,4 +1,4 @@
-"""The prefix tree of a location as runs of pages, in columns; only what a report shows is read of each page."""
+"""The prefix tree of a location as runs of pages, in columns."""
 
 from __future__ import annotations
 
@@ -8,31 +8,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefixstore.engine.page_view import FACTS, Facts, View
+from prefixstore.engine.page_view import Facts
 from prefixstore.format.keys import KEY_BYTES, PAGE
-from prefixstore.format.record import CLOCK_SLACK
+from prefixstore.maintenance.holdings import keys_in
 
-__all__ = ["MOST_RUNS", "RUN", "USES", "Column", "limited", "read_facts", "runs_of"]
+__all__ = ["MOST_RUNS", "RUN", "USES", "Column", "limited", "runs_of"]
 
 Column = npt.NDArray[Any]
 
-# pages whose facts are read at a time
-SLICE = 10_000
 # runs of a report; smaller ones are counted together
 MOST_RUNS = 150_000
 # Bands of uses: none, 1, 2 to 3, 4 to 7, 8 to 15, 16 to 63, more. Pages of a run are in the same band.
 USES = (1, 2, 4, 8, 16, 64)
-
-
-def read_facts(view: View) -> Facts:
-    """Facts of all pages, in the order of their keys, including those that cannot be read."""
-    found, after = [], b""
-    while len(some := view.facts(after, SLICE)):
-        found.append(some)
-        after = bytes(some["key"][-1])
-    facts = np.concatenate(found) if found else np.empty(0, FACTS)
-    facts.sort(order="key", kind="stable")
-    return facts
 
 
 # A run of pages without a branch, in an array with parents before their children:
@@ -60,14 +47,9 @@ RUN = np.dtype(
 )
 
 
-def _keys(column: Column) -> Column:
-    """Keys that can be compared and searched."""
-    return np.ascontiguousarray(column).view(f"S{KEY_BYTES}").reshape(-1)
-
-
 def _parents(facts: Facts) -> Column:
     """The row of the parent of each page; -1 if it has none, or another one than its place says."""
-    keys, wanted, spaces = (_keys(facts[name]) for name in ("key", "parent", "namespace"))
+    keys, wanted, spaces = (keys_in(facts[name]) for name in ("key", "parent", "namespace"))
     at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     end = facts["start"].astype(np.int64) + facts["n_tokens"]
     # facts are not verified: that starts increase keeps a damaged record from making a circle
@@ -105,10 +87,9 @@ def runs_of(facts: Facts, spaces: Sequence[bytes], now: int) -> Column:
         return found
 
     above = parent[heads]
-    wanted, of = _keys(facts["parent"])[heads], _keys(facts["namespace"])
+    wanted, of = keys_in(facts["parent"])[heads], keys_in(facts["namespace"])
     space = np.searchsorted(np.array(spaces, f"S{KEY_BYTES}"), of)[heads]
     is_lost = (above < 0) & (wanted != of[heads])
-    latest = _believable(facts["last_used"].astype(np.int64), now)
     found = np.empty(len(heads), RUN)
     found["parent"] = np.where(above >= 0, run[above], -1)
     found["space"] = space
@@ -119,17 +100,12 @@ def runs_of(facts: Facts, spaces: Sequence[bytes], now: int) -> Column:
     found["snapshots"] = total(~is_page)
     found["bytes"] = total(facts["stored_bytes"])
     found["least_hits"] = extreme(np.minimum, np.where(is_page | is_head, facts["hits"], 2**32), 2**32)
-    found["last_used"] = extreme(np.maximum, latest, 0)
+    found["last_used"] = extreme(np.maximum, facts["last_used"].astype(np.int64), 0)
     found["created"] = extreme(np.minimum, facts["created"].astype(np.int64), now)
     found["runs"] = 1
     for name in ("start", "hits", "pinned"):
         found[name] = facts[name][heads]
     return found
-
-
-def _believable(times: Column, now: int) -> Column:
-    """Times of use, as `prefixstore.format.record.time_of_use` has them, and none after now."""
-    return np.where(times <= now + CLOCK_SLACK, np.minimum(times, now), 0)
 
 
 def limited(runs: Column, most: int = MOST_RUNS) -> Column:

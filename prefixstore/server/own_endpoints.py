@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from prefixstore.engine.engine import Engine
 from prefixstore.errors import ClosedError, PrefixStoreError, UnavailableError
-from prefixstore.report.content import content_of
-from prefixstore.report.page import live_html
+from prefixstore.report.content import content_of, live_html
 from prefixstore.server.exchange import Exchange
 from prefixstore.server.session import ServerSession
 from prefixstore.server.slots import SlotStore

@@ -39,7 +39,7 @@ from prefixstore.errors import (
 )
 from prefixstore.metrics import RequestMetrics, StoreMetrics, new_registry, render
 from prefixstore.opening import Locations
-from prefixstore.report.page import live_html
+from prefixstore.report.content import live_html
 from prefixstore.server.completions import CachedTokens, StoreProxy
 from prefixstore.server.listener import bound, stopped_by_signals
 from prefixstore.server.own_endpoints import CONTENT, HEADERS, HTML, JSON, PAGE, LiveReport

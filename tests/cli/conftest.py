@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import json
-import signal
 
 import pytest
 
-from prefixstore.cli import main, output
+from prefixstore.cli import output
 from prefixstore.maintenance.archive import Archive
 from tests.support.places import fill, space
 
 SEQUENCES = ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 10], [20, 21, 22, 23, 24])
-
-
-@pytest.fixture
-def run(capfd):
-    """Runs a command: exit code, stdout, stderr."""
-    before = signal.getsignal(signal.SIGTERM)
-
-    def call(*arguments):
-        capfd.readouterr()
-        code = main([str(argument) for argument in arguments])
-        return code, *capfd.readouterr()
-
-    yield call
-    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture

@@ -15,22 +15,6 @@ def write(path, text, *, replace=False):
         file.write(text.encode())
 
 
-def test_a_file_is_written_for_its_owner_only_and_replaces_nothing_unasked(tmp_path):
-    path = tmp_path / "r.html"
-    write(path, "one")
-    assert path.read_text() == "one"
-    assert path.stat().st_mode & 0o777 == 0o600
-    with pytest.raises(InvalidParameterError, match="File exists; choose another name"):
-        write(path, "two")
-    assert path.read_text() == "one"
-    write(path, "two", replace=True)
-    assert path.read_text() == "two"
-    for wrong in (tmp_path / "none" / "r.html", tmp_path / ("x" * 300)):
-        with pytest.raises(InvalidParameterError, match="cannot be written"):
-            write(wrong, "x")
-    assert [one.name for one in tmp_path.iterdir()] == ["r.html"]
-
-
 def test_what_is_no_file_or_is_of_another_command_is_not_replaced(tmp_path):
     pipe, other = tmp_path / "pipe", tmp_path / "other"
     os.mkfifo(pipe)

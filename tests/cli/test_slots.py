@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from prefixstore.cli import main
 from tests.support.llama_server import Running
 
 N = 300
 
 
 @pytest.fixture
-def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    def call(*arguments: Any) -> tuple[int, str, str]:
-        capfd.readouterr()
-        code = main(["slots", *map(str, arguments)])
-        return code, *capfd.readouterr()
-
-    return call
+def run(run):
+    return partial(run, "slots")
 
 
 @pytest.mark.slow

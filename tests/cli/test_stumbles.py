@@ -14,10 +14,10 @@ import pytest
 from rich.console import Console
 
 from prefixstore import InvalidParameterError, PrefixStore, load
-from prefixstore.cli import warm_report
+from prefixstore.cli import warm
 from prefixstore.config import load_config
 from prefixstore.maintenance.archive import Archive
-from prefixstore.warming.report import Progress
+from prefixstore.warming.job import Progress
 from tests.cli.conftest import SEQUENCES, filled, n_pages
 from tests.support.models import load as load_model
 from tests.support.models import prompt
@@ -280,8 +280,8 @@ def test_no_cell_of_a_table_for_programs_is_a_formula(tmp_path, run, as_json, na
 def test_progress_is_one_line_in_every_terminal(monkeypatch, width):
     written = io.StringIO()
     terminal = Console(file=written, force_terminal=True, width=width, legacy_windows=False)
-    monkeypatch.setattr(warm_report, "Console", lambda **_: terminal)
-    with warm_report.progress_shown() as show:
+    monkeypatch.setattr(warm, "Console", lambda **_: terminal)
+    with warm.progress_shown() as show:
         show(Progress("evaluating", 5, 2_000_000, 1_000_000, 600_000, 500, 4000, 1 << 34, 2400.0))
         time.sleep(0.3)
     lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]", written.getvalue())]

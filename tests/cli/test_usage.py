@@ -22,6 +22,7 @@ from prefixstore.cli import output
 from prefixstore.cli.top import Screen, hottest
 from prefixstore.format.figures import NOTE, Figures, History
 from prefixstore.maintenance.archive import Archive
+from prefixstore.maintenance.holdings import read_facts
 from prefixstore.stats import DAY
 from tests.support import ROOT
 from tests.support.models import answer, load, prompt
@@ -199,7 +200,7 @@ def test_a_table_fits_the_terminal(monkeypatch, capsys, columns, shown):
 
 def test_the_hottest_prefixes_are_as_long_as_they_are_used(used):
     with Archive(used[0], read_only=True) as archive, archive.view() as view:
-        found = hottest(view, 100)
+        found = hottest(read_facts(view), 100)
         pages = {page.key.hex(): page for page in archive.pages()}
     assert [one["hits"] for one in found] == sorted((one["hits"] for one in found), reverse=True)
     for one in found:

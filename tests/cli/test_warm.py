@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from prefixstore import PrefixStore
-from prefixstore.cli.warm_model import prepare
+from prefixstore.cli.warm import prepare
 from prefixstore.config import Config
 from tests.support import ROOT
 from tests.support.models import load, prompt

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -12,11 +14,9 @@ from typing import NamedTuple
 import pytest
 
 from prefixstore import PrefixStore
-from prefixstore.cli import main
 from prefixstore.config import Config
-from prefixstore.diagnosis import doctor, file_system
-from prefixstore.diagnosis.doctor import Level, examine
-from prefixstore.diagnosis.file_system import mount_of
+from prefixstore.diagnosis import doctor
+from prefixstore.diagnosis.doctor import Level, examine, mount_of
 from tests.support.models import load, prompt
 
 
@@ -34,21 +34,17 @@ MOUNTS = """\
 
 
 @pytest.fixture
-def run(capfd):
-    def call(*arguments):
-        capfd.readouterr()
-        code = main(["doctor", *map(str, arguments)])
-        return code, *capfd.readouterr()
-
-    return call
+def run(run):
+    return partial(run, "doctor")
 
 
 @pytest.fixture(autouse=True)
 def local_disk(tmp_path, monkeypatch):
     """Tests may run in a container, and on a busy machine; each is on a fast local disk with a lot of space."""
-    monkeypatch.setattr(doctor, "measure_read_rate", lambda _: 1e12)
+    clock = itertools.count()
+    monkeypatch.setattr(doctor, "perf_counter", lambda: next(clock) * 1e-9)
     (tmp_path / "mounts").write_text(MOUNTS)
-    monkeypatch.setattr(file_system, "MOUNTS", tmp_path / "mounts")
+    monkeypatch.setattr(doctor, "MOUNTS", tmp_path / "mounts")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Disk(1 << 42, 0, 1 << 42))
 
 
@@ -112,17 +108,17 @@ def test_a_missing_store_and_a_directory_that_is_none_are_problems(tmp_path, run
     ],
 )
 def test_the_file_system_is_judged(monkeypatch, path, level, says):
-    monkeypatch.setattr(file_system, "existing", Path)
+    monkeypatch.setattr(doctor, "existing", Path)
     finding = doctor._file_system(Path(path))
     assert (finding.name, finding.level) == ("file system", level)
     assert says in finding.advice
 
 
 def test_mounts_are_read_by_their_longest_name_and_what_is_not_known_is_said(monkeypatch, tmp_path):
-    monkeypatch.setattr(file_system, "existing", Path)
+    monkeypatch.setattr(doctor, "existing", Path)
     assert mount_of(Path("/mnt/share one/a/b")) == ("nfs4", "/mnt/share one")
     assert mount_of(Path("/mnt/share onesided")) == ("ext4", "/")
-    monkeypatch.setattr(file_system, "MOUNTS", tmp_path / "none")
+    monkeypatch.setattr(doctor, "MOUNTS", tmp_path / "none")
     assert mount_of(Path("/")) is None
     assert doctor._file_system(tmp_path).value == "not known"
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 
 from prefixstore import PrefixStore
-from prefixstore.cli import main
 from prefixstore.testing.models import write_model
 from tests.support.models import SHAPES, forget, load, prompt
 
@@ -233,13 +233,8 @@ def test_models_that_resume_from_snapshots_say_how_much_is_the_same(models, tmp_
 
 
 @pytest.fixture
-def run(capfd):
-    def call(*arguments):
-        capfd.readouterr()
-        code = main(["explain", *map(str, arguments)])
-        return code, *capfd.readouterr()
-
-    return call
+def run(run):
+    return partial(run, "explain")
 
 
 def test_the_command_explains_a_prompt_with_the_vocabulary_alone(templated, llm, store, tmp_path, run):

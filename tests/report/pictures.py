@@ -12,8 +12,7 @@ from pathlib import Path
 from PIL import Image
 
 from prefixstore.engine.pages import open_pages
-from prefixstore.report.content import Content, content_of
-from prefixstore.report.page import html_of
+from prefixstore.report.content import Content, content_of, html_of
 from tests.report.test_in_browser import ENTER, ESCAPE
 from tests.support import ROOT
 from tests.support.browser import DESKTOP, MISSING, PHONE, Browser, programs

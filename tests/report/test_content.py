@@ -8,8 +8,9 @@ import pytest
 
 from prefixstore.engine.pages import open_pages
 from prefixstore.maintenance.archive import Archive
+from prefixstore.maintenance.holdings import read_facts
 from prefixstore.report.content import content_of
-from prefixstore.report.runs import limited, read_facts, runs_of
+from prefixstore.report.runs import limited, runs_of
 from tests.support.forest import DAY, Tree, chain, lived_in, put, space, wide
 from tests.support.newer import make_corrupt
 from tests.support.places import SCHEMES, fill, place

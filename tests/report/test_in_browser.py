@@ -7,8 +7,7 @@ import re
 import pytest
 
 from prefixstore.engine.pages import open_pages
-from prefixstore.report.content import content_of
-from prefixstore.report.page import html_of
+from prefixstore.report.content import content_of, html_of
 from tests.report.test_page import EVIL
 from tests.support.forest import DAY, lived_in
 from tests.support.places import fill, space

@@ -8,8 +8,7 @@ import re
 import pytest
 
 from prefixstore.engine.pages import open_pages
-from prefixstore.report.content import content_of
-from prefixstore.report.page import html_of, live_html
+from prefixstore.report.content import content_of, html_of, live_html
 from tests.support.places import fill, space
 
 EVIL = "</script><script>alert(1)</script><!--<script> & {{script}} \u2028 \ud800"

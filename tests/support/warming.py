@@ -13,8 +13,7 @@ import typer
 from prefixstore import PrefixStore
 from prefixstore.cli.command import ready
 from prefixstore.cli.warm import warm as command_warm
-from prefixstore.warming.job import warm
-from prefixstore.warming.report import Progress
+from prefixstore.warming.job import Progress, warm
 from tests.support.models import load, prompt
 from tests.support.timeouts import disable_timeouts
 

@@ -8,11 +8,11 @@ import random
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from functools import partial
 
 import pytest
 
 from prefixstore import InvalidParameterError
-from prefixstore.cli import main
 from prefixstore.traces.curve import pages_in, simulate
 from prefixstore.traces.read import read_trace
 from prefixstore.traces.replay import Belady, replay
@@ -45,13 +45,8 @@ def conversations(seed, n_prompts=150):
 
 
 @pytest.fixture
-def run(capfd):
-    def call(*arguments):
-        capfd.readouterr()
-        code = main(["trace", *map(str, arguments)])
-        return code, *capfd.readouterr()
-
-    return call
+def run(run):
+    return partial(run, "trace")
 
 
 @pytest.fixture
