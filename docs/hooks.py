@@ -16,6 +16,8 @@ from prefixstore import PrefixStore
 from prefixstore.cli.app import app
 from prefixstore.cli.init import TEXT as EXAMPLE
 from prefixstore.config import MODEL_SETTINGS, WARM_SETTINGS
+from prefixstore.metrics.requests import COUNTERS, HISTOGRAMS
+from prefixstore.metrics.stores import FIGURES, HOLDINGS, METRICS
 
 ROOT = Path(__file__).parent.parent
 REPOSITORY = "https://github.com/prefixstore/prefixstore/blob/main"
@@ -52,6 +54,7 @@ def generated() -> dict[str, str]:
         "index.md": (ROOT / "README.md").read_text("utf-8"),
         "reference/commands.md": commands(),
         "reference/configuration.md": configuration(),
+        "reference/metrics.md": metrics(),
     }
 
 
@@ -115,6 +118,29 @@ def configuration() -> str:
             lines.append(f"| `{name}` | {default} | {meanings.get(name, '')} |")
     lines += ["", "## [warm]", "", "| setting | meaning |", "| --- | --- |"]
     lines += [f"| `{name}` | {WARM[name]} |" for name in sorted(WARM_SETTINGS)]
+    return "\n".join(lines) + "\n"
+
+
+def metrics() -> str:
+    """Every metric, as its help says it."""
+    of_stores = [
+        (f"{name}_total" if each.kind == "Counter" else name, each.text, *filter(None, [each.label]))
+        for name, each in METRICS.items()
+    ]
+    of_requests = [(f"{name}_total", text, "endpoint", *more) for name, (text, *more) in COUNTERS.items()]
+    of_requests += [(name, text, "endpoint") for name, text in HISTOGRAMS.items()]
+    lines = ["# List of metrics", "", "What each metric says of itself. How to use them: [metrics](../metrics.md)."]
+    for title, rows in (
+        ("Stores", of_stores),
+        ("Requests", of_requests),
+        ("What a location holds", [(name, text, "model", "label") for name, (_, text) in HOLDINGS.items()]),
+        ("How a location was used", [(name, text, "window") for name, (_, text) in FIGURES.items()]),
+    ):
+        lines += ["", f"## {title}", "", "| metric | labels | meaning |", "| --- | --- | --- |"]
+        lines += [
+            f"| `prefixstore_{name}` | {', '.join(f'`{label}`' for label in labels)} | {text} |"
+            for name, text, *labels in rows
+        ]
     return "\n".join(lines) + "\n"
 
 

@@ -115,7 +115,9 @@ METRICS: dict[str, Metric] = {
     "captured_pages": Metric("Counter", "Pages and snapshots copied out of contexts.", "form", _captured),
     "prompt_tokens": _count("Tokens of the prompts that were looked up.", "prompt_tokens"),
     "restored_tokens": _count("Tokens restored from the store.", "tokens_restored"),
-    "computed_tokens": _count("Tokens computed by eval, including those of the answers.", "tokens_computed"),
+    "computed_tokens": _count(
+        "Tokens computed by eval, including those of the answers; 0 if another program computes.", "tokens_computed"
+    ),
     "written_pages": _count("Pages and snapshots written to the location.", "allocations"),
     "deleted_pages": _count("Pages and snapshots deleted from the location, for any reason.", "frees"),
     "evicted_pages": _count("Pages evicted for space.", "evictions"),
@@ -123,12 +125,14 @@ METRICS: dict[str, Metric] = {
     "corrupt_pages": _count("Pages deleted because they were damaged.", "corrupt"),
     "packed_pages": _count("Pages that were written packed.", "packed"),
     "outages": _count("How often the circuit breaker opened because the location failed or was slow.", "outages"),
-    "saved_seconds": _time("Time by which restoring was faster than computing the same tokens.", "saved"),
+    "saved_seconds": _time(
+        "Time by which restoring was faster than computing the same tokens; a slower one counts as 0.", "saved"
+    ),
     "capture_seconds": _time("Time that completions have spent on capturing pages.", "capture"),
     "lost_seconds": _time("Time spent on requests to a location that failed or was slow.", "lost"),
     "late": Metric(
         "Counter",
-        "Restores given up midway, and lookups that did not wait for a far location.",
+        "Restores given up midway since computing was faster, and lookups that did not wait for a far location.",
         "",
         lambda engine: engine.late,
     ),
@@ -146,12 +150,16 @@ METRICS: dict[str, Metric] = {
     "session_timeouts": _count("Admissions given up because the Llama was busy for too long.", "session_timeouts"),
     "sessions": _gauge("Sessions in this process.", partial(_session_gauge, "sessions")),
     "sessions_waiting": _gauge("Admissions that wait for the Llama, or hold it.", partial(_session_gauge, "waiting")),
-    "lookup_seconds": _histogram("Time to find the longest stored prefix of a prompt.", "lookup"),
-    "restore_seconds": _histogram("Time to restore the pages of a prompt.", "restore"),
+    "lookup_seconds": _histogram(
+        "Time to find the longest stored prefix of a prompt; without failed lookups.", "lookup"
+    ),
+    "restore_seconds": _histogram("Time to read, verify and load the pages of a prompt.", "restore"),
     "eviction_age_seconds": _histogram(
         "Time from the last use of a page, or its capture, to its eviction.", "eviction_age"
     ),
-    "first_reuse_seconds": _histogram("Time from the capture of a page to its first use.", "first_reuse"),
+    "first_reuse_seconds": _histogram(
+        "Time from the capture of a page to its first use; without pages that are never used.", "first_reuse"
+    ),
     "used_bytes": _gauge(
         "Bytes in use, by tier: the location with its index, and the states in RAM.",
         lambda engine: {"location": engine.upkeep.last_used()[0].bytes, "ram": engine.ram_bytes},
