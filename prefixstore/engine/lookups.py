@@ -1,7 +1,7 @@
 """What an engine finds: of a prompt, after a page, and in the whole location. The location is the only truth.
 
-Nothing that was read of it decides anything later: what another process does is seen by the next lookup. What this
-process has not written yet is in `engine.catalog`.
+What another process stores or deletes is seen by the next lookup. What this process has not written yet is in
+`engine.catalog`.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Lookups(Part):
         opened, which is None for a location that cannot be read.
         """
         found, nodes = Located(prompt), self._catalog.nodes
-        entries = view.leading(prompt.keys) if view is not None and prompt.keys else []
+        entries = view.leading(prompt.keys, waiting.damaged) if view is not None and prompt.keys else []
         good = prompt.good(entries, waiting)
         found.n_stored = len(good)
         for entry in entries[len(good) : len(good) + 1]:

@@ -7,7 +7,7 @@ page is deleted meanwhile. The caller owns nothing and copies nothing. A missing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from heapq import nlargest
@@ -175,27 +175,45 @@ class View:
         stored = self._rows.get([row for key in keys for row in (keyspace.RECORD + key, keyspace.USAGE + key)])
         return self._trie.entries(keys, stored)
 
-    def leading(self, keys: Sequence[bytes]) -> list[Entry]:
+    def leading(self, keys: Sequence[bytes], doubtful: Container[bytes] = ()) -> list[Entry]:
         """The first pages of a sequence that are stored, up to the first that is missing.
 
-        No page is stored without its parent, so a bisection finds how many there are. The keys are those of consecutive
-        pages, parents first.
+        The keys are those of consecutive pages, parents first. No page is stored without its parent, so where reading a
+        row is cheap, a bisection finds how many there are; records that were read before are believed then, but for
+        those of `doubtful` keys.
         """
+        found = self._leading_local(keys, doubtful) if self.is_local else self._leading_far(keys)
+        return [entry for entry, _ in takewhile(lambda one: one[0].key == one[1], zip(found, keys, strict=False))]
+
+    def _leading_local(self, keys: Sequence[bytes], doubtful: Container[bytes]) -> list[Entry]:
         low, high = 0, len(keys)
-        while self.is_local and low < high:
-            middle = (low + high) // 2
+        # mostly all of them are there
+        middle = high - 1
+        while low < high:
             if self._rows.get([keyspace.RECORD + keys[middle]])[0] is not None:
                 low = middle + 1
             else:
                 high = middle
+            middle = (low + high) // 2
+        keys = keys[:high]
+        usages = self._rows.get([keyspace.USAGE + key for key in keys])
+        known = self._trie.known
+        found = [None if key in doubtful else known(key, usage) for key, usage in zip(keys, usages, strict=True)]
+        if None in found:
+            unknown = [key for key, one in zip(keys, found, strict=True) if one is None]
+            read = {one.key: one for one in self._entries(unknown)}
+            found = [read.get(key) if one is None else one for key, one in zip(keys, found, strict=True)]
+        return [one for one in found if one is not None]
+
+    def _leading_far(self, keys: Sequence[bytes]) -> list[Entry]:
         # where each row is a request, more and more of them
-        step = high if self._rows.at_once is None else self._rows.at_once // 4
+        step = len(keys) if self._rows.at_once is None else self._rows.at_once // 4
         found: list[Entry] = []
         n_asked = 0
-        while len(found) == n_asked < high:
-            found += self._entries(keys[n_asked : n_asked + step][: high - n_asked])
-            n_asked, step = min(n_asked + step, high), step * 2
-        return [entry for entry, _ in takewhile(lambda one: one[0].key == one[1], zip(found, keys, strict=False))]
+        while len(found) == n_asked < len(keys):
+            found += self._entries(keys[n_asked : n_asked + step])
+            n_asked, step = min(n_asked + step, len(keys)), step * 2
+        return found
 
     def scan(self) -> Iterator[tuple[bytes, Record | StorageError, Usage]]:
         """All pages: key, record (or why it cannot be read), usage. In no particular order."""

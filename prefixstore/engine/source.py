@@ -317,6 +317,9 @@ class SourceReader:
     def _unpack(self, page: Page, one: Given, record: Record, payload: Buffer, seconds: float) -> None:
         if not is_same(page, record) or record.start != page.start:
             raise CorruptError(f"page {page.key.hex()} has tokens that do not match its key")
+        if record.created != page.created:
+            # it was stored again, perhaps packed
+            self.fetcher.forget(page)
         if record.raw_bytes != page.raw_bytes:
             # the caller has accepted another size; nothing is allocated for this one
             raise ShapeError(f"page {page.key.hex()} holds {record.raw_bytes} bytes of state, not {page.raw_bytes}")
@@ -409,8 +412,13 @@ class Fetcher(Part):
         self._counters.count("given_pages", len(pages))
         self._counters.count("given_bytes", sum(page.raw_bytes for page in pages))
 
+    def forget(self, page: Page) -> None:
+        """The next lookup reads the record of this page again."""
+        self._backend.trie.forget(page.key)
+
     def give_up(self, page: Page, error: StorageError | None) -> None:
         """Log and count why a page ended a fetch, and have it deleted if it is damaged."""
+        self.forget(page)
         if error is None:
             self._counters.count("unreadable:vanished")
         elif isinstance(error, LateError):

@@ -1,7 +1,7 @@
-"""A trie of pages that were read, in memory, so that what has not changed is not hashed, unpacked and verified again.
+"""A trie of pages that were read, in memory, so that they are not hashed, read, unpacked and verified again.
 
-It decides nothing. A step in it is the key of some tokens after a page, which is the same for ever, and what a page
-holds is believed only if the rows of the location are those that it was read from.
+A step in it is the key of some tokens after a page, which is the same for ever. Whether a page is there only the
+location says. What its record said may have changed since: whoever reads the page compares, and has it forgotten here.
 """
 
 from __future__ import annotations
@@ -59,6 +59,21 @@ class Trie:
             keys.append(parent)
         return keys
 
+    def known(self, key: bytes, usage: bytes | None) -> Entry | None:
+        """A page with this usage, and the record that was read last; None if none was."""
+        known = self._read.get(key)
+        if known is None:
+            return None
+        record, before, entry = known
+        if usage != before:
+            entry = Entry.of(key, record, usage)
+            self._keep(record, usage, entry)
+        return entry
+
+    def forget(self, key: bytes) -> None:
+        """A page is not as it was when it was read last, or may not be."""
+        self._read.pop(key, None)
+
     def entries(self, keys: Sequence[bytes], rows: Sequence[bytes | None]) -> list[Entry]:
         """Those of these pages that are stored, by their rows: the record and the usage of each."""
         found: list[Entry] = []
@@ -72,8 +87,11 @@ class Trie:
                 continue
             entry = Entry.of(key, record, usage)
             found.append(entry)
-            if isinstance(entry.record, Record):
-                if len(read) >= MOST_KEPT:
-                    read.clear()
-                read[key] = record, usage, entry
+            self._keep(record, usage, entry)
         return found
+
+    def _keep(self, record: bytes, usage: bytes | None, entry: Entry) -> None:
+        if isinstance(entry.record, Record):
+            if len(self._read) >= MOST_KEPT:
+                self._read.clear()
+            self._read[entry.key] = record, usage, entry

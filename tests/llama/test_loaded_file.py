@@ -10,7 +10,7 @@ import llama_cpp
 import pytest
 
 from prefixstore import ContextError, PrefixStore
-from prefixstore.llama import fingerprint, loaded_file
+from prefixstore.llama import fingerprint
 from prefixstore.llama.fingerprint import namespace_of
 from prefixstore.testing import models as synthetic
 from tests.support.models import SHAPES, answer, load, prompt, write_lora
@@ -50,7 +50,7 @@ def assert_refused(llm, tmp_path):
 def test_a_file_written_by_this_process_and_loaded_after_is_the_loaded_one(models, tmp_path, arch, options):
     path = tmp_path / "m.gguf"
     shutil.copy(models(arch), path)
-    assert loaded_file.model_is_from(load(path, **options), path, is_first=True)
+    assert fingerprint.model_is_from(load(path, **options), path, is_first=True)
 
 
 def overwritten(model, other):
@@ -100,7 +100,7 @@ def test_a_model_that_is_mapped_in_part_and_was_overwritten_in_place_is_refused(
     asked = []
     # the file's own mapping, and the first tensor
     where = lambda *place: asked.append(place) or ("x" if len(asked) <= 2 else None)  # noqa: E731
-    monkeypatch.setattr(loaded_file, "_file_at", where)
+    monkeypatch.setattr(fingerprint, "_file_at", where)
     assert_refused(llm, tmp_path)
     assert len(asked) > 2
 
@@ -211,7 +211,7 @@ def test_a_quantized_model_is_the_loaded_one(model, models, tmp_path, options):
 
 @pytest.fixture
 def silent(monkeypatch):
-    monkeypatch.setattr(loaded_file, "_functions", lambda: None)
+    monkeypatch.setattr(fingerprint, "_functions", lambda: None)
 
 
 @pytest.mark.usefixtures("silent")
@@ -228,8 +228,8 @@ def test_without_a_proof_a_file_that_is_newer_than_the_process_is_refused(model,
 
 def test_a_build_without_the_functions_is_no_error(monkeypatch):
     monkeypatch.setattr(llama_cpp.llama_cpp, "_lib", SimpleNamespace())
-    loaded_file._functions.cache_clear()
+    fingerprint._functions.cache_clear()
     try:
-        assert loaded_file._functions() is None
+        assert fingerprint._functions() is None
     finally:
-        loaded_file._functions.cache_clear()
+        fingerprint._functions.cache_clear()
