@@ -83,7 +83,7 @@ def content_of(
     facts = found[found["is_readable"]]
     held = sorted(holdings_of(view, facts), key=lambda one: one.key)
     spaces, total = [one.key for one in held], in_all(held)
-    runs = limited(runs_of(facts, spaces, now), most_runs)
+    runs = limited(runs_of(facts, spaces, now)[0], most_runs)
     labels, shared = [""] * len(runs), [0] * len(runs)
     if with_tokens:
         models = [str(one.settings.get("model") or "") for one in held]
