@@ -103,10 +103,7 @@ def _is_over(driver: _Connection) -> bool:
 def _our_tables(driver: psycopg.Connection[Any], where: str) -> list[str]:
     """The names of our tables that there are.
 
-    Raises
-    ------
-    IncompatibleError
-        If one has an owner who need not be trusted. Nothing has been read from it.
+    Raises `IncompatibleError` if one has an owner who need not be trusted. Nothing has been read from it.
     """
     found = driver.execute(_TABLES).fetchall()
     for name, owner, is_trusted in found:

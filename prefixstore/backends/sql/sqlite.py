@@ -284,10 +284,7 @@ def wait_for_locks(driver: sqlite3.Connection, seconds: float) -> None:
 def path_of_url(location: str) -> Path:
     """The file that a SQLite URL names.
 
-    Raises
-    ------
-    InvalidParameterError
-        If it does not name a file, or has options.
+    Raises `InvalidParameterError` if it does not name a file, or has options.
     """
     url = parse_url(location)
     if url.drivername not in ("sqlite", "sqlite+pysqlite"):
@@ -342,10 +339,7 @@ def require_trusted(path: Path) -> None:
 def read_mode(path: Path) -> str:
     """What SQLite takes in a URI to read a store: without a lock where nothing can be written and there is no log.
 
-    Raises
-    ------
-    LocationError
-        If SQLite would have to create files that it cannot create.
+    Raises `LocationError` if SQLite would have to create files that it cannot create.
     """
     has_log = any(Path(f"{path}{suffix}").exists() for suffix in ("-wal", "-shm"))
     if has_log or os.access(path.parent, os.W_OK):
