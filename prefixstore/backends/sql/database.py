@@ -244,16 +244,17 @@ class Database(Backend, Generic[D]):
         try:
             return self.idle.pop()
         except IndexError:
-            with self.translated():
-                return self.connect()
+            return self.connect()
 
     @contextmanager
     def taken(self) -> Iterator[D]:
-        """A connection, also of a location that another thread closes meanwhile."""
+        """A connection, also of a location that another thread closes meanwhile; its errors are translated."""
         idle, is_sound = self.idle, False
-        driver = self.take()
+        with self.translated():
+            driver = self.take()
         try:
-            yield driver
+            with self.translated():
+                yield driver
         finally:
             try:
                 # if it is lost, whoever used it has got an error, or has all that was asked for; an interrupt stays one
@@ -288,11 +289,9 @@ class Database(Backend, Generic[D]):
         """A connection in a transaction, one at a time in this process; committed unless the block raises."""
         self.require_writable()
         with self.connection() as driver, self._writing:
-            with self.translated():
-                self.begin(driver)
+            self.begin(driver)
             yield driver
-            with self.translated():
-                driver.execute("COMMIT")
+            driver.execute("COMMIT")
 
     @abstractmethod
     def begin(self, driver: D) -> None:
