@@ -373,26 +373,16 @@ class LastPrompt:
 
 @dataclass(eq=False)
 class PromptMeter:
-    """Measures how a prompt is served. Written by the thread that uses the ``Llama``, and read by any.
+    """Measures how a prompt is served. Written by the thread that uses the ``Llama``, and read by any."""
 
-    Attributes
-    ----------
-    is_prompt
-        False for the tokens of a session that is resumed.
-    n_tokens
-        Length of the prompt; None until it is looked up.
-    reused
-        How many of its tokens need not be computed.
-    restored
-        How many of these were restored.
-    lookup_seconds, restore_seconds, compute_seconds, miss
-        As in `LastPrompt`.
-    """
-
+    # False for the tokens of a session that is resumed
     is_prompt: bool = field(default=True, kw_only=True)
+    # None until it is looked up
     n_tokens: int | None = None
+    # how many tokens need not be computed, and how many of these were restored
     reused: int = 0
     restored: int = 0
+    # as in `LastPrompt`
     lookup_seconds: float = 0.0
     restore_seconds: float = 0.0
     compute_seconds: float = 0.0

@@ -89,19 +89,11 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True)
 class Histogram:
-    """How many values there were up to each of some bounds.
+    """How many values there were up to each of some bounds, and their sum."""
 
-    Attributes
-    ----------
-    bounds
-        The upper bounds, rising.
-    counts
-        How many values lie between each bound and the one before it; the last count is of those above all bounds.
-    total
-        The sum of all values.
-    """
-
+    # the upper ones, rising
     bounds: tuple[float, ...]
+    # of the values between each bound and the one before it; the last one is of those above all bounds
     counts: tuple[int, ...]
     total: float = 0.0
 
@@ -141,12 +133,7 @@ def short(key: bytes) -> str:
 class Counters:
     """Counts, times and histograms by name, safe to raise from many threads.
 
-    What is counted with the key of a namespace is also collected for the location.
-
-    Attributes
-    ----------
-    collected
-        The names that are: `OF_PROMPTS` and `OF_PAGES`, or fewer.
+    What is counted with the key of a namespace is also collected for the location, if its name is in `collected`.
     """
 
     def __init__(self) -> None:

@@ -81,13 +81,7 @@ def _forget(gone: ref[object], levels: dict[ref[object], ForkLevel] = _levels) -
 
 
 class ForkLock:
-    """A lock under which handles are opened and closed; no other thread holds it during a fork.
-
-    Attributes
-    ----------
-    held
-        To be used as ``with lock.held:``. A thread does not fork inside that.
-    """
+    """A lock under which handles are opened and closed: ``with lock.held:``. Nobody holds it during a fork."""
 
     def __init__(self) -> None:
         self.held = threading.RLock()
@@ -181,17 +175,9 @@ class HandleLock:
             self._inside.pop(entry, None)
 
     def acquire_exclusive(self, hold: object) -> None:
-        """Wait until no thread is inside, and let none in until `release_exclusive`. May be nested, with other holds.
+        """Wait until no thread is inside, and let none in until `release_exclusive` of this hold. May be nested.
 
-        Parameters
-        ----------
-        hold
-            By what it is released.
-
-        Raises
-        ------
-        MisuseError
-            If this thread holds it shared.
+        Raises `MisuseError` if this thread holds it shared.
         """
         me = caller()
         # a thread that is alone already may be inside as well

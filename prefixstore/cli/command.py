@@ -41,19 +41,11 @@ LOCATIONS = ("location", "source", "store")
 
 @dataclass(frozen=True)
 class Result:
-    """What a command has found. A command that returns one has the option ``--json``.
+    """What a command has found. A command that returns one has the option ``--json``."""
 
-    Attributes
-    ----------
-    data
-        Printed for ``--json``, or a function that makes it; None if stdout is in use.
-    text
-        Printed otherwise: a line (not an empty one), names and values, or a function that prints.
-    code
-        The exit code.
-    """
-
+    # for --json, or a function that makes it; None if stdout is in use
     data: object
+    # printed otherwise: a line (not an empty one), names and values, or a function that prints
     text: str | Mapping[str, object] | Callable[[], None]
     code: int = DONE
 

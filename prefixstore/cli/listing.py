@@ -13,17 +13,16 @@ import numpy as np
 from prefixstore.cli.command import Result
 from prefixstore.cli.model import text_of_tokens
 from prefixstore.cli.output import DONE, FAILED, Form, ago, iso, rows_of, say, table, tell
-from prefixstore.engine.index import Page
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.namespace import model_digits
 from prefixstore.maintenance.archive import Archive
-from prefixstore.maintenance.holdings import Holding, in_all
+from prefixstore.maintenance.holdings import Holding, in_all, keys_in, namespaces_of, read_facts
 from prefixstore.models.file import model_title, setting_text
-from prefixstore.report.labels import Words, visible
+from prefixstore.report.labels import visible
 from prefixstore.server.tenants import tenant_of_key
 from prefixstore.units import counted, format_bytes
 
-__all__ = ["SHORT", "chosen_namespaces", "ls", "page_facts", "show", "tenants", "text_of_pages"]
+__all__ = ["SHORT", "chosen_namespaces", "ls", "page_facts", "show", "tenants"]
 
 SHORT = 12  # digits shown of a key
 ORDERS = {
@@ -156,13 +155,17 @@ def show(location: str, digits: str, *, model: Path | None = None, tokenizer: Pa
         page = archive.find(digits)
         damage = archive.damage(page)
         path = archive.path(page)
-        settings = next((one.settings for one in archive.holdings() if one.key == page.namespace), {})
+        with archive.view() as view:
+            facts_of_all = read_facts(view)
+            settings = next((one.settings for one in namespaces_of(view).values() if one.key == page.namespace), {})
+        row = facts_of_all[np.searchsorted(keys_in(facts_of_all["key"]), page.key)]
+        children = facts_of_all["key"][keys_in(facts_of_all["parent"]) == page.key.rstrip(b"\0")]
         model_called = model_title(settings, archive.history().models)
         named = {"model": model_called, "tenant": settings.get("salt"), "label": settings.get("label")}
         facts: dict[str, object] = {
-            **page_facts(page, words),
+            **page_facts(row, words and words(np.frombuffer(page.tokens, "<i4").tolist())),
             "path": [one.key.hex() for one in path],
-            "children": [one.key.hex() for one in page.children],
+            "children": [one.tobytes().hex() for one in children],
             "damage": damage,
         }
         shown = {"location": archive.location, **named, **facts}
@@ -181,30 +184,26 @@ def _in_words(name: str, value: object) -> str:
     return str(value or ("none: its bytes are intact" if name == "damage" else ""))
 
 
-def text_of_pages(pages: list[Page], words: Words) -> str:
-    """The text of pages that follow each other."""
-    return words(np.frombuffer(b"".join(page.tokens for page in pages), "<i4").tolist())
-
-
-def page_facts(page: Page, words: Words | None) -> dict[str, object]:
-    """A page as data."""
+def page_facts(page: Any, text: str | None) -> dict[str, object]:
+    """A page as data, by a row of its facts."""
+    parent, namespace = page["parent"].tobytes(), page["namespace"].tobytes()
     facts: dict[str, object] = {
-        "page": page.key.hex(),
-        "parent": page.parent.hex() if page.parent != page.namespace else None,
-        "namespace": page.namespace.hex(),
-        "start": page.start,
-        "tokens": page.n_tokens,
-        "stored_bytes": page.stored_bytes,
-        "raw_bytes": page.raw_bytes,
-        "compute_us": page.compute_us,
-        "page_uses": page.hits,
-        "pinned": page.pinned,
-        "priority": page.priority,
-        "created": iso(page.created),
-        "last_used": iso(page.last_used),
-        "expires": iso(page.expires),
+        "page": page["key"].tobytes().hex(),
+        "parent": parent.hex() if parent != namespace else None,
+        "namespace": namespace.hex(),
+        "start": int(page["start"]),
+        "tokens": int(page["n_tokens"]),
+        "stored_bytes": int(page["stored_bytes"]),
+        "raw_bytes": int(page["raw_bytes"]),
+        "compute_us": int(page["compute_us"]),
+        "page_uses": int(page["hits"]),
+        "pinned": bool(page["pinned"]),
+        "priority": int(page["priority"]),
+        "created": iso(int(page["created"])),
+        "last_used": iso(int(page["last_used"])),
+        "expires": iso(int(page["expires"])),
     }
-    return facts | ({"text": text_of_pages([page], words)} if words is not None else {})
+    return facts | ({"text": text} if text is not None else {})
 
 
 # -- tenants ----------------------------------------------------------------------------------------------------------

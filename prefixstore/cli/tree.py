@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
-from itertools import groupby
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
 from prefixstore.cli.command import Result
-from prefixstore.cli.listing import SHORT, chosen_namespaces, page_facts, text_of_pages
+from prefixstore.cli.listing import SHORT, chosen_namespaces, page_facts
 from prefixstore.cli.model import text_of_tokens
 from prefixstore.cli.output import DONE, FAILED, Form, ago, rows_of, say, tell
-from prefixstore.engine.index import Page
+from prefixstore.engine.facts import Facts
+from prefixstore.engine.page_view import View
 from prefixstore.errors import InvalidParameterError
+from prefixstore.format.keys import KEY_BYTES
 from prefixstore.maintenance.archive import Archive
-from prefixstore.maintenance.transfer import chosen
+from prefixstore.maintenance.holdings import Holding, holdings_of, keys_in, read_facts
 from prefixstore.models.file import model_title
-from prefixstore.report.labels import Words, divergence, label_of
+from prefixstore.report.labels import Words, labels_of, tokens_of
+from prefixstore.report.runs import Column, parents_of, runs_of
 from prefixstore.units import counted, format_bytes, parse_seconds
 
 __all__ = ["tree"]
 
-ORDERS: dict[str, Callable[[Page], float]] = {
-    "used": lambda page: -page.last_used,
-    "uses": lambda page: -page.hits,
-    "stored": lambda page: -page.stored_bytes,
-    "tokens": lambda page: -page.end,
-    "created": lambda page: page.created,
+# of pages; a branch is in the place of its first one
+ORDERS: dict[str, Callable[[Facts], Column]] = {
+    "used": lambda pages: -pages["last_used"].astype(np.int64),
+    "uses": lambda pages: -pages["hits"].astype(np.int64),
+    "stored": lambda pages: -pages["stored_bytes"].astype(np.int64),
+    "tokens": lambda pages: -(pages["start"].astype(np.int64) + pages["n_tokens"]),
+    "created": lambda pages: pages["created"].astype(np.int64),
 }
 
 
@@ -64,130 +67,122 @@ def tree(
     if containing is not None and words is None:
         raise InvalidParameterError("--containing needs --model or --tokenizer, to convert tokens to text")
     with Archive(location, read_only=True) as archive:
-        wanted = chosen_namespaces(archive, namespace, salt)
-        pages = chosen(archive, wanted)
-        if pinned:
-            pages = _leading_to(archive, pages, lambda page: page.pinned)
-        if seconds is not None:
-            before = time.time_ns() - round(seconds * 1e9)
-            pages = _leading_to(archive, pages, lambda page: page.last_used < before)
-        if containing is not None and words is not None:
-            # the text may begin in the parent
-            pages = _leading_to(
-                archive, pages, lambda page: containing in text_of_pages(archive.path(page)[-2:], words)
-            )
-        where, headings = archive.location, _headings(archive) if form is Form.TEXT else {}
-    is_lost = containing is not None and not pages
-    order = ORDERS[sort] if sort is not None else None
-    facts = partial(_facts, pages, words, depth, limit, order)
+        where, names, wanted = archive.location, archive.history().models, chosen_namespaces(archive, namespace, salt)
+        with archive.view() as view:
+            facts = _chosen(read_facts(view), wanted, seconds, pinned=pinned)
+            facts, texts = _with_texts(view, facts, words, containing)
+            held = sorted(holdings_of(view, facts), key=lambda one: one.key)
+            runs, run = runs_of(facts, [one.key for one in held], time.time_ns(), by_use=False)
+            labels = labels_of(view, facts, runs, [words] * len(held))[0] if words is not None else None
+    is_lost = containing is not None and not len(facts)
+    order = ORDERS[sort](facts) if sort is not None else None
+    titles = [_title(one, names) if one.pages else "" for one in held]
+
+    def data() -> list[dict[str, object]]:
+        by_place = np.lexsort((facts["start"], keys_in(facts["namespace"])))
+        in_order = by_place if order is None else np.argsort(order, kind="stable")
+        if depth is not None:
+            in_order = in_order[runs["level"][run[in_order]] < depth]
+        return [page_facts(facts[i], texts[i] if texts is not None else None) for i in in_order[:limit]]
 
     def show() -> None:
         if form is not Form.TEXT:
-            rows_of(facts(), form)
+            rows_of(data(), form)
             return
-        _print(_branches(pages, depth, limit, order), headings, words)
+        for line in _lines(runs, titles, order, depth, limit):
+            tell(
+                line
+                if isinstance(line, str)
+                else _line(facts, runs[line], labels[line] if labels is not None else None)
+            )
         if not is_lost:
-            tell(f"{where}: {counted(len(pages), 'page')}")
+            tell(f"{where}: {counted(len(facts), 'page')}")
 
     if is_lost:
         say(f"{where}: the text is not stored")
-    return Result(facts, show, FAILED if is_lost else DONE)
+    return Result(data, show, FAILED if is_lost else DONE)
 
 
-def _facts(
-    pages: list[Page],
-    words: Words | None,
-    depth: int | None,
-    limit: int | None,
-    order: Callable[[Page], float] | None,
-) -> list[dict[str, object]]:
-    """Pages as data, down to a depth, in the order of the branches where one is asked for."""
-    if depth is not None:
-        pages = [page for branch in _branches(pages, depth, None, order) for page in branch.pages]
-    if order is not None:
-        pages = sorted(pages, key=order)
-    return [page_facts(page, words) for page in pages[:limit]]
+def _chosen(facts: Facts, namespaces: Collection[bytes] | None, seconds: float | None, *, pinned: bool) -> Facts:
+    """Readable pages of these namespaces, that are pinned and not used for so long, or lead to such pages."""
+    facts = facts[facts["is_readable"]]
+    if namespaces is not None:
+        facts = facts[np.isin(keys_in(facts["namespace"]), np.array(sorted(namespaces), f"S{KEY_BYTES}"))]
+    if pinned:
+        facts = facts[_leading_to(facts, facts["pinned"])]
+    if seconds is not None:
+        facts = facts[_leading_to(facts, facts["last_used"] < time.time_ns() - round(seconds * 1e9))]
+    return facts
 
 
-def _headings(archive: Archive) -> dict[bytes, str]:
-    """The first digits of each namespace, which say enough for ``--namespace``, and what it is."""
-    names, found = archive.history().models, {}
-    for one in archive.holdings():
-        tenant = one.settings.get("salt")
-        known = [model_title(one.settings, names), *([f"tenant {tenant}"] if tenant else [])]
-        found[one.key] = f"namespace {one.key.hex()[:SHORT]}  {', '.join(known)}"
-    return found
+def _with_texts(
+    view: View, facts: Facts, words: Words | None, containing: str | None
+) -> tuple[Facts, list[str] | None]:
+    """Pages and their texts; with `containing` those that have it, and those that lead to them."""
+    if words is None:
+        return facts, None
+    found = tokens_of(view, list(map(bytes, facts["key"])))
+    tokens: list[list[int]] = [one.tolist() if one is not None else [] for one in found]
+    is_kept = np.ones(len(facts), bool)
+    if containing is not None:
+        # the text may begin in the page before
+        above = [tokens[at] if at >= 0 else [] for at in parents_of(facts).tolist()]
+        has_text = [containing in words(before + own) for before, own in zip(above, tokens, strict=True)]
+        is_kept = _leading_to(facts, np.array(has_text, bool))
+    return facts[is_kept], [words(tokens[i]) for i in np.flatnonzero(is_kept)]
 
 
-def _leading_to(archive: Archive, pages: list[Page], is_wanted: Callable[[Page], bool]) -> list[Page]:
-    """The pages that are wanted, with their ancestors."""
-    found: set[bytes] = set()
-    for page in pages:
-        if is_wanted(page):
-            found |= {one.key for one in archive.path(page)}
-    return [page for page in pages if page.key in found]
+def _title(held: Holding, names: Mapping[str, str]) -> str:
+    """The first digits of a namespace, which say enough for ``--namespace``, and what it is."""
+    tenant = held.settings.get("salt")
+    known = [model_title(held.settings, names), *([f"tenant {tenant}"] if tenant else [])]
+    return f"namespace {held.key.hex()[:SHORT]}  {', '.join(known)}"
 
 
-class _Branch(NamedTuple):
-    """A run of pages without a branch, or how many of those beside it are left out.
+def _leading_to(facts: Facts, is_wanted: Column) -> Column:
+    """Which pages are wanted, or lead to one that is."""
+    parents, is_kept = parents_of(facts), np.array(is_wanted)
+    rows = np.flatnonzero(is_wanted)
+    while len(rows):
+        rows = np.unique(parents[rows])
+        rows = rows[(rows >= 0) & ~is_kept[rows]]
+        is_kept[rows] = True
+    return is_kept
 
-    `level` counts the branches above it, and `shared` the first tokens that a branch beside it has too.
-    """
 
-    level: int
-    pages: list[Page]
-    shared: int = 0
-    left_out: int = 0
+def _lines(
+    runs: Column, titles: Sequence[str], order: Column | None, depth: int | None, limit: int | None
+) -> Iterator[str | int]:
+    """The runs, each before those that follow it, under the titles of their namespaces; what is left out is told."""
+    after: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    by_head = range(len(runs)) if order is None else np.argsort(order[runs["head"]], kind="stable").tolist()
+    for i in by_head:
+        after[int(runs["parent"][i]), int(runs["space"][i])].append(i)
 
+    def some(parent: int, space: int) -> list[str | int]:
+        level = int(runs["level"][parent]) + 1 if parent >= 0 else 0
+        following = after[parent, space] if depth is None or level < depth else []
+        shown, more = following[:limit], len(following[limit:] if limit is not None else [])
+        return [*([f"{'  ' * (level + 1)}… {more:,} more"] if more else []), *reversed(shown)]
 
-def _branches(
-    pages: list[Page], depth: int | None, limit: int | None, order: Callable[[Page], float] | None
-) -> Iterator[_Branch]:
-    """The branches of some pages, whose ancestors are among them: each before those that follow it."""
-    kept = {page.key for page in pages}
-    waiting: list[_Branch] = []
-
-    def add(level: int, siblings: list[Page]) -> None:
-        if depth is not None and level >= depth:
-            return
-        shared = divergence({page.key: np.frombuffer(page.tokens, "<i4") for page in siblings})
-        ordered = sorted(siblings, key=order) if order is not None else siblings
-        found = [_Branch(level, [page], shared[page.key]) for page in ordered[:limit]]
-        if len(found) < len(ordered):
-            found.append(_Branch(level, [], left_out=len(ordered) - len(found)))
-        waiting.extend(reversed(found))
-
-    firsts = sorted((page for page in pages if page.parent == page.namespace), key=lambda page: page.namespace)
-    for _, roots in groupby(firsts, key=lambda page: page.namespace):
-        add(0, list(roots))
+    for space, title in enumerate(titles):
+        if title:
+            yield title
+        waiting = some(-1, space)
         while waiting:
-            branch = waiting.pop()
-            children: list[Page] = []
-            while branch.pages and len(children := [one for one in branch.pages[-1].children if one.key in kept]) == 1:
-                branch.pages.extend(children)
-            yield branch
-            if children:
-                add(branch.level + 1, children)
+            yield (one := waiting.pop())
+            waiting += some(one, space) if isinstance(one, int) else []
 
 
-def _print(branches: Iterable[_Branch], headings: Mapping[bytes, str], words: Words | None) -> None:
-    """Print the tree, under the headings of its namespaces."""
-    namespace = b""
-    for level, pages, shared, left_out in branches:
-        indent = "  " * (level + 1)
-        if not pages:
-            tell(f"{indent}… {left_out:,} more")
-            continue
-        if pages[0].namespace != namespace:
-            namespace = pages[0].namespace
-            tell(headings.get(namespace, f"namespace {namespace.hex()[:SHORT]}"))
-        facts = [
-            f"{indent}{pages[-1].key.hex()[:SHORT]}  tokens {pages[0].start + 1:,}-{pages[-1].end:,}",
-            counted(len(pages), "page"),
-            format_bytes(sum(page.stored_bytes for page in pages)),
-            counted(max(page.hits for page in pages), "use"),
-            ago(max(page.last_used for page in pages)),
-            *(["pinned"] if all(page.pinned for page in pages) else []),
-        ]
-        tokens = np.frombuffer(b"".join(page.tokens for page in pages), "<i4")
-        tell(", ".join(facts) + (f'  "{label_of(tokens, shared, words)}"' if words is not None else ""))
+def _line(facts: Facts, run: Any, label: str | None) -> str:
+    key, start = facts["key"][run["last"]].tobytes().hex()[:SHORT], int(run["start"])
+    shown = [
+        f"{'  ' * (int(run['level']) + 1)}{key}  tokens {start + 1:,}-{start + int(run['tokens']):,}",
+        *([counted(int(run["pages"]), "page")] if run["pages"] else []),
+        *([counted(int(run["snapshots"]), "snapshot")] if run["snapshots"] else []),
+        format_bytes(int(run["bytes"])),
+        counted(int(run["hits"]), "use"),
+        ago(int(run["last_used"])),
+        *(["pinned"] if run["pinned"] else []),
+    ]
+    return ", ".join(shown) + (f'  "{label}"' if label is not None else "")

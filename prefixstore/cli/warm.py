@@ -25,8 +25,7 @@ from prefixstore.config import Config, explain, load_config
 from prefixstore.errors import LocationError, MisuseError
 from prefixstore.store import PrefixStore
 from prefixstore.units import counted, format_bytes, format_seconds, format_share
-from prefixstore.warming.estimate import Estimate, estimate
-from prefixstore.warming.job import Progress, WarmReport
+from prefixstore.warming.job import Progress, WarmReport, estimate
 from prefixstore.warming.job import warm as run_job
 from prefixstore.warming.prompts import Problem, Prompt, PromptLike, read, tokenized
 
@@ -192,7 +191,7 @@ def _dry_run(settings: Config, sources: list[str], *, generation_prompt: bool) -
     with _open_read_only(ready.settings, ready.llm) as (store, location):
         _print_notes(ready, store)
         expected = estimate(ready.llm, store, ready.prompts)
-        fits = _fits(store, location, expected.bytes)
+        fits = _fits(store, location, expected.stored_bytes)
     ready.llm.close()
     _print_listed([*map(str, expected.problems)], more="more problem")
     return Result(
@@ -386,7 +385,7 @@ def _print_unstored(report: WarmReport, dropped: dict[str, int]) -> None:
         )
 
 
-def _rows_of(found: WarmReport | Estimate) -> dict[str, object]:
+def _rows_of(found: WarmReport) -> dict[str, object]:
     """The result of a job, or its expected cost, for the summary: by the names in JSON, without what did not happen."""
     rows: dict[str, object] = {}
     for name, value in asdict(found).items():

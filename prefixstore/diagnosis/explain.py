@@ -33,8 +33,8 @@ BEFORE, AFTER = 64, 3000
 SHOWN_BEFORE, SHOWN_AFTER = 60, 100
 # other namespaces that are asked, the most similar ones
 NAMESPACES = 32
-# sequences next to the prompt that are compared with it, and how many siblings these are chosen from
-BRANCHES, SIBLINGS = 8, 64
+# sequences beside the prompt, from which the nearest is chosen
+SIBLINGS = 64
 # children of a page from which the last used one is chosen to continue the stored sequence
 CHILDREN = 16
 
@@ -117,19 +117,16 @@ def explain(engine: Engine, llm: Llama, tokens: Tokens, place: Place, note: str 
     if place.kind.has_snapshots:
         matched = engine.match_snapshot(key, tokens, place.page_tokens, max(len(tokens) - 1, 0))
     n_shared = shared.n_tokens
-    branches = _branches(engine, place, tokens, shared)
-    near = [_texts(llm, tokens, branch) for branch in branches]
-    fork = _fork(near[0], branches[0].at) if near else None
+    nearest = _nearest(engine, place, tokens, shared)
+    texts = _texts(llm, tokens, *nearest) if nearest is not None else None
+    fork = _fork(texts, nearest[0]) if texts is not None and nearest is not None else None
     evicted = _evicted(engine, place, tokens, n_shared)
     others = _others(engine, place, tokens, n_shared)
     reason = _reason(place, tokens, shared, matched, fork, evicted, others)
     culprit: Culprit | None = None
-    for branch, texts in zip(branches, near, strict=True) if reason == "fork" else ():
-        stored = [*tokens[: branch.at].tolist(), *branch.after]
+    if reason == "fork" and texts is not None and nearest is not None:
+        stored = [*tokens[: nearest[0]].tolist(), *nearest[1]]
         culprit = repeated_start(tokens.tolist(), stored, llm.token_bos()) or find_culprit(texts)
-        if culprit is not None:
-            fork = _fork(texts, branch.at)
-            break
     notes = [note] if note else []
     if place.kind.has_snapshots and matched.n_tokens < n_shared and reason != "snapshot":
         note = f"{n_shared:,} tokens are the same; this model resumes only at its snapshots."
@@ -184,36 +181,24 @@ def _reason(
     return next(reason for reason, is_it in reasons.items() if is_it)
 
 
-@dataclass(frozen=True)
-class _Branch:
-    """A stored sequence from where it parts from the prompt."""
+def _nearest(engine: Engine, place: Place, tokens: Tokens, shared: Path) -> tuple[int, list[int]] | None:
+    """Where the stored sequence that has most in common with a prompt parts from it, and how that goes on.
 
-    at: int
-    after: Sequence[int]
-
-
-def _branches(engine: Engine, place: Place, tokens: Tokens, shared: Path) -> list[_Branch]:
-    """The stored sequences next to the prompt, the one first that has most in common with it.
-
-    There are none if the prompt is stored completely, or continues where the stored sequence ends.
+    None if the prompt is stored completely, or continues where the stored sequence ends.
     """
-    n, namespace = shared.n_tokens, place.namespace.key
-    if n >= len(tokens):
-        return []
-    last = shared.pages[-1] if shared.pages else None
+    n, last = shared.n_tokens, shared.pages[-1] if shared.pages else None
     is_inside = last is not None and last.end > n
-    parent = namespace if last is None else last.parent if is_inside else last.key
-    found: dict[bytes, Page] = {last.key: last} if is_inside and last is not None else {}
-    for page in engine.lookups.children(parent, SIBLINGS):
-        found.setdefault(page.key, page)
-    common = {page.key: common_prefix(_array(page), tokens[page.start :]) for page in found.values()}
-    nearest = sorted(found.values(), key=lambda page: (-common[page.key], -page.last_used))
-    # a child whose tokens are all in the prompt continues elsewhere
-    return [
-        _Branch(page.start + common[page.key], _followed(engine, page)[common[page.key] :])
-        for page in nearest[:BRANCHES]
-        if common[page.key] < page.n_tokens and page.start + common[page.key] < len(tokens)
-    ]
+    parent = place.namespace.key if last is None else last.parent if is_inside else last.key
+    beside = engine.lookups.children(parent, SIBLINGS) if n < len(tokens) else []
+    common = {page: common_prefix(_array(page), tokens[page.start :]) for page in beside}
+    if is_inside and last is not None and n < len(tokens):
+        common[last] = n - last.start
+    # one whose tokens are all in the prompt continues elsewhere
+    parting = [page for page, m in common.items() if m < page.n_tokens and page.start + m < len(tokens)]
+    if not parting:
+        return None
+    page = max(parting, key=lambda page: (common[page], page.last_used))
+    return page.start + common[page], _followed(engine, page)[common[page] :]
 
 
 def _followed(engine: Engine, page: Page) -> list[int]:
@@ -232,15 +217,16 @@ def _array(page: Page) -> Tokens:
     return np.frombuffer(page.tokens, "<i4")
 
 
-def _texts(llm: Llama, tokens: Tokens, branch: _Branch) -> Texts:
+def _texts(llm: Llama, tokens: Tokens, n: int, after: Sequence[int]) -> Texts:
+    """The texts of a prompt and of a stored sequence around the place where they part."""
+
     def text(some: list[int]) -> str:
         """Tokens as text, special ones by name; what is not a token of the model is left out."""
         known = [token for token in some if 0 <= token < llm.n_vocab()]
         return llm.detokenize(known, special=True).decode("utf-8", "replace")
 
-    n = branch.at
     both, mine = tokens[max(n - BEFORE, 0) : n].tolist(), tokens[n : n + AFTER].tolist()
-    theirs = list(branch.after[:AFTER])
+    theirs = list(after[:AFTER])
     # a character that is cut in the middle is no text yet
     before = text(both).rstrip("\ufffd") if both else ""
     return Texts(text(both + mine), text(both + theirs), len(before), mine, theirs)

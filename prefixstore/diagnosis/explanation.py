@@ -120,8 +120,7 @@ class Explanation:
         but no snapshot was taken there), ``"short"`` (less than ``min_tokens``), ``"unsupported"`` (states of this
         model or context cannot be stored).
     fork
-        Where it parts from the nearest stored sequence, or from one beside that if the difference has a usual cause;
-        None if it does not.
+        Where it parts from the nearest stored sequence; None if it does not.
     culprit
         The usual reason for that, if it is one; see `prefixstore.diagnosis.culprits.Culprit`.
     evicted

@@ -20,29 +20,18 @@ __all__ = ["Moved", "chosen", "copy_store", "export_store", "import_store"]
 
 @dataclass(frozen=True)
 class Moved:
-    """What was written.
-
-    Attributes
-    ----------
-    namespaces, pages, bytes
-        How many namespaces and pages, and the size of the payloads.
-    present
-        Pages that were already there.
-    damaged
-        Pages that could not be read. Their descendants are left out as well, but not counted.
-    refused
-        Pages for which there was no space, which were evicted again, whose key another page has, or whose parent was
-        refused.
-    evicted
-        Pages that were there before, and were evicted to make space.
-    """
+    """What was written: how many namespaces and pages, and the size of the payloads."""
 
     namespaces: int = 0
     pages: int = 0
     bytes: int = 0
+    # pages that were already there
     present: int = 0
+    # that could not be read; their descendants are left out as well, but not counted
     damaged: int = 0
+    # for which there was no space, which were evicted again, whose key another page has, or whose parent was refused
     refused: int = 0
+    # that were there before, and were evicted to make space
     evicted: int = 0
 
 

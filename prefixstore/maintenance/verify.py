@@ -25,27 +25,17 @@ BOUND = 0.05
 
 @dataclass(frozen=True)
 class Comparison:
-    """One stored sequence, restored and computed.
+    """One stored sequence, restored and computed."""
 
-    Attributes
-    ----------
-    page
-        Page key of its last page, as hexadecimal digits.
-    n_tokens, restored
-        Its length in tokens, and how many of them were restored: all but the last one, which is evaluated.
-    difference
-        The largest difference of two logits.
-    share
-        The same, as a share of the distance between the largest and the smallest logit.
-    same_token
-        Whether the most likely next token is the same.
-    """
-
+    # the key of its last page
     page: str
     n_tokens: int
+    # all but the last one, which is evaluated
     restored: int
+    # the largest of two logits; also as a share of the distance between the largest and the smallest logit
     difference: float
     share: float
+    # whether the most likely next token is the same
     same_token: bool
 
     def is_within(self, bound: float) -> bool:

@@ -59,30 +59,18 @@ def content_of(
     most_runs: int = MOST_RUNS,
     clock: Callable[[], int] = time.time_ns,
 ) -> Content:
-    """What a report says of a location.
+    """What a report says of a location; `location` is its URL, without passwords.
 
-    Parameters
-    ----------
-    view, location
-        Of the location, and its URL, without passwords.
-    words
-        Tokens to text; None: runs are labelled with token ids.
-    is_of
-        Whether `words` are those of the model with this digest. Asked if the location has several models; runs of the
-        others are labelled with token ids.
-    with_tokens
-        Whether runs are labelled at all. Without, nothing of the prompts is in the report.
-    max_bytes, most_runs
-        What the location may hold, if that is known; how many runs are shown one by one.
-    clock
-        Nanoseconds since the epoch.
+    Without `words` runs are labelled with token ids, and so are, if the location has several models, those of which
+    `is_of` says, by their digests, that the words are not theirs. Without `with_tokens` nothing of the prompts is in
+    the report. More than `most_runs` are not shown one by one. The clock counts nanoseconds since the epoch.
     """
     now = clock()
     found = read_facts(view, now)
     facts = found[found["is_readable"]]
     held = sorted(holdings_of(view, facts), key=lambda one: one.key)
     spaces, total = [one.key for one in held], in_all(held)
-    runs = limited(runs_of(facts, spaces, now), most_runs)
+    runs = limited(runs_of(facts, spaces, now)[0], most_runs)
     labels, shared = [""] * len(runs), [0] * len(runs)
     if with_tokens:
         models = [str(one.settings.get("model") or "") for one in held]

@@ -14,7 +14,7 @@ from prefixstore.format.keys import Tokens, common_prefix
 from prefixstore.format.record import Record
 from prefixstore.report.runs import Column
 
-__all__ = ["Words", "divergence", "label_of", "labels_of", "visible"]
+__all__ = ["Words", "labels_of", "tokens_of", "visible"]
 
 # tokens of a label: as text, and as ids
 TEXT_TOKENS, ID_TOKENS = 24, 10
@@ -53,7 +53,7 @@ def labels_of(view: View, facts: Facts, runs: Column, words: Sequence[Words | No
             groups[siblings if siblings >= 0 else -2 - i].append(i)
     for some in _batches(list(groups.values())):
         each = [i for group in some for i in group]
-        first = _tokens(view, [bytes(facts["key"][runs["head"][i]]) for i in each])
+        first = tokens_of(view, [bytes(facts["key"][runs["head"][i]]) for i in each])
         found = dict(zip(each, first, strict=True))
         for group in some:
             known = {i: tokens for i in group if (tokens := found[i]) is not None}
@@ -77,7 +77,7 @@ def _batches(groups: Sequence[list[int]]) -> Iterator[list[list[int]]]:
         yield some
 
 
-def _tokens(view: View, keys: Sequence[bytes]) -> list[Tokens | None]:
+def tokens_of(view: View, keys: Sequence[bytes]) -> list[Tokens | None]:
     """The tokens of these pages; None for one that is gone or damaged."""
     found: list[Tokens | None] = []
     for at in range(0, len(keys), SLICE):

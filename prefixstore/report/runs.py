@@ -12,7 +12,7 @@ from prefixstore.engine.page_view import Facts
 from prefixstore.format.keys import KEY_BYTES, PAGE
 from prefixstore.maintenance.holdings import keys_in
 
-__all__ = ["MOST_RUNS", "RUN", "USES", "Column", "limited", "runs_of"]
+__all__ = ["MOST_RUNS", "RUN", "USES", "Column", "limited", "parents_of", "runs_of"]
 
 Column = npt.NDArray[Any]
 
@@ -28,6 +28,8 @@ RUN = np.dtype(
         ("parent", "i8"),  # the run that it follows; -1 for the first of a namespace
         ("space", "i8"),  # the number of the namespace
         ("head", "i8"),  # row of the first page in the facts
+        ("last", "i8"),  # row of the last one
+        ("level", "i8"),  # how many runs are above
         ("siblings", "i8"),  # equal for runs that follow the same page; -1 for a run whose parent is lost
         ("start", "i8"),  # the position of the first token
         ("tokens", "i8"),
@@ -47,7 +49,7 @@ RUN = np.dtype(
 )
 
 
-def _parents(facts: Facts) -> Column:
+def parents_of(facts: Facts) -> Column:
     """The row of the parent of each page; -1 if it has none, or another one than its place says."""
     keys, wanted, spaces = (keys_in(facts[name]) for name in ("key", "parent", "namespace"))
     at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
@@ -58,15 +60,19 @@ def _parents(facts: Facts) -> Column:
     return np.where(fits, at, -1)
 
 
-def runs_of(facts: Facts, spaces: Sequence[bytes], now: int) -> Column:
-    """The runs of readable pages. Facts and keys of namespaces are in order; `now` is nanoseconds since the epoch."""
+def runs_of(facts: Facts, spaces: Sequence[bytes], now: int, *, by_use: bool = True) -> tuple[Column, Column]:
+    """The runs of readable pages, and the number of the run of each. Facts and keys of namespaces are in order.
+
+    `now` is nanoseconds since the epoch. Runs end where pages branch, and `by_use` also where they are used less, or
+    are pinned no more.
+    """
     n = len(facts)
     if not n:
-        return np.empty(0, RUN)
-    parent, is_page = _parents(facts), facts["form"] == PAGE
+        return np.empty(0, RUN), np.empty(0, np.int64)
+    parent, is_page = parents_of(facts), facts["form"] == PAGE
     children = np.bincount(parent[is_page & (parent >= 0)], minlength=n)
     band = np.digitize(facts["hits"], USES)
-    differs = (band != band[parent]) | (facts["pinned"] != facts["pinned"][parent])
+    differs = by_use & ((band != band[parent]) | (facts["pinned"] != facts["pinned"][parent]))
     is_head = (parent < 0) | (is_page & ((children[parent] != 1) | differs))
     # each page points to its parent and each head to itself, until all point to their heads
     head = np.where(is_head, np.arange(n), parent)
@@ -94,6 +100,7 @@ def runs_of(facts: Facts, spaces: Sequence[bytes], now: int) -> Column:
     found["parent"] = np.where(above >= 0, run[above], -1)
     found["space"] = space
     found["head"] = heads
+    found["last"] = np.lexsort((facts["start"], is_page, run))[np.cumsum(np.bincount(run)) - 1]
     found["siblings"] = np.where(above >= 0, above, np.where(is_lost, -1, n + space))
     found["tokens"] = total(np.where(is_page | is_head, facts["n_tokens"], 0))
     found["pages"] = total(is_page)
@@ -105,7 +112,11 @@ def runs_of(facts: Facts, spaces: Sequence[bytes], now: int) -> Column:
     found["runs"] = 1
     for name in ("start", "hits", "pinned"):
         found[name] = facts[name][heads]
-    return found
+    levels = [0] * len(heads)
+    for i, parent_run in enumerate(found["parent"].tolist()):
+        levels[i] = levels[parent_run] + 1 if parent_run >= 0 else 0
+    found["level"] = levels
+    return found, run
 
 
 def limited(runs: Column, most: int = MOST_RUNS) -> Column:
@@ -134,7 +145,7 @@ def limited(runs: Column, most: int = MOST_RUNS) -> Column:
     added = np.zeros(len(places), RUN)
     added["parent"] = np.maximum(places, -1)
     added["space"][group] = left["space"]
-    for name in ("head", "siblings"):
+    for name in ("head", "last", "siblings"):
         added[name] = -1
     for name in ("tokens", "pages", "snapshots", "bytes", "runs"):
         added[name] = np.bincount(group, left[name], len(places))

@@ -15,14 +15,13 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine, inspect, text
 
 from prefixstore.backends.sql import migrations as migrate
-from prefixstore.backends.sql.database import APPLICATION_ID, TABLES
+from prefixstore.backends.sql.database import TABLES
 from prefixstore.backends.sql.migrations import HEAD, VERSION_TABLE
 from prefixstore.cli import main
 from prefixstore.errors import IncompatibleError, LocationError
-from tests.support import PATIENCE
 from tests.support.places import refusal
 from tests.support.revisions import LATER, OLD, a_later_version, write_old
-from tests.support.sql_rows import MIB, contents, delete, keys_of, opened, put, require_intact, row
+from tests.support.sql_rows import MIB, contents, delete, opened, put, require_intact, row
 
 ROOT = Path(__file__).parents[2]
 
@@ -121,23 +120,6 @@ def run_by_hand(url, statements):
         engine.dispose()
 
 
-def open_at_once(url):
-    """Have processes open a store at the same moment."""
-    code = """
-import sys
-from tests.backends.test_sql_schema import opened, put, row
-sys.stdin.read()  # until all are ready
-with opened(sys.argv[1]) as backend:
-    put(backend, row(100 + int(sys.argv[2])))
-"""
-    processes = [
-        subprocess.Popen([sys.executable, "-c", code, url, str(i)], stdin=subprocess.PIPE, cwd=ROOT) for i in range(4)
-    ]
-    for process in processes:
-        process.stdin.close()
-    assert [process.wait(PATIENCE) for process in processes] == [0] * 4
-
-
 def test_a_newer_schema_is_refused_and_untouched(empty_url):
     migrate.upgrade(empty_url)
     engine = create_engine(empty_url)
@@ -233,20 +215,6 @@ def test_the_file_and_its_directory_are_for_their_owner_only(tmp_path):
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
 
 
-def test_a_connection_has_the_settings_that_are_documented(tmp_path):
-    with opened(f"sqlite:///{tmp_path}/kv.db") as backend, backend.connection() as connection:
-        pragmas = ("journal_mode", "synchronous", "busy_timeout", "secure_delete", "page_size")
-        found = {name: connection.execute(f"PRAGMA {name}").fetchone()[0] for name in pragmas}
-        assert connection.execute("PRAGMA application_id").fetchone() == (APPLICATION_ID,)
-    assert found == {
-        "journal_mode": "wal",
-        "synchronous": 1,
-        "busy_timeout": 60_000,
-        "secure_delete": 0,
-        "page_size": 16_384,
-    }
-
-
 def not_ours(path, kind):
     if kind == "text":
         path.write_bytes(b"something else " * 1000)
@@ -294,31 +262,6 @@ def test_a_location_that_cannot_be_a_file_is_refused(tmp_path):
     assert refusal(f"sqlite:///{tmp_path}/file/kv.db").startswith("LocationError: ")
     assert refusal(f"sqlite:///{tmp_path}/new/kv.db", read_only=True).startswith("LocationError: ")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
-
-
-@pytest.mark.attack
-def test_processes_that_create_a_store_at_once_all_get_it(tmp_path):
-    url = f"sqlite:///{tmp_path}/kv.db"
-    open_at_once(url)
-    with opened(url) as backend:
-        assert len(keys_of(backend)) == 4
-    assert [path.name for path in tmp_path.iterdir()] == ["kv.db"]
-
-
-@pytest.mark.slow
-def test_a_crash_while_a_store_is_created_leaves_a_location_that_can_be_used(tmp_path):
-    code = """
-import os, sys
-from prefixstore.backends import open_backend
-from prefixstore.backends.sql import sqlite_file
-sqlite_file.publish = lambda *arguments: os._exit(3)
-open_backend(sys.argv[1], max_bytes=1 << 20)
-"""
-    url = f"sqlite:///{tmp_path}/kv.db"
-    assert subprocess.run([sys.executable, "-c", code, url], check=False, cwd=ROOT).returncode == 3
-    assert not (tmp_path / "kv.db").exists()
-    with opened(url) as backend:
-        assert keys_of(backend) == set()
 
 
 def test_a_file_system_without_links_can_be_used(tmp_path, monkeypatch):

@@ -115,7 +115,7 @@ def test_a_dry_run_estimates_the_cost_and_stores_nothing(warm, file, tmp_path):
     told = json.loads(warm(file, "--dry-run", "--json").stdout)
     assert not (tmp_path / "kv").exists()
     assert (told["dry_run"], told["unique_tokens"], told["missing_tokens"]) == (True, UNIQUE, UNIQUE)
-    assert told["bytes"] > 0 < told["seconds"]
+    assert told["stored_bytes"] > 0 < told["seconds"]
     warm(file)
     table = warm(file, "--dry-run")
     assert table.exit_code == 0

@@ -111,7 +111,7 @@ def test_what_is_too_small_is_counted_together(backend):
     with backend.view() as view:
         facts = read_facts(view)
     spaces = [bytes(facts["namespace"][0])]
-    runs = runs_of(facts, spaces, NOW * 10**9)
+    runs, _ = runs_of(facts, spaces, NOW * 10**9)
     few = limited(runs, 200)
     assert limited(runs, len(runs)) is runs
     assert int(few["pages"].sum()) == int(runs["pages"].sum()) == n

@@ -12,8 +12,7 @@ from prefixstore import PrefixStore
 from prefixstore.errors import MisuseError
 from prefixstore.llama.hook import Hook
 from prefixstore.stats import Kind
-from prefixstore.warming.estimate import estimate
-from prefixstore.warming.job import warm
+from prefixstore.warming.job import estimate, warm
 from tests.support import ROOT
 from tests.support.models import answer, logits, prompt
 from tests.support.warming import job_command, shared_prompts, unique_tokens, write_jsonl
@@ -222,11 +221,11 @@ def test_an_estimate_predicts_the_job_and_stores_nothing(llama, tmp_path, arch, 
         report = warm(llm, store, prompts)
         assert expected.missing_tokens == report.evaluated_tokens or arch in ("mamba", "lfm2")
         assert (expected.prompts, expected.unique_tokens) == (report.prompts, report.unique_tokens)
-        assert expected.bytes == pytest.approx(report.stored_bytes, rel=error)
+        assert expected.stored_bytes == pytest.approx(report.stored_bytes, rel=error)
         assert expected.seconds > 0
         assert len(expected.problems) == 1
         nothing = estimate(llm, store, prompts)
-        assert (nothing.missing_tokens, nothing.bytes, nothing.seconds) == (0, 0, 0)
+        assert (nothing.missing_tokens, nothing.stored_bytes, nothing.seconds) == (0, 0, 0)
 
 
 # -- misuse -----------------------------------------------------------------------------------------------------------

@@ -53,12 +53,7 @@ def damaged(path: Path, why: str) -> CorruptError:
 def require_sound(path: Path) -> None:
     """Have a child process read a data file.
 
-    Raises
-    ------
-    CorruptError
-        If the file is damaged.
-    UnavailableError
-        If it could not be read.
+    Raises `CorruptError` if the file is damaged and `UnavailableError` if it could not be read.
     """
     try:
         path.open("rb").close()

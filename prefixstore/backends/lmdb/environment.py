@@ -195,10 +195,8 @@ class Environment:
     def _is_current(self) -> bool:
         """Whether the open file is the one at the path: if not, no other process would see what is written.
 
-        Raises
-        ------
-        CorruptError
-            If the file, which never shrinks, was truncated: reading beyond its end would end the process.
+        Raises `CorruptError` if the file, which never shrinks, was truncated: reading beyond its end would end the
+        process.
         """
         # before: another thread may see it grow meanwhile
         size = self._size
@@ -252,10 +250,7 @@ class Environment:
 
         With `erase` the old file is overwritten, and so is what an attempt has left that was killed.
 
-        Raises
-        ------
-        UnavailableError
-            If another process has the store open, or the file cannot be replaced.
+        Raises `UnavailableError` if another process has the store open, or the file cannot be replaced.
         """
         file, old = self.path / DATA, self.path / OLD
         with self.translated(), self._handle_lock.exclusive():

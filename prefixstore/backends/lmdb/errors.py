@@ -73,16 +73,11 @@ def prepare_directory(path: Path, *, read_only: bool) -> None:
     except OSError as error:
         done = "read" if read_only else "created"
         raise LocationError(f"{path} cannot be {done}: {error.strerror}; choose another location") from error
-    if not os.access(path, os.R_OK | os.X_OK):
+    what, right, needed = ("readable", "rx", 0) if read_only else ("writable", "rwx", os.W_OK)
+    if not os.access(path, os.R_OK | os.X_OK | needed):
         raise LocationError(
-            f"{path} is not readable for this user; run as its owner, have the owner run: "
-            f"chmod g+rx '{path}', or choose another location"
-        )
-    if not read_only and not os.access(path, os.W_OK):
-        raise LocationError(
-            f"{path} is not writable for this user; run as its owner, have the owner run: "
-            f"chmod g+rwx '{path}', or choose another location. To read, open it with read_only=True, as "
-            "prefixstore ls, tree, show, check and export do"
+            f"{path} is not {what} for this user; run as its owner, have the owner run: chmod g+{right} '{path}', or "
+            "choose another location. To read, read_only=True is enough, as for prefixstore ls, show, check and export"
         )
 
 

@@ -178,7 +178,9 @@ class Client:
         self._store: Any = None
         Client._user = Client._user or os.getpid()
         self._require_no_fork()
-        self.renew()
+        self.window = Window()
+        with self._translated():
+            self._store = self._connect()
 
     @property
     def where(self) -> str:
@@ -196,12 +198,6 @@ class Client:
     def _require_no_fork(self) -> None:
         if Client._user != os.getpid():
             raise UnavailableError(f"{self.where}: {FORKED}")
-
-    def renew(self) -> None:
-        """Connect."""
-        self.window = Window()
-        with self._translated():
-            self._store = self._connect()
 
     def _connect(self) -> Any:
         address, stores = self._address, self._library._store  # noqa: SLF001 - where obstore has its classes
@@ -258,10 +254,7 @@ class Client:
     def put(self, name: str, data: Buffer, mode: str | Version = "overwrite") -> Version | None:
         """Write an object; with the mode ``"create"``, or a version, only if there is none, or that one: or None.
 
-        Raises
-        ------
-        GoneError
-            If a version is to be replaced, and there is no object.
+        Raises `GoneError` if a version is to be replaced, and there is no object.
         """
         how = mode if isinstance(mode, str) else dict(mode)
         return self._asked(lambda: _version(self._library.put(self._opened(), name, data, mode=how)), name)

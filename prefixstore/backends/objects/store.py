@@ -130,12 +130,8 @@ class State:
     def unpack(cls, where: str, stored: Buffer, version: Version) -> State:
         """Read the stored form.
 
-        Raises
-        ------
-        CorruptError
-            If it is damaged.
-        IncompatibleError
-            If it is another application's, or of another version.
+        Raises `CorruptError` if it is damaged and `IncompatibleError` if it is another application's, or of another
+        version.
         """
         damaged = f"{where}: {STORE} is damaged, or another application's; choose another prefix, or delete the store"
         try:
@@ -176,10 +172,7 @@ class Store:
     def open(self) -> None:
         """Read the object, or create the store.
 
-        Raises
-        ------
-        LocationError
-            If there is no store to read, or the server ignores conditional writes.
+        Raises `LocationError` if there is no store to read, or the server ignores conditional writes.
         """
         if (found := self._client.get(STORE)) is not None:
             self._enter(State.unpack(self._client.where, *found), self.state)
@@ -201,14 +194,8 @@ class Store:
     def refresh(self) -> State:
         """What is committed: one small request if nothing was since the last one.
 
-        Raises
-        ------
-        GoneError
-            If the store was deleted.
-        UnavailableError
-            If the server does not answer.
-        CorruptError, IncompatibleError
-            If the object is damaged, or the store is of another version.
+        Raises `GoneError` if the store was deleted, `UnavailableError` if the server does not answer and `CorruptError`
+        or `IncompatibleError` if the object is damaged, or the store is of another version.
         """
         known = self.state
         found = self._client.get_if_changed(STORE, known.version)
@@ -257,12 +244,7 @@ class Store:
     def begin(self) -> State:
         """Wait for the turn, and take it. What another writer has committed, but not written, is written.
 
-        Raises
-        ------
-        GoneError
-            If the store was deleted.
-        UnavailableError
-            If others are writing for too long.
+        Raises `GoneError` if the store was deleted and `UnavailableError` if others are writing for too long.
         """
         self._turn, self._written, version, attempt = _random_id(), -1, None, 0
         begun = since = self._renewed = time.monotonic()

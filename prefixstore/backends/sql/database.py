@@ -76,10 +76,7 @@ _TEXTS: tuple[tuple[str, type[StorageError]], ...] = (
 def parse_url(location: str) -> URL:
     """The URL of a location.
 
-    Raises
-    ------
-    InvalidParameterError
-        If it is not valid. The message does not repeat it: it may hold a password.
+    Raises `InvalidParameterError` if it is not valid. The message does not repeat it: it may hold a password.
     """
     try:
         return make_url(location)
@@ -184,12 +181,7 @@ class Database(Backend, Generic[D]):
     def require_head(self, revision: str | None) -> None:
         """Raise the error that names the command to run, if this is not the revision that is needed.
 
-        Raises
-        ------
-        LocationError
-            If there is no store.
-        IncompatibleError
-            If its schema is older.
+        Raises `LocationError` if there is no store and `IncompatibleError` if its schema is older.
         """
         where = self.location
         if revision is None:
@@ -203,10 +195,7 @@ class Database(Backend, Generic[D]):
     def revision_of(self, driver: D, tables: Collection[str]) -> str | None:
         """The revision of the schema, in a database that has these tables; None if they are not of a store.
 
-        Raises
-        ------
-        IncompatibleError
-            If the tables are another application's, or of a newer version.
+        Raises `IncompatibleError` if the tables are another application's, or of a newer version.
         """
         found = [name in tables for name in (VERSION_TABLE, META)]
         if not any(found):
@@ -233,10 +222,7 @@ class Database(Backend, Generic[D]):
     def require_format(self, meta: Sequence[Any]) -> None:
         """The last column of the row about the whole store, which must exist, has to be the format of this version.
 
-        Raises
-        ------
-        IncompatibleError
-            If it is not.
+        Raises `IncompatibleError` if it is not.
         """
         if len(meta) != 1:
             raise IncompatibleError(f"{self.location} has {len(meta)} rows in {META}; it is not a store of prefixstore")
@@ -258,16 +244,17 @@ class Database(Backend, Generic[D]):
         try:
             return self.idle.pop()
         except IndexError:
-            with self.translated():
-                return self.connect()
+            return self.connect()
 
     @contextmanager
     def taken(self) -> Iterator[D]:
-        """A connection, also of a location that another thread closes meanwhile."""
+        """A connection, also of a location that another thread closes meanwhile; its errors are translated."""
         idle, is_sound = self.idle, False
-        driver = self.take()
+        with self.translated():
+            driver = self.take()
         try:
-            yield driver
+            with self.translated():
+                yield driver
         finally:
             try:
                 # if it is lost, whoever used it has got an error, or has all that was asked for; an interrupt stays one
@@ -302,11 +289,9 @@ class Database(Backend, Generic[D]):
         """A connection in a transaction, one at a time in this process; committed unless the block raises."""
         self.require_writable()
         with self.connection() as driver, self._writing:
-            with self.translated():
-                self.begin(driver)
+            self.begin(driver)
             yield driver
-            with self.translated():
-                driver.execute("COMMIT")
+            driver.execute("COMMIT")
 
     @abstractmethod
     def begin(self, driver: D) -> None:

@@ -24,10 +24,7 @@ VERSION_TABLE = "prefixstore_schema"
 def migrations_directory() -> Path:
     """Where the migrations are: in the installed package, or beside it in a working copy.
 
-    Raises
-    ------
-    LocationError
-        If they are in neither place.
+    Raises `LocationError` if they are in neither place.
     """
     package = Path(__file__).parents[2]
     for directory in (package / "migrations", package.parent / "migrations"):
@@ -39,10 +36,7 @@ def migrations_directory() -> Path:
 def statements(revision: str | None, dialect: str, where: str) -> list[str]:
     """What brings the schema of a store from this revision to `HEAD`, None for no store; nothing if it is there.
 
-    Raises
-    ------
-    IncompatibleError
-        If the revision is that of another version, from which there is no way to this one.
+    Raises `IncompatibleError` if the revision is that of another version, from which there is no way to this one.
     """
     if revision == HEAD:
         return []
@@ -75,10 +69,7 @@ class Status(NamedTuple):
 def check(url: str) -> Status:
     """The revision that the store has, and the one that is needed. Changes nothing.
 
-    Raises
-    ------
-    StorageError
-        If the database cannot be opened, or is another application's or of a newer version.
+    Raises `StorageError` if the database cannot be opened, or is another application's or of a newer version.
     """
     with closing(database_of(url, read_only=True)) as database:
         return Status(database.revision(), HEAD)

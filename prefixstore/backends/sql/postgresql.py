@@ -103,10 +103,7 @@ def _is_over(driver: _Connection) -> bool:
 def _our_tables(driver: psycopg.Connection[Any], where: str) -> list[str]:
     """The names of our tables that there are.
 
-    Raises
-    ------
-    IncompatibleError
-        If one has an owner who need not be trusted. Nothing has been read from it.
+    Raises `IncompatibleError` if one has an owner who need not be trusted. Nothing has been read from it.
     """
     found = driver.execute(_TABLES).fetchall()
     for name, owner, is_trusted in found:
@@ -148,14 +145,14 @@ class PostgreSQL(Database[_Connection]):
         self.require_head(self.revision())
 
     def revision(self) -> str | None:
-        with self.connection() as driver, self.translated():
+        with self.connection() as driver:
             return self._revision(driver)
 
     def _revision(self, driver: _Connection) -> str | None:
         return self.revision_of(driver, _our_tables(driver, self.location))
 
     def upgrade(self) -> None:
-        with self.writing() as driver, self.translated():
+        with self.writing() as driver:
             driver.execute(f"SELECT pg_catalog.pg_advisory_xact_lock({UPGRADE_LOCK})")
             # another process may have been faster
             revision = self._revision(driver)
@@ -193,7 +190,7 @@ class PostgreSQL(Database[_Connection]):
 
     def ask(self, statement: str, parameters: dict[str, Any] | None = None) -> list[tuple[Any, ...]]:
         """The rows that a statement returns, also of a location that another thread closes meanwhile."""
-        with self.taken() as driver, self.translated():
+        with self.taken() as driver:
             return driver.execute(statement, parameters, binary=True).fetchall()
 
     def begin(self, driver: _Connection) -> None:
@@ -205,8 +202,7 @@ class PostgreSQL(Database[_Connection]):
     def turn(self) -> Iterator[tuple[_Connection, int]]:
         """A transaction in which nobody else writes, and what all rows weigh."""
         with self.writing() as driver:
-            with self.translated():
-                meta = driver.execute(f"{META_ROW} FOR UPDATE").fetchall()
+            meta = driver.execute(f"{META_ROW} FOR UPDATE").fetchall()
             self.require_format(meta)
             yield driver, meta[0][0]
 
@@ -222,14 +218,13 @@ class PostgreSQL(Database[_Connection]):
         with self.turn() as (driver, total):
             draft = Draft(PostgreSQLView(self, driver, total), COSTS)
             yield draft
-            with self.translated():
-                write(driver, draft.changes)
+            write(driver, draft.changes)
 
     def sync(self) -> None:
         """The server flushes commits, unless configured not to; then one flushed commit flushes those before it."""
         if self.read_only:
             return
-        with self.connection() as driver, self.translated():
+        with self.connection() as driver:
             driver.silence = SILENT_WRITING
             # a transaction that has written nothing is not flushed, whatever number it has
             driver.execute(
@@ -242,7 +237,7 @@ class PostgreSQL(Database[_Connection]):
 
         Only the owner of the tables can do that. First what was counted is counted again.
         """
-        with self.turn() as (driver, _), self.translated():
+        with self.turn() as (driver, _):
             driver.silence = None
             driver.execute(COUNT_AGAIN)
         before = self.disk_bytes()
@@ -270,7 +265,7 @@ class PostgreSQL(Database[_Connection]):
             if diagnostic.severity_nonlocalized == "WARNING":
                 warnings.append(str(diagnostic.message_primary))
 
-        with self.connection() as driver, self.translated():
+        with self.connection() as driver:
             driver.silence = None
             driver.add_notice_handler(note)
             try:

@@ -165,10 +165,9 @@ class PostgreSQLView(View):
                 self.arrived = 0
 
     def _received(self, driver: psycopg.Connection[Any], keys: Sequence[bytes]) -> Iterator[tuple[Any, ...]]:
-        with self._database.translated():
-            cursor = driver.cursor()
-            cursor.adapters.register_loader("bytea", _Shown)
-            yield from cursor.stream(_PAYLOADS, {"keys": list(keys)}, binary=True)
+        cursor = driver.cursor()
+        cursor.adapters.register_loader("bytea", _Shown)
+        yield from cursor.stream(_PAYLOADS, {"keys": list(keys)}, binary=True)
 
     def _row_of(self, lines: Iterator[tuple[Any, ...]]) -> tuple[bytes, Buffer | None] | None:
         """Value and payload of the row to which these lines belong: no more is received than belongs to it."""

@@ -88,7 +88,7 @@ class SQLite(Database[sqlite3.Connection]):
             if not self._exists():
                 return None
             recognize(self.path)
-            with self.connection() as driver, self.translated():
+            with self.connection() as driver:
                 return self._revision(driver)
 
     def _revision(self, driver: sqlite3.Connection) -> str | None:
@@ -100,10 +100,10 @@ class SQLite(Database[sqlite3.Connection]):
                 with self.translated():
                     create(self.path, self.script(None))
             if self.revision() != migrations.HEAD:
-                with self.writing() as driver, self.translated():
+                with self.writing() as driver:
                     # another process may have been faster
                     self.migrate(driver, self._revision(driver))
-            with self.connection() as driver, self.translated():
+            with self.connection() as driver:
                 # set when the file was created, unless something else has changed it
                 driver.execute(WAL).fetchall()
 
@@ -199,16 +199,14 @@ class SQLite(Database[sqlite3.Connection]):
     @contextmanager
     def view(self) -> Iterator[View]:
         with self.connection() as driver:
-            with self.translated():
-                wait_for_locks(driver, READ_SECONDS)
-                driver.execute("BEGIN")
+            wait_for_locks(driver, READ_SECONDS)
+            driver.execute("BEGIN")
             yield SQLiteView(self, driver)
 
     @contextmanager
     def update(self) -> Iterator[Draft]:
         with self.writing() as driver:
-            with self.translated():
-                self.require_format(driver.execute(f"SELECT format FROM {META}").fetchall())  # noqa: S608 - a constant
+            self.require_format(driver.execute(f"SELECT format FROM {META}").fetchall())  # noqa: S608 - a constant
 
             def apply(changes: Sequence[Change]) -> None:
                 with self.translated():
@@ -226,8 +224,7 @@ class SQLite(Database[sqlite3.Connection]):
         if self.read_only:
             return
         with self.connection() as driver:
-            with self.translated():
-                driver.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+            driver.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
             try:
                 # what readers prevent from moving into the file is safe in the log
                 with suppress(FileNotFoundError):
@@ -237,7 +234,7 @@ class SQLite(Database[sqlite3.Connection]):
                 raise UnavailableError(f"{self.location} cannot be flushed: {error.strerror}") from error
 
     def check(self) -> None:
-        with self.connection() as driver, self.translated():
+        with self.connection() as driver:
             ((message,), *_) = driver.execute(f"PRAGMA integrity_check({ROWS})")
         if message != "ok":
             raise CorruptError(f"{self.location}: {message}")
@@ -245,7 +242,7 @@ class SQLite(Database[sqlite3.Connection]):
     def compact(self, *, erase: bool = False) -> int:
         """Rewrite the whole file without its free pages; needs as much disk space again while it runs."""
         self.require_writable()
-        with self.connection() as driver, self._writing, self.translated():
+        with self.connection() as driver, self._writing:
             before = self._found()[1]
             # the connection may have read before, and have waited less
             wait_for_locks(driver, BUSY_SECONDS)
@@ -284,10 +281,7 @@ def wait_for_locks(driver: sqlite3.Connection, seconds: float) -> None:
 def path_of_url(location: str) -> Path:
     """The file that a SQLite URL names.
 
-    Raises
-    ------
-    InvalidParameterError
-        If it does not name a file, or has options.
+    Raises `InvalidParameterError` if it does not name a file, or has options.
     """
     url = parse_url(location)
     if url.drivername not in ("sqlite", "sqlite+pysqlite"):
@@ -342,10 +336,7 @@ def require_trusted(path: Path) -> None:
 def read_mode(path: Path) -> str:
     """What SQLite takes in a URI to read a store: without a lock where nothing can be written and there is no log.
 
-    Raises
-    ------
-    LocationError
-        If SQLite would have to create files that it cannot create.
+    Raises `LocationError` if SQLite would have to create files that it cannot create.
     """
     has_log = any(Path(f"{path}{suffix}").exists() for suffix in ("-wal", "-shm"))
     if has_log or os.access(path.parent, os.W_OK):

@@ -49,10 +49,7 @@ Stored: TypeAlias = "tuple[bytes | None, Buffer | None]"
 def bytes_in(answer: Sequence[Any], where: str) -> int | None:
     """The bytes of a location, as a script has answered; None if it is incomplete: nothing is there, or not all.
 
-    Raises
-    ------
-    IncompatibleError
-        If the location is that of another application, or has another format.
+    Raises `IncompatibleError` if the location is that of another application, or has another format.
     """
     exists, magic, version, n_bytes = answer[:4]
     if exists and magic != MAGIC:
