@@ -28,12 +28,18 @@ def together(*works: Callable[[], None]) -> None:
             failures.append(error)
 
     threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
-    for thread in threads:
-        thread.start()
-    until = time.monotonic() + PATIENCE
-    while not failures and any(thread.is_alive() for thread in threads):
-        assert time.monotonic() < until, "a thread waits forever"
-        time.sleep(0.001)
+    interval = sys.getswitchinterval()
+    # threads that compute hold up one that calls C for this long at each call: the shorter, the more they interleave
+    sys.setswitchinterval(1e-4)
+    try:
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + PATIENCE
+        while not failures and any(thread.is_alive() for thread in threads):
+            assert time.monotonic() < until, "a thread waits forever"
+            time.sleep(0.001)
+    finally:
+        sys.setswitchinterval(interval)
     if failures:
         raise failures[0]
 
