@@ -14,8 +14,7 @@ from prefixstore.cli.command import Result
 from prefixstore.cli.listing import SHORT, chosen_namespaces, page_facts
 from prefixstore.cli.model import text_of_tokens
 from prefixstore.cli.output import DONE, FAILED, Form, ago, rows_of, say, tell
-from prefixstore.engine.facts import Facts
-from prefixstore.engine.page_view import View
+from prefixstore.engine.page_view import Facts, View
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.maintenance.archive import Archive
