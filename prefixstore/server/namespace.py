@@ -11,9 +11,10 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prefixstore.errors import (
     ContextError,
@@ -21,17 +22,24 @@ from prefixstore.errors import (
     ServerRefusedError,
 )
 from prefixstore.format.namespace import Namespace, parted
-from prefixstore.llama.state.form import Window
+from prefixstore.llama.capture import Place
+from prefixstore.llama.restore import Restore
+from prefixstore.llama.state.form import HIDDEN_ROWS, Form, Window
 from prefixstore.llama.state.shape import PAIR, U32, StateShape
 from prefixstore.models.file import file_identity, model_name, read_metadata
 from prefixstore.server.arguments import Arguments, config_files, parse_arguments
 from prefixstore.server.client import LlamaServer, Props
 from prefixstore.server.find_process import RunningProcess, running_process, start_ticks
 from prefixstore.server.model_settings import FLASH_AUTO, FLASH_OFF, FLASH_ON, Setting, commit_of, model_settings
-from prefixstore.server.slot_file import STATE_VERSION, SlotLayout
+from prefixstore.server.slot_file import STATE_VERSION, SlotFile, SlotLayout
 from prefixstore.stats import Kind
 
-__all__ = ["ServerIdentity", "has_window", "kind_of_layout", "slots_dir_of"]
+if TYPE_CHECKING:
+    from prefixstore.engine.compute_rate import ComputeRate
+    from prefixstore.engine.engine import Engine
+    from prefixstore.server.slot_files import SlotDirectory
+
+__all__ = ["ServerIdentity", "Way", "kind_of_layout", "slots_dir_of"]
 
 # pages of Python's Llama with hybrid memory are no longer than this; see `llama.kv_memory.page_tokens_for`
 SHORT_PAGE = 64
@@ -44,6 +52,15 @@ def kind_of_layout(layout: SlotLayout) -> Kind:
     if layout.shape is not None and layout.shape.recurrent is None:
         return Kind.PAGES
     return Kind.PAGES_AND_SNAPSHOTS if layout.shape is not None and layout.shape.sections else Kind.SNAPSHOTS
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way in which the slots of a server are stored; `place` says where, for the place of a tenant."""
+
+    form: Form
+    restore: Restore
+    place: Callable[[Place], Place] = lambda place: place
 
 
 @dataclass(frozen=True)
@@ -181,7 +198,7 @@ class ServerIdentity:
         kind = kind_of_layout(layout)
         if kind is Kind.PAGES_AND_SNAPSHOTS:
             return min(wanted, SHORT_PAGE)
-        return min(wanted, self.window.size) if self.window is not None and has_window(layout, self.window) else wanted
+        return min(wanted, self.window.size) if self.window is not None and _has_window(layout, self.window) else wanted
 
     def namespace(self, layout: SlotLayout, *, page_tokens: int, salt: str | None) -> Namespace:
         """The namespace of the pages of a tenant, or of a part of one (`salt`). The layout is that of its slot files.
@@ -213,6 +230,30 @@ class ServerIdentity:
             # what it has of each slot is written as it is
             settings["streams"] = self.props.n_slots
         return Namespace(settings)
+
+    def ways(self, file: SlotFile, engine: Engine, rate: ComputeRate, to: SlotDirectory) -> tuple[Way, ...]:
+        """How slots of a server are found, by a file of one; they are written in the last way.
+
+        None at all, if the length of the sliding window is not known.
+        """
+        layout = file.layout
+        assert layout is not None, "it is of a slot that holds something"
+        shape = layout.shape
+        if file.view is None or shape is None:
+            return (Way(Form(), Restore(engine, Form(), rate, to)),)
+        window = self.window if _has_window(layout, self.window) else None
+        if shape.recurrent is not None:
+            form = Form.ends(file.view, window)
+            return (Way(form, Restore(engine, form, rate, to, hides=True)),)
+        rows = Form.rows(shape)
+        if window is None or self.swa_full:
+            # with --swa-full, the server would step back to where rows of the window are missing: all or none
+            is_unknown = self.is_named and len(shape.sections) > 1
+            return () if is_unknown else (Way(rows, Restore(engine, rows, rate, to)),)
+        # pages of a Llama have all rows of the window; what the server computes has only those that are still seen
+        ends = Form.ends(file.view, window)
+        seen = Restore(engine, rows, rate, to, seen=window.size + HIDDEN_ROWS)
+        return (Way(rows, seen), Way(ends, Restore(engine, ends, rate, to, hides=True), Place.of_ends))
 
     def model_name(self) -> str | None:
         """The name of the model, for people."""
@@ -268,7 +309,7 @@ def _slots_dir(process: RunningProcess) -> Path | None:
     return process.path(given) if given else None
 
 
-def has_window(layout: SlotLayout, window: Window | None) -> bool:
+def _has_window(layout: SlotLayout, window: Window | None) -> bool:
     """Whether the last section before a recurrent part is that of a window: models name one that they do not have."""
     return window is not None and layout.shape is not None and layout.shape.n_before > 1
 

@@ -18,7 +18,6 @@ from prefixstore.report.page import live_html
 from prefixstore.server.exchange import Exchange
 from prefixstore.server.session import ServerSession
 from prefixstore.server.slots import SlotStore
-from prefixstore.server.store_check import differences
 from prefixstore.server.tenants import Admission, api_key_of
 from prefixstore.server.upstream import UpstreamError
 
@@ -186,7 +185,7 @@ def _told(store: SlotStore) -> dict[str, Any] | None:
         return asdict(store.store.stats()) | {
             "location": store.store.location,
             "kind": store.kind.value,
-            "other_settings": differences(store),
+            "other_settings": store.differences(),
         }
     except ClosedError:
         return None

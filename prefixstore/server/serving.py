@@ -27,11 +27,11 @@ from prefixstore.server.listener import address_of, bound, stopped_by_signals
 from prefixstore.server.namespace import ServerIdentity, slots_dir_of
 from prefixstore.server.own_endpoints import OwnEndpoints
 from prefixstore.server.proxy import Proxy
-from prefixstore.server.session import ServerSession
-from prefixstore.server.slots import SlotStore
-from prefixstore.server.store_check import ADVICE, OnDamage, check_store, differences, opened
+from prefixstore.server.session import OnDamage, ServerSession, opened
+from prefixstore.server.slots import ADVICE, SlotStore
 from prefixstore.server.tenants import Admission, TenantSource
 from prefixstore.server.upstream import Upstream
+from prefixstore.store import PrefixStore
 from prefixstore.units import counted, format_bytes
 
 __all__ = ["ServeSettings", "failure_of", "serve_child", "serve_running"]
@@ -104,7 +104,7 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
     # a model may take a minute to load: what can be said before is said before
     check_program(argv, environ)
     try:
-        opened(settings.location, settings.on_damage, lambda: check_store(settings.location, settings.store_options))
+        opened(settings.location, settings.on_damage, lambda: _check_store(settings))
     except StorageError as error:
         if settings.on_damage is OnDamage.FAIL:
             raise
@@ -245,6 +245,11 @@ async def _listen(
     await runner.cleanup()
 
 
+def _check_store(settings: ServeSettings) -> None:
+    """Open the store and close it again. An unreachable far location is not an error."""
+    PrefixStore(settings.location, **{"namespace": "server", **settings.store_options}).close()
+
+
 def _what_is_stored(session: ServerSession) -> str:
     if session.store is None or session.reason is not None:
         why = f" ({session.why})" if session.why else ""
@@ -253,7 +258,7 @@ def _what_is_stored(session: ServerSession) -> str:
     stats = store.stats()
     held = f"{counted(stats.entries, 'page')}, {format_bytes(stats.bytes_used)}" if stats.entries else "empty"
     nearer = " in the nearer one" if stats.tiers else ""
-    differ = differences(session.store)
+    differ = session.store.differences()
     unusable = ""
     if differ:
         unusable = f"; it has pages of this model, and none for these settings: {', '.join(differ)}. {ADVICE}"
