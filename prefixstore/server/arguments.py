@@ -132,20 +132,13 @@ TRUE = ("on", "enabled", "true", "1")
 
 @dataclass
 class Arguments:
-    """The options of a server, from its arguments and environment.
+    """The options of a server, from its arguments and environment."""
 
-    Attributes
-    ----------
-    settings
-        Values of the options that are understood, by name; ``"1"`` for a flag.
-    unknown
-        The rest, as given.
-    reason
-        Why nothing may be stored of a server with these; None if something may.
-    """
-
+    # values of the options that are understood, by name; "1" for a flag
     settings: dict[str, str] = field(default_factory=dict)
+    # the rest, as given
     unknown: list[str] = field(default_factory=list)
+    # why nothing may be stored of a server with these; None if something may
     reason: str | None = None
 
     def is_on(self, name: str) -> bool:

@@ -29,7 +29,7 @@ from prefixstore.llama.state.shape import PAIR, U32, StateShape
 from prefixstore.models.file import file_identity, model_name, read_metadata
 from prefixstore.server.arguments import Arguments, config_files, parse_arguments
 from prefixstore.server.client import LlamaServer, Props
-from prefixstore.server.find_process import RunningProcess, running_process, start_ticks
+from prefixstore.server.find_process import running_process, start_ticks
 from prefixstore.server.model_settings import FLASH_AUTO, FLASH_OFF, FLASH_ON, Setting, commit_of, model_settings
 from prefixstore.server.slot_file import STATE_VERSION, SlotFile, SlotLayout
 from prefixstore.stats import Kind
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from prefixstore.engine.engine import Engine
     from prefixstore.server.slot_files import SlotDirectory
 
-__all__ = ["ServerIdentity", "Way", "kind_of_layout", "slots_dir_of"]
+__all__ = ["ServerIdentity", "Way", "kind_of_layout"]
 
 # pages of Python's Llama with hybrid memory are no longer than this; see `llama.kv_memory.page_tokens_for`
 SHORT_PAGE = 64
@@ -67,40 +67,30 @@ class Way:
 class ServerIdentity:
     """Everything that determines the namespace of a server, except what its own slot files show.
 
-    Attributes
-    ----------
-    settings
-        As in the namespace of a ``Llama``, as far as they are known without a slot file.
-    props
-        What the server has said about itself.
-    window
-        What tokens see in the layers that do not see all; None if the model has none, or that is not known.
-    swa_full
-        Whether rows outside of the window are kept.
-    reason
-        Why nothing may be stored of this server: ``"lora"``, ``"control_vector"``, ``"context_shift"``,
-        ``"cache_reuse"``, ``"config_file"``, ``"preset"``, ``"embeddings"``, ``"router"``, ``"no_decoder"`` (the model
-        generates no text), ``"arguments"`` (they are not understood); None if something may be.
+    `reason` is why nothing may be stored of this server: ``"lora"``, ``"control_vector"``, ``"context_shift"``,
+    ``"cache_reuse"``, ``"config_file"``, ``"preset"``, ``"embeddings"``, ``"router"``, ``"no_decoder"`` (the model
+    generates no text), ``"arguments"`` (they are not understood); None if something may be.
     """
 
+    # as in the namespace of a Llama, as far as they are known without a slot file
     settings: Mapping[str, Setting]
     props: Props
+    # what tokens see in the layers that do not see all; None if the model has none, or that is not known
     window: Window | None = None
+    # whether rows outside of the window are kept
     swa_full: bool = False
     reason: str | None = None
     # named: only the slot file tells anything of the states
     is_named: bool = field(default=False, kw_only=True)
     # what the files of the model were
     files: Mapping[str, Sequence[int]] = field(default_factory=dict, kw_only=True, repr=False)
-    # where it saves slots, as this process sees it
-    slots_dir: Path | None = field(default=None, kw_only=True)
     # the process, and when it was started, in ticks
     process: tuple[int, int] | None = field(default=None, kw_only=True)
 
     # -- made of ------------------------------------------------------------------------------------------------------
 
     @classmethod
-    def named(cls, props: Props, namespace: str, *, slots_dir: Path | None = None) -> ServerIdentity:
+    def named(cls, props: Props, namespace: str) -> ServerIdentity:
         """The identity of a server of which little is known: a name represents all of its settings.
 
         The name of the model's file belongs to it, too: another model may be loaded under the same name.
@@ -120,7 +110,7 @@ class ServerIdentity:
             "llama_cpp": commit_of(props),
             "state_version": STATE_VERSION,
         }
-        return cls(settings, props, is_named=True, slots_dir=slots_dir)
+        return cls(settings, props, is_named=True)
 
     @classmethod
     def of_command(
@@ -168,7 +158,7 @@ class ServerIdentity:
         ContextError
             If a file of the model cannot be read.
         """
-        found = _process_of(url)
+        found = running_process(LlamaServer(url).pid)
         if found is None:
             raise InvalidParameterError(
                 f"the process of {url} is not found on this machine, or belongs to another user: pass --namespace, a "
@@ -189,7 +179,7 @@ class ServerIdentity:
         for path in identity.files:
             if Path(path).stat().st_ctime > found.started_at:
                 raise ContextError(f"{path} has changed since the server was started: restart the server")
-        return replace(identity, process=(found.pid, found.ticks), slots_dir=_slots_dir(found))
+        return replace(identity, process=(found.pid, found.ticks))
 
     # -- used for -----------------------------------------------------------------------------------------------------
 
@@ -292,21 +282,6 @@ class ServerIdentity:
                     f"the states of the server have the ggml types {sorted(found)} as {name}, and its arguments say "
                     f"{self.settings[name]}: nothing is stored"
                 )
-
-
-def slots_dir_of(url: str) -> Path | None:
-    """Where a server on this machine saves its slots, as this process sees it; None if that is not known."""
-    found = _process_of(url)
-    return None if found is None else _slots_dir(found)
-
-
-def _process_of(url: str) -> RunningProcess | None:
-    return running_process(LlamaServer(url).pid)
-
-
-def _slots_dir(process: RunningProcess) -> Path | None:
-    given = parse_arguments(process.argv[1:], process.environ).settings.get("slots_dir")
-    return process.path(given) if given else None
 
 
 def _has_window(layout: SlotLayout, window: Window | None) -> bool:

@@ -144,47 +144,30 @@ class InvalidRequestError(Exception):
 
 @dataclass(frozen=True)
 class Ask:
-    """A completion that a client requests.
+    """A completion that a client requests: a prompt or a chat."""
 
-    Attributes
-    ----------
-    reason
-        Why it is passed through without the store; None if the store is used.
-    prompt
-        Text, or tokens and texts, as ``/tokenize`` takes them; None if it is a chat.
-    chat
-        A chat as ``/apply-template`` takes it, as JSON; None if it is a prompt.
-    media
-        A number below 0 that stands for its images and sound, if it has any.
-    id_slot
-        The slot that the client wants; None if it leaves that to the server.
-    can_pin
-        Whether the server uses the slot that the request names.
-    taints
-        Whether the rows that it leaves in a slot may be other than those of its tokens alone.
-    field
-        The field that is not known, if that is the reason.
-    can_add
-        Whether the server reads what is added to it: that of an interface of which it takes all fields.
-    streams
-        Whether the answer is to be sent as it is made.
-    boundaries
-        Lengths of the parts of its prompt that other prompts will share, in tokens, as the client says.
-    cache_salt
-        What the client adds to the name of its tenant.
-    """
-
+    # why it is passed through without the store; None if the store is used
     reason: str | None = None
+    # text, or tokens and texts, as /tokenize takes them
     prompt: str | list[Any] | None = None
+    # JSON, as /apply-template takes it
     chat: bytes | None = None
+    # a number below 0 that stands for its images and sound, if it has any
     media: int | None = None
+    # the slot that the client wants; None if it leaves that to the server
     id_slot: int | None = None
+    # whether the server uses the slot that the request names
     can_pin: bool = True
+    # whether the rows that it leaves in a slot may be other than those of its tokens alone
     taints: bool = False
+    # the one that is not known, if that is the reason
     field: str | None = None
+    # whether the server reads what is added to it: that of an interface of which it takes all fields
     can_add: bool = True
     streams: bool = False
+    # lengths of the parts of its prompt that other prompts will share, in tokens, as the client says
     boundaries: tuple[int, ...] = ()
+    # what the client adds to the name of its tenant
     cache_salt: str | None = None
 
 

@@ -25,7 +25,7 @@ from prefixstore.opening import Locations
 from prefixstore.server.client import LlamaServer
 from prefixstore.server.namespace import ServerIdentity, Way, kind_of_layout
 from prefixstore.server.slot_file import SlotFile, SlotLayout, slot_assembly
-from prefixstore.server.slot_files import Restored, SlotBuffer, SlotCopy, SlotDirectory, Stored, wrong_directory
+from prefixstore.server.slot_files import Restored, SlotBuffer, SlotCopy, SlotDirectory, Stored
 from prefixstore.stats import Counters, Kind
 from prefixstore.store import PrefixStore
 from prefixstore.units import shown
@@ -95,9 +95,6 @@ class SlotStore:
         self.server = server
         self.identity = identity
         self.directory = SlotDirectory(slots_dir)
-        if identity.slots_dir is not None and not identity.slots_dir.samefile(self.directory.path):
-            # before the server writes files there that are never deleted
-            raise wrong_directory(self.directory.path)
         self.reason, self.why = identity.reason, ""
         # of its slot files; None if nothing is stored
         self.layout: SlotLayout | None = None
