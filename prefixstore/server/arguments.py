@@ -35,6 +35,7 @@ VALUED = """
 --chat-template-kwargs -to --timeout --sse-ping-interval --threads-http --media-path
 --reasoning-format -rea --reasoning --reasoning-effort --reasoning-budget --reasoning-budget-message --chat-template
 --chat-template-file -sps --slot-prompt-similarity --sleep-idle-seconds --log-prompts-dir
+--slot-save-path
 --spec-type --spec-draft-hf -hfd -hfrd --hf-repo-draft --spec-draft-model -md --model-draft --spec-draft-type-k -ctkd
 --cache-type-k-draft --spec-draft-type-v -ctvd --cache-type-v-draft --spec-draft-threads -td --threads-draft
 --spec-draft-threads-batch -tbd --threads-batch-draft --spec-draft-cpu-mask -Cd --cpu-mask-draft
@@ -88,7 +89,6 @@ UNDERSTOOD: tuple[tuple[str, str, str | None, bool], ...] = (
     ("override_kv", "--override-kv", None, False),
     ("context_shift", "--context-shift", "CONTEXT_SHIFT", True),
     ("cache_reuse", "--cache-reuse", "CACHE_REUSE", False),
-    ("slots_dir", "--slot-save-path", None, False),
     ("model", "-m --model", "MODEL", False),
     ("cache_ram", "-cram --cache-ram", "CACHE_RAM", False),
 )
