@@ -68,7 +68,7 @@ def doctor(
 def _of_server(url: str, api_key: str | None, location: str) -> Finding:
     """Whether a ``prefixstore serve`` uses its store, and that is this one."""
     from prefixstore.server.client import LlamaServer  # noqa: PLC0415 - only for this option
-    from prefixstore.server.store_check import ADVICE  # noqa: PLC0415 - as above
+    from prefixstore.server.slots import ADVICE  # noqa: PLC0415 - as above
 
     try:
         with LlamaServer(url, api_key=api_key) as server:

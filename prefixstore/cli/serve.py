@@ -115,7 +115,7 @@ def serve(
     try:
         # the extra "server"
         from prefixstore.server.serving import ServeSettings, serve_child, serve_running  # noqa: PLC0415
-        from prefixstore.server.store_check import OnDamage  # noqa: PLC0415
+        from prefixstore.server.session import OnDamage  # noqa: PLC0415
         from prefixstore.server.tenants import TenantSource  # noqa: PLC0415
     except ImportError as error:
         raise MissingExtraError(

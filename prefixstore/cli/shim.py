@@ -16,7 +16,7 @@ from prefixstore.cli.command import Result
 from prefixstore.cli.files import writing
 from prefixstore.cli.output import say
 from prefixstore.errors import InvalidParameterError
-from prefixstore.server.command import check_options, check_program
+from prefixstore.server.child import check_options, check_program
 
 __all__ = ["main", "shim"]
 

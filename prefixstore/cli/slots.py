@@ -178,13 +178,12 @@ def _opened(
     store: str, client: LlamaServer, slots_dir: Path, namespace: str | None, **limit: str
 ) -> Iterator[SlotStore]:
     """The store of a server's slots."""
-    from prefixstore.server.namespace import ServerIdentity, slots_dir_of  # noqa: PLC0415 - the extra "server"
+    from prefixstore.server.namespace import ServerIdentity  # noqa: PLC0415 - the extra "server"
     from prefixstore.server.slots import SlotStore  # noqa: PLC0415 - as above
 
     props = client.props()
-    if namespace is None:
-        identity = ServerIdentity.of_process(client.url, props)
-    else:
-        identity = ServerIdentity.named(props, namespace, slots_dir=slots_dir_of(client.url))
+    identity = (
+        ServerIdentity.of_process(client.url, props) if namespace is None else ServerIdentity.named(props, namespace)
+    )
     with SlotStore(store, client, slots_dir, identity, **limit) as opened:
         yield opened

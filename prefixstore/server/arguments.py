@@ -35,6 +35,7 @@ VALUED = """
 --chat-template-kwargs -to --timeout --sse-ping-interval --threads-http --media-path
 --reasoning-format -rea --reasoning --reasoning-effort --reasoning-budget --reasoning-budget-message --chat-template
 --chat-template-file -sps --slot-prompt-similarity --sleep-idle-seconds --log-prompts-dir
+--slot-save-path
 --spec-type --spec-draft-hf -hfd -hfrd --hf-repo-draft --spec-draft-model -md --model-draft --spec-draft-type-k -ctkd
 --cache-type-k-draft --spec-draft-type-v -ctvd --cache-type-v-draft --spec-draft-threads -td --threads-draft
 --spec-draft-threads-batch -tbd --threads-batch-draft --spec-draft-cpu-mask -Cd --cpu-mask-draft
@@ -88,7 +89,6 @@ UNDERSTOOD: tuple[tuple[str, str, str | None, bool], ...] = (
     ("override_kv", "--override-kv", None, False),
     ("context_shift", "--context-shift", "CONTEXT_SHIFT", True),
     ("cache_reuse", "--cache-reuse", "CACHE_REUSE", False),
-    ("slots_dir", "--slot-save-path", None, False),
     ("model", "-m --model", "MODEL", False),
     ("cache_ram", "-cram --cache-ram", "CACHE_RAM", False),
 )
@@ -132,20 +132,13 @@ TRUE = ("on", "enabled", "true", "1")
 
 @dataclass
 class Arguments:
-    """The options of a server, from its arguments and environment.
+    """The options of a server, from its arguments and environment."""
 
-    Attributes
-    ----------
-    settings
-        Values of the options that are understood, by name; ``"1"`` for a flag.
-    unknown
-        The rest, as given.
-    reason
-        Why nothing may be stored of a server with these; None if something may.
-    """
-
+    # values of the options that are understood, by name; "1" for a flag
     settings: dict[str, str] = field(default_factory=dict)
+    # the rest, as given
     unknown: list[str] = field(default_factory=list)
+    # why nothing may be stored of a server with these; None if something may
     reason: str | None = None
 
     def is_on(self, name: str) -> bool:

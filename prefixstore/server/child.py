@@ -1,27 +1,65 @@
-"""A llama-server as a child process: started, watched, restarted if it crashes, ended with its parent."""
+"""A llama-server as a child process: its command line, checked and completed; started, watched, restarted, ended.
+
+It runs beside a directory in memory that only this user can read, gone when the process ends.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import ctypes
+import fcntl
 import logging
 import os
+import re
+import secrets
+import shutil
 import signal
+import stat
 import sys
-from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
-from prefixstore.errors import ServerError
-from prefixstore.server.upstream import ASK_SECONDS, Upstream
+from prefixstore.errors import InvalidParameterError, ServerError
+from prefixstore.server.arguments import Arguments, config_files, option_name, parse_arguments
+from prefixstore.server.model_settings import gains_from_full_window
 
-if TYPE_CHECKING:
-    from prefixstore.server.command import ServerCommand
-
-__all__ = ["CHILD_URL", "Child"]
+__all__ = ["Child", "ServerCommand", "check_options", "check_program", "private_directory"]
 
 log = logging.getLogger("prefixstore.server")
 
+# Options that would work against the proxy, and what to do instead.
+REFUSED = {
+    "--host": "the proxy listens; give --host before the --",
+    "--port": "the proxy listens; give --port before the --",
+    "--slot-save-path": "the proxy has a directory of its own, in memory",
+    "--no-slots": "the proxy reads /slots",
+    "--context-shift": "shifted rows cannot be stored",
+    "--cache-reuse": "shifted rows cannot be stored",
+    "--cache-idle-slots": "it empties the slots that the proxy has filled",
+    "--api-prefix": "the proxy passes paths on as they are",
+    "--ssl-key-file": "the proxy is reached first; put TLS in front of it",
+    "--ssl-cert-file": "the proxy is reached first; put TLS in front of it",
+    "--models-dir": "a router starts other servers, whose slots the proxy does not see; serve one model",
+    "--models-preset": "a router starts other servers, whose slots the proxy does not see; serve one model",
+}
+# what is added to the command overrides these, if they are in the environment
+OVERRIDDEN = {"--host", "--port", "--slot-save-path", "--no-slots", "--cache-idle-slots"}
+OFF = {"", "0", "false", "off", "disabled"}
+KEY_OPTIONS = ("--api-key", "--api-key-file")
+KEY_VARIABLES = ("LLAMA_API_KEY", "LLAMA_ARG_API_KEY_FILE")
+# in a line of a file of settings that is no comment
+API_KEY = re.compile(r"^[^#;\n]*api[-_]key", re.IGNORECASE | re.MULTILINE)
+# llama-server takes it for a Unix socket by its ending. No other user of the machine can reach it, and no other process
+# can have it before the server does, as it could have a port.
+SOCKET = "server.sock"
+MAX_SOCKET = 103
+MEMORY = Path("/dev/shm")  # noqa: S108 - mkdtemp makes a unique directory for this user only
+PREFIX = "prefixstore-"
+# locked as long as its process lives: unlike a process id, that is right between containers, too
+LOCK = "lock"
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 # a server that has lived so long begins again with the shortest pause
 STABLE_SECONDS = 60.0
@@ -30,27 +68,186 @@ STOP_SECONDS = 15.0
 # how long a process that dies may still run after it has not answered as it should
 DYING_SECONDS = 2.0
 PR_SET_PDEATHSIG = 1
-# a name: it listens on a socket
-CHILD_URL = "http://llama-server"
+
+
+class ServerCommand:
+    """The arguments of a llama-server: those of the user, program first, and what is added.
+
+    It runs in `environ`, from which it takes options, too. It saves slots in `private`, a directory that only this user
+    can read. If tenants are `separated`, it has no cache of prompts in RAM.
+
+    Raises
+    ------
+    InvalidParameterError
+        If an option cannot be used behind the proxy.
+    """
+
+    def __init__(
+        self, argv: Sequence[str], environ: Mapping[str, str], private: Path, *, separated: bool = False
+    ) -> None:
+        if not argv:
+            raise InvalidParameterError("no llama-server is given; put its command after --: -- llama-server -m FILE")
+        check_options(argv, environ)
+        self.given = tuple(argv)
+        self.socket = private / SOCKET
+        if len(os.fsencode(self.socket)) > MAX_SOCKET:
+            raise InvalidParameterError(f"{private} is too long for the path of a socket; set TMPDIR to a shorter one")
+        self.slots_dir = private / "slots"
+        self.has_keys = bool(api_keys_of(argv, environ))
+        # beside those of its clients, which are not known here
+        self.key = secrets.token_urlsafe(32) if self.has_keys else None
+        self._private, self._key_file = private, private / "api-key"
+        self.prepare()
+        arguments = parse_arguments(argv[1:], environ)
+        cache_ram = _cache_ram_of(arguments)
+        if separated and cache_ram not in (None, 0):
+            raise InvalidParameterError(
+                f"--cache-ram {cache_ram:g}: tenants would see each other's prompts in the server's cache; leave it out"
+            )
+        self._cache_ram = cache_ram
+        self._full_window = gains_from_full_window(arguments, arguments.settings.get("model"))
+
+    def prepare(self) -> None:
+        """Create what the server needs in the directory, and the directory if it was removed.
+
+        Logind does that to users who are not system users, when they log out.
+
+        Raises
+        ------
+        ServerError
+            If it cannot be created, or belongs to another user.
+        """
+        try:
+            self._private.mkdir(mode=0o700, exist_ok=True)
+            found = self._private.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+                raise ServerError(f"{self._private} was replaced by something that is not private; start again")
+            # of one that was killed: the next one would not start
+            self.socket.unlink(missing_ok=True)
+            self.slots_dir.mkdir(mode=0o700, exist_ok=True)
+            if self.key is not None and not self._key_file.exists():
+                self._key_file.touch(mode=0o600)
+                self._key_file.write_text(f"{self.key}\n")
+        except OSError as error:
+            raise ServerError(f"{self._private} cannot be prepared for llama-server: {error.strerror}") from error
+
+    def argv(self) -> list[str]:
+        """All arguments, for a server that listens on `socket`."""
+        ours = ["--host", str(self.socket), "--slots", "--slot-save-path", str(self.slots_dir)]
+        ours += ["--no-cache-idle-slots", "--no-context-shift"]
+        if self.key is not None:
+            ours += ["--api-key-file", str(self._key_file)]
+        if self._full_window:
+            ours.append("--swa-full")
+        if not self._cache_ram:
+            # the store has a RAM tier of its own, and its budget is known
+            ours += ["--cache-ram", "0"]
+        return [*self.given, *ours]
+
+
+def check_program(argv: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Raise `InvalidParameterError` if the command does not begin with a program that can be started."""
+    if argv and argv[0].startswith("-"):
+        raise InvalidParameterError(f"{argv[0]} follows --; the program comes first: -- llama-server {argv[0]} ...")
+    if argv and shutil.which(argv[0], path=environ.get("PATH")) is None:
+        where = "is not an executable file" if "/" in argv[0] else "is not on the PATH"
+        raise InvalidParameterError(f"{argv[0]} {where}; give the path of llama-server")
+
+
+def check_options(argv: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Raise `InvalidParameterError` if an option, or a variable, cannot be used behind the proxy."""
+    for i, argument in enumerate(argv):
+        name = option_name(argument.split("=", 1)[0])
+        if name == "--cache-reuse" and argv[i + 1 : i + 2] == ["0"]:
+            continue
+        if name in REFUSED:
+            raise InvalidParameterError(f"{name} cannot be used behind the proxy: {REFUSED[name]}")
+    for name in REFUSED.keys() - OVERRIDDEN:
+        variable = "LLAMA_ARG_" + name.removeprefix("--").replace("-", "_").upper()
+        if environ.get(variable, "").lower() not in OFF:
+            raise InvalidParameterError(f"{variable} cannot be used behind the proxy: {REFUSED[name]}")
+
+
+def values_of(argv: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The values given to an option, in order."""
+    return [argv[i + 1] for i, argument in enumerate(argv[:-1]) if option_name(argument) in names]
+
+
+def _cache_ram_of(arguments: Arguments) -> float | None:
+    """What is given with ``--cache-ram``; None if that is nothing."""
+    try:
+        return float(arguments.settings["cache_ram"])
+    except (KeyError, ValueError):
+        return None  # the server says so
+
+
+def api_keys_of(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Whether the server requires a key of its clients."""
+    given = [*values_of(argv, KEY_OPTIONS), *(environ.get(name) for name in KEY_VARIABLES)]
+    return any(given) or any(_names_key(path) for path in config_files(environ))
+
+
+def _names_key(path: Path) -> bool:
+    try:
+        return API_KEY.search(path.read_text(errors="replace")) is not None
+    except OSError:
+        return False
+
+
+@contextmanager
+def private_directory(parent: Path | None = None) -> Iterator[Path]:
+    """Create the directory, with mode 0700, and remove it with its contents at the end.
+
+    What processes that were killed have left behind is removed first.
+
+    Parameters
+    ----------
+    parent
+        Where to make it; None: ``/dev/shm`` if there is one, else the directory for temporary files.
+    """
+    if parent is None:
+        parent = MEMORY if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    _remove_left_behind(parent)
+    path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    new = path / f"{LOCK}.new"
+    try:
+        with new.open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            new.rename(path / LOCK)
+            yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_left_behind(parent: Path) -> None:
+    for path in parent.glob(f"{PREFIX}*"):
+        # without a lock file it is another's, or just being made
+        with contextlib.suppress(OSError):
+            if path.is_symlink() or path.stat().st_uid != os.getuid():
+                continue
+            with (path / LOCK).open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
 
 
 class Child:
     """A llama-server that runs until `stop`, and is restarted if it ends before.
 
     It must be run from a thread that lives as long as the process: Linux kills the child when the
-    thread that started it ends. `when_ready` is called each time the server answers that it is healthy, and `when_down`
-    as soon as its process has ended.
+    thread that started it ends. `when_ready` is called each time the server answers that it is healthy (`is_healthy`),
+    and `when_down` as soon as its process has ended.
     """
 
     def __init__(
         self,
         command: ServerCommand,
         environ: Mapping[str, str],
+        is_healthy: Callable[[], Awaitable[bool]],
         when_ready: Callable[[], Awaitable[None]],
         when_down: Callable[[], None],
     ) -> None:
         self._command, self._environ = command, dict(environ)
-        self._when_ready, self._when_down = when_ready, when_down
+        self._is_healthy, self._when_ready, self._when_down = is_healthy, when_ready, when_down
         self.process: asyncio.subprocess.Process | None = None
         self._stopping = asyncio.Event()
         self._was_ready = False
@@ -146,12 +343,8 @@ class Child:
 
     async def _begin(self) -> None:
         """Tell when it is healthy."""
-        server = Upstream(CHILD_URL, timeout=ASK_SECONDS, socket=self._command.socket)
-        try:
-            while not await server.is_healthy():  # noqa: ASYNC110 - it is another process
-                await asyncio.sleep(HEALTH_INTERVAL)
-        finally:
-            await server.close()
+        while not await self._is_healthy():  # noqa: ASYNC110 - it is another process
+            await asyncio.sleep(HEALTH_INTERVAL)
         await self._when_ready()
         self._was_ready = True
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prefixstore.errors import (
     ContextError,
@@ -21,17 +22,24 @@ from prefixstore.errors import (
     ServerRefusedError,
 )
 from prefixstore.format.namespace import Namespace, parted
-from prefixstore.llama.state.form import Window
+from prefixstore.llama.capture import Place
+from prefixstore.llama.restore import Restore
+from prefixstore.llama.state.form import HIDDEN_ROWS, Form, Window
 from prefixstore.llama.state.shape import PAIR, U32, StateShape
 from prefixstore.models.file import file_identity, model_name, read_metadata
 from prefixstore.server.arguments import Arguments, config_files, parse_arguments
 from prefixstore.server.client import LlamaServer, Props
-from prefixstore.server.find_process import RunningProcess, running_process, start_ticks
+from prefixstore.server.find_process import running_process, start_ticks
 from prefixstore.server.model_settings import FLASH_AUTO, FLASH_OFF, FLASH_ON, Setting, commit_of, model_settings
-from prefixstore.server.slot_file import STATE_VERSION, SlotLayout
+from prefixstore.server.slot_file import STATE_VERSION, SlotFile, SlotLayout
 from prefixstore.stats import Kind
 
-__all__ = ["ServerIdentity", "has_window", "kind_of_layout", "slots_dir_of"]
+if TYPE_CHECKING:
+    from prefixstore.engine.compute_rate import ComputeRate
+    from prefixstore.engine.engine import Engine
+    from prefixstore.server.slot_files import SlotDirectory
+
+__all__ = ["ServerIdentity", "Way", "kind_of_layout"]
 
 # pages of Python's Llama with hybrid memory are no longer than this; see `llama.kv_memory.page_tokens_for`
 SHORT_PAGE = 64
@@ -47,43 +55,42 @@ def kind_of_layout(layout: SlotLayout) -> Kind:
 
 
 @dataclass(frozen=True)
+class Way:
+    """One way in which the slots of a server are stored; `place` says where, for the place of a tenant."""
+
+    form: Form
+    restore: Restore
+    place: Callable[[Place], Place] = lambda place: place
+
+
+@dataclass(frozen=True)
 class ServerIdentity:
     """Everything that determines the namespace of a server, except what its own slot files show.
 
-    Attributes
-    ----------
-    settings
-        As in the namespace of a ``Llama``, as far as they are known without a slot file.
-    props
-        What the server has said about itself.
-    window
-        What tokens see in the layers that do not see all; None if the model has none, or that is not known.
-    swa_full
-        Whether rows outside of the window are kept.
-    reason
-        Why nothing may be stored of this server: ``"lora"``, ``"control_vector"``, ``"context_shift"``,
-        ``"cache_reuse"``, ``"config_file"``, ``"preset"``, ``"embeddings"``, ``"router"``, ``"no_decoder"`` (the model
-        generates no text), ``"arguments"`` (they are not understood); None if something may be.
+    `reason` is why nothing may be stored of this server: ``"lora"``, ``"control_vector"``, ``"context_shift"``,
+    ``"cache_reuse"``, ``"config_file"``, ``"preset"``, ``"embeddings"``, ``"router"``, ``"no_decoder"`` (the model
+    generates no text), ``"arguments"`` (they are not understood); None if something may be.
     """
 
+    # as in the namespace of a Llama, as far as they are known without a slot file
     settings: Mapping[str, Setting]
     props: Props
+    # what tokens see in the layers that do not see all; None if the model has none, or that is not known
     window: Window | None = None
+    # whether rows outside of the window are kept
     swa_full: bool = False
     reason: str | None = None
     # named: only the slot file tells anything of the states
     is_named: bool = field(default=False, kw_only=True)
     # what the files of the model were
     files: Mapping[str, Sequence[int]] = field(default_factory=dict, kw_only=True, repr=False)
-    # where it saves slots, as this process sees it
-    slots_dir: Path | None = field(default=None, kw_only=True)
     # the process, and when it was started, in ticks
     process: tuple[int, int] | None = field(default=None, kw_only=True)
 
     # -- made of ------------------------------------------------------------------------------------------------------
 
     @classmethod
-    def named(cls, props: Props, namespace: str, *, slots_dir: Path | None = None) -> ServerIdentity:
+    def named(cls, props: Props, namespace: str) -> ServerIdentity:
         """The identity of a server of which little is known: a name represents all of its settings.
 
         The name of the model's file belongs to it, too: another model may be loaded under the same name.
@@ -103,7 +110,7 @@ class ServerIdentity:
             "llama_cpp": commit_of(props),
             "state_version": STATE_VERSION,
         }
-        return cls(settings, props, is_named=True, slots_dir=slots_dir)
+        return cls(settings, props, is_named=True)
 
     @classmethod
     def of_command(
@@ -151,7 +158,7 @@ class ServerIdentity:
         ContextError
             If a file of the model cannot be read.
         """
-        found = _process_of(url)
+        found = running_process(LlamaServer(url).pid)
         if found is None:
             raise InvalidParameterError(
                 f"the process of {url} is not found on this machine, or belongs to another user: pass --namespace, a "
@@ -172,7 +179,7 @@ class ServerIdentity:
         for path in identity.files:
             if Path(path).stat().st_ctime > found.started_at:
                 raise ContextError(f"{path} has changed since the server was started: restart the server")
-        return replace(identity, process=(found.pid, found.ticks), slots_dir=_slots_dir(found))
+        return replace(identity, process=(found.pid, found.ticks))
 
     # -- used for -----------------------------------------------------------------------------------------------------
 
@@ -181,7 +188,7 @@ class ServerIdentity:
         kind = kind_of_layout(layout)
         if kind is Kind.PAGES_AND_SNAPSHOTS:
             return min(wanted, SHORT_PAGE)
-        return min(wanted, self.window.size) if self.window is not None and has_window(layout, self.window) else wanted
+        return min(wanted, self.window.size) if self.window is not None and _has_window(layout, self.window) else wanted
 
     def namespace(self, layout: SlotLayout, *, page_tokens: int, salt: str | None) -> Namespace:
         """The namespace of the pages of a tenant, or of a part of one (`salt`). The layout is that of its slot files.
@@ -213,6 +220,30 @@ class ServerIdentity:
             # what it has of each slot is written as it is
             settings["streams"] = self.props.n_slots
         return Namespace(settings)
+
+    def ways(self, file: SlotFile, engine: Engine, rate: ComputeRate, to: SlotDirectory) -> tuple[Way, ...]:
+        """How slots of a server are found, by a file of one; they are written in the last way.
+
+        None at all, if the length of the sliding window is not known.
+        """
+        layout = file.layout
+        assert layout is not None, "it is of a slot that holds something"
+        shape = layout.shape
+        if file.view is None or shape is None:
+            return (Way(Form(), Restore(engine, Form(), rate, to)),)
+        window = self.window if _has_window(layout, self.window) else None
+        if shape.recurrent is not None:
+            form = Form.ends(file.view, window)
+            return (Way(form, Restore(engine, form, rate, to, hides=True)),)
+        rows = Form.rows(shape)
+        if window is None or self.swa_full:
+            # with --swa-full, the server would step back to where rows of the window are missing: all or none
+            is_unknown = self.is_named and len(shape.sections) > 1
+            return () if is_unknown else (Way(rows, Restore(engine, rows, rate, to)),)
+        # pages of a Llama have all rows of the window; what the server computes has only those that are still seen
+        ends = Form.ends(file.view, window)
+        seen = Restore(engine, rows, rate, to, seen=window.size + HIDDEN_ROWS)
+        return (Way(rows, seen), Way(ends, Restore(engine, ends, rate, to, hides=True), Place.of_ends))
 
     def model_name(self) -> str | None:
         """The name of the model, for people."""
@@ -253,22 +284,7 @@ class ServerIdentity:
                 )
 
 
-def slots_dir_of(url: str) -> Path | None:
-    """Where a server on this machine saves its slots, as this process sees it; None if that is not known."""
-    found = _process_of(url)
-    return None if found is None else _slots_dir(found)
-
-
-def _process_of(url: str) -> RunningProcess | None:
-    return running_process(LlamaServer(url).pid)
-
-
-def _slots_dir(process: RunningProcess) -> Path | None:
-    given = parse_arguments(process.argv[1:], process.environ).settings.get("slots_dir")
-    return process.path(given) if given else None
-
-
-def has_window(layout: SlotLayout, window: Window | None) -> bool:
+def _has_window(layout: SlotLayout, window: Window | None) -> bool:
     """Whether the last section before a recurrent part is that of a window: models name one that they do not have."""
     return window is not None and layout.shape is not None and layout.shape.n_before > 1
 

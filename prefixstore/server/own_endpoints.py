@@ -17,7 +17,6 @@ from prefixstore.report.content import content_of, live_html
 from prefixstore.server.exchange import Exchange
 from prefixstore.server.session import ServerSession
 from prefixstore.server.slots import SlotStore
-from prefixstore.server.store_check import differences
 from prefixstore.server.tenants import Admission, api_key_of
 from prefixstore.server.upstream import UpstreamError
 
@@ -185,7 +184,7 @@ def _told(store: SlotStore) -> dict[str, Any] | None:
         return asdict(store.store.stats()) | {
             "location": store.store.location,
             "kind": store.kind.value,
-            "other_settings": differences(store),
+            "other_settings": store.differences(),
         }
     except ClosedError:
         return None

@@ -14,12 +14,11 @@ from typing import Final
 
 from prefixstore.format.keys import Tokens, common_prefix
 from prefixstore.models.boundaries import prompt_boundaries
-from prefixstore.server.prompts import aside
+from prefixstore.server.prompts import TOKEN_CHARACTERS, aside
 from prefixstore.server.rates import AnswerTail, Rates, Usage
 from prefixstore.server.session import ServerSession
 from prefixstore.server.slot_manager import SlotManager
 from prefixstore.server.slot_pool import Claim
-from prefixstore.server.tokenizer import TOKEN_CHARACTERS
 from prefixstore.server.upstream import Headers
 
 __all__ = ["compute_ahead", "most_stops"]

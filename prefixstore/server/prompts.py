@@ -1,4 +1,4 @@
-"""The prompt of a request, or why it is passed through without the store.
+"""The prompt of a request and its tokens, or why it is passed through without the store.
 
 The fields that are listed here are known to leave nothing in a slot but the rows of its tokens. A field of a newer
 llama-server that switches on an adapter, moves rows or mixes in something else would not be on such a list. What a
@@ -18,7 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import numpy as np
+
+from prefixstore.format.keys import Tokens
 from prefixstore.server.chats import chat_of_messages, chat_of_responses
+from prefixstore.server.upstream import Headers, Upstream
 
 __all__ = [
     "CACHE_SALT",
@@ -27,17 +31,22 @@ __all__ = [
     "MESSAGES",
     "OWN_FIELD",
     "SLOTLESS",
+    "TOKEN_CHARACTERS",
     "UNKNOWN_FIELD",
     "Ask",
     "InvalidRequestError",
     "aside",
     "parse",
     "pinned",
+    "tokens_of",
     "unknown_field",
 ]
 
 T = TypeVar("T")
 
+TOKENIZE_SECONDS = 30.0
+# of the text of a token's number, about
+TOKEN_CHARACTERS = 6
 # Smaller inputs are read faster than a thread is asked.
 LARGE = 64 << 10
 # One: what JSON becomes in memory can be many times as large as its text, and only one such is made at a time.
@@ -135,47 +144,30 @@ class InvalidRequestError(Exception):
 
 @dataclass(frozen=True)
 class Ask:
-    """A completion that a client requests.
+    """A completion that a client requests: a prompt or a chat."""
 
-    Attributes
-    ----------
-    reason
-        Why it is passed through without the store; None if the store is used.
-    prompt
-        Text, or tokens and texts, as ``/tokenize`` takes them; None if it is a chat.
-    chat
-        A chat as ``/apply-template`` takes it, as JSON; None if it is a prompt.
-    media
-        A number below 0 that stands for its images and sound, if it has any.
-    id_slot
-        The slot that the client wants; None if it leaves that to the server.
-    can_pin
-        Whether the server uses the slot that the request names.
-    taints
-        Whether the rows that it leaves in a slot may be other than those of its tokens alone.
-    field
-        The field that is not known, if that is the reason.
-    can_add
-        Whether the server reads what is added to it: that of an interface of which it takes all fields.
-    streams
-        Whether the answer is to be sent as it is made.
-    boundaries
-        Lengths of the parts of its prompt that other prompts will share, in tokens, as the client says.
-    cache_salt
-        What the client adds to the name of its tenant.
-    """
-
+    # why it is passed through without the store; None if the store is used
     reason: str | None = None
+    # text, or tokens and texts, as /tokenize takes them
     prompt: str | list[Any] | None = None
+    # JSON, as /apply-template takes it
     chat: bytes | None = None
+    # a number below 0 that stands for its images and sound, if it has any
     media: int | None = None
+    # the slot that the client wants; None if it leaves that to the server
     id_slot: int | None = None
+    # whether the server uses the slot that the request names
     can_pin: bool = True
+    # whether the rows that it leaves in a slot may be other than those of its tokens alone
     taints: bool = False
+    # the one that is not known, if that is the reason
     field: str | None = None
+    # whether the server reads what is added to it: that of an interface of which it takes all fields
     can_add: bool = True
     streams: bool = False
+    # lengths of the parts of its prompt that other prompts will share, in tokens, as the client says
     boundaries: tuple[int, ...] = ()
+    # what the client adds to the name of its tenant
     cache_salt: str | None = None
 
 
@@ -365,3 +357,50 @@ def unknown_field(request: Mapping[str, object], allowed: Collection[str] = ()) 
         if not is_known and value not in NEUTRAL_VALUES.get(name, ()):
             return name
     return None
+
+
+# -- tokens, as the server itself makes them --------------------------------------------------------------------------
+
+
+async def tokens_of(ask: Ask, upstream: Upstream, headers: Headers, marker: str | None) -> Tokens | None:
+    """The tokens that the server will use; None if it refuses, as it will then refuse the request itself.
+
+    Those before the first image, and then a number that stands for the rest. `headers` are what the client has sent to
+    be let in, and `marker` stands for an image in a prompt of this server; None if that is not known.
+    """
+    if ask.media is not None and marker is None:
+        return None
+    prompt: object = ask.prompt
+    if ask.chat is not None:
+        answer = await _asked(upstream, "/apply-template", ask.chat, headers)
+        prompt = answer.get("prompt") if answer else None
+        if not isinstance(prompt, str):
+            return None
+    if ask.media is not None and marker and isinstance(prompt, str):
+        prompt = prompt.partition(marker)[0]
+    # as the server tokenizes the prompts of completions
+    request = {"content": prompt, "add_special": True, "parse_special": True}
+    size = len(prompt) if isinstance(prompt, (str, list)) else 0
+    answer = await _asked(upstream, "/tokenize", await aside(size, lambda: _dump(request)), headers)
+    listed = answer.get("tokens") if answer else None
+    if not isinstance(listed, list):
+        return None
+    tokens = await aside(len(listed) * TOKEN_CHARACTERS, lambda: _array(listed))
+    return tokens if tokens is None or ask.media is None else np.append(tokens, np.int32(ask.media))
+
+
+async def _asked(upstream: Upstream, path: str, body: bytes, headers: Headers) -> dict[str, object] | None:
+    reply = await upstream.ask(path, headers, body, timeout=TOKENIZE_SECONDS)
+    try:
+        answer = await aside(len(reply.content), reply.json) if reply.is_ok else None
+    except ValueError:
+        return None
+    return answer if isinstance(answer, dict) else None
+
+
+def _array(listed: list[object]) -> Tokens | None:
+    try:
+        tokens = np.array(listed, np.int32)
+    except (ValueError, TypeError, OverflowError):
+        return None
+    return tokens if tokens.ndim == 1 else None

@@ -26,6 +26,7 @@ from prefixstore.server.prompts import (
     aside,
     parse,
     pinned,
+    tokens_of,
 )
 from prefixstore.server.rates import AnswerTail, Usage
 from prefixstore.server.session import ServerSession
@@ -253,7 +254,7 @@ class Proxy:
         can_choose = ask.can_pin or len(manager.pool.slots) == 1
         reason, tokens = ask.reason, None
         if reason is None or (reason == UNKNOWN_FIELD and can_choose):
-            tokens = await self._tokens(exchange, ask, owner)
+            tokens = await self._tokens(exchange, ask)
             reason = "no_tokens" if tokens is None else reason
         passed = self._session.reason or reason
         if passed is not None:
@@ -312,10 +313,10 @@ class Proxy:
                 name,
             )
 
-    async def _tokens(self, exchange: Exchange, ask: Ask, owner: str | None) -> Tokens | None:
+    async def _tokens(self, exchange: Exchange, ask: Ask) -> Tokens | None:
         credentials = self._upstream.credentials(exchange.headers)
         with contextlib.suppress(UpstreamTimeoutError):
-            return await self._session.tokenizer.tokens(ask, credentials, owner)
+            return await tokens_of(ask, self._upstream, credentials, self._session.marker)
         return None
 
     async def _in_slot(

@@ -33,23 +33,14 @@ LARGEST = 1e15
 
 @dataclass
 class Rates:
-    """Seconds for each unit of work. The values before the first measurement favour the store.
+    """Seconds for each unit of work. The values before the first measurement favour the store."""
 
-    Attributes
-    ----------
-    token_seconds
-        For a prompt token computed.
-    restore_seconds
-        For a byte restored, from the store into a slot.
-    save_seconds
-        For a byte saved, from a slot into the store.
-    token_bytes
-        Bytes of a token in a slot file.
-    """
-
+    # for a prompt token computed
     token_seconds: float = 1e-3
+    # for a byte restored from the store into a slot, and for one saved
     restore_seconds: float = 2e-9
     save_seconds: float = 3e-9
+    # of a token in a slot file
     token_bytes: float = 4096.0
     # the last batches of few tokens, and copies of slots
     _batches: deque[float] = field(default_factory=lambda: deque(maxlen=COPIES_REMEMBERED))
@@ -115,14 +106,8 @@ class Rates:
 class Usage:
     """Tokens and time of a request, as the server reports them.
 
-    Attributes
-    ----------
-    cached_tokens, computed_tokens
-        Prompt tokens that were in the slot; those that were computed.
-    generated_tokens
-        Tokens of the answer.
-    computed_seconds
-        Time that computing the prompt took; None if the answer does not say.
+    Of the prompt, `cached_tokens` were in the slot, and computing the others took so many seconds; None if the answer
+    does not say.
     """
 
     cached_tokens: int

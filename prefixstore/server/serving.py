@@ -18,68 +18,54 @@ from aiohttp import web
 from prefixstore.errors import PrefixStoreError, ServerError, StorageError
 from prefixstore.metrics import RequestMetrics, StoreMetrics, new_registry, render
 from prefixstore.opening import Locations
-from prefixstore.server.child import CHILD_URL, Child
+from prefixstore.server.child import Child, ServerCommand, check_program, private_directory
 from prefixstore.server.client import LlamaServer, Props
-from prefixstore.server.command import ServerCommand, check_program, private_directory
 from prefixstore.server.exchange import server_of
 from prefixstore.server.find_process import process_at, running_process
 from prefixstore.server.listener import address_of, bound, stopped_by_signals
-from prefixstore.server.namespace import ServerIdentity, slots_dir_of
+from prefixstore.server.namespace import ServerIdentity
 from prefixstore.server.own_endpoints import OwnEndpoints
 from prefixstore.server.proxy import Proxy
-from prefixstore.server.session import ServerSession
-from prefixstore.server.slots import SlotStore
-from prefixstore.server.store_check import ADVICE, OnDamage, check_store, differences, opened
+from prefixstore.server.session import OnDamage, ServerSession, opened
+from prefixstore.server.slots import ADVICE, SlotStore
 from prefixstore.server.tenants import Admission, TenantSource
 from prefixstore.server.upstream import Upstream
+from prefixstore.store import PrefixStore
 from prefixstore.units import counted, format_bytes
 
 __all__ = ["ServeSettings", "failure_of", "serve_child", "serve_running"]
 
 log = logging.getLogger("prefixstore.server")
 
+# a name: it listens on a socket
+CHILD_URL: Final = "http://llama-server"
 # How long requests may go on after a signal. aiohttp waits twice for so long before it ends one.
 GRACE_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
-    """The settings of ``prefixstore serve``.
-
-    Attributes
-    ----------
-    admin_key
-        The key for the endpoints of the proxy itself.
-    on_damage
-        What to do if the store cannot be opened.
-    max_body, max_bodies
-        Bytes that the body of a request may have, and those of all requests together; None: as many as sixteen of the
-        largest.
-    tenants
-        What identifies the tenant of a request; None: all share.
-    allowed_fields
-        Fields of completions that are not known here, and do not change what is computed for a token.
-    max_waiting
-        How many requests may wait for a slot.
-    timeout
-        Seconds to wait for the next byte of the server.
-    announce
-        Told the address once somebody can connect to it, what the store has once the server is ready, and when it
-        stops.
-    """
+    """The settings of ``prefixstore serve``."""
 
     location: Locations
     host: str = "127.0.0.1"
     port: int = 8080
+    # for the endpoints of the proxy itself
     admin_key: str | None = None
     store_options: dict[str, Any] = field(default_factory=dict)
     on_damage: OnDamage = OnDamage.WITHOUT
+    # bytes of the body of a request, and of those of all requests together; None: as many as sixteen of the largest
     max_body: int = 16 << 20
     max_bodies: int | None = None
+    # what identifies the tenant of a request; None: all share
     tenants: TenantSource | None = None
+    # fields of completions that are not known here, and do not change what is computed for a token
     allowed_fields: frozenset[str] = frozenset()
+    # requests that may wait for a slot
     max_waiting: int = 256
+    # seconds to wait for the next byte of the server
     timeout: float = 3600.0
+    # told the address once somebody can connect to it, what the store has once the server is ready, and when it stops
     announce: Callable[[str], None] = log.info
 
     @property
@@ -104,7 +90,7 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
     # a model may take a minute to load: what can be said before is said before
     check_program(argv, environ)
     try:
-        opened(settings.location, settings.on_damage, lambda: check_store(settings.location, settings.store_options))
+        opened(settings.location, settings.on_damage, lambda: _check_store(settings))
     except StorageError as error:
         if settings.on_damage is OnDamage.FAIL:
             raise
@@ -131,7 +117,7 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
 
         upstream = Upstream(CHILD_URL, timeout=settings.timeout, socket=command.socket)
         session = ServerSession(upstream, settings, command.slots_dir, identify, command.key)
-        child = Child(command, environ, session.ready, session.down)
+        child = Child(command, environ, upstream.is_healthy, session.ready, session.down)
         session.when_lost = child.lost
 
         def end() -> None:
@@ -151,7 +137,7 @@ def serve_running(
     def identify(props: Props) -> ServerIdentity:
         if namespace is None:
             return ServerIdentity.of_process(url, props)
-        return ServerIdentity.named(props, namespace, slots_dir=slots_dir_of(url))
+        return ServerIdentity.named(props, namespace)
 
     session = ServerSession(Upstream(url, timeout=settings.timeout), settings, slots_dir, identify, api_key)
 
@@ -245,6 +231,11 @@ async def _listen(
     await runner.cleanup()
 
 
+def _check_store(settings: ServeSettings) -> None:
+    """Open the store and close it again. An unreachable far location is not an error."""
+    PrefixStore(settings.location, **{"namespace": "server", **settings.store_options}).close()
+
+
 def _what_is_stored(session: ServerSession) -> str:
     if session.store is None or session.reason is not None:
         why = f" ({session.why})" if session.why else ""
@@ -253,7 +244,7 @@ def _what_is_stored(session: ServerSession) -> str:
     stats = store.stats()
     held = f"{counted(stats.entries, 'page')}, {format_bytes(stats.bytes_used)}" if stats.entries else "empty"
     nearer = " in the nearer one" if stats.tiers else ""
-    differ = differences(session.store)
+    differ = session.store.differences()
     unusable = ""
     if differ:
         unusable = f"; it has pages of this model, and none for these settings: {', '.join(differ)}. {ADVICE}"

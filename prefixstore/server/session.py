@@ -4,35 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
+from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+from prefixstore.backends.location import path_of, scheme_of, text_of
 from prefixstore.errors import (
     ContextError,
+    CorruptError,
     PrefixStoreError,
     ServerError,
     ServerRefusedError,
     StorageError,
 )
 from prefixstore.models.boundaries import TokenKind, kinds_of_vocabulary
+from prefixstore.opening import Locations, locations_of
 from prefixstore.server.client import LlamaServer, Props, props_of
 from prefixstore.server.namespace import ServerIdentity
 from prefixstore.server.rates import Rates, Usage
 from prefixstore.server.slot_manager import SlotManager
 from prefixstore.server.slot_pool import Claim, SlotPool
 from prefixstore.server.slots import SlotStore
-from prefixstore.server.store_check import OnDamage, opened
-from prefixstore.server.tokenizer import Tokenizer
 from prefixstore.server.upstream import Headers, Upstream, UpstreamError, UpstreamLostError
 
 if TYPE_CHECKING:
     from prefixstore.server.serving import ServeSettings
 
-__all__ = ["ServerSession"]
+__all__ = ["OnDamage", "ServerSession", "opened"]
 
 log = logging.getLogger("prefixstore.server")
+
+T = TypeVar("T")
 
 # Saves are deferred while a slot is busy, and large ones take long.
 SERVER_SECONDS = 60.0
@@ -42,6 +47,49 @@ LOOK_SECONDS = 1.0
 REOPEN_SECONDS = 60.0
 # between two questions whether a server that does not answer does so now
 PAUSE = 0.5
+# in a directory that may have files of others
+LMDB_FILES = ("data.mdb", "lock.mdb", "checked")
+SQLITE_FILES = ("", "-wal", "-shm", "-journal")
+
+
+class OnDamage(Enum):
+    """What a server does if its store cannot be opened."""
+
+    ASIDE = "aside"
+    WITHOUT = "without"
+    FAIL = "fail"
+
+
+def opened(location: Locations, on_damage: OnDamage, open_it: Callable[[], T]) -> T:
+    """What `open_it` returns, which raises as `PrefixStore` does; damaged files are moved aside before, if wanted."""
+    try:
+        return open_it()
+    except CorruptError as error:
+        place = _moved_aside(location) if on_damage is OnDamage.ASIDE else None
+        if place is None:
+            raise
+        log.warning("the store cannot be used: %s; its files were moved to %s, and it begins empty", error, place)
+    return open_it()
+
+
+def _moved_aside(location: Locations) -> Path | None:
+    """Move the files of a location, the nearer one of two, and return where they are; None if that cannot be done."""
+    try:
+        text = text_of(locations_of(location)[0])
+        if scheme_of(text) not in ("lmdb", "sqlite"):
+            return None
+        path, aside = Path(path_of(text)), f"damaged-{time.strftime('%Y%m%d-%H%M%S')}"
+        is_directory = path.is_dir()
+        files = [path / name for name in LMDB_FILES] if is_directory else [Path(f"{path}{end}") for end in SQLITE_FILES]
+        place = path / aside if is_directory else path.with_name(f"{path.name}.{aside}")
+        place.mkdir()
+        for file in files:
+            if file.exists():
+                file.rename(place / file.name)
+    except (OSError, PrefixStoreError) as error:
+        log.warning("the files of the store cannot be moved: %s", error)
+        return None
+    return place
 
 
 class ServerSession:
@@ -81,7 +129,8 @@ class ServerSession:
         self._headers: Headers = {"authorization": f"Bearer {key}"} if key else {}
         self.is_child = upstream.socket is not None
         self.server = LlamaServer(upstream.url, SERVER_SECONDS, key, socket=upstream.socket)
-        self.tokenizer = Tokenizer(upstream)
+        # stands for an image in a prompt of the server
+        self.marker: str | None = None
         self.rates = Rates()
         self.manager: SlotManager | None = None
         self.store: SlotStore | None = None
@@ -220,7 +269,7 @@ class ServerSession:
         if not reply.is_ok:
             return None
         props = props_of(reply.json())
-        self.tokenizer.marker = props.raw.get("media_marker")
+        self.marker = props.raw.get("media_marker")
         return props
 
     async def kinds(self) -> Callable[[int], TokenKind]:
@@ -230,7 +279,6 @@ class ServerSession:
     def down(self) -> None:
         """Called when the server has ended, and the contents of its slots are lost."""
         self.is_ready = False
-        self.tokenizer.forget()
         if self.manager is not None:
             self.manager.pool.close()
 

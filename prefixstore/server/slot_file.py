@@ -42,48 +42,31 @@ NO_MEDIA = b"\0\0\0\0"
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """What all slot files of a server have in common.
+    """What all slot files of a server have in common."""
 
-    Attributes
-    ----------
-    shape
-        Of the state, as that of one sequence; None if its layout is not understood.
-    streams
-        How many streams each section of attention has.
-    is_packed
-        Whether the tokens stand between a head and an end.
-    """
-
+    # of the state, as that of one sequence; None if its layout is not understood
     shape: StateShape | None
+    # of each section of attention
     streams: int
+    # whether the tokens stand between a head and an end
     is_packed: bool
 
 
 @dataclass(frozen=True)
 class SlotFile:
-    """A slot file that was parsed.
+    """A slot file that was parsed."""
 
-    Attributes
-    ----------
-    tokens
-        What the slot holds, up to the first image.
-    view
-        Its state, as views of the file, without cells if there are no tokens; None if its layout is not understood.
-    memory
-        The bytes of its state, of all that the slot holds.
-    layout
-        What all files of this server have in common; None if there are no tokens.
-    n_bytes
-        Length of the file.
-    has_media
-        Whether there are images or sound. Then the view has the attention of the tokens before them, and nothing more.
-    """
-
+    # up to the first image
     tokens: Tokens
+    # its state, as views of the file, without cells if there are no tokens; None if its layout is not understood
     view: StateView | None
+    # the bytes of its state, of all that the slot holds
     memory: memoryview
+    # None if there are no tokens
     layout: SlotLayout | None
+    # of the whole file
     n_bytes: int
+    # whether there are images or sound: then the view has the attention of the tokens before them, and nothing more
     has_media: bool = False
 
 

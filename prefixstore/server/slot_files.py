@@ -1,4 +1,4 @@
-"""Moves slots out of a server, and into it, through files in its slot directory.
+"""Moves slots out of a server, and into it, through files in its slot directory; what was done with one.
 
 What the server reads is put together in the memory of the file itself, and the server is told its name once it is
 complete. The file is kept for the next restore: a fresh one of 134 MB takes longer than the copy into it.
@@ -17,7 +17,9 @@ import stat
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -32,10 +34,11 @@ from prefixstore.errors import (
     ServerTooOldError,
     UnavailableError,
 )
+from prefixstore.format.keys import Tokens
 from prefixstore.server.client import LlamaServer
 from prefixstore.server.slot_file import SlotFile, parse_slot_file
 
-__all__ = ["SlotBuffer", "SlotDirectory", "wrong_directory"]
+__all__ = ["Restored", "SlotBuffer", "SlotCopy", "SlotDirectory", "Stored"]
 
 log = logging.getLogger("prefixstore")
 
@@ -44,6 +47,52 @@ PREFIX = "prefixstore-"
 POPULATE_WRITE = 23 if sys.platform == "linux" else -1
 # younger ones may belong to another process
 STALE_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was restored into a slot, and the bytes of its file; no tokens if nothing could be used: it was left alone.
+
+    `seconds` is all that it took, and `saved_seconds` by how much that was faster than computing the tokens, by the
+    rate at which they were computed; below zero if it was slower, or if the rate is not known. `reason` is why nothing
+    could be used: see `miss_reason`; ``"unreadable"``, or why nothing is ever stored.
+    """
+
+    n_tokens: int = 0
+    n_bytes: int = 0
+    seconds: float = 0.0
+    saved_seconds: float = 0.0
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What was stored of a slot that holds these tokens: pages that were not stored before, and bytes of their states.
+
+    `seconds` is all that it took; the pages are written after that. `reason` is why nothing was stored, or not all:
+    ``"empty"``, ``"short"``, ``"other_tokens"`` (than expected), ``"media"`` (images or sound), ``"incomplete"`` (the
+    server has not written all rows, as with ``--swa-full``), ``"queue_full"`` (the location takes nothing),
+    ``"read_only"`` (the store), or why nothing is ever stored.
+    """
+
+    tokens: Tokens
+    n_new_pages: int = 0
+    n_bytes: int = 0
+    seconds: float = 0.0
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class SlotCopy:
+    """What a slot held when it was copied: its tokens, up to the first image, and the bytes of its file.
+
+    `store` stores what the store lacks of it, as `SlotStore.save`.
+    """
+
+    tokens: Tokens
+    n_bytes: int
+    has_media: bool
+    store: Callable[[], Stored]
 
 
 class SlotBuffer:
@@ -142,7 +191,10 @@ class SlotDirectory:
             # what is not a file must neither be followed nor waited for
             handle = os.open(self.path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
-            raise wrong_directory(self.path, f"; {name} is left in that one") from None
+            raise InvalidParameterError(
+                f"slots_dir={str(self.path)!r} is not the directory that the server writes slots to; pass the one it "
+                f"was started with as --slot-save-path; {name} is left in that one"
+            ) from None
         except OSError as error:
             raise UnavailableError(f"a slot file cannot be read: {error.strerror}; run as the server's user") from error
         try:
@@ -320,11 +372,3 @@ def _read(handle: int, size: int) -> memoryview:
             raise CorruptError(f"a slot file was cut while it was read, after {n} bytes of {size}")
         n += got
     return data.toreadonly()
-
-
-def wrong_directory(path: Path, more: str = "") -> InvalidParameterError:
-    """The error for a directory that the server does not use."""
-    return InvalidParameterError(
-        f"slots_dir={str(path)!r} is not the directory that the server writes slots to; pass the one it was started "
-        f"with as --slot-save-path{more}"
-    )

@@ -21,7 +21,7 @@ from prefixstore.server.rates import Usage
 from prefixstore.server.slot_pool import WORTH_A_SAVE, Claim, PoolSlot, Rows, SlotPool
 
 if TYPE_CHECKING:
-    from prefixstore.server.slot_forms import SlotCopy
+    from prefixstore.server.slot_files import SlotCopy
     from prefixstore.server.slots import SlotStore
 
 __all__ = ["WORTH_A_LOOKUP", "SlotManager"]

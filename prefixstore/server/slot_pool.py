@@ -50,26 +50,8 @@ class Rows(IntEnum):
 class PoolSlot:
     """What is known of a slot of the server.
 
-    Attributes
-    ----------
-    id, n_ctx
-        Its number, and the length of its context.
-    tokens
-        What it is believed to hold. The server compares tokens itself, so that an error here costs time only.
-    owner
-        The tenant whose tokens these are.
-    rows
-        Whether its rows are those of its tokens alone.
-    is_busy
-        Whether a request or a save has it.
-    n_unsaved, unsaved_since
-        How many tokens entered it since it was saved, and when the first of them did.
-    retry_at
-        When it may be saved again, after that has failed.
-    used
-        When its last answer has ended.
-    told
-        What was done for its last prompt, as the client was told.
+    The server compares tokens itself, so that an error in `tokens` costs time only; `owner` is the tenant whose tokens
+    these are.
     """
 
     id: int
@@ -77,11 +59,16 @@ class PoolSlot:
     tokens: Tokens = field(default_factory=lambda: NO_TOKENS)
     owner: str | None = None
     rows: Rows = Rows.CLEAN
+    # a request or a save has it
     is_busy: bool = False
+    # tokens that entered it since it was saved, and when the first of them did
     n_unsaved: int = 0
     unsaved_since: float = 0.0
+    # when it may be saved again, after that has failed
     retry_at: float = 0.0
+    # when its last answer has ended
     used: float = 0.0
+    # what was done for its last prompt, as the client was told
     told: str | None = None
 
     @property
@@ -139,59 +126,37 @@ class PoolSlot:
 
 @dataclass(eq=False)
 class Claim:
-    """What a request wants of a slot, which one it has, and what was done to it for the request.
+    """What a request wants of a slot, which one it has, and what was done to it for the request."""
 
-    Attributes
-    ----------
-    tokens
-        The prompt; empty if it is unknown.
-    owner
-        Its tenant.
-    wanted
-        The slot that the client wants; None for any.
-    asks
-        Whether the store is asked for the prompt.
-    trusts
-        Whether altered rows will do, as for the same requests that have left them there.
-    slot
-        The slot, once it has one.
-    n_found, n_bytes, missed
-        How many tokens of the prompt the store has, and the bytes of their state; why nothing was found.
-    n_restored
-        How many tokens were restored for it.
-    n_reused
-        How many tokens of the prompt the slot is believed to hold when the request is sent.
-    n_ahead
-        How many tokens were computed ahead of the request itself.
-    restored_seconds, lookup_seconds
-        Time that this took; None if nothing was to be restored, or the store was not asked.
-    saved_seconds
-        Time by which that was faster than computing the tokens.
-    reason
-        Why nothing was restored; None if something was, or nothing was needed.
-    must_compute
-        Whether nothing that the slot holds may be used: it should have been emptied, and that has failed.
-    leaves
-        Whose rows the slot has after that.
-    """
-
+    # the prompt; empty if it is unknown
     tokens: Tokens
     owner: str | None
+    # the slot that the client wants; None for any
     wanted: int | None = None
+    # whether the store is asked for the prompt
     asks: bool = True
+    # whether altered rows will do, as for the same requests that have left them there
     trusts: bool = False
     slot: PoolSlot = field(init=False)
+    # tokens of the prompt that the store has, and the bytes of their state; why nothing was found
     n_found: int = 0
     n_bytes: int = 0
     missed: str | None = None
     n_restored: int = 0
+    # tokens of the prompt that the slot is believed to hold when the request is sent
     n_reused: int = 0
+    # those that were computed ahead of the request itself
     n_ahead: int = 0
+    # None if nothing was to be restored, or the store was not asked
     restored_seconds: float | None = None
-    saved_seconds: float = 0.0
     lookup_seconds: float | None = None
+    # by which the restore was faster than computing the tokens
+    saved_seconds: float = 0.0
+    # why nothing was restored; None if something was, or nothing was needed
     reason: str | None = None
+    # nothing that the slot holds may be used: it should have been emptied, and that has failed
     must_compute: bool = False
+    # whose rows the slot has after that
     leaves: Rows = Rows.CLEAN
 
     def forget_lookup(self) -> None:
@@ -213,30 +178,17 @@ class PoolFullError(Exception):
 
 @dataclass(frozen=True)
 class Plan:
-    """What is done with a slot for a request.
+    """What is done with a slot for a request."""
 
-    Attributes
-    ----------
-    n_live
-        How many of the tokens of the prompt it is believed to hold.
-    n_usable
-        How many of them the server can certainly use: all, unless it would have to step back to a state that it may
-        not have.
-    n_lost
-        How many tokens it loses.
-    restore
-        Whether to restore what the store has.
-    save_first
-        Whether it loses what is not stored, and the request waits until that is saved.
-    erase_first
-        Whether it must be emptied: for another tenant, or since its rows are not clean.
-    """
-
+    # the tokens of the prompt that it is believed to hold
     n_live: int
+    # those that the server can certainly use: all, unless it would have to step back to a state that it may not have
     n_usable: int
     n_lost: int
     restore: bool
+    # it loses what is not stored, and the request waits until that is saved
     save_first: bool
+    # for another tenant, or since its rows are not clean
     erase_first: bool
 
 

@@ -11,24 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from prefixstore.config import explain_of_model
 from prefixstore.engine.compute_rate import ComputeRate
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.miss import miss_reason
-from prefixstore.errors import InvalidParameterError, ServerRefusedError, UnknownVersionError
-from prefixstore.format.keys import NO_TOKENS, SNAPSHOT, Tokens, TokenSequence, as_tokens
+from prefixstore.errors import InvalidParameterError, PrefixStoreError, ServerRefusedError, UnknownVersionError
+from prefixstore.format.keys import NO_TOKENS, SNAPSHOT, Tokens, TokenSequence, as_tokens, common_prefix
 from prefixstore.format.namespace import Namespace
-from prefixstore.format.record import Buffer
 from prefixstore.llama.capture import Capture, Captured, Place
-from prefixstore.llama.restore import Found, Frame, Positions
+from prefixstore.llama.restore import Found
 from prefixstore.llama.state.form import HIDDEN_ROWS
-from prefixstore.llama.state.shape import StateShape
-from prefixstore.llama.state.view import Assembly
 from prefixstore.opening import Locations
 from prefixstore.server.client import LlamaServer
-from prefixstore.server.namespace import ServerIdentity, kind_of_layout
+from prefixstore.server.namespace import ServerIdentity, Way, kind_of_layout
 from prefixstore.server.slot_file import SlotFile, SlotLayout, slot_assembly
-from prefixstore.server.slot_files import SlotBuffer, SlotDirectory, wrong_directory
-from prefixstore.server.slot_forms import Restored, SlotCopy, Stored, Way, ways_of
+from prefixstore.server.slot_files import Restored, SlotBuffer, SlotCopy, SlotDirectory, Stored
 from prefixstore.stats import Counters, Kind
 from prefixstore.store import PrefixStore
 from prefixstore.units import shown
@@ -36,10 +33,12 @@ from prefixstore.units import shown
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["SlotStore"]
+__all__ = ["ADVICE", "SlotStore"]
 
 log = logging.getLogger("prefixstore")
 
+# what to do where `SlotStore.differences` are some
+ADVICE = "Start the server with the settings of the pages, or compute pages for its own: prefixstore warm --for-server."
 ANY_TOKEN = np.zeros(1, "<i4")
 # of tenants, whose number nothing bounds
 MOST_PLACES = 1024
@@ -63,21 +62,12 @@ class SlotStore:
 
     Attributes
     ----------
-    store
-        The store. Its `engine` is that of the slots.
-    rate
-        How fast the server computes; report that with ``rate.computed(n_tokens, seconds)``.
-    reason
+    store, rate
+        The store; how fast the server computes, to be reported with ``rate.computed(n_tokens, seconds)``.
+    reason, why
         Why nothing is stored of this server; None if something is. That of the identity, or ``"version"`` (its slot
-        files have a version that is not known), ``"window"`` (the length of its sliding window is not known).
-    why
-        The reason in words; empty if there is nothing to add.
-    layout
-        Of its slot files; None if nothing is stored of it.
-    ways
-        How its slots are found; they are written in the last way. Empty if nothing is stored.
-    place
-        Where the pages of a tenant are.
+        files have a version that is not known), ``"window"`` (the length of its sliding window is not known). The same
+        in words; empty if there is nothing to add.
 
     Raises
     ------
@@ -105,12 +95,12 @@ class SlotStore:
         self.server = server
         self.identity = identity
         self.directory = SlotDirectory(slots_dir)
-        if identity.slots_dir is not None and not identity.slots_dir.samefile(self.directory.path):
-            # before the server writes files there that are never deleted
-            raise wrong_directory(self.directory.path)
         self.reason, self.why = identity.reason, ""
+        # of its slot files; None if nothing is stored
         self.layout: SlotLayout | None = None
+        # how its slots are found; they are written in the last way
         self.ways: tuple[Way, ...] = ()
+        # where the pages of a tenant are
         self.place = lru_cache(MOST_PLACES)(self._place)
         self._model_name: str | None = None
         # the label has no effect here: the identity has the namespace
@@ -174,6 +164,15 @@ class SlotStore:
         """The namespace of a tenant's pages; None if nothing is stored."""
         return next(iter(self.namespaces(salt)), None)
 
+    def differences(self) -> list[str]:
+        """Why the server cannot use the pages of its model that are stored; empty if it can, or if there are none."""
+        try:
+            stored = self.engine.upkeep.namespaces()
+            found = [explain_of_model(namespace, stored) for namespace in self.namespaces()]
+            return min(found, key=len, default=[])
+        except PrefixStoreError:
+            return []  # a fault of the cache is told elsewhere
+
     def _place(self, salt: str | None) -> Place:
         assert self.layout is not None, "something is stored"
         page_tokens = self.identity.page_tokens(self.layout, self.store.page_tokens)
@@ -197,7 +196,7 @@ class SlotStore:
             return
         assert file.layout is not None, "a file with tokens has a layout"
         shape = file.layout.shape
-        self.ways = ways_of(file, file.layout, self.identity, self.engine, self.rate, self.directory)
+        self.ways = self.identity.ways(file, self.engine, self.rate, self.directory)
         if not self.ways:
             self.reason = "window"
             return
@@ -299,7 +298,15 @@ class SlotStore:
         if n < least:
             self.engine.touch(place.namespace.key, (), len(prompt))
             return self._not_restored(self._missed(place, prompt, n), place)
-        with way.restore.joined(prompt, found, self._frame(prompt, slot)) as file:
+        layout = self.layout
+        assert layout is not None, "something is stored"
+        with way.restore.joined(
+            prompt,
+            found,
+            lambda shape, positions, n_tokens, recurrent: slot_assembly(
+                layout, shape, positions, prompt[:n_tokens], slot, recurrent
+            ),
+        ) as file:
             if file.data is None or file.n_good < least:
                 return self._not_restored("unreadable", place)
             if file.n_good < n:
@@ -315,24 +322,14 @@ class SlotStore:
         self.counters.count(f"miss:{reason}", namespace=place.namespace.key)
         return Restored(reason=reason)
 
-    def _frame(self, prompt: Tokens, slot: int) -> Frame:
-        """Makes files of this slot, of the first tokens of a prompt."""
-
-        def frame(shape: StateShape, positions: Positions, n_tokens: int, recurrent: Buffer) -> Assembly:
-            assert self.layout is not None, "something is stored"
-            return slot_assembly(self.layout, shape, positions, prompt[:n_tokens], slot, recurrent)
-
-        return frame
-
     def _count(self, place: Place, used: Any, n: int, seconds: float) -> float:
         """Count a restore; the seconds that it saved."""
         timed = [page for page in used if page.form != SNAPSHOT]
+        # a snapshot's compute_us is the cost of losing it, not that of its tokens
+        computing: float = self.rate.compute_us(n)
         if timed:
             share = min(n / sum(page.n_tokens for page in timed), 1.0)
             computing = sum(page.compute_us for page in timed) * share
-        else:
-            # a snapshot's compute_us is the cost of losing it, not that of its tokens
-            computing = self.rate.compute_us(n)
         saved: float = computing / 1e6 - seconds
         self.counters.restored(n, seconds, saved, namespace=place.namespace.key)
         return saved
@@ -389,7 +386,7 @@ class SlotStore:
                 f"the states of {self.server.url} have changed: it was restarted with other settings; "
                 "open the store again"
             )
-        elif expected is not None and not _begins_with(file.tokens, as_tokens(expected)):
+        elif expected is not None and common_prefix(file.tokens, as_tokens(expected)) < len(expected):
             reason = "other_tokens"
         elif len(file.tokens) < self.store.min_tokens:
             reason = "short"
@@ -398,17 +395,15 @@ class SlotStore:
 
     def _stored(self, file: SlotFile | None, salt: str | None, reason: str | None, copying: float) -> Stored:
         """Store what the store lacks of a slot's file, which took so many seconds to copy."""
+        if file is None:
+            return Stored(NO_TOKENS, reason=reason)
         started = time.perf_counter()
-        n_new = n_bytes = 0
-        if reason is None:
-            assert file is not None, "there is a reason"
-            done = self._captured(file, salt)
-            n_new, n_bytes, reason = done.n, done.n_bytes, done.reason
+        done = self._captured(file, salt) if reason is None else Captured(reason=reason)
         seconds = copying + time.perf_counter() - started
         self.counters.time("capture", seconds)
-        if file is not None and reason is not None and reason not in ("short", "empty", "media"):
-            self.counters.count(f"dropped:{reason}")
-        return Stored(file.tokens if file is not None else NO_TOKENS, n_new, n_bytes, seconds, reason)
+        if done.reason not in (None, "short", "empty", "media"):
+            self.counters.count(f"dropped:{done.reason}")
+        return Stored(file.tokens, done.n, done.n_bytes, seconds, done.reason)
 
     def _captured(self, file: SlotFile, salt: str | None) -> Captured:
         way, n = self.ways[-1], len(file.tokens)
@@ -419,7 +414,3 @@ class SlotStore:
         place, parameters = way.place(self.place(salt)), self.store.parameters
         to = Capture(self.engine, place, way.form, self.rate.compute_us, parameters)
         return to.store(file.tokens, file.view, file.memory)
-
-
-def _begins_with(tokens: Tokens, expected: Tokens) -> bool:
-    return len(tokens) >= len(expected) and np.array_equal(tokens[: len(expected)], expected)

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from prefixstore.errors import ServerError
-from prefixstore.server.child import Child
-from prefixstore.server.command import ServerCommand
+from prefixstore.server.child import Child, ServerCommand
 from prefixstore.server.find_process import start_ticks
+from prefixstore.server.upstream import Upstream
 from tests.support.llama_server import binary
 
 
@@ -59,11 +59,13 @@ def test_a_child_that_dies_or_cannot_be_reached_is_started_again(is_killed: bool
             nonlocal n_down
             n_down += 1
 
-        child = Child(command, dict(os.environ), ready, down)
+        upstream = Upstream("http://llama-server", timeout=5, socket=command.socket)
+        child = Child(command, dict(os.environ), upstream.is_healthy, ready, down)
         running = asyncio.create_task(child.run())
         await asyncio.wait((running, asyncio.ensure_future(two.wait())), return_when=asyncio.FIRST_COMPLETED)
         await child.stop()
         await running
+        await upstream.close()
 
     asyncio.run(scene())
     assert len(set(started)) == 2
@@ -99,12 +101,16 @@ class Program:
         self.socket.unlink(missing_ok=True)
 
 
+async def healthy() -> bool:
+    return True
+
+
 async def nothing() -> None: ...
 
 
 def test_a_child_that_is_being_started_is_ended_by_a_stop_as_well(tmp_path: Path):
     async def scene() -> None:
-        child = Child(Program(tmp_path / "socket", "sleep", "1000"), dict(os.environ), nothing, lambda: None)
+        child = Child(Program(tmp_path / "socket", "sleep", "1000"), dict(os.environ), healthy, nothing, lambda: None)
         running = asyncio.create_task(child.run())
         await asyncio.sleep(0)
         assert child.process is None

@@ -147,6 +147,15 @@ def test_all_that_changes_a_state_gives_another_namespace(layout: SlotLayout, mo
     assert key_of(layout, models("llama", seed=1)) != keys[0], "another model"
     harmless = ["-t", "4", "-np", "2", "--port", "1234", "-ngl", "99", "--jinja", "-b", "64", "--api-key", "secret"]
     assert key_of(layout, model, *harmless, LLAMA_ARG_HOST="::", LLAMA_ARG_NO_PERF="1") == keys[0]
+    # a draft changes no row, so its server shares with those without
+    drafting = (
+        "-md draft.gguf --spec-type draft-simple --spec-draft-n-max 8",
+        "--spec-type draft-mtp -ctkd q8_0 --no-spec-draft-backend-sampling",
+        "--spec-default",
+    )
+    assert {key_of(layout, model, *arguments.split()) for arguments in drafting} == {keys[0]}
+    drafts = {"LLAMA_ARG_SPEC_DRAFT_MODEL": "draft.gguf", "LLAMA_ARG_SPEC_TYPE": "ngram-mod"}
+    assert key_of(layout, model, **drafts) == keys[0]
     # arguments go over the environment, and the last one counts
     assert key_of(layout, model, "--rope-freq-base", "1", "--rope-freq-base", "1000") == keys[1]
     assert key_of(layout, model, "--rope-freq-base", "1000", LLAMA_ARG_ROPE_FREQ_BASE="2000") == keys[1]
@@ -193,24 +202,6 @@ def test_what_cannot_be_stored_is_refused_with_a_reason(
 ):
     props = Props(PROPS.build, str(models("llama")), 2, 4096)
     assert ServerIdentity.of_command(["llama-server", *arguments], environment, props).reason == reason
-
-
-@pytest.mark.parametrize(
-    ("arguments", "environment"),
-    [
-        (["-md", "draft.gguf", "--spec-type", "draft-simple", "--spec-draft-n-max", "8"], {}),
-        (["--spec-type", "draft-mtp", "-ctkd", "q8_0", "--no-spec-draft-backend-sampling"], {}),
-        (["--spec-default"], {}),
-        ([], {"LLAMA_ARG_SPEC_DRAFT_MODEL": "draft.gguf", "LLAMA_ARG_SPEC_TYPE": "ngram-mod"}),
-    ],
-)
-def test_a_draft_changes_no_row_so_its_server_shares_with_those_without(
-    arguments: list[str], environment: dict[str, str], layout: SlotLayout, models: Callable[..., Path]
-):
-    props = Props(PROPS.build, str(models("llama")), 2, 4096)
-    found = ServerIdentity.of_command(["llama-server", "-fa", "on", *arguments], environment, props)
-    assert found.reason is None
-    assert found.namespace(layout, page_tokens=256, salt=None).key == key_of(layout, models("llama"), "-fa", "on")
 
 
 def test_a_configuration_file_is_refused(tmp_path: Path, models: Callable[..., Path]):
