@@ -8,14 +8,14 @@ import socket
 import subprocess
 import sys
 import traceback
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 
 import numpy as np
 import pytest
 import valkey
 from valkey.connection import Connection, SSLConnection, UnixDomainSocketConnection
 
-from prefixstore.backends.contract import ConflictError, Range
+from prefixstore.backends.contract import ConflictError
 from prefixstore.backends.valkey import backend as backend_module
 from prefixstore.backends.valkey import connections
 from prefixstore.backends.valkey import view as view_module
@@ -38,11 +38,11 @@ from tests.support import ROOT
 from tests.support.engines import A, Store
 from tests.support.pages import make_page
 from tests.support.places import contents, opened
+from tests.support.rows import rows_of as stored
 from tests.support.timeouts import wait_for
 from tests.support.valkey import private_valkey, remove, valkey_client, valkey_url  # noqa: F401 - fixtures
 
 MIB = 1 << 20
-ALL = Range(b"", b"\xff" * 100)
 
 
 class Locations:
@@ -96,19 +96,9 @@ def put(backend, *numbers, payload=b"x" * 1000, then=lambda: None, **usage):
     return keys
 
 
-@contextmanager
-def rows_of(url, **options):
-    """The rows of a location."""
-    with closing(open_valkey(url, max_bytes=MIB, **{"read_only": False, **options})) as backend:
-        yield backend
-
-
-def stored(backend):
-    """All rows, with their payloads."""
-    with backend.view() as view:
-        rows = view.ranges([ALL])[0]
-        found = view.payloads([row.key for row in rows])
-        return {row.key: (pair[0], pair[1] and bytes(pair[1])) for row, pair in zip(rows, found, strict=True)}
+def rows_at(url):
+    """The rows of a location, closed at the end of the block."""
+    return closing(open_valkey(url, max_bytes=MIB, read_only=False))
 
 
 def change_rows(backend, then=lambda: None, **rows):
@@ -277,7 +267,7 @@ def test_a_lookup_takes_few_round_trips(url, monkeypatch):
 
 
 def test_an_update_that_is_undone_or_lost_leaves_nothing(url, client, monkeypatch):
-    with rows_of(url) as backend:
+    with rows_at(url) as backend:
         before = set(client.keys(named(url, "*")))
 
         def fail(*_):
@@ -297,7 +287,7 @@ def test_an_update_that_is_undone_or_lost_leaves_nothing(url, client, monkeypatc
 
 
 def test_an_update_that_has_lost_its_lock_writes_nothing(url, client):
-    with rows_of(url) as backend, rows_of(url) as other:
+    with rows_at(url) as backend, rows_at(url) as other:
         for lose in (
             lambda: client.delete(named(url, "lock")),
             lambda: client.set(named(url, "lock"), b"somebody else"),
@@ -324,7 +314,7 @@ def test_a_writer_waits_for_another_and_gives_up_after_a_while(url, monkeypatch)
 
 @pytest.mark.parametrize("kind", ["meta", "rows", "order"])
 def test_a_structure_that_the_server_has_evicted_starts_the_location_over(url, client, kind):
-    with rows_of(url) as backend, rows_of(url) as other:
+    with rows_at(url) as backend, rows_at(url) as other:
         change_rows(backend, a=(b"1", b"payload"), b=(b"2",))
         client.delete(named(url, kind))
         with pytest.raises(CorruptError, match="evicted"):
@@ -347,7 +337,7 @@ def test_a_structure_that_the_server_has_evicted_starts_the_location_over(url, c
 
 
 def test_an_error_is_not_followed_by_the_answers_to_what_was_asked_with_it(url, client):
-    with rows_of(url) as backend:
+    with rows_at(url) as backend:
         change_rows(backend, a=(b"1", b"x"), b=(b"2", b"y"), c=(b"3", b"z"))
         client.delete(named(url, "payload:a"))
         client.lpush(named(url, "payload:a"), b"x")
@@ -451,10 +441,10 @@ def test_tls_is_verified(certificate):
 
 
 def test_an_update_that_has_begun_ends_although_another_thread_closes_the_location(url, client):
-    with rows_of(url) as backend, rows_of(url) as other:
+    with rows_at(url) as backend, rows_at(url) as other:
         change_rows(backend, backend.close, a=(b"1", b"x"))
         assert stored(other) == {b"a": (b"1", b"x")}
-    with rows_of(url) as backend:
+    with rows_at(url) as backend:
 
         def fail():
             backend.close()
