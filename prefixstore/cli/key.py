@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import base64
 import os
-from functools import partial
 from pathlib import Path
 
 from prefixstore.backends.files import expanded
 from prefixstore.backends.keys import ENVIRONMENT, FORGOTTEN, SECRET_BYTES, Keys, Source, key_id, line_of
 from prefixstore.cli.command import Result
 from prefixstore.cli.files import writing
-from prefixstore.cli.output import DONE, FAILED, confirmed, table
+from prefixstore.cli.output import DONE, FAILED, has_terminal, is_confirmed, table
 from prefixstore.errors import InvalidParameterError, LocationError
 from prefixstore.maintenance.archive import Archive
 from prefixstore.units import counted
@@ -24,14 +23,12 @@ FIRST_LINE = "# Keys of prefixstore, the newest last. Whoever has this file can 
 def new(key_file: str) -> Result:
     """Make a file with a new key.
 
-    Only its owner can read the file. A file that exists is never replaced. Keep a copy elsewhere: without it, nothing
-    that is stored under the key can be read.
+    Only its owner can read the file. A file that exists is never replaced; key add puts a new key into it. Keep a copy
+    elsewhere: without it, nothing that is stored under the key can be read.
 
     Example: prefixstore key new /etc/prefixstore.key
     """
     path, key = _path(key_file), os.urandom(SECRET_BYTES)
-    if path.exists():
-        raise LocationError(f"{path} exists; prefixstore key add puts a new key into it")
     with writing(str(path), replace=False) as file:
         file.write((FIRST_LINE + line_of(key)).encode())
     name = key_id(key).hex()
@@ -56,10 +53,8 @@ def add(key_file: str, *, tenant: str | None = None) -> Result:
     _write(path, "ab", b"\n" * (not path.read_bytes().endswith(b"\n")) + line_of(key, tenant).encode())
     name = key_id(key).hex()
     text = f"{path} has the key {name}" + ("" if tenant is None else f" of {tenant!r}")
-    return Result(
-        {"file": str(path), "key": name, "tenant": tenant},
-        f"{text} now; prefixstore key rotate STORE encrypts what is stored already",
-    )
+    text += " now; prefixstore key rotate STORE encrypts what is stored already"
+    return Result({"file": str(path), "key": name, "tenant": tenant}, text)
 
 
 def list_(key_file: str) -> Result:
@@ -76,8 +71,9 @@ def list_(key_file: str) -> Result:
     rows = [["key", name, "the newest" if name == names[-1] else ""] for name in names]
     rows += [["tenant", name, tenant] for tenant, of_tenant in tenants.items() for name in of_tenant]
     rows += [["forgotten", name, tenant] for name, tenant in forgotten.items()]
-    data = {"keys": names, "tenants": tenants, "forgotten": forgotten}
-    return Result(data, lambda: table(["what", "id", "name"], rows))
+    return Result(
+        {"keys": names, "tenants": tenants, "forgotten": forgotten}, lambda: table(["what", "id", "name"], rows)
+    )
 
 
 def rotate(location: str) -> Result:
@@ -111,10 +107,11 @@ def forget(key_file: str, tenant: str, *, dry_run: bool = False, yes: bool = Fal
     path = _path(key_file)
     if tenant not in _read(path).ids:
         raise InvalidParameterError(f"{path} has no key of {tenant!r}; prefixstore key list shows what it has")
-    overwrite = partial(_overwrite, path, tenant)
     question = f"{path}: delete the key of {tenant!r} for ever?"
-    if confirmed(overwrite, lambda _: question, dry_run=dry_run, yes=yes) is None:
-        return FAILED
+    if not dry_run:
+        if not yes and has_terminal() and not is_confirmed(question):
+            return FAILED
+        _overwrite(path, tenant)
     text = f"{path} {'would have' if dry_run else 'has'} no key of {tenant!r} any more"
     text += "; prefixstore check STORE --repair deletes what is left of it"
     return Result({"file": str(path), "tenant": tenant, "dry_run": dry_run}, text)
@@ -126,26 +123,28 @@ def _path(key_file: str) -> Path:
 
 
 def _read(path: Path) -> Keys:
-    return Keys.read(Source("file", str(path)))
+    """What is in a file of keys. Raises `InvalidParameterError`."""
+    try:
+        return Keys.read(Source("file", str(path)))
+    except LocationError as error:
+        raise InvalidParameterError(str(error)) from None
 
 
 def _write(path: Path, mode: str, data: bytes) -> None:
-    """Write into a file of keys, which keeps its owner and its mode. Raises `LocationError`."""
+    """Write into a file of keys, which keeps its owner and its mode. Raises `InvalidParameterError`."""
     try:
         with path.open(mode) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise LocationError(f"{path} cannot be written: {error.strerror}") from error
+        raise InvalidParameterError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def _overwrite(path: Path, tenant: str, *, dry_run: bool) -> bool:
-    """Overwrite the keys of a tenant by their ids, in their place. Raises `LocationError` if that is not possible."""
+def _overwrite(path: Path, tenant: str) -> None:
+    """Overwrite the keys of a tenant by their ids, in their place."""
     keys, text = _read(path), path.read_bytes()
     for name in keys.ids[tenant]:
         key = base64.b64encode(keys.secrets[name])
         text = text.replace(key, f"{FORGOTTEN}{name.hex()}".encode().ljust(len(key)))
-    if not dry_run:
-        _write(path, "rb+", text)
-    return True
+    _write(path, "rb+", text)
