@@ -326,12 +326,8 @@ class Encrypted:
         are encrypted as they would be now are passed over. Raises `FullError` if there is no space for what is written
         before the old rows are gone.
 
-        Returns
-        -------
-        int
-            How many rows were encrypted again.
-        int
-            How many could not be decrypted: then the older keys are still needed.
+        Returns how many rows were encrypted again, and how many could not be decrypted: then the older keys are still
+        needed.
         """
         with self.view() as first:
             older = set(first.cipher.needed) - set(self.keys.current)
