@@ -23,12 +23,14 @@ FIRST_LINE = "# Keys of prefixstore, the newest last. Whoever has this file can 
 def new(key_file: str) -> Result:
     """Make a file with a new key.
 
-    Only its owner can read the file. A file that exists is never replaced; key add puts a new key into it. Keep a copy
-    elsewhere: without it, nothing that is stored under the key can be read.
+    Only its owner can read the file. A file that exists is never replaced. Keep a copy elsewhere: without it, nothing
+    that is stored under the key can be read.
 
     Example: prefixstore key new /etc/prefixstore.key
     """
     path, key = _path(key_file), os.urandom(SECRET_BYTES)
+    if path.exists():
+        raise InvalidParameterError(f"{path} exists; prefixstore key add puts a new key into it")
     with writing(str(path), replace=False) as file:
         file.write((FIRST_LINE + line_of(key)).encode())
     name = key_id(key).hex()
@@ -71,9 +73,8 @@ def list_(key_file: str) -> Result:
     rows = [["key", name, "the newest" if name == names[-1] else ""] for name in names]
     rows += [["tenant", name, tenant] for tenant, of_tenant in tenants.items() for name in of_tenant]
     rows += [["forgotten", name, tenant] for name, tenant in forgotten.items()]
-    return Result(
-        {"keys": names, "tenants": tenants, "forgotten": forgotten}, lambda: table(["what", "id", "name"], rows)
-    )
+    data = {"keys": names, "tenants": tenants, "forgotten": forgotten}
+    return Result(data, lambda: table(["what", "id", "name"], rows))
 
 
 def rotate(location: str) -> Result:
@@ -123,10 +124,10 @@ def _path(key_file: str) -> Path:
 
 
 def _read(path: Path) -> Keys:
-    """What is in a file of keys. Raises `InvalidParameterError`."""
     try:
         return Keys.read(Source("file", str(path)))
     except LocationError as error:
+        # of a store it is a location that cannot be used; here it is the file that was named
         raise InvalidParameterError(str(error)) from None
 
 

@@ -58,7 +58,7 @@ def test_a_new_file_is_its_owners_and_is_never_replaced(tmp_path, run):
     assert f"export PREFIXSTORE_KEY=file:{path}" in out
     assert keys_in(path).newest.hex() in out
     assert path.stat().st_mode & 0o777 == 0o600
-    assert "File exists" in run("key", "new", path, code=2).err
+    assert "exists; prefixstore key add" in run("key", "new", path, code=2).err
     assert "prefixstore key new" in run("key", "add", tmp_path / "none", code=2).err
 
 
