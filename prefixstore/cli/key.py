@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import os
+from functools import partial
 from pathlib import Path
 
 from prefixstore.backends.files import expanded
 from prefixstore.backends.keys import ENVIRONMENT, FORGOTTEN, SECRET_BYTES, Keys, Source, key_id, line_of
 from prefixstore.cli.command import Result
 from prefixstore.cli.files import writing
-from prefixstore.cli.output import DONE, FAILED, has_terminal, is_confirmed, table
+from prefixstore.cli.output import DONE, FAILED, confirmed, table
 from prefixstore.errors import InvalidParameterError, LocationError
 from prefixstore.maintenance.archive import Archive
 from prefixstore.units import counted
@@ -55,8 +56,10 @@ def add(key_file: str, *, tenant: str | None = None) -> Result:
     _write(path, "ab", b"\n" * (not path.read_bytes().endswith(b"\n")) + line_of(key, tenant).encode())
     name = key_id(key).hex()
     text = f"{path} has the key {name}" + ("" if tenant is None else f" of {tenant!r}")
-    text += " now; prefixstore key rotate STORE encrypts what is stored already"
-    return Result({"file": str(path), "key": name, "tenant": tenant}, text)
+    return Result(
+        {"file": str(path), "key": name, "tenant": tenant},
+        f"{text} now; prefixstore key rotate STORE encrypts what is stored already",
+    )
 
 
 def list_(key_file: str) -> Result:
@@ -108,11 +111,10 @@ def forget(key_file: str, tenant: str, *, dry_run: bool = False, yes: bool = Fal
     path = _path(key_file)
     if tenant not in _read(path).ids:
         raise InvalidParameterError(f"{path} has no key of {tenant!r}; prefixstore key list shows what it has")
+    overwrite = partial(_overwrite, path, tenant)
     question = f"{path}: delete the key of {tenant!r} for ever?"
-    if not dry_run:
-        if not yes and has_terminal() and not is_confirmed(question):
-            return FAILED
-        _overwrite(path, tenant)
+    if confirmed(overwrite, lambda _: question, dry_run=dry_run, yes=yes) is None:
+        return FAILED
     text = f"{path} {'would have' if dry_run else 'has'} no key of {tenant!r} any more"
     text += "; prefixstore check STORE --repair deletes what is left of it"
     return Result({"file": str(path), "tenant": tenant, "dry_run": dry_run}, text)
@@ -142,10 +144,12 @@ def _write(path: Path, mode: str, data: bytes) -> None:
         raise InvalidParameterError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def _overwrite(path: Path, tenant: str) -> None:
+def _overwrite(path: Path, tenant: str, *, dry_run: bool) -> bool:
     """Overwrite the keys of a tenant by their ids, in their place."""
     keys, text = _read(path), path.read_bytes()
     for name in keys.ids[tenant]:
         key = base64.b64encode(keys.secrets[name])
         text = text.replace(key, f"{FORGOTTEN}{name.hex()}".encode().ljust(len(key)))
-    _write(path, "rb+", text)
+    if not dry_run:
+        _write(path, "rb+", text)
+    return True

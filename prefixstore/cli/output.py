@@ -29,7 +29,6 @@ __all__ = [
     "emit",
     "fields",
     "has_terminal",
-    "is_confirmed",
     "iso",
     "may_replace",
     "print_all",
