@@ -132,10 +132,13 @@ class View(ABC):
         it.
     at_once
         How many rows it reads in the time of one request; None for any number. Who can do with fewer asks for no more.
+    is_encrypted
+        Whether payloads are decrypted as they arrive: then the next one is asked for while one is used.
     """
 
     arrived: int = 0
     at_once: int | None = None
+    is_encrypted: bool = False
 
     @abstractmethod
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:

@@ -108,20 +108,13 @@ def key_of(stored: bytes | None) -> bytes | None:
 
 @dataclass(frozen=True)
 class Keys:
-    """What is in a file of keys.
+    """What is in a file of keys."""
 
-    Attributes
-    ----------
-    secrets
-        All keys, by their ids.
-    ids
-        The ids of those of the store (None), and of each tenant that has any, by its name (its salt). The newest last.
-    forgotten
-        Names of tenants whose key was deleted, by its id: what was stored under it counts as deleted.
-    """
-
+    # all keys, by their ids
     secrets: Mapping[bytes, bytes] = field(default_factory=dict)
+    # the ids of those of the store (None), and of each tenant that has any, by its name (its salt); the newest last
     ids: Mapping[str | None, Sequence[bytes]] = field(default_factory=dict)
+    # names of tenants whose key was deleted, by its id: what was stored under it counts as deleted
     forgotten: Mapping[bytes, str] = field(default_factory=dict)
 
     @property

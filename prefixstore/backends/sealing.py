@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import BinaryIO, cast
 
@@ -20,18 +20,17 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from prefixstore.backends.keys import ID_BYTES, Keys
 from prefixstore.backends.received import ReceivedMemory
-from prefixstore.backends.threads import Threads
 from prefixstore.errors import CorruptError, LocationError, UndecryptableError
 from prefixstore.format.export import ENCRYPTED
 from prefixstore.format.record import Buffer
 
-__all__ = ["Sealer", "sealed_size", "sealing", "unsealed"]
+__all__ = ["SealedFile", "Sealer", "sealed_size", "sealing"]
 
 RANDOM_BYTES = 24
 # the id of the key, and a random number
 HEAD = struct.Struct(f"<{ID_BYTES}s{RANDOM_BYTES}s")
 TAG_BYTES = 16
-# a message is encrypted in segments, so that two threads can decrypt one
+# a message is encrypted in segments: the cipher takes no more than 2 GiB at a time
 SEGMENT = 1 << 20
 # in a file a message is one segment, after its size when it is sealed
 SIZE = struct.Struct("<I")
@@ -55,7 +54,6 @@ class Sealer:
     def __init__(self, keys: Mapping[bytes, bytes], salt: bytes = b"") -> None:
         self._keys, self._salt = keys, salt
         self._memory = ReceivedMemory()
-        self._threads = Threads("prefixstore-decrypt")
 
     def _cipher(self, head: bytes) -> AESGCM:
         """The cipher of the message with this head. Raises `UndecryptableError` if its key is not there."""
@@ -87,21 +85,10 @@ class Sealer:
         if size < 0 or sealed_size(size) != len(given):
             raise UndecryptableError("it has a length that nothing has that was sealed")
         cipher = self._cipher(bytes(given[: HEAD.size]))
-        found, segments = self._memory.take(size), list(_segments(size))
-
-        def decrypt(some: Sequence[tuple[bytes, slice, slice]]) -> None:
-            for nonce, inside, outside in some:
-                cipher.decrypt_into(nonce, given[outside], bound_to, found[inside])
-
-        # half of it by another thread, which has ended when this returns: the memory is the location's
-        half = len(segments) // 2
-        others = [self._threads.start_or_run(decrypt, segments[:half])] if half else []
+        found = self._memory.take(size)
         try:
-            try:
-                decrypt(segments[half:])
-            finally:
-                for other in others:
-                    other.get()
+            for nonce, inside, outside in _segments(size):
+                cipher.decrypt_into(nonce, given[outside], bound_to, found[inside])
         except InvalidTag:
             raise UndecryptableError("it was changed, or belongs elsewhere") from None
         return found
@@ -122,14 +109,20 @@ def _segments(size: int) -> Iterator[tuple[bytes, slice, slice]]:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-class _Chain:
+class SealedFile:
     """What is sealed in a file: messages, each bound to the tag of the one before, the first one to the beginning.
 
-    Who reads notices if the end is missing: an export has one.
+    The beginning says which key it needs; of a file that is read, it was read already. Who reads notices if the end is
+    missing: an export has one.
+
+    Raises `LocationError` if the key is not there. Reading raises `CorruptError` where anything was changed.
     """
 
     def __init__(self, file: BinaryIO, begin: bytes, keys: Keys, name: str = "") -> None:
-        self._file, self._before, self._key, self._name = file, begin, begin[len(ENCRYPTED) :], name
+        wanted = begin[len(ENCRYPTED) :]
+        if wanted not in keys.masters:
+            raise LocationError(f"{name} needs the key {wanted.hex()}; give it by --from-key or PREFIXSTORE_KEY")
+        self._file, self._before, self._key, self._name = file, begin, wanted, name
         self._sealer = Sealer(keys.masters)
         # what was unsealed and is not yet read
         self._plain = bytearray()
@@ -158,15 +151,4 @@ def sealing(file: BinaryIO, keys: Keys) -> BinaryIO:
     """A file that can be written to: what is written is sealed in `file`, under the newest of these keys."""
     begin = ENCRYPTED + keys.newest
     file.write(begin)
-    return cast("BinaryIO", _Chain(file, begin, keys))
-
-
-def unsealed(begin: bytes, file: BinaryIO, keys: Keys, name: str) -> BinaryIO:
-    """A file that can be read: what is sealed in `file`, of which the beginning was read already.
-
-    Raises `LocationError` if the key is not there. Reading raises `CorruptError` where anything was changed.
-    """
-    wanted = begin[len(ENCRYPTED) :]
-    if wanted not in keys.masters:
-        raise LocationError(f"{name} needs the key {wanted.hex()}; give it by --from-key or PREFIXSTORE_KEY")
-    return cast("BinaryIO", _Chain(file, begin, keys, name))
+    return cast("BinaryIO", SealedFile(file, begin, keys))

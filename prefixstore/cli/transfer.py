@@ -7,7 +7,7 @@ import time
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from prefixstore.backends.keys import Keys, provider_of
 from prefixstore.backends.location import without_password
@@ -135,10 +135,10 @@ def _unsealed(key: str | None, name: str, begin: bytes, file: BinaryIO) -> Binar
     """A file of exported pages that is encrypted."""
     provider = provider_of(key)
     try:
-        from prefixstore.backends.sealing import unsealed  # noqa: PLC0415 - the extra "encryption"
+        from prefixstore.backends.sealing import SealedFile  # noqa: PLC0415 - the extra "encryption"
     except ImportError as error:
         raise MissingExtraError(f'{name} is encrypted; pip install "prefixstore[encryption]"') from error
-    return unsealed(begin, file, Keys.read(provider) if provider is not None else Keys(), name)
+    return cast("BinaryIO", SealedFile(file, begin, Keys.read(provider) if provider is not None else Keys(), name))
 
 
 def _require(file: str, reader: ExportReader, wanted: Namespace) -> None:

@@ -106,6 +106,8 @@ class RowCipher:
 class EncryptedView(View):
     """The rows of a view, decrypted; `told` is called for each row or payload for which that is not possible."""
 
+    is_encrypted = True
+
     def __init__(self, view: View, cipher: RowCipher, told: Callable[[UndecryptableError], object]) -> None:
         self._view = view
         self.cipher = cipher
@@ -120,26 +122,32 @@ class EncryptedView(View):
     def used(self) -> int:
         return self._view.used
 
+    def _unsealed(self, bound_to: bytes, stored: Buffer) -> memoryview:
+        try:
+            return self.cipher.sealer.unseal(bound_to, stored)
+        except UndecryptableError as error:
+            self._told(error)
+            raise
+
     def opened(self, stored: Row) -> tuple[bytes, Row] | None:
         """Whose a stored row is, and what it says; None if it cannot be decrypted."""
         try:
-            text = bytes(self.cipher.sealer.unseal(ROW + stored.key, stored.value))
-        except UndecryptableError as error:
-            self._told(error)
+            text = bytes(self._unsealed(ROW + stored.key, stored.value))
+        except UndecryptableError:
             return None
         owner, size = OWNER.unpack_from(text)
         end = OWNER.size + size
         return owner, Row(text[OWNER.size : end], text[end:])
 
-    def _value(self, key: bytes, stored_key: bytes, stored: bytes) -> bytes:
+    def _value(self, key: bytes, stored: Row) -> bytes:
         """The value of a row; an empty one, as if it was damaged, if it cannot be decrypted."""
-        found = self.opened(Row(stored_key, stored))
+        found = self.opened(stored)
         return found[1].value if found is not None and found[1].key == key else b""
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        stored_keys = list(map(self.cipher.stored_key, keys))
-        found = zip(keys, stored_keys, self._view.get(stored_keys), strict=True)
-        return [None if stored is None else self._value(key, name, stored) for key, name, stored in found]
+        names = list(map(self.cipher.stored_key, keys))
+        found = zip(keys, names, self._view.get(names), strict=True)
+        return [None if value is None else self._value(key, Row(name, value)) for key, name, value in found]
 
     def ranges(self, wanted: Sequence[Range]) -> list[list[Row]]:
         stored = list(map(self.cipher.stored_range, wanted))
@@ -158,20 +166,17 @@ class EncryptedView(View):
         return found[: wanted.limit]
 
     def payloads(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, Buffer | None] | None]:
-        stored_keys = list(map(self.cipher.stored_key, keys))
-        return map(self._both, keys, stored_keys, self._view.payloads(stored_keys))
+        names = list(map(self.cipher.stored_key, keys))
+        # the location is asked now, not when the first one is taken
+        return map(self._both, keys, names, self._view.payloads(names))
 
     def _both(
-        self, key: bytes, stored_key: bytes, stored: tuple[bytes, Buffer | None] | None
+        self, key: bytes, name: bytes, stored: tuple[bytes, Buffer | None] | None
     ) -> tuple[bytes, Buffer | None] | None:
         if stored is None:
             return None
-        value, payload = self._value(key, stored_key, stored[0]), stored[1]
-        try:
-            return value, None if payload is None else self.cipher.sealer.unseal(PAYLOAD + stored_key, payload)
-        except UndecryptableError as error:
-            self._told(error)
-            raise
+        value, payload = stored
+        return self._value(key, Row(name, value)), None if payload is None else self._unsealed(PAYLOAD + name, payload)
 
 
 class EncryptedUpdate(EncryptedView, Update):
@@ -179,21 +184,10 @@ class EncryptedUpdate(EncryptedView, Update):
 
     _view: Update
 
-    def __init__(self, update: Update, cipher: RowCipher, told: Callable[[UndecryptableError], object]) -> None:
-        super().__init__(update, cipher, told)
-        # whose the rows are that were read
-        self._owners: dict[bytes, bytes] = {}
-
     @property
     def costs(self) -> Costs:
         costs = self._view.costs
         return replace(costs, row=costs.row + LONGER_BYTES, payload=costs.payload + LONGER_BYTES)
-
-    def opened(self, stored: Row) -> tuple[bytes, Row] | None:
-        found = super().opened(stored)
-        if found is not None:
-            self._owners[stored.key] = found[0]
-        return found
 
     def put(
         self,
@@ -205,11 +199,17 @@ class EncryptedUpdate(EncryptedView, Update):
         owner: bytes | None = None,
     ) -> None:
         stored_key = self.cipher.stored_key(key)
-        owner = self._owners.get(stored_key, NOBODY) if owner is None else owner
+        owner = self._owner(stored_key) if owner is None else owner
         name, seal = self.cipher.name_for(owner), self.cipher.sealer.seal
         row = seal(name, ROW + stored_key, OWNER.pack(owner, len(key)) + key + value)
         hidden = None if payload is None else seal(name, PAYLOAD + stored_key, payload)
         self._view.put(stored_key, bytes(row), hidden, replaced=replaced)
+
+    def _owner(self, stored_key: bytes) -> bytes:
+        """Whose a row is that is written again: mostly it was read before, and is in memory."""
+        [value] = self._view.get([stored_key])
+        found = None if value is None else self.opened(Row(stored_key, value))
+        return NOBODY if found is None else found[0]
 
     def delete(self, key: bytes, *, replaced: int | None = None) -> None:
         self._view.delete(self.cipher.stored_key(key), replaced=replaced)
@@ -251,12 +251,7 @@ class Encrypted:
     def update(self) -> Iterator[EncryptedUpdate]:
         """As `Backend.update`; what is written is under the newest keys, and the header says so."""
         with self._backend.update() as rows:
-            cipher = self._cipher_in(rows)
-            needed = tuple(dict.fromkeys((*cipher.keys.current, *cipher.needed)))
-            if needed != cipher.needed:
-                cipher = RowCipher(cipher.secret, needed, cipher.keys)
-                rows.put(HEADER, cipher.header())
-            yield EncryptedUpdate(rows, cipher, self._tell)
+            yield EncryptedUpdate(rows, self._entered(rows), self._tell)
 
     def _tell(self, error: UndecryptableError) -> None:
         self._count()
@@ -265,11 +260,6 @@ class Encrypted:
         if str(error) not in self._said:
             self._said.add(str(error))
             log.warning("%s: something cannot be decrypted, and is a miss: %s", self._backend.location, error)
-
-    def after_fork(self) -> None:
-        """As `Backend.after_fork`."""
-        # its threads are the parent's
-        self._found = None
 
     # -- keys ---------------------------------------------------------------------------------------------------------
 
@@ -312,14 +302,20 @@ class Encrypted:
                 "read last; give it by PREFIXSTORE_KEY or key= (copy: --from-key, --to-key)"
             )
 
+    def _entered(self, rows: Update, older: Collection[bytes] = ()) -> RowCipher:
+        """How a location is encrypted; from now on its header names the newest keys, and none of the older ones."""
+        cipher = self._cipher_in(rows)
+        needed = tuple(name for name in dict.fromkeys((*cipher.keys.current, *cipher.needed)) if name not in older)
+        if needed != cipher.needed:
+            cipher = RowCipher(cipher.secret, needed, cipher.keys)
+            rows.put(HEADER, cipher.header())
+        return cipher
+
     def key_ids(self) -> list[str]:
         """The ids of the keys of the store under which the location is encrypted, the newest first."""
-        return [name.hex() for name in self._needed() if name in self.keys.ids[None]]
-
-    def _needed(self) -> Sequence[bytes]:
-        """The ids of the keys that the location needs now, those of tenants included."""
         with self._backend.view() as rows:
-            return self._cipher_in(rows).needed or self.keys.current
+            needed = self._cipher_in(rows).needed or self.keys.current
+        return [name.hex() for name in needed if name in self.keys.ids[None]]
 
     # -- all rows -----------------------------------------------------------------------------------------------------
 
@@ -330,14 +326,11 @@ class Encrypted:
         are encrypted as they would be now are passed over. Raises `FullError` if there is no space for what is written
         before the old rows are gone.
 
-        Returns
-        -------
-        int
-            How many rows were encrypted again.
-        int
-            How many could not be decrypted: then the older keys are still needed.
+        Returns how many rows were encrypted again, and how many could not be decrypted: then the older keys are still
+        needed.
         """
-        older = set(self._needed()) - set(self.keys.current)
+        with self.view() as first:
+            older = set(first.cipher.needed) - set(self.keys.current)
         n_done = n_left = 0
         for view, rows in self._all():
             n_left += sum(found is None for _, found in rows)
@@ -347,8 +340,7 @@ class Encrypted:
                 if found is not None and not row.value.startswith(view.cipher.name_for(found[0]))
             ]
             # what has a payload one by one, so that little is in memory
-            some = [key for key in old if key[:1] != RECORD]
-            for keys in filter(None, [*([key] for key in old if key[:1] == RECORD), some]):
+            for keys in [*([key] for key in old if key[:1] == RECORD), [key for key in old if key[:1] != RECORD]]:
                 try:
                     self._put_again(keys)
                     n_done += len(keys)
@@ -370,10 +362,7 @@ class Encrypted:
     def _replace(self, older: Collection[bytes]) -> None:
         """Have the header no longer name these keys."""
         with self._backend.update() as rows:
-            cipher = self._cipher_in(rows)
-            # without a row, nothing has named the newest one yet
-            needed = [name for name in cipher.needed if name not in older] or [cipher.keys.newest]
-            rows.put(HEADER, RowCipher(cipher.secret, needed, cipher.keys).header())
+            self._entered(rows, older)
 
     def undecryptable(self, *, delete: bool = False) -> int:
         """How many rows cannot be decrypted, or are of a forgotten tenant; with `delete` they are deleted."""

@@ -260,8 +260,6 @@ class Pages:
         What takes part in forks by itself (`backends.forks`), such as an open handle, has been renewed by then.
         """
         self._opening = threading.Lock()
-        if self.encrypted is not None:
-            self.encrypted.after_fork()
         if self._backend is not None:
             self._backend.after_fork()
 

@@ -8,9 +8,9 @@ The thread has the view. It reads some pages ahead of the caller, and gives each
     the state can be used: accept      verify it and copy it for later, while the caller uses it; read one more
     end: wait                          close the view; if the caller has given up, keep what has come since
 
-Raw pages are mostly read *along*: one at a time, given before the checksum is known, and verified while the caller
-copies them, so that they come out of memory once. All others are verified before they are given, and packed ones are
-unpacked by several threads.
+Raw pages that are not encrypted are mostly read *along*: one at a time, given before the checksum is known, and
+verified while the caller copies them, so that they come out of memory once. All others are verified before they are
+given, and packed ones are unpacked by several threads.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class SourceReader:
             with self.fetcher.view() as self._view:
                 stored = [page for page in self.pages if page.key not in self._in_memory]
                 is_packed = any(page.stored_bytes != page.raw_bytes for page in stored)
-                self._along = self._along and not is_packed
+                self._along = self._along and not is_packed and not self._view.rows.is_encrypted
                 with closing(self._view.fetch([page.key for page in stored])) as fetched:
                     self._serve(fetched, 1 if self._along else UNPACKERS if is_packed else 2)
         except BaseException as raised:  # noqa: BLE001 - raised where the caller waits

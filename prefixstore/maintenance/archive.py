@@ -163,7 +163,7 @@ class Archive(OpenLocation):
         if self.backend.encrypted is None:
             raise InvalidParameterError(f"{self.location} is not encrypted; prefixstore copy --to-key encrypts a copy")
         done, left = self.engine.threads.call(self.backend.encrypted.rotate)
-        return self.backend.encrypted.key_ids()[0], done, left
+        return self.backend.encrypted.keys.newest.hex(), done, left
 
     # -- inspecting ---------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import pytest
 from prefixstore import LocationError
 from prefixstore.backends import sealing as module
 from prefixstore.backends.keys import Keys, key_id, line_of
-from prefixstore.backends.sealing import HEAD, SEGMENT, TAG_BYTES, Sealer, sealed_size, sealing, unsealed
+from prefixstore.backends.sealing import HEAD, SEGMENT, TAG_BYTES, SealedFile, Sealer, sealed_size, sealing
 from prefixstore.errors import CorruptError, UndecryptableError
 from prefixstore.format.export import ENCRYPTED
 
@@ -82,7 +82,7 @@ def sealed(monkeypatch):
 
 
 def opened(begin, parts, keys=KEYS):
-    return unsealed(begin, io.BytesIO(b"".join(parts)), keys, "name").read(1000)
+    return SealedFile(io.BytesIO(b"".join(parts)), begin, keys, "name").read(1000)
 
 
 def test_a_file_comes_back_and_nothing_of_it_can_be_left_out_exchanged_or_appended(sealed):

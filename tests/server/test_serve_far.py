@@ -10,7 +10,7 @@ import pytest
 
 from prefixstore.errors import PrefixStoreError
 from tests.support.llama_server import Running
-from tests.support.places import opened
+from tests.support.places import KEY, opened, refusal
 from tests.support.ports import free_port
 from tests.support.served import Serve, Served, cached, own_answers, prompt
 
@@ -38,7 +38,10 @@ def host(serve: Serve, tmp_path: Path) -> Callable[..., Served]:
 
 
 @pytest.mark.slow
-def test_what_one_host_has_computed_another_one_restores(host, tmp_path, new_valkey, alone: Running):
+@pytest.mark.parametrize("key", ["none", "env:MY_KEY"])
+def test_what_one_host_has_computed_another_one_restores(host, tmp_path, new_valkey, alone: Running, key, monkeypatch):
+    monkeypatch.setenv("PREFIXSTORE_KEY", key)
+    monkeypatch.setenv("MY_KEY", KEY.read())
     far = new_valkey(tcp=True)
     right = own_answers(alone, prompt(1))
     one = host(far)
@@ -56,6 +59,7 @@ def test_what_one_host_has_computed_another_one_restores(host, tmp_path, new_val
     # what was fetched is kept
     assert n_pages(str(tmp_path / "store")) == n_pages(far)
     assert "refused" not in two.text()
+    assert all(("is encrypted" in refusal(one, key="none")) == (key != "none") for one in (far, tmp_path / "store"))
 
 
 @pytest.mark.slow
