@@ -238,12 +238,14 @@ def section(result: dict[str, Any]) -> list[str]:
         f"""Pages of {PAGE_TOKENS} tokens. MB/s are of the state, not of what is stored; unpacked by one thread and by
         {CORES}. A restore is of {N_PAGES} pages from LMDB into a context, with the file in memory ("warm") and with
         none of it there ("cold"); in parentheses its speed relative to raw pages in the same round; medians.
-        The codec that `auto` chooses is marked."""
+        The codec that `auto` chooses is marked. Higher levels, which gain next to nothing, are in `latest.json`."""
     )
     rows = []
     for name, figures in result.items():
         for codec, of in figures["codecs"].items():
             restore = figures["restores"].get(codec)
+            if restore is None:
+                continue
             rows.append(
                 [
                     f"{name}, {figures['page_bytes'] / 1e6:.2f} MB",
@@ -251,7 +253,7 @@ def section(result: dict[str, Any]) -> list[str]:
                     f"{of['ratio']:.3f}",
                     *(f"{of[key] / 1e6:,.0f}" for key in ("pack", "unpack", "unpack_all_cores")),
                     *(
-                        (f"{milliseconds(restore[how]['p50'])} ({restore[f'{how}_of_raw']:.2f})" if restore else "")
+                        f"{milliseconds(restore[how]['p50'])} ({restore[f'{how}_of_raw']:.2f})"
                         for how in ("warm", "cold")
                     ),
                 ]

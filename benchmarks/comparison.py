@@ -187,20 +187,13 @@ def section(result: dict[str, Any] | None) -> list[str]:
     lines += paragraph(losses(result))
     for model, by_workload in result.items():
         lines += [f"### {model}: {MODELS[model].title}", "", f"![Time to the first token, {model}]({plot(model)})", ""]
-        lines += paragraph("; ".join(asked(name, found[NOTHING]) for name, found in by_workload.items()) + ".")
-        for first, cell in (("after the restart", waited), ("what it costs", spent)):
+        costs = [("what it costs", spent)] if model == "1B" else []  # of the others they are alike, and in latest.json
+        for first, cell in (("after the restart", waited), *costs):
             head = [first, *(WORKLOADS[name] for name in by_workload)]
             caches = list(next(iter(by_workload.values())))
             rows = [[cache, *(cell(found[cache]) for found in by_workload.values())] for cache in caches]
             lines += table(head, rows)
     return lines
-
-
-def asked(name: str, figures: dict[str, Any]) -> str:
-    """The requests of a workload."""
-    cold, warm = (f"{len(figures[phase]['first_token'])} requests" for phase in ("cold", "warm"))
-    tokens = [f"{figures[phase]['prompt_tokens']:,} tokens" for phase in ("cold", "warm")]
-    return f"{WORKLOADS[name]}: {cold} ({tokens[0]}) with an empty cache, {warm} ({tokens[1]}) after the restart"
 
 
 def waited(figures: dict[str, Any]) -> str:
@@ -221,30 +214,24 @@ def spent(figures: dict[str, Any]) -> str:
 
 ABOUT = """Four seeded workloads on three models, with every cache in the same run. *Many users*: one system prompt,
 and users who ask in turns, each with a conversation of their own after it. *A long chat*: one conversation.
-*Documents*: a system prompt, three of six documents in the order in which they were found, and a question; a prefix is
-shared only as far as the order agrees. *Agent*: the session of the agent trace with the longest prompt (for 8B one of
-at most 1,000 tokens, and its last 24 requests), agent and simulated user in turns, as recorded. Each cell is two
-processes: one starts with an empty cache, and ends; the next starts with what the first has left, and continues. The
-generated models have the state of a 1B and an 8B model, a vocabulary of 32,000, and little to compute: a real model
-waits much longer without a cache, and restores as fast."""
+*Documents*: a system prompt, three of six documents in the order in which they were found, and a question. *Agent*:
+the session of the agent trace with the longest prompt (for 8B one of at most 1,000 tokens, and its last 24 requests).
+Each cell is two processes: one starts with an empty cache, and ends; the next continues with what the first has left,
+with 4 to 16 requests. Their numbers and tokens, and the figures with an empty cache, are in `latest.json`."""
 
 HOW = """*No cache* is what llama-cpp-python does by itself: what the context still holds of a prompt is not computed
-again. *State files* are what a careful user writes by hand: after each completion one `llama_state_save_file`, under
-a temporary name and then renamed, and files that the new one continues are deleted; before each completion the prompt
-is compared with the tokens of all files, and the file with the longest common prefix is loaded by
-`llama_state_load_file` if that is longer than the live prefix. It verifies nothing, makes nothing durable, serves one
-process, and never evicts; it is the strongest peer here. `LlamaDiskCache` removes an entry when it is hit, and so has
-one at a time. `LlamaRAMCache` is empty after a restart, as any memory is."""
+again. *State files* are what a careful user writes by hand: after each completion one `llama_state_save_file`,
+renamed into place, and before each the file with the longest common prefix is loaded by `llama_state_load_file`. It
+verifies nothing, makes nothing durable, serves one process, and never evicts; it is the strongest peer here.
+`LlamaDiskCache` removes an entry when it is hit, and so has one at a time."""
 
-READ = """After the restart: time to the first token of the first request; p50, p95 of all; tokens evaluated. The time
-includes lookup and restore; the p95 of so few requests is the slowest. What it costs, over both phases: the
-foreground's time for each request (lookup, restore and saving); bytes written to files, as the system counts them;
-blocks on the disk at the end; peak RSS of the larger process, with the mapped pages of LMDB's file; greedy answers
-that differ from those without a cache (batches are split differently after a restore, and where the best two tokens
-are that close an answer may change, [design.md](design.md), point 4). Figures with an empty cache are in
-`latest.json`. Files are in the system's memory in all cells. The same work took up to 1.5 times as long in one
-process as in the next on this machine (a chat without a cache, three times: medians of 396, 401 and 274 ms), whatever
-the cache: of two cells that are closer than that, neither is faster. Tokens evaluated and bytes do not vary."""
+READ = """After the restart: time to the first token of the first request; p50, p95 of all (of so few the slowest);
+tokens evaluated. What it costs, over both phases: the foreground's time for each request (lookup, restore and
+saving); bytes written to files; blocks on the disk at the end; peak RSS of the larger process, with the mapped pages
+of LMDB's file; greedy answers that differ from those without a cache ([design.md](design.md), point 4). Files are in
+the system's memory in all cells. The same work took up to 1.5 times as long in one process as in the next on this
+machine, whatever the cache: of two cells that are closer than that, neither is faster. Tokens evaluated and bytes do
+not vary."""
 
 
 def plot(model: str) -> str:

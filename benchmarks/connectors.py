@@ -326,14 +326,11 @@ def section(found: dict[str, Any]) -> list[str]:
     lines = paragraph(
         f"""{about} on the same values: {found["chunks"]} chunks of {found["chunk_bytes"]:,} bytes, K and V of
         {found["page_tokens"]} tokens each, into the same server and back, in turns. LMCache: its `RemoteBackend`
-        with the connector that the URL names, as its engine calls it (with the asynchronous lookup: the other one
-        of its RESP client can wait forever), with its defaults, from and into its own memory on the CPU; no
-        context, no GPU, and nothing is verified. prefixstore: lookup, and each page verified and copied to a place
-        of its own, without a context, and without the deadline of a restore. LMCache gives up after 10 s (with
-        `redis://`, for one value) by itself. Lookup; lookup and values (GB/s; fewer tokens, where it gave up);
-        written: until the server has acknowledged the last value; prefixstore with records and index, in one
-        transaction. LMCache's client of object storage needs the bucket in the host's name, so it has a server of
-        the same kind to itself; it remembers which objects there are, and looks up without asking."""
+        with the connector that the URL names, with its defaults, from and into its own memory on the CPU; nothing is
+        verified, and it gives up after 10 s. prefixstore: lookup, and each page verified and copied, without a
+        context and a deadline. Lookup; lookup and values (GB/s; fewer tokens, where it gave up); written: until the
+        server has acknowledged the last value. LMCache's client of object storage has a server of the same kind to
+        itself; it remembers which objects there are, and looks up without asking."""
     )
     if "beside" in found:
         lines += paragraph(

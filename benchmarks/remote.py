@@ -439,7 +439,7 @@ def section(result: dict[str, Any]) -> list[str]:
         if len(models) > 1:
             n_bytes = megabytes(found["bytes"])
             lines += [f"### {name}", "", *paragraph(f"{found['tokens']:,} tokens, {n_bytes} of raw pages.")]
-        lines += _table(found)
+        lines += _table(found, list(found["lines"]) if found is next(iter(models.values())) else [HERE])
         lines += _shares(found)
         lines += _tiers(found)
         if "connectors" in found:
@@ -468,10 +468,10 @@ def _explained(models: dict[str, Any]) -> list[str]:
     )
 
 
-def _table(found: dict[str, Any]) -> list[str]:
+def _table(found: dict[str, Any], lines: list[str]) -> list[str]:
     rows = [["", COMPUTING, "", milliseconds(found["computing"]["p50"]), "1", "", "", "", "", ""]]
-    for line, measured in found["lines"].items():
-        for name, each in measured["places"].items():
+    for line in lines:
+        for name, each in found["lines"][line]["places"].items():
             rate = each["bytes_per_second"]
             rows.append(
                 [

@@ -94,6 +94,8 @@ def markdown(results: dict[str, Any]) -> str:
         title, *rest = benchmark.section(results[name])
         lines.append(title)
         if name in others:
-            lines += ["", *paragraph(f"Measured on another machine: {_described(others[name])}.")[:-1]]
+            there = others[name]
+            version = f"llama-cpp-python {there['llama_cpp_python']}"
+            lines += ["", f"Measured on {there['cpu']}, {there['cores']} cores, {version}, {there['date']}."]
         lines += rest
     return "\n".join(lines)
