@@ -28,13 +28,13 @@ COMMANDS = {
     },
     "Look": {
         "stats": ("stats", "Show what a store holds, and how much it helps."),
-        "top": ("top", "Watch how a store is used."),
+        "top": ("stats", "Watch how a store is used."),
         "ls": ("listing", "List the namespaces: models, tenants, and the settings that differ."),
         "tenants": ("listing", "List the tenants: what each has stored, and the name by which purge deletes it."),
         "tree": ("tree", "Show the stored prefixes as a tree."),
         "show": ("listing", "Show one page, and whether its bytes are intact."),
         "explain": ("diagnose", "Explain how much of a prompt is stored, and why not more."),
-        "report": ("report", "Write a page that shows a store: its tree and its use."),
+        "report": ("tree", "Write a page that shows a store: its tree and its use."),
     },
     "Maintain": {
         "doctor": ("diagnose", "Examine the installation and a store, and say what to change."),

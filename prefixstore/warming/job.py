@@ -358,7 +358,7 @@ class Job:
 
 
 def estimate(llm: Llama, store: PrefixStore, prompts: Iterable[PromptLike]) -> WarmReport:
-    """What `prefixstore.warm` is expected to report with the same arguments; nothing is stored, or evaluated for it.
+    """What `prefixstore.warm` is expected to report with the same arguments, but for what it evaluates; stores nothing.
 
     The store is attached to `llm`. A few batches of a prompt are evaluated, and what the context holds is lost.
     Recurrent memory may get more snapshots, up to three times as many. Tokens at the end of a long prompt take longer
