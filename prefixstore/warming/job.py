@@ -22,8 +22,7 @@ from prefixstore.engine.pending import DropReason
 from prefixstore.errors import MisuseError
 from prefixstore.format.keys import PAGE, SNAPSHOT
 from prefixstore.store import PrefixStore
-from prefixstore.warming.prompt_trie import PromptTrie
-from prefixstore.warming.prompts import Problem, PromptLike, tokenized
+from prefixstore.warming.prompts import Problem, PromptLike, PromptTrie, tokenized
 
 if TYPE_CHECKING:
     from llama_cpp import Llama

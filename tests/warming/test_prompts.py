@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import as_tokens
-from prefixstore.warming.prompt_trie import PromptTrie
-from prefixstore.warming.prompts import Problem, Prompt, encode, read, tokenized
+from prefixstore.warming.prompts import Problem, Prompt, PromptTrie, encode, read, tokenized
 from prefixstore.warming.tokens import chat_tokens
 from tests.support.warming import write_jsonl
 
