@@ -1,31 +1,38 @@
-"""``prefixstore stats``: what a location holds, and how it was used."""
+"""``stats``: what a location holds, and how it was used; ``top``: the same on a screen that refreshes itself."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
 import numpy as np
 import typer
-from rich.console import RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
+from prefixstore.cli.listing import SHORT
 from prefixstore.cli.output import ago, iso, print_all, say, table_of
 from prefixstore.engine.page_view import Facts, Used
+from prefixstore.errors import StorageError
 from prefixstore.format.figures import Figures, History
+from prefixstore.format.keys import PAGE
 from prefixstore.maintenance.archive import Archive
-from prefixstore.maintenance.holdings import Holding, holdings_of, in_all, keys_in, read_facts
+from prefixstore.maintenance.holdings import Holding, holdings_of, in_all, keys_in, namespaces_of, read_facts
 from prefixstore.metrics import location_text
 from prefixstore.models.file import model_title
+from prefixstore.report.labels import visible
 from prefixstore.stats import OTHERS, short
 from prefixstore.units import format_bytes, format_number, format_seconds, format_share
 
-__all__ = ["by_title", "in_use", "served", "stats"]
+__all__ = ["Screen", "hottest", "stats", "top"]
 
 # rows of a table on the screen; --json has all of them
 MOST_SHOWN = 10
@@ -195,3 +202,132 @@ def _row(name: str, group: Mapping[str, Any]) -> list[str]:
         format_number(group["hits"]),
         format_seconds(group["seconds_saved"]) if group["hits"] else "-",
     ]
+
+
+# -- top --------------------------------------------------------------------------------------------------------------
+
+# All pages are looked at for the hottest prefixes: so often at most, and no more than this share of the time.
+HOTTEST_SECONDS = 5.0
+HOTTEST_SHARE = 0.05
+# pages among which they are looked for: those of a long prefix are used together
+CONSIDERED = 4096
+# of its lists
+MOST_LISTED = 8
+# what is the latest while it is watched: processes write their figures every ten seconds
+LATEST_SECONDS = 60.0
+
+
+def top(location: str, *, once: bool = False, seconds: float = 2.0) -> None:
+    """Watch how a store is used.
+
+    It shows lookups, hit rate, the busiest tenants and the hottest prefixes: of the last minute, if it is watched for
+    as long, of today (UTC) and of 31 days. Processes write the figures every ten seconds. Ctrl-C ends it. With
+    --once, or without a terminal, it is printed once; `prefixstore stats --json` has the same figures as JSON.
+
+    Example: prefixstore top lmdb:///var/cache/kv
+    """
+    with Archive(location, read_only=True) as archive:
+        screen = Screen()
+        if once or not sys.stdout.isatty():
+            print_all(*screen.read(archive))
+            return
+        console = Console(file=sys.stdout, markup=False, highlight=False)
+        # what does not fit the terminal is cut
+        with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
+            shown: Sequence[RenderableType] = ()
+            while True:
+                try:
+                    shown = [*screen.read(archive)]
+                    live.update(Group("Ctrl-C ends this", *shown), refresh=True)
+                except StorageError as error:
+                    fault = f"the location cannot be read: {visible(str(error))}"
+                    live.update(Group("Ctrl-C ends this", fault, *shown), refresh=True)
+                time.sleep(seconds)
+
+
+def hottest(facts: Facts, n: int) -> list[Any]:
+    """The `n` prefixes that are used most, each as long as it is used as often: the facts of their last pages.
+
+    A page counts its uses since it was stored, those by warming jobs too.
+    """
+    used = facts[facts["is_readable"] & (facts["hits"] > 0) & (facts["form"] == PAGE)]
+    best = used[np.lexsort((used["start"], -used["hits"].astype(np.int64)))][:CONSIDERED]
+    # a page that is used as often as one that continues it is a part of that prefix
+    continued = {(one["parent"].tobytes(), int(one["hits"])) for one in best}
+    ends = [one for one in best if (one["key"].tobytes(), int(one["hits"])) not in continued]
+    ends.sort(key=lambda one: (-int(one["hits"]), -int(one["start"])))
+    return ends[:n]
+
+
+# -- what is shown ----------------------------------------------------------------------------------------------------
+
+
+class Screen:
+    """What is shown, and what has to be remembered for it between two looks at a location."""
+
+    def __init__(self) -> None:
+        # what was counted in all until a time, in seconds: each time that it was read in the last minute
+        self._totals: list[tuple[float, Figures]] = []
+        self._hottest: Sequence[Any] = ()
+        self._next_search = 0.0
+
+    def read(self, archive: Archive) -> Iterator[RenderableType]:
+        """Read what changes, and return the lines and tables that show it. Raises `StorageError`."""
+        history = archive.history()
+        with archive.view() as view:
+            used, spaces = view.used, namespaces_of(view)
+            if (started := time.monotonic()) >= self._next_search:
+                self._hottest = hottest(read_facts(view), MOST_LISTED)
+                took = time.monotonic() - started
+                self._next_search = started + max(HOTTEST_SECONDS, took / HOTTEST_SHARE)
+        # whose the namespaces are, by their names in the history: their tenants and models
+        titles = {short(key): _title(one.settings, history) for key, one in spaces.items()}
+        yield f"{time.strftime('%H:%M:%S', time.localtime(history.at))}  {archive.location}"
+        yield in_use(used, history.max_bytes)
+        yield ""
+        yield from served(self.spans(history))
+        busiest = sorted(by_title(history, titles, days=1).items(), key=lambda one: -one[1].prompt_tokens)
+        if rows := [_busy_row(title, figures) for title, figures in busiest[:MOST_LISTED] if figures.lookups]:
+            yield ""
+            yield table_of(["busiest today", "lookups>", "hit rate>", "tokens>", "restored>"], rows)
+        if self._hottest:
+            yield ""
+            columns = ["hottest prefixes", "uses>", "tokens>", "last used>", "page>"]
+            yield table_of(columns, (_hot_row(one, titles) for one in self._hottest))
+
+    def spans(self, history: History) -> dict[str, Figures]:
+        """What was counted since the first look of the last minute, today, and in all days."""
+        now = history.total()
+        self._totals = [one for one in self._totals if one[0] >= history.at - LATEST_SECONDS] + [(history.at, now)]
+        days = {"today": history.total(1), "31 days": now}
+        began, before = self._totals[0]
+        if began == history.at:
+            return days
+        # days that are no longer kept may be missing
+        latest = Figures(*(max(n - m, 0) for n, m in zip(now, before, strict=True)))
+        return {f"last {history.at - began:.0f} s": latest, **days}
+
+
+def _hot_row(one: Any, titles: Mapping[str, str]) -> list[str]:
+    return [
+        titles.get(short(one["namespace"].tobytes()), "unknown"),
+        format_number(int(one["hits"])),
+        format_number(int(one["start"]) + int(one["n_tokens"])),
+        ago(int(one["last_used"])),
+        one["key"].tobytes().hex()[:SHORT],
+    ]
+
+
+def _busy_row(title: str, figures: Figures) -> list[str]:
+    return [
+        title,
+        format_number(figures.lookups),
+        format_share(figures.hit_rate),
+        format_number(figures.prompt_tokens),
+        format_number(figures.tokens_restored),
+    ]
+
+
+def _title(settings: Mapping[str, object], history: History) -> str:
+    """The tenant and the model of a namespace."""
+    return ", ".join(filter(None, [str(settings.get("salt") or ""), model_title(settings, history.models)]))

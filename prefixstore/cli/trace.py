@@ -15,10 +15,9 @@ from prefixstore.cli.output import fields, say, table, tell
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.errors import InvalidParameterError
 from prefixstore.report.labels import visible
-from prefixstore.traces.curve import Curve, pages_in, simulate, svg
 from prefixstore.traces.read import Trace, read_trace
 from prefixstore.traces.recorder import make_private
-from prefixstore.traces.replay import BELADY, Replayed, replay
+from prefixstore.traces.replay import BELADY, Curve, Replayed, pages_in, replay, simulate, svg
 from prefixstore.units import counted, format_bytes, format_share
 
 __all__ = ["record", "replay_", "simulate_"]

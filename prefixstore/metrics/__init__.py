@@ -4,9 +4,8 @@ They need ``prometheus_client``, which the extra "server" installs. No label hol
 that a client has chosen: each label has a bounded number of values.
 """
 
-from prefixstore.metrics.exposition import new_registry, render
 from prefixstore.metrics.requests import ENDPOINTS, RequestMetrics
-from prefixstore.metrics.stores import StoreMetrics, location_text, store_text
+from prefixstore.metrics.stores import StoreMetrics, location_text, new_registry, render, store_text
 
 __all__ = [
     "ENDPOINTS",

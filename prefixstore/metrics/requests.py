@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from prefixstore.errors import InvalidParameterError
-from prefixstore.metrics.exposition import OTHER, import_prometheus
+from prefixstore.metrics.stores import OTHER, import_prometheus
 from prefixstore.stats import SECONDS_BUCKETS
 
 if TYPE_CHECKING:

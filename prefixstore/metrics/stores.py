@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -11,21 +12,65 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.page_view import Used
-from prefixstore.errors import InvalidParameterError
+from prefixstore.errors import InvalidParameterError, MissingExtraError
 from prefixstore.format.figures import History
 from prefixstore.format.namespace import model_digits
 from prefixstore.maintenance.holdings import Holding, in_all
-from prefixstore.metrics.exposition import OTHER, import_prometheus, new_registry, render
 from prefixstore.stats import Histogram
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric as Family
 
-__all__ = ["METRICS", "MOST_MODELS", "HasEngine", "StoreMetrics", "location_text", "store_text"]
+__all__ = [
+    "METRICS",
+    "MOST_MODELS",
+    "OTHER",
+    "HasEngine",
+    "StoreMetrics",
+    "import_prometheus",
+    "location_text",
+    "new_registry",
+    "render",
+    "store_text",
+]
 
 Found: TypeAlias = "float | Mapping[str, float] | Histogram | None"
 """The value of a metric, or one for each value of its label; None if there is none."""
+
+
+# the label of all that have none of their own, so that labels have a bounded number of values
+OTHER = "other"
+CREATED = re.compile(rb"(# [A-Z]+ )?\w+_created\b")
+
+
+def import_prometheus() -> ModuleType:
+    """The package prometheus_client. Raises `MissingExtraError`."""
+    try:
+        import prometheus_client.core  # noqa: PLC0415 - the extra "server"
+    except ImportError as error:
+        raise MissingExtraError('metrics need prometheus_client; pip install "prefixstore[server]"') from error
+    return prometheus_client
+
+
+def new_registry() -> CollectorRegistry:
+    """An empty registry, so that other code in the process neither adds to these metrics nor clashes with them.
+
+    Raises
+    ------
+    MissingExtraError
+        If prometheus_client is not installed.
+    """
+    registry: CollectorRegistry = import_prometheus().CollectorRegistry()
+    return registry
+
+
+def render(registry: CollectorRegistry) -> tuple[bytes, str]:
+    """The body and the content type of the response to a scrape of this registry."""
+    prometheus = import_prometheus()
+    lines = prometheus.generate_latest(registry).splitlines(keepends=True)
+    # without the times at which its series began, which are as many series again
+    return b"".join(line for line in lines if not CREATED.match(line)), prometheus.CONTENT_TYPE_LATEST
 
 
 class HasEngine(Protocol):

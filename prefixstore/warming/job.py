@@ -22,8 +22,7 @@ from prefixstore.engine.pending import DropReason
 from prefixstore.errors import MisuseError
 from prefixstore.format.keys import PAGE, SNAPSHOT
 from prefixstore.store import PrefixStore
-from prefixstore.warming.prompt_trie import PromptTrie
-from prefixstore.warming.prompts import Problem, PromptLike, tokenized
+from prefixstore.warming.prompts import Problem, PromptLike, PromptTrie, tokenized
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
@@ -358,7 +357,7 @@ class Job:
 
 
 def estimate(llm: Llama, store: PrefixStore, prompts: Iterable[PromptLike]) -> WarmReport:
-    """What `prefixstore.warm` is expected to report with the same arguments; nothing is stored, or evaluated for it.
+    """What `prefixstore.warm` is expected to report with the same arguments, but for what it evaluates; stores nothing.
 
     The store is attached to `llm`. A few batches of a prompt are evaluated, and what the context holds is lost.
     Recurrent memory may get more snapshots, up to three times as many. Tokens at the end of a long prompt take longer

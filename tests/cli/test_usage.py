@@ -19,7 +19,7 @@ import pytest
 import prefixstore
 from prefixstore import PrefixStore
 from prefixstore.cli import output
-from prefixstore.cli.top import Screen, hottest
+from prefixstore.cli.stats import Screen, hottest
 from prefixstore.format.figures import NOTE, Figures, History
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.holdings import read_facts

@@ -13,9 +13,8 @@ from functools import partial
 import pytest
 
 from prefixstore import InvalidParameterError
-from prefixstore.traces.curve import pages_in, simulate
 from prefixstore.traces.read import read_trace
-from prefixstore.traces.replay import Belady, replay
+from prefixstore.traces.replay import Belady, pages_in, replay, simulate
 from tests.support import ROOT
 
 

@@ -1,4 +1,4 @@
-"""From files, lines and messages to the tokens that a completion would evaluate."""
+"""From files, lines and messages to the tokens that a completion would evaluate, and where these branch off."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import json
 from pathlib import Path
 
 import llama_cpp
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from prefixstore.errors import InvalidParameterError
-from prefixstore.warming.prompts import Problem, Prompt, encode, read, tokenized
+from prefixstore.format.keys import as_tokens
+from prefixstore.warming.prompts import Problem, Prompt, PromptTrie, encode, read, tokenized
 from prefixstore.warming.tokens import chat_tokens
 from tests.support.warming import write_jsonl
 
@@ -203,3 +207,26 @@ def test_prompts_become_tokens_and_everything_else_problems(llm, tmp_path):
 def test_a_single_prompt_instead_of_a_list_is_refused(llm, prompts):
     with pytest.raises(InvalidParameterError, match="not a single prompt"):
         list(tokenized(llm, prompts, []))
+
+
+# -- their trie --------------------------------------------------------------------------------------------------------
+
+PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), max_size=14)
+
+
+def plan_of(prompts: list[list[int]], min_tokens: int = 0) -> PromptTrie:
+    return PromptTrie(((as_tokens(tokens), f"prompt {i}") for i, tokens in enumerate(prompts)), min_tokens)
+
+
+@given(PROMPTS, st.integers(0, 6))
+def test_stops_are_where_other_prompts_branch_off(prompts, start):
+    made = plan_of(prompts)
+
+    def common(one, other):
+        n = min(len(one), len(other))
+        return int(np.argmin([*(one[:n] == other[:n]), False]))
+
+    for i in range(len(made)):
+        row = made.tokens(i)
+        shared = {common(row, made.tokens(j)) for j in range(len(made)) if j != i}
+        assert made.stops(i, start) == tuple(sorted(n for n in shared if start < n < len(row)))
