@@ -8,8 +8,9 @@ from itertools import islice
 
 import pytest
 
+from prefixstore.backends.sql import postgresql_rows
 from tests.support.postgres import database, name_of
-from tests.support.sql_rows import MIB, opened, put, row
+from tests.support.sql_rows import MIB, opened, put, row, statements
 
 # more than the sockets and their buffers hold
 LONG = 3 * MIB + 1
@@ -36,6 +37,25 @@ def stored(filled):
 
 def as_bytes(fetched):
     return [None if each is None else bytes(each[1]) for each in fetched]
+
+
+def test_payloads_are_received_piece_by_piece(stored, monkeypatch):
+    url, rows, keys = stored
+    received = []
+    arriving = postgresql_rows.PostgreSQLView._received
+
+    def counted(self, *arguments):
+        for line in arriving(self, *arguments):
+            received.append(line)
+            yield line
+
+    monkeypatch.setattr(postgresql_rows.PostgreSQLView, "_received", counted)
+    with opened(url) as backend, backend.view() as view, statements() as sent:
+        for number, (value, payload) in enumerate(view.payloads(keys), 1):
+            assert (value, bytes(payload)) == (rows[number - 1][1], rows[number - 1][2])
+            # four pieces each
+            assert len(received) == 4 * number
+        assert len(sent) == 1
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -6,11 +6,14 @@ import os
 import sqlite3
 import sys
 from contextlib import closing
+from types import SimpleNamespace
 
 import numpy as np
+import psycopg
 import pytest
 
 from prefixstore.backends.contract import Range
+from prefixstore.backends.sql import postgresql, postgresql_rows, sqlite_rows
 from prefixstore.backends.sql.database import APPLICATION_ID
 from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.record import FORMAT_VERSION
@@ -141,6 +144,43 @@ def test_a_commit_is_few_statements_however_many_rows_it_writes(new_database):
         assert len(sent) <= 7
 
 
+def explained(backend, statement, parameters):
+    """The plan of a statement."""
+    with backend.connection() as connection:
+        prefix = "EXPLAIN QUERY PLAN " if backend.is_local else "EXPLAIN "
+        return "\n".join(str(found[-1]) for found in connection.execute(prefix + statement, parameters))
+
+
+def test_every_statement_uses_an_index(url):
+    with opened(url) as backend:
+        keys = put(backend, *((b"r%06d" % i, bytes(1000), bytes(1000)) for i in range(3000)))
+        with backend.connection() as connection:
+            connection.execute("ANALYZE")
+        if backend.is_local:
+            ours = {
+                sqlite_rows._FORWARD: (keys[5], b"s", 10),
+                sqlite_rows._BACKWARD: (keys[5], b"s", 10),
+                sqlite_rows._ROW: (keys[5],),
+                sqlite_rows._PIECES: (keys[5],),
+                sqlite_rows._PIECE_ROWS: (keys[5],),
+                sqlite_rows._DELETE: (keys[5],),
+                sqlite_rows._DELETE_PAYLOAD: (keys[5],),
+            }
+        else:
+            ranges = {"starts": keys[:20], "stops": [b"s"] * 20, "limits": [3] * 20, "reverse": [False, True] * 10}
+            by_keys = ("_GET", "_PAYLOADS", "_DELETE", "_DELETE_PAYLOADS")
+            ours = {getattr(postgresql_rows, name): {"keys": keys[:20]} for name in by_keys}
+            ours[postgresql_rows._OF_KEYS[1:-1]] = {"keys": keys[:20]}
+            ours[postgresql_rows._RANGES] = ranges
+        for statement, parameters in ours.items():
+            plan = explained(backend, statement, parameters)
+            print(statement, plan, sep="\n")
+            assert "SCAN prefixstore" not in plan
+            assert "Seq Scan" not in plan
+            assert "index" in plan.lower()
+            assert backend.is_local or statement is not postgresql_rows._RANGES or "Sort" not in plan
+
+
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
 
 
@@ -162,6 +202,33 @@ def test_idle_connections_that_the_server_closed_are_replaced_silently(new_datab
             end_others(other)
             work()
         assert len(keys_of(backend)) == 4
+
+
+def test_a_server_is_silent_when_nothing_has_arrived_for_as_many_polls():
+    closed = []
+    connection = SimpleNamespace(close=lambda: closed.append(1))
+
+    def answer():
+        while not (yield "polled"):
+            pass
+        return "heard"
+
+    for n_polls in (0, 50):
+        waiting = postgresql._Connection._heard(connection, answer(), 5.0)
+        next(waiting)
+        # however long each of them took: this process may have been stopped
+        for _ in range(n_polls):
+            assert waiting.send(0) == "polled"
+        with pytest.raises(StopIteration, match="heard"):
+            waiting.send(1)
+    waiting = postgresql._Connection._heard(connection, answer(), 5.0)
+    next(waiting)
+    for _ in range(50):
+        assert waiting.send(0) == "polled"
+    assert not closed
+    with pytest.raises(psycopg.OperationalError, match="has not answered for 5 s"):
+        waiting.send(0)
+    assert closed
 
 
 # -- what is used ------------------------------------------------------------------------------------------------------

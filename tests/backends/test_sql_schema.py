@@ -15,7 +15,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine, inspect, text
 
 from prefixstore.backends.sql import migrations as migrate
-from prefixstore.backends.sql.database import TABLES
+from prefixstore.backends.sql.database import APPLICATION_ID, TABLES
 from prefixstore.backends.sql.migrations import HEAD, VERSION_TABLE
 from prefixstore.cli import main
 from prefixstore.errors import IncompatibleError, LocationError
@@ -213,6 +213,20 @@ def test_the_file_and_its_directory_are_for_their_owner_only(tmp_path):
         os.umask(before)
     assert modes == {"kv.db": 0o600, "kv.db-wal": 0o600, "kv.db-shm": 0o600}
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_connection_has_the_settings_that_are_documented(tmp_path):
+    with opened(f"sqlite:///{tmp_path}/kv.db") as backend, backend.connection() as connection:
+        pragmas = ("journal_mode", "synchronous", "busy_timeout", "secure_delete", "page_size")
+        found = {name: connection.execute(f"PRAGMA {name}").fetchone()[0] for name in pragmas}
+        assert connection.execute("PRAGMA application_id").fetchone() == (APPLICATION_ID,)
+    assert found == {
+        "journal_mode": "wal",
+        "synchronous": 1,
+        "busy_timeout": 60_000,
+        "secure_delete": 0,
+        "page_size": 16_384,
+    }
 
 
 def not_ours(path, kind):
