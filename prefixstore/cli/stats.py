@@ -20,10 +20,11 @@ from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.listing import SHORT
 from prefixstore.cli.output import ago, iso, print_all, say, table_of
-from prefixstore.engine.page_view import Facts, Used
+from prefixstore.engine.page_view import Used
 from prefixstore.errors import StorageError
 from prefixstore.format.figures import Figures, History
 from prefixstore.format.keys import PAGE
+from prefixstore.format.record import Facts
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.holdings import Holding, holdings_of, in_all, keys_in, namespaces_of, read_facts
 from prefixstore.metrics import location_text

@@ -17,9 +17,10 @@ from prefixstore.cli.files import STANDARD, is_replaced, writing
 from prefixstore.cli.listing import SHORT, chosen_namespaces, page_facts
 from prefixstore.cli.model import text_of_tokens
 from prefixstore.cli.output import DONE, FAILED, Form, ago, may_replace, rows_of, say, tell
-from prefixstore.engine.page_view import Facts, View
+from prefixstore.engine.page_view import View
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import KEY_BYTES
+from prefixstore.format.record import Facts
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.holdings import Holding, holdings_of, keys_in, read_facts
 from prefixstore.models.file import file_digest, model_parts, model_title

@@ -73,29 +73,19 @@ class ShapeError(IncompatibleError):
 
 @dataclass(slots=True, eq=False)
 class Given:
-    """What the thread gives for a page.
+    """What the thread gives for a page."""
 
-    Attributes
-    ----------
-    page
-        The page; None after the last one.
-    state
-        Its state; None if there is none: it is gone, or there is an error.
-    check
-        Raises `CorruptError` if the state is not what was written; None once that is known.
-    is_looked_at
-        Whether it can be used; if not, that is for the caller to say.
-    error
-        Why there is no state.
-    work, buffer
-        What unpacks it, and into which memory.
-    """
-
+    # None after the last one
     page: Page | None
+    # None if there is none: it is gone, or there is an error
     state: memoryview | None = None
+    # raises `CorruptError` if the state is not what was written; None once that is known
     check: Callable[[], None] | None = None
+    # whether it can be used; if not, that is for the caller to say
     is_looked_at: bool = False
+    # why there is no state
     error: Exception | None = None
+    # what unpacks it, and into which memory
     work: Answer[None] | None = None
     buffer: PooledBuffer | None = None
 

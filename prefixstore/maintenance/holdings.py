@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixstore.engine.index import Page
-from prefixstore.engine.page_view import FACTS, Facts, View
+from prefixstore.engine.page_view import View
 from prefixstore.errors import CorruptError, InvalidParameterError
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.namespace import Namespace
-from prefixstore.format.record import CLOCK_SLACK
+from prefixstore.format.record import CLOCK_SLACK, FACTS, Facts
 
 __all__ = ["Holding", "holdings_of", "in_all", "keys_in", "namespaces_of", "only_one", "read_facts"]
 

@@ -19,10 +19,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from prefixstore.engine.page_view import Facts, View
+from prefixstore.engine.page_view import View
 from prefixstore.engine.saved_notes import noted_policy
 from prefixstore.format.figures import NOTE, Figures, History
 from prefixstore.format.namespace import model_digits
+from prefixstore.format.record import Facts
 from prefixstore.maintenance.holdings import Holding, holdings_of, in_all, read_facts
 from prefixstore.models.file import model_title
 from prefixstore.report.labels import Words, labels_of, visible

@@ -9,9 +9,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from prefixstore.engine.page_view import Facts, View
+from prefixstore.engine.page_view import View
 from prefixstore.format.keys import Tokens, common_prefix
-from prefixstore.format.record import Record
+from prefixstore.format.record import Facts, Record
 from prefixstore.report.runs import Column
 
 __all__ = ["Words", "labels_of", "tokens_of", "visible"]

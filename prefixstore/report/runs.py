@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefixstore.engine.page_view import Facts
 from prefixstore.format.keys import KEY_BYTES, PAGE
+from prefixstore.format.record import Facts
 from prefixstore.maintenance.holdings import keys_in
 
 __all__ = ["MOST_RUNS", "RUN", "USES", "Column", "limited", "parents_of", "runs_of"]
