@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["Arguments", "config_files", "option_name", "parse_arguments"]
+__all__ = ["Arguments", "config_files", "option_name", "parse_arguments", "values_of"]
 
 # Options with one value that change no state, and some that name the model: its content is in the namespace. A draft
 # proposes tokens, and the rows of the model are those of the tokens that it has taken.
@@ -218,3 +218,8 @@ def _variable(found: Arguments, name: str, environ: Mapping[str, str]) -> None:
         _set(found, setting, value)
     else:
         found.unknown.append(f"{name}={value}")
+
+
+def values_of(argv: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The values given to an option, in order."""
+    return [argv[i + 1] for i, argument in enumerate(argv[:-1]) if option_name(argument) in names]

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from prefixstore.errors import InvalidParameterError, ServerError
-from prefixstore.server.arguments import Arguments, config_files, option_name, parse_arguments
+from prefixstore.server.arguments import Arguments, config_files, option_name, parse_arguments, values_of
 from prefixstore.server.model_settings import gains_from_full_window
 
 __all__ = ["Child", "ServerCommand", "check_options", "check_program", "private_directory"]
@@ -166,11 +166,6 @@ def check_options(argv: Sequence[str], environ: Mapping[str, str]) -> None:
         variable = "LLAMA_ARG_" + name.removeprefix("--").replace("-", "_").upper()
         if environ.get(variable, "").lower() not in OFF:
             raise InvalidParameterError(f"{variable} cannot be used behind the proxy: {REFUSED[name]}")
-
-
-def values_of(argv: Sequence[str], names: Sequence[str]) -> list[str]:
-    """The values given to an option, in order."""
-    return [argv[i + 1] for i, argument in enumerate(argv[:-1]) if option_name(argument) in names]
 
 
 def _cache_ram_of(arguments: Arguments) -> float | None:

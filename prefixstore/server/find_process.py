@@ -42,6 +42,15 @@ class RunningProcess:
         booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
         return booted + (self.ticks + 1) / os.sysconf("SC_CLK_TCK")
 
+    def path(self, path: str) -> Path | None:
+        """A path as it sees it, which may have other mounts and another working directory; None if not known."""
+        try:
+            seen = PROC / str(self.pid) / "root" / (self.directory / path).relative_to("/")
+            seen.stat()
+        except (OSError, ValueError):  # ValueError: a working directory "(unreachable)/…", outside of its mounts
+            return None
+        return seen
+
 
 def memory_of(pid: int) -> dict[str, int] | None:
     """Bytes of a process; None if they cannot be read.

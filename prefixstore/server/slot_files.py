@@ -38,7 +38,7 @@ from prefixstore.format.keys import Tokens
 from prefixstore.server.client import LlamaServer
 from prefixstore.server.slot_file import SlotFile, parse_slot_file
 
-__all__ = ["Restored", "SlotBuffer", "SlotCopy", "SlotDirectory", "Stored"]
+__all__ = ["Restored", "SlotBuffer", "SlotCopy", "SlotDirectory", "Stored", "wrong_directory"]
 
 log = logging.getLogger("prefixstore")
 
@@ -191,10 +191,7 @@ class SlotDirectory:
             # what is not a file must neither be followed nor waited for
             handle = os.open(self.path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
-            raise InvalidParameterError(
-                f"slots_dir={str(self.path)!r} is not the directory that the server writes slots to; pass the one it "
-                f"was started with as --slot-save-path; {name} is left in that one"
-            ) from None
+            raise wrong_directory(self.path, f"; {name} is left in that one") from None
         except OSError as error:
             raise UnavailableError(f"a slot file cannot be read: {error.strerror}; run as the server's user") from error
         try:
@@ -372,3 +369,11 @@ def _read(handle: int, size: int) -> memoryview:
             raise CorruptError(f"a slot file was cut while it was read, after {n} bytes of {size}")
         n += got
     return data.toreadonly()
+
+
+def wrong_directory(path: Path, more: str = "") -> InvalidParameterError:
+    """The error for a directory that the server does not use."""
+    return InvalidParameterError(
+        f"slots_dir={str(path)!r} is not the directory that the server writes slots to; pass the one it was started "
+        f"with as --slot-save-path{more}"
+    )

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from functools import lru_cache, partial
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +23,12 @@ from prefixstore.llama.capture import Capture, Captured, Place
 from prefixstore.llama.restore import Found
 from prefixstore.llama.state.form import HIDDEN_ROWS
 from prefixstore.opening import Locations
+from prefixstore.server.arguments import values_of
 from prefixstore.server.client import LlamaServer
+from prefixstore.server.find_process import running_process
 from prefixstore.server.namespace import ServerIdentity, Way, kind_of_layout
 from prefixstore.server.slot_file import SlotFile, SlotLayout, slot_assembly
-from prefixstore.server.slot_files import Restored, SlotBuffer, SlotCopy, SlotDirectory, Stored
+from prefixstore.server.slot_files import Restored, SlotBuffer, SlotCopy, SlotDirectory, Stored, wrong_directory
 from prefixstore.stats import Counters, Kind
 from prefixstore.store import PrefixStore
 from prefixstore.units import shown
@@ -95,6 +98,10 @@ class SlotStore:
         self.server = server
         self.identity = identity
         self.directory = SlotDirectory(slots_dir)
+        theirs = _slots_dir_of(server)
+        if theirs is not None and not theirs.samefile(self.directory.path):
+            # before the server writes files there that are never deleted
+            raise wrong_directory(self.directory.path)
         self.reason, self.why = identity.reason, ""
         # of its slot files; None if nothing is stored
         self.layout: SlotLayout | None = None
@@ -414,3 +421,10 @@ class SlotStore:
         place, parameters = way.place(self.place(salt)), self.store.parameters
         to = Capture(self.engine, place, way.form, self.rate.compute_us, parameters)
         return to.store(file.tokens, file.view, file.memory)
+
+
+def _slots_dir_of(server: LlamaServer) -> Path | None:
+    """Where a server on this machine saves its slots, as this process sees it; None if that is not known."""
+    found = running_process(server.pid)
+    given = values_of(found.argv, ("--slot-save-path",)) if found is not None else []
+    return found.path(given[-1]) if found is not None and given else None

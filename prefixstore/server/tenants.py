@@ -73,12 +73,12 @@ class TenantSource:
             raise NoTenantError(
                 f"the header {self.header} is needed, exactly once: it determines whose prompts may be reused"
             )
+        name = values[0].encode(errors="surrogateescape")
         try:
-            # aiohttp has surrogates for what is not UTF-8
-            values[0].encode()
-        except UnicodeEncodeError:
-            raise NoTenantError(f"the header {self.header} is not UTF-8") from None
-        return f"{self.header}:{values[0]}"
+            # as an operator writes it
+            return f"{self.header}:{name.decode()}"
+        except UnicodeDecodeError:
+            return f"{self.header}/latin-1:{name.decode('latin-1')}"
 
 
 def tenant_of_key(key: bytes) -> str:

@@ -231,8 +231,11 @@ def test_stale_files_are_swept_and_others_are_not(running: Running):
 def test_a_directory_that_the_server_does_not_use_is_refused(running: Running, tmp_path: Path):
     identity = ServerIdentity.of_command(running.argv, os.environ, running.client.props())
     (tmp_path / "other").mkdir()
+    before = left_behind(running)
     with pytest.raises(InvalidParameterError, match="is not the directory that the server writes"):
         SlotStore("memory:", running.client, tmp_path / "other", identity)
+    # nothing of a prompt is left where nobody deletes it
+    assert left_behind(running) == before
     with pytest.raises(InvalidParameterError, match="is not a directory"):
         SlotStore("memory:", running.client, tmp_path / "none", identity)
 

@@ -77,9 +77,11 @@ def test_tenants_are_listed_as_their_header_names_them(serve: Serve, tmp_path: P
     for i, name in enumerate(names):
         served.complete(prompt(i), headers={"X-Tenant": name.encode()})
         served.saved()
+    served.complete(prompt(7), headers={"X-Tenant": b"societ\xe0"})
+    served.saved()
     assert served.stop() == 0
     found = {one["tenant"] for one in listed(capsys, tmp_path / "store")}
-    assert found == {f"x-tenant:{name}" for name in names}
+    assert found == {*(f"x-tenant:{name}" for name in names), "x-tenant/latin-1:società"}
 
 
 @pytest.mark.slow
