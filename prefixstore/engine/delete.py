@@ -184,7 +184,8 @@ class Deleter(Part):
     def repair(self, found: Iterable[Violation]) -> Removed:
         """Delete the pages that a check has named, and their descendants; a wrong index is rebuilt instead."""
         found = list(found)
-        if any(violation.rule == "index" for violation in found):
+        # beside a record that cannot be read, a check does not see whether the counts are right
+        if any(violation.rule in ("index", "record") for violation in found):
             self._backend.reindex()
         # a forged usage may have an empty key; other violations without one are of the location
         named = [one for one in found if one.rule == "orphan" or (one.key and one.rule != "index")]
