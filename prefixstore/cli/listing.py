@@ -152,12 +152,13 @@ def show(location: str, digits: str, *, model: Path | None = None, tokenizer: Pa
     """
     words = text_of_tokens(model, tokenizer)
     with Archive(location, read_only=True) as archive:
-        page = archive.find(digits)
-        damage = archive.damage(page)
-        path = archive.path(page)
         with archive.view() as view:
             facts_of_all = read_facts(view)
-            settings = next((one.settings for one in namespaces_of(view).values() if one.key == page.namespace), {})
+            page = archive.find_in(view, facts_of_all, digits)
+            space = namespaces_of(view).get(page.namespace)
+        damage = archive.damage(page)
+        path = archive.path(page)
+        settings = space.settings if space is not None else {}
         row = facts_of_all[np.searchsorted(keys_in(facts_of_all["key"]), page.key)]
         children = facts_of_all["key"][keys_in(facts_of_all["parent"]) == page.key.rstrip(b"\0")]
         model_called = model_title(settings, archive.history().models)

@@ -104,6 +104,8 @@ class View:
             else:
                 high = middle
             middle = (low + high) // 2
+        for gone in keys[high:]:
+            self._trie.forget(gone)
         keys = keys[:high]
         usages = self._rows.get([keyspace.USAGE + key for key in keys])
         known = self._trie.known

@@ -307,8 +307,9 @@ class SourceReader:
     def _unpack(self, page: Page, one: Given, record: Record, payload: Buffer, seconds: float) -> None:
         if not is_same(page, record) or record.start != page.start:
             raise CorruptError(f"page {page.key.hex()} has tokens that do not match its key")
-        if record.created != page.created:
-            # it was stored again, perhaps packed
+        if (record.created, record.stored_bytes) != (page.created, page.stored_bytes):
+            # it was stored again, perhaps packed; if it is damaged, that is this one
+            page.created, page.stored_bytes = record.created, record.stored_bytes
             self.fetcher.forget(page)
         if record.raw_bytes != page.raw_bytes:
             # the caller has accepted another size; nothing is allocated for this one

@@ -27,10 +27,10 @@ class Entry(NamedTuple):
     usage: Usage
 
     @classmethod
-    def of(cls, key: bytes, record: bytes, usage: bytes | None) -> Entry:
-        """The page in these rows."""
+    def of(cls, key: bytes, record: bytes | Record, usage: bytes | None) -> Entry:
+        """The page in these rows; its record may have been unpacked before."""
         try:
-            read = Record.unpack(key, record)
+            read = record if isinstance(record, Record) else Record.unpack(key, record)
             return cls(key, read, Usage.unpack(usage) if usage is not None else Usage(read.created))
         except StorageError as error:
             return cls(key, error, Usage(0))
@@ -66,12 +66,16 @@ class Trie:
             return None
         record, before, entry = known
         if usage != before:
-            entry = Entry.of(key, record, usage)
-            self._keep(record, usage, entry)
+            # only a page that was used since, or pinned, or whose usage is damaged
+            assert isinstance(entry.record, Record), "no others are kept"
+            entry = Entry.of(key, entry.record, usage)
+            # unless another thread has had it forgotten meanwhile
+            if self._read.get(key) is known:
+                self._keep(record, usage, entry)
         return entry
 
     def forget(self, key: bytes) -> None:
-        """A page is not as it was when it was read last, or may not be."""
+        """A page is gone, or not as it was when it was read last."""
         self._read.pop(key, None)
 
     def entries(self, keys: Sequence[bytes], rows: Sequence[bytes | None]) -> list[Entry]:

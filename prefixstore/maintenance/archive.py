@@ -25,7 +25,7 @@ from prefixstore.format.autocodec import FixedCodec
 from prefixstore.format.codec import decode
 from prefixstore.format.figures import NOTE
 from prefixstore.format.keys import TokenSequence, as_tokens
-from prefixstore.format.record import Record
+from prefixstore.format.record import Facts, Record
 from prefixstore.maintenance.holdings import Holding, holdings_of, only_one, read_facts
 from prefixstore.opening import OpenLocation
 from prefixstore.parameters import Parameters
@@ -39,7 +39,7 @@ log = logging.getLogger("prefixstore")
 # the budget of a location that is opened without one, as of a `PrefixStore`
 DEFAULT_BYTES = parse_bytes(Parameters.MAX_BYTES, "max_bytes")
 NO_BUDGET = Budget(2**63 - 1)
-# pages with the same first digits, of which a message names some
+# pages with the same first digits whose records are read at once
 MOST_NAMED = 8
 
 
@@ -216,11 +216,19 @@ class Archive(OpenLocation):
         InvalidParameterError
             If none or several do.
         """
-        digits = string_of(digits, "page")
         with self.view() as view:
-            keys = [key for key in map(bytes, read_facts(view)["key"]) if key.hex().startswith(digits.lower())]
-            entries = view.records(keys[:MOST_NAMED]).items()
-        found = [Page.stored(key, record, usage) for key, (record, usage) in entries if isinstance(record, Record)]
+            return self.find_in(view, read_facts(view), digits)
+
+    def find_in(self, view: View, facts: Facts, digits: str) -> Page:
+        """As `find`, among these pages of a view."""
+        digits = string_of(digits, "page")
+        keys = [key for key in map(bytes, facts["key"]) if key.hex().startswith(digits.lower())]
+        found: list[Page] = []
+        # those that cannot be read do not count, however many there are
+        while keys and len(found) < 2:
+            some, keys = keys[:MOST_NAMED], keys[MOST_NAMED:]
+            entries = view.records(some).items()
+            found += [Page.stored(key, record, usage) for key, (record, usage) in entries if isinstance(record, Record)]
         return only_one(found, "page", digits, self.location)
 
     def path(self, page: Page) -> list[Page]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -43,6 +44,20 @@ def test_parents_are_listed_before_their_children_and_pages_are_found_by_their_f
     assert [one.key for one in archive.path(page)] == paths[1]
     with pytest.raises(InvalidParameterError, match="begins with"):
         archive.find("x")
+
+
+def test_pages_that_cannot_be_read_do_not_make_digits_unique(archive):
+    by_digit = defaultdict(list)
+    for [key] in fill(archive.backend, MINE, [[n] * 4 for n in range(400)]):
+        by_digit[key.hex()[0]].append(key)
+    digit, keys = max(by_digit.items(), key=lambda one: len(one[1]))
+    # all but the last two, in their order
+    for key in sorted(keys)[:-2]:
+        make_corrupt(archive.backend, key)
+    with pytest.raises(InvalidParameterError, match="ambiguous"):
+        archive.find(digit)
+    make_corrupt(archive.backend, sorted(keys)[-2])
+    assert archive.find(digit).key == max(keys)
 
 
 CHOICES = [
