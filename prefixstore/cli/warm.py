@@ -59,6 +59,8 @@ UNUSUAL = {
 }
 # what a summary says of them if they are true
 TRUE = {"interrupted": "yes; run it again for the rest", "full": "the store is full"}
+# what a dry run calls what it expects
+EXPECTED = {"stored bytes": "would store", "seconds": "would take, seconds"}
 # How often a line is printed where there is no terminal.
 LINE_SECONDS = 10.0
 
@@ -194,9 +196,10 @@ def _dry_run(settings: Config, sources: list[str], *, generation_prompt: bool) -
         fits = _fits(store, location, expected.stored_bytes)
     ready.llm.close()
     _print_listed([*map(str, expected.problems)], more="more problem")
+    rows = {EXPECTED.get(name, name): text for name, text in _rows_of(expected).items() if name != "evaluated tokens"}
     return Result(
         {"location": location, "n_ctx": n_ctx, **asdict(expected), "dry_run": True},
-        {"location": location, "n_ctx": f"{n_ctx:,} ({ready.reason})", **_rows_of(expected)},
+        {"location": location, "n_ctx": f"{n_ctx:,} ({ready.reason})", **rows},
         FAILED if expected.problems or not fits else DONE,
     )
 

@@ -13,7 +13,7 @@ full, the strategy copies its rows out of the memory, or cuts them from a copy o
 to the engine's write queue. If anything else reaches the context, the `watch` makes it unknown: nothing more is
 captured, and the next prompt begins with an empty one.
 
-`state` has the bytes of llama.cpp's states, without llama.cpp. `fingerprint` says which contexts may share them, and
+`state` has the bytes of llama.cpp's states, without llama.cpp. `fingerprint` says which contexts may share them,
 `llama_state` knows what a ``LlamaState`` holds, and `binding` has all of llama-cpp-python that may move.
 
 `kv_memory` has what all memory has in common: emptying it, and undoing an interrupted change. `moving_window` generates

@@ -21,7 +21,7 @@ from prefixstore.buffers import BufferPool, PooledBuffer, released_on_error
 from prefixstore.errors import ContextError
 from prefixstore.format.record import Buffer
 from prefixstore.llama.binding import model_of, pointer_of, set_end
-from prefixstore.llama.state.form import CHUNKED, OWN_FORMAT, Window
+from prefixstore.llama.state.form import CHUNKED, OWN_FORMAT, SHORT_PAGE, Window
 from prefixstore.llama.state.shape import StateShape
 from prefixstore.stats import Kind
 
@@ -46,8 +46,6 @@ END = -1
 # what is copied of a state: all of it, or its recurrent part and its window
 WHOLE = 0
 PARTIAL = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
-
-SHORT_PAGE = 64
 
 # Bounds that hold for every model. For each channel of the residual stream and each layer: values of K and V of a token
 # (8 in DeepSeek-V2 without MLA), and bytes of a recurrent part (some 2,000 in Falcon-H1). Bytes of a token's cells, and

@@ -1,1 +1,1 @@
-"""A location on one page: what is stored, how it is used, and what that says about its size."""
+"""A location on one page: what is stored, and how it is used."""

@@ -24,7 +24,7 @@ from prefixstore.errors import (
 from prefixstore.format.namespace import Namespace, parted
 from prefixstore.llama.capture import Place
 from prefixstore.llama.restore import Restore
-from prefixstore.llama.state.form import HIDDEN_ROWS, Form, Window
+from prefixstore.llama.state.form import HIDDEN_ROWS, SHORT_PAGE, Form, Window
 from prefixstore.llama.state.shape import PAIR, U32, StateShape
 from prefixstore.models.file import file_identity, model_name, read_metadata
 from prefixstore.server.arguments import Arguments, config_files, parse_arguments
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ServerIdentity", "Way", "kind_of_layout"]
 
-# pages of Python's Llama with hybrid memory are no longer than this; see `llama.kv_memory.page_tokens_for`
-SHORT_PAGE = 64
 # where a GPU shows
 GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dri/renderD*", "dxg", "accel*")
 

@@ -116,6 +116,9 @@ def test_a_dry_run_estimates_the_cost_and_stores_nothing(warm, file, tmp_path):
     assert not (tmp_path / "kv").exists()
     assert (told["dry_run"], told["unique_tokens"], told["missing_tokens"]) == (True, UNIQUE, UNIQUE)
     assert told["stored_bytes"] > 0 < told["seconds"]
+    shown = warm(file, "--dry-run").stdout
+    assert "would store" in shown
+    assert "evaluated" not in shown
     warm(file)
     table = warm(file, "--dry-run")
     assert table.exit_code == 0

@@ -23,7 +23,7 @@ from prefixstore.llama.state.parse import ROWS, parse_sequence
 from prefixstore.llama.state.shape import SEQUENCE_0, U32, StateShape
 from prefixstore.llama.state.view import StateView, zeros
 
-__all__ = ["CHUNKED", "HIDDEN_ROWS", "OWN_FORMAT", "Form", "Window"]
+__all__ = ["CHUNKED", "HIDDEN_ROWS", "OWN_FORMAT", "SHORT_PAGE", "Form", "Window"]
 
 # the architecture whose window is in chunks; those whose memory is written in a format of its own, and cannot step back
 CHUNKED = "llama4"
@@ -31,6 +31,8 @@ OWN_FORMAT = ("deepseek4",)
 # Rows of zeros before a window. llama-server continues from a restored window only if it finds rows before it, and goes
 # back by one token if the same prompt comes again. They are outside of the window of every later token.
 HIDDEN_ROWS = 2
+# Pages of hybrid memory are no longer than this, in a `Llama` and in a server: they share them.
+SHORT_PAGE = 64
 # of a snapshot, beside its rows: what the heads and the cell of a recurrent part take
 RECURRENT_SLACK = 1 << 16
 UNKNOWN_SIZE = 1 << 40
