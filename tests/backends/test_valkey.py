@@ -286,6 +286,16 @@ def test_an_update_that_is_undone_or_lost_leaves_nothing(url, client, monkeypatc
         assert stored(backend) == {}
 
 
+def test_a_payload_that_the_server_would_not_take_is_refused_before_it_is_sent(url, client, monkeypatch):
+    monkeypatch.setattr(backend_module, "LARGEST_VALUE", 100)
+    with rows_at(url) as backend:
+        with pytest.raises(UnavailableError, match="101 bytes: a value has at most 100"):
+            change_rows(backend, a=(b"1", bytes(101)))
+        assert client.keys(named(url, "new:*")) == []
+        change_rows(backend, a=(b"1", bytes(100)))
+        assert stored(backend) == {b"a": (b"1", bytes(100))}
+
+
 def test_an_update_that_has_lost_its_lock_writes_nothing(url, client):
     with rows_at(url) as backend, rows_at(url) as other:
         for lose in (
