@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -129,6 +130,34 @@ def test_a_store_that_another_process_has_open_is_left_as_it_is(tmp_path):
         backend.compact(erase=True)
         assert readable(tmp_path, range(6)) == 0
         assert rows_of(backend) == before
+
+
+SCRUBBER = """
+import sys
+from prefixstore.backends.lmdb.backend import LMDBBackend
+backend = LMDBBackend(sys.argv[1], 64 << 20)
+print("go", flush=True)
+backend.compact(erase=True)
+"""
+
+
+@pytest.mark.attack
+def test_a_killed_scrub_damages_nothing_and_can_be_repeated(tmp_path):
+    with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
+        write(backend, range(60))
+        delete(backend, range(10, 60))
+        before = rows_of(backend)
+    for after in (0.0, 0.005, 0.02, 0.05):
+        with python(SCRUBBER, tmp_path) as other:
+            assert other.stdout.readline() == "go\n"
+            time.sleep(after)
+            other.kill()
+        with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
+            backend.check()
+            assert rows_of(backend) == before
+    with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
+        backend.compact(erase=True)
+        assert readable(tmp_path, range(10, 60)) == 0
 
 
 @pytest.mark.parametrize("call", ["os.link", "pathlib.Path.replace", "prefixstore.backends.lmdb.environment.sync_path"])
