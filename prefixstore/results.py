@@ -186,8 +186,9 @@ class Stats:
     pages_captured, snapshots_captured
         Pages and snapshots copied out of the context.
     dropped
-        Pages that were captured, or should have been, but are not stored, by reason: ``"queue_full"``, ``"budget"``,
-        ``"quota"`` (the tenant's), ``"admission"`` (worth less than what would be evicted for them), ``"full"`` (the
+        Pages that were captured, or should have been, but are not stored, by reason: ``"queue_full"``, ``"slow"``
+        (capturing would take longer than computing did), ``"budget"``, ``"quota"`` (the tenant's), ``"admission"``
+        (worth less than what would be evicted for them), ``"full"`` (the
         disk or the map), ``"orphan"`` (the parent was evicted), ``"incomplete"`` (a sliding window has moved past it),
         ``"moved_on"`` (the context left the position of a snapshot before its rows were copied), ``"uncut"`` (a state
         of unknown layout: from then on whole states are stored), ``"version"`` (a llama-server writes slot files of an

@@ -1,4 +1,4 @@
-"""How long computing tokens and restoring pages take in one context, measured; decides if a restore is worth it."""
+"""How long computing tokens, restoring and capturing pages take in one context, measured; decides what is worth it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from prefixstore.engine.index import Page
 
-__all__ = ["ComputeRate", "RestoreDeadline"]
+__all__ = ["SMALLEST_BATCH", "ComputeRate", "RestoreDeadline"]
 
 WEIGHT = 0.3
 # batches of fewer tokens say nothing about the rate of a prefill
@@ -17,6 +17,8 @@ SMALLEST_BATCH = 32
 # A restore must be slower by this factor before it is skipped. One in so many is tried anyway, to measure again.
 MAX_SLOWDOWN = 1.2
 RETRY_EVERY = 64
+# capturing that adds more than this share to the time of a prompt waits until the completion has ended
+MAX_CAPTURE_SHARE = 0.1
 # A restore that is given up in the middle has cost no more than this share of computing the whole, its lookup included.
 # It is a little less than the 5 % that are promised, for what giving up takes.
 MAX_SHARE = 0.04
@@ -27,7 +29,7 @@ LATE_SLOWDOWN = 2.0
 
 
 class ComputeRate:
-    """Seconds for each token computed and for each page restored; decides whether a restore is worth it.
+    """Seconds for each token computed, each page restored, and each copy captured; decides what is worth it.
 
     `max_delay` is what a restore may take beyond computing, in seconds; None for no limit.
     """
@@ -36,6 +38,7 @@ class ComputeRate:
         self._max_delay = max_delay
         self.token_seconds: float | None = None
         self.page_seconds: float | None = None
+        self.copy_seconds: float | None = None
         self._skipped = 0
 
     def computed(self, n_tokens: int, seconds: float) -> None:
@@ -47,6 +50,16 @@ class ComputeRate:
         """Note that pages were restored."""
         self.page_seconds = _mean(self.page_seconds, seconds / n_pages)
 
+    def captured(self, n_copies: int, seconds: float) -> None:
+        """Note that pages were copied out of the context, one by one or several at once."""
+        self.copy_seconds = _mean(self.copy_seconds, seconds / n_copies)
+
+    def captures_along(self, page_tokens: int) -> bool:
+        """Whether pages of so many tokens are captured while a prompt is computed; if not, that would delay it."""
+        if self.token_seconds is None or self.copy_seconds is None:
+            return True
+        return self.copy_seconds <= self.token_seconds * page_tokens * MAX_CAPTURE_SHARE
+
     def late(self, pages: Sequence[Page], seconds: float) -> None:
         """Note that these pages were given up after so many seconds. Once may be a pause; twice in a row is slow."""
         if self.token_seconds is not None:
@@ -56,9 +69,17 @@ class ComputeRate:
 
     def is_worth(self, n_tokens: int, n_pages: int) -> bool:
         """Whether restoring `n_pages` is expected to be faster than computing the `n_tokens` they save."""
-        if self.token_seconds is None or self.page_seconds is None:
+        return self._saves(self.page_seconds, n_pages, n_tokens)
+
+    def is_worth_capturing(self, n_tokens: int, n_copies: int) -> bool:
+        """Whether capturing tokens in so many copies is expected to take no longer than computing them did."""
+        return self._saves(self.copy_seconds, n_copies, n_tokens)
+
+    def _saves(self, seconds: float | None, n: int, n_tokens: int) -> bool:
+        """Whether `n` times so many seconds are about what computing the tokens takes; now and then tried anyway."""
+        if self.token_seconds is None or seconds is None:
             return True
-        if self.page_seconds * n_pages <= self.token_seconds * n_tokens * MAX_SLOWDOWN:
+        if seconds * n <= self.token_seconds * n_tokens * MAX_SLOWDOWN:
             return True
         self._skipped += 1
         return self._skipped % RETRY_EVERY == 0

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import llama_cpp
 from llama_cpp.llama import LlamaState
 
+from prefixstore.engine.compute_rate import SMALLEST_BATCH
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.miss import BYPASSED, Guard
 from prefixstore.errors import ContextError
@@ -35,6 +36,7 @@ from prefixstore.llama.binding import (
     keeps_all_logits,
     live_tokens,
     n_places,
+    pointer_of,
     running_completion,
     set_end,
 )
@@ -206,6 +208,9 @@ class Hook:
             if not context.agrees(len(batch)):
                 before = Unknown.CHANGED
         lineage.end(before)
+        if len(batch) >= SMALLEST_BATCH:
+            # a GPU is still computing
+            llama_cpp.llama_synchronize(pointer_of(llm))
         seconds = time.perf_counter() - started
         context.rate.computed(len(batch), seconds)
         context.prompt.evaluated(len(batch), seconds)

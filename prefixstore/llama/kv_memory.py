@@ -170,6 +170,8 @@ class ContextMemory:
         Whether `shape` comes from a page that llama.cpp has written here.
     scratch
         Buffers for states that are cut or joined. Not those of the write queue: the holder may wait for space in it.
+    is_on_gpu
+        Whether the memory is that of a GPU.
     """
 
     def __init__(self, llm: llama_cpp.Llama) -> None:
@@ -182,6 +184,9 @@ class ContextMemory:
         self.shape: StateShape | None = None
         self.shape_is_own = False
         self.scratch = BufferPool(limit=None)
+        self.is_on_gpu = bool(
+            llm.context_params.offload_kqv and llm.model_params.n_gpu_layers and llama_cpp.llama_supports_gpu_offload()
+        )
         self._size_limit = size_limit(llm)
 
     def holds(self, n: int) -> bool:

@@ -16,7 +16,7 @@ from prefixstore.errors import ClosedError, StorageError
 from prefixstore.format.keys import PAGE, Tokens
 from prefixstore.llama.capture import Capture, Place
 from prefixstore.llama.context import Context
-from prefixstore.llama.paged_memory import Missing, PagedMemory
+from prefixstore.llama.paged_memory import Missing, PagedMemory, PageLoader
 from prefixstore.llama.state.form import Form
 from prefixstore.llama.strategy import Strategy
 from prefixstore.stats import Kind
@@ -38,18 +38,30 @@ class PageStrategy(Strategy):
         # it was looked up, so the location need not be asked again. What others have stored meanwhile is found when it
         # is to be written. And the engine's losses then.
         self._known: tuple[Tokens, int] | None = None
+        # how many pages were not worth capturing so far, and of what such pages were given up last
+        self._n_slow = 0
+        self._left: tuple[object, ...] = ()
+        self._has_warned = False
 
     # -- capture ------------------------------------------------------------------------------------------------------
 
     def is_due(self, before: int, stops: Sequence[int]) -> bool:
         """Whether a batch that began at position `before` crossed a boundary."""
         lineage = self.context.lineage
-        return lineage.n // lineage.page_tokens > before // lineage.page_tokens
+        if lineage.n // lineage.page_tokens == before // lineage.page_tokens:
+            return False
+        # what is not captured now is when the completion ends, unless its rows are overwritten before
+        return self._memory.overwrites_window or self.context.rate.captures_along(lineage.page_tokens)
 
     def before_leaving(self) -> None:
         """Capture the tail: a completion that was aborted has not saved it."""
         if self.context.catch_up():
             self.capture(tail=True)
+            lineage = self.context.lineage
+            left = (lineage.n, *lineage.keys()[-1:])
+            if self._n_slow and left != self._left:
+                self.context.engine.counters.count("dropped:slow", self._n_slow)
+                self._left = left
 
     def capture(self, *, tail: bool, wait: bool = False) -> int:
         """Take the pages that are not stored, with `tail` also the tokens after the last boundary."""
@@ -57,8 +69,14 @@ class PageStrategy(Strategy):
         if wait:
             # whoever asks for it, and waits, may have deleted something elsewhere
             self._known = None
+        self._n_slow = 0
         wanted = self._wanted(tail) if lineage.n >= context.parameters.min_tokens else []
         if not wanted:
+            return 0
+        n_copies = 1 if self._memory.copies_together else len(wanted)
+        if not wait and not context.rate.is_worth_capturing(wanted[-1][1] - wanted[0][0], n_copies):
+            self._n_slow = len(wanted)
+            self._warn_once()
             return 0
         to = Capture(engine, self.place, Form(), context.rate.compute_us, context.parameters, wait=wait)
         n_taken, losses = 0, engine.losses
@@ -82,8 +100,19 @@ class PageStrategy(Strategy):
             start, end = wanted[n_taken]
             if missing is Missing.INCOMPLETE and end % lineage.page_tokens == 0:
                 lineage.gone.add(lineage.keys()[start // lineage.page_tokens])
-        engine.counters.time("capture", time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        engine.counters.time("capture", seconds)
+        if n_taken and not wait:
+            context.rate.captured(1 if self._memory.copies_together else n_taken, seconds)
         return n_submitted
+
+    def _warn_once(self) -> None:
+        """Say that capturing takes longer than computing, and what helps."""
+        is_transposed = self._memory.shape is not None and self._memory.shape.is_transposed
+        hint = ": pass flash_attn=True, since llama.cpp copies each channel of V by itself without it"
+        if not self._has_warned:
+            log.warning("short prompts take longer to capture than to compute%s", hint if is_transposed else "")
+        self._has_warned = True
 
     def _wanted(self, tail: bool) -> list[tuple[int, int]]:
         """First position and boundary of each page to take. Skips pages whose parent cannot be stored."""
@@ -229,7 +258,7 @@ class PageStrategy(Strategy):
         context, memory = self.context, self._memory
         unfinished, (admit, look) = memory.unfinished, self._checks()
         states: States | None = None
-        n_loaded = 0
+        loader = PageLoader(memory, pages)
         try:
             with context.engine.fetching(
                 pages, streamed=True, along=along, look=look, admit=admit, deadline=deadline
@@ -240,21 +269,22 @@ class PageStrategy(Strategy):
                         unfinished.begin("unverified")
                         context.set_live(prompt[: page.start])
                         memory.cut(page.start)
-                    if not memory.load(state):
-                        log.warning("llama.cpp refused page %s", page.key.hex())
-                        context.engine.counters.count("unreadable:refused")
+                    is_loaded = loader.load(state)
+                    if not is_loaded:
                         break
-                    n_loaded += 1
                 else:
                     # the last one was copied while it was verified
-                    states.verified()
+                    is_loaded = loader.finish(states.verified())
+                if not is_loaded:
+                    log.warning("llama.cpp refused page %s", page.key.hex())
+                    context.engine.counters.count("unreadable:refused")
         except (StorageError, ClosedError) as error:
             log.warning("a restore ended early: %s", error)
             context.engine.counters.count("unreadable:unavailable")
         finally:
             # After any other error, too. A page that was verified need not be in the context: llama.cpp has refused it,
             # or its load was interrupted.
-            n_good = min(states.n_verified, n_loaded) if states is not None else 0
+            n_good = min(states.n_verified, loader.n_loaded) if states is not None else 0
             is_kept = not unfinished.unverified
             if states is not None and not is_kept:
                 is_kept = n_good == states.n_given

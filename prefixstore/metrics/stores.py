@@ -145,7 +145,7 @@ METRICS: dict[str, Metric] = {
     "dropped_pages": _group(
         "Pages that were captured, or should have been, but are not stored, by reason.",
         "dropped",
-        *("queue_full", "budget", "quota", "admission", "full", "unavailable", "error"),
+        *("queue_full", "slow", "budget", "quota", "admission", "full", "unavailable", "error"),
     ),
     "outdated_pages": _group(
         "Captured pages that were superseded before they were written, by reason; nothing is lost.",

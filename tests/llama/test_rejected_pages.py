@@ -27,10 +27,19 @@ TOKENS = prompt(4 * PAGE + 9)
 SETTINGS = {"page_tokens": PAGE, "min_tokens": 16, "codec": "raw", "namespace": "x", "write_behind": False}
 
 
+@pytest.fixture(params=[False, True], ids=["one by one", "together"])
+def together(request, monkeypatch):
+    """Whether pages are joined before they are loaded, as on a GPU."""
+    monkeypatch.setattr(llama_cpp, "llama_supports_gpu_offload", lambda: request.param)
+    return request.param
+
+
 @pytest.fixture
-def victim(llama):
+def victim(llama, together):
     with PrefixStore("memory:", **SETTINGS) as store:
-        yield Victim(store, llama(n_ctx=512, n_batch=PAGE), TOKENS)
+        llm = llama(n_ctx=512, n_batch=PAGE, n_gpu_layers=-1)
+        yield Victim(store, llm, TOKENS)
+        assert store._current.context.memory.copies_together == together
 
 
 def with_nan(victim: Victim, i: int) -> Case:
@@ -168,7 +177,7 @@ def test_the_good_pages_are_loaded_again_with_those_of_the_live_prefix(victim):
     assert store.stats().tokens_restored - before.tokens_restored == PAGE - 9
 
 
-def test_good_pages_are_copied_once_while_they_are_verified(victim, monkeypatch):
+def test_good_pages_are_copied_once_while_they_are_verified(victim, together, monkeypatch):
     loaded, real = [], PagedMemory.load
     monkeypatch.setattr(PagedMemory, "load", lambda self, state: loaded.append(1) or real(self, state))
     monkeypatch.setattr(PagedMemory, "discard", lambda self: pytest.fail("nothing is to be discarded"))
@@ -176,7 +185,7 @@ def test_good_pages_are_copied_once_while_they_are_verified(victim, monkeypatch)
     victim.put()
     forget(victim.llm)
     assert victim.store.restore([*TOKENS, 1]) == len(TOKENS)
-    assert len(loaded) == 5
+    assert len(loaded) == (1 if together else 5)
 
 
 # -- closing -----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ ENDLESS = (
     (queue, "NO_PROGRESS_SECONDS", 1000.0),  # a write, or a flush
     (compute_rate, "MAX_SLOWDOWN", 1e9),  # a restore that waits for a core, where computing takes a millisecond
     (compute_rate, "MAX_SHARE", 1e9),  # one that is given up, for the same reason
+    (compute_rate, "MAX_CAPTURE_SHARE", 1e9),  # capturing where computing takes a millisecond
     (tiers, "UNKNOWN_SECONDS", 1000.0),  # a lookup in a far location, before it is known what computing takes
     (tiers, "SHARE", 1e3),  # and after that
     (rates, "MAX_SLOWDOWN", 1e9),  # work of a server on its slots that waited for a core

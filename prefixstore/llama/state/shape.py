@@ -110,6 +110,11 @@ class StateShape:
         """Whether there is one section of attention, and nothing else."""
         return len(self.sections) == 1 and self.recurrent is None
 
+    @property
+    def is_transposed(self) -> bool:
+        """Whether V is transposed: llama.cpp copies each of its channels by itself."""
+        return any(planes > 1 for section in self.sections for _, planes, _ in section.tensors)
+
     def of_sections(self, n: int) -> StateShape:
         """The shape of pages that have only the first `n` sections."""
         return StateShape(self.sections[:n], None, min(n, self.n_before))
