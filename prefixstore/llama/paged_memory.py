@@ -47,8 +47,9 @@ class PagedMemory(ContextMemory):
         """Whether pages are copied together: on a GPU llama.cpp copies each channel of a transposed V by itself.
 
         That is tens of thousands of copies, however few tokens there are: a third of a second on an H100 and an 8B.
+        Of a window, llama.cpp would write only the last rows.
         """
-        return self.is_on_gpu and self.shape is not None and self.shape.is_transposed
+        return self.is_on_gpu and self.seen is None and self.shape is not None and self.shape.is_transposed
 
     def is_shared(self) -> bool:
         """Whether sequence 1, through which pages are copied, is in use."""
