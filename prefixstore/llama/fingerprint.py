@@ -132,12 +132,12 @@ def _is_from(
             tensor = find(name.encode())
             if tensor and call["ggml_get_name"](tensor) != name.encode():
                 return None  # an unknown kind of build
-            read = _reader_of(tensor, call) if tensor else None
+            buffer, read = _reader_of(tensor, call) if tensor else ("", None)
             if read is None:
                 continue
-            there = _file_at(mapped, call["ggml_get_data"](tensor))
+            # others were copied: to a GPU, or to memory that its driver has mapped, which looks like a file as well
+            there = _file_at(mapped, call["ggml_get_data"](tensor)) if buffer.endswith("_Mapped") else None
             if there is not None and own_file is not None:
-                # others may have been copied to a GPU
                 if there != own_file:
                     return False
                 is_same = True
@@ -152,23 +152,26 @@ def _is_from(
     return is_same
 
 
-def _reader_of(tensor: int, call: dict[str, Any]) -> Callable[[int, int], bytes] | None:
-    """What reads bytes of a tensor, given where and how many; None if they cannot be read, or are not the file's."""
+def _reader_of(tensor: int, call: dict[str, Any]) -> tuple[str, Callable[[int, int], bytes] | None]:
+    """The buffer of a tensor, and what reads its bytes, given where and how many.
+
+    None if they cannot be read, or are not the file's.
+    """
     # the first two fields of a ggml_tensor are its type and its buffer; they have no functions
     kind, holder = c_int.from_address(tensor).value, c_void_p.from_address(tensor + 8).value
     buffer = call["ggml_backend_buffer_name"](holder).decode("ascii", "replace") if holder else ""
     if buffer == DIRECT and kind in NOT_QUANTIZED:
         data = call["ggml_get_data"](tensor)
-        return lambda at, length: ctypes.string_at(data + at, length)
+        return buffer, lambda at, length: ctypes.string_at(data + at, length)
     if not READABLE.fullmatch(buffer):
-        return None
+        return buffer, None
 
     def read(at: int, length: int) -> bytes:
         sample = ctypes.create_string_buffer(length)
         call["ggml_backend_tensor_get"](tensor, sample, at, length)
         return sample.raw
 
-    return read
+    return buffer, read
 
 
 def _mapped_files() -> list[tuple[int, int, str]]:
