@@ -9,6 +9,8 @@ import json
 import sys
 from typing import Any
 
+import llama_cpp
+
 from benchmarks import baseline, compare
 from benchmarks.common import ROOT, machine, write_json
 
@@ -31,7 +33,8 @@ def main(names: list[str]) -> None:
     results: dict[str, Any] = {"machine": here}
     if names and LATEST.exists():
         results = json.loads(LATEST.read_text())
-    for name in names or BENCHMARKS:
+    has_gpu = llama_cpp.llama_supports_gpu_offload()
+    for name in names or [name for name in BENCHMARKS if has_gpu or name != "gpu"]:
         print(f"{name} ...", file=sys.stderr, flush=True)
         results[name] = BENCHMARKS[name].run()
         note_machine(results, name, here)

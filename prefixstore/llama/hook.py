@@ -149,11 +149,17 @@ class Hook:
         stops = self._stops(tokens, step) if known else []
         start = llm.n_tokens
         context.prompt.begun(start)
+        n_computed, began = 0, time.perf_counter()
         for batch in _batches(tokens, [stop - lineage.n for stop in stops], step):
             known = self._evaluate(batch)
+            n_computed += len(batch)
             if known and self.strategy.is_due(lineage.n - len(batch), stops):
+                self._note_computed(n_computed, began)
                 watch.note_decoded()
                 self._capture(tail=False)
+                n_computed, began = 0, time.perf_counter()
+        if n_computed:
+            self._note_computed(n_computed, began)
         watch.note_decoded()
         if known and len(tokens) > 1 and self._is_written:
             with self.guard():
@@ -198,7 +204,7 @@ class Hook:
     def _evaluate(self, batch: Sequence[int]) -> bool:
         """Evaluate a batch; whether everything in the context is known after that."""
         context, lineage = self.context, self.context.lineage
-        llm, started = context.llm, time.perf_counter()
+        llm = context.llm
         before = lineage.begin()
         # if this is interrupted, the logits may be those of a token that does not count; generate() would sample them
         set_end(llm, llm.n_tokens)
@@ -208,15 +214,19 @@ class Hook:
             if not context.agrees(len(batch)):
                 before = Unknown.CHANGED
         lineage.end(before)
-        if len(batch) >= SMALLEST_BATCH:
-            # a GPU is still computing
-            llama_cpp.llama_synchronize(pointer_of(llm))
-        seconds = time.perf_counter() - started
-        context.rate.computed(len(batch), seconds)
-        context.prompt.evaluated(len(batch), seconds)
         self.n_evaluated += len(batch)
         context.engine.counters.count("tokens_computed", len(batch), namespace=lineage.namespace)
         return before is None
+
+    def _note_computed(self, n_tokens: int, began: float) -> None:
+        """Note how long tokens took since `began`."""
+        context = self.context
+        if n_tokens >= SMALLEST_BATCH:
+            # a GPU is still computing
+            llama_cpp.llama_synchronize(pointer_of(context.llm))
+        seconds = time.perf_counter() - began
+        context.rate.computed(n_tokens, seconds)
+        context.prompt.evaluated(n_tokens, seconds)
 
     def _count_unknown(self, n_pages: int) -> None:
         """Count pages that are not stored because it is not known what the context holds."""
