@@ -194,10 +194,10 @@ def section(result: dict[str, Any]) -> list[str]:
         *paragraph(
             f"""The model has the shape of Llama 3 8B; all of it and of its KV memory is on the GPU, unless said
             otherwise. Medians of {ROUNDS} rounds. States that were restored, and the logits after them, are those
-            that were computed, bit for bit. The limit is one `llama_state_seq_set_data` of the same state. Such a GPU computes so
-            fast that copying counts: what is computed is captured when the completion has ended, and only if that
-            takes no longer than computing did. Without flash attention llama.cpp copies each channel of V by itself,
-            some 0.3 s however few tokens there are: pages are copied together there."""
+            that were computed, bit for bit. The limit is one `llama_state_seq_set_data` of the same state. Such a GPU
+            computes so fast that copying counts: what is computed is captured when the completion has ended, and only
+            if that takes no longer than computing did. Without flash attention llama.cpp copies each channel of V by
+            itself, some 0.3 s however few tokens there are: pages are copied together there."""
         ),
         *table(head, rows),
     ]
