@@ -125,7 +125,7 @@ class Batch:
                 transaction.delete(tail.key)
             transaction.put_namespace(page.namespace, new.settings)
             transaction.put(page.key, record, _usage_of(new), new.payload)
-            self._space.put(page.namespace, page.key)
+            self._space.added(page.namespace, page.key)
             self.put.add(page.key)
         page.stored_bytes = record.stored_bytes
         self._keep_ancestors(page)

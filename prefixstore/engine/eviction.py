@@ -55,25 +55,24 @@ Rank: TypeAlias = Callable[[Sequence[bytes], Leaves], Ranks]
 
 
 class Group(NamedTuple):
-    """Pages that are evicted for each other: of a namespace, or of all namespaces of a salt; by default all.
+    """Pages that are evicted for each other.
 
     Attributes
     ----------
-    namespace, salt
-        Whose pages, of all that there are; None if that does not matter.
+    of
+        A namespace (bytes), or all namespaces of a salt (str); None for all pages.
     quota
         How many bytes they may take: stored bytes and tokens.
     """
 
-    namespace: bytes | None = None
-    salt: str | None = None
+    of: bytes | str | None = None
     quota: int = sys.maxsize
 
     def spaces(self, view: View) -> Mapping[bytes, Count] | None:
         """Its namespaces, and what each of them holds; None for all that there are."""
-        if self.namespace is not None:
-            return {self.namespace: view.count(self.namespace)}
-        return view.namespaces_of(self.salt) if self.salt is not None else None
+        if isinstance(self.of, bytes):
+            return {self.of: view.count(self.of)}
+        return view.namespaces_of(self.of) if self.of is not None else None
 
     def held(self, view: View) -> Count:
         """What its pages take now."""
@@ -138,8 +137,8 @@ class Victims:
         # that are not to be taken in this transaction
         self._spared: set[bytes] = set()
 
-    def next(self) -> Victim | None:
-        """The next leaf, as it is stored now; None when there are no more."""
+    def lowest(self) -> Victim | None:
+        """The lowest leaf, as it is stored now, until it is deleted or spared; None when there are no more."""
         while True:
             if self._left == 0:
                 self._read()
@@ -148,40 +147,35 @@ class Victims:
                 self._read_all()
             if not self._heap:
                 return None
-            rank, last_used, _, row, value = heapq.heappop(self._heap)
+            rank, last_used, _, row, value = self._heap[0]
             stored = self._rows.get([row])[0]
-            if stored != value:
-                self.offer(row, stored)
-                continue
-            if self._left is not None:
-                self._left -= 1
-            leaf = Leaf.unpack(value)
-            if leaf is not None:
+            if stored == value:
+                leaf = Leaf.unpack(value)
+                assert leaf is not None, "none of another length is read"
                 return Victim(row[1 + KEY_BYTES :], row[1 : 1 + KEY_BYTES], leaf, last_used, rank == EXPIRED)
+            self._pass_over()
+            if stored is not None:
+                self._push([Row(row, stored)])
 
-    def offer(self, row: bytes, value: bytes | None) -> None:
-        """A leaf has this row now; None for none."""
-        if value is not None:
-            self._push([Row(row, value)])
+    def spare(self, victim: Victim) -> None:
+        """Not have the lowest leaf chosen in this transaction."""
+        self._spared.add(victim.row)
+        self._pass_over()
 
     def added(self, namespace: bytes, key: bytes) -> None:
         """A page may be a leaf now."""
         if self._spaces is None or namespace in self._spaces:
             row = leaf_row(namespace, key)
-            self.offer(row, self._rows.get([row])[0])
+            if (value := self._rows.get([row])[0]) is not None:
+                self._push([Row(row, value)])
 
-    def taken(self, victim: Victim) -> None:
-        """A victim was deleted: the page that it followed may be a leaf now."""
-        self.added(victim.namespace, victim.leaf.parent)
-
-    def give_back(self, victim: Victim) -> None:
-        """A victim was not deleted, and may be chosen again."""
-        self._left = self._left + 1 if self._left is not None else None
-        self.offer(victim.row, victim.leaf.pack())
-
-    def spare(self, victim: Victim) -> None:
-        """A victim was not deleted: it is not chosen again in this transaction."""
-        self._spared.add(victim.row)
+    def _pass_over(self) -> None:
+        """Go on to the next leaf. One that was read twice is there twice."""
+        lowest = self._heap[0]
+        while self._heap and self._heap[0] == lowest:
+            heapq.heappop(self._heap)
+        if self._left is not None:
+            self._left -= 1
 
     # -- reading ------------------------------------------------------------------------------------------------------
 

@@ -170,14 +170,8 @@ class Evictor(Part):
 
     # -- what is evicted ----------------------------------------------------------------------------------------------
 
-    def victims(self, transaction: Transaction, group: Group = ALL) -> Victims:
-        """Stored leaves to evict, of a group or of all, in the order of the policy."""
-        n_pages = transaction.used.entries
-        with self.catalog.lock:
-            self.catalog.policy.prepare(n_pages)
-        return Victims(transaction, self._ranks, group)
-
-    def _ranks(self, keys: Sequence[bytes], leaves: Leaves) -> Ranks:
+    def ranks(self, keys: Sequence[bytes], leaves: Leaves) -> Ranks:
+        """The ranks of leaves with these page keys, with what is to be written of their uses."""
         with self.catalog.lock:
             self.catalog.enter_uses(keys, leaves)
             ranks = self.catalog.policy.ranks(leaves)
@@ -295,16 +289,14 @@ class Space:
         self, exceeds: Callable[[], bool], group: Group, admits: Callable[[Victim], bool]
     ) -> DropReason | None:
         """Evict pages of a group while there is too much; `ADMISSION` if one of them is worth more."""
-        while exceeds() and (victim := self._next(group)) is not None:
+        while exceeds() and (victim := self._lowest(group)) is not None:
             if not admits(victim):
-                # other pages may take its place
-                self._victims_of(group).give_back(victim)
                 return DropReason.ADMISSION
             self._take(victim, group)
         return None
 
-    def put(self, namespace: bytes, key: bytes) -> None:
-        """A page was put: it is a leaf now, and an imported one may be older than others."""
+    def added(self, namespace: bytes, key: bytes) -> None:
+        """A page may be a leaf now: it was put (an imported one may be older than others), or lost its last child."""
         for victims in self._victims.values():
             victims.added(namespace, key)
 
@@ -316,7 +308,7 @@ class Space:
         evicted: list[bytes] = []
         n_taken = 0
         while self._transaction.used.bytes > n_bytes and (at_most is None or n_taken < at_most):
-            victim = self._next(ALL)
+            victim = self._lowest(ALL)
             if victim is None:
                 return evicted, False
             n_taken += 1
@@ -330,10 +322,8 @@ class Space:
         Returns whether more may be left.
         """
         for _ in range(at_most):
-            victim = self._next(ALL)
+            victim = self._lowest(ALL)
             if victim is None or not victim.is_expired:
-                if victim is not None:
-                    self._victims_of(ALL).give_back(victim)
                 return False
             self._take(victim, ALL)
         return True
@@ -358,11 +348,11 @@ class Space:
         """Whose quotas bound a page; the largest group last."""
         quota, found = self._budget.quota, list[Group]()
         if quota.namespace is not None:
-            found.append(Group(namespace=new.page.namespace, quota=quota.namespace))
+            found.append(Group(new.page.namespace, quota.namespace))
         # without a salt there is no tenant
         salt = salt_in(new.settings) if quota.salt is not None else None
         if quota.salt is not None and salt is not None:
-            found.append(Group(salt=salt, quota=quota.salt))
+            found.append(Group(salt, quota.salt))
         return found
 
     def _need(self, new: PendingPage) -> _Need:
@@ -377,15 +367,15 @@ class Space:
 
     # -- victims ------------------------------------------------------------------------------------------------------
 
-    def _victims_of(self, group: Group) -> Victims:
+    def _lowest(self, group: Group) -> Victim | None:
+        """The leaf of a group to evict next: not one that is in use."""
         if group not in self._victims:
-            self._victims[group] = self._evictor.victims(self._transaction, group)
-        return self._victims[group]
-
-    def _next(self, group: Group) -> Victim | None:
-        """The next leaf to be evicted, of a group, that is not in use."""
-        victims = self._victims_of(group)
-        while (victim := victims.next()) is not None:
+            catalog, n_pages = self._evictor.catalog, self._transaction.used.entries
+            with catalog.lock:
+                catalog.policy.prepare(n_pages)
+            self._victims[group] = Victims(self._transaction, self._evictor.ranks, group)
+        victims = self._victims[group]
+        while (victim := victims.lowest()) is not None:
             if victim.key != self._replaced and self._evictor.catalog.may_evict(victim):
                 return victim
             victims.spare(victim)
@@ -397,8 +387,7 @@ class Space:
         is_stored = transaction.delete(victim.key)
         if not is_stored:
             transaction.drop_leaf(victim.namespace, victim.key)
-        for victims in self._victims.values():
-            victims.taken(victim)
+        self.added(victim.namespace, victim.leaf.parent)
         if is_stored:
             cause = self._cause if group is ALL else Cause.QUOTA
             cause = Cause.EXPIRED if victim.is_expired else cause

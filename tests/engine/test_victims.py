@@ -56,10 +56,10 @@ class Chooser:
 def taken(victims, transaction, at_most=10**6):
     """Delete the next victims; their keys, in order."""
     found = []
-    while len(found) < at_most and (victim := victims.next()) is not None:
+    while len(found) < at_most and (victim := victims.lowest()) is not None:
         found.append(victim.key)
         assert transaction.delete(victim.key)
-        victims.taken(victim)
+        victims.added(victim.namespace, victim.leaf.parent)
     return found
 
 
@@ -126,7 +126,7 @@ def test_a_sample_is_of_all_namespaces_by_how_many_leaves_they_have():
     fill(backend, 1500, space=OTHER)
     with backend.view() as view:
         # the first victim of each of 300 choosers, the oldest leaf that it has read
-        first = [Chooser().victims(view).next().namespace for _ in range(300)]
+        first = [Chooser().victims(view).lowest().namespace for _ in range(300)]
     # 75 +- 7.5; were each namespace as likely as the other, it would be 150
     assert 22 < first.count(NS) < 128
 
@@ -166,7 +166,10 @@ def test_what_others_have_changed_since_it_was_ranked_is_not_evicted(backend, wh
     # ranked, and nothing is done with it
     with backend.view() as view:
         victims = choose.victims(view)
-        changed = [victims.next().key for _ in range(20)]
+        changed = []
+        for _ in range(20):
+            changed.append((victim := victims.lowest()).key)
+            victims.spare(victim)
     with backend.update() as transaction:
         for number, key in enumerate(changed):
             CHANGES[what](transaction, key, number)
