@@ -23,7 +23,7 @@ from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import View
 from prefixstore.engine.pages import retried
 from prefixstore.engine.part import Part, Shared
-from prefixstore.errors import CorruptError, IncompatibleError, StorageError
+from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT, TOKEN_BYTES, Tokens, page_key
 from prefixstore.format.record import Record
 from prefixstore.format.saved_state import pack_state, unpack_state
@@ -110,7 +110,7 @@ class Bookmarks(Part):
         # held for steps in memory only
         self._lock = threading.Lock()
         # to be written, by namespace and name
-        self._pending: dict[bytes, dict[str, BookmarkChange]] = {}
+        self._pending: dict[tuple[bytes, str], BookmarkChange] = {}
         # the note that was read last, and what it says: each admission reads it
         self._parsed: tuple[bytes | None, Mapping[str, Bookmark]] = (None, {})
         # what this process has read or written, by namespace and name, until it is found to be deleted
@@ -124,7 +124,7 @@ class Bookmarks(Part):
     def set(self, namespace: bytes, name: str, bookmark: BookmarkChange) -> None:
         """Set or remove a bookmark with the next commit."""
         with self._lock:
-            self._pending.setdefault(namespace, {})[name] = bookmark
+            self._pending[namespace, name] = bookmark
 
     @handed_over
     def read(self, namespace: bytes) -> Mapping[str, Bookmark]:
@@ -143,8 +143,8 @@ class Bookmarks(Part):
             # names that others have had: there may be more and more of them
             for name in list(seen)[: -4 * MAX_BOOKMARKS]:
                 del seen[name]
-            changes = self._pending.get(namespace)
-            return merged(parsed[1], changes) if changes else parsed[1]
+            changes = {name: change for (space, name), change in self._pending.items() if space == namespace}
+        return merged(parsed[1], changes) if changes else parsed[1]
 
     @handed_over
     def take_deleted(self, namespace: bytes, names: Collection[str]) -> dict[str, Bookmark]:
@@ -162,60 +162,45 @@ class Bookmarks(Part):
                 self._seen[namespace].pop(name, None)
         return deleted
 
-    def write_soon(self) -> None:
-        """Write waiting bookmarks now, or after a later commit, if the location fails."""
-        try:
-            self._write_waiting()
-        except StorageError as error:
-            log.warning("names of stored sequences were not written yet: %s", error)
-
-    def _write_waiting(self) -> None:
-        """Write waiting bookmarks. Raises `StorageError`.
+    def write(self, transaction: Transaction, batch: Collection[bytes]) -> None:
+        """Write waiting bookmarks, after the pages of a batch.
 
         A bookmark of a sequence that is not stored any more, or was not stored after all, is not written: its name is
         removed.
         """
         with self._lock:
-            asked = {namespace: dict(changes) for namespace, changes in self._pending.items()}
-        if not asked:
-            return
+            asked = dict(self._pending)
         # asked after these were set: the pages of a bookmark are captured before
-        may_be_whole_later = self._catalog.has_pending
-        done: dict[bytes, dict[str, BookmarkChange]] = {}
-        with self._backend.update() as transaction:
-            for namespace, changes in asked.items():
-                made = done[namespace] = {}
-                for name, change in changes.items():
-                    if isinstance(change, Unset) or is_whole(transaction, namespace, change):
-                        made[name] = change
-                    elif not may_be_whole_later:
-                        made[name] = Unset(change.set_at)
-                self._write(transaction, namespace, made)
-        with self._lock:
-            for namespace, made in done.items():
-                self._written(namespace, made, asked[namespace])
+        may_be_whole_later = self._catalog.waits_beside(batch)
+        made: dict[tuple[bytes, str], BookmarkChange] = {}
+        for (namespace, name), change in asked.items():
+            if isinstance(change, Unset) or is_whole(transaction, namespace, change):
+                made[namespace, name] = change
+            elif not may_be_whole_later:
+                made[namespace, name] = Unset(change.set_at)
+        for namespace in {namespace for namespace, _ in made}:
+            changes = {name: change for (space, name), change in made.items() if space == namespace}
+            old = transaction.note(bookmarks_note(namespace))
+            new = self._pack(merged(parse(old), changes))
+            if new != old:
+                transaction.put_note(bookmarks_note(namespace), new, namespace)
+        if made:
+            transaction.after_commit.append(lambda: self._written(made, asked))
 
     def _written(
-        self, namespace: bytes, made: Mapping[str, BookmarkChange], asked: Mapping[str, BookmarkChange]
+        self, made: Mapping[tuple[bytes, str], BookmarkChange], asked: Mapping[tuple[bytes, str], BookmarkChange]
     ) -> None:
-        """These changes were made, for those that were asked for. Called under the lock."""
-        left, seen = self._pending.get(namespace, {}), self._seen.setdefault(namespace, {})
-        for name, change in made.items():
-            if isinstance(change, Bookmark):
-                seen[name] = change
-            else:
-                seen.pop(name, None)
-            # not one that was set again meanwhile
-            if left.get(name) is asked[name]:
-                del left[name]
-        if not left:
-            self._pending.pop(namespace, None)
-
-    def _write(self, transaction: Transaction, namespace: bytes, changes: Mapping[str, BookmarkChange]) -> None:
-        old = transaction.note(bookmarks_note(namespace))
-        new = self._pack(merged(parse(old), changes))
-        if new != old:
-            transaction.put_note(bookmarks_note(namespace), new, namespace)
+        """These changes were made, for those that were asked for."""
+        with self._lock:
+            for (namespace, name), change in made.items():
+                seen = self._seen.setdefault(namespace, {})
+                if isinstance(change, Bookmark):
+                    seen[name] = change
+                else:
+                    seen.pop(name, None)
+                # not one that was set again meanwhile
+                if self._pending.get((namespace, name)) is asked[namespace, name]:
+                    del self._pending[namespace, name]
 
     def _pack(self, bookmarks: Mapping[str, Bookmark]) -> bytes | None:
         """A note with as many of the last ones as it may have; None if there are none."""

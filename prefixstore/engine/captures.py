@@ -152,14 +152,14 @@ class Captures(WriteQueue):
 
     @handed_over
     def set_bookmark(self, namespace: bytes, name: str, bookmark: BookmarkChange) -> None:
-        """Name a sequence, with the commit after those of its pages, or remove the name."""
+        """Name a sequence, with the commit of its last pages, or remove the name."""
         if self._read_only:
             return
         self._bookmarks.set(namespace, name, bookmark)
         if self._in_background:
             self.nudge()
         else:
-            self._bookmarks.write_soon()
+            self._commit([])
 
     @property
     def shortage(self) -> Shortage | None:

@@ -228,10 +228,10 @@ class Catalog:
         n_snapshots = forms.count(SNAPSHOT)
         return len(forms) - n_snapshots, n_snapshots
 
-    @property
-    def has_pending(self) -> bool:
-        """Whether pages wait for a commit."""
-        return bool(self._pending)
+    def waits_beside(self, batch: Collection[bytes]) -> bool:
+        """Whether other pages than these wait for a commit."""
+        with self.lock:
+            return any(key not in batch for key in self._pending)
 
     # -- other changes ------------------------------------------------------------------------------------------------
 

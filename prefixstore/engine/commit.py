@@ -242,7 +242,7 @@ class Committer(Part):
         return has_changes or self._bookmarks.has_pending or self._notes.figures_are_due
 
     def commit_all(self, batch: Sequence[PendingPage]) -> int:
-        """As `commit`, then bookmarks and notes; how many pages are stored. What fails is dropped and logged."""
+        """As `commit`, then notes; how many pages are stored. What fails is dropped and logged."""
         try:
             n_written = len(self.commit(batch))
         except StorageError as error:
@@ -250,7 +250,6 @@ class Committer(Part):
             return 0
         try:
             self._backend.mend()
-            self._bookmarks.write_soon()
             self._notes.save()
         except Exception:  # they handle faults of the location; others must not cost the pages, which are stored
             log.exception("what follows a commit was not done")
@@ -373,6 +372,7 @@ class Committer(Part):
                 batch.written.remove(new)
                 if new.page.key in batch.put:
                     transaction.delete(new.page.key)
+            self._bookmarks.write(transaction, fresh)
             if batch.written and self._housekeeping:
                 note_policy(transaction, catalog.policy.name)
             self._evictor.used = used = transaction.used

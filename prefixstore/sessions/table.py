@@ -239,7 +239,7 @@ class Table:
         return Guard(self._engine.counters, "resume:miss:error", "resume:miss:unavailable")
 
     def _save(self, entry: Entry) -> None:
-        """Have the pages of a session evicted last, and its name saved with the commit after them; or not any more."""
+        """Have the pages of a session evicted last, and its name saved with the commit of the last; or not any more."""
         self._engine.evictor.keep(entry.name, entry.keys)
         end = len(entry.tokens) // self._hook.page_tokens * self._hook.page_tokens
         page = entry.keys[end // self._hook.page_tokens - 1] if end else self._namespace
