@@ -20,7 +20,6 @@ from prefixstore.backends.threads import Threads, close_soon, handed_over
 from prefixstore.engine.bookmarks import Bookmarks
 from prefixstore.engine.breaker import LOCAL_PATIENCE, CircuitBreaker, probe
 from prefixstore.engine.budget import Budget
-from prefixstore.engine.captures import Captures
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.commit import Committer
 from prefixstore.engine.delete import Deleter
@@ -33,7 +32,7 @@ from prefixstore.engine.pages import Pages
 from prefixstore.engine.part import Shared, Tap
 from prefixstore.engine.pending import PendingPage
 from prefixstore.engine.policy import Policy
-from prefixstore.engine.queue import Drained
+from prefixstore.engine.queue import Captures, Drained
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.saved_notes import SavedNotes
 from prefixstore.engine.source import Admit, Fetcher, Look, Source
@@ -309,7 +308,7 @@ class Engine:
 
     @handed_over
     def drain(self, pages: int | None = None, n_bytes: int | None = None, seconds: float | None = None) -> Drained:
-        """Wait until the queue is empty: everything submitted is committed or dropped; see `WriteQueue.drain`.
+        """Wait until the queue is empty: everything submitted is committed or dropped; see `Captures.drain`.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""The write queue: a bounded queue and one thread that commits, so that the foreground pays for a copy only."""
+"""Captured pages until they are stored: a bounded queue, and a thread that commits: the foreground only copies."""
 
 from __future__ import annotations
 
@@ -6,18 +6,27 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prefixstore.backends.threads import OwnThread, handed_over
 from prefixstore.buffers import BufferPool, PooledBuffer
+from prefixstore.engine.bookmarks import BookmarkChange, Bookmarks
 from prefixstore.engine.commit import Committer
-from prefixstore.engine.part import Part, Shared
+from prefixstore.engine.lookups import Lookups
+from prefixstore.engine.part import Part, Shared, Tap
 from prefixstore.engine.pending import DropReason, PendingPage
+from prefixstore.engine.snapshot_policy import too_many
 from prefixstore.errors import PrefixStoreError, UnavailableError
+from prefixstore.format.keys import Tokens
+from prefixstore.results import Shortage
 
-__all__ = ["BATCH_BYTES", "Drained", "WriteQueue"]
+if TYPE_CHECKING:
+    from prefixstore.engine.tiers import FarEngine
+
+__all__ = ["BATCH_BYTES", "Captures", "Drained"]
 
 log = logging.getLogger("prefixstore")
 
@@ -46,11 +55,13 @@ class Drained(NamedTuple):
     left: int = 0
 
 
-class WriteQueue(Part):
-    """Announced pages that wait for a commit, and the thread that commits them.
+class Captures(Part):
+    """Takes captured pages, has them matched from then on, and written.
 
     Parameters
     ----------
+    ttl_ns, priority
+        Of what is captured: nanoseconds after their last use when pages expire, and their priority.
     limit
         How many bytes may wait; one page of any size always may.
     in_background
@@ -60,22 +71,42 @@ class WriteQueue(Part):
 
     Attributes
     ----------
+    stores_all
+        How many blocks of `storing_all` are open.
+    wants_all
+        Whether what is captured now is stored even if the policy finds it worth less than what is evicted for it.
+    behind
+        Gives the engine of the far one of two locations, where captured pages are written, too; None for one location.
     is_on_its_own
         Whether no caller waits for the thread any more.
     """
 
+    behind: Callable[[], FarEngine] | None = None
+
     def __init__(
         self,
         shared: Shared,
+        lookups: Lookups,
         committer: Committer,
+        bookmarks: Bookmarks,
+        tap: Callable[[], Tap | None],
+        ttl_ns: int | None,
+        priority: int,
+        *,
         commit: Callable[[Sequence[PendingPage]], int],
         limit: int,
-        *,
         in_background: bool,
         on_released: Callable[[], None],
     ) -> None:
         super().__init__(shared)
+        self._lookups = lookups
         self._committer = committer
+        self._bookmarks = bookmarks
+        self._tap = tap
+        self._ttl_ns = ttl_ns
+        self._priority = priority
+        self.stores_all = 0
+        self.wants_all = False
         self._commit_batch = commit
         self._in_background = in_background
         self._on_released = on_released
@@ -92,6 +123,112 @@ class WriteQueue(Part):
         self._steps = self._done = self._done_bytes = 0
         self.is_on_its_own = False
         self._thread: threading.Thread | None = None
+
+    # -- what is captured ----------------------------------------------------------------------------------------------
+
+    @handed_over
+    def submit(self, *news: PendingPage) -> list[PendingPage]:
+        """Have captured pages written, parents first; those that are wanted. The queue owns the buffers then."""
+        return [new for new in news if self._submit(new)]
+
+    def _submit(self, new: PendingPage) -> bool:
+        # the nearer location may have written it, and given the buffer back, before this returns
+        state = new.buffer.view if new.buffer is not None else None
+        is_wanted = self.take(new, self._tap())
+        if is_wanted and state is not None and self.behind is not None:
+            self.behind().offer(new, state)
+        return is_wanted
+
+    def take(self, new: PendingPage, tap: Tap | None) -> bool:
+        """Have a page written to this location, telling only this tap; whether it is wanted."""
+        is_wanted = self.announce(new)
+        if is_wanted:
+            if tap is not None:
+                tap.captured(new.page)
+            self.put(new)
+        else:
+            new.release()
+        return is_wanted
+
+    def announce(self, new: PendingPage) -> bool:
+        """Have a captured page matched from now on, as one that waits; False if it is not wanted."""
+        page = new.page
+        page.priority = self._priority
+        new.is_wanted = new.is_wanted or self.stores_all > 0 or self.wants_all
+        # one that comes from another location may have been used, and so renewed, there
+        page.expires = max(page.expires, page.created + self._ttl_ns) if self._ttl_ns is not None else 0
+        return self._catalog.announce(new)
+
+    @contextmanager
+    def storing_all(self) -> Iterator[None]:
+        """In this block, captured pages are stored even if the policy ranks them below what is evicted for them."""
+        self.stores_all += 1
+        try:
+            with self.behind().captures.storing_all() if self.behind is not None else nullcontext():
+                yield
+        finally:
+            self.stores_all -= 1
+
+    @handed_over
+    def thin(
+        self,
+        namespace: bytes,
+        tokens: Tokens,
+        page_tokens: int,
+        keep: int,
+        interval: int,
+        valued: Collection[int] = (),
+    ) -> int:
+        """Give up all but `keep` of the snapshots along `tokens`, and pinned ones; how many. See `too_many`.
+
+        The far location follows later, and is not waited for.
+        """
+        if self._read_only:
+            return 0
+        if self.behind is not None:
+            far = self.behind().captures
+            with suppress(RuntimeError):  # it was closed
+                # of this class
+                later = far._thin_later  # noqa: SLF001
+                far.threads.start(later, namespace, tokens.copy(), page_tokens, keep, interval, valued)
+        prompt = self._lookups.prompt(namespace, tokens, page_tokens)
+        with self._lookups.locating(prompt, snapshots=True) as (view, found):
+            doomed = too_many(view, self._catalog, found, keep, interval, valued)
+        for page in doomed:
+            self._catalog.discard_snapshot(page)
+        return len(doomed)
+
+    def _thin_later(self, *arguments: Any) -> None:
+        """As `thin`, when no caller waits for it."""
+        try:
+            self.thin(*arguments)
+        except PrefixStoreError as error:
+            log.info("snapshots were not thinned: %s", error)
+        except Exception:  # a fault of the store must not end its thread unseen
+            log.exception("snapshots were not thinned")
+
+    @handed_over
+    def set_bookmark(self, namespace: bytes, name: str, bookmark: BookmarkChange) -> None:
+        """Name a sequence, with the commit of its last pages, or remove the name."""
+        if self._read_only:
+            return
+        self._bookmarks.set(namespace, name, bookmark)
+        if self._in_background:
+            self.nudge()
+        else:
+            self._commit([])
+
+    @property
+    def shortage(self) -> Shortage | None:
+        """The last time that a captured page found no space; None if all have."""
+        return self._committer.shortage
+
+    @property
+    def pending(self) -> tuple[int, int]:
+        """How many pages and how many snapshots are captured and not written yet."""
+        return self._catalog.pending_counts
+
+    # -- the queue -----------------------------------------------------------------------------------------------------
 
     @property
     def n_bytes(self) -> int:

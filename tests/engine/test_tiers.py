@@ -258,7 +258,7 @@ def test_what_the_nearer_location_has_no_space_for_is_written_to_the_far_one():
 
 def test_the_far_location_is_thinned_as_well_and_not_waited_for(monkeypatch):
     thinned = set()
-    monkeypatch.setattr("prefixstore.engine.captures.too_many", lambda view, catalog, *_: thinned.add(catalog) or [])
+    monkeypatch.setattr("prefixstore.engine.queue.too_many", lambda view, catalog, *_: thinned.add(catalog) or [])
     with tiers() as store:
         store.engine.captures.thin(SPACE.key, as_tokens(A), P, 1, P)
         wait_for(lambda: len(thinned) == 2, "both are thinned")
