@@ -270,7 +270,6 @@ class Committer(Part):
             counted. Pages that do not fit into the budget are dropped without an error.
         """
         catalog = self._catalog
-        self._evictor.load()
         try:
             # Pack before the transaction: other processes wait while it is open.
             waiting = [new for new in batch if catalog.is_pending(new)]
@@ -353,6 +352,7 @@ class Committer(Part):
                 catalog.give_up([new], reason)
 
         with catalog.update(self._backend) as transaction:
+            self._evictor.load(transaction)
             space = Space(self._evictor, transaction)
             # Delete what is damaged, expired, or no longer wanted.
             fresh = {new.page.key for new in packed}

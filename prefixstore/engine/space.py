@@ -69,18 +69,12 @@ class Evictor(Part):
         self._kept_by: dict[str, Collection[bytes]] = {}
         self._kept: set[bytes] = set()
 
-    def load(self) -> None:
-        """Have the policy go on with what was learned, before the first eviction. What cannot be read is read later."""
+    def load(self, transaction: Transaction) -> None:
+        """Have the policy go on with what was learned, before the first eviction."""
         name = self.catalog.policy.note
         if self.has_loaded or name is None:
             return
-        try:
-            with self._backend.view() as view:
-                note = view.note(name)
-        except StorageError as error:
-            log.info("what the eviction policy has learned cannot be read yet: %s", error)
-            return
-        self.has_loaded = True
+        note, self.has_loaded = transaction.note(name), True
         with self.catalog.lock:
             is_sound = note is None or self.catalog.policy.load(note)
         if not is_sound:
@@ -92,7 +86,6 @@ class Evictor(Part):
 
         A `dry_run` finds out what that would be, and changes nothing. Raises `StorageError`.
         """
-        self.load()
         chosen: list[bytes] = []
         before = self._stored_bytes()
         if dry_run:
@@ -134,6 +127,7 @@ class Evictor(Part):
     @retried
     def _shrink_some(self, max_bytes: int, at_once: int, cause: Cause) -> tuple[list[bytes], int, bool]:
         with self.catalog.update(self._backend) as transaction:
+            self.load(transaction)
             enough = max(max_bytes, transaction.used.bytes - BYTES_AT_ONCE)
             evicted, is_left = Space(self, transaction, cause).shrink(enough, at_most=at_once)
             used = transaction.used.bytes
@@ -147,6 +141,7 @@ class Evictor(Part):
         chosen: list[bytes] = []
         used = 0
         with suppress(_TakenBackError), self.catalog.update(self._backend) as transaction:
+            self.load(transaction)
             chosen, _ = Space(self, transaction).shrink(max_bytes)
             used = transaction.used.bytes
             raise _TakenBackError
