@@ -221,7 +221,6 @@ class Committer(Part):
         housekeeping: bool,
     ) -> None:
         super().__init__(shared)
-        budget = shared.budget
         self.shortage: Shortage | None = None
         self._deleter = deleter
         self._evictor = evictor
@@ -230,10 +229,6 @@ class Committer(Part):
         self._bookmarks = bookmarks
         self._notes = notes
         self._housekeeping = housekeeping
-        self._max_bytes = budget.max_bytes
-        self._high_bytes, self._low_bytes = (
-            int(budget.max_bytes * one) for one in (budget.high_water, budget.low_water)
-        )
 
     @property
     def has_deferred(self) -> bool:
@@ -391,10 +386,11 @@ class Committer(Part):
 
     def _choose_packing(self, used: int, written: int) -> None:
         """Have new pages packed above the high water mark, and again as `auto` chooses below the low one."""
+        budget = self._budget
         # or where there is no space for as much again: a few pages may fill the budget
-        if used > min(self._high_bytes, self._max_bytes - written):
+        if used > min(budget.max_bytes * budget.high_water, budget.max_bytes - written):
             self._encode.is_short_of_space = True
-        elif used <= self._low_bytes:
+        elif used <= budget.max_bytes * budget.low_water:
             self._encode.is_short_of_space = False
 
     def _clean_up(self, transaction: Transaction, space: Space, deferred: Deferred) -> int:

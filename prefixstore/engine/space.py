@@ -259,35 +259,23 @@ class Space:
             Why the page is not to be put: `BUDGET`, `QUOTA` or `ADMISSION`; None if it fits.
         """
         groups, self._replaced = self._groups(new), replaced.key if replaced is not None else None
-        whole = self._need(new)
-        need = whole.without(replaced) if replaced is not None else whole
-        is_too_much = partial(self._budget_is_exceeded, need)
-        is_full = is_too_much()
+        need = self._need(new, replaced)
         # known before anything is evicted: what is pinned stays
-        kept = need if replaced is not None and replaced.pinned else whole
+        kept = need if replaced is not None and replaced.pinned else self._need(new)
         if any(group.held(self._transaction).pinned_bytes + kept.size > group.quota for group in groups):
             return DropReason.QUOTA
-        if is_full and self._budget_is_exceeded(kept, _least_of(self._transaction)):
+        is_too_much = partial(self._budget_is_exceeded, need)
+        if is_too_much() and self._budget_is_exceeded(kept, _least_of(self._transaction)):
             return DropReason.BUDGET
-        for group in groups:
-            exceeds = partial(self._quota_is_exceeded, group, need)
-            reason = self._evict_while(exceeds, group, admits)
-            if reason is not None or exceeds():
-                return reason or DropReason.QUOTA
-        for group in (*groups[-1:], ALL) if is_full else ():
-            reason = self._evict_while(is_too_much, group, admits)
-            if reason is not None:
+        limits = [(DropReason.QUOTA, partial(self._quota_is_exceeded, group, need), [group]) for group in groups]
+        for reason, exceeds, victims in [*limits, (DropReason.BUDGET, is_too_much, [*groups[-1:], ALL])]:
+            for group in victims:
+                while exceeds() and (victim := self._lowest(group)) is not None:
+                    if not admits(victim):
+                        return DropReason.ADMISSION
+                    self._take(victim, group)
+            if exceeds():
                 return reason
-        return DropReason.BUDGET if is_full and is_too_much() else None
-
-    def _evict_while(
-        self, exceeds: Callable[[], bool], group: Group, admits: Callable[[Victim], bool]
-    ) -> DropReason | None:
-        """Evict pages of a group while there is too much; `ADMISSION` if one of them is worth more."""
-        while exceeds() and (victim := self._lowest(group)) is not None:
-            if not admits(victim):
-                return DropReason.ADMISSION
-            self._take(victim, group)
         return None
 
     def added(self, namespace: bytes, key: bytes) -> None:
@@ -350,9 +338,13 @@ class Space:
             found.append(Group(salt, quota.salt))
         return found
 
-    def _need(self, new: PendingPage) -> _Need:
-        size = len(new.payload) + len(new.record.tokens)
-        return _Need(self._transaction.cost(new.record, len(new.payload)), size, 1)
+    def _need(self, new: PendingPage, replaced: Page | None = None) -> _Need:
+        """What a page takes, if a stored one is deleted for it."""
+        cost, size = self._transaction.cost(new.record, len(new.payload)), len(new.payload) + len(new.record.tokens)
+        if replaced is None:
+            return _Need(cost, size, 1)
+        # how much its rows take is known only when they are gone
+        return _Need(cost - replaced.stored_bytes, size - replaced.stored_bytes - len(replaced.tokens), 0)
 
     def _quota_is_exceeded(self, group: Group, need: _Need) -> bool:
         return group.held(self._transaction).quota_bytes + need.size > group.quota
@@ -396,11 +388,6 @@ class _Need(NamedTuple):
     cost: int
     size: int
     entries: int
-
-    def without(self, page: Page) -> _Need:
-        """If a stored page is deleted for it. How much its rows take is known only when they are gone."""
-        size = page.stored_bytes + len(page.tokens)
-        return _Need(self.cost - page.stored_bytes, self.size - size, self.entries - 1)
 
 
 def _least_of(view: View) -> Used:
