@@ -25,6 +25,7 @@ NEEDS = {
     "llama": CORE | {"llama_cpp"},  # the extra "llama"
     "backends.sql": CORE | {"sqlalchemy", "alembic", "psycopg"},  # the extras "sql" and "postgres"
     "backends.valkey": CORE | {"valkey"},  # the extra "valkey"
+    "backends.objects": CORE | {"obstore"},  # the extra "s3"
     "backends.sealing": CORE | {"cryptography"},  # the extra "encryption"
     "warming.tokens": CORE | {"llama_cpp"},
     "server": CORE,

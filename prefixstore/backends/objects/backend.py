@@ -6,7 +6,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from heapq import merge
 from itertools import groupby
 from operator import itemgetter
@@ -15,7 +15,7 @@ from prefixstore.backends import refusals
 from prefixstore.backends.contract import Backend, Change, ConflictError, Draft, Range, Row, View
 from prefixstore.backends.objects import read_ahead
 from prefixstore.backends.objects.client import Address, Client, GoneError, Listed
-from prefixstore.backends.objects.read_ahead import SMALL_AT_ONCE, Arrived, ahead, at_once
+from prefixstore.backends.objects.read_ahead import SMALL_AT_ONCE, Arrived, Pace, ahead, at_once
 from prefixstore.backends.objects.rows import COSTS, MARK, Stored, key_in, listing, new_payload
 from prefixstore.backends.objects.store import State, Store
 from prefixstore.errors import StorageError
@@ -34,10 +34,12 @@ STORE_ID = re.compile(r"[0-9a-f]{16}")
 class ObjectsView(View):
     """Reads rows where they are. With `is_alone` this process has the turn, so that no other one writes."""
 
-    def __init__(self, store: Store, client: Client, state: State, *, is_alone: bool = False) -> None:
-        self.at_once = SMALL_AT_ONCE
+    at_once = SMALL_AT_ONCE
+
+    def __init__(self, store: Store, client: Client, pace: Pace, state: State, *, is_alone: bool = False) -> None:
         self._store = store
         self._client = client
+        self._pace = pace
         self._state = state
         self._is_alone = is_alone
 
@@ -111,45 +113,27 @@ class ObjectsView(View):
                     yield key_in(one.name.removeprefix(f"{state.rows}/"))
 
     def payloads(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, Buffer | None] | None]:
-        rows = self.rows(keys)
-        return self._payloads([(key, rows[key]) for key in keys])
-
-    def _payloads(self, rows: Sequence[tuple[bytes, Stored | None]]) -> Iterator[tuple[bytes, Buffer | None] | None]:
         self.arrived = 0
-        there = [(key, row) for key, row in rows if row is not None and row.payload_bytes]
-
-        def read(number: int, arrived: Arrived) -> tuple[bytes, Buffer | None] | None:
-            return self._receive(*there[number], arrived)
-
-        sizes = [row.payload_bytes for _, row in there]
-        with closing(ahead(sizes, read, self._client.window, self._note)) as arriving:
-            for _, row in rows:
-                if row is not None and row.payload_bytes:
-                    yield next(arriving)
-                else:
-                    yield None if row is None else _without_bytes(row)
+        rows = self.rows(keys)
+        sizes = [0 if (row := rows[key]) is None else row.payload_bytes for key in keys]
+        return ahead(sizes, lambda n, arrived: self._receive(keys[n], rows[keys[n]], arrived), self._pace, self._note)
 
     def _note(self, n_bytes: int) -> None:
         self.arrived = n_bytes
 
-    def _receive(self, key: bytes, row: Stored, arrived: Arrived) -> tuple[bytes, Buffer | None] | None:
+    def _receive(self, key: bytes, row: Stored | None, arrived: Arrived) -> tuple[bytes, Buffer | None] | None:
         """Value and payload of a row, as they are now if that was replaced; the payload is None if it is missing."""
         state = self._state
-        while row.payload_bytes:
+        while row is not None and row.payload_bytes:
             found = self._client.receive(state.payload_name(key, row.payload), arrived)
             if found is not None:
                 return row.value, found
             before, state = row.payload, self._store.refresh()
-            now = self._read(state, [key])[key]
-            if now is None or now.payload == before:
-                return now and (now.value, None)
-            row = now
-        return _without_bytes(row)
-
-
-def _without_bytes(row: Stored) -> tuple[bytes, Buffer | None]:
-    """A row whose payload has no bytes, or that has none."""
-    return row.value, b"" if row.payload else None
+            row = self._read(state, [key])[key]
+            if row is not None and row.payload == before:
+                return row.value, None
+        # a payload may have no bytes, and then no object
+        return None if row is None else (row.value, b"" if row.payload else None)
 
 
 class ObjectsBackend(Backend):
@@ -160,6 +144,7 @@ class ObjectsBackend(Backend):
         self._read_only = read_only
         self._client = Client(address)
         self._store = Store(self._client, read_only=read_only)
+        self._pace = Pace()
         self._writing = threading.Lock()
         self._store.open()
 
@@ -181,7 +166,7 @@ class ObjectsBackend(Backend):
     @contextmanager
     def view(self) -> Iterator[View]:
         self._client.require_open()
-        yield ObjectsView(self._store, self._client, self._current(self._store.refresh))
+        yield ObjectsView(self._store, self._client, self._pace, self._current(self._store.refresh))
 
     @contextmanager
     def update(self) -> Iterator[Draft]:
@@ -200,37 +185,34 @@ class ObjectsBackend(Backend):
         with self._writing:
             try:
                 state = self._current(self._store.begin)
-                yield ObjectsView(self._store, self._client, state, is_alone=True)
+                yield ObjectsView(self._store, self._client, self._pace, state, is_alone=True)
             finally:
                 self._store.end()
 
     def _commit(self, view: ObjectsView, changes: Sequence[Change]) -> None:
         """Upload the payloads, and then make the rows visible, and write them."""
         state, before = self._store.state, view.rows([change.key for change in changes])
-        after, uploads = dict(before), list[tuple[str, Buffer]]()
+        after, uploads = dict(before), dict[str, Buffer]()
         for key, value, payload in changes:
             old = after[key]
             reference = b"" if old is None else old.payload
             if payload is not None:
                 reference = new_payload(len(payload))
                 if len(payload):
-                    uploads.append((state.payload_name(key, reference), payload))
+                    uploads[state.payload_name(key, reference)] = payload
             after[key] = None if value is None else Stored(value, reference)
         after = {key: row for key, row in after.items() if row != before[key]}
         before = {key: before[key] for key in after}
-        used = state.used + _cost(after) - _cost(before)
-        largest = max((len(payload) for _, payload in uploads), default=1)
+        largest, is_uploaded = max(map(len, uploads.values()), default=1), False
         try:
-            at_once(uploads, lambda one: self._client.put(*one), max(read_ahead.HELD_BYTES // largest, 1))
-        except BaseException:
-            self._delete([name for name, _ in uploads])
+            at_once([*uploads.items()], lambda one: self._client.put(*one), max(read_ahead.HELD_BYTES // largest, 1))
+            is_uploaded = True
+            self._store.commit(after, state.used + _cost(after) - _cost(before))
+        except BaseException as error:
+            # after another error nobody knows whether it was committed: what was uploaded stays until `compact`
+            if not is_uploaded or isinstance(error, ConflictError | GoneError):
+                self._delete([*uploads])
             raise
-        try:
-            self._store.commit(after, used)
-        except (ConflictError, GoneError):
-            self._delete([name for name, _ in uploads])
-            raise
-        # after another error nobody knows whether it was committed: what was uploaded stays until `compact`
         try:
             self._store.write_rows()
         except StorageError as error:
@@ -260,10 +242,10 @@ class ObjectsBackend(Backend):
                 if STORE_ID.fullmatch(folder) and folder != state.store:
                     dead += self._client.list(folder)
             # what others have uploaded meanwhile, had they taken the turn, must stay
-            self._store.require_turn(1.0)
+            self._store.change()
             self._client.delete([one.name for one in dead])
             # without what the last update has changed: nobody needs it any more
-            self._store.end(number=state.number + 1, used=used, changes={})
+            self._store.change(number=state.number + 1, used=used, changes={}, is_written=True)
             return sum(one.size for one in dead)
 
     def _count(self, state: State) -> tuple[int, list[Listed]]:

@@ -1,7 +1,7 @@
 """Reads and writes objects: several requests at a time, in bounded memory.
 
-Concurrent requests share the link, and pages are used in order. So the next page is requested when little of those
-before it is outstanding: on a slow link the first page takes as long as if it were alone, and on a fast one many are
+Concurrent requests share the link, and pages are used in order. So the next page is requested when what is outstanding
+will soon be there: on a slow link each page takes about as long as if it were alone, and on a fast one many are
 requested at once.
 """
 
@@ -13,12 +13,12 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import Generic, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from prefixstore.backends.threads import Answer, Threads
 from prefixstore.errors import UnavailableError
 
-__all__ = ["AT_ONCE", "HELD_BYTES", "SMALL_AT_ONCE", "Arrived", "Window", "ahead", "at_once"]
+__all__ = ["AT_ONCE", "HELD_BYTES", "SMALL_AT_ONCE", "Arrived", "Pace", "ahead", "at_once"]
 
 # payloads that are read at a time, and bytes that payloads may hold, beside one of any size
 AT_ONCE = 8
@@ -27,16 +27,11 @@ HELD_BYTES = 64 << 20
 SMALL_AT_ONCE = 32
 # of the threads
 NAME = "prefixstore-objects"
-
-# The window of a new location, and for how long what was learned of a link is trusted.
-LEAST_BYTES = 1 << 20
-FIRST_BYTES = 256 << 10
+# what arrives this soon delays nothing, and neither do so few bytes
+SOON_SECONDS = 0.1
+SOON_BYTES = 256 << 10
+# for how long what was measured of a link is trusted
 LEARNED_SECONDS = 60.0
-# payloads that arrive this soon delay nothing
-SOON = 0.05
-# A request beside others that is as fast as this share of the fastest one says that more at a time are faster; one that
-# is slower than that share, that they only wait for each other.
-FREE, CROWDED = 0.8, 0.6
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -45,51 +40,31 @@ Arrived: TypeAlias = Callable[[int], None]
 """Told how many more bytes of a payload are there; raises if the rest is not wanted."""
 
 
-class Window:
-    """How many bytes may be in transit when the next payload is requested, as learned from the requests so far.
+class Pace:
+    """How fast payloads arrive. Any thread may use it, without a lock: what is lost of it is learned again.
 
-    For the threads of one process, without a lock: what is lost of it is learned again. The clock counts seconds.
+    If more at a time are faster together, the rate grows, and with it their number; if they only share the link, it
+    does not. The clock counts seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._forget()
-
-    def _forget(self) -> None:
-        self._learned = LEAST_BYTES
-        # bytes per second of the fastest request, by the magnitude of the size: small ones are slower
-        self._fastest: dict[int, float] = {}
-        self._since = self._changed = self._clock()
+        # bytes per second of all requests together, at best
+        self._rate, self._since = 0.0, clock()
 
     def begin(self) -> None:
-        """Called before payloads are read: forget old measurements."""
+        """Called before payloads are read: forget an old rate."""
         if not 0 <= self._clock() - self._since <= LEARNED_SECONDS:
-            self._forget()
+            self._rate, self._since = 0.0, self._clock()
 
     @property
-    def bytes(self) -> int:
-        """The window."""
-        soon = SOON * max(self._fastest.values(), default=0.0)
-        return min(max(self._learned, int(soon)), HELD_BYTES)
+    def soon(self) -> int:
+        """The bytes that arrive soon."""
+        return max(int(self._rate * SOON_SECONDS), SOON_BYTES)
 
-    def before_first(self, size: int) -> int:
-        """The window while the first payload is in transit: no work can start before it arrives."""
-        return self.bytes if self.bytes >= 2 * size else FIRST_BYTES
-
-    def received(self, size: int, seconds: float, *, is_full: bool = True) -> None:
-        """Learn from a request that has just ended: its bytes and its duration.
-
-        Without `is_full`, fewer requests were in transit than the window allows.
-        """
-        now, rate, magnitude = self._clock(), size / max(seconds, 1e-6), size.bit_length()
-        fastest = self._fastest[magnitude] = max(self._fastest.get(magnitude, 0.0), rate)
-        if not is_full or now - seconds < self._changed:
-            # it says nothing about the present window
-            return
-        if rate >= FREE * fastest:
-            self._learned, self._changed = min(2 * self.bytes, HELD_BYTES), now
-        elif rate < CROWDED * fastest:
-            self._learned, self._changed = max(self.bytes // 2, LEAST_BYTES), now
+    def received(self, size: int, seconds: float, n_at_once: int) -> None:
+        """Learn from a request that has just ended: its bytes, its duration, and how many there were at its end."""
+        self._rate = max(self._rate, n_at_once * size / max(seconds, 1e-6))
 
 
 def at_once(items: Sequence[T], work: Callable[[T], R], most: int = SMALL_AT_ONCE) -> list[R]:
@@ -116,77 +91,59 @@ def at_once(items: Sequence[T], work: Callable[[T], R], most: int = SMALL_AT_ONC
 
 
 def ahead(
-    sizes: Sequence[int], read: Callable[[int, Arrived], R], window: Window, told: Arrived = lambda _: None
+    sizes: Sequence[int], read: Callable[[int, Arrived], R], pace: Pace, told: Arrived = lambda _: None
 ) -> Generator[R, None, None]:
     """Read payloads of these sizes ahead of the one in use, and yield them in order. An error is raised in its turn.
 
     `read` gets the number of a payload. `told` hears how many bytes of the one that is waited for are there. Closing
     this waits for nothing: requests that have begun end with the next bytes that arrive.
     """
-    requests = _Requests(sizes, read, window)
-    try:
-        for first in range(len(sizes)):
-            yield requests.take(first, told)
-    finally:
-        requests.close()
+    threads, answers, is_closed = Threads(NAME, AT_ONCE), deque[Answer[R]](), False
+    # from the threads: bytes of a payload that have arrived, None at its end
+    news = SimpleQueue[tuple[int, "int | None"]]()
+    to_come, done, n_asked = list(sizes), set[int](), 0
+    # those that a thread is reading
+    running = set[int]()
 
+    def arrived(number: int, n_bytes: int) -> None:
+        if is_closed:
+            raise UnavailableError("this payload is no longer needed")
+        news.put((number, n_bytes))
 
-class _Requests(Generic[R]):
-    """What was asked for, in order."""
-
-    def __init__(self, sizes: Sequence[int], read: Callable[[int, Arrived], R], window: Window) -> None:
-        self._sizes, self._read, self._window = sizes, read, window
-        self._to_come, self._done = list(sizes), set[int]()
-        self._n_asked, self._is_closed = 0, False
-        self._answers: deque[Answer[R]] = deque()
-        # from the threads: bytes of a payload that have arrived, None at its end
-        self._news: SimpleQueue[tuple[int, int | None]] = SimpleQueue()
-        self._threads = Threads(NAME, AT_ONCE)
-        window.begin()
-
-    def take(self, first: int, told: Arrived) -> R:
-        """The next payload, when it is there."""
-        self._ask(first)
-        while first not in self._done:
-            told(self._sizes[first] - self._to_come[first])
-            number, n_bytes = self._news.get()
-            if n_bytes is None:
-                self._done.add(number)
-            self._to_come[number] = 0 if n_bytes is None else max(self._to_come[number] - n_bytes, 0)
-            self._ask(first)
-        return self._answers.popleft().get()
-
-    def _ask(self, first: int) -> None:
-        """Send as many requests as may be on their way while the first one is waited for."""
-        while self._n_asked < len(self._sizes) and self._may_ask(first):
-            self._answers.append(self._threads.start_or_run(self._work, self._n_asked))
-            self._n_asked += 1
-
-    def _may_ask(self, first: int) -> bool:
-        if self._n_asked == first:
-            return True
-        window, asked = self._window, slice(first, self._n_asked)
-        most = window.bytes if first else window.before_first(self._sizes[0])
-        held = sum(self._sizes[asked]) + self._sizes[self._n_asked]
-        return self._n_asked - first < AT_ONCE and sum(self._to_come[asked]) <= most and held <= HELD_BYTES
-
-    def _work(self, number: int) -> R:
+    def work(number: int) -> R:
         started = time.perf_counter()
+        running.add(number)
         try:
-            self._arrived(number, 0)
-            found = self._read(number, partial(self._arrived, number))
-            is_full = number > 0 and self._n_asked < len(self._sizes)
-            self._window.received(self._sizes[number], time.perf_counter() - started, is_full=is_full)
+            arrived(number, 0)
+            found = read(number, partial(arrived, number))
+            pace.received(sizes[number], time.perf_counter() - started, len(running))
             return found
         finally:
-            self._news.put((number, None))
+            running.discard(number)
+            news.put((number, None))
 
-    def _arrived(self, number: int, n_bytes: int) -> None:
-        if self._is_closed:
-            raise UnavailableError("this payload is no longer needed")
-        self._news.put((number, n_bytes))
+    def may_ask(first: int) -> bool:
+        asked = slice(first, n_asked)
+        held = sum(sizes[asked]) + sizes[n_asked]
+        return n_asked == first or (
+            n_asked - first < AT_ONCE and held <= HELD_BYTES and sum(to_come[asked]) <= pace.soon
+        )
 
-    def close(self) -> None:
-        """Wait for nothing."""
-        self._is_closed = True
-        self._threads.close()
+    pace.begin()
+    try:
+        for first, size in enumerate(sizes):
+            while True:
+                while n_asked < len(sizes) and may_ask(first):
+                    answers.append(threads.start_or_run(work, n_asked))
+                    n_asked += 1
+                if first in done:
+                    break
+                told(size - to_come[first])
+                number, n_bytes = news.get()
+                if n_bytes is None:
+                    done.add(number)
+                to_come[number] = 0 if n_bytes is None else max(to_come[number] - n_bytes, 0)
+            yield answers.popleft().get()
+    finally:
+        is_closed = True
+        threads.close()

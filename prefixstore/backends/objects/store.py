@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 from prefixstore.backends import refusals
@@ -160,8 +161,8 @@ class Store:
         self._client = client
         self._read_only = read_only
         self.state = State("")
-        # held while a state is entered, and while the turn is renewed
-        self._entering, self._renewing = threading.Lock(), threading.Lock()
+        # held while a state is entered
+        self._entering = threading.Lock()
         # the turn that this process has, when it was certain of it, and what its end opens
         self._turn, self._renewed, self._end = "", 0.0, threading.Event()
         # the last update whose rows it has written
@@ -199,19 +200,14 @@ class Store:
         """
         known = self.state
         found = self._client.get_if_changed(STORE, known.version)
-        if found is None:
-            return self.state
-        return self._enter(State.unpack(self._client.where, *found), known, was_read=True)
+        return self.state if found is None else self._enter(State.unpack(self._client.where, *found), known)
 
-    def _enter(self, state: State, known: State, *, was_read: bool = False) -> State:
+    def _enter(self, state: State, known: State) -> State:
         """What is known now that this was read, or written, when `known` was known."""
         with self._entering:
             now = self.state
             if state.store == now.store:
-                if was_read and state.number == now.number and now is not known:
-                    # another thread has read or written a version that may be a later one
-                    return replace(state, known=now.known)
-                if state.number < now.number and now is not known:
+                if now is not known and state.number <= now.number:
                     # another thread was faster
                     return now
                 if state.number == now.number:
@@ -246,13 +242,13 @@ class Store:
 
         Raises `GoneError` if the store was deleted and `UnavailableError` if others are writing for too long.
         """
-        self._turn, self._written, version, attempt = _random_id(), -1, None, 0
-        begun = since = self._renewed = time.monotonic()
-        state = self.refresh()
-        while state.turn or not self._replace(state, turn=self._turn):
+        self._turn, self._written, version = _random_id(), -1, None
+        begun = since = time.monotonic()
+        for attempt in count():
+            state, self._renewed = self.refresh(), time.monotonic()
             if state.version != version:
                 version, since = state.version, self._renewed
-            if self._renewed - since > TURN_SECONDS and self._replace(state, turn=self._turn):
+            if (not state.turn or self._renewed - since > TURN_SECONDS) and self._replace(state, turn=self._turn):
                 break
             if self._renewed - begun > WAIT_SECONDS:
                 raise UnavailableError(
@@ -260,11 +256,8 @@ class Store:
                 )
             # before the object is read again, not after: what was read is soon outdated
             time.sleep(random.random() * min(0.002 * 2**attempt, LONGEST_PAUSE))
-            attempt += 1
-            self._renewed = time.monotonic()
-            state = self.refresh()
         self._end = end = threading.Event()
-        # at the end of the process no thread starts: writes of rows renew it as well
+        # at the end of the process no thread starts: then the turn lasts as long as it does
         with suppress(RuntimeError):
             start_thread(self._keep, self._turn, end, name="prefixstore-turn")
         if not self.state.is_written:
@@ -275,59 +268,53 @@ class Store:
         """Renew the turn until it ends."""
         while not end.wait(RENEW_SECONDS) and self._turn == turn:
             with suppress(StorageError):
-                self.require_turn(RENEW_SECONDS)
+                self.change(turn)
 
-    def require_turn(self, seconds: float = TURN_SECONDS / 2) -> None:
-        """Renew the turn if that was so long ago. Raises `ConflictError` if another writer has taken it."""
-        with self._renewing:
-            turn = self._turn
-            while turn and (now := time.monotonic()) - self._renewed > seconds:
-                self._require(turn)
-                if self._replace(self.state):
-                    self._renewed = now
-
-    def _require(self, turn: str) -> None:
-        if self.state.turn != turn:
-            raise ConflictError(f"{self._client.where}: another process has taken the turn of this one; try again")
-
-    def commit(self, changes: Mapping[bytes, Stored | None], used: int) -> None:
-        """Make changed rows visible.
+    def change(self, turn: str = "", /, **changes: Any) -> None:
+        """Change the object in a turn, by default this one, which renews it.
 
         Raises
         ------
         ConflictError, GoneError
-            Nothing was committed, as this process has lost its turn, or the store was deleted.
+            Nothing was changed, as another writer has the turn, or the store was deleted.
         UnavailableError
-            If the server does not answer: whether it was committed is not known.
+            If the server does not answer: whether it was changed is not known.
         """
-        number, is_done = self.state.number + 1, False
+        turn, is_done = turn or self._turn, False
         while not is_done:
-            self._require(self._turn)
-            is_done = self._replace(self.state, number=number, used=used, changes=changes, is_written=False)
+            now, state = time.monotonic(), self.state
+            if state.turn != turn:
+                raise ConflictError(f"{self._client.where}: another process has taken the turn of this one; try again")
+            is_done = self._replace(state, **changes)
+        self._renewed = now
+
+    def commit(self, changes: Mapping[bytes, Stored | None], used: int) -> None:
+        """Make changed rows visible. Raises the errors of `change`."""
+        self.change(number=self.state.number + 1, used=used, changes=changes, is_written=False)
 
     def write_rows(self) -> None:
-        """Write the objects of the rows that were changed last."""
+        """Write the objects of the rows that were changed last. Raises `ConflictError` if it is too late for that."""
         state = self.state
 
+        def in_time() -> None:
+            if time.monotonic() - self._renewed > TURN_SECONDS / 2:
+                raise ConflictError(f"{self._client.where}: this process was stopped, or had no answer, for too long")
+
         def write(row: tuple[str, bytes]) -> None:
-            self.require_turn()
+            in_time()
             self._client.put(*row)
 
-        there = [(state.row_name(key), row.pack()) for key, row in state.changes.items() if row is not None]
-        at_once(there, write)
-        self.require_turn()
+        at_once([(state.row_name(key), row.pack()) for key, row in state.changes.items() if row is not None], write)
+        in_time()
         self._client.delete([state.row_name(key) for key, row in state.changes.items() if row is None])
         self._written = state.number
 
-    def end(self, **changes: Any) -> None:
+    def end(self) -> None:
         """Have the others go on. Without a reply, they do so after a while."""
         turn, self._turn = self._turn, ""
         self._end.set()
         with suppress(StorageError):
-            while turn and (state := self.state).turn == turn:
-                is_written = state.is_written or state.number == self._written
-                if self._replace(state, turn="", is_written=is_written, **changes):
-                    return
+            self.change(turn, turn="", is_written=self.state.is_written or self.state.number == self._written)
 
 
 def _random_id() -> str:
