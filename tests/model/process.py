@@ -117,7 +117,7 @@ def _watch_what_changes_something() -> None:
 
     sqlite3.connect = connect
     _patches.enter_context(before_statements(before))
-    around(Connections, "take")
+    around(Connections, "use")
     around(Client, "_asked")
     around(siblings, "add_child")
 

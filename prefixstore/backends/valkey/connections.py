@@ -63,7 +63,6 @@ _ANSWERS: tuple[tuple[str, type[StorageError], str], ...] = (
     ("OOM ", FullError, "the server is out of memory"),
     ("WRONGTYPE", IncompatibleError, "a key of this name belongs to another application; pass another ?name="),
     ("unknown command", IncompatibleError, TOO_OLD),
-    ("ERR unknown command", IncompatibleError, TOO_OLD),
     ("Unexpected engine", IncompatibleError, TOO_OLD),
     ("DB index is out of range", LocationError, "the server has fewer databases"),
     ("invalid DB index", LocationError, "the server has fewer databases"),
@@ -135,7 +134,7 @@ def translate(error: Exception, where: str) -> StorageError:
         return UnavailableError(f"{where}: the server has not answered for {SILENT_SECONDS:.0f} s")
     if isinstance(error, ResponseError):
         for beginning, kind, advice in _ANSWERS:
-            if text.startswith(beginning):
+            if text.removeprefix("ERR ").startswith(beginning):
                 return kind(f"{where}: {text}; {advice}")
     return UnavailableError(f"{where}: {text or type(error).__name__}")
 
@@ -200,51 +199,47 @@ class Connections:
         return self.call("EVAL", script, len(self.names), *self.names, *arguments)
 
     def use(self, work: Callable[[Any], T]) -> T:
-        """Do some work on a connection. It must read all replies."""
-        connection, result = self.take(work)
-        self.give_back(connection)
-        return result
+        """Do some work on a connection, and again if another server has the keys by now."""
+        for left in reversed(range(ATTEMPTS)):
+            try:
+                with self.connection() as connection:
+                    return work(connection)
+            except UnavailableError as error:
+                if not left or not isinstance(error.__cause__, MovedError | ReadOnlyError):
+                    raise
+        raise AssertionError("the last attempt raises")
 
-    def take(self, work: Callable[[Any], T]) -> tuple[Any, T]:
-        """As `use`, but the caller gets the connection: `give_back` it when all replies are read, or disconnected."""
+    @contextmanager
+    def connection(self) -> Iterator[Any]:
+        """A connection for a block that reads all replies to what it sends, unless it raises an error."""
+        pool = self._pool
+        connection: Any = None
         with translated(self.location):
-            for left in reversed(range(ATTEMPTS)):
-                try:
-                    # also when this is closed: what another thread has begun ends, and gives back its lock
-                    connection = self._pool.get_connection("")
-                    return connection, self._use(connection, work)
-                except (LostError, ResponseError, SilentError) as error:
-                    if not left or not self._is_elsewhere(error):
-                        raise
-            raise AssertionError("the last attempt raises")
+            try:
+                # also when this is closed: what another thread has begun ends, and gives back its lock
+                connection = pool.get_connection("")
+                yield connection
+            except BaseException as error:
+                if connection is not None and not isinstance(error, ResponseError):
+                    # what it has not read yet would be taken for the answer to the next command
+                    connection.disconnect()
+                self._follow(error)
+                raise
+            finally:
+                if connection is not None:
+                    if self._closed:
+                        connection.disconnect()
+                    pool.release(connection)
 
-    def _use(self, connection: Any, work: Callable[[Any], T]) -> T:
-        try:
-            return work(connection)
-        except BaseException as error:
-            if not isinstance(error, ResponseError):
-                # what it has not read yet would be taken for the answer to the next command
-                connection.disconnect()
-            self.give_back(connection)
-            raise
-
-    def _is_elsewhere(self, error: Exception) -> bool:
-        """Whether another server may do what this one did not."""
+    def _follow(self, error: BaseException) -> None:
+        """Go on with the server that has the keys by now, if it may be another one."""
         if isinstance(error, MovedError) and self._address.kind is not UnixDomainSocketConnection:
             # without a host it is that of the node that has answered
             self._pool = self._pool_of({"port": error.port} | ({"host": error.host} if error.host else {}))
-            return True
-        if isinstance(error, LostError | SilentError | ReadOnlyError):
+        elif isinstance(error, LostError | SilentError | ReadOnlyError):
             # The others are as old; and the address of a server that has become a replica, or the node of the cluster,
             # may be that of another one by now.
             self._pool = self._pool_of({})
-        return isinstance(error, ReadOnlyError)
-
-    def give_back(self, connection: Any) -> None:
-        """Return a connection to the pool."""
-        if self._closed:
-            connection.disconnect()
-        self._pool.release(connection)
 
 
 def asked(connection: Any, *command: Any) -> Any:

@@ -8,10 +8,11 @@ the client's own connection.
 from __future__ import annotations
 
 import struct
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from io import BufferedReader
 from socket import SocketIO
-from typing import Any, TypeAlias
+from typing import Any
 
 from valkey.exceptions import ConnectionError as LostError
 from valkey.exceptions import InvalidResponse
@@ -19,9 +20,9 @@ from valkey.exceptions import InvalidResponse
 from prefixstore.backends import refusals
 from prefixstore.backends.contract import Range, Row, View
 from prefixstore.backends.received import ReceivedMemory
-from prefixstore.backends.valkey.connections import Connections, translated
+from prefixstore.backends.valkey.connections import Connections
 from prefixstore.backends.valkey.scripts import HEAD, MAGIC, RANGES, VALKEY_VERSION, VALUE_AT
-from prefixstore.errors import CorruptError, IncompatibleError
+from prefixstore.errors import CorruptError
 from prefixstore.format.record import Buffer
 
 __all__ = ["ServerView", "bytes_in", "size"]
@@ -42,9 +43,6 @@ MOST_AHEAD = 64
 LARGEST_REPLY = 1 << 30
 _CRLF = b"\r\n"
 
-# a row and its payload, as they are stored
-Stored: TypeAlias = "tuple[bytes | None, Buffer | None]"
-
 
 def bytes_in(answer: Sequence[Any], where: str) -> int | None:
     """The bytes of a location, as a script has answered; None if it is incomplete: nothing is there, or not all.
@@ -52,10 +50,8 @@ def bytes_in(answer: Sequence[Any], where: str) -> int | None:
     Raises `IncompatibleError` if the location is that of another application, or has another format.
     """
     exists, magic, version, n_bytes = answer[:4]
-    if exists and magic != MAGIC:
+    if exists and (magic != MAGIC or not (version or b"").isdigit()):
         raise refusals.foreign(where, "keys")
-    if exists and (version is None or not version.isdigit()):
-        raise IncompatibleError(f"{where} has no format; choose another location")
     if exists and int(version) != VALKEY_VERSION:
         raise refusals.other_format(where, int(version), VALKEY_VERSION)
     return int(n_bytes) if n_bytes is not None else None
@@ -113,63 +109,42 @@ class ServerView(View):
                 value_at = at + _LENGTHS.size + n_key
                 rows.append(Row(answer[value_at - n_key : value_at], answer[value_at + VALUE_AT : value_at + n_stored]))
                 at = value_at + n_stored
-            self._require_order(one, [row.key for row in rows])
+            keys = [row.key for row in rows]
+            if keys != sorted(keys, reverse=one.reverse) or any(not one.start <= key < one.stop for key in keys):
+                # who goes on after the last one would never end
+                raise CorruptError(f"{self._connections.location}: the rows are out of order")
             found.append(rows)
         return found
 
-    def _require_order(self, wanted: Range, keys: Sequence[bytes]) -> None:
-        """Raise `CorruptError` for keys that are not in order: who goes on after the last one would never end."""
-        ordered = sorted(keys, reverse=wanted.reverse)
-        if keys and not (wanted.start <= min(keys) and max(keys) < wanted.stop and keys == ordered):
-            raise CorruptError(f"{self._connections.location}: the rows are out of order")
-
     def payloads(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, Buffer | None] | None]:
-        for row, payload in receive(self._connections, keys, self._memory, self):
-            self._before()
-            yield None if row is None else (row[VALUE_AT:], payload)
+        if not keys:
+            return
+        rows, payloads = self._connections.names.rows, self._connections.names.payloads
+        # each row and its payload are those of one moment
+        requests = [
+            b"".join(map(_command, ([b"MULTI"], [b"HGET", rows, k], [b"GET", payloads + k], [b"EXEC"]))) for k in keys
+        ]
+        with self._connections.connection() as connection:
+            replies, unsent = _Replies(connection, self._memory, self), deque(requests)
 
+            def send(most: int) -> None:
+                if some := [unsent.popleft() for _ in range(min(most, len(unsent)))]:
+                    connection.send_packed_command([b"".join(some)])
 
-def receive(connections: Connections, keys: Sequence[bytes], memory: ReceivedMemory, view: View) -> Iterator[Stored]:
-    """Rows and payloads, in order, None for what is not there; each row and its payload are those of one moment.
-
-    The next requests are on their way while a payload is used. How much of it has arrived is noted in `view`.
-    """
-    rows, payloads = connections.names.rows, connections.names.payloads
-    requests = [
-        b"".join(map(_command, ([b"MULTI"], [b"HGET", rows, k], [b"GET", payloads + k], [b"EXEC"]))) for k in keys
-    ]
-    if not requests:
-        return
-    asked = min(LEAST, len(requests))
-
-    def begin(connection: Any) -> tuple[_Replies, Stored]:
-        replies = _Replies(connection, memory, view)
-        connection.send_packed_command([b"".join(requests[:asked])])
-        return replies, replies.next()
-
-    connection, (replies, (row, payload)) = connections.take(begin)
-    # asked for, and not received as a whole
-    in_flight = asked - 1
-    try:
-        while True:
-            most = max(LEAST, min(AHEAD_BYTES // max(len(payload or b""), 1), MOST_AHEAD))
-            more = requests[asked : asked + max(most - in_flight, 0)]
-            if more:
-                asked, in_flight = asked + len(more), in_flight + len(more)
-                with translated(connections.location):
-                    connection.send_packed_command([b"".join(more)])
-            yield row, payload
-            if not in_flight:
-                return
-            # nothing here keeps its memory from being used for the next one
-            payload = None
-            with translated(connections.location):
+            send(LEAST)
+            for left in reversed(range(len(requests))):
                 row, payload = replies.next()
-            in_flight -= 1
-    finally:
-        if in_flight:
-            connection.disconnect()
-        connections.give_back(connection)
+                most = max(LEAST, min(AHEAD_BYTES // max(len(payload or b""), 1), MOST_AHEAD))
+                # they are on their way while this payload is used
+                send(most - (left - len(unsent)))
+                self._before()
+                found = None if row is None else (row[VALUE_AT:], payload)
+                if not left:
+                    break
+                yield found
+                # nothing here keeps its memory from being used for the next one
+                found = row = payload = None
+        yield found
 
 
 def _command(words: Sequence[bytes]) -> bytes:
@@ -181,13 +156,12 @@ class _Replies:
 
     def __init__(self, connection: Any, memory: ReceivedMemory, view: View) -> None:
         self._connection = connection
-        connection.connect()
         # It receives straight into memory, but for the first few bytes. Not `makefile`, which keeps the socket open.
         self._file = BufferedReader(SocketIO(connection._sock, "r"))  # noqa: SLF001 - valkey-py has no way to do that
         self._memory = memory
         self._view = view
 
-    def next(self) -> Stored:
+    def next(self) -> tuple[bytes | None, Buffer | None]:
         """The next reply. Raises what the server answers; other replies are not read then."""
         self._view.arrived = 0
         # to MULTI, and to the two commands that wait for EXEC
