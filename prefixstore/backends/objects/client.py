@@ -10,7 +10,7 @@ import ctypes
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -28,7 +28,7 @@ from prefixstore.backends.objects.read_ahead import Arrived
 from prefixstore.errors import InvalidParameterError, LocationError, UnavailableError
 from prefixstore.format.record import Buffer
 
-__all__ = ["Address", "Client", "GoneError", "Listed", "Version"]
+__all__ = ["Address", "Client", "Listed", "Version"]
 
 # Seconds: to connect; for one request with its body; without a byte from the server, while a body is sent, too.
 CONNECT_SECONDS = 5.0
@@ -42,7 +42,8 @@ LISTED_AT_ONCE = 1000
 DELETED_AT_ONCE = 1000
 # of a payload, received at a time
 PIECE_BYTES = 256 << 10
-# what obstore raises where it gives up
+# what a server says of a bucket that there is not; what obstore raises where it gives up
+NO_BUCKET = "NoSuchBucket"
 PANIC = "PanicException"
 FORKED = "obstore does not work in a process that was forked from one that uses it; start processes by spawn"
 
@@ -133,10 +134,6 @@ def _read_options(scheme: str, shown: str, query: str) -> dict[str, str]:
     return options
 
 
-class GoneError(LocationError):
-    """An object that was there is gone."""
-
-
 class Listed(NamedTuple):
     """An object in a listing."""
 
@@ -188,21 +185,18 @@ class Client:
             **options,
         )
 
-    def get(self, name: str) -> tuple[memoryview, Version] | None:
-        """An object, and which version it is; None if there is none."""
-        with suppress(GoneError):
-            return self.get_if_changed(name, {})
-        return None
-
-    def get_if_changed(self, name: str, known: Version) -> tuple[memoryview, Version] | None:
-        """An object; None if it is still the known version. Raises `GoneError` if there is none."""
-        options: Any = {"if_none_match": known["e_tag"]} if "e_tag" in known else None
+    def get(self, name: str, known: Version | None = None) -> tuple[memoryview, Version] | None:
+        """An object, and which version it is; None if there is none. If that is `known`, its bytes are not sent."""
+        options: Any = {"if_none_match": known["e_tag"]} if known and "e_tag" in known else None
 
         def work() -> tuple[memoryview, Version]:
-            result = obstore.get(self._opened(), name, options=options)
+            try:
+                result = obstore.get(self._opened(), name, options=options)
+            except exceptions.NotModifiedError:
+                return memoryview(b""), known or {}
             return memoryview(result.bytes()), _version(result.meta)
 
-        return self._asked(work, name)
+        return self._asked(work)
 
     def receive(self, name: str, arrived: Arrived) -> memoryview | None:
         """An object, piece by piece; None if there is none. If `arrived` raises, the server is told to stop."""
@@ -219,17 +213,12 @@ class Client:
                 raise UnavailableError(f"{self.where}: a response ended after {at} of {len(whole)} bytes")
             return whole
 
-        with suppress(GoneError):
-            return self._asked(work, name)
-        return None
+        return self._asked(work)
 
     def put(self, name: str, data: Buffer, mode: str | Version = "overwrite") -> Version | None:
-        """Write an object; with the mode ``"create"``, or a version, only if there is none, or that one: or None.
-
-        Raises `GoneError` if a version is to be replaced, and there is no object.
-        """
+        """Write an object; with the mode ``"create"``, or a version, only if there is none, or that one: or None."""
         how: Any = mode if isinstance(mode, str) else dict(mode)
-        return self._asked(lambda: _version(obstore.put(self._opened(), name, data, mode=how)), name)
+        return self._asked(lambda: _version(obstore.put(self._opened(), name, data, mode=how)))
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects; those that are gone already do not count."""
@@ -237,19 +226,18 @@ class Client:
         at_once = DELETED_AT_ONCE if self._address.scheme == "s3" else 1
         for at in range(0, len(names), at_once):
             some = list(names[at : at + at_once])
-            with suppress(GoneError):
-                self._asked(partial(obstore.delete, self._opened(), some), some[0])
+            self._asked(partial(obstore.delete, self._opened(), some))
 
     def list(self, folder: str = "", after: str = "") -> Iterator[Listed]:
         """The objects in a folder and below it, or all there are, whose names come after this one, in their order."""
-        with self._translated(folder):
+        with self._translated():
             offset = after or None
             for some in obstore.list(self._opened(), folder or None, offset=offset, chunk_size=LISTED_AT_ONCE):
                 yield from (Listed(one["path"], one["size"]) for one in some)
 
     def folders(self) -> Sequence[str]:
         """The outermost folders that have objects."""
-        return self._asked(lambda: obstore.list_with_delimiter(self._opened())["common_prefixes"], "") or ()
+        return self._asked(lambda: obstore.list_with_delimiter(self._opened())["common_prefixes"]) or ()
 
     def require_open(self) -> None:
         """Raise `UnavailableError` if it was closed, or inherited."""
@@ -262,16 +250,20 @@ class Client:
             raise refusals.closed(self.where)
         return store
 
-    def _asked(self, work: Callable[[], T], name: str) -> T | None:
-        """What a request for an object returns; None if a condition of it is not met."""
-        with self._translated(name):
+    def _asked(self, work: Callable[[], T]) -> T | None:
+        """What a request for an object returns; None if there is none, or a condition of it is not met."""
+        with self._translated():
             try:
                 return work()
-            except (exceptions.NotModifiedError, exceptions.PreconditionError, exceptions.AlreadyExistsError):
+            except (exceptions.PreconditionError, exceptions.AlreadyExistsError):
+                return None
+            except FileNotFoundError as error:
+                if NO_BUCKET in str(error):
+                    raise
                 return None
 
     @contextmanager
-    def _translated(self, name: str = "") -> Iterator[None]:
+    def _translated(self) -> Iterator[None]:
         """Translate obstore's errors. They are not given as the cause: their texts have whole replies."""
         try:
             yield
@@ -283,9 +275,7 @@ class Client:
         except (exceptions.UnknownConfigurationKeyError, exceptions.InvalidPathError) as error:
             raise LocationError(f"{self.where} cannot be opened ({type(error).__name__})") from None
         except FileNotFoundError as error:
-            if "NoSuchBucket" in str(error):
-                raise LocationError(f"{self.where}: {_reason(error)}; create the bucket first") from None
-            raise GoneError(f"{self.where}: {name} is missing; the store was deleted") from None
+            raise LocationError(f"{self.where}: {_reason(error)}; create the bucket first") from None
         except (exceptions.BaseError, OSError, ValueError) as error:
             raise UnavailableError(f"{self.where}: {_reason(error)}") from None
         except BaseException as error:

@@ -32,7 +32,7 @@ from prefixstore.backends.threads import start_thread
 from prefixstore.errors import CorruptError, LocationError, StorageError, UnavailableError
 from prefixstore.format.record import Buffer
 
-__all__ = ["STORE", "State", "Store"]
+__all__ = ["STORE", "GoneError", "State", "Store"]
 
 STORE = "prefixstore.json"
 FORMAT = 4
@@ -58,6 +58,10 @@ WAIT_SECONDS = 30.0
 # rows that a process remembers, and the size of one that it does
 MOST_KNOWN = 16_384
 KNOWN_BYTES = 4096
+
+
+class GoneError(LocationError):
+    """The store was deleted."""
 
 
 @dataclass(frozen=True)
@@ -175,11 +179,11 @@ class Store:
 
         Raises `LocationError` if there is no store to read, or the server ignores conditional writes.
         """
-        if (found := self._client.get(STORE)) is not None:
-            self._enter(State.unpack(self._client.where, *found), self.state)
-        elif self._read_only:
-            raise refusals.no_store(self._client.where)
-        else:
+        try:
+            self.refresh()
+        except GoneError:
+            if self._read_only:
+                raise refusals.no_store(self._client.where) from None
             # if another process is faster, its store is used
             self._client.put(STORE, State(_random_id()).pack(), "create")
             self.refresh()
@@ -199,8 +203,12 @@ class Store:
         or `IncompatibleError` if the object is damaged, or the store is of another version.
         """
         known = self.state
-        found = self._client.get_if_changed(STORE, known.version)
-        return self.state if found is None else self._enter(State.unpack(self._client.where, *found), known)
+        found = self._client.get(STORE, known.version)
+        if found is None:
+            raise GoneError(f"{self._client.where}: {STORE} is missing; the store was deleted")
+        if found[1] is known.version:
+            return self.state
+        return self._enter(State.unpack(self._client.where, *found), known)
 
     def _enter(self, state: State, known: State) -> State:
         """What is known now that this was read, or written, when `known` was known."""
