@@ -97,20 +97,20 @@ class ObjectsView(View):
             return []
         found = [key for key, row in state.changes.items() if row is not None and start <= key < stop]
         n_found = len(found)
-        for key in self._listed(state, wanted):
+        for key in self._listed(state, start, stop):
             if (not reverse and limit is not None and len(found) - n_found >= limit) or key >= stop:
                 break
             if key >= start and key not in state.changes:
                 found.append(key)
         return sorted(found, reverse=reverse)[:limit]
 
-    def _listed(self, state: State, wanted: Range) -> Iterator[bytes]:
+    def _listed(self, state: State, start: bytes, stop: bytes) -> Iterator[bytes]:
         """The keys of the objects that a server lists for a range, in order; some before it, and those after it."""
-        for folder, after in listing(wanted):
-            offset = f"{state.rows}/{after}" if after else ""
-            for one in self._client.list(f"{state.rows}/{folder}".rstrip("/"), offset):
-                with suppress(ValueError):  # something else
-                    yield key_in(one.name.removeprefix(f"{state.rows}/"))
+        folder, after = listing(start, stop)
+        offset = f"{state.rows}/{after}" if after else ""
+        for one in self._client.list(f"{state.rows}/{folder}".rstrip("/"), offset):
+            with suppress(ValueError):  # something else
+                yield key_in(one.name.removeprefix(f"{state.rows}/"))
 
     def payloads(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, Buffer | None] | None]:
         self.arrived = 0

@@ -10,7 +10,7 @@ import os
 import struct
 from typing import NamedTuple
 
-from prefixstore.backends.contract import Costs, Range
+from prefixstore.backends.contract import Costs
 from prefixstore.format.record import Buffer
 
 __all__ = ["COSTS", "FOLDER_BYTES", "Stored", "key_in", "listing", "name_of", "new_payload", "payload_name"]
@@ -51,20 +51,14 @@ def key_in(name: str) -> bytes:
     return b"".join(base64.urlsafe_b64decode(part + b"=" * (-len(part) % 4)) for part in parts)
 
 
-def listing(wanted: Range) -> list[tuple[str, str]]:
-    """What to list for a range: the folders with its rows, and what the names of these come after; empty for all."""
-    start, stop = wanted.start, wanted.stop
+def listing(start: bytes, stop: bytes) -> tuple[str, str]:
+    """The folder to list for a range, empty for all of them, and what the names of its rows come after."""
     first = start[:FOLDER_BYTES]
-    number = int.from_bytes(first, "big") + 1
-    if len(first) == FOLDER_BYTES and number < 1 << 8 * FOLDER_BYTES:
-        second = number.to_bytes(FOLDER_BYTES, "big")
-        after = "" if start == first else name_of(start)[:-1]
-        if stop <= second:
-            return [(_encoded(first) + FOLDER[0], after)]
-        if stop[:FOLDER_BYTES] == second:
-            return [(_encoded(first) + FOLDER[0], after), (_encoded(second) + FOLDER[0], "")]
+    second = (int.from_bytes(first, "big") + 1).to_bytes(FOLDER_BYTES + 1, "big")[1:]
+    if len(first) == FOLDER_BYTES and (stop[:FOLDER_BYTES] == first or stop == second):
+        return _encoded(first) + FOLDER[0], "" if start == first else name_of(start)[:-1]
     # a name without its last letter comes before those of all keys from this one on
-    return [("", name_of(start)[:-1] if len(start) > FOLDER_BYTES else _encoded(start)[:-1])]
+    return "", name_of(start)[:-1] if len(start) > FOLDER_BYTES else _encoded(start)[:-1]
 
 
 def new_payload(size: int) -> bytes:
