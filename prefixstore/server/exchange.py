@@ -8,14 +8,16 @@ import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from http import HTTPStatus
 from typing import Any, Final, TypeVar
 from urllib.parse import unquote
 
 from aiohttp import ClientConnectionResetError, web
 
+from prefixstore.server.refusals import RefusedError, kind_of
 from prefixstore.server.upstream import Headers
 
-__all__ = ["BodiesFullError", "BodyBudget", "BodyTooLargeError", "Exchange", "server_of"]
+__all__ = ["BodyBudget", "Exchange", "server_of"]
 
 log = logging.getLogger("prefixstore.server")
 
@@ -30,6 +32,7 @@ READ: Final = 1 << 16
 # With more fields in a head, or longer lines, llama-server closes the connection, mostly before its answer is read.
 MAX_FIELDS: Final = 90
 MAX_LINE: Final = 8000
+RETRY_SECONDS: Final = "2"
 # It tells each fault of a client with a traceback.
 aiohttp_log = logging.getLogger("prefixstore.server.aiohttp")
 aiohttp_log.setLevel(logging.CRITICAL + 1)
@@ -53,14 +56,6 @@ def server_of(answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
     )
 
 
-class BodyTooLargeError(Exception):
-    """The body of a request is longer than allowed."""
-
-
-class BodiesFullError(Exception):
-    """The bodies of the requests in progress have reached their limit."""
-
-
 class BodyBudget:
     """The limit for the bodies of all requests together, in bytes. Used in the event loop only."""
 
@@ -68,12 +63,12 @@ class BodyBudget:
         self.limit, self.used = limit, 0
 
     def check(self, n: int) -> None:
-        """Raise `BodiesFullError` if so many bytes would exceed the limit now."""
+        """Raise `RefusedError` if so many bytes would exceed the limit now."""
         if self.used + n > self.limit:
-            raise BodiesFullError(f"the requests at present have more than {self.limit} bytes (--max-bodies)")
+            raise RefusedError(f"the requests at present have more than {self.limit} bytes (--max-bodies)", 503)
 
     def take(self, n: int) -> None:
-        """Take so many bytes. Raises `BodiesFullError`."""
+        """Take so many bytes. Raises `RefusedError`."""
         self.check(n)
         self.used += n
 
@@ -118,10 +113,8 @@ class Exchange:
 
         Raises
         ------
-        BodyTooLargeError
-            If it is longer than allowed.
-        BodiesFullError
-            If those of all requests are.
+        RefusedError
+            If it is longer than allowed, or those of all requests are.
         web.RequestPayloadError
             If it is not sent as HTTP wants it.
         """
@@ -142,7 +135,7 @@ class Exchange:
 
     def _check_size(self, n: int) -> None:
         if n > self._max_body:
-            raise BodyTooLargeError(f"the body has more than {self._max_body} bytes (--max-body)")
+            raise RefusedError(f"the body has more than {self._max_body} bytes (--max-body)", 413)
 
     # -- the answer ----------------------------------------------------------------------------------------------------
 
@@ -177,9 +170,15 @@ class Exchange:
             )
         )
 
-    def refuse(self, status: int, kind: str, message: str, **headers: str) -> None:
-        """Answer with an error, in the form of llama-server."""
-        error = {"error": {"code": status, "message": message, "type": kind}}
+    def refuse(self, status: int, message: str, **headers: str) -> None:
+        """Answer with an error, in the form of llama-server; an answer that has begun is cut."""
+        if self.has_begun:
+            log.warning("an answer is cut short: %s", message)
+            self.cut()
+            return
+        error = {"error": {"code": status, "message": message, "type": kind_of(status)}}
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR and status != HTTPStatus.NOT_IMPLEMENTED:
+            headers["retry_after"] = RETRY_SECONDS
         self.answer(status, json.dumps(error).encode(), "application/json; charset=utf-8", **headers)
 
     def cut(self) -> None:

@@ -15,6 +15,7 @@ from prefixstore.engine.engine import Engine
 from prefixstore.errors import ClosedError, PrefixStoreError, UnavailableError
 from prefixstore.report.content import content_of, live_html
 from prefixstore.server.exchange import Exchange
+from prefixstore.server.refusals import RefusedError
 from prefixstore.server.session import ServerSession
 from prefixstore.server.slots import SlotStore
 from prefixstore.server.tenants import Admission, api_key_of
@@ -66,7 +67,7 @@ class OwnEndpoints:
     async def answer(self, exchange: Exchange) -> None:
         """Answer a request to one of `paths`."""
         if exchange.method not in ("GET", "HEAD"):
-            exchange.refuse(405, "invalid_request_error", "this endpoint is read-only", allow="GET, HEAD")
+            exchange.refuse(405, "this endpoint is read-only", allow="GET, HEAD")
         elif exchange.path == HEALTH:
             is_ready = self._session.is_ready
             text = {"status": "ok" if is_ready else "starting"}
@@ -76,36 +77,26 @@ class OwnEndpoints:
         elif exchange.path == PAGE.rstrip("/"):
             # relative, for those who have put it below a path of their own
             exchange.answer(308, b"", "text/plain", location="prefixstore/")
-        elif (refusal := await self._refusal(exchange)) is not None:
-            exchange.refuse(*refusal)
-        elif exchange.path == STATUS:
-            exchange.answer(200, json.dumps(await self._status()).encode(), JSON, cache_control="no-store")
-        elif exchange.path == CONTENT:
-            await self._content(exchange)
         else:
-            await self._metrics(exchange)
+            await self._check_key(exchange)
+            if exchange.path == STATUS:
+                exchange.answer(200, json.dumps(await self._status()).encode(), JSON, cache_control="no-store")
+            elif exchange.path == CONTENT:
+                await self._content(exchange)
+            else:
+                await self._metrics(exchange)
 
-    async def _refusal(self, exchange: Exchange) -> tuple[int, str, str] | None:
-        """Why a client may not read one: status, kind, message."""
+    async def _check_key(self, exchange: Exchange) -> None:
+        """Raise `RefusedError` if the client may not read what is not public."""
         if self._admin_key is not None:
             given = api_key_of(exchange.headers).encode(errors="surrogateescape")
             if not hmac.compare_digest(given, self._admin_key.encode()):
-                return 401, "authentication_error", "this endpoint needs the key of --admin-key"
+                raise RefusedError("this endpoint needs the key of --admin-key", 401)
         elif self._separated:
-            return (
-                403,
-                "permission_error",
-                "tenants are separated, and this endpoint shows all of them: set --admin-key",
-            )
-        else:
-            # clients that the server lets in may read these
-            try:
-                reply = await self._admission.refusal(exchange.headers)
-            except UpstreamError:
-                return 503, "unavailable_error", "the server does not answer, and cannot check the key"
-            if reply is not None:
-                return reply.status, "authentication_error", "the server refuses the API key"
-        return None
+            raise RefusedError("tenants are separated, and this endpoint shows all of them: set --admin-key", 403)
+        # clients that the server lets in may read these
+        elif (reply := await self._admission.refusal(exchange.headers)) is not None:
+            raise RefusedError("the server refuses the API key", reply.status)
 
     async def _content(self, exchange: Exchange) -> None:
         """What the report shows."""
@@ -113,9 +104,8 @@ class OwnEndpoints:
         try:
             content, headers = await self._report.content(accepted=accepted, with_tokens=with_tokens)
         except PrefixStoreError as error:
-            exchange.refuse(503, "unavailable_error", f"the store cannot be read: {error}")
-        else:
-            exchange.answer(200, content, JSON, **headers)
+            raise RefusedError(f"the store cannot be read: {error}", 503) from error
+        exchange.answer(200, content, JSON, **headers)
 
     def _source(self) -> tuple[Engine, str]:
         store = self._session.store

@@ -22,6 +22,7 @@ import numpy as np
 
 from prefixstore.format.keys import Tokens
 from prefixstore.server.chats import chat_of_messages, chat_of_responses
+from prefixstore.server.refusals import RefusedError
 from prefixstore.server.upstream import Headers, Upstream
 
 __all__ = [
@@ -34,7 +35,6 @@ __all__ = [
     "TOKEN_CHARACTERS",
     "UNKNOWN_FIELD",
     "Ask",
-    "InvalidRequestError",
     "aside",
     "parse",
     "pinned",
@@ -138,10 +138,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {"guidance_scale": (0, 1), "n
 JUDGED = frozenset({"lora", "n_cache_reuse"})
 
 
-class InvalidRequestError(Exception):
-    """A completion that is refused: it cannot be read, or what it says is not valid."""
-
-
 @dataclass(frozen=True)
 class Ask:
     """A completion that a client requests: a prompt or a chat."""
@@ -186,23 +182,23 @@ def parse(path: str, body: bytes, allowed: Collection[str] = ()) -> Ask:
 
     Raises
     ------
-    InvalidRequestError
+    RefusedError
         If it is refused. So is what the server may read otherwise, or that alone, as a byte order mark.
     """
     if _n_parts(body) > MAX_PARTS and _n_parts(JSON_TEXT.sub(b"", body)) > MAX_PARTS:
-        raise InvalidRequestError(f"the request has more than {MAX_PARTS:,} objects and lists")
+        raise RefusedError(f"the request has more than {MAX_PARTS:,} objects and lists")
     try:
         request = json.loads(body.decode())  # as text: bytes could be in another encoding
         if not isinstance(request, dict):
-            raise InvalidRequestError("the request must be a JSON object")
+            raise RefusedError("the request must be a JSON object")
         ask = _of_messages(request) if path in MESSAGES else _of_others(path, request, body)
         field = unknown_field(request, allowed) or _unknown_of_prompt(path, request)
     except (ValueError, RecursionError):
         # what is nested deeply may be read, and not be written
-        raise InvalidRequestError("the request cannot be read: it must be a JSON object in UTF-8") from None
+        raise RefusedError("the request cannot be read: it must be a JSON object in UTF-8") from None
     salt = request.get(CACHE_SALT)
     if CACHE_SALT in allowed and salt is not None and not (isinstance(salt, str) and salt):
-        raise InvalidRequestError("cache_salt must be a text that is not empty")
+        raise RefusedError("cache_salt must be a text that is not empty")
     streams = request.get("stream") is True
     ask = replace(ask, boundaries=_boundaries(request.get(OWN_FIELD)), streams=streams, cache_salt=salt)
     return ask if field is None else replace(ask, reason=ask.reason or UNKNOWN_FIELD, taints=True, field=field)
@@ -213,7 +209,7 @@ def _boundaries(told: object) -> tuple[int, ...]:
         return ()
     listed = told.get("boundaries", []) if isinstance(told, dict) and told.keys() <= {"boundaries"} else None
     if not isinstance(listed, list) or not all(type(n) is int and n > 0 for n in listed):
-        raise InvalidRequestError('prefixstore must be {"boundaries": [N, ...]}: lengths in tokens')
+        raise RefusedError('prefixstore must be {"boundaries": [N, ...]}: lengths in tokens')
     return tuple(listed)
 
 
@@ -236,7 +232,7 @@ def _of_messages(request: dict[str, Any]) -> Ask:
 
 def _chat(converted: dict[str, Any] | None) -> bytes:
     if converted is None:
-        raise InvalidRequestError("the request has no messages that can be read")
+        raise RefusedError("the request has no messages that can be read")
     return _dump(converted)
 
 
@@ -245,7 +241,7 @@ def _of_others(path: str, request: dict[str, Any], body: bytes) -> Ask:
     if id_slot is None:
         id_slot = -1
     if not isinstance(id_slot, int) or isinstance(id_slot, bool) or id_slot < -1:
-        raise InvalidRequestError("id_slot must be the number of a slot, from 0, or -1 for any")
+        raise RefusedError("id_slot must be the number of a slot, from 0, or -1 for any")
     wanted = None if id_slot == -1 else id_slot
     prompts = request.get("prompt") if path in TEXT else request.get("messages", request.get("input"))
     is_many, is_batch = _is_many(request), path in TEXT and _is_batch(prompts)
@@ -278,7 +274,7 @@ def _of_prompt(prompt: object, wanted: int | None) -> Ask:
         return _of_prompt(prompt[0], wanted)
     if isinstance(prompt, str) or (isinstance(prompt, list) and all(_is_piece(piece) for piece in prompt)):
         return Ask(prompt=prompt, id_slot=wanted)
-    raise InvalidRequestError("the prompt must be text, or a list of tokens and texts")
+    raise RefusedError("the prompt must be text, or a list of tokens and texts")
 
 
 def _is_many(request: dict[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from aiohttp import ClientConnectionResetError, web
 
 from prefixstore.format.keys import Tokens
 from prefixstore.metrics import RequestMetrics
-from prefixstore.server.exchange import BodiesFullError, BodyBudget, BodyTooLargeError, Exchange
+from prefixstore.server.exchange import BodyBudget, Exchange
 from prefixstore.server.own_endpoints import OwnEndpoints
 from prefixstore.server.prefill import compute_ahead
 from prefixstore.server.prompts import (
@@ -22,20 +22,19 @@ from prefixstore.server.prompts import (
     SLOTLESS,
     UNKNOWN_FIELD,
     Ask,
-    InvalidRequestError,
     aside,
     parse,
     pinned,
     tokens_of,
 )
 from prefixstore.server.rates import AnswerTail, Usage
+from prefixstore.server.refusals import RefusedError
 from prefixstore.server.session import ServerSession
 from prefixstore.server.slot_manager import WORTH_A_LOOKUP, SlotManager
 from prefixstore.server.slot_pool import Claim, PoolFullError, Rows
-from prefixstore.server.tenants import Admission, NoTenantError, within
+from prefixstore.server.tenants import Admission, within
 from prefixstore.server.upstream import (
     Headers,
-    TargetError,
     UpstreamError,
     UpstreamLostError,
     UpstreamTimeoutError,
@@ -49,7 +48,6 @@ __all__ = ["Proxy"]
 
 log = logging.getLogger("prefixstore.server")
 
-RETRY_SECONDS = 2
 # a comment in a stream
 PING = b":\n\n"
 # What llama-server would read as a different path: clients leave out dot segments, and it reads %uXXXX.
@@ -96,76 +94,59 @@ class Proxy:
         except ClientConnectionResetError:
             # its task is just being cancelled
             exchange.cut()
-        except BodyTooLargeError as error:
-            exchange.refuse(413, "invalid_request_error", str(error))
-        except NoTenantError as error:
-            exchange.refuse(401, "authentication_error", str(error))
-        except (BodiesFullError, PoolFullError) as error:
-            self._unavailable(exchange, str(error))
-        except (InvalidRequestError, TargetError, web.RequestPayloadError) as error:
-            message = str(error) if isinstance(error, InvalidRequestError) else "the request is not valid in HTTP"
-            exchange.refuse(400, "invalid_request_error", message)
+        except RefusedError as error:
+            exchange.refuse(error.status, str(error))
+        except PoolFullError as error:
+            exchange.refuse(503, str(error))
+        except web.RequestPayloadError:
+            exchange.refuse(400, "the request is not valid in HTTP")
         except UpstreamTimeoutError:
-            self._unavailable(exchange, "the server has not answered in time", 504)
+            exchange.refuse(504, "the server has not answered in time")
         except UpstreamError as error:
             if isinstance(error, UpstreamLostError):
                 self._session.lost()
-            self._unavailable(exchange, "the server does not answer; it may be restarting")
+            exchange.refuse(503, "the server does not answer; it may be restarting")
         except Exception:
             log.exception("a request is not answered")
-            self._unavailable(exchange, "the proxy has failed; its log says why", 500)
+            exchange.refuse(500, "the proxy has failed; its log says why")
         finally:
             exchange.close()
         return await exchange.finish()
 
     # -- one request ---------------------------------------------------------------------------------------------------
 
-    def _unavailable(self, exchange: Exchange, message: str, status: int = 503) -> None:
-        if exchange.has_begun:
-            # the client must see that the answer is cut short, and what has come of it
-            log.warning("an answer is cut short: %s", message)
-            exchange.cut()
-            return
-        exchange.refuse(status, "unavailable_error", message, retry_after=str(RETRY_SECONDS))
-
     async def _route(self, exchange: Exchange) -> None:
         path = exchange.path
         if not exchange.target.startswith(b"/"):
-            exchange.refuse(400, "invalid_request_error", "the target of the request must be a path")
-        elif AMBIGUOUS.search(exchange.target.split(b"?", 1)[0]):
-            message = "the target of the request has a segment . or .. or %u in it: write the resolved path"
-            exchange.refuse(400, "invalid_request_error", message)
-        elif path in self._own.paths:
+            raise RefusedError("the target of the request must be a path")
+        if AMBIGUOUS.search(exchange.target.split(b"?", 1)[0]):
+            raise RefusedError("the target of the request has a segment . or .. or %u in it: write the resolved path")
+        if path in self._own.paths:
             await self._own.answer(exchange)
         elif not self._session.is_ready:
-            self._unavailable(exchange, "the server is starting")
-        elif self._needs_key(exchange) and (refusal := await self._admission.refusal(exchange.headers)):
+            raise RefusedError("the server is starting", 503)
+        # a body takes of what the bodies of all have together
+        elif (exchange.method not in READS or exchange.has_body) and (
+            refusal := await self._admission.refusal(exchange.headers)
+        ):
             exchange.answer(refusal.status, refusal.content, refusal.content_type)
         elif exchange.method == "POST" and path in ENDPOINTS:
             await self._complete(exchange, await exchange.body())
         else:
             await self._pass(exchange)
 
-    def _needs_key(self, exchange: Exchange) -> bool:
-        """Whether a key is needed before anything is done. A body takes of what the bodies of all have together."""
-        return exchange.method not in READS or exchange.has_body
-
     # -- everything but completions ------------------------------------------------------------------------------------
 
     async def _pass(self, exchange: Exchange) -> None:
         path = exchange.path
         if self._settings.separated and not self._may_pass(exchange):
-            message = f"{path} is switched off: tenants are separated, and it shows other tenants"
-            exchange.refuse(403, "permission_error", message)
-            return
+            raise RefusedError(f"{path} is switched off: tenants are separated, and it shows other tenants", 403)
         if exchange.method == "POST" and path.startswith("/slots/") and self._session.is_child:
             # any client could write files into its directory in memory, which are never deleted
-            exchange.refuse(501, "not_supported_error", "slots are saved into the store only")
-            return
+            raise RefusedError("slots are saved into the store only", 501)
         if exchange.method == "POST" and path == "/lora-adapters" and not self._session.is_never_stored:
             # One with --lora is not stored; of one whose arguments are not known it would not show.
-            exchange.refuse(501, "not_supported_error", "adapters cannot be changed while the store is used")
-            return
+            raise RefusedError("adapters cannot be changed while the store is used", 501)
         # as a whole: while a client sends it, no thread of the server waits for it, and no slot is in doubt
         content = await exchange.body() if exchange.has_body else None
         is_end_of_stream = exchange.method == "DELETE" and path.startswith("/v1/stream")
@@ -241,8 +222,8 @@ class Proxy:
         if owner is not None and ask.cache_salt is not None:
             owner = within(owner, ask.cache_salt)
         if not await self._session.look():
-            self._unavailable(exchange, "the server is starting")
-        elif tenants is None and self._session.is_never_stored:
+            raise RefusedError("the server is starting", 503)
+        if tenants is None and self._session.is_never_stored:
             # the server itself knows best which slot has the prompt
             self._passed(exchange, self._session.reason or "")
             await self._forward(exchange, body)
@@ -273,8 +254,7 @@ class Proxy:
             claim.leaves = _leaves(ask)
             if claim.must_compute and not ask.can_add and is_separated:
                 manager.release(claim, None, began=False)
-                self._unavailable(exchange, "no slot can be emptied")
-                return
+                raise RefusedError("no slot can be emptied", 503)
             await self._in_slot(exchange, ask, body, claim, manager, is_counted=passed is None)
 
     async def _in_all_slots(
@@ -290,8 +270,8 @@ class Proxy:
             body = pinned(body, cache_prompt=False, n_cache_reuse=0)
         async with manager.all_slots(owner, tokens, leaves=_leaves(ask)) as claims:
             if not ask.can_add and any(claim.must_compute for claim in claims):
-                self._unavailable(exchange, "no slot can be emptied")
-            elif tokens is None:
+                raise RefusedError("no slot can be emptied", 503)
+            if tokens is None:
                 await self._forward(exchange, body)
             else:
                 await self._in_slot(exchange, ask, body, claims.pop(0), manager, is_counted=is_counted)

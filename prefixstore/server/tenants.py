@@ -8,20 +8,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prefixstore.errors import InvalidParameterError
+from prefixstore.server.refusals import RefusedError
 
 if TYPE_CHECKING:
     from prefixstore.server.upstream import Headers, Reply, Upstream
 
-__all__ = ["Admission", "NoTenantError", "TenantSource", "api_key_of", "tenant_of_key", "within"]
+__all__ = ["Admission", "TenantSource", "api_key_of", "tenant_of_key", "within"]
 
 MAX_HEADER = 256
 # what these say must not be in the store
 CREDENTIALS = frozenset({"authorization", "x-api-key", "cookie", "proxy-authorization"})
 MAX_REMEMBERED = 1024
-
-
-class NoTenantError(Exception):
-    """A request does not identify its tenant. The text says what it lacks."""
 
 
 @dataclass(frozen=True)
@@ -59,19 +56,19 @@ class TenantSource:
 
         Raises
         ------
-        NoTenantError
+        RefusedError
             If the request does not name one.
         """
         if self.header is None:
             key = api_key_of(headers)
             if not key:
-                raise NoTenantError("an API key is needed: it determines whose prompts may be reused")
+                raise RefusedError("an API key is needed: it determines whose prompts may be reused", 401)
             return tenant_of_key(key.encode(errors="surrogateescape"))
         values = [value.strip(" \t") for name, value in headers.items() if name.lower() == self.header]
         # one that a client has added to that of the gateway must not count
         if len(values) != 1 or not values[0] or len(values[0]) > MAX_HEADER:
-            raise NoTenantError(
-                f"the header {self.header} is needed, exactly once: it determines whose prompts may be reused"
+            raise RefusedError(
+                f"the header {self.header} is needed, exactly once: it determines whose prompts may be reused", 401
             )
         name = values[0].encode(errors="surrogateescape")
         try:

@@ -16,12 +16,13 @@ import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
 
+from prefixstore.server.refusals import RefusedError
+
 __all__ = [
     "ASK_SECONDS",
     "Answer",
     "Headers",
     "Reply",
-    "TargetError",
     "Upstream",
     "UpstreamError",
     "UpstreamLostError",
@@ -64,10 +65,6 @@ class UpstreamTimeoutError(UpstreamError):
 
 class UpstreamLostError(UpstreamError):
     """There is no connection to the server, or it broke, or the response was not HTTP."""
-
-
-class TargetError(Exception):
-    """The target of a request is not valid."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +135,6 @@ class Upstream:
                 auto_decompress=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 skip_auto_headers=ADDED,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=self._timeout),
                 max_line_size=LONGEST_LINE,
                 max_field_size=LONGEST_LINE,
             )
@@ -154,26 +150,31 @@ class Upstream:
         """The headers by which the server authenticates a client."""
         return {name: headers[name] for name in CREDENTIALS if name in headers}
 
-    async def send(self, method: str, target: bytes, headers: Headers, content: bytes | None) -> Answer:
+    async def send(
+        self, method: str, target: bytes, headers: Headers, content: bytes | None, *, timeout: float | None = None
+    ) -> Answer:
         """Send a request; the response is not read yet, and must be closed.
+
+        With a `timeout`, all of the answer must have come after so many seconds.
 
         Raises
         ------
         UpstreamError
             If the server does not answer.
-        TargetError
-            If the target is not valid.
+        RefusedError
+            If the target, the method or a header cannot be sent.
         """
-        try:
-            url = URL(self.url + target.decode("ascii"), encoded=True)
-        except ValueError:
-            raise TargetError from None
         kept = end_to_end(headers, ("expect", "content-length"))
         kept["host"] = self._host
         # as a file: what is large is written in parts
         data = None if content is None else io.BytesIO(content)
+        silent = self._timeout if timeout is None else None
+        limit = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_SECONDS, sock_read=silent)
         with _translated():
-            return Answer(await self._session.request(method, url, headers=kept, data=data, allow_redirects=False))
+            url = URL(self.url + target.decode("ascii"), encoded=True)
+            return Answer(
+                await self._session.request(method, url, headers=kept, data=data, allow_redirects=False, timeout=limit)
+            )
 
     async def ask(
         self,
@@ -190,17 +191,15 @@ class Upstream:
         UpstreamError
             If the server does not answer, or not to the end in time.
         """
-        kept = end_to_end(headers or {})
-        kept["host"] = self._host
+        method, kept = "GET" if content is None else "POST", dict(headers or {})
         if content is not None:
             kept["content-type"] = "application/json"
-        method, url = "GET" if content is None else "POST", URL(self.url + path, encoded=True)
-        limit = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_SECONDS)
-        with _translated():
-            async with self._session.request(
-                method, url, headers=kept, data=content, allow_redirects=False, timeout=limit
-            ) as response:
-                return Reply(response.status, response.headers.get("content-type", ""), await response.read())
+        answer = await self.send(method, path.encode(), kept, content, timeout=timeout)
+        try:
+            text = b"".join([chunk async for chunk in answer.chunks()])
+        finally:
+            answer.close()
+        return Reply(answer.status, answer.headers.get("content-type", ""), text)
 
     async def is_healthy(self) -> bool:
         """Whether it answers that it is."""
@@ -236,5 +235,5 @@ def _translated() -> Iterator[None]:
     except (aiohttp.ClientError, OSError) as error:
         raise UpstreamLostError(f"{type(error).__name__}: {error}") from error
     except ValueError as error:
-        # a method or a header that cannot be sent
-        raise TargetError(str(error)) from error
+        # a target, a method or a header that cannot be sent
+        raise RefusedError("the request is not valid in HTTP") from error

@@ -16,13 +16,12 @@ from prefixstore.server import exchange as exchange_module
 from prefixstore.server.exchange import (
     MAX_FIELDS,
     MAX_LINE,
-    BodiesFullError,
     BodyBudget,
-    BodyTooLargeError,
     Exchange,
     server_of,
 )
 from prefixstore.server.prompts import LARGE, aside
+from prefixstore.server.refusals import RefusedError
 
 BODY = b'{"prompt":"a"}'
 LENGTH = b"Content-Length: %d\r\n\r\n" % len(BODY)
@@ -188,14 +187,14 @@ def test_a_body_is_asked_for_if_the_client_waits_for_that():
 
 
 def test_the_bodies_of_all_requests_have_a_limit_together_and_give_it_back():
-    budget, errors = BodyBudget(250), list[type[Exception] | None]()
+    budget, errors = BodyBudget(250), list[int]()
     held = asyncio.Event()
 
     async def hold(exchange: Exchange) -> None:
         try:
             assert len(await exchange.body()) == 100
-        except (BodiesFullError, BodyTooLargeError) as error:
-            errors.append(type(error))
+        except RefusedError as error:
+            errors.append(error.status)
         else:
             await held.wait()
         exchange.answer(200, b"{}", "application/json")
@@ -222,15 +221,15 @@ def test_the_bodies_of_all_requests_have_a_limit_together_and_give_it_back():
             await _answer(reader)
 
     _with_server(use, hold, budget, max_body=1000)
-    assert errors == [BodiesFullError, BodiesFullError, BodyTooLargeError]
+    assert errors == [503, 503, 413]
     assert budget.used == 0
 
 
 def test_a_body_that_is_too_large_is_taken_in_so_that_its_refusal_can_be_read():
     async def refuse(exchange: Exchange) -> None:
-        with pytest.raises(BodyTooLargeError):
+        with pytest.raises(RefusedError) as raised:
             await exchange.body()
-        exchange.refuse(413, "invalid_request_error", "too large")
+        exchange.refuse(raised.value.status, str(raised.value))
 
     async def use(connect: Callable[[], Awaitable[Streams]]) -> None:
         size = 8 << 20

@@ -13,8 +13,9 @@ import pytest
 
 from prefixstore.server import prefill
 from prefixstore.server.prefill import MIN_MISSING, MOST_STOPS, most_stops
-from prefixstore.server.prompts import InvalidRequestError, parse
+from prefixstore.server.prompts import parse
 from prefixstore.server.rates import Rates, Usage
+from prefixstore.server.refusals import RefusedError
 from tests.support.llama_server import Running
 from tests.support.models import prompt as numbers
 from tests.support.served import TEXT, Serve
@@ -77,7 +78,7 @@ def test_a_request_may_say_where_others_will_part_from_it(told: object, boundari
     [*({"boundaries": wrong} for wrong in (5, [0], [True], [5.0])), {"boundary": [5]}, [5]],
 )
 def test_what_is_not_understood_of_that_is_refused(told: object):
-    with pytest.raises(InvalidRequestError):
+    with pytest.raises(RefusedError):
         parse("/v1/chat/completions", json.dumps({"messages": [], "prefixstore": told}).encode())
 
 

@@ -26,17 +26,17 @@ from prefixstore.server.prompts import (
     CACHE_SALT,
     MAX_PARTS,
     Ask,
-    InvalidRequestError,
     parse,
     pinned,
     unknown_field,
 )
 from prefixstore.server.rates import AnswerTail, Rates, Usage
+from prefixstore.server.refusals import RefusedError
 from prefixstore.server.serving import ServeSettings, failure_of
 from prefixstore.server.session import ServerSession
 from prefixstore.server.slot_manager import SlotManager
 from prefixstore.server.slot_pool import Claim, Plan, PoolFullError, PoolSlot, Rows, SlotPool
-from prefixstore.server.tenants import Admission, NoTenantError, TenantSource
+from prefixstore.server.tenants import Admission, TenantSource
 from prefixstore.server.upstream import Upstream, end_to_end
 
 T = TypeVar("T")
@@ -124,7 +124,7 @@ def test_the_fields_of_llama_server_and_of_official_clients_are_known():
     ],
 )
 def test_what_cannot_be_read_is_refused(path: str, body: bytes):
-    with pytest.raises(InvalidRequestError):
+    with pytest.raises(RefusedError):
         parse(path, body, {CACHE_SALT})
 
 
@@ -136,7 +136,7 @@ def test_a_request_that_is_nested_too_deeply_to_be_written_is_refused():
         body = b'{"input": "a", "tools": [{"type": "function", "parameters": %s}]}' % nested
         try:
             refused.add(parse("/v1/responses", body).reason is not None)
-        except InvalidRequestError:
+        except RefusedError:
             refused.add(True)
     assert refused == {False, True}
 
@@ -548,9 +548,9 @@ def test_tenants_come_from_keys_or_headers_and_keys_are_not_kept():
     for name, tenant in (("ann", ":ann"), ("societ\u5185\t", ":societ\u5185"), ("societ\udce0", "/latin-1:societ\xe0")):
         assert TenantSource.parse("header:X-Tenant").salt({"x-tenant": name}) == f"x-tenant{tenant}"
     for one in (source, TenantSource.parse("header:X-Tenant")):
-        with pytest.raises(NoTenantError):
+        with pytest.raises(RefusedError):
             one.salt({})
-    with pytest.raises(NoTenantError):
+    with pytest.raises(RefusedError):
         TenantSource.parse("header:X-Tenant").salt(CIMultiDict([("x-tenant", "bob"), ("x-tenant", "ann")]))
     for text in ("", "header", "header:", "header:a b", "ip", "header:Authorization", "header:X-Api-Key"):
         with pytest.raises(InvalidParameterError):
