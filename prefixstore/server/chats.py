@@ -10,17 +10,20 @@ import json
 import re
 from typing import Any
 
+from prefixstore.server.refusals import RefusedError
+
 __all__ = ["chat_of_messages", "chat_of_responses"]
 
+NO_MESSAGES = "the request has no messages that can be read"
 # a stamp that a client changes with each request: the server overwrites it, too
 BILLING = re.compile(r"^(x-anthropic-billing-header:.*?cch=).{5}(?=;)", re.DOTALL)
 
 
-def chat_of_messages(request: dict[str, Any]) -> dict[str, Any] | None:
-    """The chat of an Anthropic request (``/v1/messages``); None if there is none."""
+def chat_of_messages(request: dict[str, Any]) -> dict[str, Any]:
+    """The chat of an Anthropic request (``/v1/messages``). Raises `RefusedError` if there is none."""
     messages = request.get("messages")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        return None
+        raise RefusedError(NO_MESSAGES)
     chat: list[dict[str, Any]] = []
     system = request.get("system")
     if system is not None:
@@ -83,8 +86,8 @@ def _text(content: object) -> str:
     return "".join(str(block.get("text", "")) for block in content if isinstance(block, dict) and "text" in block)
 
 
-def chat_of_responses(request: dict[str, Any]) -> dict[str, Any] | None:
-    """The chat of an OpenAI request to ``/v1/responses``; None if there is none."""
+def chat_of_responses(request: dict[str, Any]) -> dict[str, Any]:
+    """The chat of an OpenAI request to ``/v1/responses``. Raises `RefusedError` if there is none."""
     given = request.get("input")
     converted = {name: value for name, value in request.items() if name not in ("input", "instructions", "tools")}
     messages: list[dict[str, Any]] = []
@@ -96,7 +99,7 @@ def chat_of_responses(request: dict[str, Any]) -> dict[str, Any] | None:
         for item in given:
             _add_item(messages, item)
     else:
-        return None
+        raise RefusedError(NO_MESSAGES)
     if isinstance(request.get("tools"), list):
         converted["tools"] = [
             {"type": "function", "function": {"strict": True} | {name: tool[name] for name in tool if name != "type"}}

@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 from prefixstore.engine.engine import Engine
 from prefixstore.errors import ClosedError, PrefixStoreError, UnavailableError
@@ -180,13 +180,6 @@ def _told(store: SlotStore) -> dict[str, Any] | None:
         return None
 
 
-class _Made(NamedTuple):
-    """A report: its JSON, packed by gzip, and until when it is new."""
-
-    packed: bytes
-    until: float
-
-
 class LiveReport:
     """Generates the content, once for all who ask at the same time, and not too often.
 
@@ -196,7 +189,7 @@ class LiveReport:
     def __init__(self, source: Callable[[], tuple[Engine, str]]) -> None:
         self._source = source
         # the last one, with token ids and without; who asks while it is made waits for it
-        self._made: dict[bool, asyncio.Future[_Made]] = {}
+        self._made: dict[bool, asyncio.Future[tuple[bytes, float]]] = {}
 
     async def content(self, *, accepted: str, with_tokens: bool) -> tuple[bytes, dict[str, str]]:
         """The content of the page, and its headers; `with_tokens` if the client may have token ids of prompts.
@@ -207,28 +200,23 @@ class LiveReport:
             If the store cannot be read.
         """
         making = self._made.get(with_tokens)
-        if making is None or (making.done() and (making.exception() or time.monotonic() >= making.result().until)):
+        if making is None or (making.done() and (making.exception() or time.monotonic() >= making.result()[1])):
             making = asyncio.ensure_future(asyncio.to_thread(self._read, with_tokens=with_tokens))
             # an error is for those who wait, if any still do
             making.add_done_callback(lambda made: made.cancelled() or made.exception())
             self._made[with_tokens] = making
         # it goes on if this client goes away
-        made = await asyncio.shield(making)
+        packed, _ = await asyncio.shield(making)
         if "gzip" in accepted:
-            return made.packed, HEADERS | {"content-encoding": "gzip"}
-        return gzip.decompress(made.packed), HEADERS
+            return packed, HEADERS | {"content-encoding": "gzip"}
+        return gzip.decompress(packed), HEADERS
 
-    def _read(self, *, with_tokens: bool) -> _Made:
-        began = time.monotonic()
-        engine, location = self._source()
+    def _read(self, *, with_tokens: bool) -> tuple[bytes, float]:
+        """A report, packed by gzip, and until when it is new."""
+        began, (engine, location) = time.monotonic(), self._source()
+        budget = engine.budget.max_bytes
         with engine.view() as view:
-            content = content_of(
-                view,
-                location,
-                with_tokens=with_tokens,
-                max_bytes=engine.budget.max_bytes,
-                most_runs=MOST_RUNS,
-            )
+            content = content_of(view, location, with_tokens=with_tokens, max_bytes=budget, most_runs=MOST_RUNS)
         packed = gzip.compress(json.dumps(content, separators=(",", ":")).encode(), 5)
         ended = time.monotonic()
-        return _Made(packed, ended + max(SECONDS, TIMES * (ended - began)))
+        return packed, ended + max(SECONDS, TIMES * (ended - began))

@@ -227,13 +227,7 @@ def _of_messages(request: dict[str, Any]) -> Ask:
     # llama-server drops id_slot, lora and cache_prompt of these
     if _has_media(request.get("messages")):
         return Ask("media", can_pin=False, can_add=False)
-    return Ask(chat=_chat(chat_of_messages(request)), can_pin=False, can_add=False)
-
-
-def _chat(converted: dict[str, Any] | None) -> bytes:
-    if converted is None:
-        raise RefusedError("the request has no messages that can be read")
-    return _dump(converted)
+    return Ask(chat=_dump(chat_of_messages(request)), can_pin=False, can_add=False)
 
 
 def _of_others(path: str, request: dict[str, Any], body: bytes) -> Ask:
@@ -262,7 +256,7 @@ def _of_others(path: str, request: dict[str, Any], body: bytes) -> Ask:
     if path in CHAT:
         media = _taken_out(request)
         return Ask(chat=_dump(request) if media else body, media=_number(media), id_slot=wanted)
-    return Ask(chat=_chat(chat_of_responses(request)), id_slot=wanted)
+    return Ask(chat=_dump(chat_of_responses(request)), id_slot=wanted)
 
 
 def _of_prompt(prompt: object, wanted: int | None) -> Ask:
