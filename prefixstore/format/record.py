@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -24,8 +24,6 @@ __all__ = [
     "FORMAT_VERSION",
     "LARGEST",
     "MOST_USES",
-    "RECORDS",
-    "USAGES",
     "Buffer",
     "Facts",
     "Head",
@@ -46,42 +44,27 @@ Buffer: TypeAlias = "bytes | bytearray | memoryview"
 FORMAT_VERSION = 2
 CHECKSUM_BYTES = 16
 
-# version, codec, form, reserved, number of tokens, start, compute time, raw bytes, stored bytes, created, namespace,
-# parent, checksum;
-# the tokens follow (int32 each), and then an xxh3-64 of everything before it.
-RECORD = struct.Struct(f"<BBBBIIIQQQ{KEY_BYTES}s{KEY_BYTES}s{CHECKSUM_BYTES}s")
+# Fields, by their names, and their codes as `struct` has them. After those of a record its tokens follow (int32 each),
+# and then an xxh3-64 of everything before it.
+_RECORD_FIELDS = {
+    **dict.fromkeys(("version", "codec", "form", "reserved"), "B"),
+    **dict.fromkeys(("n_tokens", "start", "compute_us"), "I"),
+    **dict.fromkeys(("raw_bytes", "stored_bytes", "created"), "Q"),
+    **dict.fromkeys(("namespace", "parent"), f"{KEY_BYTES}s"),
+    "checksum": f"{CHECKSUM_BYTES}s",
+}
+_USAGE_FIELDS = {
+    "last_used": "Q",
+    "expires": "Q",
+    "hits": "I",
+    "priority": "h",
+    "uses": "H",
+    "page_class": "B",
+    "pinned": "B",
+}
+RECORD = struct.Struct("<" + "".join(_RECORD_FIELDS.values()))
 RECORD_SEAL = struct.Struct("<Q")
-# last used, expires, hits, priority, uses, class, pinned
-USAGE = struct.Struct("<QQIhHBB")
-# `RECORD` and `USAGE` for NumPy, to read many at once
-RECORDS = np.dtype(
-    [
-        ("version", "u1"),
-        ("codec", "u1"),
-        ("form", "u1"),
-        ("reserved", "u1"),
-        ("n_tokens", "<u4"),
-        ("start", "<u4"),
-        ("compute_us", "<u4"),
-        ("raw_bytes", "<u8"),
-        ("stored_bytes", "<u8"),
-        ("created", "<u8"),
-        ("namespace", f"V{KEY_BYTES}"),
-        ("parent", f"V{KEY_BYTES}"),
-        ("checksum", f"V{CHECKSUM_BYTES}"),
-    ]
-)
-USAGES = np.dtype(
-    [
-        ("last_used", "<u8"),
-        ("expires", "<u8"),
-        ("hits", "<u4"),
-        ("priority", "<i2"),
-        ("uses", "<u2"),
-        ("page_class", "u1"),
-        ("pinned", "u1"),
-    ]
-)
+USAGE = struct.Struct("<" + "".join(_USAGE_FIELDS.values()))
 # how much later than now a use can have been, by the clock of another machine
 CLOCK_SLACK = 300 * 10**9
 # the largest time or size: every database has an integer type for it
@@ -227,7 +210,7 @@ class Record:
             )
             + self.tokens
         )
-        return body + RECORD_SEAL.pack(xxhash.xxh3_64_intdigest(body))
+        return body + _seal(body)
 
     @classmethod
     def unpack(cls, key: bytes, stored: Buffer) -> Record:
@@ -243,14 +226,13 @@ class Record:
         view = memoryview(stored)
         if len(view) < RECORD.size + RECORD_SEAL.size:
             raise CorruptError(f"record {key.hex()} is truncated: {len(view)} bytes")
-        head = RECORD.unpack_from(view)
-        version, codec, form, _, n_tokens, start, us, raw, size, created, namespace, parent, proof = head
-        body = view[: -RECORD_SEAL.size]
-        seal = RECORD_SEAL.unpack(view[-RECORD_SEAL.size :])[0]
-        if version != FORMAT_VERSION or xxhash.xxh3_64_intdigest(body) != seal:
+        version, codec, form, _, n_tokens, start, us, raw, size, created, namespace, parent, proof = RECORD.unpack_from(
+            view
+        )
+        body, seal = view[: -RECORD_SEAL.size], view[-RECORD_SEAL.size :]
+        if version != FORMAT_VERSION or _seal(body) != seal:
             # only the version byte may be damaged: then the record is not from a newer version
-            repaired = bytes([FORMAT_VERSION]) + bytes(body[1:])
-            if version > FORMAT_VERSION and xxhash.xxh3_64_intdigest(repaired) != seal:
+            if version > FORMAT_VERSION and _seal(bytes([FORMAT_VERSION]) + bytes(body[1:])) != seal:
                 raise IncompatibleError(
                     f"record {key.hex()} has format {version}, this version reads up to {FORMAT_VERSION}; "
                     "upgrade prefixstore"
@@ -268,6 +250,10 @@ class Record:
         if (form == PAGE and not tokens) or max(raw, size, created) > LARGEST:
             raise CorruptError(f"record {key.hex()} has impossible values: {n_tokens} tokens, {raw} and {size} bytes")
         return record
+
+
+def _seal(body: Buffer) -> bytes:
+    return RECORD_SEAL.pack(xxhash.xxh3_64_intdigest(body))
 
 
 def record_bytes(n_token_bytes: int) -> int:
@@ -310,7 +296,7 @@ def head_of(stored: Buffer) -> Head | None:
     """The fixed fields of a stored record; None if it is damaged, or of another version."""
     if len(stored) < RECORD.size + RECORD_SEAL.size or stored[0] != FORMAT_VERSION:
         return None
-    if RECORD_SEAL.pack(xxhash.xxh3_64_intdigest(stored[: -RECORD_SEAL.size])) != stored[-RECORD_SEAL.size :]:
+    if _seal(stored[: -RECORD_SEAL.size]) != stored[-RECORD_SEAL.size :]:
         return None
     _, _, form, _, n_tokens, start, _, raw, size, _, namespace, parent, _ = RECORD.unpack_from(stored)
     return Head(namespace, parent, start, n_tokens, raw, size, form)
@@ -327,31 +313,26 @@ class StoredPage(NamedTuple):
 
 # -- of many pages at once --------------------------------------------------------------------------------------------
 
+
+def _layout(fields: Mapping[str, str]) -> np.dtype[np.void]:
+    """Fields for NumPy, to read many at once."""
+    return np.dtype([(name, f"V{code[:-1]}" if code.endswith("s") else f"<{code}") for name, code in fields.items()])
+
+
 Facts: TypeAlias = npt.NDArray[np.void]
+_RECORDS, _USAGES = _layout(_RECORD_FIELDS), _layout(_USAGE_FIELDS)
+_OF_RECORD = ("parent", "namespace", "raw_bytes", "stored_bytes", "created", "start", "n_tokens", "compute_us", "form")
+_OF_USAGE = ("last_used", "expires", "hits", "priority")
 # What `View.facts` returns of a page: all but its tokens, its checksum and its payload.
 FACTS = np.dtype(
     [
         ("key", f"V{KEY_BYTES}"),
-        ("parent", f"V{KEY_BYTES}"),
-        ("namespace", f"V{KEY_BYTES}"),
-        ("raw_bytes", "<u8"),
-        ("stored_bytes", "<u8"),
-        ("created", "<u8"),
-        ("last_used", "<u8"),
-        ("expires", "<u8"),
-        ("start", "<u4"),
-        ("n_tokens", "<u4"),
-        ("compute_us", "<u4"),
-        ("hits", "<u4"),
-        ("priority", "<i2"),
-        ("form", "u1"),
+        *((name, _RECORDS[name]) for name in _OF_RECORD),
+        *((name, _USAGES[name]) for name in _OF_USAGE),
         ("pinned", "?"),
         ("is_readable", "?"),
     ]
 )
-
-_OF_RECORD = ("parent", "namespace", "raw_bytes", "stored_bytes", "created", "start", "n_tokens", "compute_us")
-_OF_USAGE = ("last_used", "expires", "hits", "priority")
 
 
 def facts_of(
@@ -362,36 +343,31 @@ def facts_of(
     """The facts of pages, as `View.facts` returns them, from their stored bytes; the usage may be missing."""
     facts = np.zeros(len(keys), FACTS)
     facts["key"] = np.frombuffer(b"".join(keys), FACTS["key"])
-    record = _fields(records, RECORD.size, RECORDS)
-    sizes = np.fromiter(map(len, records), np.int64, len(records))
+    record, sizes = _fields(records, RECORD.size, _RECORDS)
+    usage, usage_sizes = _fields([each or b"" for each in usages], USAGE.size, _USAGES)
     is_used = np.fromiter((each is not None for each in usages), bool, len(usages))
-    usage = _fields([each or b"" for each in usages], USAGE.size, USAGES)
-    usage_sizes = np.fromiter((USAGE.size if each is None else len(each) for each in usages), np.int64, len(usages))
-    is_readable = (
+    readable = (
         (record["version"] == FORMAT_VERSION)
         & ((record["form"] == PAGE) | (record["form"] == SNAPSHOT))
         & (sizes == RECORD.size + TOKEN_BYTES * record["n_tokens"].astype(np.int64) + RECORD_SEAL.size)
-        & (usage_sizes == USAGE.size)
+        & ((usage_sizes == USAGE.size) | ~is_used)
     )
-    for name in ("raw_bytes", "stored_bytes", "created"):
-        is_readable &= record[name] <= LARGEST
-    for name in ("last_used", "expires"):
-        is_readable &= usage[name] <= LARGEST
-    for name in (*_OF_RECORD, "form"):
-        facts[name] = record[name]
-    for name in _OF_USAGE:
-        facts[name] = usage[name]
-    facts["last_used"] = np.where(is_used, usage["last_used"], record["created"])
-    facts["pinned"] = usage["pinned"] != 0
-    facts["is_readable"] = True
-    if not is_readable.all():
-        bare = np.zeros(int((~is_readable).sum()), FACTS)
-        bare["key"] = facts["key"][~is_readable]
-        facts[~is_readable] = bare
+    for fields, bounded in ((record, ("raw_bytes", "stored_bytes", "created")), (usage, ("last_used", "expires"))):
+        for name in bounded:
+            readable &= fields[name] <= LARGEST
+    for fields, names in ((record, _OF_RECORD), (usage, _OF_USAGE)):
+        for name in names:
+            facts[name][readable] = fields[name][readable]
+    facts["last_used"] = np.where(is_used, facts["last_used"], facts["created"])
+    facts["pinned"] = (usage["pinned"] != 0) & readable
+    facts["is_readable"] = readable
     return facts
 
 
-def _fields(stored: Sequence[Buffer], size: int, layout: np.dtype[np.void]) -> npt.NDArray[np.void]:
-    """The first `size` bytes of each; zeros for one that is shorter."""
+def _fields(
+    stored: Sequence[Buffer], size: int, layout: np.dtype[np.void]
+) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
+    """The first `size` bytes of each, zeros for one that is shorter; and the length of each."""
     missing = bytes(size)
-    return np.frombuffer(b"".join([each[:size] if len(each) >= size else missing for each in stored]), layout)
+    fields = np.frombuffer(b"".join([each[:size] if len(each) >= size else missing for each in stored]), layout)
+    return fields, np.fromiter(map(len, stored), np.int64, len(stored))
