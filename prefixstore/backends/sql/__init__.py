@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prefixstore.backends import extra_needed
 from prefixstore.backends.contract import Backend
@@ -26,7 +26,7 @@ def open_sql(location: str, *, max_bytes: int, read_only: bool) -> Backend:
     return database
 
 
-def database_of(location: str, *, read_only: bool) -> Database[Any]:
+def database_of(location: str, *, read_only: bool) -> Database:
     """The database that a location names; nothing is opened yet. Raises `InvalidParameterError` if it names none."""
     require_sql(location)
     with extra_needed(location):

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar
 
 from sqlalchemy import URL
 from sqlalchemy.engine import make_url
@@ -109,18 +109,7 @@ def pieces_of(changes: Sequence[Change]) -> Iterator[tuple[bytes, int, memoryvie
                 yield change.key, piece, view[start : start + PIECE_BYTES]
 
 
-class Driver(Protocol):
-    """What a connection of either driver can do."""
-
-    def execute(self, statement: str, /) -> Any: ...
-
-    def close(self) -> None: ...
-
-
-D = TypeVar("D", bound=Driver)
-
-
-class Database(Backend, Generic[D]):
+class Database(Backend):
     """Rows in one database, and the connections to it.
 
     All connections are in autocommit mode; a transaction begins with a BEGIN that is sent here. So everything that is
@@ -140,7 +129,7 @@ class Database(Backend, Generic[D]):
         # for payloads that consist of several pieces
         self.memory = ReceivedMemory()
         # the one that was used last is taken first: its caches are warm
-        self.idle: deque[D] = deque()
+        self.idle: deque[Any] = deque()
 
     @property
     def location(self) -> str:
@@ -161,22 +150,51 @@ class Database(Backend, Generic[D]):
         """Make sure that there is a store that this version can read."""
 
     @abstractmethod
+    def tables(self, driver: Any) -> Collection[str]:
+        """The names of the tables that there are; others than `TABLES` may be missing."""
+
     def revision(self) -> str | None:
         """The revision of the schema; None if there is no store yet."""
+        with self.connection() as driver:
+            return self.revision_of(driver)
+
+    def revision_of(self, driver: Any) -> str | None:
+        """The revision that a connection sees.
+
+        Raises `IncompatibleError` if the tables are another application's, or of a newer version.
+        """
+        if {VERSION_TABLE, META}.isdisjoint(self.tables(driver)):
+            return None
+        foreign = refusals.foreign(self.location, "tables")
+        try:
+            found = driver.execute(f"SELECT version_num, magic, format FROM {VERSION_TABLE}, {META}").fetchall()  # noqa: S608 - constants
+        except self.ERROR as error:
+            # an unreachable server or a lock says nothing about the tables
+            if isinstance(translate(error, self.location), IncompatibleError):
+                raise foreign from None
+            raise
+        if [magic for _, magic, _ in found] != [MAGIC]:
+            raise foreign
+        revision = str(found[0][0])
+        # refuses one that it does not know
+        migrations.statements(revision, self.DIALECT, self.location)
+        self.require_format(found)
+        return revision
 
     @abstractmethod
     def upgrade(self) -> None:
         """Bring the schema to the newest revision, under a lock; create the store if there is none."""
 
+    def migrate(self, driver: Any) -> None:
+        """The same, in the transaction that is open on a connection."""
+        # another process may have been faster
+        for statement in migrations.statements(self.revision_of(driver), self.DIALECT, self.location):
+            driver.execute(statement)
+
     def script(self, revision: str | None) -> list[str]:
         """The statements that `upgrade` runs on a schema of this revision; none if there is nothing to do."""
         statements = migrations.statements(revision, self.DIALECT, self.location)
         return ["BEGIN", *statements, "COMMIT"] if statements else []
-
-    def migrate(self, driver: D, revision: str | None) -> None:
-        """In the transaction that is open on a connection, bring a schema of this revision to the newest one."""
-        for statement in migrations.statements(revision, self.DIALECT, self.location):
-            driver.execute(statement)
 
     def require_head(self, revision: str | None) -> None:
         """Raise the error that names the command to run, if this is not the revision that is needed.
@@ -192,33 +210,6 @@ class Database(Backend, Generic[D]):
                 f'prefixstore migrate "{where}"'
             )
 
-    def revision_of(self, driver: D, tables: Collection[str]) -> str | None:
-        """The revision of the schema, in a database that has these tables; None if they are not of a store.
-
-        Raises `IncompatibleError` if the tables are another application's, or of a newer version.
-        """
-        found = [name in tables for name in (VERSION_TABLE, META)]
-        if not any(found):
-            return None
-        foreign = refusals.foreign(self.location, "tables")
-        if not all(found):
-            raise foreign
-        try:
-            revisions = driver.execute(f"SELECT version_num FROM {VERSION_TABLE}").fetchall()  # noqa: S608 - a constant
-            meta = driver.execute(f"SELECT magic, format FROM {META}").fetchall()  # noqa: S608 - a constant
-        except self.ERROR as error:
-            # an unreachable server or a lock says nothing about the tables
-            if isinstance(translate(error, self.location), IncompatibleError):
-                raise foreign from None
-            raise
-        if [magic for magic, _ in meta] != [MAGIC] or len(revisions) != 1:
-            raise foreign
-        revision = str(revisions[0][0])
-        # refuses one that it does not know
-        migrations.statements(revision, self.DIALECT, self.location)
-        self.require_format(meta)
-        return revision
-
     def require_format(self, meta: Sequence[Any]) -> None:
         """The last column of the row about the whole store, which must exist, has to be the format of this version.
 
@@ -232,47 +223,38 @@ class Database(Backend, Generic[D]):
     # -- connections --------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def connect(self) -> D:
+    def connect(self) -> Any:
         """A new connection."""
 
-    @abstractmethod
-    def reset(self, driver: D) -> bool:
-        """End the transaction of a connection, if it is in one; whether it can be used again."""
-
-    def take(self) -> D:
+    def take(self) -> Any:
         """An idle connection, or a new one."""
-        try:
+        with suppress(IndexError):
             return self.idle.pop()
-        except IndexError:
-            return self.connect()
+        return self.connect()
 
     @contextmanager
-    def taken(self) -> Iterator[D]:
-        """A connection, also of a location that another thread closes meanwhile; its errors are translated."""
-        idle, is_sound = self.idle, False
+    def connection(self) -> Iterator[Any]:
+        """A connection, whose errors are translated.
+
+        Unless the block ends without an error, and without a transaction, it is closed: that rolls back. After an error
+        of the database so are the idle ones, which may be lost as well.
+        """
+        self.require_open()
+        idle = self.idle
         with self.translated():
             driver = self.take()
-        try:
-            with self.translated():
-                yield driver
-        finally:
             try:
-                # if it is lost, whoever used it has got an error, or has all that was asked for; an interrupt stays one
-                with suppress(self.ERROR):
-                    is_sound = self.reset(driver)
-            finally:
-                # not where the idle connections were closed, or left alone, since it was taken
-                if is_sound and idle is self.idle and len(idle) < IDLE and not self._closed:
-                    idle.append(driver)
-                else:
-                    driver.close()
-
-    @contextmanager
-    def connection(self) -> Iterator[D]:
-        """A connection; what is not committed on it when the block ends is rolled back."""
-        self.require_open()
-        with self.taken() as driver:
-            yield driver
+                yield driver
+            except BaseException as error:
+                driver.close()
+                if isinstance(error, self.ERROR):
+                    self.close_idle()
+                raise
+        # not where the idle connections were closed, or left alone, since it was taken
+        if idle is self.idle and len(idle) < IDLE and not self._closed:
+            idle.append(driver)
+        else:
+            driver.close()
 
     def require_open(self) -> None:
         """Raise `UnavailableError` if the location was closed."""
@@ -285,7 +267,7 @@ class Database(Backend, Generic[D]):
             raise refusals.read_only(self.location)
 
     @contextmanager
-    def writing(self) -> Iterator[D]:
+    def writing(self) -> Iterator[Any]:
         """A connection in a transaction, one at a time in this process; committed unless the block raises."""
         self.require_writable()
         with self.connection() as driver, self._writing:
@@ -294,7 +276,7 @@ class Database(Backend, Generic[D]):
             driver.execute("COMMIT")
 
     @abstractmethod
-    def begin(self, driver: D) -> None:
+    def begin(self, driver: Any) -> None:
         """Begin a transaction that writes."""
 
     def renew(self) -> None:

@@ -7,12 +7,11 @@ transaction, in which nobody else writes, and receives payloads by another conne
 from __future__ import annotations
 
 import selectors
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import psycopg
-from psycopg.pq import TransactionStatus
 from sqlalchemy.dialects.postgresql.psycopg import dialect
 
 from prefixstore.backends.contract import Draft, View
@@ -100,23 +99,7 @@ def _is_over(driver: _Connection) -> bool:
         return bool(selector.select(0))
 
 
-def _our_tables(driver: psycopg.Connection[Any], where: str) -> list[str]:
-    """The names of our tables that there are.
-
-    Raises `IncompatibleError` if one has an owner who need not be trusted. Nothing has been read from it.
-    """
-    found = driver.execute(_TABLES).fetchall()
-    for name, owner, is_trusted in found:
-        if not is_trusted:
-            raise IncompatibleError(
-                f"{where}: the table {name} belongs to the role {owner}, which could change what is stored; if that "
-                "role is trusted, make it the owner of the schema or of the database, else choose another database or "
-                "schema"
-            )
-    return [name for name, _, _ in found]
-
-
-class PostgreSQL(Database[_Connection]):
+class PostgreSQL(Database):
     """Rows in a PostgreSQL database. Options of libpq may follow a question mark in the URL."""
 
     ERROR = psycopg.Error
@@ -144,20 +127,26 @@ class PostgreSQL(Database[_Connection]):
     def open(self) -> None:
         self.require_head(self.revision())
 
-    def revision(self) -> str | None:
-        with self.connection() as driver:
-            return self._revision(driver)
+    def tables(self, driver: _Connection) -> Collection[str]:
+        """Our tables that there are.
 
-    def _revision(self, driver: _Connection) -> str | None:
-        return self.revision_of(driver, _our_tables(driver, self.location))
+        Raises `IncompatibleError` if one has an owner who need not be trusted. Nothing has been read from it.
+        """
+        found = driver.execute(_TABLES).fetchall()
+        for name, owner, is_trusted in found:
+            if not is_trusted:
+                raise IncompatibleError(
+                    f"{self.location}: the table {name} belongs to the role {owner}, which could change what is "
+                    "stored; if that role is trusted, make it the owner of the schema or of the database, else choose "
+                    "another database or schema"
+                )
+        return [name for name, _, _ in found]
 
     def upgrade(self) -> None:
         with self.writing() as driver:
             driver.execute(f"SELECT pg_catalog.pg_advisory_xact_lock({UPGRADE_LOCK})")
-            # another process may have been faster
-            revision = self._revision(driver)
             driver.silence = None
-            self.migrate(driver, revision)
+            self.migrate(driver)
 
     # -- connections --------------------------------------------------------------------------------------------------
 
@@ -172,7 +161,7 @@ class PostgreSQL(Database[_Connection]):
         return driver
 
     def take(self) -> _Connection:
-        driver = super().take()
+        driver: _Connection = super().take()
         while _is_over(driver):
             driver.close()
             driver = super().take()
@@ -180,18 +169,10 @@ class PostgreSQL(Database[_Connection]):
         driver.silence = SILENT_READING
         return driver
 
-    def reset(self, driver: _Connection) -> bool:
-        if driver.info.transaction_status in (TransactionStatus.INTRANS, TransactionStatus.INERROR):
-            driver.rollback()
-        elif driver.closed:
-            # the others are as old
-            self.close_idle()
-        return driver.info.transaction_status == TransactionStatus.IDLE
-
     def ask(self, statement: str, parameters: dict[str, Any] | None = None) -> list[tuple[Any, ...]]:
-        """The rows that a statement returns, also of a location that another thread closes meanwhile."""
-        with self.taken() as driver:
-            return driver.execute(statement, parameters, binary=True).fetchall()
+        """The rows that a statement returns."""
+        with self.connection() as driver:
+            return list(driver.execute(statement, parameters, binary=True).fetchall())
 
     def begin(self, driver: _Connection) -> None:
         driver.execute("BEGIN")

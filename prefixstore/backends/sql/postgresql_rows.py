@@ -154,15 +154,18 @@ class PostgreSQLView(View):
             return
         # One that is given back before the end of the answer is closed: a new one costs some milliseconds, the rest of
         # the answer as much time as it takes.
-        with self._database.taken() as driver:
+        with self._database.connection() as driver:
             rows = self._received(driver, keys)
             for position, lines in groupby(rows, itemgetter(0)):
                 found = self._row_of(lines)
                 if position == len(keys):
-                    # the end of the answer: a caller who asked for one payload does not ask for another
-                    deque(rows, maxlen=0)
+                    break
                 yield found
                 self.arrived = 0
+            # the end of the answer: a caller who asked for one payload does not ask for another
+            deque(rows, maxlen=0)
+        yield found
+        self.arrived = 0
 
     def _received(self, driver: psycopg.Connection[Any], keys: Sequence[bytes]) -> Iterator[tuple[Any, ...]]:
         cursor = driver.cursor()

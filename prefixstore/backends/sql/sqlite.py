@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
@@ -51,7 +51,7 @@ OF_A_FILE = f"PRAGMA page_size={PAGE_BYTES}", f"PRAGMA application_id={APPLICATI
 WAL = "PRAGMA journal_mode=WAL"
 
 
-class SQLite(Database[sqlite3.Connection]):
+class SQLite(Database):
     """Rows in a SQLite file. It is created, for its owner only, if it is not there, and so is its directory."""
 
     ERROR = sqlite3.Error
@@ -85,11 +85,10 @@ class SQLite(Database[sqlite3.Connection]):
             if not self._exists():
                 return None
             recognize(self.path)
-            with self.connection() as driver:
-                return self._revision(driver)
+            return super().revision()
 
-    def _revision(self, driver: sqlite3.Connection) -> str | None:
-        return self.revision_of(driver, [name for (name,) in driver.execute("SELECT name FROM sqlite_master")])
+    def tables(self, driver: sqlite3.Connection) -> Collection[str]:
+        return [name for (name,) in driver.execute("SELECT name FROM sqlite_master")]
 
     def upgrade(self) -> None:
         with opening():
@@ -98,8 +97,7 @@ class SQLite(Database[sqlite3.Connection]):
                     create(self.path, self.script(None))
             if self.revision() != migrations.HEAD:
                 with self.writing() as driver:
-                    # another process may have been faster
-                    self.migrate(driver, self._revision(driver))
+                    self.migrate(driver)
             with self.connection() as driver:
                 # set when the file was created, unless something else has changed it
                 driver.execute(WAL).fetchall()
@@ -181,10 +179,6 @@ class SQLite(Database[sqlite3.Connection]):
             raise
         return driver
 
-    def reset(self, driver: sqlite3.Connection) -> bool:
-        driver.rollback()
-        return True
-
     @contextmanager
     def connection(self) -> Iterator[sqlite3.Connection]:
         self._follow_the_file()
@@ -199,6 +193,7 @@ class SQLite(Database[sqlite3.Connection]):
             wait_for_locks(driver, READ_SECONDS)
             driver.execute("BEGIN")
             yield SQLiteView(self, driver)
+            driver.execute("COMMIT")
 
     @contextmanager
     def update(self) -> Iterator[Draft]:

@@ -82,7 +82,7 @@ class SQLiteView(View):
     still be intact there.
     """
 
-    def __init__(self, database: Database[Any], driver: sqlite3.Connection, *, is_cached: bool = True) -> None:
+    def __init__(self, database: Database, driver: sqlite3.Connection, *, is_cached: bool = True) -> None:
         self._database = database
         self._driver = driver
         self._is_cached = is_cached
