@@ -221,6 +221,14 @@ def test_a_location_opened_twice_is_one_environment_until_both_are_closed(tmp_pa
         assert rows_of(three).keys() == {key}
 
 
+def test_a_store_stays_usable_when_the_same_location_is_opened_with_a_budget_that_no_memory_map_can_have(tmp_path):
+    with closing(LMDBBackend(tmp_path, MIB)) as backend:
+        key = write(backend, 1)
+        with pytest.raises(LocationError, match="lower max_bytes"):
+            LMDBBackend(tmp_path, 1 << 60)
+        assert rows_of(backend).keys() == {key}
+
+
 # -- LMDB: processes ---------------------------------------------------------------------------------------------------
 
 

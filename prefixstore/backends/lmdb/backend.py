@@ -184,7 +184,9 @@ class LMDBBackend(Backend):
     def reclaim(self) -> None:
         """Let LMDB reuse what was deleted: remove dead readers, and commit twice (it keeps two earlier states)."""
         environment = self._open()
-        environment.free_readers()
+        # inside a transaction: the handle is open then, and is not replaced
+        with environment.begin(write=False):
+            environment.env.reader_check()
         for _ in range(2):
             with environment.begin(write=True) as txn:
                 txn.put(PASSED, bytes([txn.get(PASSED, default=b"\0")[0] ^ 1]))

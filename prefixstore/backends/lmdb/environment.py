@@ -7,9 +7,8 @@ import os
 import shutil
 import stat
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -95,9 +94,10 @@ class Environment:
                     create=not read_only,
                 )
                 failed.callback(self.env.close)
+                # within the map that it was filled through, transactions have left space to delete
+                self._map_size = max(self._map_size, SMALLEST_MAP, self.env.info()["map_size"])
                 if not read_only:
-                    # within the map that it was filled through, transactions have left space to delete
-                    self.env.set_mapsize(max(self._map_size, SMALLEST_MAP, self.env.info()["map_size"]))
+                    self.env.set_mapsize(self._map_size)
             except (lmdb.Error, OSError) as error:
                 if isinstance(error, (lmdb.InvalidError, lmdb.InvalidParameterError)) and self._checked.was_noted:
                     raise damaged(file, str(error)) from error
@@ -155,7 +155,6 @@ class Environment:
         while True:
             if not self._handle_lock.is_held and (self._is_broken or not self._is_current()):
                 self._renew()
-            repair: Callable[[], None] = self._renew
             with self._handle_lock.shared():
                 try:
                     with self.env.begin(write=write, buffers=True) as txn:
@@ -163,7 +162,7 @@ class Environment:
                         yield txn
                         return
                 except lmdb.MapResizedError:
-                    repair = partial(self.resize, 0)  # raised by begin only: another process has let the file grow
+                    pass  # raised by begin only: another process has let the file grow
                 except lmdb.PanicError:
                     # the state on the disk could not be written: every use of this handle fails from now on
                     self._is_broken = True
@@ -175,7 +174,7 @@ class Environment:
                     if begun or self.env.reader_check() == 0:
                         raise
                     continue
-            repair()
+            self._renew()
 
     def require_free(self, txn: lmdb.Transaction, n_pages: int) -> None:
         """Raise `lmdb.MapFullError` unless a transaction could allocate this many more pages of the file.
@@ -219,8 +218,6 @@ class Environment:
     def _renew(self) -> None:
         """Open another handle in place of this one, and create another file if that one is gone."""
         with self._handle_lock.exclusive():
-            if not self._is_broken:
-                self._map_size = self.env.info()["map_size"]
             # first: an interrupt may come at any step
             self._is_broken = True
             self.env.close()
@@ -232,18 +229,16 @@ class Environment:
             require_sound(self.path / DATA)
 
     def resize(self, map_size: int) -> None:
-        """Make the map at least this large (0: as large as another process has made it)."""
-        with self.translated(), self._handle_lock.exclusive():
-            if self._is_broken:
-                self._map_size = max(self._map_size, map_size)
-            elif map_size == 0 or map_size > self.env.info()["map_size"]:
-                self.env.set_mapsize(map_size)
-
-    def free_readers(self) -> None:
-        """Free what readers hold whose processes have ended."""
-        # inside a transaction: the handle is open then, and is not replaced
-        with self.begin(write=False):
-            self.env.reader_check()
+        """Make the map at least this large. Raises `LocationError` if there is no memory for it."""
+        with self._handle_lock.exclusive():
+            former = self._map_size
+            if map_size > former:
+                try:
+                    self._map_size = map_size
+                    self._renew()
+                except BaseException:
+                    self._map_size = former
+                    raise
 
     def rewrite(self, *, erase: bool) -> int:
         """Put a copy of all rows in the place of the file; returns by how many bytes it is smaller.

@@ -32,8 +32,14 @@ def translate(error: lmdb.Error, path: Path) -> StorageError:
         why = "the file has reached the limit that follows from max_bytes, and no gap in it is large enough"
         # whatever the disk has
         return FullError(f"{path}: {why}; raise max_bytes", available=0)
-    if isinstance(error, lmdb.DiskError) or _is_disk_full(error, path):
-        return FullError(f"{path}: {error}", available=_disk_space(path))
+    try:
+        free = shutil.disk_usage(path).free
+    except OSError:
+        free = None  # the directory is gone
+    # LMDB reports a write that it could not complete as an I/O error
+    is_cut = os.strerror(errno.EIO) in str(error) and free is not None and free < SMALLEST_DISK
+    if isinstance(error, lmdb.DiskError) or is_cut:
+        return FullError(f"{path}: {error}", available=free)
     if isinstance(error, (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.BadTxnError)):
         return CorruptError(f"{path}: {error}")
     if isinstance(error, (lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.IncompatibleError)):
@@ -42,21 +48,6 @@ def translate(error: lmdb.Error, path: Path) -> StorageError:
             "location, or, if it is a store, delete data.mdb and lock.mdb there"
         )
     return UnavailableError(f"{path}: {error}")
-
-
-def _disk_space(path: Path) -> int | None:
-    try:
-        return shutil.disk_usage(path).free
-    except OSError:
-        return None
-
-
-def _is_disk_full(error: lmdb.Error, path: Path) -> bool:
-    """Whether an I/O error is a write that LMDB could not complete because the disk is full."""
-    try:
-        return os.strerror(errno.EIO) in str(error) and shutil.disk_usage(path).free < SMALLEST_DISK
-    except OSError:
-        return False  # the directory is gone
 
 
 def prepare_directory(path: Path, *, read_only: bool) -> None:
