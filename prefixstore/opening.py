@@ -40,6 +40,14 @@ Locations: TypeAlias = "Location | Sequence[str | os.PathLike[str]]"
 # a location in front of another one
 MOST = 2
 
+# of `Stats`: what is counted under the same name, counts by reason and their group, and times
+COUNTS = (
+    *("hits", "live_hits", "prompt_tokens", "tokens_restored", "tokens_computed", "pages_captured"),
+    *("snapshots_captured", "evictions", "expired", "corrupt", "packed", "outages", "allocations", "frees"),
+)
+GROUPS = {"misses": "miss", "unreadable": "unreadable", "dropped": "dropped", "outdated": "outdated"}
+TIMES = ("restore", "capture", "lost")
+
 
 def locations_of(given: Locations) -> list[Location]:
     """One location, or two, the nearer one first.
@@ -291,52 +299,35 @@ class OpenLocation:
     def stats(self) -> Stats:
         """What the store has done since it was opened, and what its location holds now."""
         self._alive()
-        count = self._engine.counters
+        engine, count = self._engine, self._engine.counters
         try:
-            used, stored, raw = self._engine.upkeep.used()
+            used, stored, raw = engine.upkeep.used()
         except StorageError:
             # a failing location is when the counters are needed
-            used, stored, raw = self._engine.upkeep.last_used()
-        pending = self._engine.captures.pending
+            used, stored, raw = engine.upkeep.last_used()
+        pending_pages, pending_snapshots = engine.captures.pending
+        counted: dict[str, Any] = {name: count[name] for name in COUNTS}
+        counted |= {name: count.group(group) for name, group in GROUPS.items()}
+        counted |= {f"{name}_seconds": count.seconds(name) for name in TIMES}
         return Stats(
-            hits=count["hits"],
-            live_hits=count["live_hits"],
-            misses=count.group("miss"),
-            unreadable=count.group("unreadable"),
-            prompt_tokens=count["prompt_tokens"],
-            tokens_restored=count["tokens_restored"],
-            tokens_computed=count["tokens_computed"],
-            pages_captured=count["pages_captured"],
-            snapshots_captured=count["snapshots_captured"],
-            dropped=count.group("dropped"),
-            shortage=self._engine.captures.shortage,
-            outdated=count.group("outdated"),
-            evictions=count["evictions"],
-            expired=count["expired"],
-            corrupt=count["corrupt"],
-            packed=count["packed"],
-            restore_seconds=count.seconds("restore"),
-            capture_seconds=count.seconds("capture"),
-            lost_seconds=count.seconds("lost"),
-            outages=count["outages"],
+            **counted,
             seconds_saved=count.seconds("saved"),
+            shortage=engine.captures.shortage,
             entries=used.entries,
             bytes_used=used.bytes,
             bytes_stored=stored,
             bytes_raw=raw,
-            bytes_in_ram=self._engine.ram_bytes,
-            queued_bytes=self._engine.queued_bytes,
-            pending_pages=pending[0],
-            pending_snapshots=pending[1],
-            capacity_bytes=self._engine.budget.max_bytes,
-            capacity_entries=self._engine.budget.max_entries,
-            peak_bytes=self._engine.upkeep.peak_bytes,
-            allocations=count["allocations"],
-            frees=count["frees"],
+            bytes_in_ram=engine.ram_bytes,
+            queued_bytes=engine.queued_bytes,
+            pending_pages=pending_pages,
+            pending_snapshots=pending_snapshots,
+            capacity_bytes=engine.budget.max_bytes,
+            capacity_entries=engine.budget.max_entries,
+            peak_bytes=engine.upkeep.peak_bytes,
             kind=self.kind,
-            sessions=self._engine.session_counts(),
-            late=self._engine.late,
-            tiers=self._engine.tiers(),
+            sessions=engine.session_counts(),
+            late=engine.late,
+            tiers=engine.tiers(),
         )
 
     def history(self) -> History:
