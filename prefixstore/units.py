@@ -77,7 +77,7 @@ def parse_target(target: float | str, capacity: int | None, parameter: str) -> i
                 f"{parameter}={shown(target)} is a share of max_bytes; pass max_bytes (--max-bytes) too, or a size"
             )
         return math.floor(capacity * share)
-    is_nothing = not isinstance(target, bool) and target in (0, "0")
+    is_nothing = isinstance(target, (int, str)) and not isinstance(target, bool) and target in (0, "0")
     return 0 if is_nothing else parse_bytes(target, parameter)  # type: ignore[arg-type] # it is no float
 
 

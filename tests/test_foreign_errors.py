@@ -103,7 +103,7 @@ def test_of_an_archive(value, name):
         fill(archive.backend, space("mine"), [[1, 2, 3, 4]])
         with ours():
             archive.purge(**{name: value})
-        for use in (archive.evict_to, archive.check, archive.repair, archive.find, archive.namespace):
+        for use in (archive.evict, archive.check, archive.repair, archive.find, archive.namespace):
             with ours():
                 use(value)
 

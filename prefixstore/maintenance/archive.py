@@ -291,11 +291,6 @@ class Archive(OpenLocation):
         """
         return self.engine.upkeep.pin_page(page, pinned=pinned)
 
-    def evict_to(self, max_bytes: int) -> Removed:
-        """As `evict`; returns how much was deleted."""
-        evicted = self.evict(parse_bytes(max_bytes, "max_bytes"))
-        return Removed(len(evicted.pages), evicted.bytes)
-
     def purge(
         self,
         *,
@@ -428,7 +423,8 @@ class Archive(OpenLocation):
             found += [one for one in self.check() if one not in found]
         removed = self.engine.deleter.repair(found)
         if max_bytes is not None:
-            removed += self.evict_to(max_bytes)
+            evicted = self.evict(max_bytes)
+            removed += Removed(len(evicted.pages), evicted.bytes)
         return found, removed
 
     def compact(self) -> int:

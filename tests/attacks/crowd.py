@@ -163,7 +163,7 @@ class Member:
             file = io.BytesIO()
             export_store(archive, file)
             file.seek(0)
-            archive.evict_to(self.max_bytes // 2)
+            archive.evict(self.max_bytes // 2)
             import_store(ExportReader(file, "memory"), archive)
 
     def check(self, store: PrefixStore) -> None:
