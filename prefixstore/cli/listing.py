@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ import numpy as np
 
 from prefixstore.cli.command import Result
 from prefixstore.cli.model import text_of_tokens
-from prefixstore.cli.output import DONE, FAILED, Form, ago, iso, rows_of, say, table, tell
+from prefixstore.cli.output import DONE, FAILED, Form, ago, in_words, iso, listed, rows_of, say, tell
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.namespace import model_digits
 from prefixstore.maintenance.archive import Archive
@@ -20,7 +21,7 @@ from prefixstore.maintenance.holdings import Holding, in_all, keys_in, namespace
 from prefixstore.models.file import model_title, setting_text
 from prefixstore.report.labels import visible
 from prefixstore.server.tenants import tenant_of_key
-from prefixstore.units import counted, format_bytes
+from prefixstore.units import counted
 
 __all__ = ["SHORT", "chosen_namespaces", "ls", "page_facts", "show", "tenants"]
 
@@ -32,6 +33,11 @@ ORDERS = {
     "stored": lambda one: -one.stored_bytes,
     "uses": lambda one: -one.hits,
 }
+# of lists: what is in each
+COLUMNS = {name: name for name in ("namespace", "model", "label", "tenant")} | {"settings": "differs"}
+COLUMNS |= {"pages>": "pages", "tokens>": "tokens", "stored>": "stored_bytes", "uses>": "page_uses", "used>": "used"}
+OF_TENANTS = {"tenant": "name", "line": "line", "models>": "models", "pages>": "pages", "tokens>": "tokens"}
+OF_TENANTS |= {"stored>": "stored_bytes", "used>": "used"}
 
 
 def holdings_of(archive: Archive, namespace: str | None, salt: str | None) -> list[Holding]:
@@ -78,25 +84,19 @@ def ls(
             rows_of(facts if form is Form.JSON else list(map(_as_row, facts)), form)
             return
         differ = _differences(holdings)
-        texts = ["namespace", "model", "label", "tenant", "settings"]
-        columns = [*texts, "pages>", "tokens>", "stored>", "uses>", "used>"]
         rows = [
-            [
-                one.key.hex()[:SHORT],
-                model_title(one.settings, names),
-                str(one.settings.get("label") or ""),
-                str(one.settings.get("salt") or ""),
-                differ[one.key],
-                f"{one.pages:,}",
-                f"{one.tokens:,}",
-                format_bytes(one.stored_bytes),
-                f"{one.hits:,}",
-                ago(one.last_used),
-            ]
+            {
+                "namespace": one.key.hex()[:SHORT],
+                "model": model_title(one.settings, names),
+                "label": one.settings.get("label"),
+                "tenant": one.settings.get("salt"),
+                "differs": differ[one.key],
+                "used": ago(one.last_used),
+            }
             for one in shown
         ]
         if rows:
-            table(columns, rows)
+            listed(COLUMNS, map(operator.or_, facts, rows))
         more = f", {len(shown):,} shown" if len(shown) < len(holdings) else ""
         tell(f"{where}: {counted(len(holdings), 'namespace')}{more}")
 
@@ -170,19 +170,10 @@ def show(location: str, digits: str, *, model: Path | None = None, tokenizer: Pa
             "damage": damage,
         }
         shown = {"location": archive.location, **named, **facts}
-        texts = {name.replace("_", " "): _in_words(name, value) for name, value in shown.items()}
+        keys = {name: ", ".join(key[:SHORT] for key in one) for name, one in facts.items() if isinstance(one, list)}
+        shown |= keys | {"damage": damage or "none: its bytes are intact"}
+        texts = {name.replace("_", " "): in_words(name, value) for name, value in shown.items()}
         return Result(facts, {name: text for name, text in texts.items() if text}, FAILED if damage else DONE)
-
-
-def _in_words(name: str, value: object) -> str:
-    """A fact as people read it; empty for nothing."""
-    if isinstance(value, list):
-        return ", ".join(key[:SHORT] for key in value)
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return format_bytes(value) if name.endswith("bytes") else f"{value:,}"
-    return str(value or ("none: its bytes are intact" if name == "damage" else ""))
 
 
 def page_facts(page: Any, text: str | None) -> dict[str, object]:
@@ -233,8 +224,10 @@ def tenants(location: str, *, api_key_file: Path | None = None, limit: int | Non
 
     def show() -> None:
         if facts:
+            names = ["(shared)" if one["tenant"] is None else visible(one["tenant"]) for one in facts]
             # without keys, there is no line
-            table(["tenant", "line", "models>", "pages>", "tokens>", "stored>", "used>"], map(_tenant_row, facts))
+            more = ({"name": name, "used": ago(one["last_used"])} for name, one in zip(names, facts, strict=True))
+            listed(OF_TENANTS, map(operator.or_, facts, more))
         n_tenants = sum(one["tenant"] is not None for one in facts)
         tell(f"{where}: {counted(n_tenants, 'tenant')}; prefixstore purge LOCATION --salt TENANT deletes one")
         for one in found.get(None, ()):
@@ -265,15 +258,3 @@ def _tenant_facts(name: str | None, held: list[Holding], lines: dict[str, int]) 
         "last_used": total.last_used,
         **({"line": line} if (line := lines.get(name or "")) else {}),
     }
-
-
-def _tenant_row(facts: dict[str, Any]) -> list[str]:
-    return [
-        "(shared)" if facts["tenant"] is None else visible(facts["tenant"]),
-        str(facts.get("line", "")),
-        f"{facts['models']:,}",
-        f"{facts['pages']:,}",
-        f"{facts['tokens']:,}",
-        format_bytes(facts["stored_bytes"]),
-        ago(facts["last_used"]),
-    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -17,19 +18,22 @@ from prefixstore.backends.sql import require_sql
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
 from prefixstore.cli.model import configured, open_model, tokens_of_prefix
-from prefixstore.cli.output import DONE, FAILED, confirmed, say, table, tell
+from prefixstore.cli.output import DONE, FAILED, confirmed, listed, say, tell
 from prefixstore.config import explain
 from prefixstore.engine.delete import Removed
 from prefixstore.engine.invariants import Violation
 from prefixstore.errors import InvalidParameterError, UnavailableError
 from prefixstore.maintenance.archive import Archive
-from prefixstore.maintenance.verify import BOUND, Comparison
+from prefixstore.maintenance.verify import BOUND
 from prefixstore.maintenance.verify import verify as compare
 from prefixstore.units import counted, format_bytes, format_share, parse_seconds, parse_target
 
 __all__ = ["check", "clear", "compact", "evict", "migrate", "pin", "purge", "unpin", "verify"]
 
 SHORT = 12  # digits shown of a key
+# what `verify` lists
+COMPARED = {"page": "page", "tokens>": "n_tokens", "restored>": "restored", "difference>": "difference"}
+COMPARED |= {"of the range>": "share", "same token": "same_token"}
 KEY = re.compile(rf"\b([0-9a-f]{{{SHORT}}})[0-9a-f]{{{64 - SHORT}}}\b")
 
 
@@ -134,23 +138,13 @@ def verify(
 
     def show() -> None:
         if found:
-            table(["page", "tokens>", "restored>", "difference>", "of the range>", "same token"], map(_row, found))
+            shares = ({"page": one.page[:SHORT], "share": format_share(one.share, 2)} for one in found)
+            listed(COMPARED, map(operator.or_, map(asdict, found), shares))
             difference = f"largest difference {format_share(largest, 2)} of the range"
             tell(f"{where}: {difference}, bound {format_share(bound, 2)}, {n_bad} above it")
 
     data = {"sequences": [asdict(one) for one in found], "largest": largest, "bound": bound, "beyond": n_bad}
     return Result({"location": where} | data, show, FAILED if n_bad or not found else DONE)
-
-
-def _row(one: Comparison) -> list[str]:
-    return [
-        one.page[:SHORT],
-        f"{one.n_tokens:,}",
-        f"{one.restored:,}",
-        f"{one.difference:.2g}",
-        format_share(one.share, 2),
-        "yes" if one.same_token else "no",
-    ]
 
 
 def pin(location: str, digits: str) -> Result:

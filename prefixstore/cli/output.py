@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prefixstore.report.labels import visible
-from prefixstore.units import format_seconds
+from prefixstore.units import format_bytes, format_seconds
 
 __all__ = [
     "Form",
@@ -29,7 +29,9 @@ __all__ = [
     "emit",
     "fields",
     "has_terminal",
+    "in_words",
     "iso",
+    "listed",
     "may_replace",
     "print_all",
     "rows_of",
@@ -135,6 +137,20 @@ def ago(nanoseconds: int) -> str:
 def fields(values: Mapping[str, object]) -> None:
     """Print names and values to stdout, one pair a line."""
     table(["", ""], ([name, str(value)] for name, value in values.items()))
+
+
+def listed(columns: Mapping[str, str], facts: Iterable[Mapping[str, object]]) -> None:
+    """Print a table of facts to stdout: by the name of a column, see `table_of`, that of the fact in it."""
+    table(list(columns), ([in_words(name, one.get(name)) for name in columns.values()] for one in facts))
+
+
+def in_words(name: str, value: object) -> str:
+    """A fact as people read it; empty for nothing."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return format_bytes(value) if name.endswith("bytes") else f"{value:,}"
+    return f"{value:.2g}" if isinstance(value, float) else str(value or "")
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

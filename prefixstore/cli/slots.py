@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefixstore.cli.command import Result
-from prefixstore.cli.output import DONE, FAILED, fields, say, table
+from prefixstore.cli.output import DONE, FAILED, fields, listed, say
 from prefixstore.errors import InvalidParameterError, ServerError, StorageError
 from prefixstore.maintenance.archive import Archive
 from prefixstore.units import counted, format_bytes, format_share
@@ -22,6 +22,9 @@ from prefixstore.cli import options
 from prefixstore.cli.files import chat_in, text_in
 
 __all__ = ["erase", "restore", "save", "status"]
+
+COLUMNS = {"slot>": "id", "state": "state", "tokens>": "n_tokens", "context>": "n_ctx", "used>": "used"}
+COLUMNS |= {"bytes>": "n_bytes"}
 
 
 def status(
@@ -55,18 +58,7 @@ def status(
     def show() -> None:
         memory = format_bytes(process["resident"]) if process is not None else "not known"
         fields({"model": props.model_path, "llama.cpp": props.build, "memory": memory})
-        rows = (
-            [
-                str(slot.id),
-                slot.state,
-                "-" if slot.n_tokens is None else str(slot.n_tokens),
-                str(slot.n_ctx),
-                format_share(slot.capacity),
-                "-" if slot.n_bytes is None else format_bytes(slot.n_bytes),
-            ]
-            for slot in found
-        )
-        table(["slot>", "state", "tokens>", "context>", "used>", "bytes>"], rows)
+        listed(COLUMNS, (asdict(slot) | {"used": format_share(slot.capacity)} for slot in found))
 
     return Result(data, show)
 
