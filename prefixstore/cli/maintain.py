@@ -10,7 +10,6 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-import typer
 
 from prefixstore.backends import extra_needed
 from prefixstore.backends.location import without_password
@@ -190,7 +189,7 @@ def compact(location: str) -> Result:
         )
 
 
-def migrate(location: str, *, check: bool = False, sql: bool = False) -> Result:
+def migrate(location: str, *, check: bool = False) -> Result:
     """Create a SQL store, or bring its schema up to date.
 
     Exit code 1 with --check: the schema is not up to date.
@@ -201,14 +200,7 @@ def migrate(location: str, *, check: bool = False, sql: bool = False) -> Result:
     with extra_needed(location):
         from prefixstore.backends.sql import migrations as schema  # noqa: PLC0415 - the extras for SQL
 
-    if check and sql:
-        raise InvalidParameterError("--check and --sql cannot be combined")
     where = without_password(location)
-    if sql:
-        statements = schema.upgrade_sql(location)
-        if not statements:
-            say(f"{where}: the schema is up to date, so there are no statements")
-        return Result({"sql": statements}, lambda: typer.echo(statements, nl=False))
     before = schema.check(location) if check else schema.upgrade(location)
     is_current = before.is_current or not check
     change = f"schema {before.revision or 'none'} -> {before.head} {'needed' if check else 'done'}"

@@ -154,7 +154,6 @@ HELP = {
     "export.out": ("FILE", "The file to write, such as f.pstore; - is stdout."),
     "file": ("FILE", "A file written by export; - is stdin."),
     "migrate.check": ("", "Only report whether the schema is up to date."),
-    "sql": ("", "Only print the SQL statements."),
 }
 # names that are not those of the parameters
 NAMES = {

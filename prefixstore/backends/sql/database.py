@@ -191,11 +191,6 @@ class Database(Backend):
         for statement in migrations.statements(self.revision_of(driver), self.DIALECT, self.location):
             driver.execute(statement)
 
-    def script(self, revision: str | None) -> list[str]:
-        """The statements that `upgrade` runs on a schema of this revision; none if there is nothing to do."""
-        statements = migrations.statements(revision, self.DIALECT, self.location)
-        return ["BEGIN", *statements, "COMMIT"] if statements else []
-
     def require_head(self, revision: str | None) -> None:
         """Raise the error that names the command to run, if this is not the revision that is needed.
 

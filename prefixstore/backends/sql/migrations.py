@@ -14,7 +14,7 @@ from alembic.util import CommandError
 from prefixstore.backends.sql import database_of
 from prefixstore.errors import IncompatibleError, LocationError
 
-__all__ = ["HEAD", "VERSION_TABLE", "Status", "check", "migrations_directory", "statements", "upgrade", "upgrade_sql"]
+__all__ = ["HEAD", "VERSION_TABLE", "Status", "check", "migrations_directory", "statements", "upgrade"]
 
 # the newest revision; a test compares it with the files in migrations/versions
 HEAD = "4"
@@ -82,9 +82,3 @@ def upgrade(url: str) -> Status:
         with closing(database_of(url, read_only=False)) as database:
             database.upgrade()
     return before
-
-
-def upgrade_sql(url: str) -> str:
-    """The statements that `upgrade` would run, to be run by hand; empty if there is nothing to do."""
-    with closing(database_of(url, read_only=True)) as database:
-        return "".join(f"{statement};\n" for statement in database.script(database.revision()))

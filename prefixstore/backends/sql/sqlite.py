@@ -94,17 +94,14 @@ class SQLite(Database):
         with opening():
             if not self._exists():
                 with self.translated():
-                    create(self.path, self.script(None))
+                    tables = migrations.statements(None, self.DIALECT, self.location)
+                    create(self.path, [*OF_A_FILE, "BEGIN", *tables, "COMMIT", WAL])
             if self.revision() != migrations.HEAD:
                 with self.writing() as driver:
                     self.migrate(driver)
             with self.connection() as driver:
                 # set when the file was created, unless something else has changed it
                 driver.execute(WAL).fetchall()
-
-    def script(self, revision: str | None) -> list[str]:
-        statements = super().script(revision)
-        return statements if revision is not None else [*OF_A_FILE, *statements, WAL]
 
     def _exists(self) -> bool:
         """Whether there is a file, which can be read and trusted."""
