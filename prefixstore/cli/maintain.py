@@ -10,7 +10,6 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-
 from prefixstore.backends import extra_needed
 from prefixstore.backends.location import without_password
 from prefixstore.backends.sql import require_sql
