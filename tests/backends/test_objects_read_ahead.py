@@ -14,7 +14,7 @@ from prefixstore.backends.objects.read_ahead import (
     Pace,
     ahead,
 )
-from prefixstore.errors import CorruptError, UnavailableError
+from prefixstore.errors import CorruptError
 from tests.support import PATIENCE
 from tests.support.places import MIB
 from tests.support.timeouts import wait_for
@@ -23,7 +23,7 @@ from tests.support.timeouts import wait_for
 def test_payloads_are_read_ahead_in_order_with_a_bound_on_what_is_held():
     running, most, lock = [], [], threading.Lock()
 
-    def read(number, arrived):
+    def read(number):
         with lock:
             running.append(number)
             most.append(len(running))
@@ -50,26 +50,21 @@ def fast():
     return pace
 
 
-def test_whoever_ends_early_has_the_others_end_with_their_next_bytes():
-    ended, going, begun = [], threading.Event(), []
+def test_whoever_ends_early_waits_for_nothing_and_has_no_more_read():
+    going, begun = threading.Event(), []
 
-    def read(number, arrived):
-        if number:
-            begun.append(number)
-            assert going.wait(PATIENCE)
-            try:
-                arrived(1)
-            except UnavailableError:
-                ended.append(number)
-                raise
+    def read(number):
+        begun.append(number)
+        assert not number or going.wait(PATIENCE)
         return number
 
-    found = ahead([MIB] * 6, read, fast())
+    found = ahead([MIB] * 20, read, fast())
     assert next(found) == 0
-    wait_for(lambda: len(begun) == 5, "the others have begun")
+    wait_for(lambda: len(begun) == AT_ONCE, "the others have begun")
     found.close()
     going.set()
-    wait_for(lambda: sorted(ended) == [1, 2, 3, 4, 5], "they end")
+    time.sleep(0.01)
+    assert len(begun) == AT_ONCE
 
 
 class Clock:
@@ -94,7 +89,7 @@ class Link:
         pace.begin()
         while left or running:
             now = self.clock.now
-            while left and len(running) < AT_ONCE and (not running or sum(each[1] for each in running) <= pace.soon):
+            while left and left[0][0] < len(arrivals) + pace.n_at_once(sizes[0]):
                 number, size = left.popleft()
                 running.append([number, size, size, now])
             flowing = [each for each in running if each[3] + self.latency <= now + 1e-9]
@@ -121,12 +116,12 @@ class Link:
         (10e9, 0.02, 90e6),  # a large object store: so much for each connection
     ],
 )
-def test_on_a_slow_link_each_page_comes_as_if_alone_and_every_one_is_filled(rate, latency, each):
+def test_on_a_slow_link_pages_come_one_after_the_other_and_every_one_is_filled(rate, latency, each):
     link, sizes = Link(rate, latency, each), [8 * MIB] * 32
     alone = latency + sizes[0] / min(rate, each)
     for _ in range(5):
         arrived = link.restore(sizes)
-        # each page about when it would come if they were asked for one by one
-        assert all(came <= (n + 1) * alone + 0.3 for n, came in enumerate(arrived))
+        # each page at the latest when the next one would come if they were asked for one by one
+        assert all(came <= (n + 2) * alone + 0.3 for n, came in enumerate(arrived))
     best = max(latency + sum(sizes) / rate, alone * len(sizes) / AT_ONCE)
-    assert arrived[-1] <= 1.05 * best
+    assert arrived[-1] <= 1.15 * best

@@ -15,7 +15,7 @@ from prefixstore.backends import refusals
 from prefixstore.backends.contract import Backend, Change, ConflictError, Draft, Range, Row, View
 from prefixstore.backends.objects import read_ahead
 from prefixstore.backends.objects.client import Address, Client, Listed
-from prefixstore.backends.objects.read_ahead import SMALL_AT_ONCE, Arrived, Pace, ahead, at_once
+from prefixstore.backends.objects.read_ahead import SMALL_AT_ONCE, Pace, ahead, at_once
 from prefixstore.backends.objects.rows import COSTS, MARK, Stored, key_in, listing, new_payload
 from prefixstore.backends.objects.store import GoneError, State, Store
 from prefixstore.errors import StorageError
@@ -113,21 +113,17 @@ class ObjectsView(View):
                 yield key_in(one.name.removeprefix(f"{state.rows}/"))
 
     def payloads(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, Buffer | None] | None]:
-        self.arrived = 0
         rows = self.rows(keys)
         sizes = [0 if (row := rows[key]) is None else row.payload_bytes for key in keys]
-        return ahead(sizes, lambda n, arrived: self._receive(keys[n], rows[keys[n]], arrived), self._pace, self._note)
+        return ahead(sizes, lambda number: self._receive(keys[number], rows[keys[number]]), self._pace)
 
-    def _note(self, n_bytes: int) -> None:
-        self.arrived = n_bytes
-
-    def _receive(self, key: bytes, row: Stored | None, arrived: Arrived) -> tuple[bytes, Buffer | None] | None:
+    def _receive(self, key: bytes, row: Stored | None) -> tuple[bytes, Buffer | None] | None:
         """Value and payload of a row, as they are now if that was replaced; the payload is None if it is missing."""
         state = self._state
         while row is not None and row.payload_bytes:
-            found = self._client.receive(state.payload_name(key, row.payload), arrived)
+            found = self._client.get(state.payload_name(key, row.payload))
             if found is not None:
-                return row.value, found
+                return row.value, found[0]
             before, state = row.payload, self._store.refresh()
             row = self._read(state, [key])[key]
             if row is not None and row.payload == before:
