@@ -1,29 +1,22 @@
-"""Interleaved conversations on one ``Llama``: what a switch costs, a fork, and text longer than the context."""
+"""Interleaved conversations on one ``Llama``: what a switch costs, and a fork."""
 
 from __future__ import annotations
 
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import llama_cpp
-import numpy as np
 from llama_cpp import LlamaRAMCache
 
-from benchmarks.common import LIGHT, SHARED, load, model_path, pointer_of, prompt_tokens, summary
+from benchmarks.common import LIGHT, load, model_path, prompt_tokens, summary
 from benchmarks.tables import met, milliseconds, paragraph, table
 from prefixstore import PrefixStore
-from prefixstore.llama.moving_window import MovingWindow
 
-TRAINED = SHARED / "models" / "docs-6m.gguf"
-TEXT = Path(__file__).parent.parent / "docs" / "format.md"
-SINK, WINDOW = 4, 256
 ANSWER = 4
 FORK_GOAL = 1e-3
 
@@ -44,8 +37,6 @@ class Sizes:
         Length of the context.
     forked, forks
         Length of a conversation that is forked, and how often it is.
-    text
-        Tokens of a long text.
     """
 
     conversations: tuple[int, ...] = (4, 16, 64)
@@ -55,7 +46,6 @@ class Sizes:
     n_ctx: int = 8192
     forked: int = 4000
     forks: int = 50
-    text: int = 2000
 
 
 FULL = Sizes()
@@ -139,51 +129,12 @@ def _forks(llm: llama_cpp.Llama, sizes: Sizes) -> list[float]:
     return seconds
 
 
-def _surprise(llm: llama_cpp.Llama, feed: Callable[[Sequence[int]], object], tokens: list[int]) -> list[float]:
-    """How unlikely each token was after those before it: the negative logarithm of its probability."""
-    found = []
-    for token, following in pairwise(tokens):
-        feed([token])
-        logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(pointer_of(llm)), shape=(llm.n_vocab(),))
-        top = float(logits.max())
-        found.append(top + math.log(float(np.exp(logits - top).sum())) - float(logits[following]))
-    return found
-
-
-def _perplexities(sizes: Sizes) -> dict[str, Any]:
-    """Of a text that is longer than the window: with a sink, without, and with everything before each token."""
-    n_ctx = WINDOW + WINDOW // 2
-    llm, dense = load(TRAINED, n_ctx=n_ctx), load(TRAINED, n_ctx=sizes.text + 64)
-    tokens = llm.tokenize(TEXT.read_bytes())[: sizes.text]
-    surprise = {"everything": _surprise(dense, dense.eval, tokens)}
-    for name, sink, window in (("window alone", 0, WINDOW), (f"{SINK} + window", SINK, WINDOW - SINK)):
-        with PrefixStore("memory://", llm) as store:
-            llm.reset()
-            assert store._current is not None
-            moving = MovingWindow(store._current, sink, window, exact=False)
-            try:
-                surprise[name] = _surprise(llm, moving.feed, tokens)
-            finally:
-                moving.end()
-    parts = {"first": slice(0, WINDOW), "behind": slice(n_ctx, None)}
-    return {
-        "tokens": len(tokens),
-        "perplexity": {
-            name: {part: math.exp(float(np.mean(found[of]))) for part, of in parts.items()}
-            for name, found in surprise.items()
-        },
-    }
-
-
 def run(sizes: Sizes = FULL) -> dict[str, Any]:
     llm = load(model_path(**LIGHT), n_ctx=sizes.n_ctx)
     turns = {str(n): {way: _turns(kind, llm, n, sizes) for way, kind in WAYS.items()} for n in sizes.conversations}
     forks = summary(_forks(llm, sizes))
     llm.close()
-    result = {"sizes": vars(sizes), "turns": turns, "fork": forks}
-    if TRAINED.exists():
-        result["long_text"] = _perplexities(sizes)
-    return result
+    return {"sizes": vars(sizes), "turns": turns, "fork": forks}
 
 
 def section(result: dict[str, Any]) -> list[str]:
@@ -197,7 +148,7 @@ def section(result: dict[str, Any]) -> list[str]:
         ]
         for n, figures in _by_n(result)
     ]
-    lines = [
+    return [
         "## Sessions",
         "",
         *paragraph(
@@ -211,24 +162,6 @@ def section(result: dict[str, Any]) -> list[str]:
             p95 {met(fork["p95"] * 1e3, FORK_GOAL * 1e3, at_most=True)}."""
         ),
     ]
-    if "long_text" in result:
-        text = result["long_text"]
-        lines += [
-            *paragraph(
-                f"""Perplexity of a text of {text["tokens"]:,} tokens with the trained model: {WINDOW} tokens stay in
-                the context, of which {SINK} are the first ones (*{SINK} + window*) or none, or everything does.
-                *Within*: of the first {WINDOW} tokens, which fit. *Behind*: of all after token
-                {WINDOW + WINDOW // 2:,}. The model was trained on 512 tokens at a time."""
-            ),
-            *table(
-                ["", "within", "behind"],
-                [
-                    [name, f"{found['first']:.1f}", f"{found['behind']:.1f}"]
-                    for name, found in text["perplexity"].items()
-                ],
-            ),
-        ]
-    return lines
 
 
 def _by_n(result: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:

@@ -197,7 +197,7 @@ class Stats:
         (something was evaluated before the store was attached), ``"loaded_state"`` (``load_state`` with a state that
         was not saved here), ``"changed"`` (something other than the store used the context), ``"bypassed"`` (something
         was evaluated inside `PrefixStore.bypass`), ``"stepped_back"`` (rewound to where it cannot continue),
-        ``"shifted"`` (a session streams beyond the context), ``"interrupted"``. This ends with the next lookup,
+        ``"interrupted"``. This ends with the next lookup,
         `PrefixStore.restore` or ``llm.reset()``.
     shortage
         What the last page dropped for lack of space needed, and what was available; None if there was none.

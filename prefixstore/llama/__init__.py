@@ -16,8 +16,7 @@ captured, and the next prompt begins with an empty one.
 `state` has the bytes of llama.cpp's states, without llama.cpp. `fingerprint` says which contexts may share them,
 `llama_state` knows what a ``LlamaState`` holds, and `binding` has all of llama-cpp-python that may move.
 
-`kv_memory` has what all memory has in common: emptying it, and undoing an interrupted change. `moving_window` generates
-text that is longer than the context.
+`kv_memory` has what all memory has in common: emptying it, and undoing an interrupted change.
 
 Apart from a few modules of ``server`` and ``warming``, only these import llama_cpp when they are loaded.
 """

@@ -48,8 +48,6 @@ __all__ = [
     "pointer_of",
     "prompt_start",
     "running_completion",
-    "sample",
-    "sampler_of",
     "seed_of",
     "set_end",
     "silence",
@@ -280,17 +278,6 @@ def last_logits(llm: llama_cpp.Llama) -> npt.NDArray[np.single]:
     found: Any = np.ctypeslib.as_array(llm._ctx.get_logits(), shape=(llm.n_vocab(),))
     copied: npt.NDArray[np.single] = found.copy()
     return copied
-
-
-def sampler_of(llm: llama_cpp.Llama, options: dict[str, Any]) -> Any:
-    """A sampler, as ``Llama.generate`` makes it."""
-    return llm._init_sampler(**options)
-
-
-def sample(llm: llama_cpp.Llama, sampler: Any) -> int:
-    """Sample a token."""
-    llm._sampler = sampler
-    return int(llm.sample())
 
 
 # -- the log ----------------------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ class Hook:
         engine.describe(namespace, model_name(llm.metadata))
         self.attachment = Attachment(self.context)
         self.saved = SavedStates()
-        self.reads = self.writes = True
+        self.reads = True
         self.n_evaluated = 0
         self.sessions: Callable[[], Sessions | None] = lambda: None
 
@@ -409,7 +409,7 @@ class Hook:
     @property
     def _is_written(self) -> bool:
         """Whether anything is captured."""
-        return self.writes and not self.context.parameters.read_only
+        return not self.context.parameters.read_only
 
     def _write(self, *, tail: bool, wait: bool = False) -> int:
         """Capture what is known; see `Strategy.capture`."""

@@ -27,8 +27,6 @@ class Unknown(str, Enum):
     """Something was evaluated in a block of `PrefixStore.bypass`; nothing of it may be stored."""
     STEPPED_BACK = "stepped_back"
     """The context was rewound to a position from which it cannot continue."""
-    SHIFTED = "shifted"
-    """Tokens were dropped from its middle, and the others moved."""
 
 
 class Lineage:

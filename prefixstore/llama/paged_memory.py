@@ -71,16 +71,6 @@ class PagedMemory(ContextMemory):
         if not llama_cpp.llama_memory_seq_rm(mem, SEQUENCE, n, END):
             raise ContextError(f"llama.cpp cannot cut this context at position {n}")
 
-    def shift(self, keep: int, drop: int) -> None:
-        """Drop `drop` tokens after the first `keep`, and move the others to the positions after these.
-
-        Only for contexts of which `moving_window` says that they can: others end the process.
-        """
-        _, mem = self._pointers()
-        if not llama_cpp.llama_memory_seq_rm(mem, SEQUENCE, keep, keep + drop):
-            raise ContextError(f"llama.cpp cannot drop tokens {keep} to {keep + drop} from this context")
-        llama_cpp.llama_memory_seq_add(mem, SEQUENCE, keep + drop, END, -drop)
-
     def load(self, state: memoryview) -> bool:
         """Append a page that `fits`, without copying it first; whether llama.cpp accepted it.
 

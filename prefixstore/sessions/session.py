@@ -75,8 +75,6 @@ class Session:
         # how many calls the thread is in that uses the Llama
         self._depth = 0
         self._streams: list[Stream] = []
-        # the last tokens from which `stream` had not dropped any, once it has
-        self._held_before_shift: Tokens | None = NO_TOKENS
 
     def __repr__(self) -> str:
         state = "over" if self.is_over else self.source
@@ -140,14 +138,9 @@ class Session:
         known = self._hook.context.known_tokens()
         return known.copy() if known is not None else None
 
-    def held(self) -> Tokens | None:
-        """What the session holds once it has evaluated something: `known`, or what that was before a stream."""
-        known = self.known()
-        return self._held_before_shift if known is not None and not len(known) else known
-
     def _rewound(self) -> list[int]:
         """Have the context hold nothing but the beginning of what the session holds; the rest of that."""
-        held = self.held() if self.has_evaluated else self._held
+        held = self.known() if self.has_evaluated else self._held
         rest: list[int] = held[self._hook.rewind(held) :].tolist() if held is not None else []
         return rest
 
@@ -214,67 +207,6 @@ class Session:
         self._check_room(llm.n_tokens + len(given))
         llm.eval(given)
 
-    @_call
-    def stream(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        sink: int = 4,
-        window: int = 2048,
-        exact: bool = False,
-        max_tokens: int | None = None,
-        **sampling: Any,
-    ) -> Stream:
-        """Generate tokens beyond the length of the context: only its first tokens, and the last ones, stay in it.
-
-        What is captured is captured before anything is dropped. Afterwards nothing is, and when the stream ends, the
-        context is emptied; the session holds what it held before anything was dropped.
-
-        Parameters
-        ----------
-        prompt
-            Text, or tokens; it may be longer than the context.
-        sink
-            How many of the first tokens stay.
-        window
-            How many of the last tokens stay at least; both together must be fewer than the context has.
-        exact
-            Compute the window again behind the sink when tokens are dropped, instead of moving its rows: slower, as
-            accurate as a new context, and for any kind of memory.
-        max_tokens
-            After how many tokens it ends; None for when the model ends the text.
-        **sampling
-            As for ``Llama.generate``: `temp`, `top_k`, ...
-
-        Returns
-        -------
-        Stream
-            Of token ids.
-
-        Raises
-        ------
-        InvalidParameterError
-            If the prompt, `sink`, `window` or `max_tokens` is not valid.
-        ContextError
-            If rows of this context cannot be moved, with the reason.
-        """
-        from prefixstore.llama.moving_window import MovingWindow, generated  # noqa: PLC0415 - the extra "llama"
-
-        llm = self._hook.llm
-        try:
-            given = llm.tokenize(prompt.encode(), special=True) if isinstance(prompt, str) else prompt
-        except UnicodeEncodeError as error:
-            raise InvalidParameterError(f"the prompt must be valid text: {error}") from error
-        tokens = self._checked(llm, given)
-        moving = MovingWindow(self._hook, sink, window, exact=exact, before_first=self._before_shift)
-        streamed: Stream = self._streamed(generated(moving, tokens, max_tokens, self._owner.restore, sampling))
-        return streamed
-
-    def _before_shift(self) -> None:
-        """Have all pages captured, and note what they hold."""
-        self._owner.capture()
-        self._held_before_shift = self.known()
-
     def _checked(self, llm: Llama, tokens: Sequence[int]) -> Tokens:
         """These tokens, if the model has them: llama.cpp would say -1."""
         given = as_tokens(tokens)
@@ -289,8 +221,8 @@ class Session:
         n_ctx = len(self._hook.llm.input_ids)
         if n > n_ctx:
             raise ContextError(
-                f"{n} tokens do not fit into the context, which has {n_ctx}; load the model with a larger n_ctx, begin "
-                "with fewer in another session, or use stream(), which goes beyond the context"
+                f"{n} tokens do not fit into the context, which has {n_ctx}; load the model with a larger n_ctx, or "
+                "begin with fewer in another session"
             )
 
     def _streamed(self, result: Any) -> Any:

@@ -211,7 +211,7 @@ class Sessions:
 
     def give_back(self, turn: Turn) -> None:
         """Undo what a turn has changed. Does nothing the second time."""
-        self.hook.reads = self.hook.writes = True
+        self.hook.reads = True
         self._engine.captures.wants_all = False
         llm: Any = self.hook.context.llm_or_none
         # a store that was detached meanwhile is no cache any more
@@ -279,7 +279,7 @@ class Sessions:
         self.capture()
         # the Llama may be closed
         with self.hook.guard(), suppress(ContextError):
-            return session.held()
+            return session.known()
         return None
 
     # -- what there is ------------------------------------------------------------------------------------------------

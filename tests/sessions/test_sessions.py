@@ -243,18 +243,18 @@ def test_a_session_tells_what_became_of_its_last_prompt(llm, store, sessions):
         session.create_completion([*alice, 1, 2, 3], max_tokens=1)
         assert (session.last.source, session.last.live, session.last.computed) == ("live", len(alice), 3)
         assert store.last == session.last == store.last_of(llm)
-        for made in (session.generate(prompt(40, seed=2), temp=0), session.stream(prompt(50, seed=3), window=60)):
-            next(made)
-            made.close()
-            assert session.last.n_tokens in (40, 50)
-            assert (store.last, session.last.source) == (session.last, "cold")
+        made = session.generate(prompt(40, seed=2), temp=0)
+        next(made)
+        made.close()
+        assert session.last.n_tokens == 40
+        assert (store.last, session.last.source) == (session.last, "cold")
     with pytest.raises(StaleLeaseError):
         _ = session.last
     # the tokens of a resumed session are no prompt
     stats = store.stats()
-    assert stats.prompt_tokens == 100 + 80 + len(alice) + 3 + 40 + 50
+    assert stats.prompt_tokens == 100 + 80 + len(alice) + 3 + 40
     # and no lookup
-    assert (stats.hits, stats.live_hits, stats.misses) == (0, 1, {"not_found": 4})
+    assert (stats.hits, stats.live_hits, stats.misses) == (0, 1, {"not_found": 3})
     assert stats.tokens_restored == len(alice)
 
 
@@ -365,8 +365,6 @@ def test_what_is_no_token_is_refused_before_anything_is_evaluated(llm, sessions,
         assert str(caught.value).count("flat sequence") <= 1
         if not isinstance(tokens, str):
             with pytest.raises(InvalidParameterError, match=says):
-                alice.stream(tokens, window=40)
-            with pytest.raises(InvalidParameterError, match=says):
                 alice.create_completion(tokens, max_tokens=1)
         assert alice.tokens.tolist() == held
         for reset in (True, False):
@@ -400,7 +398,7 @@ def test_more_tokens_than_the_context_has_are_refused_and_the_session_stays(n_ct
     with sessions.admit("alice") as alice:
         with pytest.raises(ContextError, match=rf"{n_ctx + 1} tokens do not fit into the context, which has {n_ctx}"):
             alice.eval([5, 6, 7])
-        with pytest.raises(ContextError, match=r"use stream\(\)"):
+        with pytest.raises(ContextError, match="begin with fewer in another session"):
             alice.generate(prompt(n_ctx + 1), temp=0)
         with pytest.raises(ContextError, match="larger n_ctx"):
             alice.generate([5, 6, 7], reset=False)
