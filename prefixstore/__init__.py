@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from prefixstore.diagnosis.explanation import Explanation
     from prefixstore.engine.budget import Evicted
     from prefixstore.engine.invariants import Violation
-    from prefixstore.engine.queue import Drained
     from prefixstore.format.namespace import Namespace
     from prefixstore.results import LastPrompt, Match, Shortage, Stats
     from prefixstore.store import PrefixStore
@@ -40,7 +39,6 @@ __all__ = [
     "ClosedError",
     "ContextError",
     "CorruptError",
-    "Drained",
     "Evicted",
     "Explanation",
     "FullError",
@@ -73,7 +71,6 @@ __version__ = "0.1.0"
 
 # where the other names are: each module is loaded when one of its names is first used
 _HOMES = {
-    "Drained": "engine.queue",
     "Evicted": "engine.budget",
     "Explanation": "diagnosis.explanation",
     "KeyProvider": "backends.keys",

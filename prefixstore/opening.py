@@ -6,7 +6,6 @@ import logging
 import os
 import weakref
 from collections.abc import Sequence
-from datetime import timedelta
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
@@ -18,14 +17,13 @@ from prefixstore.engine.budget import Evicted
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.invariants import Violation
 from prefixstore.engine.pages import Pages, open_pages
-from prefixstore.engine.queue import Drained
 from prefixstore.engine.tiers import FarEngine, TieredEngine
 from prefixstore.errors import ClosedError, InvalidParameterError, MisuseError, StorageError, UnavailableError
 from prefixstore.format.figures import History
 from prefixstore.parameters import Parameters
 from prefixstore.results import Stats
 from prefixstore.stats import Counters, Kind
-from prefixstore.units import parse_bytes, parse_seconds, parse_target, shown
+from prefixstore.units import parse_target
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -209,47 +207,16 @@ class OpenLocation:
         self._alive()
         self._engine.flush()
 
-    def drain(
-        self,
-        limit: int | None = None,
-        *,
-        max_bytes: int | str | None = None,
-        seconds: float | str | timedelta | None = None,
-    ) -> Drained:
-        """Wait until captured pages are written, or some of them; written pages may not be durable yet (see `flush`).
-
-        The background thread writes up to 64 MiB of waiting pages in one transaction. So when a limit is reached,
-        more pages than the limit may have been written.
-
-        Parameters
-        ----------
-        limit
-            Return as soon as so many pages and snapshots were written, or dropped, since this call.
-        max_bytes
-            The same for bytes of states: bytes, or text such as ``"64MiB"``.
-        seconds
-            Return after this time at the latest: seconds, a `timedelta`, or text such as ``"2s"``.
-
-        Returns
-        -------
-        Drained
-            ``pages`` and ``bytes`` that were written or dropped meanwhile, and how many are ``left``.
+    def drain(self) -> None:
+        """Wait until captured pages are written; they may not be durable yet (see `flush`).
 
         Raises
         ------
-        InvalidParameterError
-            If a limit is not valid.
         UnavailableError
             If nothing can be written to the location for half a minute.
         """
         self._alive()
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
-            raise InvalidParameterError(f"limit={shown(limit)} must be a number of pages, 0 or more")
-        return self._engine.drain(
-            limit,
-            None if max_bytes is None else parse_bytes(max_bytes, "max_bytes"),
-            None if seconds is None else parse_seconds(seconds, "seconds"),
-        )
+        self._engine.drain()
 
     def check(self) -> list[Violation]:
         """Verify every invariant and every checksum of the location; the violations found."""

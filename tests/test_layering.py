@@ -146,7 +146,7 @@ def test_nothing_public_appears_or_disappears_unnoticed():
     assert prefixstore.__all__ == sorted(prefixstore.__all__)
     assert [name for name in prefixstore.__all__ if not hasattr(prefixstore, name)] == []
     assert " ".join(prefixstore.__all__) == (
-        "BusyError ClosedError ContextError CorruptError Drained Evicted Explanation FullError IncompatibleError "
+        "BusyError ClosedError ContextError CorruptError Evicted Explanation FullError IncompatibleError "
         "InvalidParameterError KeyProvider LastPrompt LocationError Match MissingExtraError MisuseError Namespace "
         "NotAttachedError PrefixStore PrefixStoreError Problem Progress Shortage StaleLeaseError Stats StorageError "
         "UnavailableError UndecryptableError Violation WarmReport load warm"

@@ -32,7 +32,7 @@ from prefixstore.engine.pages import Pages
 from prefixstore.engine.part import Shared, Tap
 from prefixstore.engine.pending import PendingPage
 from prefixstore.engine.policy import Policy
-from prefixstore.engine.queue import Captures, Drained
+from prefixstore.engine.queue import Captures
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.saved_notes import SavedNotes
 from prefixstore.engine.source import Admit, Fetcher, Look, Source
@@ -307,16 +307,15 @@ class Engine:
         return self.captures.n_bytes
 
     @handed_over
-    def drain(self, pages: int | None = None, n_bytes: int | None = None, seconds: float | None = None) -> Drained:
-        """Wait until the queue is empty: everything submitted is committed or dropped; see `Captures.drain`.
+    def drain(self) -> None:
+        """Wait until the queue is empty: everything submitted is committed or dropped.
 
         Raises
         ------
         UnavailableError
             If the location does not take anything for half a minute.
         """
-        drained = self.captures.drain(pages, n_bytes, seconds)
-        return drained._replace(left=sum(self.captures.pending))
+        self.captures.drain()
 
     def session_counts(self) -> SessionCounts | None:
         """What the sessions of its store have done; None if there are none."""

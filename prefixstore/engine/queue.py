@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from prefixstore.backends.threads import OwnThread, handed_over
 from prefixstore.buffers import BufferPool, PooledBuffer
@@ -26,7 +26,7 @@ from prefixstore.results import Shortage
 if TYPE_CHECKING:
     from prefixstore.engine.tiers import FarEngine
 
-__all__ = ["BATCH_BYTES", "Captures", "Drained"]
+__all__ = ["BATCH_BYTES", "Captures"]
 
 log = logging.getLogger("prefixstore")
 
@@ -37,22 +37,6 @@ DEFERRED_SECONDS = 2.0
 # A caller that waits for the queue gives up after so many seconds without progress: another process may hold a lock, or
 # the location may not answer.
 NO_PROGRESS_SECONDS = 30.0
-
-
-class Drained(NamedTuple):
-    """What left the queue while a caller waited, and what still waits.
-
-    Attributes
-    ----------
-    pages, bytes
-        Pages and snapshots that were committed or dropped meanwhile, and the bytes of their states.
-    left
-        Pages and snapshots that are captured and not written yet.
-    """
-
-    pages: int
-    bytes: int
-    left: int = 0
 
 
 class Captures(Part):
@@ -119,8 +103,8 @@ class Captures(Part):
         self._closing = False
         # the thread should commit now
         self._flush_requested = False
-        # steps of the thread; pages that have left the queue, and the bytes of their states
-        self._steps = self._done = self._done_bytes = 0
+        # steps of the thread
+        self._steps = 0
         self.is_on_its_own = False
         self._thread: threading.Thread | None = None
 
@@ -280,15 +264,8 @@ class Captures(Part):
                 self._thread = thread
         return self._thread is not None
 
-    def drain(self, pages: int | None = None, n_bytes: int | None = None, seconds: float | None = None) -> Drained:
-        """Wait until the queue is empty: everything put is committed or dropped. With a limit, perhaps earlier.
-
-        Parameters
-        ----------
-        pages, n_bytes
-            Return as soon as so much has left the queue since this call. What is committed together leaves together.
-        seconds
-            Return after this time at the latest.
+    def drain(self) -> None:
+        """Wait until the queue is empty: everything put is committed or dropped.
 
         Raises
         ------
@@ -301,40 +278,25 @@ class Captures(Part):
                     self._start()
                 self._flush_requested = self._thread is not None
                 self._wake.notify_all()
-            before = self._done, self._done_bytes
-
-            def is_enough() -> bool:
-                return (pages is not None and self._done - before[0] >= pages) or (
-                    n_bytes is not None and self._done_bytes - before[1] >= n_bytes
-                )
-
-            until = time.monotonic() + seconds if seconds is not None else None
-            if not self._wait_until_idle(is_enough, until):
+            if not self._wait_until_idle():
                 raise UnavailableError(
                     f"nothing was written for {NO_PROGRESS_SECONDS:.0f} s, and {self.n_bytes:,} bytes are "
                     "waiting: the location does not answer, or another process holds its lock"
                 )
         if self._thread is None and self.has_deferred:
             self._commit([])
-        with self._lock:
-            return Drained(self._done - before[0], self._done_bytes - before[1])
 
     @property
     def has_deferred(self) -> bool:
         """Whether uses, bookmarks, figures, or pages to be deleted wait for the next commit; of a reader, never."""
         return self._committer.has_deferred and not self._read_only
 
-    def _wait_until_idle(self, is_enough: Callable[[], bool] = lambda: False, until: float | None = None) -> bool:
-        """Wait, holding the lock, until the thread has nothing to write; false if it makes no progress for too long.
-
-        The wait ends early if `is_enough`, or at the time `until`.
-        """
-        while (self._queue or self._busy or self._flush_requested) and not is_enough():
-            before, wait = self._steps, NO_PROGRESS_SECONDS
-            if until is not None:
-                wait = min(wait, max(until - time.monotonic(), 0.0))
-            if not self._wake.wait_for(partial(self._has_progressed, before), wait):
-                return until is not None and time.monotonic() >= until
+    def _wait_until_idle(self) -> bool:
+        """Wait, holding the lock, until the thread has nothing to write; false if it makes no progress for too long."""
+        while self._queue or self._busy or self._flush_requested:
+            before = self._steps
+            if not self._wake.wait_for(partial(self._has_progressed, before), NO_PROGRESS_SECONDS):
+                return False
         return True
 
     def _has_progressed(self, before: int) -> bool:
@@ -411,7 +373,6 @@ class Captures(Part):
         return batch
 
     def _commit(self, batch: Sequence[PendingPage]) -> None:
-        size = sum(new.n_bytes for new in batch)
         try:
             self._commit_batch(batch)
         except PrefixStoreError as error:
@@ -422,5 +383,3 @@ class Captures(Part):
         finally:
             for new in batch:
                 new.release()
-            with self._lock:
-                self._done, self._done_bytes = self._done + len(batch), self._done_bytes + size

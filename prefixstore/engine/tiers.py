@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from queue import Empty
 from typing import Any
 
@@ -30,7 +28,7 @@ from prefixstore.engine.engine import Engine
 from prefixstore.engine.index import Page, Path
 from prefixstore.engine.lookups import Lookups
 from prefixstore.engine.pending import DropReason, PendingPage
-from prefixstore.engine.queue import BATCH_BYTES, Drained
+from prefixstore.engine.queue import BATCH_BYTES
 from prefixstore.engine.source import Keep, Source
 from prefixstore.errors import ClosedError, CorruptError, IncompatibleError, StorageError
 from prefixstore.format.codec import verify
@@ -311,14 +309,11 @@ class TieredEngine(Engine):
     # -- writing ------------------------------------------------------------------------------------------------------
 
     @handed_over
-    def drain(self, pages: int | None = None, n_bytes: int | None = None, seconds: float | None = None) -> Drained:
-        """As `Engine.drain`; without a limit, nothing waits for the far location either."""
-        until = time.monotonic() + seconds if seconds is not None else None
-        drained = super().drain(pages, n_bytes, seconds)
-        if pages is None and n_bytes is None and not self.is_closed:
-            left = None if until is None else max(until - time.monotonic(), 0.0)
-            self._without_far("has not taken all pages queued for it", partial(self.far.drain, seconds=left))
-        return drained
+    def drain(self) -> None:
+        """As `Engine.drain`; nothing waits for the far location either."""
+        super().drain()
+        if not self.is_closed:
+            self._without_far("has not taken all pages queued for it", self.far.drain)
 
     @handed_over
     def sync(self) -> None:

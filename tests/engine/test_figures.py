@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from functools import partial
 
 import numpy as np
-import pytest
 
-from prefixstore import FullError, InvalidParameterError, PrefixStore
-from prefixstore.engine.queue import Drained
+from prefixstore import FullError, PrefixStore
 from prefixstore.format.keys import as_tokens
 from prefixstore.results import Shortage
-from tests.support import PATIENCE
 from tests.support.engines import (
     NS,
     A,
@@ -25,7 +21,6 @@ from tests.support.engines import (
     snapshot_of,
     store_of,
     taken,
-    wait_for,
     writer_of,
 )
 
@@ -38,64 +33,9 @@ def test_what_waits_is_counted_until_it_is_written():
         for new in [*store.pages(A), snapshot_of(store, [*A, 1])]:
             assert writer.captures.submit(new)
         assert writer.engine.captures.pending == (3, 1)
-        with when_it_waits(writer, gate.set):
-            assert writer.drain() == Drained(4, 3 * 1000 + 100, 0)
+        gate.set()
+        writer.drain()
         assert writer.engine.captures.pending == (0, 0)
-        # nothing has waited since
-        assert writer.drain() == Drained(0, 0, 0)
-
-
-def test_a_drain_ends_when_its_limit_is_reached_and_says_what_is_left():
-    """A step is let go when the drain waits for it: before that it may not have counted what was there."""
-    steps = threading.Semaphore(0)
-
-    class Stepped(MemoryPages):
-        def update(self):
-            steps.acquire(timeout=PATIENCE)
-            return super().update()
-
-    with store_of(Stepped()) as store, writer_of(store) as writer:
-        # one after the other: the first is being written while the others come
-        first, second, third = ([n] * P for n in range(3))
-        writer.captures.submit(*store.pages(first))
-        wait_for(lambda: not writer.engine.captures._queue, "the first page is taken")
-        for tokens in (second, third):
-            writer.captures.submit(*store.pages(tokens))
-        assert writer.drain(seconds=0.01) == Drained(0, 0, 3)
-        assert writer.drain(0) == Drained(0, 0, 3)
-        with when_it_waits(writer, partial(steps.release, 1)):
-            assert writer.drain(1) == Drained(1, 1000, 2)
-        # the two that wait are written together
-        with when_it_waits(writer, partial(steps.release, 3)):
-            assert writer.drain(n_bytes=1) == Drained(2, 2000, 0)
-        steps.release(10)
-
-
-@contextmanager
-def when_it_waits(writer, do):
-    """Do something once, as soon as somebody waits for the queue: a drain counts from its beginning."""
-    wake, left = writer.engine.captures._wake, [do]
-    wait = wake.wait
-
-    def waiting(*arguments, **options):
-        # the thread of the queue needs the lock, which is held until the wait begins
-        if threading.current_thread() is not writer.engine.captures._thread and left:
-            left.pop()()
-        return wait(*arguments, **options)
-
-    wake.wait = waiting
-    try:
-        yield
-    finally:
-        del wake.wait
-
-
-@pytest.mark.parametrize(
-    "limits", [{"limit": -1}, {"limit": True}, {"limit": 1.5}, {"max_bytes": "x"}, {"seconds": 0}, {"seconds": "soon"}]
-)
-def test_limits_of_a_drain_that_are_none(limits):
-    with PrefixStore("memory:", namespace="n") as store, pytest.raises(InvalidParameterError, match=next(iter(limits))):
-        store.drain(**limits)
 
 
 # -- what was given up -------------------------------------------------------------------------------------------------
