@@ -1,4 +1,4 @@
-"""Interleaved conversations on one ``Llama``: what a switch costs, and a fork."""
+"""Interleaved conversations on one ``Llama``: what a switch costs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ import llama_cpp
 from llama_cpp import LlamaRAMCache
 
 from benchmarks.common import LIGHT, load, model_path, prompt_tokens, summary
-from benchmarks.tables import met, milliseconds, paragraph, table
+from benchmarks.tables import milliseconds, paragraph, table
 from prefixstore import PrefixStore
 
 ANSWER = 4
-FORK_GOAL = 1e-3
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,6 @@ class Sizes:
         Turns that are measured at most, for each way to serve them.
     n_ctx
         Length of the context.
-    forked, forks
-        Length of a conversation that is forked, and how often it is.
     """
 
     conversations: tuple[int, ...] = (4, 16, 64)
@@ -44,8 +41,6 @@ class Sizes:
     turn: int = 24
     measured: int = 32
     n_ctx: int = 8192
-    forked: int = 4000
-    forks: int = 50
 
 
 FULL = Sizes()
@@ -115,31 +110,16 @@ def _turns(kind: str, llm: llama_cpp.Llama, n: int, sizes: Sizes) -> dict[str, A
     }
 
 
-def _forks(llm: llama_cpp.Llama, sizes: Sizes) -> list[float]:
-    seconds = []
-    with tempfile.TemporaryDirectory() as directory, PrefixStore(directory, llm) as store:
-        sessions = store.sessions(max_sessions=sizes.forks + 1)
-        with sessions.admit("forked") as session:
-            session.eval(prompt_tokens(llm, sizes.forked))
-        store.flush()
-        for i in range(sizes.forks):
-            started = time.perf_counter()
-            sessions.fork("forked", f"fork {i}")
-            seconds.append(time.perf_counter() - started)
-    return seconds
-
-
 def run(sizes: Sizes = FULL) -> dict[str, Any]:
     llm = load(model_path(**LIGHT), n_ctx=sizes.n_ctx)
     turns = {str(n): {way: _turns(kind, llm, n, sizes) for way, kind in WAYS.items()} for n in sizes.conversations}
-    forks = summary(_forks(llm, sizes))
     llm.close()
-    return {"sizes": vars(sizes), "turns": turns, "fork": forks}
+    return {"sizes": vars(sizes), "turns": turns}
 
 
 def section(result: dict[str, Any]) -> list[str]:
     """The figures as Markdown."""
-    sizes, fork = result["sizes"], result["fork"]
+    sizes = result["sizes"]
     rows = [
         [
             n,
@@ -157,10 +137,6 @@ def section(result: dict[str, Any]) -> list[str]:
             switch is `admit`, to the beginning of the block; in parentheses where most conversations came from."""
         ),
         *table(["conversations", *WAYS, "of that, the switch"], rows),
-        *paragraph(
-            f"""A fork of a conversation of {sizes["forked"]:,} tokens: p50 {fork["p50"] * 1e6:.0f} µs, in milliseconds
-            p95 {met(fork["p95"] * 1e3, FORK_GOAL * 1e3, at_most=True)}."""
-        ),
     ]
 
 

@@ -64,10 +64,6 @@ class SessionCounts:
     ----------
     cold, live, store
         Admissions by their source: nothing was reused; what the context held; what was restored from the store.
-    forks
-        Sessions that were forked.
-    tails_copied
-        Tails that a fork, or what it was forked from, has copied by continuing in the middle of a shared page.
     evicted
         Sessions that were evicted: by name, or as the least recently used.
     discarded
@@ -85,8 +81,6 @@ class SessionCounts:
     cold: int
     live: int
     store: int
-    forks: int
-    tails_copied: int
     evicted: int
     discarded: int
     stale_leases: int
@@ -98,8 +92,7 @@ class SessionCounts:
         source = f"{self.live} live, {self.store} restored, {self.cold} cold"
         ends = f"{self.discarded} discarded, {self.evicted} evicted"
         refused = f"{counted(self.timeouts, 'timeout')}, {counted(self.stale_leases, 'stale call')}"
-        there, forks = counted(self.sessions, "session"), counted(self.forks, "fork")
-        return f"{there}; admitted: {source}; {forks}, {ends}, {refused}"
+        return f"{counted(self.sessions, 'session')}; admitted: {source}; {ends}, {refused}"
 
 
 @dataclass(frozen=True)

@@ -303,7 +303,7 @@ def everything():
     """A text with every metric: of a store, of requests and of a location."""
     with store_of(max_entries=10) as store:
         registry = new_registry()
-        counted = SessionCounts(*[1] * 11)
+        counted = SessionCounts(*[1] * 9)
         store.engine.sessions = lambda: lambda: counted
         StoreMetrics(registry, store)
         requests = RequestMetrics(registry)

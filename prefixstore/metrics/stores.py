@@ -184,7 +184,6 @@ METRICS: dict[str, Metric] = {
     "session_admissions": _group(
         "Admissions, by the source of the session's tokens.", "session", "cold", "live", "store"
     )._replace(label="source"),
-    "session_forks": _count("Sessions that were forked.", "session_forks"),
     "session_evictions": _count(
         "Sessions that were forgotten: by name, or as the least recently used.", "session_evicted"
     ),

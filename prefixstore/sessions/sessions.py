@@ -291,19 +291,6 @@ class Sessions:
         self._check_usable()
         self.settle_dropped()
 
-    def fork(self, name: str, new: str) -> None:
-        """Make a second session that holds what an idle one holds. Nothing is copied until one of them continues.
-
-        Raises
-        ------
-        InvalidParameterError
-            If there is no session `name`, or `new` exists already.
-        BusyError
-            If one of them has the ``Llama``.
-        """
-        self._check_names(name, new)
-        self._table.fork(name, new)
-
     def evict(self, name: str) -> bool:
         """Forget an idle session; whether there was one. Its pages stay, as ordinary ones, and so do its live rows.
 
@@ -330,7 +317,7 @@ class Sessions:
         self.settle_dropped()
         count = self._engine.counters
         sources = {name: count[f"session:{name}"] for name in ("cold", "live", "store")}
-        names = ("forks", "tails_copied", "evicted", "discarded", "stale_leases", "timeouts")
+        names = ("evicted", "discarded", "stale_leases", "timeouts")
         others = {name: count[f"session_{name}"] for name in names}
         return SessionCounts(**sources, **others, sessions=len(self._table.entries), waiting=len(self.queue))
 

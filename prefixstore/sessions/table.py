@@ -9,11 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from prefixstore.engine.bookmarks import Bookmark, Unset
 from prefixstore.engine.miss import Guard
-from prefixstore.errors import BusyError, InvalidParameterError
+from prefixstore.errors import BusyError
 from prefixstore.format.keys import NO_TOKENS, PAGE, SNAPSHOT, Tokens, page_key, page_keys
 
 if TYPE_CHECKING:
@@ -31,7 +29,7 @@ class Entry:
     Attributes
     ----------
     tokens
-        What it has evaluated; none of a new or discarded one. Never changed, only replaced: forks share it.
+        What it has evaluated; none of a new or discarded one. Never changed, only replaced.
     keys
         Keys of the pages that hold the tokens.
     generation
@@ -115,13 +113,9 @@ class Table:
     def hold(self, entry: Entry, tokens: Tokens) -> None:
         """Note what a session holds from now on, and save it."""
         with self._hook.guard():
-            keys, n = self._pages_of(tokens), len(entry.tokens)
+            keys = self._pages_of(tokens)
             with self.lock:
-                is_shared = any(each is not entry and each.tokens is entry.tokens for each in self.entries.values())
-                has_tail = n % self._hook.page_tokens and n < len(tokens)
-                if has_tail and is_shared and np.array_equal(entry.tokens, tokens[:n]):
-                    self._engine.counters.count("session_tails_copied")
-                # forks share them, and callers see them
+                # callers see them
                 tokens.setflags(write=False)
                 entry.tokens, entry.keys, entry.set_at = tokens, keys, _now(entry.set_at)
             self._save(entry)
@@ -136,25 +130,6 @@ class Table:
         with self._hook.guard():
             self._save(entry)
 
-    def fork(self, name: str, new: str) -> None:
-        """Add a session with the tokens of another one; see `Sessions.fork`."""
-        # one that only another process, or an earlier one, has saved exists as well
-        self.look_up(name, new)
-        with self.lock:
-            entry, there = (self.entries.get(each) or Entry(each) for each in (name, new))
-            self._check_idle(entry, "fork")
-            self._check_idle(there, "fork")
-            if not len(entry.tokens):
-                raise InvalidParameterError(f"there is no session {name!r} to fork; names() lists the sessions")
-            if len(there.tokens):
-                raise InvalidParameterError(f"session {new!r} already exists; evict it first, or choose another name")
-            fork = Entry(new, entry.tokens, entry.keys, there.generation, _now(there.set_at))
-            evicted = [*self.used(entry), *self.used(fork)]
-        self.forget(evicted)
-        self._engine.counters.count("session_forks")
-        with self._hook.guard():
-            self._save(fork)
-
     def evict(self, name: str | None = None) -> int:
         """Forget a session, by default all that are idle, saved ones too; how many there were."""
         with self.lock:
@@ -165,7 +140,7 @@ class Table:
                 del self.entries[each.name]
             left = set(self.entries)
         self.forget(gone)
-        saved = set(self._saved()) - left if name is None else set(_newer({name: 0}, self._bookmarks()))
+        saved = set(self._saved()) - left if name is None else self._bookmarks().keys() & {name}
         with self._hook.guard():
             for each_name in saved if name is None else {name}:
                 self._engine.captures.set_bookmark(self._namespace, each_name, Unset())
@@ -187,28 +162,28 @@ class Table:
         hidden = empty.keys() - _newer(empty, saved).keys()
         return sorted(held | (set(whole) - hidden))
 
-    def look_up(self, *names: str) -> None:
-        """Note what another process, or an earlier one, has left as the last one of these sessions, or has deleted."""
-        saved = self._bookmarks()
+    def look_up(self, name: str) -> None:
+        """Note what another process, or an earlier one, has left last of this session, or has deleted."""
+        bookmark, tokens = self._bookmarks().get(name), None
         with self.lock:
-            set_at = {name: self.entries[name].set_at if name in self.entries else 0 for name in names}
-        for name, bookmark in _newer(set_at, saved).items():
-            tokens = None
-            with self._looking_up():
-                tokens = self._engine.bookmarks.tokens(self._namespace, bookmark)
-            if tokens is None:
-                continue
-            entry = Entry(name, tokens, self._pages_of(tokens), bookmark.generation, bookmark.set_at)
-            with self.lock:
-                there = self.entries.get(name) or Entry(name)
-                # not if it was set here meanwhile
-                if self._is_leased(there) or there.set_at >= entry.set_at:
-                    continue
-                entry.generation = max(entry.generation, there.generation)
-                evicted = self.used(entry)
-            self.forget(evicted)
-            with self._hook.guard():
-                self._engine.evictor.keep(name, entry.keys)
+            there = self.entries.get(name)
+        if bookmark is None or (there is not None and there.set_at >= bookmark.set_at):
+            return
+        with self._looking_up():
+            tokens = self._engine.bookmarks.tokens(self._namespace, bookmark)
+        if tokens is None:
+            return
+        entry = Entry(name, tokens, self._pages_of(tokens), bookmark.generation, bookmark.set_at)
+        with self.lock:
+            there = self.entries.get(name) or Entry(name)
+            # not if it was set here meanwhile
+            if self._is_leased(there) or there.set_at >= entry.set_at:
+                return
+            entry.generation = max(entry.generation, there.generation)
+            evicted = self.used(entry)
+        self.forget(evicted)
+        with self._hook.guard():
+            self._engine.evictor.keep(name, entry.keys)
 
     def _bookmarks(self) -> Mapping[str, Bookmark]:
         """What is saved. Sessions that were deleted with what they held, as by a purge elsewhere, are dropped here."""

@@ -29,7 +29,6 @@ def test_ctrl_c_at_any_place_of_a_session(arch, models, tmp_path):
 
         def work():
             turn("alice", 0)
-            sessions.fork("alice", f"fork {len(sessions._table.entries)}")
             turn("bob", 1)
             turn("alice", 0)
 

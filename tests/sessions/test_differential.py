@@ -66,10 +66,7 @@ class Conversations:
 
     def step(self):
         name = self.chance.choice(list(self.said))
-        act = self.chance.choices(["turn", "edit", "abort", "break", "fork", "reuse"], [8, 3, 2, 2, 1, 1])[0]
-        if act == "fork":
-            self.fork(name)
-            return
+        act = self.chance.choices(["turn", "edit", "abort", "break", "reuse"], [8, 3, 2, 2, 1])[0]
         said = self.said[name]
         if act == "edit":
             said = said[: self.chance.randint(1, len(said))]
@@ -103,13 +100,6 @@ class Conversations:
         except BrokenError:
             self.n_broken += 1
         return tokens, self.store.stats().tokens_computed - before
-
-    def fork(self, name):
-        new = f"{name}+"
-        if new in self.said or name not in self.sessions:
-            return
-        self.sessions.fork(name, new)
-        self.add(new, self.said[name])
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import threading
 import llama_cpp
 import pytest
 
-from prefixstore import BusyError, InvalidParameterError
+from prefixstore import BusyError
 from tests.sessions.test_sessions import turn
 from tests.support.models import answer, forget, prompt
 from tests.support.trust import Injected, failing
@@ -74,7 +74,7 @@ def test_a_fault_at_any_call_of_llama_cpp_leaves_no_wrong_rows(after, alone, sto
 
 
 @pytest.mark.slow
-def test_threads_have_their_own_conversations_while_others_evict_and_fork(alone, store):
+def test_threads_have_their_own_conversations_while_others_evict(alone, store):
     sessions = store.sessions(max_sessions=12)
     said, failures, is_over = [], [], threading.Event()
 
@@ -94,8 +94,8 @@ def test_threads_have_their_own_conversations_while_others_evict_and_fork(alone,
         chance = random.Random(1)
         while not is_over.wait(0.002):
             name = f"session {chance.randrange(6)}"
-            with contextlib.suppress(BusyError, InvalidParameterError):
-                sessions.evict(name) if chance.random() < 0.5 else sessions.fork(name, f"{name}+")
+            with contextlib.suppress(BusyError):
+                sessions.evict(name)
             sessions.names()
             assert str(store.stats())
 

@@ -10,7 +10,6 @@ import pytest
 
 from prefixstore.engine.delete import Choice
 from prefixstore.engine.keyspace import bookmarks_note
-from prefixstore.errors import InvalidParameterError
 from prefixstore.maintenance.archive import Archive
 from tests.sessions.conftest import OPTIONS
 from tests.support import ROOT
@@ -56,9 +55,7 @@ def test_sessions_go_on_in_another_process_after_a_kill(kind, llama, open_store,
     llm, alone = (llama(arch, **SMALL, **options) for _ in range(2))
     store = open_store(llm)
     sessions = store.sessions()
-    assert {"alice", "bob", "fork"} <= set(sessions.names())
-    sessions.fork("alice", "second fork")
-    held |= {"fork": held["alice"], "second fork": held["alice"]}
+    assert {"alice", "bob"} <= set(sessions.names())
     for i, (name, tokens) in enumerate(held.items()):
         with sessions.admit(name) as session:
             assert session.tokens.tolist() == tokens
@@ -207,7 +204,7 @@ def test_forged_bookmarks_give_no_wrong_tokens(left, llm, open_store):
     assert set(engine.bookmarks.read(namespace)) == {"alice", "bob", "carol"}
 
 
-def test_what_another_process_has_left_later_counts_for_a_fork_and_after_a_discard(llm, llama, open_store):
+def test_what_another_process_has_left_later_counts_and_after_a_discard(llm, llama, open_store):
     other = llama(**SMALL)
     one, two = open_store(llm), open_store(other)
     here, there = one.sessions(), two.sessions()
@@ -215,8 +212,7 @@ def test_what_another_process_has_left_later_counts_for_a_fork_and_after_a_disca
     one.flush()
     later = turn(there, "alice", prompt(70, seed=1))[3]
     two.flush()
-    here.fork("alice", "fork")
-    with here.admit("fork") as session:
+    with here.admit("alice") as session:
         assert session.tokens.tolist() == later
     with pytest.raises(ZeroDivisionError), here.admit("alice"):
         raise ZeroDivisionError
@@ -225,7 +221,5 @@ def test_what_another_process_has_left_later_counts_for_a_fork_and_after_a_disca
     two.flush()
     one.flush()
     assert "alice" in here.names()
-    with pytest.raises(InvalidParameterError, match="'alice' already"):
-        here.fork("fork", "alice")
     with here.admit("alice") as session:
         assert (session.tokens.tolist(), session.generation) == (later, 1)

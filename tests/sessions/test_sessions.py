@@ -1,4 +1,4 @@
-"""What a server does with sessions: admit, continue, fork, evict, fail."""
+"""What a server does with sessions: admit, continue, evict, fail."""
 
 from __future__ import annotations
 
@@ -154,29 +154,6 @@ def test_a_lease_is_not_ended_by_its_own_call(sessions):
     assert "alice" in sessions
 
 
-# -- forks ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_fork_copies_nothing_and_goes_its_own_way(llama, store, sessions):
-    alone = llama(**SMALL)
-    held = turn(sessions, "alice", prompt(100))[4]
-    store.flush()
-    before = store.stats()
-    sessions.fork("alice", "alice-b")
-    sessions.fork("alice-b", "alice-c")
-    store.flush()
-    after = store.stats()
-    assert (after.entries, after.bytes_stored) == (before.entries, before.bytes_stored)
-    assert sessions.names() == ["alice", "alice-b", "alice-c"]
-    for i, name in enumerate(sessions.names()):
-        tokens = held + prompt(12, seed=i)
-        assert turn(sessions, name, tokens)[3] == answer(alone, tokens, 6)
-    counts = sessions.stats()
-    # the third one has the shared tail to itself
-    assert (counts.forks, counts.tails_copied) == (2, 2)
-    assert store.check() == []
-
-
 # -- eviction ---------------------------------------------------------------------------------------------------------
 
 
@@ -308,10 +285,8 @@ def test_a_fault_of_the_store_leaves_no_block(step, llama, store, monkeypatch, c
             with sessions.admit(name) as session:
                 found = session.create_completion(tokens, max_tokens=4, temperature=0)["choices"][0]["text"]
             assert found == answer(alone, tokens, 4)
-        if step != "known":
-            sessions.fork("bob", "dave")
         sessions.names()
-        sessions.evict("dave")
+        sessions.evict("carol")
         sessions.evict_all()
     assert "the completion continues without the store" in caplog.text
     counts = store.engine.counters

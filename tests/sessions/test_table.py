@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from prefixstore import BusyError, InvalidParameterError, PrefixStore, StaleLeaseError
+from prefixstore import BusyError, PrefixStore, StaleLeaseError
 from tests.support.models import TORTURE, forget
 
 MAX = 3
@@ -93,20 +93,6 @@ class Machine(RuleBasedStateMachine):
             session.leave(discard=True)
             with pytest.raises(StaleLeaseError):
                 session.eval([5])
-
-    @rule(name=names, new=names)
-    def fork(self, name, new):
-        busy = self.leased and self.leased.name in (name, new)
-        if busy or not self.held.get(name) or self.held.get(new):
-            with pytest.raises(BusyError if busy else InvalidParameterError):
-                self.sessions.fork(name, new)
-            return
-        self.sessions.fork(name, new)
-        self.held[name] = self.held.pop(name)
-        self.held.pop(new, None)
-        self.held[new] = [*self.held[name]]
-        self.generations.setdefault(new, 0)
-        self.forget(new)
 
     @rule(name=names)
     def evict(self, name):

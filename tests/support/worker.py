@@ -31,7 +31,6 @@ def converse_until_killed(
         with sessions.admit(name) as session:
             session.create_completion(tokens, max_tokens=5, temperature=0)
             held[name] = session.tokens.tolist()
-    sessions.fork(next(iter(turns)), "fork")
     cache.flush()
     print(json.dumps(held), flush=True)
     for i in range(1_000_000):
