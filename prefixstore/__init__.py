@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from prefixstore.engine.budget import Evicted
     from prefixstore.engine.invariants import Violation
     from prefixstore.format.namespace import Namespace
-    from prefixstore.results import LastPrompt, Match, Shortage, Stats
+    from prefixstore.results import LastPrompt, Match, Stats
     from prefixstore.store import PrefixStore
     from prefixstore.warming.job import Progress, WarmReport, warm
     from prefixstore.warming.prompts import Problem
@@ -56,7 +56,6 @@ __all__ = [
     "PrefixStoreError",
     "Problem",
     "Progress",
-    "Shortage",
     "StaleLeaseError",
     "Stats",
     "StorageError",
@@ -80,7 +79,6 @@ _HOMES = {
     "PrefixStore": "store",
     "Problem": "warming.prompts",
     "Progress": "warming.job",
-    "Shortage": "results",
     "Stats": "results",
     "Violation": "engine.invariants",
     "WarmReport": "warming.job",

@@ -279,7 +279,6 @@ class OpenLocation:
         return Stats(
             **counted,
             seconds_saved=count.seconds("saved"),
-            shortage=engine.captures.shortage,
             entries=used.entries,
             bytes_used=used.bytes,
             bytes_stored=stored,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from prefixstore.units import counted, format_bytes, format_seconds
 
-__all__ = ["LastPrompt", "Match", "PromptMeter", "SessionCounts", "Shortage", "Stats", "TierStats"]
+__all__ = ["LastPrompt", "Match", "PromptMeter", "SessionCounts", "Stats", "TierStats"]
 
 
 @dataclass(frozen=True)
@@ -26,34 +26,6 @@ class Match:
     n_tokens: int
     pages: tuple[str, ...]
     bytes: int
-
-
-@dataclass(frozen=True)
-class Shortage:
-    """A captured page that found no space.
-
-    Attributes
-    ----------
-    reason
-        Its name in ``Stats.dropped``: ``"budget"``, ``"quota"``, ``"admission"`` or ``"full"``.
-    pages
-        How many pages were dropped together for this reason.
-    asked_bytes
-        What the last of them would have taken; of ``"full"``, what all of them would.
-    available_bytes
-        What there was for it: free bytes, and those that could have been evicted for it. Of ``"admission"``, only the
-        free ones: what is stored was worth more. Of ``"full"``, what the disk or the file has left, as far as known.
-    """
-
-    reason: str
-    pages: int
-    asked_bytes: int
-    available_bytes: int
-
-    def __str__(self) -> str:
-        asked, available = format_bytes(self.asked_bytes), format_bytes(self.available_bytes)
-        pages = f"{self.pages} page{'s' * (self.pages != 1)}"
-        return f"{pages} dropped ({self.reason}): {asked} asked for, {available} available"
 
 
 @dataclass(frozen=True)
@@ -192,8 +164,6 @@ class Stats:
         was evaluated inside `PrefixStore.bypass`), ``"stepped_back"`` (rewound to where it cannot continue),
         ``"interrupted"``. This ends with the next lookup,
         `PrefixStore.restore` or ``llm.reset()``.
-    shortage
-        What the last page dropped for lack of space needed, and what was available; None if there was none.
     outdated
         Captured pages and snapshots that were given up before they were written, since the context or the store had
         moved on to something newer, by reason: ``"superseded"`` (a longer page has the same tokens), ``"thinned"``
@@ -254,7 +224,6 @@ class Stats:
     pages_captured: int
     snapshots_captured: int
     dropped: dict[str, int]
-    shortage: Shortage | None
     outdated: dict[str, int]
     evictions: int
     expired: int
@@ -317,8 +286,6 @@ class Stats:
             "pages": f"{taken} captured, {gone}, dropped: {_reasons(self.dropped)}",
             "waiting": f"{waiting}, {format_bytes(self.queued_bytes)}, given up as outdated: {_reasons(self.outdated)}",
         }
-        if self.shortage is not None:
-            lines["no space"] = str(self.shortage)
         if self.sessions is not None:
             lines["sessions"] = str(self.sessions)
         lines |= {f"tier {n}": str(tier) for n, tier in enumerate(self.tiers, 1)}

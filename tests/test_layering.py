@@ -148,6 +148,6 @@ def test_nothing_public_appears_or_disappears_unnoticed():
     assert " ".join(prefixstore.__all__) == (
         "BusyError ClosedError ContextError CorruptError Evicted Explanation FullError IncompatibleError "
         "InvalidParameterError KeyProvider LastPrompt LocationError Match MissingExtraError MisuseError Namespace "
-        "NotAttachedError PrefixStore PrefixStoreError Problem Progress Shortage StaleLeaseError Stats StorageError "
+        "NotAttachedError PrefixStore PrefixStoreError Problem Progress StaleLeaseError Stats StorageError "
         "UnavailableError UndecryptableError Violation WarmReport load warm"
     )

@@ -28,7 +28,7 @@ def test_the_documentation_of_stats_names_every_reason_for_a_dropped_page():
     counted = set(re.findall(r'"dropped:(\w+)"', source)) | {
         reason.value for reason in (*DropReason, *Missing, *Unknown)
     }
-    text = (Stats.__doc__ or "").split("    dropped\n")[1].split("    shortage\n")[0]
+    text = (Stats.__doc__ or "").split("    dropped\n")[1].split("    outdated\n")[0]
     assert set(re.findall(r'``"(\w+)"``', text)) == counted
 
 

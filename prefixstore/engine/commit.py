@@ -31,7 +31,6 @@ from prefixstore.errors import FullError, IncompatibleError, StorageError
 from prefixstore.format.autocodec import Encoder
 from prefixstore.format.codec import CODECS
 from prefixstore.format.record import Record, Usage, time_of_use
-from prefixstore.results import Shortage
 
 __all__ = ["Batch", "Committer"]
 
@@ -74,13 +73,6 @@ class Batch:
             if reason is not None:
                 reasons[new.page.key] = reason
                 self.refused.append((new, reason))
-
-    def shortage(self) -> Shortage | None:
-        """What the last of the refused pages asked for, and what there was; None if none was refused for its size."""
-        for new, reason in reversed(self.refused):
-            if reason in (DropReason.BUDGET, DropReason.QUOTA, DropReason.ADMISSION):
-                return self._space.shortage(new, reason, sum(other is reason for _, other in self.refused))
-        return None
 
     def _hindrance(self, new: PendingPage) -> DropReason | None:
         """Why a page cannot be written, whatever space there is: nothing is evicted for it then."""
@@ -201,11 +193,6 @@ class Committer(Part):
     ----------
     housekeeping
         Whether to delete damaged, thinned and expired pages as well, and to record uses.
-
-    Attributes
-    ----------
-    shortage
-        The last time that a page found no space.
     """
 
     def __init__(
@@ -221,7 +208,6 @@ class Committer(Part):
         housekeeping: bool,
     ) -> None:
         super().__init__(shared)
-        self.shortage: Shortage | None = None
         self._deleter = deleter
         self._evictor = evictor
         self._encode = encode
@@ -274,8 +260,7 @@ class Committer(Part):
                 with suppress(FullError):
                     self._evictor.respect_budget()
             return self._write_with_space(waiting)
-        except FullError as error:
-            self.shortage = Shortage(DropReason.FULL.value, len(batch), error.asked or 0, error.available or 0)
+        except FullError:
             catalog.give_up(batch, DropReason.FULL)
             raise
         except StorageError:
@@ -335,13 +320,9 @@ class Committer(Part):
     def _write(self, packed: Sequence[PendingPage]) -> list[PendingPage]:
         catalog = self._catalog
         deferred, n_damaged = Deferred(), 0
-        shortage: Shortage | None = None
 
         def committed() -> None:
             catalog.committed(batch.written, deferred)
-            if shortage is not None:
-                self.shortage = shortage
-                log.info("%s", shortage)
             # children first: with a page, those that depend on it are given up
             for new, reason in reversed(batch.refused):
                 catalog.give_up([new], reason)
@@ -359,7 +340,6 @@ class Committer(Part):
             # Write the pages, parents first, making space for each.
             batch = Batch(transaction, space, self._evictor, self._deleter)
             batch.write(packed)
-            shortage = batch.shortage()
             # And their uses.
             _write_uses(transaction, {key: n for key, n in deferred.uses.items() if key in fresh})
             # Take out pages that were given up meanwhile: their parents may have been evicted for the next one.

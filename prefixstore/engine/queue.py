@@ -21,7 +21,6 @@ from prefixstore.engine.pending import DropReason, PendingPage
 from prefixstore.engine.snapshot_policy import too_many
 from prefixstore.errors import PrefixStoreError, UnavailableError
 from prefixstore.format.keys import Tokens
-from prefixstore.results import Shortage
 
 if TYPE_CHECKING:
     from prefixstore.engine.tiers import FarEngine
@@ -201,11 +200,6 @@ class Captures(Part):
             self.nudge()
         else:
             self._commit([])
-
-    @property
-    def shortage(self) -> Shortage | None:
-        """The last time that a captured page found no space; None if all have."""
-        return self._committer.shortage
 
     @property
     def pending(self) -> tuple[int, int]:

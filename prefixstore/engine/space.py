@@ -26,7 +26,6 @@ from prefixstore.engine.policy import Leaves, Ranks
 from prefixstore.errors import FullError, StorageError
 from prefixstore.format.namespace import salt_in
 from prefixstore.format.record import Usage, head_of, time_of_use
-from prefixstore.results import Shortage
 
 __all__ = ["PAGES_AT_ONCE", "Evictor", "Space"]
 
@@ -310,20 +309,6 @@ class Space:
                 return False
             self._take(victim, ALL)
         return True
-
-    def shortage(self, new: PendingPage, reason: DropReason, n_pages: int) -> Shortage:
-        """How much space a page needed that was refused for this reason, and how much there was.
-
-        Available is what is free, and what eviction could free; of a page that was not admitted, only what is free.
-        """
-        transaction, asked = self._transaction, len(new.payload)
-        if reason is DropReason.QUOTA:
-            available = min(group.quota - group.held(transaction).pinned_bytes for group in self._groups(new))
-        else:
-            asked = self._need(new).cost
-            kept = _least_of(transaction) if reason is DropReason.BUDGET else transaction.used
-            available = self._budget.max_bytes - kept.bytes
-        return Shortage(reason.value, n_pages, asked, max(available, 0))
 
     # -- limits -------------------------------------------------------------------------------------------------------
 

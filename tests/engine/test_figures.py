@@ -8,10 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from prefixstore import FullError, PrefixStore
-from prefixstore.format.keys import as_tokens
-from prefixstore.results import Shortage
 from tests.support.engines import (
-    NS,
     A,
     B,
     MemoryPages,
@@ -20,7 +17,6 @@ from tests.support.engines import (
     gated,
     snapshot_of,
     store_of,
-    taken,
     writer_of,
 )
 
@@ -98,19 +94,5 @@ def test_stats_have_the_pool():
         empty = store.stats()
         assert (empty.capacity_bytes, empty.capacity_entries) == (10_000, 4)
         assert (empty.free_bytes, empty.utilization, empty.peak_bytes) == (10_000, 0.0, 0)
-        assert (empty.pending_pages, empty.pending_snapshots, empty.outdated, empty.shortage) == (0, 0, {}, None)
+        assert (empty.pending_pages, empty.pending_snapshots, empty.outdated) == (0, 0, {})
         assert "9.8 KiB of 9.8 KiB free, 0% in use" in str(empty)
-
-
-# -- what found no space -----------------------------------------------------------------------------------------------
-
-
-def test_a_page_that_finds_no_space_says_what_it_asked_for_and_what_there_was():
-    with store_of(max_bytes=4 * entry()) as store:
-        store.put(A)
-        assert store.engine.captures.shortage is None
-        store.engine.upkeep.pin(NS, as_tokens(A), P, pinned=True)
-        store.put(B[:P], 5000)
-        # three are pinned: one page is left
-        assert store.engine.captures.shortage == Shortage("budget", 1, entry(size=5000), 4 * entry() - 3 * taken())
-        assert str(store.engine.captures.shortage) == "1 page dropped (budget): 6.0 KiB asked for, 2.1 KiB available"
