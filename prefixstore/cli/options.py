@@ -106,7 +106,7 @@ HELP = {
     "serve.namespace": ("NAME", "A name for its model and all settings, if they cannot be read; with --server."),
     "api_key": ("KEY", f"Key of the server; by default {SERVER_KEYS[0]} in the environment."),
     "serve.api_key": ("KEY", f"A key of the server, to save and restore; by default {SERVER_KEYS[0]}; with --server."),
-    "admin_key": ("KEY", "The key for /prefixstore/status, the report and /metrics."),
+    "admin_key": ("KEY", "The key for /prefixstore/status and /metrics."),
     "salt_from": ("api-key|header:NAME", "Separate tenants by their API key or a header."),
     "max_body": ("SIZE", "Size limit of a request."),
     "max_bodies": ("SIZE", "Size limit of all requests together; by default 16 times --max-body."),

@@ -1,4 +1,4 @@
-"""A report: its content as JSON, and the page, a self-contained file or a shell that asks a server for its content.
+"""A report: its content as JSON, and the page, a self-contained file.
 
 Runs are compact columns instead of one object for each.
 """
@@ -30,7 +30,7 @@ from prefixstore.report.labels import Words, labels_of, visible
 from prefixstore.report.runs import MOST_RUNS, USES, Column, limited, runs_of
 from prefixstore.stats import DAY
 
-__all__ = ["BEGIN", "Content", "content_of", "html_of", "live_html"]
+__all__ = ["BEGIN", "Content", "content_of", "html_of"]
 
 Content: TypeAlias = dict[str, Any]
 
@@ -55,7 +55,6 @@ def content_of(
     *,
     words: Words | None = None,
     is_of: Callable[[str], bool] = lambda _: True,
-    with_tokens: bool = True,
     max_bytes: int | None = None,
     most_runs: int = MOST_RUNS,
     clock: Callable[[], int] = time.time_ns,
@@ -63,8 +62,8 @@ def content_of(
     """What a report says of a location; `location` is its URL, without passwords.
 
     Without `words` runs are labelled with token ids, and so are, if the location has several models, those of which
-    `is_of` says, by their digests, that the words are not theirs. Without `with_tokens` nothing of the prompts is in
-    the report. More than `most_runs` are not shown one by one. The clock counts nanoseconds since the epoch.
+    `is_of` says, by their digests, that the words are not theirs. More than `most_runs` are not shown one by one. The
+    clock counts nanoseconds since the epoch.
     """
     now = clock()
     found = read_facts(view, now)
@@ -72,18 +71,16 @@ def content_of(
     held = sorted(holdings_of(view, facts), key=lambda one: one.key)
     spaces, total = [one.key for one in held], in_all(held)
     runs = limited(runs_of(facts, spaces, now)[0], most_runs)
-    labels, shared = [""] * len(runs), [0] * len(runs)
-    if with_tokens:
-        models = [str(one.settings.get("model") or "") for one in held]
-        known = {model: len({*models} - {""}) < 2 or not model or is_of(model) for model in {*models}}
-        labels, shared = labels_of(view, facts, runs, [words if known[model] else None for model in models])
+    models = [str(one.settings.get("model") or "") for one in held]
+    known = {model: len({*models} - {""}) < 2 or not model or is_of(model) for model in {*models}}
+    labels, shared = labels_of(view, facts, runs, [words if known[model] else None for model in models])
     history = History.of(view.note(NOTE))
     used = view.used
     keys = "".join(bytes(facts["key"][head]).hex()[:DIGITS] if head >= 0 else " " * DIGITS for head in runs["head"])
     return {
         "location": visible(location),
         "made": now // 10**9,
-        "labels": "none" if not with_tokens else "text" if words is not None else "tokens",
+        "labels": "text" if words is not None else "tokens",
         "policy": visible(noted_policy(view) or ""),
         "used_bytes": used.bytes,
         "max_bytes": max_bytes if max_bytes is not None else history.max_bytes,
@@ -186,19 +183,11 @@ def html_of(content: Content) -> str:
     data = json.dumps(content, separators=(",", ":"), allow_nan=False)
     for character, escaped in ESCAPED.items():
         data = data.replace(character, escaped)
-    return _filled(f"prefixstore: {content['location']}", data, "'none'")
-
-
-def live_html() -> str:
-    """The page without content, which it asks the server for, from ``report.json`` beside it."""
-    return _filled("prefixstore", "", "'self'")
-
-
-def _filled(title: str, data: str, connect: str) -> str:
     frame, style, script = _parts()
     policy = (
-        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
-        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; connect-src 'none'; "
+        "base-uri 'none'; form-action 'none'"
     )
+    title = html.escape(f"prefixstore: {content['location']}")
     # in one pass: what is filled in is not searched
-    return Template(frame).substitute(title=html.escape(title), policy=policy, style=style, data=data, script=script)
+    return Template(frame).substitute(title=title, policy=policy, style=style, data=data, script=script)

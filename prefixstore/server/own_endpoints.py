@@ -1,19 +1,15 @@
-"""The proxy's own endpoints: health, status, metrics, and the report, which the Python server has, too."""
+"""The proxy's own endpoints: health, status, and metrics."""
 
 from __future__ import annotations
 
 import asyncio
-import gzip
 import hmac
 import json
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from prefixstore.engine.engine import Engine
-from prefixstore.errors import ClosedError, PrefixStoreError, UnavailableError
-from prefixstore.report.content import content_of, live_html
+from prefixstore.errors import ClosedError
 from prefixstore.server.exchange import Exchange
 from prefixstore.server.refusals import RefusedError
 from prefixstore.server.session import ServerSession
@@ -21,35 +17,20 @@ from prefixstore.server.slots import SlotStore
 from prefixstore.server.tenants import Admission, api_key_of
 from prefixstore.server.upstream import UpstreamError
 
-__all__ = ["CONTENT", "HEADERS", "HTML", "JSON", "PAGE", "LiveReport", "OwnEndpoints"]
+__all__ = ["OwnEndpoints"]
 
 HEALTH, STATUS, METRICS = "/prefixstore/health", "/prefixstore/status", "/metrics"
 JSON = "application/json; charset=utf-8"
-PAGE = "/prefixstore/"
-CONTENT = "/prefixstore/report.json"
-HTML = "text/html; charset=utf-8"
-# It is made again after that, or after so many times as long as it took: who reloads the page often must not keep the
-# process busy.
-SECONDS, TIMES = 5.0, 10.0
-MOST_RUNS = 50_000
-HEADERS = {
-    "cache-control": "no-store",
-    "content-security-policy": "frame-ancestors 'none'",
-    "referrer-policy": "no-referrer",
-    "x-content-type-options": "nosniff",
-    "x-frame-options": "DENY",
-}
 
 
 class OwnEndpoints:
     """The endpoints that the proxy answers itself.
 
-    All need what the server asks of its clients, but ``/prefixstore/health`` and ``/prefixstore/``, a page without
-    content that asks for the key. With `admin_key`, that is needed instead. Without one they are off if tenants are
-    `separated`, since they show data of all of them.
+    All need what the server asks of its clients, but ``/prefixstore/health``. With `admin_key`, that is needed instead.
+    Without one they are off if tenants are `separated`, since they show data of all of them.
     """
 
-    paths = frozenset({HEALTH, STATUS, METRICS, PAGE, PAGE.rstrip("/"), CONTENT})
+    paths = frozenset({HEALTH, STATUS, METRICS})
 
     def __init__(
         self,
@@ -62,7 +43,6 @@ class OwnEndpoints:
     ) -> None:
         self._session, self._admission, self._render = session, admission, render
         self._admin_key, self._separated = admin_key, separated
-        self._report = LiveReport(self._source)
 
     async def answer(self, exchange: Exchange) -> None:
         """Answer a request to one of `paths`."""
@@ -72,17 +52,10 @@ class OwnEndpoints:
             is_ready = self._session.is_ready
             text = {"status": "ok" if is_ready else "starting"}
             exchange.answer(200 if is_ready else 503, json.dumps(text).encode(), JSON)
-        elif exchange.path == PAGE:
-            exchange.answer(200, live_html().encode(), HTML, **HEADERS)
-        elif exchange.path == PAGE.rstrip("/"):
-            # relative, for those who have put it below a path of their own
-            exchange.answer(308, b"", "text/plain", location="prefixstore/")
         else:
             await self._check_key(exchange)
             if exchange.path == STATUS:
                 exchange.answer(200, json.dumps(await self._status()).encode(), JSON, cache_control="no-store")
-            elif exchange.path == CONTENT:
-                await self._content(exchange)
             else:
                 await self._metrics(exchange)
 
@@ -97,30 +70,6 @@ class OwnEndpoints:
         # clients that the server lets in may read these
         elif (reply := await self._admission.refusal(exchange.headers)) is not None:
             raise RefusedError("the server refuses the API key", reply.status)
-
-    async def _content(self, exchange: Exchange) -> None:
-        """What the report shows."""
-        accepted, with_tokens = exchange.headers.get("accept-encoding", ""), await self._is_protected()
-        try:
-            content, headers = await self._report.content(accepted=accepted, with_tokens=with_tokens)
-        except PrefixStoreError as error:
-            raise RefusedError(f"the store cannot be read: {error}", 503) from error
-        exchange.answer(200, content, JSON, **headers)
-
-    def _source(self) -> tuple[Engine, str]:
-        store = self._session.store
-        if store is None:
-            raise UnavailableError(f"it is not open: {self._session.reason or 'the server is starting'}")
-        return store.engine, store.store.location
-
-    async def _is_protected(self) -> bool:
-        """Whether a key is needed to get here. If not, the contents of prompts are not shown."""
-        if self._admin_key is not None:
-            return True
-        try:
-            return await self._admission.refusal({}) is not None
-        except UpstreamError:
-            return False
 
     async def _metrics(self, exchange: Exchange) -> None:
         # in a thread, as the location is asked: other requests go on while it does not answer
@@ -178,45 +127,3 @@ def _told(store: SlotStore) -> dict[str, Any] | None:
         }
     except ClosedError:
         return None
-
-
-class LiveReport:
-    """Generates the content, once for all who ask at the same time, and not too often.
-
-    `source` names the engine of the store, and its location, or raises `PrefixStoreError`.
-    """
-
-    def __init__(self, source: Callable[[], tuple[Engine, str]]) -> None:
-        self._source = source
-        # the last one, with token ids and without; who asks while it is made waits for it
-        self._made: dict[bool, asyncio.Future[tuple[bytes, float]]] = {}
-
-    async def content(self, *, accepted: str, with_tokens: bool) -> tuple[bytes, dict[str, str]]:
-        """The content of the page, and its headers; `with_tokens` if the client may have token ids of prompts.
-
-        Raises
-        ------
-        PrefixStoreError
-            If the store cannot be read.
-        """
-        making = self._made.get(with_tokens)
-        if making is None or (making.done() and (making.exception() or time.monotonic() >= making.result()[1])):
-            making = asyncio.ensure_future(asyncio.to_thread(self._read, with_tokens=with_tokens))
-            # an error is for those who wait, if any still do
-            making.add_done_callback(lambda made: made.cancelled() or made.exception())
-            self._made[with_tokens] = making
-        # it goes on if this client goes away
-        packed, _ = await asyncio.shield(making)
-        if "gzip" in accepted:
-            return packed, HEADERS | {"content-encoding": "gzip"}
-        return gzip.decompress(packed), HEADERS
-
-    def _read(self, *, with_tokens: bool) -> tuple[bytes, float]:
-        """A report, packed by gzip, and until when it is new."""
-        began, (engine, location) = time.monotonic(), self._source()
-        budget = engine.budget.max_bytes
-        with engine.view() as view:
-            content = content_of(view, location, with_tokens=with_tokens, max_bytes=budget, most_runs=MOST_RUNS)
-        packed = gzip.compress(json.dumps(content, separators=(",", ":")).encode(), 5)
-        ended = time.monotonic()
-        return packed, ended + max(SECONDS, TIMES * (ended - began))

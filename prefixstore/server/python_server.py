@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvicorn
-from fastapi import Depends, FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi import Depends, FastAPI, Response
 from llama_cpp.server import app as stock
 from llama_cpp.server.cli import add_args_from_model, parse_model_from_args
 from llama_cpp.server.settings import ConfigFileSettings, ModelSettings, ServerSettings, Settings
@@ -39,10 +38,8 @@ from prefixstore.errors import (
 )
 from prefixstore.metrics import RequestMetrics, StoreMetrics, new_registry, render
 from prefixstore.opening import Locations
-from prefixstore.report.content import live_html
 from prefixstore.server.completions import CachedTokens, StoreProxy
 from prefixstore.server.listener import bound, stopped_by_signals
-from prefixstore.server.own_endpoints import CONTENT, HEADERS, HTML, JSON, PAGE, LiveReport
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -146,7 +143,6 @@ def create_app(
     (proxy,) = proxies
     if registry is not None:
         _add_metrics(app, proxy, registry)
-    _add_report(app, proxy)
     app.add_middleware(CachedTokens)
     app.state.prefixstore = proxy.store
     inner: Any = app.router.lifespan_context
@@ -178,30 +174,6 @@ def _add_metrics(app: FastAPI, proxy: StoreProxy, registry: CollectorRegistry) -
         return Response(body, headers={"content-type": kind})
 
     app.add_api_route("/metrics", metrics, dependencies=[Depends(stock.authenticate)], tags=[stock.extras_tag])
-
-
-def _add_report(app: FastAPI, proxy: StoreProxy) -> None:
-    """Serve the report: an empty page for anybody, and its content with the server's own key."""
-    live = LiveReport(lambda: (proxy.store.engine, proxy.store.location))
-
-    def page() -> Response:
-        return Response(live_html(), media_type=HTML, headers=HEADERS)
-
-    async def content(request: Request) -> Response:
-        settings = next(stock.get_server_settings())
-        # without a key, the contents of prompts are not shown
-        protected = settings is not None and settings.api_key is not None
-        try:
-            body, headers = await live.content(
-                accepted=request.headers.get("accept-encoding", ""), with_tokens=protected
-            )
-        except PrefixStoreError as error:
-            problem = {"message": f"the store cannot be read: {error}", "type": "unavailable_error", "code": 503}
-            return JSONResponse({"error": problem}, 503)
-        return Response(body, media_type=JSON, headers=headers)
-
-    app.add_api_route(PAGE, page, tags=[stock.extras_tag])
-    app.add_api_route(CONTENT, content, dependencies=[Depends(stock.authenticate)], tags=[stock.extras_tag])
 
 
 def _close(proxy: StoreProxy) -> None:

@@ -90,9 +90,6 @@ def test_labels_begin_where_siblings_part_even_in_the_middle_of_a_page_or_a_word
     fill(backend, small("mine", model="b"), ([1, 2],))
     both = report(backend, words=words, is_of="b".__eq__)
     assert sorted(set(both["runs"]["labels"]) - set(labels)) == ["1 2", "Tell me"]
-    hidden = report(backend, with_tokens=False)
-    assert set(hidden["runs"]["labels"]) == {""}
-    assert hidden["labels"] == "none"
 
 
 def test_pages_that_lost_their_parent_or_cannot_be_read_do_no_harm(monkeypatch):

@@ -2,7 +2,7 @@
 
 const ROW = 27, GAP = 1, MOST_ROWS = 32, FEWEST_ROWS = 6, SMALLEST = 1.2;
 
-function makeIcicle(canvas, tree, listener, signal) {
+function makeIcicle(canvas, tree, listener) {
   const still = matchMedia("(prefers-reduced-motion: reduce)");
   const state = {
     root: 0, selected: 0, hover: -1, from: 0, to: 1, width: "tokens", colour: "uses", matches: null, boxes: [], rests: [], frame: 0,
@@ -167,8 +167,7 @@ function makeIcicle(canvas, tree, listener, signal) {
 
   // -- mouse, pen and touch --------------------------------------------------------------------------------------------
 
-  // until the page shows another report
-  const on = (target, name, work, options = {}) => target.addEventListener(name, work, { signal, ...options });
+  const on = (target, name, work, options = {}) => target.addEventListener(name, work, options);
   on(canvas, "pointerdown", (event) => { drag = { x: event.clientX, from: state.from, to: state.to, moved: false }; });
   on(window, "pointerup", () => { setTimeout(() => { drag = null; }); });
   on(window, "pointercancel", () => { drag = null; });
@@ -238,9 +237,7 @@ function makeIcicle(canvas, tree, listener, signal) {
     event.preventDefault();
   });
 
-  const observer = new ResizeObserver(request);
-  observer.observe(canvas);
-  on(signal, "abort", () => { observer.disconnect(); cancelAnimationFrame(state.frame); cancelAnimationFrame(state.motion); });
+  new ResizeObserver(request).observe(canvas);
   const icicle = {
     state, zoom, select, widen, draw,
     width(name) { state.width = name; layOut(tree, name); show(tree.x[state.root], tree.x[state.root] + tree.w[state.root], false); },

@@ -65,10 +65,8 @@ function open(content) {
     },
     cleared() { find("search").value = ""; searched(); },
   };
-  const before = shown && keyOf(shown.tree, shown.icicle.state.root), end = new AbortController();
-  if (shown) shown.end.abort();
-  const icicle = makeIcicle(find("tree"), tree, listener, end.signal);
-  shown = { tree, icicle, end };
+  const icicle = makeIcicle(find("tree"), tree, listener);
+  shown = { icicle };
 
   function searched() {
     const text = find("search").value.trim();
@@ -106,14 +104,12 @@ function open(content) {
   legend("uses");
   find("report").hidden = false;
   find("panels").replaceChildren(hitPanel(content), sizePanel(tree), stalePanel(tree, icicle), reusePanel(content), agePanel(content));
-  const notes = { none: "Labels are positions: nothing of the prompts is in this page.", tokens: "Labels are token ids, from where a branch differs from the others.", text: "Labels are the text from where a branch differs from the others." };
+  const notes = { tokens: "Labels are token ids, from where a branch differs from the others.", text: "Labels are the text from where a branch differs from the others." };
   find("footer").textContent = [notes[content.labels], content.unreadable ? `${plural(content.unreadable, "page")} could not be read; prefixstore check tells why.` : ""].filter(Boolean).join(" ");
   say(content.pages ? "" : "Nothing is stored yet.");
   listener.zoomed(0);
   listener.selected(0);
   icicle.draw();
-  // where it was before it was read again
-  for (let i = 1; before && i < tree.n; i++) if (keyOf(tree, i) === before) { icicle.zoom(i); break; }
 }
 
 function say(text) { find("message").textContent = text; find("message").hidden = !text; }
@@ -123,36 +119,4 @@ addEventListener("keydown", (event) => {
   if (event.key === "/" && !isTyping && !event.ctrlKey && !event.metaKey) { find("search").focus(); event.preventDefault(); }
 });
 
-// -- from the file, or from the server ---------------------------------------------------------------------------------
-
-let key = "";
-
-function reasonOf(answer) { return answer.json().then((body) => body.error?.message || "").catch(() => ""); }
-
-async function ask() {
-  say("Reading the store …");
-  try {
-    const answer = await fetch("report.json", { headers: key ? { authorization: `Bearer ${key}` } : {}, cache: "no-store", credentials: "same-origin" });
-    if (answer.status === 401 || answer.status === 403) {
-      say("");
-      const reason = await reasonOf(answer);
-      find("refused").textContent = key || answer.status === 403 ? reason || "The server refuses the key." : "";
-      find("ask").hidden = false;
-      find("key").focus();
-      return;
-    }
-    if (!answer.ok) throw new Error(await reasonOf(answer) || `the server answers ${answer.status}`);
-    const content = await answer.json();
-    find("ask").hidden = true;
-    open(content);
-  } catch (error) { say(`The store cannot be shown: ${error.message}`); }
-}
-
-const given = find("data").textContent;
-if (given) open(JSON.parse(given));
-else {
-  find("refresh").hidden = false;
-  find("refresh").addEventListener("click", ask);
-  find("ask").addEventListener("submit", (event) => { event.preventDefault(); key = find("key").value; ask(); });
-  ask();
-}
+open(JSON.parse(find("data").textContent));
