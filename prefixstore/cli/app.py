@@ -59,7 +59,7 @@ COMMANDS = {
 }
 GROUPS = {
     "slots": {
-        "status": ("slots", "Show what the slots of a server hold, and the memory of its process."),
+        "status": ("slots", "Show what the slots of a server hold."),
         "save": ("slots", "Store the contents of slots that the store does not have yet."),
         "restore": ("slots", "Give a slot the longest stored prefix of a prompt."),
         "erase": ("slots", "Empty a slot of the server."),

@@ -101,7 +101,6 @@ HELP = {
     "llama_server": ("FILE", "The llama-server to start; by default the one on the PATH."),
     "slots_dir": ("DIR", "The server's --slot-save-path."),
     "serve.slots_dir": ("DIR", "Its --slot-save-path; with --server."),
-    "status.slots_dir": ("DIR", "Its --slot-save-path: also shows bytes, which saves a slot."),
     "slots.namespace": ("NAME", "A name for the model and settings of a server whose process cannot be read."),
     "serve.namespace": ("NAME", "A name for its model and all settings, if they cannot be read; with --server."),
     "api_key": ("KEY", f"Key of the server; by default {SERVER_KEYS[0]} in the environment."),

@@ -24,40 +24,29 @@ from prefixstore.cli.files import chat_in, text_in
 __all__ = ["erase", "restore", "save", "status"]
 
 COLUMNS = {"slot>": "id", "state": "state", "tokens>": "n_tokens", "context>": "n_ctx", "used>": "used"}
-COLUMNS |= {"bytes>": "n_bytes"}
 
 
 def status(
     *,
     server: str,
-    slots_dir: Path | None = None,
-    namespace: str | None = None,
     api_key: str | None = None,
     timeout: float = 10.0,
 ) -> Result:
-    """Show what the slots of a server hold, and the memory of its process.
-
-    The bytes per token are measured from a slot's file: with --slots-dir, an idle slot is saved, and the file is
-    deleted. All slots wait meanwhile, so do not run this every few seconds.
+    """Show what the slots of a server hold.
 
     Example: prefixstore slots status --server http://127.0.0.1:8080
     """
     with _client(server, api_key, timeout) as client:
-        if slots_dir is not None and any(slot.n_tokens for slot in client.slots()):
-            with _opened("memory:", client, slots_dir, namespace):
-                pass  # the bytes of a token are known then
-        props, found, process = client.props(), client.slots(), client.process()
+        props, found = client.props(), client.slots()
     data = {
         "build": props.build,
         "model": props.model_path,
         "is_sleeping": props.is_sleeping,
         "slots": [asdict(slot) | {"capacity": slot.capacity} for slot in found],
-        "process": process,
     }
 
     def show() -> None:
-        memory = format_bytes(process["resident"]) if process is not None else "not known"
-        fields({"model": props.model_path, "llama.cpp": props.build, "memory": memory})
+        fields({"model": props.model_path, "llama.cpp": props.build})
         listed(COLUMNS, (asdict(slot) | {"used": format_share(slot.capacity)} for slot in found))
 
     return Result(data, show)

@@ -23,7 +23,7 @@ from prefixstore.errors import (
     ServerTooOldError,
     ServerUnreachableError,
 )
-from prefixstore.server.find_process import listening_process, memory_of
+from prefixstore.server.find_process import listening_process
 from prefixstore.units import shown
 
 if TYPE_CHECKING:
@@ -82,8 +82,6 @@ class Slot:
         Tokens that it holds; None if the server does not say: before the first request, and after a restore.
     n_ctx
         Tokens that fit into it.
-    n_bytes
-        Bytes of state that its tokens take, if the bytes of a token are known; see `LlamaServer.bytes_per_token`.
     is_drafting
         Whether tokens are drafted for it: by another model, by layers of its own, or from its prompt.
     """
@@ -92,7 +90,6 @@ class Slot:
     state: str
     n_tokens: int | None
     n_ctx: int
-    n_bytes: int | None = None
     is_drafting: bool = False
 
     @property
@@ -131,8 +128,6 @@ class LlamaServer:
     ----------
     url
         As given, without a slash at the end.
-    bytes_per_token
-        Bytes of state a token, once a slot was saved (see `SlotStore`); None before.
     is_drafting
         Whether tokens are drafted for its slots, as `slots` has said last; True until it has.
 
@@ -159,7 +154,6 @@ class LlamaServer:
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
             raise InvalidParameterError(f"timeout={shown(timeout)} must be a number of seconds above 0")
         self.url = url.rstrip("/")
-        self.bytes_per_token: int | None = None
         self.is_drafting = True
         self._host, self._port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
         # proxies of the environment are for other hosts, and would see the prompts: none is used
@@ -227,11 +221,6 @@ class LlamaServer:
     def pid(self) -> int | None:
         """Its process, if that is on this machine and can be found."""
         return listening_process(self._port) if self._host in LOCAL_HOSTS else None
-
-    def process(self) -> dict[str, int] | None:
-        """The memory of its process, if it is on this machine and can be read; see `memory_of`."""
-        pid = self.pid
-        return memory_of(pid) if pid is not None else None
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
@@ -303,14 +292,11 @@ class LlamaServer:
 
     def _slot(self, answer: Any) -> Slot:
         n_tokens = answer.get("n_prompt_tokens")
-        n_tokens = None if n_tokens is None else int(n_tokens)
-        per_token = self.bytes_per_token
         return Slot(
             int(answer["id"]),
             "processing" if answer["is_processing"] else "idle",
-            n_tokens,
+            None if n_tokens is None else int(n_tokens),
             int(answer["n_ctx"]),
-            None if n_tokens is None or per_token is None else n_tokens * per_token,
             bool(answer.get("speculative")),
         )
 

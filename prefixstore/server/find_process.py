@@ -1,9 +1,8 @@
-"""The process of a server on this machine: found by its port, its arguments, its memory. Linux; nothing elsewhere."""
+"""The process of a server on this machine: found by its port, its arguments. Linux; nothing elsewhere."""
 
 from __future__ import annotations
 
 import os
-import re
 import socket
 import struct
 import time
@@ -14,7 +13,6 @@ from pathlib import Path
 __all__ = [
     "RunningProcess",
     "listening_process",
-    "memory_of",
     "process_at",
     "running_process",
     "start_ticks",
@@ -50,22 +48,6 @@ class RunningProcess:
         except (OSError, ValueError):  # ValueError: a working directory "(unreachable)/…", outside of its mounts
             return None
         return seen
-
-
-def memory_of(pid: int) -> dict[str, int] | None:
-    """Bytes of a process; None if they cannot be read.
-
-    ``"resident"`` are those in memory, ``"proportional"`` the same with shared ones divided by the number of processes,
-    ``"private"`` those that no other process has, ``"swapped"`` those in swap space.
-    """
-    try:
-        text = (PROC / str(pid) / "smaps_rollup").read_text()
-    except OSError:
-        return None
-    sizes = {name: int(size) << 10 for name, size in re.findall(r"^(\w+): +(\d+) kB$", text, re.MULTILINE)}
-    private = sizes.get("Private_Clean", 0) + sizes.get("Private_Dirty", 0)
-    names = {"resident": "Rss", "proportional": "Pss", "swapped": "Swap"}
-    return {"pid": pid, "private": private} | {name: sizes.get(field, 0) for name, field in names.items()}
 
 
 def listening_process(port: int) -> int | None:

@@ -208,9 +208,7 @@ class SlotStore:
             self.reason = "window"
             return
         self.layout = file.layout
-        if shape is not None:
-            self.server.bytes_per_token = shape.size(2) - shape.size(1)
-        else:
+        if shape is None:
             log.warning(
                 "the states of %s have a layout that is not known: each is stored whole, and is of use only to prompts "
                 "that continue it",

@@ -36,17 +36,9 @@ def test_hooks_before_unload_and_after_load(
     code, out, _ = run("status", "--server", running.url, "--json")
     assert code == 0
     assert [slot["state"] for slot in json.loads(out)["slots"]] == ["idle", "idle"]
-    assert json.loads(out)["process"]["pid"] == running.process.pid
     code, out, _ = run("status", "--server", running.url)
     assert code == 0
     assert "idle" in out
-    code, out, _ = run("status", "--server", running.url, "--slots-dir", running.slots_dir, "--json")
-    assert code == 0
-    per_token = {slot["n_bytes"] / slot["n_tokens"] for slot in json.loads(out)["slots"]}
-    assert len(per_token) == 1
-    assert per_token.pop() > 1000
-    assert "MiB" in run("status", *at)[1]
-    assert list(running.slots_dir.iterdir()) == []
 
     code, out, err = run("save", store, "--all", *at, "--json")
     assert code == 0, err
