@@ -88,9 +88,7 @@ def llama_server(model: Path, *extra: str, slots: int = SLOTS, slot_tokens: int 
     )
 
 
-def python_server(module: str, model: Path, *extra: str) -> tuple[str, ...]:
-    context = ("--n_ctx", str(SLOT_TOKENS), "--n_threads", THREADS, "--n_threads_batch", THREADS)
-    return (sys.executable, "-m", module, "--model", str(model), *context, *extra)
+CONTEXT = ("--n_ctx", str(SLOT_TOKENS), "--n_threads", THREADS, "--n_threads_batch", THREADS)
 
 
 def servers(model: Path, directory: Path) -> dict[str, Server]:
@@ -101,20 +99,22 @@ def servers(model: Path, directory: Path) -> dict[str, Server]:
         path.mkdir(exist_ok=True)
         return str(path)
 
-    ours = (sys.executable, "-m", "prefixstore", "serve", f"lmdb://{kept('ours')}", "--port", "{port}", "--")
-    stock = python_server("llama_cpp.server", model, "--port", "{port}", "--cache", "true")
+    def ours(name: str, *options: str) -> tuple[str, ...]:
+        serve = (sys.executable, "-m", "prefixstore", "serve", f"lmdb://{kept(name)}", "--port", "{port}")
+        return (*serve, *options, "--")
+
+    stock = (sys.executable, "-m", "llama_cpp.server", "--model", str(model), *CONTEXT, "--port", "{port}")
+    stock += ("--cache", "true")
     return {
         "llama-server": Server((*llama_server(model), "--port", "{port}")),
         "llama-server, slot files": Server(
             (*llama_server(model, "--slot-save-path", kept("files")), "--port", "{port}"), slot_files=True
         ),
-        "prefixstore serve, llama-server": Server((*ours, *llama_server(model))),
+        "prefixstore serve, llama-server": Server((*ours("ours"), *llama_server(model))),
         "llama_cpp.server, RAM cache": Server(stock),
         # it keeps its files in the working directory
         "llama_cpp.server, disk cache": Server((*stock, "--cache_type", "disk")),
-        "prefixstore.server": Server(
-            python_server("prefixstore.server", model, "--port", "{port}", f"lmdb://{kept('python')}")
-        ),
+        "prefixstore.server": Server((*ours("python", "--model", str(model)), *CONTEXT)),
     }
 
 

@@ -52,7 +52,7 @@ LAZY = {
     "maintenance": {"llama_cpp"},
     "diagnosis": {"llama_cpp"},
     "server": {"typing_extensions"},
-    "server.python_server": {"prometheus_client", "yaml"},
+    "server.python_server": {"prometheus_client"},
     "cli": {"llama_cpp", "tokenizers"},
     "testing": {"gguf", "tokenizers"},  # the extra "demo"
 }

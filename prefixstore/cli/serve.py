@@ -79,7 +79,8 @@ def serve(
     Starts llama-server, or uses a running one, and listens in front of it. All of its endpoints pass through;
     completions start from the stored prefix of their prompt, and new tokens are stored when a slot is idle.
 
-    With --model, llama-cpp-python's own server is served instead, in this process; its options follow --.
+    With --model, or --config FILE that has a model, llama-cpp-python's own server is served instead, in this process;
+    its options follow --.
 
     Exit codes: 0 it was stopped; 1 the server has failed; 2 wrong usage; 3 the store cannot be used.
 
@@ -89,7 +90,13 @@ def serve(
     """
     settings_of_file = Config() if config is None else load_config(config)
     of_running = {"--slots-dir": slots_dir, "--namespace": namespace, "--api-key": api_key}
-    if model is not None:
+    sizes = {"max_bytes": max_bytes, "far_max_bytes": far_max_bytes, "quota": quota}
+    limits = {name: options.max_bytes_of(size, f"--{name.replace('_', '-')}") for name, size in sizes.items()}
+    given = {name: value for name, value in {**limits, "ttl": ttl}.items() if value is not None}
+    places = location if far is None else [location, far]
+    command = command or []
+    is_options = not command or command[0].startswith("-")
+    if model is not None or (server is None and settings_of_file.path is not None and is_options):
         of_llama_server = {
             "--server": server,
             **of_running,
@@ -103,15 +110,7 @@ def serve(
             "--timeout": timeout != SILENT_SECONDS,
         }
         _refuse(of_llama_server, "is for llama-server; options of llama_cpp.server follow --")
-        behind = {
-            "--max_bytes": max_bytes,
-            "--ttl": ttl,
-            "--quota": quota,
-            "--far": far,
-            "--far_max_bytes": far_max_bytes,
-        }
-        passed = [text for name, value in behind.items() if value is not None for text in (name, value)]
-        return _serve_model(location, model, ["--host", host, "--port", str(port), *passed], command or [])
+        return _serve_model(places, settings_of_file, given, model, command, host, port)
     try:
         # the extra "server"
         from prefixstore.server.serving import ServeSettings, serve_child, serve_running  # noqa: PLC0415
@@ -125,16 +124,14 @@ def serve(
     body, bodies = _body_sizes(max_body, max_bodies)
     if on_damage not in ON_DAMAGE:
         raise InvalidParameterError(f"--on-damage {on_damage} is unknown; choose {', '.join(ON_DAMAGE)}")
-    sizes = {"max_bytes": max_bytes, "far_max_bytes": far_max_bytes, "quota": quota}
-    given = {name: options.max_bytes_of(size, f"--{name.replace('_', '-')}") for name, size in sizes.items()}
     _log_to_stderr()
     settings = ServeSettings(
-        location=location if far is None else [location, far],
+        location=places,
         host=host,
         port=port,
         admin_key=admin_key,
         tenants=None if salt_from is None else TenantSource.parse(salt_from),
-        store_options=_store_options(settings_of_file, {**given, "ttl": ttl}, config),
+        store_options=_store_options(settings_of_file, given, config),
         on_damage=OnDamage(on_damage),
         max_body=body,
         max_bodies=bodies,
@@ -145,10 +142,9 @@ def serve(
     )
     if server is None:
         if not command:
-            path = settings_of_file.path
-            hint = "" if path is None else f"; python -m prefixstore.server --config {config} serves the model in it"
             raise InvalidParameterError(
-                f"no server is given; add -- llama-server -m FILE, or pass --server URL or --model FILE{hint}"
+                "no server is given; add -- llama-server -m FILE, or pass --server URL, --model FILE, or "
+                "--config FILE with a model"
             )
         _refuse(of_running, "is for --server; the server that is started here does not need it")
         serve_child(settings, command)
@@ -179,7 +175,7 @@ def _store_options(settings: Config, given: Mapping[str, object], config: Path |
     if ignored:
         say(f"note: {config}: serve ignores {', '.join(ignored)} in [store]")
     in_file = {name: value for name, value in settings.store.items() if name not in ("location", *IGNORED)}
-    return in_file | {name: value for name, value in given.items() if value is not None}
+    return {**in_file, **given}
 
 
 def _require_key(text: str | None) -> None:
@@ -210,11 +206,19 @@ def _log_to_stderr() -> None:
         log.addHandler(handler)
 
 
-def _serve_model(location: str, model: Path, options: list[str], given: list[str]) -> int:
-    """Serve a model with ``llama_cpp.server``; the options given for it are passed on."""
-    if given[:1] and not given[0].startswith("-"):
+def _serve_model(
+    location: str | list[str],
+    settings: Config,
+    given: Mapping[str, object],
+    model: Path | None,
+    command: list[str],
+    host: str,
+    port: int,
+) -> int:
+    """Serve a model, or that of the file, with ``llama_cpp.server``, whose options are passed on."""
+    if command and not command[0].startswith("-"):
         raise InvalidParameterError(
-            f"{given[0]} cannot follow --: with --model, only options of llama_cpp.server can; leave out --model for "
+            f"{command[0]} cannot follow --: with --model, only options of llama_cpp.server can; leave out --model for "
             "llama-server"
         )
     try:
@@ -223,5 +227,11 @@ def _serve_model(location: str, model: Path, options: list[str], given: list[str
         raise MissingExtraError(
             f'--model needs {error.name}, which is not installed; pip install "prefixstore[python-server]"'
         ) from error
-    # the server loads it last: wrong options, and a port in use, are told before
-    return run(location, ["--model", model_file(model, is_read=False), *options, *given])
+    if model is not None:
+        # the server loads it last: wrong options, and a port in use, are told before
+        settings = Config(path=model_file(model, is_read=False), store=settings.store)
+        command = ["--model", str(settings.path), *command]
+    store_options = {**settings.store, **given}
+    store_options.pop("location", None)
+    options = ["--host", host, "--port", str(port), *command]
+    return run(location, options, config=None if model is not None else settings, **store_options)

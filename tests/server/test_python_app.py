@@ -15,6 +15,7 @@ from llama_cpp.server import app as stock
 from llama_cpp.server.settings import ModelSettings, ServerSettings
 
 from prefixstore import ContextError, MisuseError, PrefixStore, UnavailableError
+from prefixstore.cli import main
 from prefixstore.errors import InvalidParameterError
 from prefixstore.llama.paged_memory import PagedMemory
 from prefixstore.server import create_app
@@ -252,66 +253,71 @@ def test_a_store_or_a_model_that_cannot_be_opened_is_an_error_at_the_start(tmp_p
 @pytest.mark.parametrize(
     ("options", "status", "message"),
     [
-        (["--model", "none.gguf"], 1, "does not exist"),
-        ([], 2, "model"),
-        (["--model", "{model}", "--codec", "gzip"], 2, "codec"),
-        (["--model", "{model}", "--max-bytes=many"], 2, "max_bytes"),
+        (["--model", "{none}"], 1, "GGUF"),
+        (["--model", "{model}", "--max-bytes", "many"], 2, "max-bytes"),
+        (["--model", "{model}", "--", "--n-ctx", "many"], 2, "--n_ctx"),
         (["--config", "none.toml"], 2, "none.toml"),
-        (["--config", "none.toml", "--n-ctx", "8"], 2, "--n_ctx cannot be used with --config"),
-        (["--config_file", "none.json"], 2, "none.json"),
+        (["--config", "{config}", "--", "--n-ctx", "8"], 2, "--n_ctx cannot be used with --config"),
     ],
 )
-def test_the_command_says_what_is_wrong(tmp_path, models, capsys, monkeypatch, options, status, message):
-    monkeypatch.setenv("CONFIG_FILE", "")
-    monkeypatch.delenv("CONFIG_FILE")
-    options = [option.format(model=models("llama")) for option in options]
-    assert module.run(str(tmp_path / "kv"), options) == status
+def test_the_command_says_what_is_wrong(tmp_path, models, capsys, options, status, message):
+    (none := tmp_path / "none.gguf").write_bytes(b"nothing")
+    (config := tmp_path / "one.toml").write_text(f'[model]\npath = "{models("llama")}"\n')
+    options = [option.format(model=models("llama"), none=none, config=config) for option in options]
+    assert main(["serve", str(tmp_path / "kv"), "--port", "0", *options]) == status
     errors = capsys.readouterr().err
     assert message in errors
     assert "Traceback" not in errors
 
 
-def test_the_command_serves_what_it_is_told_to(tmp_path, models, monkeypatch):
+@pytest.mark.parametrize("has_model", [True, False])
+def test_the_command_serves_what_it_is_told_to(tmp_path, models, monkeypatch, has_model):
     served = []
 
     def listen(app, _):
         with TestClient(app) as made:
             settings = next(module.stock.get_server_settings())
-            served.append((ask(made), settings, app.state.prefixstore.parameters))
+            served.append((ask(made), settings, app.state.prefixstore.parameters, app.state.prefixstore.location))
         return 0
 
     monkeypatch.setattr(module, "_listen", listen)
-    options = ["--model", str(models("llama")), "--n-ctx=1024", "--port", "0", "--max-bytes", "1GiB", "--salt", "a b"]
-    assert module.main([str(tmp_path / "kv"), *options, "--page-tokens", "128", "--verbose", "false"]) == 0
-    ((answer, settings, parameters),) = served
+    config = tmp_path / "server.toml"
+    settings = "n_ctx = 1024\nn_threads = 1\nverbose = false\n"
+    model = "" if has_model else f'[model]\npath = "{models("llama")}"\n{settings}'
+    config.write_text(f'{model}[store]\nlocation = "kv"\nsalt = "a b"\npage_tokens = 128\nmax_bytes = "2GiB"\n')
+    options = ["--config", str(config), "--port", "0", "--max-bytes", "1GiB"]
+    if has_model:
+        options += ["--model", str(models("llama")), "--", "--n-ctx=1024", "--verbose", "false"]
+    assert main(["serve", *options]) == 0
+    ((answer, settings, parameters, location),) = served
     assert cached(answer) == 0
-    assert (settings.host, settings.port) == ("localhost", 0)
+    assert (settings.host, settings.port) == ("127.0.0.1", 0)
     assert (parameters.salt, parameters.page_tokens, parameters.budget.max_bytes) == ("a b", 128, 1 << 30)
+    assert location == f"lmdb://{tmp_path}/kv"
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["kv", "--model", "m.gguf"], "kv"),
         (["kv", "--model", "m.gguf", "--far", "s3://team/kv"], ["kv", "s3://team/kv"]),
         (["--config", "two.toml"], ["near", "valkey://cache/0"]),
         (["--config", "two.toml", "--far", "s3://team/kv"], ["near", "s3://team/kv"]),
         (["kv", "--config", "two.toml", "--far", "s3://team/kv"], ["kv", "s3://team/kv"]),
         (["kv", "--config", "two.toml"], "kv"),
-        (["kv", "--far", "s3://team/kv", "--config_file", "models.json"], ["kv", "s3://team/kv"]),
     ],
 )
 def test_the_command_serves_from_the_locations_it_is_given(
     arguments: list[str], expected: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    seen: list[object] = []
+    monkeypatch.setattr(module, "run", lambda location, *_, **__: seen.append(location))
     monkeypatch.chdir(tmp_path)
-    # to be taken away again: the command sets it
-    monkeypatch.setenv("CONFIG_FILE", "")
+    Path("m.gguf").write_bytes(b"GGUF")
     Path("two.toml").write_text(
         '[model]\npath = "m.gguf"\n[store]\nlocation = ["near", "valkey://cache/0"]\n', encoding="utf-8"
     )
-    Path("models.json").write_text('{"models": [{"model": "m.gguf"}]}', encoding="utf-8")
-    location, *_ = module._plan(module._parser().parse_args(arguments))
+    assert main(["serve", *arguments]) == 0
+    (location,) = seen
     if isinstance(location, list):
         # a file's are beside the file
         location = [one if "://" in one else Path(one).name for one in location]

@@ -47,8 +47,8 @@ def location(tmp_path):
     return f"lmdb://{tmp_path / 'store'}"
 
 
-def start(models, location, *more, **options):
-    return serving(location, "--model", str(models("llama")), *MODEL_OPTIONS, *more, **options)
+def start(models, location):
+    return serving(location, "--model", str(models("llama")), "--", *MODEL_OPTIONS)
 
 
 @pytest.mark.slow
@@ -62,7 +62,7 @@ def test_a_restarted_server_is_warm_and_answers_as_cold(models, location, cold):
             assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text_of(cold(streamed))
             assert chunks[-1].choices[0].finish_reason == "length"
         server.stop()
-    with start(models, location, "--read-only") as server:
+    with start(models, location) as server:
         second = [server.chat(one) for one in ask]
         answer = server.chat(streamed)
         assert cached(answer) == answer.usage.prompt_tokens - 1

@@ -73,7 +73,7 @@ def test_wrong_usage_is_told(arguments, says, tmp_path, monkeypatch, capsys):
 
 
 WITHOUT = """
-import runpy, sys
+import sys
 class Hidden:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] == "{package}":
@@ -85,7 +85,11 @@ sys.meta_path.insert(0, Hidden())
 @pytest.mark.parametrize(
     ("package", "code", "says"),
     [
-        ("fastapi", "runpy.run_module('prefixstore.server', run_name='__main__')", "prefixstore[python-server]"),
+        (
+            "fastapi",
+            "from prefixstore.cli import main; sys.exit(main(['serve', 'kv', '--model', 'm.gguf']))",
+            "prefixstore[python-server]",
+        ),
         ("fastapi", "from prefixstore.server import create_app", "MissingExtraError: create_app needs fastapi; pip"),
         (
             "aiohttp",

@@ -7,7 +7,6 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 
@@ -16,7 +15,7 @@ from tests.support.ports import free_port
 from tests.support.untimed import untimed
 
 STOCK = "llama_cpp.server"
-OURS = "prefixstore.server"
+OURS = "prefixstore"
 # as tests.support.models.load
 MODEL_OPTIONS = ["--n_ctx", "2048", "--n_threads", "1", "--n_threads_batch", "1", "--verbose", "false"]
 START_SECONDS = 180
@@ -47,23 +46,19 @@ class Served:
 
 
 @contextmanager
-def serving(
-    *arguments: str, module: str = OURS, log: Path | None = None, listening: int | None = None
-) -> Iterator[Served]:
-    port = listening or free_port()
-    command = untimed(module, *arguments)
-    if listening is None:
-        command += ["--host", "127.0.0.1", "--port", str(port)]
-    # a file, since nobody reads a pipe
-    with (log or Path(os.devnull)).open("a") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            stdout=output,
-            stderr=output,
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-        )
+def serving(*arguments: str, module: str = OURS) -> Iterator[Served]:
+    """With a store: ``prefixstore serve`` with these arguments; those of ``llama_cpp.server`` follow ``--``."""
+    port = free_port()
+    where = ["--host", "127.0.0.1", "--port", str(port)]
+    command = untimed(OURS, "serve", *where, *arguments) if module == OURS else untimed(module, *arguments, *where)
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     served = Served(process, f"http://127.0.0.1:{port}")
     try:
         wait_until_it_answers(served)
