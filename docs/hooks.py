@@ -17,7 +17,7 @@ from prefixstore.cli.app import app
 from prefixstore.cli.init import TEXT as EXAMPLE
 from prefixstore.config import MODEL_SETTINGS, WARM_SETTINGS
 from prefixstore.metrics.requests import COUNTERS, HISTOGRAMS
-from prefixstore.metrics.stores import FIGURES, HOLDINGS, METRICS
+from prefixstore.metrics.stores import METRICS
 
 ROOT = Path(__file__).parent.parent
 REPOSITORY = "https://github.com/prefixstore/prefixstore/blob/main"
@@ -130,12 +130,7 @@ def metrics() -> str:
     of_requests = [(f"{name}_total", text, "endpoint", *more) for name, (text, *more) in COUNTERS.items()]
     of_requests += [(name, text, "endpoint") for name, text in HISTOGRAMS.items()]
     lines = ["# List of metrics", "", "What each metric says of itself. How to use them: [metrics](../metrics.md)."]
-    for title, rows in (
-        ("Stores", of_stores),
-        ("Requests", of_requests),
-        ("What a location holds", [(name, text, "model", "label") for name, (_, text) in HOLDINGS.items()]),
-        ("How a location was used", [(name, text, "window") for name, (_, text) in FIGURES.items()]),
-    ):
+    for title, rows in (("Stores", of_stores), ("Requests", of_requests)):
         lines += ["", f"## {title}", "", "| metric | labels | meaning |", "| --- | --- | --- |"]
         lines += [
             f"| `prefixstore_{name}` | {', '.join(f'`{label}`' for label in labels)} | {text} |"

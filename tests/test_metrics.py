@@ -1,4 +1,4 @@
-"""What is told to Prometheus: of stores, of locations, of a server's requests; and the dashboard and alerts on it."""
+"""What is told to Prometheus: of stores, of a server's requests; and the dashboard and alerts on it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,14 @@ import pytest
 import yaml
 
 from prefixstore import PrefixStore
-from prefixstore.cli import main
-from prefixstore.engine.page_view import Used
 from prefixstore.errors import ClosedError, InvalidParameterError, MissingExtraError, UnavailableError
-from prefixstore.format.figures import History
-from prefixstore.maintenance.archive import Archive
-from prefixstore.maintenance.holdings import Holding
-from prefixstore.metrics import ENDPOINTS, RequestMetrics, StoreMetrics, location_text, new_registry, render
-from prefixstore.metrics.stores import METRICS, MOST_MODELS
+from prefixstore.metrics import ENDPOINTS, RequestMetrics, StoreMetrics, new_registry, render
+from prefixstore.metrics.stores import METRICS
 from prefixstore.results import SessionCounts, Stats
 from tests.support import ROOT
-from tests.support.engines import MIB, A, B, MemoryPages, gated, snapshot_of, store_of, writer_of
+from tests.support.engines import MIB, A, MemoryPages, gated, snapshot_of, store_of, writer_of
 from tests.support.exposition import names, problems, samples, value
 from tests.support.models import answer, prompt
-from tests.support.places import fill, space
 
 DOCS = ROOT / "docs"
 LOCATIONS = ("memory:", "lmdb")
@@ -255,52 +249,12 @@ def test_the_labels_of_requests_are_bounded_whatever_clients_ask_for():
     assert {dict(labels).get("endpoint", "other") for _, labels in samples(text)} <= ENDPOINTS | {"other"}
 
 
-# -- a location -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
-def test_the_command_tells_what_a_location_holds_of_each_model_and_names_no_tenant(scheme, tmp_path, capfd):
-    location = f"lmdb://{tmp_path}/kv" if scheme == "lmdb" else f"sqlite:///{tmp_path}/kv.db"
-    with Archive(location, create=True) as archive:
-        for salt in ("tenant-a", "tenant-b"):
-            fill(archive.backend, space(salt, label="chat", model="abcdef" * 8), [A])
-        fill(archive.backend, space(None, label="code"), [A, B])
-    assert main(["stats", location, "--prometheus", "--max-bytes", "1GiB"]) == 0
-    text = capfd.readouterr().out
-    assert problems(text) == []
-    assert "tenant" not in text
-    assert value(text, "prefixstore_pages") == 12
-    assert value(text, "prefixstore_budget_bytes", tier="location") == 1 << 30
-    assert value(text, "prefixstore_used_bytes", tier="location") > 12_000
-    assert value(text, "prefixstore_stored_bytes") == 12_000
-    assert value(text, "prefixstore_model_pages", model="abcdefabcdef", label="chat") == 6
-    assert value(text, "prefixstore_model_tokens", model="", label="code") == 24
-    assert main(["stats", location, "--prometheus"]) == 0
-    assert "budget" not in capfd.readouterr().out
-
-
-def holding(model, label, size):
-    return Holding(b"", space(model=model, label=label), 1, 10, size, size, 1, 1, 0, 0)
-
-
-def test_the_models_of_a_location_are_bounded():
-    text = location_text(Used(1000, 1 << 20), [holding(f"{n:012x}", f"user {n}" + "x" * 500, n) for n in range(1000)])
-    assert problems(text) == []
-    by_model = {labels: n for (name, labels), n in samples(text).items() if name == "prefixstore_model_pages"}
-    assert len(by_model) == MOST_MODELS + 1
-    assert sum(by_model.values()) == 1000
-    assert value(text, "prefixstore_model_pages", model="other", label="other") == 1000 - MOST_MODELS
-    assert max(len(text) for _, labels in samples(text) for text in dict(labels).values()) <= 64
-    # the largest ones have names
-    assert f"{999:012x}" in text
-
-
 # -- the dashboard, the alerts, the document --------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def everything():
-    """A text with every metric: of a store, of requests and of a location."""
+    """A text with every metric: of a store and of requests."""
     with store_of(max_entries=10) as store:
         registry = new_registry()
         counted = SessionCounts(*[1] * 9)
@@ -311,11 +265,7 @@ def everything():
             requests.observe("/completion", source, "not_found", 1, lookup_seconds=0.1, restore_seconds=0.1)
         for reason in ("lora", "version"):
             requests.passed("/completion", reason)
-        text = text_of(registry)
-    location = location_text(Used(1, 1), [holding("model", "label", 1)], 1, History())
-    families = re.split(r"(?=^# HELP )", location, flags=re.MULTILINE)
-    only = [family for family in families if re.search("prefixstore_(model|kept)_", family)]
-    return text + "".join(only)
+        return text_of(registry)
 
 
 def family_of(name):

@@ -117,7 +117,6 @@ HELP = {
     "every": ("", "All slots that are idle."),
     "deepest": ("", "The longest stored prompt that fits the slot, to its end."),
     # look
-    "prometheus": ("", "Print metrics for Prometheus, such as for node_exporter's text files."),
     "once": ("", "Print it once and exit (the default without a terminal)."),
     "top.seconds": ("S", "Seconds between refreshes."),
     "ls.sort": ("ORDER", "used, pages, tokens, stored or uses."),

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 
@@ -27,7 +26,6 @@ from prefixstore.format.keys import PAGE
 from prefixstore.format.record import Facts
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.holdings import Holding, holdings_of, in_all, keys_in, namespaces_of, read_facts
-from prefixstore.metrics import location_text
 from prefixstore.models.file import model_title
 from prefixstore.report.labels import visible
 from prefixstore.stats import OTHERS, short
@@ -44,7 +42,7 @@ SPANS = {"today": 1, "last_7_days": 7, "last_31_days": None}
 GONE = "(gone)"
 
 
-def stats(location: str, *, prometheus: bool = False, max_bytes: str | None = None) -> Result:
+def stats(location: str, *, max_bytes: str | None = None) -> Result:
     """Show what a store holds, and how much it helps.
 
     Hit rate, tokens and time saved are for today (UTC), the last 7 and the last 31 days; by model and tenant for 31
@@ -58,8 +56,6 @@ def stats(location: str, *, prometheus: bool = False, max_bytes: str | None = No
         facts = read_facts(view)
         history, holdings, used = archive.history(), holdings_of(view, facts), view.used
         capacity = given if given is not None else history.max_bytes
-        if prometheus:
-            return Result(None, partial(typer.echo, location_text(used, holdings, capacity, history), nl=False))
         numbers = _numbers(archive, history, holdings, used, facts[facts["is_readable"]])
         is_local = archive.backend.is_local
     if capacity is not None:
