@@ -13,7 +13,7 @@ import numpy as np
 
 from prefixstore.cli.command import Result
 from prefixstore.cli.model import text_of_tokens
-from prefixstore.cli.output import DONE, FAILED, Form, ago, in_words, iso, listed, rows_of, say, tell
+from prefixstore.cli.output import DONE, FAILED, ago, in_words, iso, listed, say, tell
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.namespace import model_digits
 from prefixstore.maintenance.archive import Archive
@@ -62,7 +62,6 @@ def ls(
     salt: str | None = None,
     sort: str = "used",
     limit: int | None = None,
-    form: Form = Form.TEXT,
 ) -> Result:
     """List the namespaces: models, tenants, and the settings that differ.
 
@@ -80,9 +79,6 @@ def ls(
     facts = [_facts(one, names) for one in shown]
 
     def show() -> None:
-        if form is not Form.TEXT:
-            rows_of(facts if form is Form.JSON else list(map(_as_row, facts)), form)
-            return
         differ = _differences(holdings)
         rows = [
             {
@@ -133,14 +129,6 @@ def _facts(holding: Holding, names: Mapping[str, str]) -> dict[str, object]:
         "created": iso(holding.created),
         "last_used": iso(holding.last_used),
     }
-
-
-def _as_row(facts: dict[str, Any]) -> dict[str, object]:
-    """Facts without what is no number or text."""
-    settings = facts.pop("settings") or {}
-    name = {"model_name": facts.pop("model_name")}
-    named = {name: settings.get(name) for name in ("model", "label", "salt")}
-    return {"namespace": facts.pop("namespace"), **named, **facts, **name}
 
 
 def show(location: str, digits: str, *, model: Path | None = None, tokenizer: Path | None = None) -> Result:

@@ -33,7 +33,6 @@ HELP = {
     "target": ("TARGET", "Another location; it is created if it does not exist."),
     "digits": ("HASH", "The key of a page, or its first digits."),
     "as_json": ("", "Print one JSON document to stdout."),
-    "form": (None, "Output format; --json goes before it."),
     "limit": ("N", "Show at most N."),
     "max_bytes": ("SIZE", "Size limit of the store, such as 20GiB."),
     "model": ("FILE", "Model file (GGUF)."),
@@ -157,7 +156,6 @@ HELP = {
 NAMES = {
     "as_json": ["--json"],
     "every": ["--all"],
-    "form": ["--format"],
     "generation_prompt": ["--generation-prompt/--next-turn"],
     "report.yes": ["--yes", "-y", "--force"],
     "yes": ["--yes", "-y"],

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import enum
-import io
 import json
 import shutil
 import sys
@@ -12,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import typer
 from rich.console import Console, RenderableType
@@ -23,7 +20,6 @@ from prefixstore.report.labels import visible
 from prefixstore.units import format_bytes, format_seconds
 
 __all__ = [
-    "Form",
     "ago",
     "confirmed",
     "emit",
@@ -34,7 +30,6 @@ __all__ = [
     "listed",
     "may_replace",
     "print_all",
-    "rows_of",
     "say",
     "table",
     "table_of",
@@ -46,8 +41,6 @@ DONE, FAILED = 0, 1
 WIDE = 10_000
 # a column of texts is not made narrower than this
 NARROWEST = 12
-# a spreadsheet takes a cell that begins with one of these for a formula, and runs it
-FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 _T = TypeVar("_T")
 
@@ -73,15 +66,6 @@ def visible_lines(text: str) -> str:
 # -- data -------------------------------------------------------------------------------------------------------------
 
 
-class Form(str, enum.Enum):
-    """How a list is printed."""
-
-    TEXT = "text"
-    JSON = "json"
-    CSV = "csv"
-    TSV = "tsv"
-
-
 def emit(result: object) -> None:
     """Print a result to stdout, as JSON."""
     text = json.dumps(result, indent=2, ensure_ascii=False)
@@ -91,34 +75,6 @@ def emit(result: object) -> None:
         # a name that is not valid UTF-8, or a terminal with few characters
         text = json.dumps(result, indent=2)
     typer.echo(text)
-
-
-def rows_of(rows: Sequence[Mapping[str, object]], form: Form) -> None:
-    """Print rows with the same columns to stdout, as JSON, or as CSV or TSV with a header."""
-    if form is Form.JSON:
-        emit(rows)
-        return
-    written = io.StringIO()
-    if rows:
-        delimiter = "\t" if form is Form.TSV else ","
-        writer: Any = csv.DictWriter(written, list(rows[0]), delimiter=delimiter, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({name: _cell(value, form) for name, value in row.items()} for row in rows)
-    typer.echo(written.getvalue(), nl=False)
-
-
-def _cell(value: object, form: Form) -> object:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if not isinstance(value, str):
-        return value
-    if value.startswith(FORMULA):
-        # prompts and names of tenants may come from anyone
-        value = f"'{value}"
-    if form is Form.TSV:
-        # one line per row
-        return value.replace("\\", "\\\\").replace("\t", "\\t").replace("\n", "\\n").replace("\r", "\\r")
-    return value
 
 
 def iso(nanoseconds: int) -> str | None:

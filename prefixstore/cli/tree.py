@@ -16,7 +16,7 @@ from prefixstore.cli.command import Result
 from prefixstore.cli.files import STANDARD, is_replaced, writing
 from prefixstore.cli.listing import SHORT, chosen_namespaces, page_facts
 from prefixstore.cli.model import text_of_tokens
-from prefixstore.cli.output import DONE, FAILED, Form, ago, may_replace, rows_of, say, tell
+from prefixstore.cli.output import DONE, FAILED, ago, may_replace, say, tell
 from prefixstore.engine.page_view import View
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import KEY_BYTES
@@ -54,12 +54,11 @@ def tree(
     depth: int | None = None,
     limit: int | None = None,
     sort: str | None = None,
-    form: Form = Form.TEXT,
 ) -> Result:
     """Show the stored prefixes as a tree.
 
     A run of pages without a branch is one line. With a model or a tokenizer its text is shown, from where it differs
-    from that of the sibling branches. --limit counts the branches after each page (in json, csv and tsv: the pages).
+    from that of the sibling branches. --limit counts the branches after each page (in json: the pages).
     Exit code 1 with --containing: the text is not stored.
 
     Example: prefixstore tree lmdb:///var/cache/kv --model m.gguf --containing "my secret"
@@ -90,9 +89,6 @@ def tree(
         return [page_facts(facts[i], texts[i] if texts is not None else None) for i in in_order[:limit]]
 
     def show() -> None:
-        if form is not Form.TEXT:
-            rows_of(data(), form)
-            return
         for line in _lines(runs, titles, order, depth, limit):
             tell(
                 line
