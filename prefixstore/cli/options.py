@@ -140,7 +140,6 @@ HELP = {
     "trace.policy": ("NAME", f"One of {', '.join(POLICIES)}; can be repeated."),
     "pages": ("N", "The budget in pages."),
     "requests": ("N", "Only the first N requests."),
-    "plot": ("FILE", "Also draw it, as SVG."),
     "key_file": ("FILE", "A file of keys."),
     "add.tenant": ("TENANT", "Add the key of one tenant, without which what it stores cannot be read."),
     "tenant": ("TENANT", "The name of the tenant, as tenants lists it."),

@@ -14,10 +14,9 @@ from prefixstore.cli.command import Result
 from prefixstore.cli.output import fields, say, table, tell
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.errors import InvalidParameterError
-from prefixstore.report.labels import visible
 from prefixstore.traces.read import Trace, read_trace
 from prefixstore.traces.recorder import make_private
-from prefixstore.traces.replay import BELADY, Curve, Replayed, pages_in, replay, simulate, svg
+from prefixstore.traces.replay import BELADY, Curve, Replayed, pages_in, replay, simulate
 from prefixstore.units import counted, format_bytes, format_share
 
 __all__ = ["record", "replay_", "simulate_"]
@@ -93,14 +92,13 @@ def simulate_(
     max_bytes: str | None = None,
     pages: int | None = None,
     requests: int | None = None,
-    plot: Path | None = None,
 ) -> Result:
     """Show the hit rate against the size of the store, and what twice the budget would gain.
 
     Policies run in the real engine. Belady knows the future: no policy can find more. Sizes are shares of all that was
     asked, and once and twice the budget, that is --max-bytes, --pages, or the recorded one.
 
-    Example: prefixstore trace simulate trace.jsonl --max-bytes 20GiB --plot hits.svg
+    Example: prefixstore trace simulate trace.jsonl --max-bytes 20GiB
     """
     read = read_trace(file, requests)
     budget = pages or pages_in(read, options.max_bytes_of(max_bytes))
@@ -108,11 +106,6 @@ def simulate_(
     # it is shown on a terminal only, and removed at the end
     with Console(stderr=True).status(f"replaying {counted(len(read.requests), 'request')} at several sizes"):
         found = simulate(read, names, budget)
-    if plot is not None:
-        try:
-            plot.write_text(svg(found, f"Hit rate of {visible(file.name)}"), "utf-8")
-        except OSError as error:
-            raise InvalidParameterError(f"{plot} cannot be written: {error.strerror}") from None
     data = {
         "trace": str(file),
         "skipped_lines": read.skipped,

@@ -1,14 +1,12 @@
-"""Replays traces in the real engine, and by Belady's algorithm, the upper bound: at one size, or several, plotted."""
+"""Replays traces in the real engine, and by Belady's algorithm, the upper bound: at one size, or several."""
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from html import escape
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +24,7 @@ from prefixstore.format.autocodec import FixedCodec
 from prefixstore.format.keys import TOKEN_BYTES, namespace_key
 from prefixstore.stats import Counters
 from prefixstore.traces.read import Event, Trace
-from prefixstore.units import format_bytes, shown
+from prefixstore.units import shown
 
 __all__ = [
     "BELADY",
@@ -39,7 +37,6 @@ __all__ = [
     "pages_in",
     "replay",
     "simulate",
-    "svg",
 ]
 
 NAMESPACE = namespace_key(b"a trace replayed")
@@ -49,12 +46,6 @@ SLACK = 1024
 
 # sizes, as shares of what all pages of the trace take
 SHARES = (0.01, 0.03, 0.1, 0.3, 1.0)
-SVG = "http://www.w3.org/2000/svg"
-WIDTH, HEIGHT = 640, 380
-LEFT, RIGHT, TOP, BOTTOM = 56, 120, 40, 52
-COLOURS = ("#1f5fa8", "#b36b1d", "#2e7d4f", "#8a3ea0", "#a03e3e")
-# the least distance of two labels at the right, in pixels
-APART = 14
 
 
 class InEngine(AbstractContextManager["InEngine"]):
@@ -324,54 +315,3 @@ def simulate(
     sizes = tuple(sorted({max(round(share * total), 1) for share in SHARES} | {budget, 2 * budget}))
     found = {policy: tuple(replay(trace, policy, size) for size in sizes) for policy in [*policies, BELADY]}
     return Curve(sizes, found, budget, total, trace.page_bytes)
-
-
-def svg(curve: Curve, title: str) -> str:
-    """Hit rate against size, a line for each policy; Belady is dashed."""
-    low, high = math.log(curve.sizes[0]), math.log(max(curve.sizes[-1], curve.sizes[0] + 1))
-    top = max(max(one.rate for one in found) for found in curve.found.values())
-    step = 0.2 if top > 0.5 else 0.1 if top > 0.2 else 0.05
-    n_steps = max(math.ceil(top / step), 1)
-    top = n_steps * step
-
-    def x(size: int) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * (math.log(size) - low) / (high - low)
-
-    def y(rate: float) -> float:
-        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * rate / top
-
-    mark, bottom, right = x(curve.budget), HEIGHT - BOTTOM, WIDTH - RIGHT
-    parts = [
-        f'<svg xmlns="{SVG}" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="11">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
-        _text(LEFT, 20, title, "start", ' font-size="13"'),
-        _text((LEFT + right) / 2, HEIGHT - 12, "size of the store (log scale)"),
-        f'<path d="M{mark:.1f} {TOP}V{bottom}" stroke="#999999" stroke-dasharray="2 3"/>',
-    ]
-    for rate in (step * i for i in range(n_steps + 1)):
-        parts += [
-            f'<path d="M{LEFT} {y(rate):.1f}H{right}" stroke="#dddddd"/>',
-            _text(LEFT - 6, y(rate) + 4, f"{rate:.0%}", "end"),
-        ]
-    parts += [_text(x(size), bottom + 16, _size(curve, size)) for size in curve.sizes]
-    ends = []
-    for i, (policy, found) in enumerate(curve.found.items()):
-        colour = "#555555" if policy == BELADY else COLOURS[i % len(COLOURS)]
-        dashes = ' stroke-dasharray="6 4"' if policy == BELADY else ""
-        points = " ".join(f"{x(size):.1f},{y(one.rate):.1f}" for size, one in zip(curve.sizes, found, strict=True))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>')
-        ends.append((y(found[-1].rate), policy, colour))
-    at = -math.inf
-    for wanted, policy, colour in sorted(ends):
-        at = max(wanted, at + APART)
-        parts.append(_text(right + 8, at + 4, policy, "start", f' fill="{colour}"'))
-    return "\n".join([*parts, "</svg>", ""])
-
-
-def _text(x: float, y: float, text: str, anchor: str = "middle", more: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{more}>{escape(text)}</text>'
-
-
-def _size(curve: Curve, pages: int) -> str:
-    n_bytes = curve.bytes_of(pages)
-    return format_bytes(n_bytes) if n_bytes is not None else f"{pages:,}"
