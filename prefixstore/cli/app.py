@@ -48,7 +48,7 @@ COMMANDS = {
         "key": ("key", "Make the keys of encrypted stores, and replace them."),
         "compact": ("maintain", "Return the space of deleted pages to the file system."),
         "bench": ("measure", "Measure a store on this machine."),
-        "trace": ("trace", "Record the requests to a store, and replay them with other budgets and policies."),
+        "trace": ("trace", "Replay the recorded requests to a store with other budgets and policies."),
     },
     "Move": {
         "export": ("transfer", "Write pages into one portable file."),
@@ -72,7 +72,6 @@ GROUPS = {
         "forget": ("key", "Delete the key of a tenant from a file of keys."),
     },
     "trace": {
-        "record": ("trace", "Run a command, and record the requests to its stores."),
         "replay": ("trace", "Replay a trace in the real engine, at one size, and show how much each policy finds."),
         "simulate": ("trace", "Show the hit rate against the size of the store, and what twice the budget would gain."),
     },

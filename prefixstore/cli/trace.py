@@ -1,9 +1,7 @@
-"""``prefixstore trace``: record what a store is asked, and replay it with other budgets and policies."""
+"""``prefixstore trace``: replay what a store was asked with other budgets and policies."""
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,39 +9,17 @@ from rich.console import Console
 
 from prefixstore.cli import options
 from prefixstore.cli.command import Result
-from prefixstore.cli.output import fields, say, table, tell
+from prefixstore.cli.output import fields, table, tell
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.errors import InvalidParameterError
 from prefixstore.traces.read import Trace, read_trace
-from prefixstore.traces.recorder import make_private
 from prefixstore.traces.replay import BELADY, Curve, Replayed, pages_in, replay, simulate
 from prefixstore.units import counted, format_bytes, format_share
 
-__all__ = ["record", "replay_", "simulate_"]
+__all__ = ["replay_", "simulate_"]
 
 # a trace has no priorities
 DEFAULTS = ("adaptive", "lru")
-
-
-def record(command: list[str], *, out: Path, text: bool = False) -> None:
-    """Run a command, and record the requests to its stores.
-
-    The same as PREFIXSTORE_TRACE=TRACE in its environment, or `store.trace(path)` in Python. It records hashes of
-    blocks of 32 tokens, and lengths. Recording ends at 64 MiB. The command takes the place of this one.
-
-    Example: prefixstore trace record --out trace.jsonl -- python server.py
-    """
-    _require_trace(out, is_private=text)
-    environment = os.environ | {"PREFIXSTORE_TRACE": str(out.absolute())}
-    if text:
-        environment["PREFIXSTORE_TRACE_TEXT"] = "1"
-    say(f"recording to {out}")
-    # as the command expects it, and Python does not
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    try:
-        os.execvpe(command[0], command, environment)  # noqa: S606 - the user's own command
-    except OSError as error:
-        raise InvalidParameterError(f"{command[0]} cannot be run: {error.strerror}") from None
 
 
 def replay_(
@@ -128,20 +104,6 @@ def simulate_(
             _say_gain(read, found, name, is_known=budget is not None)
 
     return Result(data, show)
-
-
-def _require_trace(out: Path, *, is_private: bool) -> None:
-    """Refuse a file that cannot be written, or is not a trace, before the command runs in vain."""
-    try:
-        with open(out, "ab+", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-            file.seek(0)
-            first = file.readline(4096)
-            if first and b"prefixstore_trace" not in first:
-                raise InvalidParameterError(f"{out} is not a trace; choose another name")
-            if is_private:
-                make_private(file.fileno())
-    except OSError as error:
-        raise InvalidParameterError(f"{out} cannot be written: {error.strerror}") from None
 
 
 def _row(found: Curve, i: int) -> list[str]:

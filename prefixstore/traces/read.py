@@ -100,8 +100,8 @@ def read_trace(path: str | os.PathLike[str], limit: int | None = None) -> Trace:
     trace = reader.trace()
     if not reader.n_requests:
         raise InvalidParameterError(
-            f"{os.fspath(path)} has no requests: a trace is JSON lines with hash_ids, as `prefixstore trace record` "
-            "and PREFIXSTORE_TRACE write them"
+            f"{os.fspath(path)} has no requests: a trace is JSON lines with hash_ids, as "
+            "PREFIXSTORE_TRACE=FILE writes them"
         )
     return trace
 
