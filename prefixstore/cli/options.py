@@ -86,7 +86,6 @@ HELP = {
     "priority": ("N", "Priority, for stores with the eviction policy 'priority'; lower is evicted first."),
     "pin": ("", "Keep the prompts from eviction."),
     "warm.dry_run": ("", "Show the estimated cost without storing anything."),
-    "warm.check": ("", "Show whether the store has pages for these settings, and if not, why."),
     "far": ("LOCATION", "A far location, shared with other machines, such as s3://…"),
     "far_max_bytes": ("SIZE", "Size limit of the far location; by default that of the store."),
     "serve.command": ("[-- llama-server ...]", "The llama-server to start; with --model, options of llama_cpp.server."),

@@ -18,7 +18,6 @@ from rich.text import Text
 
 from prefixstore.backends.location import is_url, without_password
 from prefixstore.cli.command import Result
-from prefixstore.cli.files import STANDARD
 from prefixstore.cli.model import open_model
 from prefixstore.cli.output import DONE, FAILED, has_terminal, say
 from prefixstore.config import Config, explain, load_config
@@ -95,7 +94,6 @@ def warm(
     priority: int | None = None,
     pin: bool | None = None,
     dry_run: bool = False,
-    check: bool = False,
 ) -> Result:
     """Compute prompts and store them, each shared prefix once.
 
@@ -144,8 +142,6 @@ def warm(
         settings = replace(settings, model=OF_SERVER | dict(settings.model))
     sources = list(prompts or settings.warm.get("prompts", ()))
     ends = bool(settings.warm.get("generation_prompt")) if generation_prompt is None else generation_prompt
-    if check:
-        return _check(settings, sources, generation_prompt=ends)
     if not sources:
         raise MisuseError("no prompts are given; pass files, folders, or - for standard input")
     for source in sources:
@@ -201,32 +197,6 @@ def _dry_run(settings: Config, sources: list[str], *, generation_prompt: bool) -
         {"location": location, "n_ctx": n_ctx, **asdict(expected), "dry_run": True},
         {"location": location, "n_ctx": f"{n_ctx:,} ({ready.reason})", **rows},
         FAILED if expected.problems or not fits else DONE,
-    )
-
-
-def _check(settings: Config, sources: list[str], *, generation_prompt: bool) -> Result:
-    # what is at standard input is not for this
-    sources = [source for source in sources if source != STANDARD]
-    ready = prepare(settings, sources, generation_prompt=generation_prompt)
-    with _open_read_only(ready.settings, ready.llm) as (store, location):
-        for note in ready.notes:
-            say(f"note: {note}")
-        known = store.engine.upkeep.namespaces()
-        same = any(namespace.key == store.namespace.key for namespace in known)
-        differences = explain(store.namespace, known)
-        key = store.namespace.key.hex()
-    ready.llm.close()
-    if same:
-        text = f"{location} has pages for these settings."
-    elif differences:
-        text = f"{location} has no pages for these settings. The most similar ones differ:"
-    else:
-        text = f"{location} has no pages at all."
-    lines = [text, *(f"  {difference}" for difference in differences if not same)]
-    return Result(
-        {"location": location, "namespace": key, "stored": same, "differences": differences},
-        "\n".join(lines),
-        DONE if same else FAILED,
     )
 
 

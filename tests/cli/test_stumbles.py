@@ -151,7 +151,8 @@ def test_init_writes_a_config_that_everything_accepts(tmp_path, run, models, as_
     write_jsonl(tmp_path / "work" / "prompts.jsonl", [{"tokens": prompt(300)}])
     code, found = as_json("warm", "--config", "prefixstore.toml")
     assert (code, found["evaluated_tokens"]) == (0, 300)
-    assert as_json("warm", "--config", "prefixstore.toml", "--check")[1]["stored"]
+    findings = as_json("doctor", "--config", "prefixstore.toml")[1]["findings"]
+    assert {one["name"]: one["value"] for one in findings}["settings"].endswith(" for them")
     _, opened = load("prefixstore.toml")
     assert opened.match(prompt(300)).n_tokens == 300
     opened.close()
