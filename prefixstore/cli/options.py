@@ -85,7 +85,7 @@ HELP = {
     "api_key_file": ("FILE", "Only the tenants of these API keys, one in each line; - is stdin."),
     "priority": ("N", "Priority, for stores with the eviction policy 'priority'; lower is evicted first."),
     "pin": ("", "Keep the prompts from eviction."),
-    "warm.dry_run": ("", "Show the estimated cost without storing anything."),
+    "warm.dry_run": ("", "Show what would be computed without storing anything."),
     "far": ("LOCATION", "A far location, shared with other machines, such as s3://…"),
     "far_max_bytes": ("SIZE", "Size limit of the far location; by default that of the store."),
     "serve.command": ("[-- llama-server ...]", "The llama-server to start; with --model, options of llama_cpp.server."),

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -58,8 +58,8 @@ UNUSUAL = {
 }
 # what a summary says of them if they are true
 TRUE = {"interrupted": "yes; run it again for the rest", "full": "the store is full"}
-# what a dry run calls what it expects
-EXPECTED = {"stored bytes": "would store", "seconds": "would take, seconds"}
+# what a dry run does not do
+DONE_ONLY = ("evaluated_tokens", "stored_bytes", "seconds", "unstored", "interrupted", "full")
 # How often a line is printed where there is no terminal.
 LINE_SECONDS = 10.0
 
@@ -101,8 +101,8 @@ def warm(
     list share the work. Without --n-ctx, the context is as long as the longest prompt needs, up to the length that the
     model was trained with. Options override the file given by --config.
 
-    Exit codes: 0 done; 1 some prompts could not be read or stored, or will not fit (--dry-run); 2 wrong usage; 3 the
-    store cannot be used; 130, 143 interrupted; everything computed so far is kept.
+    Exit codes: 0 done; 1 some prompts could not be read or stored; 2 wrong usage; 3 the store cannot be used; 130, 143
+    interrupted; everything computed so far is kept.
 
     Pages are for one way of computing. For llama-server behind prefixstore serve, pass --for-server: its defaults are
     not those of a Llama. What else it is started with (-ctk, -ctv, ...) is passed here as well.
@@ -178,7 +178,7 @@ def _warm(settings: Config, sources: list[str], *, generation_prompt: bool, pin:
     code = FAILED if report.problems or report.unstored else DONE
     return Result(
         {"location": location, "n_ctx": n_ctx, **asdict(report), "seconds": round(report.seconds, 3)},
-        {"location": location, "n_ctx": f"{n_ctx:,} ({ready.reason})", **_rows_of(report)},
+        {"location": location, "n_ctx": f"{n_ctx:,} ({ready.reason})", **_rows_of(asdict(report))},
         SIGNALLED + caught[0] if report.interrupted else code,
     )
 
@@ -189,14 +189,13 @@ def _dry_run(settings: Config, sources: list[str], *, generation_prompt: bool) -
     with _open_read_only(ready.settings, ready.llm) as (store, location):
         _print_notes(ready, store)
         expected = estimate(ready.llm, store, ready.prompts)
-        fits = _fits(store, location, expected.stored_bytes)
     ready.llm.close()
     _print_listed([*map(str, expected.problems)], more="more problem")
-    rows = {EXPECTED.get(name, name): text for name, text in _rows_of(expected).items() if name != "evaluated tokens"}
+    facts = {name: value for name, value in asdict(expected).items() if name not in DONE_ONLY}
     return Result(
-        {"location": location, "n_ctx": n_ctx, **asdict(expected), "dry_run": True},
-        {"location": location, "n_ctx": f"{n_ctx:,} ({ready.reason})", **rows},
-        FAILED if expected.problems or not fits else DONE,
+        {"location": location, "n_ctx": n_ctx, **facts, "dry_run": True},
+        {"location": location, "n_ctx": f"{n_ctx:,} ({ready.reason})", **_rows_of(facts)},
+        FAILED if expected.problems else DONE,
     )
 
 
@@ -318,24 +317,6 @@ def _long_context_note(n_ctx: int, original: int) -> str:
 # -- what is said -----------------------------------------------------------------------------------------------------
 
 
-def _fits(store: PrefixStore, location: str, expected: int) -> bool:
-    """Say whether what is expected will find space; returns whether it can."""
-    limit = store.parameters.budget.max_bytes
-    free = max(0, limit - store.engine.upkeep.used()[0].bytes)
-    needed = f"note: the prompts need about {format_bytes(expected)}"
-    if expected > limit:
-        say(
-            f"{needed}, and {location} may hold {format_bytes(limit)}: "
-            "not all will be stored; pass a larger --max-bytes, or fewer prompts"
-        )
-    elif expected > free:
-        say(
-            f"{needed}, and {format_bytes(free)} of {format_bytes(limit)} are free in {location}: "
-            "other pages will be evicted; pass a larger --max-bytes to keep them"
-        )
-    return expected <= limit
-
-
 def _print_listed(texts: Sequence[str], *, more: str) -> None:
     """Print what is wrong to stderr; of much, the first ones."""
     for text in texts[:LISTED]:
@@ -358,10 +339,10 @@ def _print_unstored(report: WarmReport, dropped: dict[str, int]) -> None:
         )
 
 
-def _rows_of(found: WarmReport) -> dict[str, object]:
-    """The result of a job, or its expected cost, for the summary: by the names in JSON, without what did not happen."""
+def _rows_of(found: Mapping[str, Any]) -> dict[str, object]:
+    """The result of a job, or what a dry run found, for the summary: without what did not happen."""
     rows: dict[str, object] = {}
-    for name, value in asdict(found).items():
+    for name, value in found.items():
         n = len(value) if isinstance(value, tuple) else value
         if n or name not in UNUSUAL:
             text = format_bytes(n) if name.endswith("bytes") else f"{n:,.1f}" if isinstance(n, float) else f"{n:,}"

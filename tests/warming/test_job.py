@@ -202,30 +202,22 @@ def test_an_exception_keeps_what_was_computed(llama, tmp_path, error, after):
         assert warm(llm, store, PROMPTS).evaluated_tokens == UNIQUE - computed
 
 
-# -- how far ----------------------------------------------------------------------------------------------------------
+# -- how much ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arch", "n", "error"), [("llama", 32, 0.1), ("gemma3", 32, 0.5), ("mamba", 24, 0.7), ("lfm2", 3, 0.5)]
-)
-def test_an_estimate_predicts_the_job_and_stores_nothing(llama, tmp_path, arch, n, error):
-    llm = llama(arch)
-    prompts = PROMPTS[:n] if n > 3 else [prompt(400)[:end] for end in (100, 250, 400)]
-    with PrefixStore(tmp_path, llm, codec="raw") as store:
-        llm.set_cache(store)
-        warm(llm, store, prompts[: n // 3])
-        before = store.stats().entries
-        expected = estimate(llm, store, [*prompts, {"prompt": ""}])
-        assert (store.stats().entries, store.llm, llm.cache) == (before, llm, store)
-        report = warm(llm, store, prompts)
-        assert expected.missing_tokens == report.evaluated_tokens or arch in ("mamba", "lfm2")
+def test_what_is_missing_is_counted_and_nothing_is_computed_or_stored(llama, tmp_path):
+    llm = llama()
+    with PrefixStore(tmp_path, llm) as store:
+        warm(llm, store, PROMPTS[:10])
+        before = store.stats()
+        expected = estimate(llm, store, [*PROMPTS, {"prompt": ""}])
+        after = store.stats()
+        assert (after.entries, after.tokens_computed) == (before.entries, before.tokens_computed)
+        report = warm(llm, store, PROMPTS)
+        assert 0 < expected.missing_tokens == report.evaluated_tokens
         assert (expected.prompts, expected.unique_tokens) == (report.prompts, report.unique_tokens)
-        assert expected.stored_bytes == pytest.approx(report.stored_bytes, rel=error)
-        assert expected.seconds > 0
         assert len(expected.problems) == 1
-        nothing = estimate(llm, store, prompts)
-        assert (nothing.missing_tokens, nothing.stored_bytes, nothing.seconds) == (0, 0, 0)
+        assert estimate(llm, store, PROMPTS).missing_tokens == 0
 
 
 # -- misuse -----------------------------------------------------------------------------------------------------------
