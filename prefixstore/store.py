@@ -273,7 +273,7 @@ class PrefixStore(AttachedStore):
         -------
         Explanation
             ``print`` it: how many tokens match, where the prompt diverges from the nearest stored one and the usual
-            cause, which setting differs, whether a page was evicted, and how long restoring and computing take.
+            cause, which setting differs, and whether a page was evicted.
 
         Raises
         ------

@@ -10,11 +10,11 @@ import numpy as np
 
 from prefixstore.config import explain as explain_settings
 from prefixstore.diagnosis.culprits import Culprit, Texts, find_culprit, repeated_start
-from prefixstore.diagnosis.explanation import Cost, EvictedPage, Explanation, Fork, OtherSettings
+from prefixstore.diagnosis.explanation import EvictedPage, Explanation, Fork, OtherSettings
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.index import Page, Path
 from prefixstore.errors import InvalidParameterError
-from prefixstore.format.keys import PAGE, Tokens, common_prefix, page_key, page_keys
+from prefixstore.format.keys import Tokens, common_prefix, page_key, page_keys
 from prefixstore.format.namespace import Namespace
 from prefixstore.models.file import file_digest, model_parts
 from prefixstore.parameters import Parameters
@@ -47,9 +47,6 @@ class Place:
     page_tokens: int
     min_tokens: int
     kind: Kind = Kind.PAGES
-    # how long computing a token and restoring a page take, as measured
-    token_seconds: float | None = None
-    page_seconds: float | None = None
 
 
 def explain_prompt(engine: Engine, hook: Hook, prompt: PromptLike, *, generation_prompt: bool) -> Explanation:
@@ -57,14 +54,7 @@ def explain_prompt(engine: Engine, hook: Hook, prompt: PromptLike, *, generation
     context = hook.context
     tokens = tokens_of(hook.llm, prompt, generation_prompt=generation_prompt)
     where, kind = hook.strategy.place_of(tokens)
-    place = Place(
-        where.namespace,
-        where.page_tokens,
-        context.parameters.min_tokens,
-        kind,
-        context.rate.token_seconds,
-        context.rate.page_seconds,
-    )
+    place = Place(where.namespace, where.page_tokens, context.parameters.min_tokens, kind)
     note = ""
     if context.bypass_reason() == "multimodal":
         note = "The chat handler adds images to the context: only the text before the first one is stored."
@@ -136,8 +126,7 @@ def explain(engine: Engine, llm: Llama, tokens: Tokens, place: Place, note: str 
                 f' "prefixstore": {{"boundaries": [{n_shared}]}} in requests to prefixstore serve.'
             )
         notes.insert(0, note)
-    restore, recompute, compute = _costs(place, tokens, matched)
-    if matched.n_tokens and not restore.n_tokens and reason not in ("short", "unsupported"):
+    if 0 < matched.n_tokens < place.min_tokens and reason not in ("short", "unsupported"):
         notes.insert(0, f"Matches of fewer than min_tokens={place.min_tokens} tokens are not restored.")
     return Explanation(
         engine.location,
@@ -150,9 +139,6 @@ def explain(engine: Engine, llm: Llama, tokens: Tokens, place: Place, note: str 
         culprit,
         evicted,
         others,
-        restore,
-        recompute,
-        compute,
         place.min_tokens,
         " ".join(notes),
     )
@@ -273,25 +259,3 @@ def _others(engine: Engine, place: Place, tokens: Tokens, n_shared: int) -> tupl
         if n > n_shared and n >= place.min_tokens:
             found.append(OtherSettings(n, tuple(explain_settings(mine, [one]))))
     return tuple(sorted(found, key=lambda other: (-other.n_tokens, len(other.differences)))[:4])
-
-
-def _costs(place: Place, tokens: Tokens, matched: Path) -> tuple[Cost, Cost, Cost]:
-    """What it takes to restore the stored part, what that took to compute, and what the rest takes."""
-    pages: Sequence[Page] = matched.pages
-    n = min(matched.n_tokens, max(len(tokens) - 1, 0))
-    if n < place.min_tokens:
-        # as in a restore
-        n = 0
-    with_state = [page for page in pages if page.raw_bytes]
-    n_bytes = sum(page.stored_bytes or page.raw_bytes for page in with_state)
-    timed = [page for page in pages if page.compute_us and page.form == PAGE]
-    rate = sum(page.compute_us for page in timed) / 1e6 / sum(page.n_tokens for page in timed) if timed else None
-    token_seconds = place.token_seconds if place.token_seconds is not None else rate
-    restoring = place.page_seconds * len(with_state) if place.page_seconds is not None and n else None
-    recompute = (rate if rate is not None else token_seconds) if n else None
-    rest = len(tokens) - n
-    return (
-        Cost(n, restoring, n_bytes if n else 0),
-        Cost(n, recompute * n if recompute is not None else None),
-        Cost(rest, token_seconds * rest if token_seconds is not None else None),
-    )

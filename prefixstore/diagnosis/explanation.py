@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass
 
 from prefixstore.diagnosis.culprits import Culprit
-from prefixstore.units import counted, format_bytes, format_seconds
+from prefixstore.units import counted, format_seconds
 
-__all__ = ["Cost", "EvictedPage", "Explanation", "Fork", "OtherSettings"]
+__all__ = ["EvictedPage", "Explanation", "Fork", "OtherSettings"]
 
 CAUSES = {
     "space": "for space: raise max_bytes",
@@ -74,30 +74,6 @@ class OtherSettings:
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What a part of a prompt costs.
-
-    Attributes
-    ----------
-    n_tokens
-        Its length.
-    seconds
-        How long it takes, by the rates that were measured; None if none was.
-    n_bytes
-        What is read for it.
-    """
-
-    n_tokens: int
-    seconds: float | None
-    n_bytes: int = 0
-
-    def __str__(self) -> str:
-        took = f" in about {format_seconds(self.seconds)}" if self.seconds is not None else ""
-        size = f" ({format_bytes(self.n_bytes)})" if self.n_bytes else ""
-        return f"{counted(self.n_tokens, 'token')}{size}{took}"
-
-
-@dataclass(frozen=True)
 class Explanation:
     """What is stored of a prompt, and why not more. ``print`` it to read it.
 
@@ -127,14 +103,8 @@ class Explanation:
         The first missing page of the prompt, if this process has evicted it lately.
     other_settings
         Other namespaces that have more of the prompt, the one with most first.
-    restore
-        What restoring the stored part takes; nothing is restored of a match with fewer than `min_tokens`.
-    recompute
-        What computing that part took when it was stored.
-    compute
-        What computing the rest takes.
     min_tokens
-        Shorter prompts are neither stored nor restored.
+        Shorter prompts and matches are neither stored nor restored.
     note
         Something else that matters; empty if nothing does.
     """
@@ -149,9 +119,6 @@ class Explanation:
     culprit: Culprit | None
     evicted: EvictedPage | None
     other_settings: tuple[OtherSettings, ...]
-    restore: Cost
-    recompute: Cost
-    compute: Cost
     min_tokens: int
     note: str = ""
 
@@ -169,11 +136,6 @@ class Explanation:
         for one in self.other_settings:
             stored = f"Stored with other settings: {counted(one.n_tokens, 'token')}"
             lines.append(f"{stored}; {'; '.join(one.differences)}")
-        if self.restore.n_tokens:
-            took = f"; computing that took {format_seconds(self.recompute.seconds)}" if self.recompute.seconds else ""
-            lines.append(f"To restore: {self.restore}{took}.")
-        if self.compute.n_tokens:
-            lines.append(f"To compute: {self.compute}.")
         if self.note:
             lines.append(self.note)
         return "\n".join(lines)
