@@ -272,8 +272,8 @@ class PrefixStore(AttachedStore):
         Returns
         -------
         Explanation
-            ``print`` it: how many tokens match, where the prompt diverges from the nearest stored one and the usual
-            cause, which setting differs, and whether a page was evicted.
+            ``print`` it: how many tokens match, where the prompt diverges from the nearest stored one, which setting
+            differs, and whether a page was evicted.
 
         Raises
         ------

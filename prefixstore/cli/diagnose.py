@@ -112,9 +112,8 @@ def explain(
 ) -> Result:
     """Explain how much of a prompt is stored, and why not more.
 
-    Shows where the prompt diverges from the nearest stored one, with both texts, and names the usual causes: a
-    timestamp or id, tools in a different order, thinking dropped from the history, text that tokenizes differently,
-    BOS twice. Also shows which setting differs from those of stored pages.
+    Shows where the prompt diverges from the nearest stored one, with both texts, and which setting differs from those
+    of stored pages.
 
     With --model, only the vocabulary is loaded, and the prompt is looked up under all stored settings of this model.
     With --config, the model is loaded as a server would, and its settings are compared. Nothing is written.

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from prefixstore.config import explain as explain_settings
-from prefixstore.diagnosis.culprits import Culprit, Texts, find_culprit, repeated_start
 from prefixstore.diagnosis.explanation import EvictedPage, Explanation, Fork, OtherSettings
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.index import Page, Path
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["explain_prompt", "explain_without_context", "tokens_of"]
 
-# tokens before and after the fork whose texts are compared, and characters of them that are shown
-BEFORE, AFTER = 64, 3000
+# tokens before and after the fork, and characters of their texts that are shown
+BEFORE, AFTER = 64, 64
 SHOWN_BEFORE, SHOWN_AFTER = 60, 100
 # other namespaces that are asked, the most similar ones
 NAMESPACES = 32
@@ -108,15 +107,10 @@ def explain(engine: Engine, llm: Llama, tokens: Tokens, place: Place, note: str 
         matched = engine.match_snapshot(key, tokens, place.page_tokens, max(len(tokens) - 1, 0))
     n_shared = shared.n_tokens
     nearest = _nearest(engine, place, tokens, shared)
-    texts = _texts(llm, tokens, *nearest) if nearest is not None else None
-    fork = _fork(texts, nearest[0]) if texts is not None and nearest is not None else None
+    fork = _fork(llm, tokens, *nearest) if nearest is not None else None
     evicted = _evicted(engine, place, tokens, n_shared)
     others = _others(engine, place, tokens, n_shared)
     reason = _reason(place, tokens, shared, matched, fork, evicted, others)
-    culprit: Culprit | None = None
-    if reason == "fork" and texts is not None and nearest is not None:
-        stored = [*tokens[: nearest[0]].tolist(), *nearest[1]]
-        culprit = repeated_start(tokens.tolist(), stored, llm.token_bos()) or find_culprit(texts)
     notes = [note] if note else []
     if place.kind.has_snapshots and matched.n_tokens < n_shared and reason != "snapshot":
         note = f"{n_shared:,} tokens are the same; this model resumes only at its snapshots."
@@ -136,7 +130,6 @@ def explain(engine: Engine, llm: Llama, tokens: Tokens, place: Place, note: str 
         tuple(page.key.hex() for page in matched.pages),
         reason,
         fork,
-        culprit,
         evicted,
         others,
         place.min_tokens,
@@ -203,8 +196,8 @@ def _array(page: Page) -> Tokens:
     return np.frombuffer(page.tokens, "<i4")
 
 
-def _texts(llm: Llama, tokens: Tokens, n: int, after: Sequence[int]) -> Texts:
-    """The texts of a prompt and of a stored sequence around the place where they part."""
+def _fork(llm: Llama, tokens: Tokens, n: int, after: Sequence[int]) -> Fork:
+    """The texts of a prompt and of a stored sequence around the place where they part, after so many tokens."""
 
     def text(some: list[int]) -> str:
         """Tokens as text, special ones by name; what is not a token of the model is left out."""
@@ -212,20 +205,10 @@ def _texts(llm: Llama, tokens: Tokens, n: int, after: Sequence[int]) -> Texts:
         return llm.detokenize(known, special=True).decode("utf-8", "replace")
 
     both, mine = tokens[max(n - BEFORE, 0) : n].tolist(), tokens[n : n + AFTER].tolist()
-    theirs = list(after[:AFTER])
     # a character that is cut in the middle is no text yet
     before = text(both).rstrip("\ufffd") if both else ""
-    return Texts(text(both + mine), text(both + theirs), len(before), mine, theirs)
-
-
-def _fork(texts: Texts, n: int) -> Fork:
-    at = texts.at
-    return Fork(
-        n,
-        texts.here[max(at - SHOWN_BEFORE, 0) : at],
-        texts.here[at : at + SHOWN_AFTER],
-        texts.there[at : at + SHOWN_AFTER],
-    )
+    here, there = (text(both + some)[len(before) :] for some in (mine, list(after[:AFTER])))
+    return Fork(n, before[-SHOWN_BEFORE:], here[:SHOWN_AFTER], there[:SHOWN_AFTER])
 
 
 def _evicted(engine: Engine, place: Place, tokens: Tokens, n_shared: int) -> EvictedPage | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from prefixstore.diagnosis.culprits import Culprit
 from prefixstore.units import counted, format_seconds
 
 __all__ = ["EvictedPage", "Explanation", "Fork", "OtherSettings"]
@@ -97,8 +96,6 @@ class Explanation:
         model or context cannot be stored).
     fork
         Where it parts from the nearest stored sequence; None if it does not.
-    culprit
-        The usual reason for that, if it is one; see `prefixstore.diagnosis.culprits.Culprit`.
     evicted
         The first missing page of the prompt, if this process has evicted it lately.
     other_settings
@@ -116,7 +113,6 @@ class Explanation:
     page_keys: tuple[str, ...]
     reason: str
     fork: Fork | None
-    culprit: Culprit | None
     evicted: EvictedPage | None
     other_settings: tuple[OtherSettings, ...]
     min_tokens: int
@@ -124,8 +120,6 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [f"{self.location}: {self.n_matched:,} of {counted(self.n_tokens, 'token')} are stored.", self._why()]
-        if self.culprit is not None:
-            lines.append(f"Likely cause ({self.culprit.name}): {self.culprit}")
         if self.fork is not None and self.reason in ("fork", "settings", "snapshot"):
             lines += [
                 f"After {counted(self.fork.at, 'token')} the texts diverge:",

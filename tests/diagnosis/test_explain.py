@@ -1,4 +1,4 @@
-"""Why a prompt is not found: each usual cause is named on a real model, and innocent differences are not accused."""
+"""Why a prompt is not found, on a real model."""
 
 from __future__ import annotations
 
@@ -8,33 +8,22 @@ from functools import partial
 import pytest
 
 from prefixstore import PrefixStore
-from prefixstore.testing.models import write_model
-from tests.support.models import SHAPES, forget, load, prompt
+from tests.support.models import forget, load, prompt
 
 RULES = (
     "You are a careful assistant of a large company. Answer in short sentences, name your sources, and say when you do "
     "not know something. Never invent a number. Ask if the question is not clear. Be friendly and be exact. "
 ) * 4
-TEMPLATE = (
-    "{% if tools %}<tools>\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}</tools>\n{% endif %}"
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
-def templated(tmp_path_factory):
-    """A model whose chat template has tools."""
-    path = tmp_path_factory.mktemp("model") / "chat.gguf"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("prefixstore.testing.models.CHAT_TEMPLATE", TEMPLATE)
-        return write_model(path, SHAPES["llama"])
+def model(models):
+    return models("llama")
 
 
 @pytest.fixture
-def llm(templated):
-    llm = load(templated)
+def llm(model):
+    llm = load(model)
     yield llm
     llm.close()
 
@@ -63,40 +52,9 @@ def chat(*turns, system=RULES, **more):
     return {"messages": messages, **more}
 
 
-def tool(name):
-    about = {"name": name, "description": f"Looks up the {name} of a place.", "parameters": {"type": "object"}}
-    return {"type": "function", "function": about}
-
-
-TOOLS = [tool("weather"), tool("time"), tool("population")]
-
-
 def read(found):
     """What is said, without its line breaks."""
     return " ".join(str(found).split())
-
-
-@pytest.mark.parametrize(
-    ("name", "before", "now"),
-    [
-        (
-            "timestamp",
-            chat("Hi", system=f"At 2026-11-22 09:48. {RULES}"),
-            chat("Hi", system=f"At 2026-11-22 09:51. {RULES}"),
-        ),
-        (
-            "tools",
-            chat("What time is it?", tools=TOOLS),
-            chat("What time is it?", tools=[TOOLS[0], TOOLS[2], TOOLS[1]]),
-        ),
-        (None, chat("Who are you?"), chat("What can you do for me?")),
-    ],
-)
-def test_the_usual_causes_are_found_by_name(llm, store, name, before, now):
-    ask(llm, before)
-    found = store.explain(now)
-    assert (found.reason, found.culprit.name if found.culprit else None) == ("fork", name), found
-    assert (f"Likely cause ({name})" in read(found)) == (name is not None)
 
 
 def tokens_of(llm, content):
@@ -130,7 +88,7 @@ def test_what_is_stored_completely_or_goes_on_is_no_fork(llm, store):
     assert store.explain(text).reason == "empty"
     ask(llm, text)
     found = store.explain(text)
-    assert (found.reason, found.fork, found.culprit) == ("complete", None, None)
+    assert (found.reason, found.fork) == ("complete", None)
     assert "All of it that can be restored: only" in read(found)
     n = found.n_tokens
     # as if the answer had not been stored
@@ -156,9 +114,9 @@ def test_explaining_changes_nothing(llm, store):
     assert llm.input_ids[: llm.n_tokens].tolist() == held
 
 
-def test_the_setting_that_differs_is_named_and_other_tenants_are_not_looked_at(templated, tmp_path):
+def test_the_setting_that_differs_is_named_and_other_tenants_are_not_looked_at(model, tmp_path):
     for n, options in enumerate(({"type_k": 8}, {})):
-        llm = load(templated, **options)
+        llm = load(model, **options)
         with PrefixStore(tmp_path / "kv", llm) as store:
             if n == 0:
                 llm.set_cache(store)
@@ -169,7 +127,7 @@ def test_the_setting_that_differs_is_named_and_other_tenants_are_not_looked_at(t
             assert [one.differences for one in found.other_settings] == [("type_k is f16 here, q8_0 in the store",)]
             assert found.other_settings[0].n_tokens == found.n_tokens
         llm.close()
-    llm = load(templated)
+    llm = load(model)
     with PrefixStore(tmp_path / "tenants", llm, salt="one") as store:
         llm.set_cache(store)
         ask(llm, RULES)
@@ -181,8 +139,8 @@ def test_the_setting_that_differs_is_named_and_other_tenants_are_not_looked_at(t
     llm.close()
 
 
-def test_an_evicted_page_is_reported_with_its_time_and_cause(templated, tmp_path):
-    llm = load(templated)
+def test_an_evicted_page_is_reported_with_its_time_and_cause(model, tmp_path):
+    llm = load(model)
     first, second = prompt(200, 1), prompt(200, 2)
     options = {"page_tokens": 32, "write_behind": False, "policy": "lru"}
     with PrefixStore(tmp_path / "kv", llm, **options) as store:
@@ -231,25 +189,25 @@ def run(run):
     return partial(run, "explain")
 
 
-def test_the_command_explains_a_prompt_with_the_vocabulary_alone(templated, llm, store, tmp_path, run):
+def test_the_command_explains_a_prompt_with_the_vocabulary_alone(model, llm, store, tmp_path, run):
     ask(llm, chat("Who are you?", system=f"Now: 2026-11-22 09:48:01. {RULES}"))
     store.flush()
     request = tmp_path / "request.json"
     request.write_text(json.dumps(chat("Who are you?", system=f"Now: 2026-11-22 09:51:37. {RULES}")))
-    code, out, err = run(store.location, "--model", templated, "--messages", request)
+    code, out, err = run(store.location, "--model", model, "--messages", request)
     assert (code, err) == (1, "")
-    assert "Likely cause (timestamp)" in out
+    assert """here    "51:37. You are""" in out
     assert "pass --config for those of your server" in out
-    code, out, _ = run(store.location, "--model", templated, "--messages", request, "--json")
+    code, out, _ = run(store.location, "--model", model, "--messages", request, "--json")
     found = json.loads(out)
-    assert (code, found["culprit"]["name"], found["reason"]) == (1, "timestamp", "fork")
+    assert (code, found["reason"]) == (1, "fork")
     request.write_text(json.dumps(chat("Who are you?", system=f"Now: 2026-11-22 09:48:01. {RULES}")["messages"]))
-    code, out, _ = run(store.location, "--model", templated, "--messages", request)
+    code, out, _ = run(store.location, "--model", model, "--messages", request)
     assert (code, "All of it that can be restored: only" in out) == (0, True)
 
 
-def test_the_name_of_a_file_as_a_prompt_is_text_and_the_command_says_so(templated, store, tmp_path, run):
+def test_the_name_of_a_file_as_a_prompt_is_text_and_the_command_says_so(model, store, tmp_path, run):
     file = tmp_path / "prompt.txt"
     file.write_text(RULES)
-    assert "pass --prompt-file" in run(store.location, "--model", templated, file)[2]
-    assert "note" not in run(store.location, "--model", templated, "--prompt-file", file)[2]
+    assert "pass --prompt-file" in run(store.location, "--model", model, file)[2]
+    assert "note" not in run(store.location, "--model", model, "--prompt-file", file)[2]
