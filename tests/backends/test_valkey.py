@@ -12,7 +12,6 @@ from contextlib import closing, suppress
 
 import numpy as np
 import pytest
-import valkey
 from valkey.connection import Connection, SSLConnection, UnixDomainSocketConnection
 
 from prefixstore.backends.contract import ConflictError
@@ -35,7 +34,7 @@ from prefixstore.errors import (
 from prefixstore.format.record import Usage
 from prefixstore.testing import PersistentBackendContract
 from tests.support import ROOT
-from tests.support.engines import A, Store
+from tests.support.engines import Store
 from tests.support.pages import make_page
 from tests.support.places import contents, opened
 from tests.support.rows import rows_of as stored
@@ -378,36 +377,6 @@ def test_a_replica_is_read_and_may_take_the_place_of_its_server():
                     more = put(writer, 3)
                 assert set(contents(reader)) == {key, new, *more}
                 assert check(reader) == []
-
-
-# -- clusters ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_location_in_a_cluster_is_found_through_any_node():
-    options = {"cluster-enabled": "yes", "cluster-announce-ip": "127.0.0.1"}
-    with private_valkey(**options) as one, private_valkey(**options) as two:
-        # all slots are of the second one
-        two.client().execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-        one.client().execute_command("CLUSTER", "MEET", "127.0.0.1", two.port)
-
-        def is_known():
-            with suppress(valkey.ValkeyError):
-                one.client().get("a")
-            try:
-                one.client().execute_command("GET", "a")
-            except valkey.exceptions.ResponseError as error:
-                return "MOVED" in str(error) or type(error).__name__ == "MovedError"
-            return False
-
-        wait_for(is_known, "the cluster")
-        wait_for(lambda: b"cluster_state:ok" in two.client().execute_command("CLUSTER", "INFO"), "the cluster")
-        with closing(Store(open_pages(one.tcp_url, max_bytes=64 * MIB))) as store:
-            assert store.put(A) == 3
-            assert store.fetch(A) == 3
-            assert store.engine.upkeep.check() == []
-        with closing(Store(open_pages(two.tcp_url, max_bytes=64 * MIB))) as store:
-            assert store.fetch(A) == 3
 
 
 # -- TLS --------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Where a Valkey server is, connections to it, and what is done when one of them fails.
 
-A connection that is dead is replaced before it is used; one that fails meanwhile fails what it was used for. Only if
-another server has the keys by now, the command is sent again, to that one.
+A connection that is dead is replaced before it is used; one that fails meanwhile fails what it was used for.
 """
 
 from __future__ import annotations
@@ -14,11 +13,9 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 from valkey.backoff import NoBackoff
-from valkey.cluster import ClusterParser
 from valkey.connection import Connection, ConnectionPool, SSLConnection, UnixDomainSocketConnection, parse_url
 from valkey.exceptions import (
     AuthenticationError,
-    MovedError,
     NoPermissionError,
     OutOfMemoryError,
     ReadOnlyError,
@@ -53,8 +50,6 @@ FALSE = ("0", "false", "no", "off")
 CONNECT_SECONDS = 5.0
 # A server that works sends something within so many seconds. TCP alone would wait for a quarter of an hour.
 SILENT_SECONDS = 5.0
-# another node of a cluster may have the keys, and another server may be the primary by then
-ATTEMPTS = 3
 # what a server says of a command that it does not know ends with the arguments: of AUTH, with the password
 ARGUMENTS = ", with args beginning with"
 TOO_OLD = "Valkey 7.2 or Redis 7.0 is needed"
@@ -66,7 +61,7 @@ _ANSWERS: tuple[tuple[str, type[StorageError], str], ...] = (
     ("Unexpected engine", IncompatibleError, TOO_OLD),
     ("DB index is out of range", LocationError, "the server has fewer databases"),
     ("invalid DB index", LocationError, "the server has fewer databases"),
-    ("SELECT is not allowed", LocationError, "a cluster has database 0 only"),
+    ("MOVED ", LocationError, "this is a node of a cluster, which is not supported"),
 )
 
 
@@ -158,22 +153,18 @@ class Connections:
         self.location = address.shown
         self.names = Names.of(address.name)
         self._closed = False
-        self._pool = self._pool_of({})
+        self._pool = self._new_pool()
 
-    def _pool_of(self, moved: dict[str, Any]) -> ConnectionPool:
-        """Connections to the server of the address, or to where a node of a cluster has sent this process."""
+    def _new_pool(self) -> ConnectionPool:
         return ConnectionPool(
             **{
                 "connection_class": self._address.kind,
                 **self._address.options,
-                **moved,
                 "socket_timeout": SILENT_SECONDS,
                 "socket_connect_timeout": CONNECT_SECONDS,
                 "retry": Retry(NoBackoff(), 0),
                 # answers are those to commands, and nothing else: `payloads` reads some of them from the socket
                 "protocol": 2,
-                # of one node, which may not have the keys
-                "parser_class": ClusterParser,
                 "lib_name": None,
                 "lib_version": None,
                 "client_name": "prefixstore",
@@ -199,15 +190,9 @@ class Connections:
         return self.call("EVAL", script, len(self.names), *self.names, *arguments)
 
     def use(self, work: Callable[[Any], T]) -> T:
-        """Do some work on a connection, and again if another server has the keys by now."""
-        for left in reversed(range(ATTEMPTS)):
-            try:
-                with self.connection() as connection:
-                    return work(connection)
-            except UnavailableError as error:
-                if not left or not isinstance(error.__cause__, MovedError | ReadOnlyError):
-                    raise
-        raise AssertionError("the last attempt raises")
+        """Do some work on a connection."""
+        with self.connection() as connection:
+            return work(connection)
 
     @contextmanager
     def connection(self) -> Iterator[Any]:
@@ -223,23 +208,15 @@ class Connections:
                 if connection is not None and not isinstance(error, ResponseError):
                     # what it has not read yet would be taken for the answer to the next command
                     connection.disconnect()
-                self._follow(error)
+                if isinstance(error, LostError | SilentError | ReadOnlyError):
+                    # the others are as old, and the address of a server that has become a replica may be another's now
+                    self._pool = self._new_pool()
                 raise
             finally:
                 if connection is not None:
                     if self._closed:
                         connection.disconnect()
                     pool.release(connection)
-
-    def _follow(self, error: BaseException) -> None:
-        """Go on with the server that has the keys by now, if it may be another one."""
-        if isinstance(error, MovedError) and self._address.kind is not UnixDomainSocketConnection:
-            # without a host it is that of the node that has answered
-            self._pool = self._pool_of({"port": error.port} | ({"host": error.host} if error.host else {}))
-        elif isinstance(error, LostError | SilentError | ReadOnlyError):
-            # The others are as old; and the address of a server that has become a replica, or the node of the cluster,
-            # may be that of another one by now.
-            self._pool = self._pool_of({})
 
 
 def asked(connection: Any, *command: Any) -> Any:
