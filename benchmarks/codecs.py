@@ -25,7 +25,7 @@ from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.pages import Pages
 from prefixstore.engine.pending import PendingPage
-from prefixstore.format.autocodec import AutoCodec, pick
+from prefixstore.format.autocodec import Encoder
 from prefixstore.format.codec import CODECS, PACKINGS
 from prefixstore.format.keys import as_tokens
 from prefixstore.llama.paged_memory import PagedMemory
@@ -121,7 +121,7 @@ class Restores:
     @contextmanager
     def engine(self, codec: str) -> Iterator[Engine]:
         backend = Pages(LMDBBackend(self.root / codec, 1 << 30))
-        engine = Engine(backend, Budget(1 << 30, None), POLICIES["lru"](), pick(codec), Counters())
+        engine = Engine(backend, Budget(1 << 30, None), POLICIES["lru"](), Encoder(codec), Counters())
         try:
             yield engine
         finally:
@@ -209,7 +209,7 @@ def pages_of(llm: llama_cpp.Llama) -> list[bytes]:
 
 def picked(pages: list[bytes]) -> str:
     """What `auto` chooses for pages in a location from which nothing has been read yet."""
-    number, _ = AutoCodec()(NAMESPACE, pages[0])
+    number, _ = Encoder()(NAMESPACE, pages[0])
     return next(name for name in CODECS if CODECS[name] == number)
 
 

@@ -11,7 +11,7 @@ from prefixstore.engine.budget import Budget, Quota
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.policy import Policy
 from prefixstore.errors import InvalidParameterError
-from prefixstore.format.autocodec import Encoder, pick
+from prefixstore.format.autocodec import Encoder
 from prefixstore.units import parse_bytes, parse_seconds, shown
 
 __all__ = ["Parameters"]
@@ -99,7 +99,7 @@ class Parameters:
             budget=Budget(size, entries, Quota.parse(quota, size), high, low),
             ttl=None if given["ttl"] is None else parse_seconds(given["ttl"], "ttl"),
             ram_bytes=0 if given["ram_bytes"] is None else parse_bytes(given["ram_bytes"], "ram_bytes"),
-            encoder=pick(codec),
+            encoder=Encoder(codec),
             policy=POLICIES[policy](),
             priority=_count(given, "priority", -(2**15), 2**15 - 1),
             read_only=_flag(given["read_only"], "read_only"),
@@ -107,7 +107,7 @@ class Parameters:
             queue_bytes=parse_bytes(given["queue_bytes"], "queue_bytes"),
             max_delay=None if given["max_delay"] is None else parse_seconds(given["max_delay"], "max_delay"),
             far_budget=Budget(far_size, None, Quota.parse(quota, far_size), high, low),
-            far_encoder=pick(codec),
+            far_encoder=Encoder(codec),
             far_policy=POLICIES[policy](),
             keys=_keys(given["key"]),
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,14 +18,11 @@ from prefixstore.format.record import Buffer
 __all__ = [
     "MIN_SAVING",
     "UNPACKERS",
-    "AutoCodec",
     "Encoder",
     "Figures",
-    "FixedCodec",
     "ReadRate",
     "choose",
     "encode",
-    "pick",
 ]
 
 # a codec must save this share of the bytes
@@ -114,55 +110,46 @@ def choose(figures: Mapping[str, Figures], seconds_per_byte: float | None) -> st
     return min(close, key=lambda name: good[name].seconds, default="raw")
 
 
-class Encoder(ABC):
-    """Packs pages.
+class Encoder:
+    """Packs pages: by one codec, or as measured.
+
+    With ``"auto"`` it measures all codecs on the first page of each namespace, and on each 64th one after it, and uses
+    the best one. It compresses only where that hardly slows down restores from this location: not where pages are in a
+    local file that the system keeps in memory. While space is short it uses the codec that saves most. The read rate is
+    not bound to those intervals: it is considered for every page.
+
+    Parameters
+    ----------
+    codec
+        ``"auto"``, or one of `CODECS`, with a level after a colon if it has levels.
 
     Attributes
     ----------
     is_short_of_space
-        Whether pages are to be packed however long it takes to unpack them. A codec that the user has chosen is kept.
+        Whether ``"auto"`` is to pack pages however long it takes to unpack them.
     read_rate
         Of the location; readers update it.
-    """
 
-    def __init__(self) -> None:
-        self.is_short_of_space = False
-        self.read_rate = ReadRate()
-
-    @abstractmethod
-    def __call__(self, namespace: bytes, raw: Buffer) -> tuple[int, Buffer]:
-        """The number of the codec and the stored form of a page."""
-
-
-class FixedCodec(Encoder):
-    """One codec for all pages."""
-
-    def __init__(self, codec: str, level: int = DEFAULT_LEVEL) -> None:
-        super().__init__()
-        self._codec = codec
-        self._level = level
-
-    def __call__(self, namespace: bytes, raw: Buffer) -> tuple[int, Buffer]:
-        return encode(raw, self._codec, self._level)
-
-
-class AutoCodec(Encoder):
-    """Measures all codecs on the first page of each namespace, and on each 64th one after it, and uses the best one.
-
-    It compresses only where that hardly slows down restores from this location: not where pages are in a local file
-    that the system keeps in memory. While space is short it uses the codec that saves most. The read rate is not bound
-    to those intervals: it is considered for every page.
+    Raises
+    ------
+    InvalidParameterError
+        If there is no such codec or level.
     """
 
     MEASURED_EVERY = 64
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, codec: str = "auto") -> None:
+        self.is_short_of_space = False
+        self.read_rate = ReadRate()
+        self._codec = None if codec == "auto" else _parsed(codec)
         # written by several threads without a lock: at worst a page more, or one less, is measured
         self._known: dict[bytes, dict[str, Figures]] = {}
         self._seen: dict[bytes, int] = {}
 
     def __call__(self, namespace: bytes, raw: Buffer) -> tuple[int, Buffer]:
+        """The number of the codec and the stored form of a page."""
+        if self._codec is not None:
+            return encode(raw, *self._codec)
         n_seen = self._seen.get(namespace, 0)
         self._seen[namespace] = n_seen + 1
         seconds_per_byte = SHORT_OF_SPACE if self.is_short_of_space else self.read_rate.seconds_per_byte
@@ -185,27 +172,16 @@ def _measure(number: int, stored: Buffer, raw_bytes: int) -> Figures:
     return Figures(raw_bytes, len(stored), time.perf_counter() - started)
 
 
-def pick(codec: str) -> Encoder:
-    """The encoder with this name: ``"auto"``, or one of `CODECS`, with a level after a colon if it has levels.
-
-    Raises
-    ------
-    InvalidParameterError
-        If there is no such codec or level.
-    """
-    if codec == "auto":
-        return AutoCodec()
+def _parsed(codec: str) -> tuple[str, int]:
     name, colon, level = str(codec).partition(":")
     if name not in CODECS:
         known = ", ".join(map(repr, ["auto", *CODECS]))
         raise InvalidParameterError(f"codec={codec!r} is unknown; choose one of {known}, or one with a level: 'zstd:9'")
-    if not colon:
-        return FixedCodec(name)
     levels = PACKINGS[name].levels
-    if not levels:
+    if colon and not levels:
         raise InvalidParameterError(f"codec={codec!r} is not valid: {name!r} has no levels")
-    if not level.isdecimal() or int(level) not in levels:
+    if colon and not (level.isdecimal() and int(level) in levels):
         raise InvalidParameterError(
             f"codec={codec!r} is not valid: the level must be a number from {levels[0]} to {levels[-1]}"
         )
-    return FixedCodec(name, int(level))
+    return name, int(level) if colon else DEFAULT_LEVEL

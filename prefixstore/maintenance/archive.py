@@ -21,7 +21,7 @@ from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.relatives import with_descendants
 from prefixstore.engine.saved_notes import noted_policy
 from prefixstore.errors import IncompatibleError, InvalidParameterError, LocationError, StorageError
-from prefixstore.format.autocodec import FixedCodec
+from prefixstore.format.autocodec import Encoder
 from prefixstore.format.codec import decode
 from prefixstore.format.figures import NOTE
 from prefixstore.format.keys import TokenSequence, as_tokens
@@ -131,7 +131,7 @@ class Archive(OpenLocation):
             self.backend,
             Budget(size),
             POLICIES[self.policy](),
-            FixedCodec("raw"),
+            Encoder("raw"),
             Counters(),
             write_behind=False,
             read_only=read_only,

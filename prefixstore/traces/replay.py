@@ -20,7 +20,7 @@ from prefixstore.engine.index import Path
 from prefixstore.engine.pages import Pages
 from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import InvalidParameterError
-from prefixstore.format.autocodec import FixedCodec
+from prefixstore.format.autocodec import Encoder
 from prefixstore.format.keys import TOKEN_BYTES, namespace_key
 from prefixstore.stats import Counters
 from prefixstore.traces.read import Event, Trace
@@ -59,7 +59,7 @@ class InEngine(AbstractContextManager["InEngine"]):
         budget = Budget(1 << 60, max_entries=capacity)
         self._counters = Counters()
         self._engine = Engine(
-            Pages(MemoryBackend()), budget, POLICIES[policy](), FixedCodec("raw"), self._counters, write_behind=False
+            Pages(MemoryBackend()), budget, POLICIES[policy](), Encoder("raw"), self._counters, write_behind=False
         )
         lease = BufferPool(1 << 20).acquire(1)
         assert lease is not None

@@ -19,7 +19,7 @@ from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import CorruptError
-from prefixstore.format.autocodec import pick
+from prefixstore.format.autocodec import Encoder
 from prefixstore.format.export import ENTRY, EXPORT_VERSION, HEADER, MAGIC, ExportReader
 from prefixstore.format.keys import namespace_key
 from prefixstore.format.record import FORMAT_VERSION, Usage
@@ -82,7 +82,7 @@ def test_a_forged_state_with_a_right_checksum_changes_no_answer(models, tmp_path
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
 def test_a_condemned_page_that_another_process_has_replaced_stays(tmp_path, request, scheme):
     with closing(open_pages(place(scheme, tmp_path, request), max_bytes=64 << 20)) as backend:
-        engine = Engine(backend, Budget(64 << 20), POLICIES["lru"](), pick("raw"), Counters())
+        engine = Engine(backend, Budget(64 << 20), POLICIES["lru"](), Encoder("raw"), Counters())
         paths = fill(backend, space(), [list(range(8)), [9, 9, 9, 9]])
         path = engine.match(space().key, np.arange(8, dtype="<i4"), 4)
         engine.condemn(replace(path.pages[0], created=1))

@@ -12,7 +12,7 @@ from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.policy import Ordering
 from prefixstore.errors import UnavailableError
-from prefixstore.format.autocodec import FixedCodec
+from prefixstore.format.autocodec import Encoder
 from prefixstore.stats import Counters
 from tests.support.engines import NS, MemoryPages, P, Store
 
@@ -39,7 +39,7 @@ def store_with(policy, max_entries=4, **options):
     store.engine.close()
     store.backend = MemoryPages()
     budget = Budget(store.max_bytes, max_entries, store.quota)
-    store.engine = Engine(store.backend, budget, policy, FixedCodec("raw"), store.counters)
+    store.engine = Engine(store.backend, budget, policy, Encoder("raw"), store.counters)
     return store
 
 
@@ -131,7 +131,7 @@ def test_what_was_learned_is_kept_in_the_location():
     backend = MemoryPages()
     for first in (True, False):
         learner = POLICIES["adaptive"]()
-        with closing(Engine(_Kept(backend), Budget(1 << 30), learner, FixedCodec("raw"), Counters())) as engine:
+        with closing(Engine(_Kept(backend), Budget(1 << 30), learner, Encoder("raw"), Counters())) as engine:
             engine.commit([])
             if first:
                 learner._duel.mode = Mode.LFU
@@ -145,7 +145,7 @@ def test_damage_and_outages_cost_what_was_learned_and_nothing_else(monkeypatch, 
     with backend.update() as transaction:
         transaction.put_note(b"policy/adaptive", b"garbage")
     policy = POLICIES["adaptive"]()
-    with closing(Engine(_Kept(backend), Budget(1 << 30), policy, FixedCodec("raw"), Counters())) as engine:
+    with closing(Engine(_Kept(backend), Budget(1 << 30), policy, Encoder("raw"), Counters())) as engine:
         assert engine.commit([]) == 0
         assert "starts afresh" in caplog.text
         used_often(engine)

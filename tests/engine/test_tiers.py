@@ -12,7 +12,7 @@ from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.tiers import FarEngine, TieredEngine
 from prefixstore.errors import MisuseError, UnavailableError
-from prefixstore.format.autocodec import pick
+from prefixstore.format.autocodec import Encoder
 from prefixstore.format.keys import as_tokens, page_keys
 from prefixstore.format.namespace import Namespace
 from prefixstore.stats import Counters
@@ -52,7 +52,7 @@ class Tiers(Store):
                 self.far_backend,
                 Budget(far_bytes),
                 POLICIES["lru"](),
-                pick(far_encoder),
+                Encoder(far_encoder),
                 Counters(),
                 nearer=near,
                 queue_bytes=queue_bytes,
@@ -63,7 +63,7 @@ class Tiers(Store):
             self.backend,
             Budget(near_bytes),
             POLICIES["lru"](),
-            pick("raw"),
+            Encoder("raw"),
             self.counters,
             make_far=make_far,
             max_delay=max_delay,

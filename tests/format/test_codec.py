@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from prefixstore.buffers import BufferPool
 from prefixstore.errors import CorruptError, IncompatibleError, InvalidParameterError
-from prefixstore.format.autocodec import AutoCodec, encode, pick
+from prefixstore.format.autocodec import Encoder, encode
 from prefixstore.format.codec import CODECS, PACKINGS, decode, decode_into, verify
 from prefixstore.format.record import Record, checksum
 
@@ -53,7 +53,7 @@ states = st.one_of(
 @settings(max_examples=50)
 @given(raw=states)
 def test_every_codec_returns_the_page(name, raw):
-    number, stored = pick(name)(NS, raw)
+    number, stored = Encoder(name)(NS, raw)
     assert bytes(decode(record_of(stored, len(raw), number), stored)) == raw
     assert len(stored) <= len(raw)
 
@@ -84,7 +84,7 @@ def test_planes_save_most_on_floats_and_the_level_is_not_part_of_the_codec_numbe
     sizes = {name: len(encode(raw, name)[1]) for name in CODECS}
     assert sizes["planes"] < 0.95 * sizes["zstd"] < 0.9 * sizes["raw"]
     text = b"".join(struct.pack("<I", i * i % 977) for i in range(20_000))
-    (low, small), (high, smaller) = pick("zstd:1")(NS, text), pick("zstd:19")(NS, text)
+    (low, small), (high, smaller) = Encoder("zstd:1")(NS, text), Encoder("zstd:19")(NS, text)
     assert low == high == CODECS["zstd"]
     assert len(smaller) < len(small)
 
@@ -203,7 +203,7 @@ REFUSED = {
 @pytest.mark.parametrize(("name", "says"), [(name, says) for says, names in REFUSED.items() for name in names])
 def test_an_unknown_codec_or_level_is_refused_and_the_known_ones_are_listed(name, says):
     with pytest.raises(InvalidParameterError, match=says):
-        pick(name)
+        Encoder(name)
 
 
 # -- what is picked where nothing was asked for ------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def test_an_unknown_codec_or_level_is_refused_and_the_known_ones_are_listed(name
 
 def slow():
     """As it is with pages of a location that was slow so far."""
-    auto = AutoCodec()
+    auto = Encoder()
     auto.read_rate.observe(1 << 20, 60.0)
     return auto
 
@@ -227,7 +227,7 @@ def test_auto_packs_what_shrinks_in_a_slow_location_and_leaves_what_does_not():
 
 
 def test_auto_stores_raw_until_it_knows_that_the_location_is_slow():
-    auto = AutoCodec()
+    auto = Encoder()
     assert numbers_of(auto, floats(), 10) == {CODECS["raw"]}
     auto.read_rate.observe(1 << 20, 60.0)
     assert numbers_of(auto, floats(), 10) == {CODECS["planes"]}
@@ -237,7 +237,7 @@ def test_auto_stores_raw_until_it_knows_that_the_location_is_slow():
 
 
 def test_auto_decides_by_the_first_page_and_measures_again():
-    auto, turn = slow(), AutoCodec.MEASURED_EVERY
+    auto, turn = slow(), Encoder.MEASURED_EVERY
     assert numbers_of(auto, chance(), turn - 5) == {CODECS["raw"]}
     assert numbers_of(auto, floats(), 5) == {CODECS["raw"]}
     assert numbers_of(auto, floats(), turn) == {CODECS["planes"]}

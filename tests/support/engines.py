@@ -17,7 +17,7 @@ from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.pages import Pages
 from prefixstore.engine.pending import PendingPage
-from prefixstore.format.autocodec import pick
+from prefixstore.format.autocodec import Encoder
 from prefixstore.format.keys import SNAPSHOT, as_tokens, page_keys
 from prefixstore.format.record import RECORD, RECORD_SEAL, USAGE
 from prefixstore.stats import Counters
@@ -114,7 +114,7 @@ class Store:
         """A new engine on the backend."""
         self.counters = Counters()
         budget = Budget(self.max_bytes, self.max_entries, self.quota, self.high_water, self.low_water)
-        self.engine = Engine(self.backend, budget, POLICIES["lru"](), pick(self.codec), self.counters, **options)
+        self.engine = Engine(self.backend, budget, POLICIES["lru"](), Encoder(self.codec), self.counters, **options)
 
     def pages(self, tokens, size=1000, *, namespace=NS) -> list[PendingPage]:
         """The pages of a sequence that are worth capturing, the tail included."""
