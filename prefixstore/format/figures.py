@@ -76,11 +76,6 @@ class Figures(NamedTuple):
         return self.hits / self.lookups if self.lookups else None
 
     @property
-    def restored_share(self) -> float | None:
-        """The share of prompt tokens that were restored, from 0 to 1; None without any."""
-        return self.tokens_restored / self.prompt_tokens if self.prompt_tokens else None
-
-    @property
     def seconds_saved(self) -> float:
         """Time by which restoring was faster than computing."""
         return self.saved_microseconds / 1e6
