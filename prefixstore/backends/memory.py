@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
@@ -38,13 +38,12 @@ def _cost(row: Change) -> int:
 
 
 class SortedRows(View):
-    """Rows in order, in blocks. A row is kept as the change that would write it, and takes `cost` bytes.
+    """Rows in order, in blocks. A row is kept as the change that would write it.
 
     What is committed never changes: an update has its own copy of the blocks that differ.
     """
 
-    def __init__(self, cost: Callable[[Change], int]) -> None:
-        self._cost = cost
+    def __init__(self) -> None:
         # one for each bound, and always a first one
         self._blocks: list[list[Change]] = [[]]
         # no key of a block is below its bound; the first bound is empty
@@ -55,7 +54,7 @@ class SortedRows(View):
 
     def copy(self) -> SortedRows:
         """The same rows, for an update to change."""
-        found = SortedRows(self._cost)
+        found = SortedRows()
         found._bounds, found._blocks, found._used = self._bounds.copy(), self._blocks.copy(), self._used
         return found
 
@@ -102,7 +101,7 @@ class SortedRows(View):
             before = [row for row in block[at : at + 1] if row.key == change.key]
             after = [] if change.value is None else [_kept(change, before)]
             block[at : at + len(before)] = after
-            self._used += sum(map(self._cost, after)) - sum(map(self._cost, before))
+            self._used += sum(map(_cost, after)) - sum(map(_cost, before))
             if len(block) > ROWS_OF_BLOCK:
                 upper = block[ROWS_OF_BLOCK // 2 :]
                 del block[ROWS_OF_BLOCK // 2 :]
@@ -124,7 +123,7 @@ class _Memory:
 
     def __init__(self) -> None:
         # a commit is one assignment, which neither an interrupt nor a fork can divide
-        self.rows = SortedRows(_cost)
+        self.rows = SortedRows()
         # held by the one update at a time
         self.writing = threading.Lock()
 
