@@ -16,7 +16,7 @@ from prefixstore.engine.keyspace import (
     Leaf,
     leaf_row,
 )
-from prefixstore.engine.page_view import Used, View, counted_as, leaf_of, path_in, path_of, usage_in
+from prefixstore.engine.page_view import View, counted_as, leaf_of, path_in, path_of, usage_in
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.namespace import parted, salt_in
 from prefixstore.format.record import USAGE, Buffer, Record, Usage, head_of, namespace_in, place_of, record_bytes
@@ -31,10 +31,10 @@ class Transaction(View):
 
     def __init__(self, rows: Update, *, is_local: bool, check: Callable[[], None]) -> None:
         super().__init__(rows, is_local=is_local, check=check)
-        # rows of counts that were changed
-        self._counted: dict[bytes, Count] = {}
-        # of tenants: what their namespaces held at first
-        self._spaces: dict[str, dict[bytes, Count]] = {}
+        # of tenants: the rows in which their namespaces are counted
+        self._spaces: dict[str, list[bytes]] = {}
+        # namespaces that had no pages for a moment
+        self._emptied: set[bytes] = set()
         # whether a page was deleted or replaced whose record does not say where it is in the index: see `Pages.reindex`
         self.is_torn = False
         # the pages that it has deleted and not put again, and what is called when it is committed
@@ -43,19 +43,15 @@ class Transaction(View):
 
     # -- counting -----------------------------------------------------------------------------------------------------
 
-    def _all(self) -> Count | None:
-        return self._counted.get(keyspace.COUNT) or super()._all()
-
-    def count(self, namespace: bytes | None = None) -> Count:
-        row = keyspace.COUNT if namespace is None else self._count_row(namespace)
-        return self._counted[row] if row in self._counted else super().count(namespace)
-
     def namespaces_of(self, salt: str) -> dict[bytes, Count]:
+        # the range is read once; the update remembers the rows themselves
         if salt not in self._spaces:
-            self._spaces[salt] = super().namespaces_of(salt)
-        start = keyspace.counts_of(keyspace.tenant_of(salt, b"")).start
-        changed = {row[-KEY_BYTES:]: count for row, count in self._counted.items() if row.startswith(start)}
-        return self._spaces[salt] | changed
+            found = super().namespaces_of(salt)
+            self._spaces[salt] = [self._count_row(namespace) for namespace in found]
+            return found
+        rows = self._spaces[salt]
+        stored = [Row(row, value or b"") for row, value in zip(rows, self._rows.get(rows), strict=True)]
+        return {row[-KEY_BYTES:]: count for row, count in self._counts_in(stored).items()}
 
     def _owner(self, namespace: bytes) -> bytes:
         """Under whose key an encrypted location has a namespace: the tenant's, whichever part of it that is."""
@@ -64,31 +60,27 @@ class Transaction(View):
 
     def _add(self, namespace: bytes, change: Count) -> None:
         """Count a change of a namespace."""
-        for group in (None, namespace):
-            row = keyspace.COUNT if group is None else self._count_row(namespace)
-            self._counted[row] = self.count(group).plus(change)
-
-    def counts(self) -> dict[bytes, Count]:
-        both = super().counts() | self._counted
-        return {row: count for row, count in both.items() if count.pages or row == keyspace.COUNT}
+        row, after = self._count_row(namespace), self.count(namespace).plus(change)
+        if self._rows.get([row])[0] is None:
+            # perhaps another one of a tenant
+            self._spaces.clear()
+        if not after.pages:
+            self._emptied.add(namespace)
+        self._rows.put(keyspace.COUNT, self.count().plus(change).pack())
+        self._rows.put(row, after.pack())
 
     def replace_counts(self, counts: dict[bytes, Count]) -> None:
         """Write other counts than those that are there."""
-        # also the rows of namespaces that this update has emptied
-        self._counted = dict.fromkeys([*super().counts(), *self._counted], Count()) | counts
+        counts = {row: count for row, count in counts.items() if count.pages or row == keyspace.COUNT}
+        for row in self.counts().keys() - counts.keys():
+            self._rows.delete(row)
+            self._emptied.add(row[-KEY_BYTES:])
+        for row, count in counts.items():
+            self._rows.put(row, count.pack())
 
     @property
     def rows(self) -> Update:
         return self._rows
-
-    @property
-    def used(self) -> Used:
-        used = super().used
-        if self.is_local:
-            return used
-        # where the size is estimated, with what the end of the transaction writes
-        last = self._rows.costs.of(keyspace.count_row(b"", bytes(KEY_BYTES)), Count().pack())
-        return Used(used.bytes + len(self._counted) * last, used.entries)
 
     def cost(self, record: Record, n_bytes: int) -> int:
         """The most that `used` can grow by, in bytes, if this record is put with a payload of `n_bytes`."""
@@ -152,7 +144,7 @@ class Transaction(View):
         head = head_of(record)
         if head is None:
             self.is_torn = True
-            self._counted[keyspace.COUNT] = self.count().plus(Count(-1))
+            self._rows.put(keyspace.COUNT, self.count().plus(Count(-1)).pack())
             return None
         self._add(head.namespace, Count(*(-n for n in counted_as(head, usage))))
         return head.stored_bytes
@@ -240,12 +232,9 @@ class Transaction(View):
             siblings.add_child(self._rows, row.key[1:], path, self._owner(namespace_in(row.value)))
 
     def finish(self) -> None:
-        """Write what was counted. Raises `LocationError` if the location was encrypted meanwhile."""
+        """Forget namespaces that have no pages. Raises `LocationError` if the location was encrypted meanwhile."""
         self.require_plain()
-        for row, count in self._counted.items():
-            if count.pages or row == keyspace.COUNT:
-                self._rows.put(row, count.pack())
-            else:
-                self._rows.delete(row)
-                if row == self._count_row(row[-KEY_BYTES:]):
-                    self._drop_namespace(row[-KEY_BYTES:])
+        for namespace in self._emptied:
+            if not self.count(namespace).pages:
+                self._rows.delete(self._count_row(namespace))
+                self._drop_namespace(namespace)

@@ -256,14 +256,10 @@ class View:
         """The rows, for what eviction samples."""
         return self._rows
 
-    def _all(self) -> Count | None:
-        """What all pages hold, as it was counted; None if that is missing or damaged."""
-        return Count.unpack(self._rows.get([keyspace.COUNT])[0])
-
     def count(self, namespace: bytes | None = None) -> Count:
         """What a namespace holds, or all of them."""
         if namespace is None:
-            counted = self._all()
+            counted = Count.unpack(self._rows.get([keyspace.COUNT])[0])
             return self.recount()[keyspace.COUNT] if counted is None else counted
         row = self._count_row(namespace)
         return self._counts_in([contract.Row(row, self._rows.get([row])[0] or b"")])[row]
