@@ -264,16 +264,21 @@ class Space:
         if any(group.held(self._transaction).pinned_bytes + kept.size > group.quota for group in groups):
             return DropReason.QUOTA
         is_too_much = partial(self._budget_is_exceeded, need)
-        if is_too_much() and self._budget_is_exceeded(kept, _least_of(self._transaction)):
+        is_full = is_too_much()
+        if is_full and self._budget_is_exceeded(kept, _least_of(self._transaction)):
             return DropReason.BUDGET
         limits = [(DropReason.QUOTA, partial(self._quota_is_exceeded, group, need), [group]) for group in groups]
-        for reason, exceeds, victims in [*limits, (DropReason.BUDGET, is_too_much, [*groups[-1:], ALL])]:
+        if is_full:
+            limits.append((DropReason.BUDGET, is_too_much, [*groups[-1:], ALL]))
+        for reason, exceeds, victims in limits:
+            is_exceeded = exceeds()
             for group in victims:
-                while exceeds() and (victim := self._lowest(group)) is not None:
+                while is_exceeded and (victim := self._lowest(group)) is not None:
                     if not admits(victim):
                         return DropReason.ADMISSION
                     self._take(victim, group)
-            if exceeds():
+                    is_exceeded = exceeds()
+            if is_exceeded:
                 return reason
         return None
 
