@@ -23,7 +23,7 @@ from prefixstore.engine.page_update import Transaction
 from prefixstore.engine.page_view import View
 from prefixstore.engine.pages import retried
 from prefixstore.engine.part import Part, Shared
-from prefixstore.errors import CorruptError, IncompatibleError
+from prefixstore.errors import CorruptError
 from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT, TOKEN_BYTES, Tokens, page_key
 from prefixstore.format.record import Record
 from prefixstore.format.saved_state import pack_state, unpack_state
@@ -155,7 +155,7 @@ class Bookmarks(Part):
         with self._lock:
             seen = self._seen.get(namespace, {})
             missing = {name: seen[name] for name in names if name in seen}
-        kept = set(self._whole(namespace, missing)) if missing else set()
+        kept = set(self.whole(namespace, missing)) if missing else set()
         deleted = {name: each for name, each in missing.items() if name not in kept}
         with self._lock:
             for name in deleted:
@@ -215,12 +215,10 @@ class Bookmarks(Part):
     # -- what they stand for ------------------------------------------------------------------------------------------
 
     @handed_over
-    def whole(self, namespace: bytes) -> list[str]:
-        """The names of those whose sequences are stored as a whole. Raises `StorageError`."""
-        return self._whole(namespace, self.read(namespace))
-
-    def _whole(self, namespace: bytes, bookmarks: Mapping[str, Bookmark]) -> list[str]:
-        """The names of those whose sequences are stored as a whole. Raises `StorageError`."""
+    def whole(self, namespace: bytes, bookmarks: Mapping[str, Bookmark] | None = None) -> list[str]:
+        """The names of those, by default of all, whose sequences are stored as a whole. Raises `StorageError`."""
+        if bookmarks is None:
+            bookmarks = self.read(namespace)
         with self._backend.view() as view:
             return [name for name, bookmark in bookmarks.items() if is_whole(view, namespace, bookmark)]
 
@@ -263,28 +261,21 @@ class Bookmarks(Part):
 def is_whole(view: View, namespace: bytes, bookmark: Bookmark) -> bool:
     """Whether all of a sequence is stored: its end is enough, since no page is stored without its parent."""
     page, rest = bookmark.page, bookmark.rest
-    try:
-        if page != namespace:
-            record = view.record(page)
-            if record is None or record.namespace != namespace or record.end != bookmark.start:
-                return False
-        elif bookmark.start:
+    if page != namespace:
+        record, _ = view.records([page]).get(page, (None, None))
+        if not isinstance(record, Record) or (record.namespace, record.end) != (namespace, bookmark.start):
             return False
-    except (CorruptError, IncompatibleError):
+    elif bookmark.start:
         return False
     if bookmark.form == SNAPSHOT:
         key = page_key(page, rest, SNAPSHOT)
-        return bool(view.records([key])) and _is_of(view, key, rest)
+        record, _ = view.records([key]).get(key, (None, None))
+        return isinstance(record, Record) and record.tokens == rest
     if not rest:
         return page != namespace
     # a longer page may have taken the place of the tail
     beside = [each.record for each in view.neighbors(page, rest)]
     return any(isinstance(record, Record) and record.tokens.startswith(rest) for record in beside)
-
-
-def _is_of(view: View, key: bytes, tokens: bytes) -> bool:
-    record, _ = view.records([key]).get(key, (None, None))
-    return isinstance(record, Record) and record.tokens == tokens
 
 
 def merged(old: Mapping[str, Bookmark], changes: Mapping[str, BookmarkChange]) -> dict[str, Bookmark]:

@@ -140,7 +140,8 @@ class Table:
                 del self.entries[each.name]
             left = set(self.entries)
         self.forget(gone)
-        saved = set(self._saved()) - left if name is None else self._bookmarks().keys() & {name}
+        bookmarks = self._bookmarks()
+        saved = set(self._whole(bookmarks)) - left if name is None else bookmarks.keys() & {name}
         with self._hook.guard():
             for each_name in saved if name is None else {name}:
                 self._engine.captures.set_bookmark(self._namespace, each_name, Unset())
@@ -154,7 +155,8 @@ class Table:
 
     def names(self) -> list[str]:
         """Those that can be resumed: of this process, and of the location."""
-        saved, whole = self._bookmarks(), self._saved()
+        saved = self._bookmarks()
+        whole = self._whole(saved)
         with self.lock:
             held = {each.name for each in self.entries.values() if len(each.tokens) or self._is_leased(each)}
             empty = {name: each.set_at for name, each in self.entries.items() if name not in held}
@@ -204,10 +206,10 @@ class Table:
             self._engine.evictor.keep(name, ())
         return saved
 
-    def _saved(self) -> list[str]:
-        """The saved ones that can be resumed: all that they hold is stored."""
+    def _whole(self, saved: Mapping[str, Bookmark]) -> list[str]:
+        """Those of the saved ones that can be resumed: all that they hold is stored."""
         with self._looking_up():
-            return self._engine.bookmarks.whole(self._namespace)
+            return self._engine.bookmarks.whole(self._namespace, saved)
         return []
 
     def _looking_up(self) -> Guard:

@@ -177,7 +177,7 @@ def test_a_purge_of_nothing_deletes_no_session_whose_pages_were_evicted_in_part(
     sessions = store.sessions()
     held = [turn(sessions, name, prompt(100, seed=i))[3] for i, name in enumerate(("alice", "bob"))]
     store.flush()
-    while len(store.sessions()._table._saved()) == 2:
+    while len(store.engine.bookmarks.whole(store.namespace.key)) == 2:
         assert store.evict(store.cache_size - 1).pages
     assert store.engine.deleter.delete(Choice(before=1)).pages == 0
     for name, tokens in zip(("alice", "bob"), held, strict=True):
