@@ -186,7 +186,7 @@ class ObjectsBackend(Backend):
                 self._store.end()
 
     def _commit(self, view: ObjectsView, changes: Sequence[Change]) -> None:
-        """Upload the payloads, and then make the rows visible, and write them."""
+        """Upload the payloads, and then make the rows visible."""
         state, before = self._store.state, view.rows([change.key for change in changes])
         after, uploads = dict(before), dict[str, Buffer]()
         for key, value, payload in changes:
@@ -209,10 +209,6 @@ class ObjectsBackend(Backend):
             if not is_uploaded or isinstance(error, ConflictError | GoneError):
                 self._delete([*uploads])
             raise
-        try:
-            self._store.write_rows()
-        except StorageError as error:
-            log.warning("an update is committed, but its rows are not written yet; the next one does it: %s", error)
         self._delete([
             state.payload_name(key, row.payload)
             for key, row in before.items()
@@ -241,7 +237,7 @@ class ObjectsBackend(Backend):
             self._store.change()
             self._client.delete([one.name for one in dead])
             # without what the last update has changed: nobody needs it any more
-            self._store.change(number=state.number + 1, used=used, changes={}, is_written=True)
+            self._store.change(number=state.number + 1, used=used, changes={})
             return sum(one.size for one in dead)
 
     def _count(self, state: State) -> tuple[int, list[Listed]]:

@@ -1,9 +1,8 @@
 """The one object of a store that is ever replaced: it makes an update visible, and says whose turn it is to write.
 
 An update writes its payloads, and then replaces this object by one that has all changed rows in it: from then on it is
-committed. Only then the rows' own objects are written. Whoever reads meanwhile takes the rows that were changed last
-from here; if the writer dies, the next one writes them first. So an update is visible as a whole, without a log: the
-object has the last update, and no other.
+committed. Whoever reads takes the rows that were changed last from here; the next writer begins by writing the objects
+of these rows. So an update is visible as a whole, without a log: the object has the last update, and no other.
 
 It is replaced only if it is still the version that was read. So there is one writer at a time: the one that has the
 turn, which a writer takes before it reads anything, and renews while it works.
@@ -35,7 +34,7 @@ from prefixstore.format.record import Buffer
 __all__ = ["STORE", "GoneError", "State", "Store"]
 
 STORE = "prefixstore.json"
-FORMAT = 4
+FORMAT = 5
 # a version that the object never has
 NO_VERSION: Version = {"e_tag": '"0"', "version": "0"}
 # fields of the object, beside the changes
@@ -43,7 +42,6 @@ FIELDS: dict[str, Callable[[Any], Any]] = {
     "store": str,
     "number": int,
     "used": int,
-    "is_written": bool,
     "turn": str,
     "write": str,
 }
@@ -77,9 +75,7 @@ class State:
     used
         What rows and payloads take of the budget.
     changes
-        The rows that the last update has changed, None if it has deleted them.
-    is_written
-        Whether their own objects say so, too.
+        The rows that the last update has changed, None if it has deleted them. Their own objects may be older.
     turn
         Which writer the others wait for; empty if they do not.
     write
@@ -94,7 +90,6 @@ class State:
     number: int = 0
     used: int = 0
     changes: Mapping[bytes, Stored | None] = field(default_factory=dict)
-    is_written: bool = True
     turn: str = ""
     write: str = ""
     version: Version = field(default_factory=dict)
@@ -169,8 +164,6 @@ class Store:
         self._entering = threading.Lock()
         # the turn that this process has, when it was certain of it, and what its end opens
         self._turn, self._renewed, self._end = "", 0.0, threading.Event()
-        # the last update whose rows it has written
-        self._written = -1
 
     # -- opening ------------------------------------------------------------------------------------------------------
 
@@ -246,11 +239,11 @@ class Store:
     # -- the turn -----------------------------------------------------------------------------------------------------
 
     def begin(self) -> State:
-        """Wait for the turn, and take it. What another writer has committed, but not written, is written.
+        """Wait for the turn, take it, and write the objects of the rows that were changed last.
 
         Raises `GoneError` if the store was deleted and `UnavailableError` if others are writing for too long.
         """
-        self._turn, self._written, version = _random_id(), -1, None
+        self._turn, version = _random_id(), None
         begun = since = time.monotonic()
         for attempt in count():
             state, self._renewed = self.refresh(), time.monotonic()
@@ -268,8 +261,7 @@ class Store:
         # at the end of the process no thread starts: then the turn lasts as long as it does
         with suppress(RuntimeError):
             start_thread(self._keep, self._turn, end, name="prefixstore-turn")
-        if not self.state.is_written:
-            self.write_rows()
+        self._write_rows()
         return self.state
 
     def _keep(self, turn: str, end: threading.Event) -> None:
@@ -298,10 +290,9 @@ class Store:
 
     def commit(self, changes: Mapping[bytes, Stored | None], used: int) -> None:
         """Make changed rows visible. Raises the errors of `change`."""
-        self.change(number=self.state.number + 1, used=used, changes=changes, is_written=False)
+        self.change(number=self.state.number + 1, used=used, changes=changes)
 
-    def write_rows(self) -> None:
-        """Write the objects of the rows that were changed last. Raises `ConflictError` if it is too late for that."""
+    def _write_rows(self) -> None:
         state = self.state
 
         def in_time() -> None:
@@ -315,14 +306,13 @@ class Store:
         at_once([(state.row_name(key), row.pack()) for key, row in state.changes.items() if row is not None], write)
         in_time()
         self._client.delete([state.row_name(key) for key, row in state.changes.items() if row is None])
-        self._written = state.number
 
     def end(self) -> None:
         """Have the others go on. Without a reply, they do so after a while."""
         turn, self._turn = self._turn, ""
         self._end.set()
         with suppress(StorageError):
-            self.change(turn, turn="", is_written=self.state.is_written or self.state.number == self._written)
+            self.change(turn, turn="")
 
 
 def _random_id() -> str:
