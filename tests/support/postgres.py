@@ -14,12 +14,14 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from tests.support.places import DISK, small_disk
 from tests.support.signals import suspend
+
+S = TypeVar("S", bound="Server")
 
 ACCOUNTS = ("postgres", "nobody")
 # it does nothing of itself, at times that no test knows: neither vacuum tables nor flush its log
@@ -41,12 +43,13 @@ class Server:
         # PostgreSQL does not run as root
         self.account = None
         if os.geteuid() == 0:
-            self.account = next(pwd.getpwnam(name) for name in ACCOUNTS if _has_account(name))
+            self.account = next(one for name in ACCOUNTS for one in pwd.getpwall() if one.pw_name == name)
             os.chown(directory, self.account.pw_uid, self.account.pw_gid)
         self._make()
 
-    def _make(self) -> None:
-        self._run("initdb", "-D", self.data, "-A", "trust", "-U", "postgres", "-E", "UTF8", "--locale=C", "--no-sync")
+    def _make(self, *more: str) -> None:
+        settings = ("-A", "trust", "-U", "postgres", "-E", "UTF8", "--locale=C", "--no-sync")
+        self._run("initdb", "-D", self.data, *settings, *more)
 
     @property
     def url(self) -> str:
@@ -117,13 +120,12 @@ class Server:
 class SmallDiskServer(Server):
     """A private server whose data are on a disk that a test can fill: `small_disk`, mounted in its directory."""
 
-    def _make(self) -> None:
+    def _make(self, *more: str) -> None:
         self._disk = self.sockets / DISK
         self.data = self._disk / "data"
         if self.account is not None:
             os.chown(self._disk, self.account.pw_uid, self.account.pw_gid)
-        arguments = ("-A", "trust", "-U", "postgres", "-E", "UTF8", "--locale=C", "--no-sync", "--wal-segsize=1")
-        self._run("initdb", "-D", self.data, *arguments)
+        super()._make("--wal-segsize=1", *more)
 
     def _command(self, program: str, *arguments: object) -> list[str]:
         more = ("-c", "max_wal_size=2MB", "-c", "min_wal_size=2MB") if program == "postgres" else ()
@@ -165,36 +167,26 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGQUIT)  # PR_SET_PDEATHSIG
 
 
-def _has_account(name: str) -> bool:
-    try:
-        pwd.getpwnam(name)
-    except KeyError:
-        return False
-    return True
-
-
 @contextmanager
-def private_server(make: Callable[[Path], Server] = Server) -> Iterator[Server]:
+def private_server() -> Iterator[Server]:
     """A server that runs until the block is left; its directory is short, because the path of a socket has to be."""
     with tempfile.TemporaryDirectory(prefix="pfxs-pg-", dir="/tmp") as directory:
-        server = make(Path(directory))
-        server.start()
-        try:
-            yield server
-        finally:
-            server.stop()
+        yield from _running(Server(Path(directory)))
 
 
 @contextmanager
 def small_disk_server() -> Iterator[SmallDiskServer]:
     """As `private_server`, with a disk that the test can fill."""
     with tempfile.TemporaryDirectory(prefix="pfxs-pg-", dir="/tmp") as directory, small_disk(Path(directory), 96):
-        server = SmallDiskServer(Path(directory))
-        server.start()
-        try:
-            yield server
-        finally:
-            server.stop()
+        yield from _running(SmallDiskServer(Path(directory)))
+
+
+def _running(server: S) -> Iterator[S]:
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
 
 
 @pytest.fixture(scope="session")
