@@ -82,13 +82,7 @@ def require_sound(path: Path) -> None:
 
 
 class CheckedFile:
-    """What this process knows about one data file; see the module. With `read_only` it writes nothing beside it.
-
-    Attributes
-    ----------
-    was_noted
-        Whether a store had closed it when it was entered: if LMDB cannot read it now, it was damaged since.
-    """
+    """What this process knows about one data file; see the module. With `read_only` it writes nothing beside it."""
 
     def __init__(self, path: Path, *, read_only: bool) -> None:
         self._path = path
@@ -97,14 +91,17 @@ class CheckedFile:
         # the open data, which this process has locked
         self._handle: int | None = None
         self._is_sound = True
-        self.was_noted = False
+
+    @property
+    def was_closed(self) -> bool:
+        """Whether it is noted that a store has closed it: if LMDB cannot read it now, it was damaged since."""
+        return self._note.exists()
 
     def enter(self, *, is_new: bool) -> None:
         """Before the data are opened: have them read, unless this process has just made them, or it is not necessary.
 
         Raises as `require_sound` does.
         """
-        self.was_noted = self._note.exists()
         # who is alone has locked the data exclusively, and who shares the lock has data that were sound
         is_alone = self._lock_it()
         self._is_sound = True

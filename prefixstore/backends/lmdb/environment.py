@@ -99,7 +99,7 @@ class Environment:
                 if not read_only:
                     self.env.set_mapsize(self._map_size)
             except (lmdb.Error, OSError) as error:
-                if isinstance(error, (lmdb.InvalidError, lmdb.InvalidParameterError)) and self._checked.was_noted:
+                if isinstance(error, (lmdb.InvalidError, lmdb.InvalidParameterError)) and self._checked.was_closed:
                     raise damaged(file, str(error)) from error
                 raise not_opened(error, path, self._map_size, read_only=read_only) from error
             try:
