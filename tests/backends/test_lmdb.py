@@ -13,9 +13,10 @@ import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.lmdb.environment import FORMAT, LMDB_VERSION
-from prefixstore.errors import FullError, LocationError, StorageError
+from prefixstore.errors import FullError, LocationError
 from prefixstore.testing import PersistentBackendContract
-from tests.support import PATIENCE, python
+from tests.support import PATIENCE, in_fork, python
+from tests.support.places import refusal
 from tests.support.rows import delete, payload_of, put, rows_of, write
 
 MIB = 1 << 20
@@ -52,32 +53,6 @@ class Process:
         with self.process:
             self.process.stdin.close()
         assert self.process.returncode == 0
-
-
-def as_nobody(work):
-    """Run in a child that has no privileges; what it prints."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        with suppress(BaseException):
-            if os.geteuid() == 0:
-                os.setgid(65534)
-                os.setuid(65534)
-            os.write(writing, work().encode())
-        os._exit(0)
-    os.close(writing)
-    os.waitpid(pid, 0)
-    with os.fdopen(reading) as answer:
-        return answer.read()
-
-
-def refusal(path, **options):
-    """Class and message of the error with which a location is refused."""
-    try:
-        LMDBBackend(path, MIB, **options).close()
-    except StorageError as error:
-        return f"{type(error).__name__}: {error}"
-    return "opened"
 
 
 class TestRows(PersistentBackendContract):
@@ -149,9 +124,16 @@ def test_a_location_that_cannot_be_written_is_refused():
         there.mkdir()
         there.chmod(0o555)
         parent.chmod(0o555)
+
+        def use():
+            if os.geteuid() == 0:
+                os.setgid(65534)
+                os.setuid(65534)
+            assert refusal(there).startswith(f"LocationError: {there} is not writable")
+            assert refusal(parent / "new").startswith("LocationError: ")
+
         try:
-            assert as_nobody(lambda: refusal(there)).startswith(f"LocationError: {there} is not writable")
-            assert as_nobody(lambda: refusal(parent / "new")).startswith("LocationError: ")
+            in_fork(use)
         finally:
             parent.chmod(0o700)
             there.chmod(0o700)
