@@ -51,14 +51,14 @@ class ComputeRate:
         self.page_seconds = _mean(self.page_seconds, seconds / n_pages)
 
     def captured(self, n_copies: int, seconds: float) -> None:
-        """Note that pages were copied out of the context, one by one or several at once."""
+        """Note that pages were copied out of the context."""
         self.copy_seconds = _mean(self.copy_seconds, seconds / n_copies)
 
-    def captures_along(self, page_tokens: int) -> bool:
-        """Whether pages of so many tokens are captured while a prompt is computed; if not, that would delay it."""
+    def captures_along(self, page_tokens: int, n_copies: int = 1) -> bool:
+        """Whether each page of so many tokens is captured while a prompt is computed; if not, that would delay it."""
         if self.token_seconds is None or self.copy_seconds is None:
             return True
-        return self.copy_seconds <= self.token_seconds * page_tokens * MAX_CAPTURE_SHARE
+        return self.copy_seconds * n_copies <= self.token_seconds * page_tokens * MAX_CAPTURE_SHARE
 
     def late(self, pages: Sequence[Page], seconds: float) -> None:
         """Note that these pages were given up after so many seconds. Once may be a pause; twice in a row is slow."""

@@ -29,6 +29,9 @@ from prefixstore.llama.state.view import Assembly, zeros
 
 __all__ = ["Missing", "PageLoader", "PagedMemory"]
 
+# what copying pages together takes beyond their bytes, in copies of a page: 0.3 s and 15 ms on an H100 and an 8B
+COPIES_TOGETHER = 20
+
 
 class Missing(Enum):
     """Why a page cannot be taken."""
@@ -50,6 +53,10 @@ class PagedMemory(ContextMemory):
         Of a window, llama.cpp would write only the last rows.
         """
         return self.is_on_gpu and self.seen is None and self.shape is not None and self.shape.is_transposed
+
+    def n_copies(self, n_pages: int) -> int:
+        """How often a page could be copied in the time that so many take, which may be copied together."""
+        return n_pages + COPIES_TOGETHER * self.copies_together
 
     def is_shared(self) -> bool:
         """Whether sequence 1, through which pages are copied, is in use."""

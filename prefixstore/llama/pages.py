@@ -51,7 +51,9 @@ class PageStrategy(Strategy):
         if lineage.n // lineage.page_tokens == before // lineage.page_tokens:
             return False
         # what is not captured now is when the completion ends, unless its rows are overwritten before
-        return self._memory.overwrites_window or self.context.rate.captures_along(lineage.page_tokens)
+        return self._memory.overwrites_window or self.context.rate.captures_along(
+            lineage.page_tokens, self._memory.n_copies(1)
+        )
 
     def before_leaving(self) -> None:
         """Capture the tail: a completion that was aborted has not saved it."""
@@ -73,8 +75,8 @@ class PageStrategy(Strategy):
         wanted = self._wanted(tail) if lineage.n >= context.parameters.min_tokens else []
         if not wanted:
             return 0
-        n_copies = 1 if self._memory.copies_together else len(wanted)
-        if not wait and not context.rate.is_worth_capturing(wanted[-1][1] - wanted[0][0], n_copies):
+        n_tokens, n_copies = wanted[-1][1] - wanted[0][0], self._memory.n_copies(len(wanted))
+        if not wait and not context.rate.is_worth_capturing(n_tokens, n_copies):
             self._n_slow = len(wanted)
             self._warn_once()
             return 0
@@ -103,7 +105,7 @@ class PageStrategy(Strategy):
         seconds = time.perf_counter() - started
         engine.counters.time("capture", seconds)
         if n_taken and not wait:
-            context.rate.captured(1 if self._memory.copies_together else n_taken, seconds)
+            context.rate.captured(self._memory.n_copies(n_taken), seconds)
         return n_submitted
 
     def _warn_once(self) -> None:
@@ -177,7 +179,7 @@ class PageStrategy(Strategy):
 
     def _is_worth(self, pages: Sequence[Page], n_tokens: int) -> bool:
         """Whether restoring pages is expected to be faster than computing the `n_tokens` that they save."""
-        return self.context.rate_of(pages).is_worth(n_tokens, len(pages))
+        return self.context.rate_of(pages).is_worth(n_tokens, self._memory.n_copies(len(pages)))
 
     def path(self, tokens: Tokens, limit: int) -> Path:
         rows, at_end = self._rows(tokens), self._at_end(tokens, limit)
@@ -233,7 +235,8 @@ class PageStrategy(Strategy):
             context.count_miss("unreadable")
             return False
         seconds = time.perf_counter() - started
-        (context.far_rate if n_near < n_good else context.rate).restored(n_good, seconds)
+        rate = context.far_rate if n_near < n_good else context.rate
+        rate.restored(self._memory.n_copies(n_good), seconds)
         context.count_restore(max(context.llm.n_tokens - live, 0), seconds, pages[:n_good])
         return True
 
