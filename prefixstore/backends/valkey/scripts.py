@@ -83,11 +83,8 @@ _COUNTS += """
 local function counts()
   local counted = redis.call('HMGET', META, 'rows', 'bytes')
   local n_hashed, n_ordered = redis.call('HLEN', ROWS), redis.call('ZCARD', ORDER)
-  for _, number in ipairs(counted) do
-    if not number or not string.match(number, '^%d+$') then return nil end
-  end
   local n_rows, n_bytes = tonumber(counted[1]), tonumber(counted[2])
-  if n_hashed == n_rows and n_ordered == n_rows then return n_rows, n_bytes end
+  if n_bytes and n_hashed == n_rows and n_ordered == n_rows then return n_rows, n_bytes end
 end
 local function head()
   local meta, n_rows, n_bytes = redis.call('HMGET', META, 'magic', 'format'), counts()
