@@ -15,7 +15,7 @@ from prefixstore.backends import refusals
 from prefixstore.backends.contract import Backend, Change, ConflictError, Draft, Range, Row, View
 from prefixstore.backends.objects import read_ahead
 from prefixstore.backends.objects.client import Address, Client, Listed
-from prefixstore.backends.objects.read_ahead import SMALL_AT_ONCE, Pace, ahead, at_once
+from prefixstore.backends.objects.read_ahead import SMALL_AT_ONCE, Arrived, Window, ahead, at_once
 from prefixstore.backends.objects.rows import COSTS, MARK, Stored, key_in, listing, new_payload
 from prefixstore.backends.objects.store import GoneError, State, Store
 from prefixstore.errors import StorageError
@@ -36,10 +36,10 @@ class ObjectsView(View):
 
     at_once = SMALL_AT_ONCE
 
-    def __init__(self, store: Store, client: Client, pace: Pace, state: State, *, is_alone: bool = False) -> None:
+    def __init__(self, store: Store, client: Client, window: Window, state: State, *, is_alone: bool = False) -> None:
         self._store = store
         self._client = client
-        self._pace = pace
+        self._window = window
         self._state = state
         self._is_alone = is_alone
 
@@ -113,17 +113,21 @@ class ObjectsView(View):
                 yield key_in(one.name.removeprefix(f"{state.rows}/"))
 
     def payloads(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, Buffer | None] | None]:
+        self.arrived = 0
         rows = self.rows(keys)
         sizes = [0 if (row := rows[key]) is None else row.payload_bytes for key in keys]
-        return ahead(sizes, lambda number: self._receive(keys[number], rows[keys[number]]), self._pace)
+        return ahead(sizes, lambda n, arrived: self._receive(keys[n], rows[keys[n]], arrived), self._window, self._note)
 
-    def _receive(self, key: bytes, row: Stored | None) -> tuple[bytes, Buffer | None] | None:
+    def _note(self, n_bytes: int) -> None:
+        self.arrived = n_bytes
+
+    def _receive(self, key: bytes, row: Stored | None, arrived: Arrived) -> tuple[bytes, Buffer | None] | None:
         """Value and payload of a row, as they are now if that was replaced; the payload is None if it is missing."""
         state = self._state
         while row is not None and row.payload_bytes:
-            found = self._client.get(state.payload_name(key, row.payload))
+            found = self._client.receive(state.payload_name(key, row.payload), arrived)
             if found is not None:
-                return row.value, found[0]
+                return row.value, found
             before, state = row.payload, self._store.refresh()
             row = self._read(state, [key])[key]
             if row is not None and row.payload == before:
@@ -140,7 +144,7 @@ class ObjectsBackend(Backend):
         self._read_only = read_only
         self._client = Client(address)
         self._store = Store(self._client, read_only=read_only)
-        self._pace = Pace()
+        self._window = Window()
         self._writing = threading.Lock()
         self._store.open()
 
@@ -162,7 +166,7 @@ class ObjectsBackend(Backend):
     @contextmanager
     def view(self) -> Iterator[View]:
         self._client.require_open()
-        yield ObjectsView(self._store, self._client, self._pace, self._current(self._store.refresh))
+        yield ObjectsView(self._store, self._client, self._window, self._current(self._store.refresh))
 
     @contextmanager
     def update(self) -> Iterator[Draft]:
@@ -181,7 +185,7 @@ class ObjectsBackend(Backend):
         with self._writing:
             try:
                 state = self._current(self._store.begin)
-                yield ObjectsView(self._store, self._client, self._pace, state, is_alone=True)
+                yield ObjectsView(self._store, self._client, self._window, state, is_alone=True)
             finally:
                 self._store.end()
 

@@ -17,12 +17,14 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+import numpy as np
 import obstore
 from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from prefixstore.backends import refusals
 from prefixstore.backends.location import without_password
+from prefixstore.backends.objects.read_ahead import Arrived
 from prefixstore.errors import InvalidParameterError, LocationError, UnavailableError
 from prefixstore.format.record import Buffer
 
@@ -38,6 +40,8 @@ RETRY_SECONDS = 15.0
 # objects that one request lists or deletes
 LISTED_AT_ONCE = 1000
 DELETED_AT_ONCE = 1000
+# of a payload, received at a time
+PIECE_BYTES = 256 << 10
 # what a server says of a bucket that there is not; what obstore raises where it gives up
 NO_BUCKET = "NoSuchBucket"
 PANIC = "PanicException"
@@ -191,6 +195,23 @@ class Client:
             except exceptions.NotModifiedError:
                 return memoryview(b""), known or {}
             return memoryview(result.bytes()), _version(result.meta)
+
+        return self._asked(work)
+
+    def receive(self, name: str, arrived: Arrived) -> memoryview | None:
+        """An object, piece by piece; None if there is none. If `arrived` raises, the server is told to stop."""
+
+        def work() -> memoryview:
+            result = obstore.get(self._opened(), name)
+            whole = np.empty(result.meta["size"], np.uint8).data
+            at = 0
+            for piece in result.stream(min_chunk_size=PIECE_BYTES):
+                whole[at : at + len(piece)] = piece
+                at += len(piece)
+                arrived(len(piece))
+            if at < len(whole):
+                raise UnavailableError(f"{self.where}: a response ended after {at} of {len(whole)} bytes")
+            return whole
 
         return self._asked(work)
 
