@@ -240,7 +240,11 @@ class Adaptive(Policy):
     def looked_up(self, pages: Sequence[Page], n_tokens: int | None, now: int) -> None:
         clocks = self._clocks(np.array([page.last_used for page in pages], np.int64)).tolist()
         self._clock += 1
-        self._times.append(now)
+        try:
+            self._times.append(now)
+        except BufferError:
+            # at a fork a thread of the parent was looking at them, and in the child it never ends
+            self._times = array("q", [*self._times, now])
         if len(self._times) == 2 * TIMES_KEPT:
             del self._times[:TIMES_KEPT]
             self._first += TIMES_KEPT

@@ -133,6 +133,14 @@ def test_among_similar_pages_the_largest_is_evicted_first():
     assert large == pytest.approx(small / 100)
 
 
+def test_prompts_go_on_in_a_child_that_was_forked_while_a_thread_looked_at_the_times():
+    policy = Adaptive()
+    left_behind = np.frombuffer(policy._times, np.int64)
+    for _ in range(3):
+        policy.looked_up([], 1, now_of(policy))
+    assert (len(left_behind), len(policy._times)) == (1, 4)
+
+
 @pytest.mark.slow
 def test_what_was_learned_is_taken_over():
     with InEngine("adaptive", 120) as cache:
