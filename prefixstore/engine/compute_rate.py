@@ -39,6 +39,7 @@ class ComputeRate:
         self.token_seconds: float | None = None
         self.page_seconds: float | None = None
         self.copy_seconds: float | None = None
+        self._last_copy: float | None = None
         self._skipped = 0
 
     def computed(self, n_tokens: int, seconds: float) -> None:
@@ -51,8 +52,10 @@ class ComputeRate:
         self.page_seconds = _mean(self.page_seconds, seconds / n_pages)
 
     def captured(self, n_copies: int, seconds: float) -> None:
-        """Note that pages were copied out of the context."""
-        self.copy_seconds = _mean(self.copy_seconds, seconds / n_copies)
+        """Note that pages were copied out of the context. Once may be a pause; twice in a row is slow."""
+        last, self._last_copy = self._last_copy, seconds / n_copies
+        if last is not None:
+            self.copy_seconds = min(last, self._last_copy)
 
     def captures_along(self, page_tokens: int, n_copies: int = 1) -> bool:
         """Whether each page of so many tokens is captured while a prompt is computed; if not, that would delay it."""

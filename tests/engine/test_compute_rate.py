@@ -33,12 +33,18 @@ def test_pages_are_captured_along_while_that_takes_a_small_share_of_computing():
     rate.captured(4, 4 * 2.56 * 0.9 * MAX_CAPTURE_SHARE)
     assert rate.captures_along(256)
     rate.captured(1, 256.0)
+    assert rate.captures_along(256), "it may have been a pause"
+    rate.captured(1, 256.0)
     assert not rate.captures_along(256)
+    rate.captured(1, 2.56 * 0.9 * MAX_CAPTURE_SHARE)
+    assert rate.captures_along(256)
 
 
 def test_what_is_slower_to_capture_than_to_compute_waits_for_more_tokens_and_is_tried_now_and_then():
     rate = ComputeRate()
     rate.computed(100, 1.0)
+    rate.captured(1, 2.0)
+    assert rate.is_worth_capturing(100, 1), "it may have been a pause"
     rate.captured(1, 2.0)
     answers = [rate.is_worth_capturing(100, 1) for _ in range(RETRY_EVERY)]
     assert answers == [*[False] * (RETRY_EVERY - 1), True]
