@@ -104,7 +104,8 @@ class PageStrategy(Strategy):
                 lineage.gone.add(lineage.keys()[start // lineage.page_tokens])
         seconds = time.perf_counter() - started
         engine.counters.time("capture", seconds)
-        if n_taken and not wait:
+        # a few tokens at the end are copied sooner than a page
+        if n_taken and not wait and wanted[n_taken - 1][1] - wanted[0][0] >= lineage.page_tokens:
             context.rate.captured(self._memory.n_copies(n_taken), seconds)
         return n_submitted
 
