@@ -12,8 +12,6 @@ from prefixstore.backends.memory import COSTS, MemoryBackend
 from prefixstore.errors import UnavailableError
 from prefixstore.testing import BackendContract
 
-ALL = Range(b"", b"\xff" * 100)
-
 
 class TestMemory(BackendContract):
     def open_backend(self, tmp_path):

@@ -1,4 +1,4 @@
-"""The rows of a location: the index of children against plain lists, whatever is in it; counts and generations."""
+"""The rows of a location: the index of children against plain lists, whatever is in it."""
 
 from __future__ import annotations
 
@@ -208,6 +208,3 @@ def test_a_row_that_names_a_page_that_is_gone_or_elsewhere_is_taken_over(backend
             assert children(draft, OTHER) == [elsewhere.tokens]
             remove(draft, new, elsewhere)
             assert rows_of_index(draft) == []
-
-
-# -- counts and generations -------------------------------------------------------------------------------------------

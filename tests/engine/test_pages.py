@@ -13,20 +13,15 @@ from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import keyspace, pages
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.invariants import flaws, violations
-from prefixstore.engine.keyspace import (
-    CHILD,
-    COUNT,
-    RECORD,
-)
+from prefixstore.engine.keyspace import CHILD, RECORD
 from prefixstore.engine.keyspace import everything as everything_of
 from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.siblings import Child
 from prefixstore.format.keys import KEY_BYTES, PAGE
 from prefixstore.format.record import Usage
 from tests.support.pages import NAMESPACE, make_page
-from tests.support.places import KEY, MIB, fill, space
+from tests.support.places import KEY, MIB, fill, space, write_rows
 
-OTHER = bytes(reversed(NAMESPACE))
 MISSING = bytes(KEY_BYTES)
 SETTINGS = b'{"label":"pages"}'
 
@@ -111,40 +106,16 @@ def test_used_grows_by_no_more_than_the_cost(backend):
             assert view.used.entries == len(keys)
 
 
-# -- what is counted ---------------------------------------------------------------------------------------------------
+# -- damage -----------------------------------------------------------------------------------------------------------
 
 SEQUENCES = [[number, 1, 2, 3, 4, 5, 6, 7] for number in range(10)]
-SIZES = (20 * 1000, 20 * 1000)
-
-
-def sizes_of(backend):
-    with backend.view() as view:
-        return view.sizes
-
-
-def counted(backend):
-    """What was counted, as it is stored."""
-    with backend.rows.view() as view:
-        return view.get([COUNT])[0]
-
-
-def write(backend, key, value):
-    """Replace a row past the pages, which keeps its payload; None deletes it."""
-    with backend.rows.update() as draft:
-        if value is None:
-            draft.delete(key)
-        else:
-            draft.put(key, value)
-
-
-# -- damage -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_repair_leaves_a_page_in_its_place_where_a_damaged_record_says_that_it_belongs():
     with closing(Pages(MemoryBackend())) as backend:
         (good, *_), (damaged, *_) = fill(backend, space(), SEQUENCES[:2])
         with backend.rows.view() as view:
-            write(backend, keyspace.RECORD + damaged, view.get([keyspace.RECORD + good])[0])
+            write_rows(backend, (keyspace.RECORD + damaged, view.get([keyspace.RECORD + good])[0]))
         backend.reindex()
         with backend.update() as transaction:
             assert transaction.delete(damaged)
@@ -172,11 +143,11 @@ def test_rows_that_lead_to_pages_which_are_not_there_are_found_and_mended_at_all
             (child_rows,) = view.ranges([everything_of(CHILD)])
             (records,) = view.ranges([everything_of(RECORD)])
         for row in records:
-            write(backend, row.key, None)
-            write(backend, keyspace.USAGE + row.key[1:], None)
+            write_rows(backend, (row.key, None))
+            write_rows(backend, (keyspace.USAGE + row.key[1:], None))
         for row in child_rows:
             if Child.unpack(row.value).page is not None:
-                write(backend, row.key, None)
+                write_rows(backend, (row.key, None))
         with backend.view() as view:
             assert view.followed([space().key])
             assert {rule for rule, _, _ in flaws(view)} == {"index"}
@@ -192,7 +163,7 @@ def test_in_a_large_location_the_index_is_left_to_a_repair(monkeypatch, caplog):
         fill(backend, space(), SEQUENCES[:2])
         with backend.view() as view:
             key = next(key for key, record, _ in view.scan() if not view.followed([key]))
-        write(backend, keyspace.RECORD + key, b"x")
+        write_rows(backend, (keyspace.RECORD + key, b"x"))
         with backend.update() as transaction:
             assert transaction.delete(key)
         backend.mend()

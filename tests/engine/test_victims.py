@@ -15,7 +15,6 @@ from tests.support.pages import make_page
 from tests.support.places import write_rows
 
 NOW = 1_700_000_000_000_000_000
-SECOND = 10**9
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from prefixstore.format.autocodec import Encoder, encode
 from prefixstore.format.codec import CODECS, PACKINGS, decode, decode_into, verify
 from prefixstore.format.record import Record, checksum
 
-NS, OTHER = b"n" * 32, b"o" * 32
+NS = b"n" * 32
 PACKED = [name for name in CODECS if name != "raw"]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import struct
 from contextlib import closing
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +22,6 @@ from tests.support.places import SCHEMES, contents, fill, place, space
 
 SEQUENCES = ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 10], [20, 21, 22, 23, 24], [30, 31])
 MINE, YOURS = space("mine"), space("yours")
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

@@ -23,8 +23,7 @@ from tests.support.timeouts import usual_limits
 
 Models = Callable[..., Path]
 Started = Callable[..., Running]
-SHARED, QUESTION = numbers(1000), numbers(120, seed=1)
-OTHER = numbers(130, seed=2)
+SHARED = numbers(1000)
 
 
 def computed(answer: dict[str, Any]) -> int:

@@ -24,7 +24,6 @@ from prefixstore.stats import Counters
 from tests.support.timeouts import wait_for
 
 __all__ = [
-    "KIB",
     "MIB",
     "NS",
     "OTHER",
@@ -48,7 +47,7 @@ __all__ = [
     "writer_of",
 ]
 
-KIB, MIB = 1 << 10, 1 << 20
+MIB = 1 << 20
 P = 4  # tokens per page
 NS, OTHER = b"n" * 32, b"o" * 32
 # three sequences of three pages, which share nothing

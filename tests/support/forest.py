@@ -14,7 +14,7 @@ from prefixstore.format.record import Usage
 from tests.support.pages import make_page
 
 PAGE_TOKENS = 256
-MINUTE, HOUR, DAY = 60, 3600, 86_400
+HOUR, DAY = 3600, 86_400
 SYSTEM = (
     "You are a careful assistant of a company that sells bicycles. Answer from the handbook, and say so if it is ",
     "You are a coding agent. You have these tools: read_file(path), write_file(path, text), run(command). ",
