@@ -9,7 +9,7 @@ import pytest
 from prefixstore.errors import FullError
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import Record, StoredPage, Usage, checksum
-from tests.support.engines import NS, A, B, MemoryPages, P, state_of, store_of
+from tests.support.engines import NS, A, B, MemoryPages, P, state_of, store_of, two_stores
 from tests.support.faults import FaultyBackend
 
 # -- a backend that fails ----------------------------------------------------------------------------------------------
@@ -53,7 +53,39 @@ def test_a_bug_in_the_codec_leaves_no_unreadable_page():
         assert store.put(A) == 3
 
 
-# -- snapshots that are deleted at the same time -----------------------------------------------------------------------
+# -- beside restores and other processes -------------------------------------------------------------------------------
+
+
+def test_a_restore_that_began_before_the_commit_keeps_its_buffers():
+    with store_of() as store:
+        batch = store.announce(A)
+        path = store.engine.match(NS, as_tokens(A), P)
+        with store.engine.fetching(path.pages) as states:
+            first = next(states)
+            assert store.engine.commit(batch) == 3
+            for new in batch:
+                new.buffer.release()
+            assert store.buffers.in_use == 0
+            # no one gets this memory yet
+            other = store.buffers.acquire(1000)
+            other.view[:] = bytes(1000)
+            assert bytes(first) == state_of(path.pages[0].key)
+            assert [bytes(state) for state in states] == [state_of(page.key) for page in path.pages[1:]]
+
+
+def test_a_page_whose_parent_was_evicted_meanwhile_is_an_orphan(tmp_path):
+    with two_stores(tmp_path, max_entries=3) as (one, two):
+        one.put(A[:4])
+        assert one.match(A) == 4
+        batch = one.announce(A)
+        assert len(batch) == 2
+        two.put(B)
+        assert one.engine.commit(batch) == 0
+        assert one.counters.group("dropped") == {"orphan": 2}
+        assert one.match(A) == 0
+
+
+# -- imports ----------------------------------------------------------------------------------------------------------
 
 
 def stored_pages(n, *, namespace=NS, **usage):
