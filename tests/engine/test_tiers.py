@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from contextlib import closing, contextmanager, suppress
 
 import pytest
@@ -16,7 +17,7 @@ from prefixstore.format.autocodec import Encoder
 from prefixstore.format.keys import as_tokens, page_keys
 from prefixstore.format.namespace import Namespace
 from prefixstore.stats import Counters
-from tests.support import PATIENCE
+from tests.support import PATIENCE, keys_of
 from tests.support.engines import (
     MIB,
     A,
@@ -29,6 +30,7 @@ from tests.support.engines import (
     state_of,
     wait_for,
 )
+from tests.support.faults import FlakyBackend, Until
 from tests.support.places import KEY, place
 
 SPACE = Namespace({"n": 1})
@@ -126,11 +128,6 @@ def test_neither_location_is_closed_in_the_block_of_a_restore():
             assert not other.engine.is_closed
 
 
-def keys_of(backend):
-    with backend.view() as view:
-        return {key for key, _, _ in view.scan()}
-
-
 @contextmanager
 def tiers(near=None, far=None, **options):
     with closing(Tiers(near or MemoryPages(), far or MemoryPages(), **options)) as store:
@@ -151,25 +148,9 @@ def near(tmp_path):
     return open_pages(f"lmdb://{tmp_path / 'near'}", max_bytes=64 * MIB)
 
 
-class Failing(MemoryPages):
-    """Fails while it is told to."""
-
-    is_down = False
-    is_local = False
-
-    @contextmanager
-    def view(self):
-        if self.is_down:
-            raise UnavailableError("down")
-        with super().view() as view:
-            yield view
-
-    @contextmanager
-    def update(self):
-        if self.is_down:
-            raise UnavailableError("down")
-        with super().update() as transaction:
-            yield transaction
+def failing():
+    """A location that fails, or hangs, while it is told to."""
+    return FlakyBackend(MemoryPages())
 
 
 # -- what is new goes to both, what is fetched is kept -----------------------------------------------------------------
@@ -232,13 +213,13 @@ def test_the_queue_of_the_far_location_is_bounded_and_does_not_hold_up_the_near_
 
 
 def test_what_is_captured_while_the_far_location_is_away_is_made_up_for():
-    near, far = MemoryPages(), Failing()
+    near, far = MemoryPages(), failing()
     with tiers(near, far) as store:
-        far.is_down = True
+        far.fails = True
         assert store.capture(LONG[: 6 * P]) == 6
         store.engine.flush()
         assert store.far.counters["dropped:unavailable"] == 6
-        far.is_down = False
+        far.fails = False
         assert keys_of(far) == set()
         # a page that follows those that are missing brings them along
         assert store.capture(LONG) == 4
@@ -269,26 +250,26 @@ def test_the_far_location_is_thinned_as_well_and_not_waited_for(monkeypatch):
 
 
 def test_the_loss_of_the_far_location_costs_nothing_but_its_pages(near, monkeypatch):
-    far = Failing()
+    far = failing()
     with tiers(near, far) as store:
         store.capture(LONG)
         store.engine.flush()
-        far.is_down = True
+        far.fails = True
         assert store.restore(LONG) == 10
         assert store.restore([*LONG, *A]) == 10
         assert store.capture([*LONG, *A]) == 3
         store.engine.flush()
         assert store.restore([*LONG, *A]) == 13
-        far.is_down = False
+        far.fails = False
 
 
 def test_the_far_location_is_not_asked_while_its_circuit_is_open(near, monkeypatch):
     monkeypatch.setattr(breaker, "FAST_SECONDS", 0.0)
     monkeypatch.setattr(breaker, "OPEN_FACTOR", 1e9)
     monkeypatch.setattr(breaker, "FIRST_PROBE", 1000.0)
-    far = Failing()
+    far = failing()
     with tiers(near, far) as store:
-        far.is_down = True
+        far.fails = True
         store.match(LONG)
         assert store.far.is_failing
         assert not store.engine.is_failing
@@ -298,7 +279,7 @@ def test_the_far_location_is_not_asked_while_its_circuit_is_open(near, monkeypat
         assert store.restore(LONG) == 10
         assert not store.engine.tiers()[1].is_available
         del far.view
-        far.is_down = False
+        far.fails = False
         store.far._breaker._open_until = 0.0
 
 
@@ -316,7 +297,7 @@ def test_a_far_location_with_a_fault_of_its_own_costs_nothing_that_is_near(max_d
 
 
 def test_near_pages_are_used_if_the_far_location_fails_after_the_lookup(near):
-    far = Failing()
+    far = failing()
     with tiers(MemoryPages(), far) as one, tiers(near, far) as other:
         one.capture(LONG)
         one.engine.flush()
@@ -324,60 +305,44 @@ def test_near_pages_are_used_if_the_far_location_fails_after_the_lookup(near):
         other.engine.drain()
         path = other.engine.match(SPACE.key, as_tokens(LONG), P)
         assert path.n_tokens == len(LONG)
-        far.is_down = True
+        far.fails = True
         with other.engine.fetching(path.pages, streamed=True) as states:
             assert [bytes(state) for state in states] == [state_of(page.key) for page in path.pages[:4]]
             assert states.verified() == 4
         assert other.far.counters["unreadable:unavailable"] == 1
-        far.is_down = False
-
-
-class Stuck(Failing):
-    """Answers nothing while it is told to."""
-
-    def __init__(self):
-        super().__init__()
-        self.asked, self.answers = threading.Event(), threading.Event()
-        self.answers.set()
-        self.timed_out = False
-
-    @contextmanager
-    def view(self):
-        if not self.answers.is_set():
-            self.asked.set()
-            self.timed_out |= not self.answers.wait(PATIENCE)
-        with super().view() as view:
-            yield view
+        far.fails = False
 
 
 def test_a_lookup_does_not_wait_for_a_far_location_that_hangs(near):
-    far = Stuck()
+    far = failing()
     with tiers(near, far, max_delay=0.05) as store:
         store.engine.token_seconds = 1e-9
         store.capture(LONG)
         store.engine.drain()
         before = store.engine.tiers()[1].late
-        far.answers.clear()
+        far.gate.clear()
         assert store.match([*LONG, *A]) == len(LONG)
         assert store.match([*LONG, *A]) == len(LONG)
         assert store.engine.tiers()[1].late == before + 2
-        far.answers.set()
+        far.gate.set()
         wait_for(lambda: store.engine._overdue.is_there, "the question is answered")
         assert store.match([*LONG, *A]) == len(LONG)
 
 
 def test_a_ctrl_c_in_a_restore_does_not_wait_for_the_far_location(near):
-    far = Stuck()
+    far = failing()
     with tiers(MemoryPages(), far) as one, tiers(near, far) as other:
         one.capture(LONG)
         one.engine.flush()
         path = other.engine.match(SPACE.key, as_tokens(LONG), P)
-        far.answers.clear()
+        far.gate.clear()
+        n_asked = far.asked.total()
         with suppress(KeyboardInterrupt), other.engine.fetching(path.pages):
-            assert far.asked.wait(PATIENCE)
+            wait_for(lambda: far.asked.total() > n_asked, "it is asked")
+            started = time.monotonic()
             raise KeyboardInterrupt
-        assert not far.timed_out
-        far.answers.set()
+        assert time.monotonic() - started < PATIENCE
+        far.gate.set()
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
@@ -470,50 +435,17 @@ def test_closing_writes_what_waits_for_the_far_location(tmp_path):
 # -- deadlines ---------------------------------------------------------------------------------------------------------
 
 
-class Until:
-    """A deadline: so many pages come in time."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def left(self, n_given: int, arrived: float = 0.0) -> float:
-        return 60.0 if n_given < self.n else 0.0
-
-
 def test_a_restore_that_is_late_uses_what_has_come_and_keeps_what_comes_late(near):
-    gate = threading.Semaphore(3)
-
-    class Slow(MemoryPages):
-        is_local = False
-
-        @contextmanager
-        def view(self):
-            with super().view() as view:
-                yield _SlowView(view, gate)
-
-    far = Slow()
+    far = failing()
     with tiers(MemoryPages(), far) as one:
         one.capture(LONG)
         one.engine.flush()
         with tiers(near, far) as other:
+            gate = far.let_through(3)
             assert other.restore(LONG, deadline=Until(3)) == 3
             assert other.far.counters["late"] == 1
-            for _ in range(20):
-                gate.release()
+            gate.release(20)
             # one that was on its way is kept too
             wait_for(lambda: other.engine.tiers()[0].kept >= 3, "what has come is kept")
             other.engine.drain()
             assert other.restore(LONG) == 10
-
-
-class _SlowView:
-    def __init__(self, view, gate):
-        self.view, self.gate = view, gate
-
-    def __getattr__(self, name):
-        return getattr(self.view, name)
-
-    def fetch(self, keys):
-        for one in self.view.fetch(keys):
-            self.gate.acquire(timeout=PATIENCE)
-            yield one

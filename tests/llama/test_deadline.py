@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
-from contextlib import contextmanager
 
 import pytest
 
 from prefixstore import PrefixStore
 from prefixstore.engine.compute_rate import MAX_SHARE, RestoreDeadline
 from tests.support.engines import MemoryPages
+from tests.support.faults import FlakyBackend, Until
 from tests.support.models import answer, attached, forget, prompt
 
 PAGE = 256
@@ -57,65 +56,26 @@ def test_a_link_a_little_faster_than_computing_is_used_and_a_slower_one_costs_li
             assert over(seconds, speed, 0.1, at) <= total + max(MAX_SHARE * total, 0.1) + 1.1 * seconds[0]
 
 
-class Until:
-    """A deadline: so many pages come in time."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def left(self, n_given: int, arrived: float = 0.0) -> float:
-        return 60.0 if n_given < self.n else 0.0
-
-
-class Slow(MemoryPages):
-    """Another machine, of whose pages a gate lets some through."""
-
-    is_local = False
-    gate = threading.Semaphore(0)
-    is_slow = False
-
-    @contextmanager
-    def view(self):
-        with super().view() as view:
-            yield _SlowView(view, self)
-
-
-class _SlowView:
-    def __init__(self, view, backend):
-        self.view, self.backend = view, backend
-
-    def __getattr__(self, name):
-        return getattr(self.view, name)
-
-    def fetch(self, keys):
-        is_slow, gate = self.backend.is_slow, self.backend.gate
-        for one in self.view.fetch(keys):
-            if is_slow:
-                gate.acquire(timeout=60)
-            yield one
-
-
 @pytest.mark.parametrize("n_in_time", [0, 2])
 def test_what_has_come_of_a_late_restore_is_used_and_the_rest_is_computed(llama, monkeypatch, n_in_time):
-    backend = Slow()
+    backend = FlakyBackend(MemoryPages())
     monkeypatch.setattr("prefixstore.opening.open_pages", lambda *_, **__: backend)
     with PrefixStore("memory:", namespace="x") as store:
         llm, tokens = attached(store, llama()), prompt(5 * PAGE)
         first = answer(llm, tokens, 6)
         store.flush()
         forget(llm)
-        backend.is_slow, backend.gate = True, threading.Semaphore(n_in_time)
+        gate = backend.let_through(n_in_time)
         monkeypatch.setattr(store._current.context.rate, "deadline", lambda *_, **__: Until(n_in_time))
         assert answer(llm, tokens, 6) == first
         assert store.stats().late == 1
         assert store.stats().tokens_restored == n_in_time * PAGE
         assert store.last.miss == (None if n_in_time else "unreadable")
-        for _ in range(100):
-            backend.gate.release()
+        gate.release(100)
 
 
 def test_after_a_snapshot_that_is_late_no_earlier_one_is_waited_for(llama, monkeypatch):
-    backend = Slow()
+    backend = FlakyBackend(MemoryPages())
     monkeypatch.setattr("prefixstore.opening.open_pages", lambda *_, **__: backend)
     with PrefixStore("memory:", namespace="x", snapshot_interval=PAGE) as store:
         llm, tokens = attached(store, llama("mamba")), prompt(4 * PAGE)
@@ -123,9 +83,8 @@ def test_after_a_snapshot_that_is_late_no_earlier_one_is_waited_for(llama, monke
         store.flush()
         assert store.stats().snapshots_captured > 3
         forget(llm)
-        backend.is_slow, backend.gate = True, threading.Semaphore(0)
+        gate = backend.let_through(0)
         monkeypatch.setattr(store._current.context.rate, "deadline", lambda *_, **__: Until(0))
         assert answer(llm, tokens, 6) == first
         assert (store.stats().late, store.last.miss) == (1, "unreadable")
-        for _ in range(100):
-            backend.gate.release()
+        gate.release(100)

@@ -28,6 +28,7 @@ from prefixstore.server import SlotStore
 from prefixstore.server import slot_files as slot_files_module
 from prefixstore.server.namespace import ServerIdentity
 from prefixstore.server.slot_files import PREFIX, SlotDirectory
+from tests.support.faults import Until
 from tests.support.llama_server import Running
 from tests.support.models import answer, forget, load, prompt
 
@@ -294,10 +295,6 @@ def test_a_damaged_page_ends_a_restore_before_it(running: Running, tmp_path: Pat
 def test_what_came_before_a_restore_was_late_is_used_and_not_read_again(
     running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    class Until:
-        def left(self, n_given: int, arrived: float = 0.0) -> float:
-            return 60.0 if n_given < 2 else -60.0
-
     with served(running, str(tmp_path / "kv"), codec="raw") as (slots, tokens):
         slots.engine.flush()
         cold = running.cold(tokens, slot=1)
@@ -305,7 +302,7 @@ def test_what_came_before_a_restore_was_late_is_used_and_not_read_again(
 
         def deadline(pages: Sequence[Any], *_: Any, **__: Any) -> Until:
             asked.append(len(pages))
-            return Until()
+            return Until(2)
 
         monkeypatch.setattr(slots.rate, "deadline", deadline)
         assert slots.restore(1, tokens).n_tokens == 512

@@ -14,8 +14,9 @@ from prefixstore.engine.page_view import View
 from prefixstore.engine.pages import Pages
 from prefixstore.errors import StorageError, UnavailableError
 from prefixstore.format.record import Buffer, Record
+from tests.support import PATIENCE
 
-__all__ = ["FaultyBackend", "FlakyBackend", "Operation"]
+__all__ = ["FaultyBackend", "FlakyBackend", "Operation", "Until"]
 
 Operation: TypeAlias = Literal["view", "record", "payload", "update", "put", "delete", "commit", "sync"]
 
@@ -89,6 +90,9 @@ class _WrappedBackend(Pages):
     def sync(self) -> None:
         self._before("sync")
         self._pages.sync()
+
+    def close(self) -> None:
+        self._pages.close()
 
 
 class FaultyBackend(_WrappedBackend):
@@ -175,7 +179,7 @@ class FlakyBackend(_WrappedBackend):
         self.asked[threading.current_thread().name] += 1
         if operation not in self.slow:
             return
-        self.gate.wait()
+        self.gate.wait(PATIENCE)
         self.sleep(self.seconds)
         if self.fails:
             raise UnavailableError(f"{operation} fails on purpose")
@@ -183,3 +187,19 @@ class FlakyBackend(_WrappedBackend):
     def asked_by_completions(self) -> int:
         """How often a completion has waited for the location."""
         return sum(n for thread, n in self.asked.items() if thread.startswith(("MainThread", "prefixstore-read")))
+
+    def let_through(self, n: int) -> threading.Semaphore:
+        """From now on only so many payloads come, and more as the semaphore is released."""
+        passes = threading.Semaphore(n)
+        self.slow, self.sleep = ("payload",), lambda _: passes.acquire(timeout=PATIENCE)
+        return passes
+
+
+class Until:
+    """A deadline: so many pages come in time."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def left(self, n_given: int, arrived: float = 0.0) -> float:
+        return 60.0 if n_given < self.n else 0.0
