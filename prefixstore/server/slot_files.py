@@ -264,13 +264,11 @@ class SlotDirectory:
     def _sweep(self) -> None:
         """Delete old files of this kind, which processes that have ended have left."""
         before = time.time() - STALE_SECONDS
-        with suppress(OSError):
-            for entry in os.scandir(self.path):
-                with suppress(OSError):
-                    found = entry.stat(follow_symlinks=False)
-                    is_old = stat.S_ISREG(found.st_mode) and found.st_mtime < before
-                    if entry.name.startswith(PREFIX) and is_old:
-                        Path(entry.path).unlink()
+        for path in self.path.glob(f"{PREFIX}*"):
+            with suppress(OSError):
+                found = path.lstat()
+                if stat.S_ISREG(found.st_mode) and found.st_mtime < before:
+                    path.unlink()
 
     # -- slots ---------------------------------------------------------------------------------------------------------
 

@@ -378,7 +378,7 @@ class SlotStore:
         started = time.perf_counter()
         self._check_slot(slot)
         if self.layout is None:
-            return SlotCopy(NO_TOKENS, 0, False, partial(self._stored, None, salt, self.reason, 0.0))
+            return SlotCopy(NO_TOKENS, 0, False, partial(Stored, NO_TOKENS, reason=self.reason))
         self.identity.check(self.server)
         file = self.directory.saved(self.server, slot, whole=self.layout.shape is None)
         reason = None
@@ -393,15 +393,11 @@ class SlotStore:
             )
         elif expected is not None and common_prefix(file.tokens, as_tokens(expected)) < len(expected):
             reason = "other_tokens"
-        elif len(file.tokens) < self.store.min_tokens:
-            reason = "short"
         work = partial(self._stored, file, salt, reason, time.perf_counter() - started)
         return SlotCopy(file.tokens, file.n_bytes, file.has_media, work)
 
-    def _stored(self, file: SlotFile | None, salt: str | None, reason: str | None, copying: float) -> Stored:
+    def _stored(self, file: SlotFile, salt: str | None, reason: str | None, copying: float) -> Stored:
         """Store what the store lacks of a slot's file, which took so many seconds to copy."""
-        if file is None:
-            return Stored(NO_TOKENS, reason=reason)
         started = time.perf_counter()
         done = self._captured(file, salt) if reason is None else Captured(reason=reason)
         seconds = copying + time.perf_counter() - started
