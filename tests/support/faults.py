@@ -202,4 +202,4 @@ class Until:
         self.n = n
 
     def left(self, n_given: int, arrived: float = 0.0) -> float:
-        return 60.0 if n_given < self.n else 0.0
+        return 60.0 if n_given < self.n else -60.0
