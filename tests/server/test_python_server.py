@@ -61,7 +61,7 @@ def test_a_restarted_server_is_warm_and_answers_as_cold(models, location, cold):
             chunks = list(server.chat(streamed, stream=True))
             assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text_of(cold(streamed))
             assert chunks[-1].choices[0].finish_reason == "length"
-        server.stop()
+        assert server.stop() == 0
     with start(models, location) as server:
         second = [server.chat(one) for one in ask]
         answer = server.chat(streamed)
