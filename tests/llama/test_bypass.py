@@ -7,7 +7,6 @@ import threading
 
 import pytest
 
-from prefixstore import PrefixStore
 from tests.support.models import answer, attached, prompt
 
 KINDS = {
@@ -16,14 +15,6 @@ KINDS = {
     "mamba": {},
     "lfm2": {},
 }
-
-
-@pytest.fixture
-def store():
-    """A store in memory, which is checked after the test."""
-    with PrefixStore("memory:") as store:
-        yield store
-        assert store.check() == []
 
 
 def stored(store, tokens) -> int:

@@ -15,14 +15,6 @@ from prefixstore.engine.pages import open_pages
 from tests.support.models import answer, attached, evaluated, forget, prompt, state_bytes
 
 
-@pytest.fixture
-def store():
-    """A store in memory, not attached."""
-    with PrefixStore("memory:") as store:
-        yield store
-        assert store.check() == []
-
-
 def test_a_stream_that_was_aborted_within_a_page_is_stored(llama, store):
     llm, tokens = attached(store, llama()), prompt(200)
     for then in (llm.reset, lambda: answer(llm, prompt(100, seed=3), 1)):

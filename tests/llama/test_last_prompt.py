@@ -6,17 +6,10 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from prefixstore import PrefixStore, UnavailableError
+from prefixstore import UnavailableError
 from tests.support.models import answer, attached, forget, prompt
 
 KINDS = {"llama": {}, "gemma3": {"swa_full": False}, "mamba": {}, "lfm2": {}}
-
-
-@pytest.fixture
-def store():
-    """A store in memory, not attached."""
-    with PrefixStore("memory:") as store:
-        yield store
 
 
 def tokens_of(last):

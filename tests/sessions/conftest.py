@@ -6,6 +6,13 @@ import pytest
 
 from prefixstore import PrefixStore
 
+SMALL = {"n_ctx": 512, "n_batch": 64, "n_ubatch": 64}
+KINDS = {
+    "attention": ("llama", {}),
+    "window": ("gemma3", {"swa_full": False}),
+    "recurrent": ("mamba", {}),
+    "hybrid": ("lfm2", {}),
+}
 OPTIONS = {"page_tokens": 16, "min_tokens": 4, "snapshot_interval": 32}
 
 
@@ -25,7 +32,7 @@ def open_store(tmp_path):
 
 @pytest.fixture
 def llm(llama):
-    return llama(n_ctx=512, n_batch=64, n_ubatch=64)
+    return llama(**SMALL)
 
 
 @pytest.fixture

@@ -10,10 +10,9 @@ import pytest
 from llama_cpp import LogitsProcessorList
 
 from prefixstore import BusyError, MisuseError
+from tests.sessions.conftest import SMALL
 from tests.support.models import answer, prompt
 from tests.support.timeouts import wait_for
-
-SMALL = {"n_ctx": 512, "n_batch": 64, "n_ubatch": 64}
 
 
 async def turn(sessions, name, tokens, **options):

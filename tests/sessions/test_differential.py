@@ -8,6 +8,7 @@ from itertools import islice
 import pytest
 
 from prefixstore import PrefixStore
+from tests.sessions.conftest import SMALL
 from tests.support import seeds
 from tests.support.models import TORTURE, load
 
@@ -19,7 +20,6 @@ KINDS = {
     "hybrid": ("lfm2", {}),
 }
 PAGE = 16
-SMALL = {"n_ctx": 512, "n_batch": 64, "n_ubatch": 64}
 
 
 class BrokenError(Exception):

@@ -10,6 +10,7 @@ import llama_cpp
 import pytest
 
 from prefixstore import BusyError
+from tests.sessions.conftest import SMALL
 from tests.sessions.test_sessions import turn
 from tests.support.models import answer, forget, prompt
 from tests.support.trust import Injected, failing
@@ -27,7 +28,7 @@ REACHES = {
 
 @pytest.fixture
 def alone(llama):
-    return llama(n_ctx=512, n_batch=64, n_ubatch=64)
+    return llama(**SMALL)
 
 
 def turned(sessions, alone, name, tokens, n=6):

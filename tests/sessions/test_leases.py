@@ -14,12 +14,11 @@ from prefixstore import BusyError, MisuseError, StaleLeaseError
 from prefixstore.engine.bookmarks import Bookmarks
 from prefixstore.sessions.session import Session
 from prefixstore.sessions.table import Table
+from tests.sessions.conftest import SMALL
 from tests.sessions.test_sessions import turn
 from tests.support import outcome
 from tests.support.models import answer, forget, prompt
 from tests.support.worker import in_fork
-
-SMALL = {"n_ctx": 512, "n_batch": 64, "n_ubatch": 64}
 
 
 def held(sessions, name):

@@ -11,18 +11,10 @@ import pytest
 from prefixstore.engine.delete import Choice
 from prefixstore.engine.keyspace import bookmarks_note
 from prefixstore.maintenance.archive import Archive
-from tests.sessions.conftest import OPTIONS
+from tests.sessions.conftest import KINDS, OPTIONS, SMALL
 from tests.support import ROOT
 from tests.support.models import answer, forget, prompt
 from tests.support.worker import command
-
-SMALL = {"n_ctx": 512, "n_batch": 64, "n_ubatch": 64}
-KINDS = {
-    "attention": ("llama", {}),
-    "window": ("gemma3", {"swa_full": False}),
-    "recurrent": ("mamba", {}),
-    "hybrid": ("lfm2", {}),
-}
 
 
 def turn(sessions, name, tokens, n=6):

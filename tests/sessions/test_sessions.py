@@ -14,15 +14,8 @@ from prefixstore import (
     StaleLeaseError,
 )
 from prefixstore.sessions.session import Session
+from tests.sessions.conftest import KINDS, SMALL
 from tests.support.models import answer, forget, load, logits, prompt
-
-SMALL = {"n_ctx": 512, "n_batch": 64, "n_ubatch": 64}
-KINDS = {
-    "attention": ("llama", {}),
-    "window": ("gemma3", {"swa_full": False}),
-    "recurrent": ("mamba", {}),
-    "hybrid": ("lfm2", {}),
-}
 
 
 def turn(sessions, name, tokens, n=6, **options):
