@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import closing, contextmanager
+from contextlib import closing
 
-import psycopg
 from sqlalchemy import make_url
 
 from prefixstore.backends.sql import migrations
@@ -12,24 +11,7 @@ from prefixstore.engine.pages import open_pages
 from tests.support import ROOT
 from tests.support.engines import MIB, A, B, Store, store_of
 from tests.support.places import refusal
-
-
-def as_administrator(url, *statements):
-    """Run statements as the superuser that the tests connect as."""
-    libpq = make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
-    with psycopg.connect(libpq, autocommit=True) as connection:
-        for statement in statements:
-            connection.execute(statement)
-
-
-@contextmanager
-def role(url, name, options=""):
-    """A role for one test, which roles of all databases share; the URL with which it connects."""
-    as_administrator(url, f"CREATE ROLE {name} LOGIN {options}")
-    try:
-        yield make_url(url).set(username=name).render_as_string(hide_password=False)
-    finally:
-        as_administrator(url, f"DROP OWNED BY {name} CASCADE", f"DROP ROLE {name}")
+from tests.support.postgres import as_administrator, role
 
 
 def test_tables_of_a_role_that_need_not_be_trusted_are_refused_unread(new_database):

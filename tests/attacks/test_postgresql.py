@@ -6,19 +6,15 @@ from contextlib import suppress
 
 import psycopg
 import pytest
-from sqlalchemy import make_url
 
 from prefixstore.engine.pages import open_pages
 from prefixstore.errors import StorageError
 from tests.attacks.server_work import WORK, is_intact, lookup, stored
 from tests.support.engines import MIB, A, B, C
 from tests.support.places import refusal
-from tests.support.postgres import server_program, small_disk_server, store_on
+from tests.support.postgres import libpq, role, server_program, small_disk_server, store_on
+from tests.support.sql_rows import TERMINATE
 from tests.support.timeouts import wait_for
-
-
-def libpq(url):
-    return make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
 
 
 @pytest.fixture
@@ -27,12 +23,6 @@ def administrator(new_database):
     url = new_database()
     with psycopg.connect(libpq(url), autocommit=True) as session:
         yield url, session
-
-
-TERMINATE = (
-    "SELECT count(pg_terminate_backend(pid, 5000)) FROM pg_stat_activity "
-    "WHERE datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend'"
-)
 
 
 def test_a_server_with_a_full_disk_is_read_and_used_again_when_there_is_space():
@@ -75,13 +65,8 @@ def recovered(store, left):
 @pytest.fixture
 def user(administrator):
     """A role without rights, which connects to the store with the URL."""
-    url, session = administrator
-    session.execute("CREATE ROLE pfxs_user LOGIN")
-    try:
-        yield make_url(url).set(username="pfxs_user").render_as_string(hide_password=False)
-    finally:
-        session.execute("DROP OWNED BY pfxs_user")
-        session.execute("DROP ROLE pfxs_user")
+    with role(administrator[0], "pfxs_user") as theirs:
+        yield theirs
 
 
 def test_a_role_that_may_only_read_finds_pages_and_drops_its_own(administrator, user):

@@ -232,32 +232,51 @@ def name_of(url: str) -> str:
 
 @contextmanager
 def database(server: str, template: str | None) -> Iterator[str]:
-    import psycopg
     from sqlalchemy import make_url
 
     name = f"pfxs_{uuid.uuid4().hex[:12]}"
-    url = make_url(server)
-    libpq = url.set(drivername="postgresql").render_as_string(hide_password=False)
-    with psycopg.connect(libpq, autocommit=True) as connection:
-        connection.execute(f"CREATE DATABASE {name}" + (f" TEMPLATE {template}" if template else ""))
+    as_administrator(server, f"CREATE DATABASE {name}" + (f" TEMPLATE {template}" if template else ""))
     try:
-        yield url.set(database=name).render_as_string(hide_password=False)
+        yield make_url(server).set(database=name).render_as_string(hide_password=False)
     finally:
-        with psycopg.connect(libpq, autocommit=True) as connection:
-            connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
+        as_administrator(server, f"DROP DATABASE {name} WITH (FORCE)")
 
 
 def store_on(server: Server) -> str:
     """The URL of a new database with an empty store, on a server that ends with the test."""
-    import psycopg
     from sqlalchemy import make_url
 
     from prefixstore.backends.sql import migrations as migrate
 
-    url = make_url(server.url)
-    libpq = url.set(drivername="postgresql").render_as_string(hide_password=False)
-    with psycopg.connect(libpq, autocommit=True) as session:
-        session.execute("CREATE DATABASE kv")
-    location: str = url.set(database="kv").render_as_string(hide_password=False)
+    as_administrator(server.url, "CREATE DATABASE kv")
+    location: str = make_url(server.url).set(database="kv").render_as_string(hide_password=False)
     migrate.upgrade(location)
     return location
+
+
+def libpq(url: str) -> str:
+    """The URL of a database, for psycopg itself."""
+    from sqlalchemy import make_url
+
+    return make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
+
+
+def as_administrator(url: str, *statements: str) -> None:
+    """Run statements as the superuser that the tests connect as."""
+    import psycopg
+
+    with psycopg.connect(libpq(url), autocommit=True) as connection:
+        for statement in statements:
+            connection.execute(statement)
+
+
+@contextmanager
+def role(url: str, name: str) -> Iterator[str]:
+    """A role for one test, which roles of all databases share; the URL with which it connects."""
+    from sqlalchemy import make_url
+
+    as_administrator(url, f"CREATE ROLE {name} LOGIN")
+    try:
+        yield make_url(url).set(username=name).render_as_string(hide_password=False)
+    finally:
+        as_administrator(url, f"DROP OWNED BY {name} CASCADE", f"DROP ROLE {name}")
