@@ -9,8 +9,8 @@ import pytest
 from prefixstore.engine.delete import Choice
 from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_keys
-from tests.support.engines import NS, A, B, MemoryPages, P, Store, store_of
-from tests.support.fragile import Fragile
+from tests.support.engines import NS, A, B, MemoryPages, P, store_of
+from tests.support.faults import FaultyBackend
 from tests.support.newer import make_corrupt
 
 
@@ -61,16 +61,14 @@ def test_a_pending_page_of_a_deleted_namespace_brings_its_settings_back():
         assert settings_of(store) == {NS}
 
 
-@pytest.mark.parametrize("call", [6, 7])  # that which deletes the settings, and the commit
-def test_a_transaction_that_fails_keeps_the_settings(call):
-    store = Store(Fragile(MemoryPages()))
-    store.put(A)
-    store.backend.fails_at = call
-    with pytest.raises(UnavailableError):
-        store.engine.upkeep.clear(None)
-    with store.backend.inner.view() as view:
-        assert set(view.namespaces()) == {NS}
-    assert store.engine.upkeep.clear(None) == 3
-    with store.backend.inner.view() as view:
-        assert set(view.namespaces()) == set()
-    store.close()
+@pytest.mark.parametrize("operation", ["delete", "commit"])
+def test_a_transaction_that_fails_keeps_the_settings(operation):
+    backend = MemoryPages()
+    with store_of(backend) as store:
+        store.put(A)
+    with store_of(FaultyBackend(backend, operation)) as store:
+        with pytest.raises(UnavailableError):
+            store.engine.upkeep.clear(None)
+        assert settings_of(store) == {NS}
+        assert store.engine.upkeep.clear(None) == 3
+        assert settings_of(store) == set()

@@ -25,6 +25,7 @@ from prefixstore.format.namespace import Namespace
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import export_store, import_store
 from tests.model.reference import Facts, P, Page, Space, Used, pages_of
+from tests.support.faults import Seam
 from tests.support.s3 import forget_turn
 from tests.support.valkey import forget_lock
 
@@ -32,20 +33,9 @@ __all__ = ["CLOCK", "Clock", "Store", "contents_of_export", "driven_time"]
 
 # what asks the location, or changes it
 OPERATIONS = {
-    *(
-        "view",
-        "update",
-        "commit",
-        "committed",
-        "sync",
-        "generation",
-        "record",
-        "records",
-        "usage",
-        "leading",
-    ),
+    *("view", "update", "commit", "committed", "sync", "generation", "record", "records", "usage", "leading"),
     *("neighbors", "beside", "children", "followed", "count", "fetch", "payload", "put", "delete", "touch", "note"),
-    *("put_note", "put_namespace", "namespace", "namespaces", "drop_empty_namespaces"),
+    *("put_note", "put_namespace", "namespace", "namespaces", "drop_empty_namespaces", "point"),
 }
 
 
@@ -70,34 +60,6 @@ def driven_time() -> Iterator[None]:
         yield
 
 
-class _Seam:
-    """A backend, view or transaction, with something that happens before each operation."""
-
-    def __init__(self, inner: Any, before: Callable[[str], None]) -> None:
-        self.inner = inner
-        self.before = before
-
-    def __getattr__(self, name: str) -> Any:
-        if name in OPERATIONS:
-            self.before(name)
-        return getattr(self.inner, name)
-
-    @contextmanager
-    def view(self) -> Iterator[Any]:
-        self.before("view")
-        with self.inner.view() as view:
-            yield _Seam(view, self.before)
-
-    @contextmanager
-    def update(self) -> Iterator[Any]:
-        self.before("update")
-        with self.inner.update() as transaction:
-            yield _Seam(transaction, self.before)
-            self.before("commit")
-        # the location has committed, and its answer is lost
-        self.before("committed")
-
-
 # the fault of which this process dies
 _DEADLY: list[_Fault] = []
 
@@ -118,6 +80,8 @@ class _Fault:
         self.gate.set()
 
     def before(self, operation: str) -> None:
+        if operation not in OPERATIONS:
+            return
         if operation == "update":
             self.gate.wait()
         if self.kind is None or (self.kind == "full" and operation != "put"):
@@ -163,7 +127,7 @@ class Store:
 
         def wrapped(*arguments: Any, **options: Any) -> Any:
             self._faults.append(_Fault())
-            self._backends.append(_Seam(real(*arguments, **options), self._faults[-1].before))
+            self._backends.append(Seam(real(*arguments, **options), self._faults[-1].before))
             return self._backends[-1]
 
         with patch.object(opening, "open_pages", wrapped):

@@ -7,95 +7,86 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
-from prefixstore.engine.page_update import Transaction
-from prefixstore.engine.page_view import View
 from prefixstore.engine.pages import Pages
 from prefixstore.errors import StorageError, UnavailableError
 from prefixstore.format.record import Buffer, Record
 from tests.support import PATIENCE
 
-__all__ = ["FaultyBackend", "FlakyBackend", "Operation", "Until"]
+__all__ = ["FaultyBackend", "FlakyBackend", "Operation", "Seam", "Until"]
 
 Operation: TypeAlias = Literal["view", "record", "payload", "update", "put", "delete", "commit", "sync"]
 
 
-# what happens in which calls of a view or a transaction; in those of many pages, once for each call
+# what happens in which calls; in those of many pages, once for each call
 OPERATIONS: dict[str, Operation] = {
-    "record": "record",
-    "records": "record",
-    "leading": "record",
-    "neighbors": "record",
-    "beside": "record",
-    "children": "record",
-    "followed": "record",
-    "payload": "payload",
-    "put": "put",
-    "delete": "delete",
+    **{name: name for name in ("view", "record", "payload", "update", "put", "delete", "commit", "sync")},
+    **dict.fromkeys(("records", "leading", "neighbors", "beside", "children", "followed"), "record"),
 }
 
 
-class _WrappedView:
-    """A view or a transaction."""
+class Seam:
+    """Pages, a view or a transaction, with something that happens before each use of it, by its name."""
 
-    def __init__(self, inner: Any, before: Callable[[Operation], None]) -> None:
-        self._view = inner
-        self._before = before
+    def __init__(self, inner: Any, before: Callable[[str], None]) -> None:
+        self.inner = inner
+        self.before = before
 
     def __getattr__(self, name: str) -> Any:
-        if name in OPERATIONS:
-            self._before(OPERATIONS[name])
-        return getattr(self._view, name)
+        self.before(name)
+        return getattr(self.inner, name)
+
+    def _inside(self, view: Any) -> Any:
+        return Seam(view, self.before)
+
+    @contextmanager
+    def view(self) -> Iterator[Any]:
+        self.before("view")
+        with self.inner.view() as view:
+            yield self._inside(view)
+
+    @contextmanager
+    def update(self) -> Iterator[Any]:
+        self.before("update")
+        with self.inner.update() as transaction:
+            yield self._inside(transaction)
+            # an error here rolls the transaction back
+            self.before("commit")
+        # the location has committed, and its answer is lost
+        self.before("committed")
+
+
+class _PageByPage(Seam):
+    """A view whose pages come one by one."""
 
     def fetch(self, keys: Sequence[bytes]) -> Generator[tuple[Record, Buffer], None, None]:
         for key in keys:
-            self._before("record")
-            self._before("payload")
-            found = list(self._view.fetch([key]))
+            self.before("record")
+            self.before("payload")
+            found = list(self.inner.fetch([key]))
             if not found:
                 return
             yield from found
 
 
-class _WrappedBackend(Pages):
-    """Other pages, with something that happens before each operation."""
+class _Remote(Seam):
+    """Pages of another machine, so to speak, with something that happens before each operation."""
+
+    is_local = False
 
     def __init__(self, backend: Pages) -> None:
-        super().__init__(backend.rows)
-        self._pages = backend
+        super().__init__(backend, lambda name: self._before(OPERATIONS[name]) if name in OPERATIONS else None)
 
     def _before(self, operation: Operation) -> None:
         """Called before each operation."""
         raise NotImplementedError
 
-    @property
-    def is_local(self) -> bool:
-        return False
-
-    @contextmanager
-    def view(self) -> Iterator[View]:
-        self._before("view")
-        with self._pages.view() as view:
-            yield cast("View", _WrappedView(view, self._before))
-
-    @contextmanager
-    def update(self) -> Iterator[Transaction]:
-        self._before("update")
-        with self._pages.update() as transaction:
-            yield cast("Transaction", _WrappedView(transaction, self._before))
-            # an error here rolls the transaction back
-            self._before("commit")
-
-    def sync(self) -> None:
-        self._before("sync")
-        self._pages.sync()
-
-    def close(self) -> None:
-        self._pages.close()
+    def _inside(self, view: Any) -> Any:
+        return _PageByPage(view, self.before)
 
 
-class FaultyBackend(_WrappedBackend):
+class FaultyBackend(_Remote):
     """A backend whose operations fail on purpose.
 
     Parameters
@@ -146,7 +137,7 @@ class FaultyBackend(_WrappedBackend):
             raise self._error
 
 
-class FlakyBackend(_WrappedBackend):
+class FlakyBackend(_Remote):
     """A backend whose operations are slow, or fail, as a test says while it is used.
 
     Attributes
