@@ -131,7 +131,7 @@ def test_what_was_learned_is_kept_in_the_location():
     backend = MemoryPages()
     for first in (True, False):
         learner = POLICIES["adaptive"]()
-        with closing(Engine(_Kept(backend), Budget(1 << 30), learner, Encoder("raw"), Counters())) as engine:
+        with closing(Engine(backend, Budget(1 << 30), learner, Encoder("raw"), Counters())) as engine:
             engine.commit([])
             if first:
                 learner._duel.mode = Mode.LFU
@@ -145,7 +145,7 @@ def test_damage_and_outages_cost_what_was_learned_and_nothing_else(monkeypatch, 
     with backend.update() as transaction:
         transaction.put_note(b"policy/adaptive", b"garbage")
     policy = POLICIES["adaptive"]()
-    with closing(Engine(_Kept(backend), Budget(1 << 30), policy, Encoder("raw"), Counters())) as engine:
+    with closing(Engine(backend, Budget(1 << 30), policy, Encoder("raw"), Counters())) as engine:
         assert engine.commit([]) == 0
         assert "starts afresh" in caplog.text
         used_often(engine)
@@ -155,16 +155,3 @@ def test_damage_and_outages_cost_what_was_learned_and_nothing_else(monkeypatch, 
 
         monkeypatch.setattr(policy, "save", fails)
     assert "was not saved" in caplog.text
-
-
-class _Kept:
-    """A backend that is not closed with its engine."""
-
-    def __init__(self, inner):
-        self._inner = inner
-
-    def __getattr__(self, name):
-        return getattr(self._inner, name)
-
-    def close(self):
-        pass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import cProfile
 import heapq
 import pstats
-import time
 from collections import Counter
 from contextlib import closing
 from functools import partial
@@ -98,13 +97,6 @@ def test_a_quota_costs_the_same_however_many_tenants_there_are(steps, quota):
 
 
 # -- expired pages -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    now = [time.time_ns()]
-    monkeypatch.setattr("time.time_ns", lambda: now[0])
-    return now
 
 
 @pytest.mark.slow

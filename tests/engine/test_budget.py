@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import closing
 
 import pytest
@@ -123,22 +122,6 @@ def test_an_invalid_quota_is_named_in_the_error(quota, says):
 # -- expiry ------------------------------------------------------------------------------------------------------------
 
 
-class Clock:
-    """The time, as the engine sees it."""
-
-    def __init__(self, monkeypatch):
-        self.now = time.time_ns()
-        monkeypatch.setattr("time.time_ns", lambda: self.now)
-
-    def passes(self, seconds):
-        self.now += round(seconds * 1e9)
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    return Clock(monkeypatch)
-
-
 def test_a_duration_is_seconds_or_text_or_a_timedelta():
     from datetime import timedelta
 
@@ -159,7 +142,7 @@ def test_priority_and_expiry_are_stored_with_the_page(backend, clock):
     Tenant(backend, tenant("a"), ttl=60, priority=-3).put([1] * P)
     with backend.view() as view:
         ((key, _, usage),) = view.scan()
-    assert (usage.priority, usage.expires) == (-3, clock.now + 60 * 10**9)
+    assert (usage.priority, usage.expires) == (-3, clock[0] + 60 * 10**9)
     reader = Tenant(backend, tenant("a"))
     reader.use([1] * P)
     reader.engine.upkeep.pin(reader.namespace.key, as_tokens([1] * P), P, pinned=True)

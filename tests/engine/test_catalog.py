@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import closing
 
 import pytest
@@ -48,14 +47,6 @@ def watch(monkeypatch):
     for store in made.stores:
         store.engine.close()
     assert made.violations == []
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """The time, moved by hand."""
-    now = [time.time_ns()]
-    monkeypatch.setattr("time.time_ns", lambda: now[0])
-    return now
 
 
 def test_lookups_and_restores_ask_the_backend_without_the_lock(watch):

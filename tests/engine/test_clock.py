@@ -15,13 +15,6 @@ from tests.support.engines import NS, MemoryPages, P, Store, store_of
 YEAR = 365 * 86_400 * 10**9
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    now = [time.time_ns()]
-    monkeypatch.setattr("time.time_ns", lambda: now[0])
-    return now
-
-
 def first_page(number):
     return [number] * P
 

@@ -10,7 +10,7 @@ from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine.pages import Pages
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import Usage
-from tests.support.engines import MIB, NS, MemoryPages, P, Store, snapshot_of
+from tests.support.engines import MIB, NS, MemoryPages, P, Store, snapshot_of, two_stores
 
 
 class Random:
@@ -67,10 +67,8 @@ def test_the_deepest_snapshot_is_found_within_a_limit_and_at_a_multiple(store, s
 @pytest.fixture
 def both(tmp_path):
     """Two processes on one location: each remembers what it has read."""
-    stores = [Store(Pages(LMDBBackend(tmp_path / "kv", 64 * MIB)), codec=codec) for codec in ("raw", "planes")]
-    yield stores
-    for one in stores:
-        one.engine.close()
+    with two_stores(tmp_path / "kv") as stores:
+        yield stores
 
 
 TOKENS = list(range(12))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from prefixstore.engine.delete import Choice
@@ -20,13 +18,11 @@ def settings_of(store):
 
 
 @pytest.mark.parametrize("how", ["expired", "cleared", "purged", "evicted", "damaged", "repaired", "unreadable"])
-def test_whatever_deletes_the_last_page_deletes_the_settings(how, monkeypatch):
-    now = [time.time_ns()]
-    monkeypatch.setattr("time.time_ns", lambda: now[0])
+def test_whatever_deletes_the_last_page_deletes_the_settings(how, clock):
     with store_of(options={"ttl": 60.0}) as store:
         store.put(A)
         if how == "expired":
-            now[0] += 61 * 10**9
+            clock[0] += 61 * 10**9
             assert store.match(A) == 0
             store.engine.commit([])
         elif how == "cleared":

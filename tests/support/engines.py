@@ -21,6 +21,7 @@ from prefixstore.format.autocodec import Encoder
 from prefixstore.format.keys import SNAPSHOT, as_tokens, page_keys
 from prefixstore.format.record import RECORD, RECORD_SEAL, USAGE
 from prefixstore.stats import Counters
+from tests.support import keys_of
 from tests.support.timeouts import wait_for
 
 __all__ = [
@@ -157,8 +158,7 @@ class Store:
         return len(loaded)
 
     def stored_keys(self) -> set[bytes]:
-        with self.backend.view() as view:
-            return {key for key, _, _ in view.scan()}
+        return keys_of(self.backend)
 
     def close(self):
         assert (found := self.engine.upkeep.check()) == [], found

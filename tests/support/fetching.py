@@ -15,12 +15,10 @@ from prefixstore.engine.pending import PendingPage
 from prefixstore.format.autocodec import Encoder, encode
 from prefixstore.format.keys import as_tokens, page_key
 from prefixstore.stats import Counters
-from tests.support.engines import MemoryPages
+from tests.support.engines import NS, MemoryPages, P
 
 __all__ = ["SIZE", "P", "forging", "state_of", "store_of"]
 
-NS = b"n" * 32
-P = 4
 SIZE = 30_001
 
 
