@@ -11,7 +11,7 @@ from prefixstore.errors import FullError, LocationError, StorageError
 from tests.attacks.server_work import WORK, lookup, stored, tried
 from tests.support.engines import NS, A, B
 from tests.support.timeouts import wait_for
-from tests.support.valkey import private_valkey
+from tests.support.valkey import private_valkey, user
 
 
 def test_a_server_out_of_memory_evicts_by_our_policy():
@@ -46,18 +46,16 @@ def test_a_server_out_of_memory_evicts_by_our_policy():
 
 def test_a_password_that_is_changed_meanwhile_is_an_error_and_no_crash(new_valkey, valkey_server):
     url = new_valkey()
-    rights = ["on", "+@all", "~*"]
-    with valkey_server.client() as client:
-        client.execute_command("ACL", "SETUSER", "changing", *rights, ">before")
-        try:
-            with stored(url.replace("unix://", "unix://changing:before@"), A) as store:
-                client.execute_command("ACL", "SETUSER", "changing", "resetpass", ">after")
-                client.execute_command("CLIENT", "KILL", "USER", "changing")
-                with pytest.raises(LocationError, match="refuses") as caught:
-                    store.fetch(A)
-                assert "before" not in str(caught.value)
-                WORK["put"](store)
-                client.execute_command("ACL", "SETUSER", "changing", ">before")
-                wait_for(lambda: lookup(store, A) == 3, "a hit")
-        finally:
-            client.execute_command("ACL", "DELUSER", "changing")
+    with (
+        valkey_server.client() as client,
+        user(client, "changing", ">before", "+@all", "~*"),
+        stored(url.replace("unix://", "unix://changing:before@"), A) as store,
+    ):
+        client.execute_command("ACL", "SETUSER", "changing", "resetpass", ">after")
+        client.execute_command("CLIENT", "KILL", "USER", "changing")
+        with pytest.raises(LocationError, match="refuses") as caught:
+            store.fetch(A)
+        assert "before" not in str(caught.value)
+        WORK["put"](store)
+        client.execute_command("ACL", "SETUSER", "changing", ">before")
+        wait_for(lambda: lookup(store, A) == 3, "a hit")

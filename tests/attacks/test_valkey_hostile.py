@@ -25,9 +25,11 @@ from prefixstore.errors import (
     UnavailableError,
 )
 from prefixstore.format.record import Usage
+from tests.support import keys_of
 from tests.support.engines import A, B, store_of
 from tests.support.pages import make_page
-from tests.support.valkey import private_valkey, valkey_client, valkey_url  # noqa: F401 - fixtures
+from tests.support.places import opened
+from tests.support.valkey import named, user, valkey_client, valkey_url  # noqa: F401 - fixtures
 
 MIB = 1 << 20
 
@@ -65,10 +67,10 @@ def test_a_server_that_repeats_the_arguments_of_auth_shows_no_password():
 # -- what a commit cannot do ------------------------------------------------------------------------------------------
 
 
-def put(transaction, number, **usage):
+def put(transaction, number):
     key, record = make_page(b"x" * 1000, [number])
     transaction.put_namespace(record.namespace, b"%d" % number)
-    transaction.put(key, record, Usage(1, **usage), b"x" * 1000)
+    transaction.put(key, record, Usage(1), b"x" * 1000)
     return key
 
 
@@ -80,16 +82,11 @@ def all_changes(backend, key, number):
         return put(transaction, number)
 
 
-def check(backend):
-    with backend.view() as view:
-        return violations(view, Budget(MIB))
-
-
 def sound(backend):
     """All keys; nothing in the location contradicts another part of it."""
-    assert check(backend) == []
     with backend.view() as view:
-        return {key for key, _, _ in view.scan()}
+        assert violations(view, Budget(MIB)) == []
+    return keys_of(backend)
 
 
 @pytest.mark.parametrize("command", ["rename", "unlink", "persist", "hset", "hdel", "zadd", "zrem", "del", "set"])
@@ -97,17 +94,13 @@ def test_a_user_who_lacks_a_command_writes_nothing(url, client, valkey_server, c
     name = url.rpartition("=")[2]
     with closing(open_pages(url, max_bytes=MIB)) as backend, backend.update() as transaction:
         key = put(transaction, 1)
-    client.execute_command("ACL", "SETUSER", "lacking", "reset", "on", ">secret", "+@all", "~*", f"-{command}")
-    try:
-        theirs = open_pages(f"unix://lacking:secret@{valkey_server.socket}?name={name}", max_bytes=MIB)
-        with closing(theirs):
-            with pytest.raises(LocationError, match=rf"permission.*\b{command}\b"):
-                all_changes(theirs, key, 2)
-            assert sound(theirs) == {key}
-            client.execute_command("ACL", "SETUSER", "lacking", f"+{command}")
-            assert {all_changes(theirs, key, 3)} == sound(theirs)
-    finally:
-        client.execute_command("ACL", "DELUSER", "lacking")
+    location = f"unix://lacking:secret@{valkey_server.socket}?name={name}"
+    with user(client, "lacking", ">secret", "+@all", "~*", f"-{command}"), opened(location) as theirs:
+        with pytest.raises(LocationError, match=rf"permission.*\b{command}\b"):
+            all_changes(theirs, key, 2)
+        assert sound(theirs) == {key}
+        client.execute_command("ACL", "SETUSER", "lacking", f"+{command}")
+        assert {all_changes(theirs, key, 3)} == sound(theirs)
 
 
 @pytest.mark.parametrize("before", [b"", b"*2\r\n", b"*2\r\n$1\r\nr\r\n"])
@@ -126,20 +119,12 @@ def test_an_answer_that_is_no_value_is_an_error_of_ours(before, answer):
 def test_a_flush_that_the_user_may_not_wait_for_is_no_promise(url, client, valkey_server):
     with closing(open_pages(url, max_bytes=MIB)):
         pass
-    client.execute_command("ACL", "SETUSER", "hasty", "reset", "on", ">secret", "+@all", "~*", "-waitaof")
-    try:
-        theirs = f"unix://hasty:secret@{valkey_server.socket}?name={url.rpartition('=')[2]}"
-        with closing(open_pages(theirs, max_bytes=MIB)) as backend, pytest.raises(LocationError, match="waitaof"):
-            backend.sync()
-    finally:
-        client.execute_command("ACL", "DELUSER", "hasty")
+    theirs = f"unix://hasty:secret@{valkey_server.socket}?name={url.rpartition('=')[2]}"
+    with user(client, "hasty", ">secret", "+@all", "~*", "-waitaof"), opened(theirs) as backend:
+        pytest.raises(LocationError, backend.sync).match("waitaof")
 
 
 # -- values that nobody of us has written -----------------------------------------------------------------------------
-
-
-def name_of(url, kind):
-    return f"{{{url.rpartition('=')[2]}}}:{kind}"
 
 
 @pytest.mark.parametrize("kind", ["rows", "order", "both", "out of order"])
@@ -149,9 +134,9 @@ def test_rows_that_are_none_are_found_and_end_every_walk(url, client, kind):
         # more than are read at a time, before all others and after them; or with places in another order
         members = [b"%c%d" % (first, number) for first in b"\0\xff" for number in range(3000)]
         if kind != "order":
-            client.hset(name_of(url, "rows"), mapping=dict.fromkeys(members, b"short"))
+            client.hset(named(url, "rows"), mapping=dict.fromkeys(members, b"short"))
         if kind != "rows":
-            client.zadd(name_of(url, "order"), dict.fromkeys(members, int(kind == "out of order")))
+            client.zadd(named(url, "order"), dict.fromkeys(members, int(kind == "out of order")))
         with suppress(CorruptError):
             assert store.fetch(A) in (0, 3)
         with suppress(CorruptError), store.backend.view() as view:

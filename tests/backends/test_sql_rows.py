@@ -17,14 +17,13 @@ from prefixstore.backends.sql import postgresql, postgresql_rows, sqlite_rows
 from prefixstore.backends.sql.database import APPLICATION_ID
 from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.record import FORMAT_VERSION
+from tests.support.rows import delete
 from tests.support.sql_rows import (
     MIB,
     change,
     contents,
-    delete,
     end_others,
     held,
-    keys_of,
     opened,
     put,
     row,
@@ -140,7 +139,7 @@ def test_a_commit_is_few_statements_however_many_rows_it_writes(new_database):
             # its beginning, its turn, what there was, rows, pieces, the count, and its end
             assert len(sent) <= 8
         with statements() as sent:
-            delete(backend, [row(i)[0] for i in range(300)])
+            delete(backend, *[row(i)[0] for i in range(300)])
         assert len(sent) <= 7
 
 
@@ -201,7 +200,7 @@ def test_idle_connections_that_the_server_closed_are_replaced_silently(new_datab
         for work in (lambda: put(backend, row(9)), backend.sync, backend.reclaim):
             end_others(other)
             work()
-        assert len(keys_of(backend)) == 4
+        assert len(contents(backend)) == 4
 
 
 def test_a_server_is_silent_when_nothing_has_arrived_for_as_many_polls():
@@ -273,7 +272,7 @@ def test_used_is_the_size_of_the_sqlite_file(tmp_path):
         for _ in range(3):
             put(backend, *rows[2:])
             backend.sync()
-            delete(backend, keys[2:])
+            delete(backend, *keys[2:])
         backend.sync()
         assert (tmp_path / "kv.db").stat().st_size <= before + MIB
 
@@ -292,10 +291,10 @@ def test_after_erasing_nothing_of_a_deleted_row_is_in_the_files(tmp_path):
             return b"".join(path.read_bytes() for path in tmp_path.iterdir())
 
         assert all(secret[:20] in files() for secret in secrets)
-        delete(backend, secrets[2:])
+        delete(backend, *secrets[2:])
         backend.compact(erase=True)
         assert not any(secret[:20] in files() for secret in secrets)
-        assert keys_of(backend) == set(kept)
+        assert contents(backend).keys() == set(kept)
         with closing(sqlite3.connect(tmp_path / "kv.db")) as connection:
             assert connection.execute("PRAGMA application_id").fetchone() == (APPLICATION_ID,)
             assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)

@@ -21,7 +21,8 @@ from prefixstore.cli import main
 from prefixstore.errors import IncompatibleError, LocationError
 from tests.support.places import refusal
 from tests.support.revisions import LATER, OLD, a_later_version, write_old
-from tests.support.sql_rows import MIB, change, contents, delete, opened, put, require_intact, row
+from tests.support.rows import delete
+from tests.support.sql_rows import MIB, change, contents, opened, put, require_intact, row
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,7 +41,7 @@ def holds(backend, rows):
     require_intact(backend)
     key, gone, *_ = rows
     put(backend, (key, b"another value", b"another payload"))
-    delete(backend, [gone])
+    delete(backend, gone)
     kept = {each: found for each, found in rows.items() if each != gone}
     assert contents(backend) == kept | {key: (b"another value", b"another payload")}
     require_intact(backend)

@@ -39,7 +39,7 @@ from tests.support.pages import make_page
 from tests.support.places import contents, opened
 from tests.support.rows import rows_of as stored
 from tests.support.timeouts import wait_for
-from tests.support.valkey import private_valkey, remove, valkey_client, valkey_url  # noqa: F401 - fixtures
+from tests.support.valkey import named, private_valkey, remove, user, valkey_client, valkey_url  # noqa: F401 - fixtures
 
 MIB = 1 << 20
 
@@ -78,11 +78,6 @@ class TestOverTCP(TestOverASocket):
 # -- helpers ----------------------------------------------------------------------------------------------------------
 
 
-def named(url, kind):
-    """The name of a key of a location."""
-    return f"{{{url.rpartition('=')[2]}}}:{kind}"
-
-
 def put(backend, *numbers, payload=b"x" * 1000, then=lambda: None, **usage):
     keys = []
     with backend.update() as transaction:
@@ -110,7 +105,7 @@ def change_rows(backend, then=lambda: None, **rows):
 
 def check(backend):
     with backend.view() as view:
-        return [violation.rule for violation in violations(view, Budget(64 * MIB))]
+        return violations(view, Budget(64 * MIB))
 
 
 # -- the URL ----------------------------------------------------------------------------------------------------------
@@ -185,8 +180,7 @@ def test_a_user_with_the_documented_rights_can_do_everything(url, client, valkey
     assert rights is not None
     name = url.rpartition("=")[2]
     _, *words = rights[1].replace("PASSWORD", "secret").replace("prefixstore", name).split()
-    client.execute_command("ACL", "SETUSER", "limited", "reset", *words)
-    try:
+    with user(client, "limited", *words):
         with opened(f"unix://limited:secret@{valkey_server.socket}?name={name}") as backend:
             keys = put(backend, 1, 2)
             with backend.update() as transaction:
@@ -200,13 +194,10 @@ def test_a_user_with_the_documented_rights_can_do_everything(url, client, valkey
             assert contents(backend)[keys[0]][1] == Usage(3, pinned=True)
         with pytest.raises(LocationError, match="permission"):
             open_pages(f"unix://limited:secret@{valkey_server.socket}?name=other", max_bytes=MIB)
-    finally:
-        client.execute_command("ACL", "DELUSER", "limited")
 
 
 def test_a_wrong_password_is_refused_and_not_shown(client, valkey_server):
-    client.execute_command("ACL", "SETUSER", "known", "on", ">right", "+@all", "~*")
-    try:
+    with user(client, "known", ">right", "+@all", "~*"):
         for who in ("known", "unknown"):
             url = f"unix://{who}:wr0ng@{valkey_server.socket}"
             with pytest.raises(LocationError, match="refuses user and password") as caught:
@@ -214,9 +205,7 @@ def test_a_wrong_password_is_refused_and_not_shown(client, valkey_server):
             assert "wr0ng" not in "".join(traceback.format_exception(caught.value))
         with opened(f"unix://known:right@{valkey_server.socket}?name=pw-test") as backend:
             assert "right" not in backend.location + repr(backend)
-    finally:
-        client.execute_command("ACL", "DELUSER", "known")
-        remove(valkey_server.url, ["pw-test"])
+    remove(valkey_server.url, ["pw-test"])
 
 
 # -- whose keys they are ----------------------------------------------------------------------------------------------

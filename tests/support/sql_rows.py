@@ -12,7 +12,7 @@ import psycopg
 import pytest
 
 from prefixstore.backends.sql import open_sql, postgresql_rows
-from tests.support.rows import EVERYTHING, rows_of
+from tests.support.rows import rows_of
 
 MIB = 1 << 20
 contents = rows_of
@@ -38,18 +38,6 @@ def put(backend, *rows):
         for each in rows:
             draft.put(*each)
     return [key for key, *_ in rows]
-
-
-def delete(backend, keys):
-    with backend.update() as draft:
-        for key in keys:
-            draft.delete(key)
-
-
-def keys_of(backend):
-    """The keys of all rows."""
-    with backend.view() as view:
-        return {found.key for found in view.ranges([EVERYTHING])[0]}
 
 
 def held(view, keys):

@@ -180,6 +180,21 @@ def valkey_client(valkey_server: ValkeyServer) -> Iterator[Any]:
         yield usual
 
 
+def named(url: str, kind: str) -> str:
+    """The name of a key of a location."""
+    return f"{{{url.rpartition('=')[2]}}}:{kind}"
+
+
+@contextmanager
+def user(client: Any, name: str, *rights: str) -> Iterator[None]:
+    """A user of the server with these rights, for this block."""
+    client.execute_command("ACL", "SETUSER", name, "reset", "on", *rights)
+    try:
+        yield
+    finally:
+        client.execute_command("ACL", "DELUSER", name)
+
+
 def remove(url: str, names: list[str]) -> None:
     """Delete what is left of locations."""
     import valkey
