@@ -244,15 +244,11 @@ class ServerIdentity:
         return (Way(rows, seen), Way(ends, Restore(engine, ends, rate, to, hides=True), Place.of_ends))
 
     def model_name(self) -> str | None:
-        """The name of the model, for people."""
-        path = next(iter(self.files), None)
+        """The name of the model, for people; None if its file is not known, or cannot be read."""
         try:
-            metadata = read_metadata(path) if path is not None else {}
+            return model_name(read_metadata(next(iter(self.files)))) if self.files else None
         except ContextError:
-            metadata = {}
-        if path is None and self.props.model_path:
-            metadata["general.name"] = Path(self.props.model_path).stem
-        return model_name(metadata)
+            return None
 
     def is_running(self) -> bool:
         """Whether the process of the server still runs; False if it is not known."""

@@ -109,7 +109,6 @@ class SlotStore:
         self.ways: tuple[Way, ...] = ()
         # where the pages of a tenant are
         self.place = lru_cache(MOST_PLACES)(self._place)
-        self._model_name: str | None = None
         # the label has no effect here: the identity has the namespace
         self.store = PrefixStore(location, namespace="server", **store_options)
         self.rate = ComputeRate(self.store.parameters.max_delay)
@@ -163,19 +162,15 @@ class SlotStore:
         # of a window that has not been left, the server would compute all again
         return max(self.store.min_tokens, window.size + HIDDEN_ROWS if window is not None else 1)
 
-    def namespaces(self, salt: str | None = None) -> list[Namespace]:
-        """The namespaces in which a tenant's pages are looked up, first that of pages; none if nothing is stored."""
-        return [way.place(self.place(salt)).namespace for way in self.ways]
-
     def namespace(self, salt: str | None = None) -> Namespace | None:
         """The namespace of a tenant's pages; None if nothing is stored."""
-        return next(iter(self.namespaces(salt)), None)
+        return self.place(salt).namespace if self.ways else None
 
     def differences(self) -> list[str]:
         """Why the server cannot use the pages of its model that are stored; empty if it can, or if there are none."""
         try:
             stored = self.engine.upkeep.namespaces()
-            found = [explain_of_model(namespace, stored) for namespace in self.namespaces()]
+            found = (explain_of_model(way.place(self.place(None)).namespace, stored) for way in self.ways)
             return min(found, key=len, default=[])
         except PrefixStoreError:
             return []  # a fault of the cache is told elsewhere
@@ -183,12 +178,7 @@ class SlotStore:
     def _place(self, salt: str | None) -> Place:
         assert self.layout is not None, "something is stored"
         page_tokens = self.identity.page_tokens(self.layout, self.store.page_tokens)
-        place = Place(self.identity.namespace(self.layout, page_tokens=page_tokens, salt=salt), page_tokens)
-        if self._model_name is None:
-            self._model_name = self.identity.model_name() or ""
-        for way in self.ways:
-            self.engine.describe(way.place(place).namespace, self._model_name)
-        return place
+        return Place(self.identity.namespace(self.layout, page_tokens=page_tokens, salt=salt), page_tokens)
 
     def _learn(self) -> None:
         """Learn the layout of the server's states from one of its slots."""
@@ -202,20 +192,19 @@ class SlotStore:
             log.warning("nothing is stored or restored of %s: %s", self.server.url, error)
             return
         assert file.layout is not None, "a file with tokens has a layout"
-        shape = file.layout.shape
         self.ways = self.identity.ways(file, self.engine, self.rate, self.directory)
         if not self.ways:
             self.reason = "window"
             return
         self.layout = file.layout
-        if shape is None:
+        if self.layout.shape is None:
             log.warning(
                 "the states of %s have a layout that is not known: each is stored whole, and is of use only to prompts "
                 "that continue it",
                 self.server.url,
             )
         # the settings that belong to it are consistent
-        self.place(None)
+        self.engine.describe(self.place(None).namespace, self.identity.model_name())
 
     # -- finding ------------------------------------------------------------------------------------------------------
 
@@ -378,7 +367,7 @@ class SlotStore:
         started = time.perf_counter()
         self._check_slot(slot)
         if self.layout is None:
-            return SlotCopy(NO_TOKENS, 0, False, partial(Stored, NO_TOKENS, reason=self.reason))
+            return SlotCopy(NO_TOKENS, 0, False, lambda: Stored(NO_TOKENS, reason=self.reason))
         self.identity.check(self.server)
         file = self.directory.saved(self.server, slot, whole=self.layout.shape is None)
         reason = None
