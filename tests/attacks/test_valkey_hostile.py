@@ -120,8 +120,12 @@ def test_a_flush_that_the_user_may_not_wait_for_is_no_promise(url, client, valke
     with closing(open_pages(url, max_bytes=MIB)):
         pass
     theirs = f"unix://hasty:secret@{valkey_server.socket}?name={url.rpartition('=')[2]}"
-    with user(client, "hasty", ">secret", "+@all", "~*", "-waitaof"), opened(theirs) as backend:
-        pytest.raises(LocationError, backend.sync).match("waitaof")
+    with (
+        user(client, "hasty", ">secret", "+@all", "~*", "-waitaof"),
+        opened(theirs) as backend,
+        pytest.raises(LocationError, match="waitaof"),
+    ):
+        backend.sync()
 
 
 # -- values that nobody of us has written -----------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 
 from prefixstore.llama.binding import token_kinds
 from prefixstore.models.boundaries import TokenKind, kinds_of_vocabulary, message_starts, prompt_boundaries
+from tests.support.models import finish
 
 
 def prompt_of(text: str) -> tuple[np.ndarray, list[int], dict[int, TokenKind]]:
@@ -111,9 +112,7 @@ def test_a_vocabulary_file_tells_what_tokens_do(tmp_path, model):
     writer.add_token_list([*texts, "</s>"])
     writer.add_token_types([1, 1, 6, 1, 1, 1, 3, 3, 3])
     writer.add_eos_token_id(8)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
+    finish(writer)
     kind = kinds_of_vocabulary(tmp_path / "v.gguf")
     ends = TokenKind(ends=True, control=True)
     blank = [TokenKind(blank=True, breaks=n) for n in range(3)]

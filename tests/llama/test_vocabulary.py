@@ -8,6 +8,7 @@ from llama_cpp import Llama
 
 from prefixstore.errors import ContextError
 from prefixstore.models.vocabulary import Vocabulary
+from tests.support.models import finish
 
 # llama-cpp-python leaves out what is longer
 LONGEST_PIECE = 32
@@ -46,17 +47,13 @@ def test_white_space_and_bytes_are_read_as_each_kind_of_vocabulary_writes_them(t
     writer.add_tokenizer_model(kind)
     writer.add_token_list(tokens)
     writer.add_token_types([gguf.TokenType.CONTROL, *[gguf.TokenType.NORMAL] * (len(tokens) - 1)])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
+    finish(writer)
     assert Vocabulary(path).text(range(len(tokens))) == text
 
 
 def test_a_file_without_a_vocabulary_is_refused(tmp_path):
     path = tmp_path / "none.gguf"
     writer = gguf.GGUFWriter(path, "llama")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
+    finish(writer)
     with pytest.raises(ContextError, match="has no vocabulary"):
         Vocabulary(path)

@@ -33,7 +33,7 @@ from prefixstore.server.model_settings import gains_from_full_window
 from prefixstore.server.namespace import ServerIdentity
 from prefixstore.server.slot_file import SlotLayout
 from tests.support.llama_server import Running, binary
-from tests.support.models import load, state_bytes, write
+from tests.support.models import finish, load, state_bytes, write
 
 PROPS = Props("b1-0c1e570", "", 2, 4096)
 
@@ -321,9 +321,7 @@ def test_an_alignment_that_is_no_number_of_bytes_is_named(tmp_path: Path, alignm
     writer = gguf.GGUFWriter(tmp_path / "odd.gguf", "llama")
     add = {str: writer.add_string, int: writer.add_int32, float: writer.add_float32}[type(alignment)]
     add("general.alignment", alignment)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
+    finish(writer)
     with pytest.raises(ContextError, match="alignment"):
         read_metadata(tmp_path / "odd.gguf")
 

@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 from llama_cpp.server import app as stock
 from llama_cpp.server.settings import ModelSettings, ServerSettings
 
-from prefixstore import ContextError, MisuseError, PrefixStore, UnavailableError
+from prefixstore import ContextError, MisuseError, PrefixStore
 from prefixstore.cli import main
 from prefixstore.errors import InvalidParameterError
 from prefixstore.llama.paged_memory import PagedMemory
@@ -81,29 +81,6 @@ class Told:
 
     def passed(self, endpoint, reason):
         self.seen.append((endpoint, reason))
-
-
-def broken(*_, **__):
-    raise UnavailableError("the disk is on fire")
-
-
-@pytest.mark.parametrize("method", ["view", "update"])
-def test_a_store_that_fails_is_a_miss(client, monkeypatch, method):
-    made = client()
-    store = made.app.state.prefixstore
-    with monkeypatch.context() as faulty:
-        faulty.setattr(store.engine._backend, method, broken)
-        cold = ask(made)
-        ask(made, "Something else. " * 30)
-        again = ask(made)
-        store.engine.drain()
-    assert text_of(cold) == text_of(again)
-    if method == "view":
-        assert (cached(cold), store.stats().misses["unavailable"]) == (0, 3)
-    store.flush()
-    ask(made, "Something else. " * 30)
-    assert text_of(ask(made)) == text_of(cold)
-    assert store.check() == []
 
 
 def test_a_fault_of_the_store_or_of_the_metrics_does_not_reach_an_answer(client, monkeypatch, caplog):

@@ -6,9 +6,6 @@ import json
 
 import pytest
 
-from prefixstore import PrefixStore
-from prefixstore.config import load_config
-from prefixstore.maintenance.archive import Archive
 from tests.support.python_server import MODEL_OPTIONS, STOCK, serving
 
 SYSTEM = "You are an assistant who knows manual pages. " * 20
@@ -78,45 +75,3 @@ def test_a_restarted_server_is_warm_and_answers_as_cold(models, location, cold):
     assert n - 16 < cached(first[1]) < n
     assert cached(first[2]) == n - 1
     assert [cached(one) for one in second] == [n - 1, first[1].usage.prompt_tokens - 1, n - 1]
-
-
-@pytest.mark.attack
-def test_a_server_that_is_killed_in_mid_stream_leaves_a_sound_store(models, location, cold):
-    given = messages("Talk for a long time.")
-    with start(models, location) as server:
-        # what was stored before is there after the restart
-        first = server.chat(given)
-        with Archive(location, read_only=True) as archive:
-            while not archive.used().entries:
-                server.complete("x", max_tokens=1)
-        with server.chat(messages("And now?"), stream=True, max_tokens=1000) as stream:
-            next(iter(stream))
-            server.process.kill()
-            server.process.wait(120)
-    with start(models, location) as server:
-        answer = server.chat(given)
-        assert text_of(answer) == text_of(first) == text_of(cold(given))
-        assert cached(answer) > 0
-        server.stop()
-    with Archive(location, read_only=True) as archive:
-        assert archive.check() == []
-
-
-@pytest.mark.slow
-def test_a_configuration_file_shared_with_warming_jobs(models, tmp_path, cold):
-    file = tmp_path / "server.toml"
-    file.write_text(
-        f'[model]\npath = "{models("llama")}"\nn_ctx = 2048\nn_threads = 1\nn_threads_batch = 1\n'
-        '[store]\nlocation = "kv"\n'
-    )
-    given = messages("Warm?")
-    with serving("--config", str(file)) as server:
-        answer = server.chat(given)
-        assert text_of(answer) == text_of(cold(given))
-        server.stop()
-    config = load_config(file)
-    llm = config.open_llama()
-    with PrefixStore(str(tmp_path / "kv"), llm) as store:
-        llm.set_cache(store)
-        llm.create_chat_completion(given, max_tokens=1, temperature=0)
-        assert store.stats().tokens_restored == answer.usage.prompt_tokens - 1

@@ -15,7 +15,7 @@ import pytest
 
 from prefixstore.cli import main
 from tests.support import ROOT
-from tests.support.llama_server import binary
+from tests.support.llama_server import binary, is_healthy
 from tests.support.ports import free_port
 from tests.support.served import END_SECONDS, START_SECONDS, prompt
 from tests.support.signals import ends_with_us
@@ -51,7 +51,7 @@ def start(tmp_path: Path, docs_model: Path) -> Iterator[Start]:
             )
         started.append(process)
         url, until = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
-        while not _is_healthy(url):
+        while not is_healthy(url):
             assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
             assert time.monotonic() < until
             time.sleep(0.02)
@@ -61,13 +61,6 @@ def start(tmp_path: Path, docs_model: Path) -> Iterator[Start]:
     for process in started:
         process.kill()
         process.wait()
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", trust_env=False).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def _complete(url: str, **headers: str) -> dict[str, Any]:

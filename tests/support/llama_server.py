@@ -35,7 +35,8 @@ def binary() -> Path:
     pytest.fail("these tests need a llama-server: set LLAMA_SERVER= to the path of one")
 
 
-def _is_healthy(url: str) -> bool:
+def is_healthy(url: str) -> bool:
+    """Whether a server answers, and has loaded its model."""
     with suppress(httpx.TransportError):
         return httpx.get(f"{url}/health", timeout=120, trust_env=False).status_code == 200
     return False
@@ -113,7 +114,7 @@ def start(
     running = Running(argv, port, slots_dir, log, process, LlamaServer(f"http://127.0.0.1:{port}", timeout=120))
     try:
         until = time.monotonic() + START_SECONDS
-        while not _is_healthy(running.url):
+        while not is_healthy(running.url):
             if not running.is_alive() or time.monotonic() > until:
                 pytest.fail(f"llama-server did not start: {log.read_text(errors='replace')[-2000:]}")
             time.sleep(0.02)

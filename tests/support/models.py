@@ -44,6 +44,14 @@ def write(directory: Path, arch: str, **options: Any) -> Path:
     return path
 
 
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write a file of which all is known."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def write_lora(path: Path, scale: float, *, alpha: float = 8.0) -> None:
     """An adapter for the query projection of the first layer."""
     rng = np.random.default_rng(0)
@@ -53,10 +61,7 @@ def write_lora(path: Path, scale: float, *, alpha: float = 8.0) -> None:
     writer.add_float32("adapter.lora.alpha", alpha)
     for name, shape in (("lora_a", (4, 64)), ("lora_b", (64, 4))):
         writer.add_tensor(f"blk.0.attn_q.weight.{name}", (scale * rng.standard_normal(shape)).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 def load(path: str | Path, **options: Any) -> llama_cpp.Llama:

@@ -10,6 +10,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+from tests.support.models import finish
+
 __all__ = ["picture", "write_projector"]
 
 WIDTH, HIDDEN, PATCH, SIZE, LAYERS = 32, 64, 14, 56, 1
@@ -46,10 +48,7 @@ def write_projector(path: Path, n_embd: int) -> Path:
             shapes |= {f"{block}{part}.weight": (WIDTH,), f"{block}{part}.bias": (WIDTH,)}
     for name, shape in shapes.items():
         writer.add_tensor(name, rng.normal(0, 0.3, shape).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
