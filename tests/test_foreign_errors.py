@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prefixstore import LocationError, PrefixStore, PrefixStoreError
+from prefixstore import PrefixStore, PrefixStoreError
 from prefixstore.config import load_config
 from prefixstore.maintenance.archive import Archive
 from prefixstore.units import parse_bytes, parse_seconds
@@ -132,8 +132,3 @@ def test_of_a_config_file(tmp_path, text):
     (tmp_path / "x.toml").write_text(text, "utf-8", errors="surrogatepass")
     with ours():
         load_config(tmp_path / "x.toml").open_store(None)
-
-
-def test_an_lmdb_store_that_cannot_be_mapped_is_refused(tmp_path):
-    with pytest.raises(LocationError, match="lower max_bytes"):
-        PrefixStore(tmp_path / "kv", namespace="n", max_bytes=2**60)

@@ -104,20 +104,6 @@ def delete(store, tokens):
     return store.engine.deleter.delete(Choice(keys=keys)).pages
 
 
-def test_they_go_with_their_pages(store):
-    put(store, A)
-    put(store, B)
-    for name, tokens in (("a", A), ("b", B)):
-        store.engine.captures.set_bookmark(NS, name, bookmark_of(tokens))
-    store.engine.flush()
-    delete(store, A)
-    with store.engine.view() as view:
-        assert list(parse(view.note(bookmarks_note(NS)))) == ["b"]
-    store.engine.upkeep.clear(NS)
-    with store.engine.view() as view:
-        assert view.note(bookmarks_note(NS)) is None
-
-
 def test_a_deletion_does_not_fail_because_another_process_commits_at_the_same_time(store, monkeypatch):
     for tokens in (A, B):
         put(store, tokens)

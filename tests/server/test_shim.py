@@ -18,7 +18,7 @@ from tests.support import ROOT
 from tests.support.llama_server import binary, is_healthy
 from tests.support.ports import free_port
 from tests.support.served import END_SECONDS, START_SECONDS, prompt
-from tests.support.signals import ends_with_us
+from tests.support.signals import started
 
 Start = Callable[..., "tuple[subprocess.Popen[bytes], str]"]
 
@@ -34,22 +34,14 @@ def shim(tmp_path: Path) -> Path:
 @pytest.fixture
 def start(tmp_path: Path, docs_model: Path) -> Iterator[Start]:
     """Starts a program as a launcher does, with llama-server's own options, and waits until it is healthy."""
-    started: list[subprocess.Popen[bytes]] = []
+    running: list[subprocess.Popen[bytes]] = []
 
     def starter(program: Path, *options: str) -> tuple[subprocess.Popen[bytes], str]:
         port = free_port()
         argv = [str(program), "--model", str(docs_model), "--host", "127.0.0.1", "--port", str(port), *options]
         argv += ["-t", "1", "-np", "1", "-c", "2048", "--no-warmup"]
-        with (tmp_path / "log").open("ab") as log:
-            process = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-                preexec_fn=ends_with_us(),  # noqa: PLW1509 - it takes no lock
-            )
-        started.append(process)
+        process = started(argv, tmp_path / "log", env={**os.environ, "PYTHONPATH": str(ROOT)})
+        running.append(process)
         url, until = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
         while not is_healthy(url):
             assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
@@ -58,7 +50,7 @@ def start(tmp_path: Path, docs_model: Path) -> Iterator[Start]:
         return process, url
 
     yield starter
-    for process in started:
+    for process in running:
         process.kill()
         process.wait()
 

@@ -18,7 +18,7 @@ import pytest
 from prefixstore.server.client import LlamaServer
 from tests.support import ROOT
 from tests.support.ports import free_port
-from tests.support.signals import ends_with_us
+from tests.support.signals import started
 
 PLACES = (ROOT.parent / "shared" / "bin", Path("/work/shared/bin"))
 SHARED_MODELS = (ROOT.parent / "shared" / "models", Path("/work/shared/models"))
@@ -102,15 +102,7 @@ def start(
         argv += ["-np", "2"]
     if not {"-c", "--ctx-size"} & set(options):
         argv += ["-c", "8192"]
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            env={**os.environ, **(environment or {})},
-            preexec_fn=ends_with_us(),  # noqa: PLW1509 - it takes no lock
-        )
+    process = started(argv, log, env={**os.environ, **(environment or {})})
     running = Running(argv, port, slots_dir, log, process, LlamaServer(f"http://127.0.0.1:{port}", timeout=120))
     try:
         until = time.monotonic() + START_SECONDS

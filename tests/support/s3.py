@@ -24,7 +24,7 @@ from urllib.error import HTTPError
 import pytest
 
 from tests.support.ports import free_port
-from tests.support.signals import ends_with_us
+from tests.support.signals import started
 
 KEY_ID, SECRET = "testkeyid", "testsecretkey"
 BUCKET = "bucket"
@@ -47,15 +47,7 @@ class Server:
 
     def start(self) -> None:
         """Start it, and return when it answers. It ends with this process, however that ends."""
-        with (self.directory / "log").open("ab") as log:
-            self.process = subprocess.Popen(
-                self.command(),
-                cwd=self.directory,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                preexec_fn=ends_with_us(),  # noqa: PLW1509 - it takes no lock
-            )
+        self.process = started(self.command(), self.directory / "log", cwd=self.directory)
         for _ in range(3600):
             assert self.process.poll() is None, (self.directory / "log").read_text()
             if self._answers():

@@ -19,7 +19,7 @@ import pytest
 from prefixstore.server.slot_pool import WORTH_A_SAVE
 from tests.support import ROOT
 from tests.support.llama_server import Running, binary, start
-from tests.support.signals import ends_with_us
+from tests.support.signals import started
 from tests.support.untimed import untimed
 
 START_SECONDS = 180
@@ -167,16 +167,7 @@ def launch(
     """Start the command."""
     log = tmp_path / f"{name}.log"
     environ = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            untimed(program, "serve", *arguments),
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            env=environ,
-            cwd=tmp_path,
-            preexec_fn=ends_with_us(),  # noqa: PLW1509 - it takes no lock
-        )
+    process = started(untimed(program, "serve", *arguments), log, env=environ, cwd=tmp_path)
     return Served(process, log)
 
 

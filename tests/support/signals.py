@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
@@ -35,6 +36,19 @@ def ends_with_us() -> Callable[[], None]:
                 os._exit(1)
 
     return prepare
+
+
+def started(command: Sequence[str], log: Path, **options: Any) -> subprocess.Popen[bytes]:
+    """A program that ends with us, and whose output is at the end of a file."""
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            preexec_fn=ends_with_us(),  # noqa: PLW1509 - it takes no lock
+            **options,
+        )
 
 
 def suspend(process: subprocess.Popen[Any]) -> None:

@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from typing import Any
 import pytest
 
 from tests.support.ports import free_port
-from tests.support.signals import ends_with_us, suspend
+from tests.support.signals import started, suspend
 
 _numbers = itertools.count(1)
 
@@ -79,15 +78,7 @@ class ValkeyServer:
             **self.options,
         }
         arguments = [str(word) for name, value in settings.items() for word in (f"--{name}", value)]
-        with (self.directory / "log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [program, *arguments],
-                cwd=self.directory,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                preexec_fn=ends_with_us(),  # noqa: PLW1509 - it takes no lock
-            )
+        self.process = started([program, *arguments], self.directory / "log", cwd=self.directory)
         for _ in range(12_000):
             with suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
                 probe.connect(str(self.socket))
