@@ -14,6 +14,7 @@ import pytest
 
 from prefixstore import CorruptError
 from prefixstore.engine.pages import open_pages
+from tests.attacks import in_child
 from tests.attacks.damaged_file import MIB, build, location
 from tests.support import PATIENCE, ROOT
 from tests.support.models import TORTURE
@@ -25,16 +26,8 @@ CASES = 15 * TORTURE
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
 @pytest.mark.parametrize("seed", [0, CASES] if TORTURE > 1 else [0])
 def test_a_damaged_file_gives_right_states_or_none_and_never_crashes_the_process(tmp_path, scheme, seed):
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.attacks.damaged_file", scheme, str(tmp_path), str(seed), str(CASES)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240 * TORTURE,
-    )
-    assert done.returncode == 0, f"{done.returncode} at {done.stdout.splitlines()[-1:]}: {done.stderr[-2000:]}"
-    outcomes = json.loads(done.stdout.splitlines()[-1])
+    done = in_child("damaged_file", scheme, tmp_path, seed, CASES, seconds=240 * TORTURE)
+    outcomes = json.loads(done.splitlines()[-1])
     assert outcomes.keys() >= {"used", "CorruptError"}
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 from contextlib import closing
 from dataclasses import replace
 from importlib.util import find_spec
@@ -20,8 +18,8 @@ from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import Record, Usage
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import import_store
+from tests.attacks import in_child
 from tests.attacks.exporting import export_of, with_key
-from tests.support import ROOT
 from tests.support.models import TORTURE
 from tests.support.pages import make_page
 from tests.support.places import place, space
@@ -35,17 +33,7 @@ SPACE = space()
 @pytest.mark.skipif(find_spec("atheris") is None, reason="atheris is not installed: it is for Linux on x86-64 only")
 @pytest.mark.parametrize("target", TARGETS)
 def test_any_input_is_valid_or_raises_a_prefixstore_error(tmp_path, target):
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.attacks.fuzz_targets", target, str(tmp_path), BOUND],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "Done" in done.stdout + done.stderr
+    assert "Done" in in_child("fuzz_targets", target, tmp_path, BOUND, seconds=300)
 
 
 # -- records ----------------------------------------------------------------------------------------------------------

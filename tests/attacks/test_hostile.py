@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 import tracemalloc
 from contextlib import closing
 from dataclasses import replace
@@ -24,27 +22,13 @@ from prefixstore.format.export import ENTRY, EXPORT_VERSION, HEADER, MAGIC, Expo
 from prefixstore.format.keys import namespace_key
 from prefixstore.format.record import FORMAT_VERSION, Usage
 from prefixstore.stats import Counters
+from tests.attacks import in_child
 from tests.attacks.exporting import sealed_entry
-from tests.support import ROOT
 from tests.support.models import TORTURE
 from tests.support.pages import make_page
 from tests.support.places import contents, fill, place, space
 
 Q8 = {"flash_attn": True, "type_k": llama_cpp.GGML_TYPE_Q8_0, "type_v": llama_cpp.GGML_TYPE_Q8_0}
-
-
-def in_child(module: str, arguments: list[str], *, seconds: int) -> str:
-    """What a module of this directory prints; if it crashed, its last line names the case."""
-    done = subprocess.run(
-        [sys.executable, "-m", f"tests.attacks.{module}", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=seconds,
-    )
-    assert done.returncode == 0, f"{done.returncode} at {done.stdout.splitlines()[-1:]}: {done.stderr[-2000:]}"
-    return done.stdout
 
 
 # -- states whose checksum is right -----------------------------------------------------------------------------------
@@ -70,7 +54,7 @@ def test_a_forged_state_with_a_right_checksum_changes_no_answer(models, tmp_path
         "first": 3,
         "step": 1 if TORTURE > 1 else 23,
     }
-    done = json.loads(in_child("forged_states", [json.dumps(case)], seconds=240 * TORTURE).splitlines()[-1])
+    done = json.loads(in_child("forged_states", json.dumps(case), seconds=240 * TORTURE).splitlines()[-1])
     assert done["ran"] > 5
     assert done["wrong"] == []
     assert done["check"] == []
