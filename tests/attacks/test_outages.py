@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +14,7 @@ import prefixstore.opening
 from prefixstore import LocationError, PrefixStore, UnavailableError
 from prefixstore.backends.lmdb import environment as lmdb_environment
 from prefixstore.engine import breaker, engine
+from tests.support import python
 from tests.support.faults import FlakyBackend
 from tests.support.models import TORTURE, answer, prompt
 from tests.support.places import place
@@ -236,10 +235,8 @@ def test_readers_that_take_all_slots_cause_misses_and_dead_ones_free_them(llama,
     with serving(llama(), tmp_path / "kv", 0) as server:
         server.ask(0)
         server.store.flush()
-        with subprocess.Popen(
-            [sys.executable, "-c", READERS, str(tmp_path / "kv")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        ) as other:
-            assert other.stdout.readline() == b"full\n"
+        with python(READERS, tmp_path / "kv") as other:
+            assert other.stdout.readline() == "full\n"
             server.ask(0)
             assert server.store.stats().misses["unavailable"] == 1
             other.kill()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -16,7 +14,7 @@ import pytest
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.lmdb.environment import OLD
 from prefixstore.errors import UnavailableError
-from tests.support import PATIENCE, ROOT, python, seeds
+from tests.support import PATIENCE, python, seeds
 from tests.support.rows import key_of, rows_of
 
 MIB = 1 << 20
@@ -194,9 +192,8 @@ def test_another_program_that_has_the_file_open_does_not_make_lmdb_take_the_wron
     backend = LMDBBackend(str(tmp_path), 64 * MIB)
     for number in range(n_updates):
         write(backend, range(10 * number, 10 * number + 8))
-    command = [sys.executable, "-c", READER, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
-        assert reader.stdout.readline() == b"open\n"
+    with python(READER, tmp_path) as reader:
+        assert reader.stdout.readline() == "open\n"
         for _ in range(2):
             before = rows_of(backend)
             backend.compact(erase=True)
@@ -204,7 +201,7 @@ def test_another_program_that_has_the_file_open_does_not_make_lmdb_take_the_wron
             write(backend, [1000])
             delete(backend, [1000])
             assert rows_of(backend) == before
-        reader.communicate(b"\n")
+        reader.communicate("\n")
     backend.close()
     with closing(LMDBBackend(str(tmp_path), 64 * MIB)) as backend:
         assert rows_of(backend) == before
@@ -237,10 +234,7 @@ def test_processes_that_compact_one_location_at_the_same_time_lose_nothing(tmp_p
     with closing(LMDBBackend(str(tmp_path), 64 * MIB)) as backend, backend.update() as draft:
         for number in range(50):
             draft.put(b"%d" % number, b"1", b"x" * 50_000)
-    processes = [
-        subprocess.Popen([sys.executable, "-c", COMPACTOR, str(tmp_path), name], stdout=subprocess.PIPE, cwd=ROOT)
-        for name in ("one", "two", "three")
-    ]
+    processes = [python(COMPACTOR, tmp_path, name) for name in ("one", "two", "three")]
     assert [process.communicate(timeout=PATIENCE) and process.returncode for process in processes] == [0, 0, 0]
     with closing(LMDBBackend(str(tmp_path), 64 * MIB)) as backend, backend.view() as view:
         assert view.get([b"by one", b"by two", b"by three"]) == [b"149"] * 3

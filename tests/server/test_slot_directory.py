@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import pytest
 from prefixstore.errors import CorruptError, ServerBusyError
 from prefixstore.server.client import LlamaServer, SlotAction
 from prefixstore.server.slot_files import SlotDirectory
-from tests.support import ROOT
+from tests.support import PATIENCE, python
 
 CUT = """
 import sys
@@ -31,14 +29,8 @@ with path.open("r+b") as another:
 
 def test_a_file_that_is_cut_after_it_was_read_ends_nothing(tmp_path: Path):
     """As a process of its own, since one that looks at a mapping that was cut gets SIGBUS."""
-    done = subprocess.run(
-        [sys.executable, "-c", CUT, str(tmp_path)],
-        check=False,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    with python(CUT, tmp_path) as process:
+        assert process.wait(PATIENCE) == 0
 
 
 def test_a_file_that_is_cut_while_it_is_read_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
