@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
 
 from prefixstore import buffers
 from prefixstore.buffers import BufferPool
+from prefixstore.testing.together import together
 from tests.support import PATIENCE, in_fork
 
 
@@ -100,7 +102,6 @@ def test_the_child_of_a_fork_waits_for_no_thread_of_the_parent():
 
 def test_many_threads_never_share_a_buffer():
     pool = BufferPool(4000)
-    failures = []
 
     def work(mark):
         chance = random.Random(mark)
@@ -109,14 +110,7 @@ def test_many_threads_never_share_a_buffer():
             buffer.view[:] = bytes([mark]) * len(buffer.view)
             view = buffer.view
             buffer.release()
-            if bytes(view) != bytes([mark]) * len(view):
-                failures.append(mark)
+            assert bytes(view) == bytes([mark]) * len(view)
 
-    threads = [threading.Thread(target=work, args=(mark,), daemon=True) for mark in range(1, 9)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(180)
-    assert not any(thread.is_alive() for thread in threads)
-    assert failures == []
+    together(*(partial(work, mark) for mark in range(1, 9)))
     assert pool.in_use == 0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import closing
+from functools import partial
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from prefixstore.engine.index import Page
 from prefixstore.engine.ram import ENTRY_BYTES, RamTier
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import Usage
+from prefixstore.testing.together import together
 from tests.support.engines import NS, A, MemoryPages, P, Store
 from tests.support.pages import make_page
 
@@ -60,11 +61,7 @@ def test_many_threads_keep_and_read_states_and_the_size_stays_correct():
             assert state is None or state == bytes([i]) * 100
             tier.keep(pages[i], bytes([i]) * 100)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*(partial(work, seed) for seed in range(4)))
     assert tier.used == (104 + ENTRY_BYTES) * len(tier._states) <= 20 * (104 + ENTRY_BYTES)
 
 

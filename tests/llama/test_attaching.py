@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-import threading
 import weakref
+from functools import partial
 
 import llama_cpp
 import numpy as np
@@ -19,6 +19,7 @@ from prefixstore import (
     NotAttachedError,
     PrefixStore,
 )
+from prefixstore.testing.together import together
 from tests.support.models import answer, attached, evaluated, forget, logits, prompt
 
 MESSAGES = [
@@ -158,21 +159,14 @@ def test_llamas_in_threads_share_one_store(llama, store):
     plain = {arch: llama(arch) for arch in ("llama", "gemma3")}
     cold = {(arch, seed): answer(llm, prompt(300, seed), 4) for arch, llm in plain.items() for seed in range(4)}
     llms = [(arch, cached(store, llama(arch))) for arch in ("llama", "gemma3", "llama", "gemma3")]
-    wrong = []
 
     def work(arch, llm):
         for i in range(8):
             if i % 3 == 0:
                 forget(llm)
-            if (found := answer(llm, prompt(300, i % 4), 4)) != cold[arch, i % 4]:
-                wrong.append((arch, i, found))
+            assert answer(llm, prompt(300, i % 4), 4) == cold[arch, i % 4]
 
-    threads = [threading.Thread(target=work, args=one) for one in llms]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    together(*(partial(work, *one) for one in llms))
     assert all(store.is_attached(llm) for _, llm in llms)
     assert store.stats().hits > 0
     assert store.stats().misses.keys() <= {"not_found", "slow"}

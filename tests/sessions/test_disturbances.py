@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import random
-import threading
+import time
+from functools import partial
 
 import llama_cpp
 import pytest
 
 from prefixstore import BusyError
+from prefixstore.testing.together import together
 from tests.sessions.conftest import SMALL
 from tests.sessions.test_sessions import turn
 from tests.support.models import answer, forget, prompt
@@ -77,39 +79,27 @@ def test_a_fault_at_any_call_of_llama_cpp_leaves_no_wrong_rows(after, alone, sto
 @pytest.mark.slow
 def test_threads_have_their_own_conversations_while_others_evict(alone, store):
     sessions = store.sessions(max_sessions=12)
-    said, failures, is_over = [], [], threading.Event()
+    said = []
 
     def converse(i):
-        try:
-            tokens = prompt(60, seed=i)
-            for k in range(5):
-                *_, text, after = turn(sessions, f"session {i}", tokens, 4)
-                assert after[: len(tokens)] == tokens
-                said.append((tokens, text))
-                tokens = after + prompt(10, seed=100 * i + k)
-        except BaseException as error:
-            failures.append(error)
-            raise
+        tokens = prompt(60, seed=i)
+        for k in range(5):
+            *_, text, after = turn(sessions, f"session {i}", tokens, 4)
+            assert after[: len(tokens)] == tokens
+            said.append((tokens, text))
+            tokens = after + prompt(10, seed=100 * i + k)
 
     def disturb():
         chance = random.Random(1)
-        while not is_over.wait(0.002):
+        while len(said) < 30:
+            time.sleep(0.002)
             name = f"session {chance.randrange(6)}"
             with contextlib.suppress(BusyError):
                 sessions.evict(name)
             sessions.names()
             assert str(store.stats())
 
-    threads = [threading.Thread(target=converse, args=(i,)) for i in range(6)]
-    other = threading.Thread(target=disturb)
-    for thread in (*threads, other):
-        thread.start()
-    for thread in threads:
-        thread.join()
-    is_over.set()
-    other.join()
-    assert failures == []
-    assert len(said) == 30
+    together(disturb, *(partial(converse, i) for i in range(6)))
     for tokens, text in said:
         assert text == answer(alone, tokens, 4)
     assert store.check() == []

@@ -8,13 +8,14 @@ import os
 import re
 import signal
 import subprocess
-import threading
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
+from prefixstore.testing.together import together
 from tests.support import ROOT
 from tests.support.untimed import untimed
 
@@ -74,11 +75,7 @@ def test_the_server_of_the_documentation(models, tmp_path):
 
     with serving(tmp_path, model) as (address, _):
         for _ in range(2):
-            threads = [threading.Thread(target=talk, args=(address, user)) for user in users]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            together(*(partial(talk, address, user) for user in users))
         assert post(address, user="", messages=[])[0] == 400
         assert post(address, messages=[]) == (400, {"error": "'user' is missing in the request"})
         for body in (
