@@ -1,4 +1,4 @@
-"""What an engine tells of itself: what waits, what was given up, what was written and deleted, what found no space."""
+"""What an engine tells of itself: what was given up, what was written and deleted, what found no space."""
 
 from __future__ import annotations
 
@@ -15,24 +15,9 @@ from tests.support.engines import (
     P,
     entry,
     gated,
-    snapshot_of,
     store_of,
     writer_of,
 )
-
-# -- what waits --------------------------------------------------------------------------------------------------------
-
-
-def test_what_waits_is_counted_until_it_is_written():
-    gate = threading.Event()
-    with store_of(gated(MemoryPages, gate)()) as store, writer_of(store) as writer:
-        for new in [*store.pages(A), snapshot_of(store, [*A, 1])]:
-            assert writer.captures.submit(new)
-        assert writer.engine.captures.pending == (3, 1)
-        gate.set()
-        writer.drain()
-        assert writer.engine.captures.pending == (0, 0)
-
 
 # -- what was given up -------------------------------------------------------------------------------------------------
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 
 from prefixstore import InvalidParameterError, LocationError, PrefixStore
@@ -75,21 +73,6 @@ def test_a_slow_shared_location_does_not_count_against_the_local_one(llama, tmp_
         assert store.stats().tokens_restored - before == 768
         forget(llm)
         answer(llm, longer, 1)
-
-
-def test_a_shared_location_that_is_not_there_is_only_missed(llama, tmp_path, caplog, new_valkey):
-    llm = llama()
-    with caplog.at_level(logging.WARNING, "prefixstore"):
-        store = opened(tmp_path, "one", "valkey://127.0.0.1:1/0", llm)
-    assert "tried again later" in caplog.text
-    with store:
-        first = answer(llm, TOKENS, 8)
-        store.flush()
-        forget(llm)
-        assert evaluated(store, lambda: answer(llm, TOKENS, 1)) == 1
-        forget(llm)
-        assert answer(llm, TOKENS, 8) == first
-        assert "not available" in str(store.stats()) or store.stats().tiers[1].dropped
 
 
 def test_lists_of_locations(tmp_path):
