@@ -94,22 +94,21 @@ def parse_slot_file(data: Buffer, slot: int, *, whole: bool = False) -> SlotFile
     found = _unpacked(words) if is_packed else words
     memory = memoryview(data)[start:]
     tokens, has_media = _before_media(found, words[3 + len(found) :] if is_packed else NO_TOKENS)
-    if has_media and (whole or not len(tokens)):
-        return SlotFile(NO_TOKENS, None, memory, None, len(data), has_media=True)
-    if whole:
-        return SlotFile(tokens, None, memory, SlotLayout(None, 1, is_packed) if len(tokens) else None, len(data))
-    view = parse_memory(memory, sequence=slot, before=len(tokens) if has_media else MAX_POSITION)
-    layout = SlotLayout(view.shape, view.streams, is_packed) if len(tokens) else None
-    if has_media:
-        # what is recurrent has seen the images
-        return SlotFile(tokens, replace(view, recurrent=None), memory, layout, len(data), has_media=True)
-    if not len(tokens):
-        return SlotFile(tokens, view, memory, None, len(data))
-    if not all(len(section.positions) for section in view.sections) or (
-        view.recurrent is not None and view.recurrent.position < 0
-    ):
-        raise CorruptError("a slot file has tokens, and no state of them")
-    return SlotFile(tokens, view, memory, layout, len(data))
+    if has_media and whole:
+        tokens = NO_TOKENS
+    if whole or (has_media and not len(tokens)):
+        view, layout = None, SlotLayout(None, 1, is_packed)
+    else:
+        view = parse_memory(memory, sequence=slot, before=len(tokens) if has_media else MAX_POSITION)
+        layout = SlotLayout(view.shape, view.streams, is_packed)
+        if has_media:
+            # what is recurrent has seen the images
+            view = replace(view, recurrent=None)
+        elif len(tokens) and not (
+            all(map(len, view.positions)) and (view.recurrent is None or view.recurrent.position >= 0)
+        ):
+            raise CorruptError("a slot file has tokens, and no state of them")
+    return SlotFile(tokens, view, memory, layout if len(tokens) else None, len(data), has_media)
 
 
 def _check_version(what: str, version: int, known: int) -> None:

@@ -282,13 +282,12 @@ class SlotDirectory:
         ServerError
             If the server cannot be asked.
         """
-        n_slots = server.props().n_slots
         try:
             slots = [slot for slot in server.slots() if not slot.is_processing]
             # those that hold little first, then those of which it is not known
             order = [slot.id for slot in sorted(slots, key=lambda slot: slot.n_tokens or 1 << 30)]
         except ServerRefusedError:
-            order = list(range(n_slots))
+            order = list(range(server.props().n_slots))
         for slot in order:
             with suppress(CorruptError):
                 file = self.saved(server, slot)
