@@ -116,7 +116,7 @@ class SlotManager:
         """
         prompt = NO_TOKENS if tokens is None else tokens
         claim = Claim(prompt, owner, wanted, asks=asks and tokens is not None, trusts=trusts)
-        if usable := self.pool.usable(claim):
+        if usable := self.pool.idle(wanted):
             # one that has to wait asks when it has its slot: by then there is more in the store
             await self._find(claim, usable)
         while wanted is None and (saving := self._saving_for(claim)) is not None:
@@ -127,7 +127,7 @@ class SlotManager:
         except SlotUnusableError:
             # it is emptied before its next use, and not saved
             slot.doubt()
-            slot.lent(owner)
+            slot.owner = owner
             claim.reason, claim.must_compute = "error", True
         except BaseException:
             self.pool.release(slot)
@@ -217,7 +217,8 @@ class SlotManager:
             claim.reason = "slow"
             self.rates.left_out()
         claim.n_reused = self.pool.weigh(slot, claim).n_usable
-        slot.lent(claim.owner)
+        # it may hold tokens of this tenant, however the request ends
+        slot.owner = claim.owner
 
     async def _restore(self, claim: Claim) -> None:
         slot, began = claim.slot, time.perf_counter()

@@ -84,7 +84,7 @@ class PoolSlot:
     @property
     def is_worth_saving(self) -> bool:
         """Whether it holds so much that can be stored, and is not, that all slots may wait for a save."""
-        return self.is_dirty and self.n_unsaved >= WORTH_A_SAVE
+        return self.n_unsaved >= WORTH_A_SAVE and self.is_clean
 
     def must_empty(self, *, trusts: bool) -> bool:
         """Whether it must be emptied before a use; `trusts` if the user trusts the rows that it left there itself."""
@@ -100,10 +100,6 @@ class PoolSlot:
     def filled(self, tokens: Tokens, owner: str | None) -> None:
         """Note that it holds what was restored, and nothing else."""
         self.tokens, self.owner, self.n_unsaved = tokens, owner, 0
-
-    def lent(self, owner: str | None) -> None:
-        """Note that a request of this tenant is sent to it: it may hold tokens of that, however the request ends."""
-        self.owner = owner
 
     def computed(self, tokens: Tokens, n_new: int) -> None:
         """Note that it holds these tokens of its owner, and how many of them, with those of the answer, are new."""
@@ -221,9 +217,10 @@ class SlotPool:
         """How many slots are in use."""
         return sum(slot.is_busy for slot in self.slots)
 
-    def idle(self) -> list[PoolSlot]:
-        """The slots that nobody uses."""
-        return [slot for slot in self.slots if not slot.is_busy]
+    def idle(self, wanted: int | None = None) -> list[PoolSlot]:
+        """The slots that nobody uses; with `wanted`, no other than that one."""
+        slots = self.slots if wanted is None else [self.slots[wanted % len(self.slots)]]
+        return [slot for slot in slots if not slot.is_busy]
 
     # -- free, busy, free ----------------------------------------------------------------------------------------------
 
@@ -235,14 +232,14 @@ class SlotPool:
         PoolFullError
             If too many wait already, or the server ends.
         """
-        if not self.usable(claim):
+        if not self.idle(claim.wanted):
             if self.n_waiting >= self._max_waiting:
                 raise PoolFullError("too many requests wait for a slot")
             claim.forget_lookup()
             self.n_waiting += 1
             try:
                 # who waits longest is woken first
-                while not (self._is_closed or self.usable(claim)):
+                while not (self._is_closed or self.idle(claim.wanted)):
                     self.changed.clear()
                     await self.changed.wait()
             finally:
@@ -252,12 +249,7 @@ class SlotPool:
                     self.changed.set()
         if self._is_closed:
             raise PoolFullError("the server has ended")
-        return self.hold(min(self.usable(claim), key=lambda slot: self.cost(slot, claim)))
-
-    def usable(self, claim: Claim) -> list[PoolSlot]:
-        """The idle slots that a request may get."""
-        wanted = self.slots if claim.wanted is None else [self.slots[claim.wanted % len(self.slots)]]
-        return [slot for slot in wanted if not slot.is_busy]
+        return self.hold(min(self.idle(claim.wanted), key=lambda slot: self.cost(slot, claim)))
 
     def hold(self, slot: PoolSlot) -> PoolSlot:
         """Take this slot, which is idle."""
