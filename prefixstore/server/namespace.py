@@ -183,10 +183,14 @@ class ServerIdentity:
 
     def page_tokens(self, layout: SlotLayout, wanted: int) -> int:
         """The length of pages, as a ``Llama`` has them."""
-        kind = kind_of_layout(layout)
-        if kind is Kind.PAGES_AND_SNAPSHOTS:
+        if kind_of_layout(layout) is Kind.PAGES_AND_SNAPSHOTS:
             return min(wanted, SHORT_PAGE)
-        return min(wanted, self.window.size) if self.window is not None and _has_window(layout, self.window) else wanted
+        window = self._window_of(layout)
+        return min(wanted, window.size) if window is not None else wanted
+
+    def _window_of(self, layout: SlotLayout) -> Window | None:
+        """The window, if the last section before a recurrent part has one: models name one that they do not have."""
+        return self.window if layout.shape is not None and layout.shape.n_before > 1 else None
 
     def namespace(self, layout: SlotLayout, *, page_tokens: int, salt: str | None) -> Namespace:
         """The namespace of the pages of a tenant, or of a part of one (`salt`). The layout is that of its slot files.
@@ -196,28 +200,27 @@ class ServerIdentity:
         ServerRefusedError
             If the server's states have other types than its arguments say.
         """
-        kind = kind_of_layout(layout)
+        kind, shape = kind_of_layout(layout), layout.shape
         # parts are separate, and one tenant for quotas and purges
         tenant, part = (None, None) if salt is None else parted(salt)
         settings = {**self.settings, "kind": kind.value, "page_tokens": page_tokens, "salt": tenant}
         if part is not None:
             settings["label"] = part
         if self.is_named:
-            settings["layout"] = hashlib.sha256(repr(layout.shape).encode()).hexdigest()
+            settings["layout"] = hashlib.sha256(repr(shape).encode()).hexdigest()
             return Namespace(settings)
-        if layout.shape is not None and layout.shape.sections:
-            self._check_types(layout.shape)
-        if kind is Kind.SNAPSHOTS and layout.shape is not None:
-            # without attention it has no effect
-            settings["flash_attn_type"] = FLASH_OFF
-        elif settings["flash_attn_type"] == FLASH_AUTO:
-            # of a layout that is not understood: as a Llama has it by default
-            settings["flash_attn_type"] = FLASH_OFF if kind is Kind.SNAPSHOTS else _resolved(layout)
-        settings["streams"] = None if kind is Kind.SNAPSHOTS else 1
-        if layout.shape is None:
-            # what it has of each slot is written as it is
-            settings["streams"] = self.props.n_slots
-        return Namespace(settings)
+        flash = settings["flash_attn_type"]
+        streams: int | None = 1
+        if shape is None:
+            # as a Llama has it by default; and what the server has of each slot is written as it is
+            flash, streams = FLASH_OFF if flash == FLASH_AUTO else flash, self.props.n_slots
+        elif kind is Kind.SNAPSHOTS:
+            # without attention they have no effect
+            flash, streams = FLASH_OFF, None
+        else:
+            self._check_types(shape)
+            flash = _resolved(shape) if flash == FLASH_AUTO else flash
+        return Namespace({**settings, "flash_attn_type": flash, "streams": streams})
 
     def ways(self, file: SlotFile, engine: Engine, rate: ComputeRate, to: SlotDirectory) -> tuple[Way, ...]:
         """How slots of a server are found, by a file of one; they are written in the last way.
@@ -229,7 +232,7 @@ class ServerIdentity:
         shape = layout.shape
         if file.view is None or shape is None:
             return (Way(Form(), Restore(engine, Form(), rate, to)),)
-        window = self.window if _has_window(layout, self.window) else None
+        window = self._window_of(layout)
         if shape.recurrent is not None:
             form = Form.ends(file.view, window)
             return (Way(form, Restore(engine, form, rate, to, hides=True)),)
@@ -278,11 +281,6 @@ class ServerIdentity:
                 )
 
 
-def _has_window(layout: SlotLayout, window: Window | None) -> bool:
-    """Whether the last section before a recurrent part is that of a window: models name one that they do not have."""
-    return window is not None and layout.shape is not None and layout.shape.n_before > 1
-
-
 def _file_identity(path: str) -> list[int] | None:
     try:
         return file_identity(Path(path).stat())
@@ -300,13 +298,13 @@ def _reason(arguments: Arguments, environ: Mapping[str, str]) -> str | None:
     return "config_file" if config_files(environ) else None
 
 
-def _resolved(layout: SlotLayout) -> int:
+def _resolved(shape: StateShape) -> int:
     """What flash attention ``auto`` has become, by the layout of V.
 
     llama.cpp lays out V before it finds out whether a device has flash attention: V that is not transposed says that
     it is on only where no other device than the processor is there.
     """
-    if layout.shape is None or any(U32.unpack_from(section.head)[0] for section in layout.shape.sections):
+    if any(U32.unpack_from(section.head)[0] for section in shape.sections):
         return FLASH_OFF
     return FLASH_AUTO if _may_have_gpu() else FLASH_ON
 
