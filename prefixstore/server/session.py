@@ -171,9 +171,12 @@ class ServerSession:
         await self._meet()
         if self._reopening is not None:
             await asyncio.wait({self._reopening})
-        if self.store is not None and not await asyncio.to_thread(self._is_of_this_server, self.store):
-            log.warning("the model of the server was replaced: reopening the store")
-            await self._close_store()
+        if self.store is not None:
+            try:
+                await asyncio.to_thread(self.store.identity.check, self.server)
+            except ServerRefusedError:
+                log.warning("the model of the server was replaced: reopening the store")
+                await self._close_store()
         if self.store is None:
             await self._open()
         else:
@@ -183,8 +186,14 @@ class ServerSession:
 
     async def _meet(self) -> None:
         """Learn which slots the server has."""
-        self._props, slots = await self._ask_props(), await self._slots()
         settings, before = self._settings, self.manager
+        self._props = await self._ask_props()
+        slots = [(slot.id, slot.n_ctx) for slot in await asyncio.to_thread(self.server.slots)]
+        if self.server.is_drafting and settings.separated:
+            raise ServerError(
+                "--salt-from cannot be used with a llama-server that drafts tokens: drafts keep something of the "
+                "prompts of all, which shows in how fast others are answered; start it without --spec-type and -md"
+            )
         pool = SlotPool(slots, self.rates, max_waiting=settings.max_waiting, separated=settings.separated)
         if before is not None:
             # What is done to its slots may still reach this server. A client that reads nothing keeps one for a minute.
@@ -205,7 +214,9 @@ class ServerSession:
         identity: ServerIdentity | None = None
         try:
             identity = await asyncio.to_thread(lambda: self._identify(self.server.props()))
-            open_it = partial(self._open_store, identity)
+            open_it = partial(
+                SlotStore, settings.location, self.server, self._slots_dir, identity, **settings.store_options
+            )
             store = await asyncio.to_thread(opened, settings.location, settings.on_damage, open_it)
         except Exception as error:
             # a server that cannot show what its slots look like, since all are busy, say, is served all the same
@@ -237,28 +248,6 @@ class ServerSession:
             await self._open()
         except PrefixStoreError as error:
             log.warning("the store cannot be used: %s", error)
-        finally:
-            self._reopening = None
-
-    def _is_of_this_server(self, store: SlotStore) -> bool:
-        try:
-            store.identity.check(self.server)
-        except ServerRefusedError:
-            return False
-        return True
-
-    def _open_store(self, identity: ServerIdentity) -> SlotStore:
-        settings = self._settings
-        return SlotStore(settings.location, self.server, self._slots_dir, identity, **settings.store_options)
-
-    async def _slots(self) -> list[tuple[int, int]]:
-        slots = await asyncio.to_thread(self.server.slots)
-        if self.server.is_drafting and self._settings.separated:
-            raise ServerError(
-                "--salt-from cannot be used with a llama-server that drafts tokens: drafts keep something of the "
-                "prompts of all, which shows in how fast others are answered; start it without --spec-type and -md"
-            )
-        return [(slot.id, slot.n_ctx) for slot in slots]
 
     async def _ask_props(self) -> Props | None:
         """What the server says about itself; None if it refuses to, as while it loads a model.
@@ -352,7 +341,7 @@ class ServerSession:
         if is_other and not self.is_child:
             self.down()
             self._is_other.set()
-        is_missing = self.store is None and self.is_ready and self._reopening is None
+        is_missing = self.store is None and self.is_ready and (self._reopening is None or self._reopening.done())
         if is_missing and now >= self._last_opened + REOPEN_SECONDS:
             self._reopening = asyncio.create_task(self._open_again())
         return self.is_ready
