@@ -328,7 +328,7 @@ class SlotManager:
             return False
         # of those with images it is known only what comes before them
         tokens = slot.tokens if copied.has_media else np.asarray(copied.tokens, np.int32)
-        slot.saved(tokens)
+        slot.filled(tokens, owner)
         self.rates.saved(len(tokens), copied.n_bytes, time.perf_counter() - began)
         keeping = asyncio.ensure_future(self._keep(copied))
         self.copies.add(keeping)

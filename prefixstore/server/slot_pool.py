@@ -94,11 +94,11 @@ class PoolSlot:
 
     def emptied(self) -> None:
         """Note that it holds nothing."""
-        self.tokens, self.owner, self.rows = NO_TOKENS, None, Rows.CLEAN
-        self.n_unsaved = 0
+        self.filled(NO_TOKENS, None)
+        self.rows = Rows.CLEAN
 
     def filled(self, tokens: Tokens, owner: str | None) -> None:
-        """Note that it holds what was restored, and nothing else."""
+        """Note that it holds what was restored or copied, and nothing else."""
         self.tokens, self.owner, self.n_unsaved = tokens, owner, 0
 
     def computed(self, tokens: Tokens, n_new: int) -> None:
@@ -106,10 +106,6 @@ class PoolSlot:
         if not self.n_unsaved:
             self.unsaved_since = time.monotonic()
         self.tokens, self.n_unsaved = tokens, self.n_unsaved + n_new
-
-    def saved(self, tokens: Tokens) -> None:
-        """Note that it holds these tokens, and that all of them are copied."""
-        self.tokens, self.n_unsaved = tokens, 0
 
     def not_saved(self) -> None:
         """Note that a save of it has failed: it is tried again after a while, and at the end."""
