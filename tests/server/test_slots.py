@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from prefixstore.errors import (
 from prefixstore.format.keys import PAGE, page_keys
 from prefixstore.llama.capture import Capture, Place
 from prefixstore.llama.state.form import Form
-from prefixstore.server import SlotStore
+from prefixstore.server import SlotStore, slot_file
 from prefixstore.server import slot_files as slot_files_module
 from prefixstore.server.namespace import ServerIdentity
 from prefixstore.server.slot_files import PREFIX, SlotDirectory
@@ -170,6 +171,59 @@ def test_rows_that_a_window_has_left_are_never_missing(
     cold = running.cold(branch, slot=0)
     again = running.complete(branch, slot=1)
     assert (again["timings"]["cache_n"], again["content"]) == (450, cold)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["llama", "gemma3"])
+def test_a_slot_is_restored_whatever_its_draft_held_and_the_pages_are_those_of_a_server_without(
+    arch: str, models: Callable[..., Path], llama_server: Callable[..., Running], tmp_path: Path
+):
+    model, tokens = models(arch, n_head=2), prompt(N)
+    # a model that drafts for itself takes what it has proposed
+    drafting = ["-md", str(model), "--spec-type", "draft-simple"]
+    running, store = llama_server(model, *drafting, "-fa", "on"), str(tmp_path / "store")
+    right = running.complete(tokens)
+    assert right["timings"]["draft_n_accepted"] == right["timings"]["draft_n"] > 0
+    with opened(running, store) as slots:
+        assert slots.server.is_drafting
+        assert slots.save(0).reason is None
+        tokens = [*tokens, *right["tokens"], *prompt(40, seed=1)]
+        right = running.complete(tokens, cache_prompt=False)
+        # where it ends before the restored prompt, and where it goes on after that, with other tokens
+        for n_before in (N // 2, N + 100):
+            running.complete(prompt(n_before, seed=2), slot=1)
+            restored = slots.restore(1, tokens).n_tokens
+            assert restored >= N
+            again = running.complete(tokens, slot=1)
+            assert (again["timings"]["cache_n"], again["content"]) == (restored, right["content"])
+            assert again["timings"]["draft_n"] > 0
+        namespace = slots.namespace()
+    plain = llama_server(model, "-fa", "on")
+    with opened(plain, store) as slots:
+        assert not slots.server.is_drafting
+        assert slots.namespace() == namespace
+        assert slots.restore(0, tokens).n_tokens == restored
+        assert plain.complete(tokens)["content"] == right["content"]
+
+
+@pytest.mark.slow
+def test_an_unknown_version_is_said_once_and_nothing_is_stored(
+    models: Callable[..., Path],
+    llama_server: Callable[..., Running],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    running = llama_server(models("llama", n_head=2))
+    said = "this llama-server writes slot files of version 3, and prefixstore knows 2: nothing is stored or restored"
+    monkeypatch.setattr(slot_file, "STATE_VERSION", 2)
+    with caplog.at_level(logging.WARNING), opened(running, "memory:") as slots:
+        for _ in range(2):
+            running.complete(prompt(N), n=2)
+            assert slots.save(0).reason == slots.restore(0, prompt(N)).reason == slots.reason == "version"
+        assert said in slots.why
+        assert slots.store.stats().dropped == {"version": 1}
+        assert running.complete(prompt(N), n=2)["timings"]["cache_n"] == N - 1, "the slot is as it was"
+    assert [said in record.getMessage() for record in caplog.records] == [True]
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
