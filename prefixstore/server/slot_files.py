@@ -189,21 +189,18 @@ class SlotDirectory:
         """
         try:
             # what is not a file must neither be followed nor waited for
-            handle = os.open(self.path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            with io.FileIO(
+                self.path / name, opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+            ) as file:
+                found = os.fstat(file.fileno())
+                if not stat.S_ISREG(found.st_mode) or found.st_size != size or not size:
+                    raise CorruptError(f"a slot file has {found.st_size} bytes, and the server has written {size}")
+                # copied, not mapped: a file that somebody cuts while it is mapped ends the process that looks at it
+                return _read(file.fileno(), size)
         except FileNotFoundError:
             raise wrong_directory(self.path, f"; {name} is left in that one") from None
         except OSError as error:
             raise UnavailableError(f"a slot file cannot be read: {error.strerror}; run as the server's user") from error
-        try:
-            found = os.fstat(handle)
-            if not stat.S_ISREG(found.st_mode) or found.st_size != size or not size:
-                raise CorruptError(f"a slot file has {found.st_size} bytes, and the server has written {size}")
-            # copied, not mapped: a file that somebody cuts while it is mapped ends the process that looks at it
-            return _read(handle, size)
-        except OSError as error:
-            raise UnavailableError(f"a slot file cannot be read: {error.strerror}") from error
-        finally:
-            os.close(handle)
 
     def acquire(self, size: int) -> SlotBuffer:
         """Memory for a file of this size.

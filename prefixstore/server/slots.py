@@ -226,7 +226,7 @@ class SlotStore:
 
     def _found(self, prompt: Tokens, salt: str | None) -> tuple[Found, Way]:
         """The most that is stored of a prompt, and in which way."""
-        best, limit = (Found(), self.ways[-1]), self._limit(prompt)
+        best, limit = (Found(), self.ways[-1]), min(len(prompt), self.identity.props.n_ctx)
         for way in self.ways:
             # the server steps back by one token only if it finds rows there
             at_most = min(limit, len(prompt) - 1) if way.form.has_snapshots and way.form.window is None else limit
@@ -241,7 +241,7 @@ class SlotStore:
         return self.engine.match(place.namespace.key, tokens, place.page_tokens).n_tokens
 
     def _missed(self, place: Place, prompt: Tokens, n: int) -> str:
-        namespace, tokens, least = place.namespace.key, prompt[: self._limit(prompt)], self.store.min_tokens
+        namespace, tokens, least = place.namespace.key, prompt[: self.identity.props.n_ctx], self.store.min_tokens
         return miss_reason(self.engine, namespace, tokens, place.page_tokens, n_matched=n, min_tokens=least)
 
     def restore_deepest(self, slot: int, *, salt: str | None = None) -> Restored:
@@ -263,9 +263,6 @@ class SlotStore:
         # as for a prompt that continues: if a state cannot be cut, its end could not be used otherwise
         tokens = np.frombuffer(b"".join(page.tokens for page in path), "<i4")
         return self.restore(slot, np.append(tokens, ANY_TOKEN), salt=salt)
-
-    def _limit(self, prompt: Tokens) -> int:
-        return min(len(prompt), self.identity.props.n_ctx or len(prompt))
 
     # -- restoring ----------------------------------------------------------------------------------------------------
 
