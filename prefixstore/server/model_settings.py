@@ -227,9 +227,8 @@ def _n_ctx(arguments: Arguments, props: Props, trained: int) -> int:
 def _asked_for(arguments: Arguments, n_slots: int) -> int:
     """Tokens in one sequence of the context that was asked for."""
     given = arguments.settings
-    wanted = _int(given.get("n_ctx", "0"))
+    wanted = _padded(_int(given.get("n_ctx", "0")))
     is_unified = arguments.is_on("kv_unified") or _int(given.get("n_parallel", "-1")) < 0
-    wanted = _padded(wanted)
     return wanted if is_unified or n_slots <= 1 else _padded(wanted // n_slots)
 
 

@@ -35,7 +35,6 @@ import numpy.typing as npt
 
 from prefixstore.buffers import BufferPool
 from prefixstore.engine.compute_rate import ComputeRate
-from prefixstore.engine.engine import Engine
 from prefixstore.engine.miss import Guard, miss_reason
 from prefixstore.errors import ContextError, CorruptError, InvalidParameterError, MisuseError
 from prefixstore.format.keys import Tokens, as_tokens
@@ -185,7 +184,7 @@ class StoredSequences:
             if len(text) < max(store.min_tokens, 1) or not is_usable:
                 return
             data = np.ascontiguousarray(state_bytes, np.uint8).data
-            capture = _SequenceCapture(engine, states, self._restore(states), store)
+            capture = _SequenceCapture(store, states, self._restore(states))
             reason = capture.store(text, self._parsed(states, data), memory_of(data)).reason
             if reason is not None:
                 engine.counters.count(f"dropped:{reason}")
@@ -221,9 +220,9 @@ class StoredSequences:
 class _SequenceCapture(Capture):
     """Stores states of sequences whose rows may have left a sliding window."""
 
-    def __init__(self, engine: Engine, states: ModelStates, restore: Restore, store: PrefixStore) -> None:
-        super().__init__(engine, states.place, states.form, lambda _: 0, store.parameters, wait=False)
-        self._states, self._stored, self._engine = states, restore, engine
+    def __init__(self, store: PrefixStore, states: ModelStates, restore: Restore) -> None:
+        super().__init__(store.engine, states.place, states.form, lambda _: 0, store.parameters, wait=False)
+        self._stored = restore
 
     def _rows(self, tokens: Tokens, state: StateView | None, start: int) -> Sequence[StateView]:
         """As in `Capture`, or with the shorter page that was stored at the end of an earlier prompt.
@@ -231,11 +230,11 @@ class _SequenceCapture(Capture):
         It has the rows that have left the window since.
         """
         end = len(tokens)
-        found = (
-            Found() if state is None or state.holds(start, end) else self._stored.find(self._states.place, tokens, end)
-        )
+        if state is None or state.holds(start, end):
+            return super()._rows(tokens, state, start)
+        found = self._stored.find(self._place, tokens, end)
         n, tail = found.n_tokens, found.pages[-1:]
-        if state is None or not (start < n < end and tail[0].start == start and state.holds(n, end)):
+        if not (start < n < end and tail[0].start == start and state.holds(n, end)):
             return super()._rows(tokens, state, start)
         with self._engine.fetching(tail, look=self._stored.fits, admit=self._stored.admits) as fetched:
             stored = [parse_sequence(bytes(one)).cut(start, n) for one in fetched]
