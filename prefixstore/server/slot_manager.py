@@ -18,10 +18,10 @@ import numpy as np
 
 from prefixstore.format.keys import NO_TOKENS, Tokens
 from prefixstore.server.rates import Usage
-from prefixstore.server.slot_pool import WORTH_A_SAVE, Claim, PoolSlot, Rows, SlotPool
+from prefixstore.server.slot_files import Restored, SlotCopy
+from prefixstore.server.slot_pool import NOT_ASKED, WORTH_A_SAVE, Claim, PoolSlot, Rows, SlotPool
 
 if TYPE_CHECKING:
-    from prefixstore.server.slot_files import SlotCopy
     from prefixstore.server.slots import SlotStore
 
 __all__ = ["WORTH_A_LOOKUP", "SlotManager"]
@@ -182,7 +182,7 @@ class SlotManager:
     async def _find(self, claim: Claim, slots: Sequence[PoolSlot]) -> None:
         """Ask the store for a prompt, once, unless one of these slots has it."""
         pool, n_tokens = self.pool, len(claim.tokens)
-        is_asked = claim.lookup_seconds is not None
+        is_asked = claim.found is not NOT_ASKED
         if is_asked or not claim.asks or not pool.has_store or n_tokens >= max(slot.n_ctx for slot in pool.slots):
             return
         if n_tokens - max((pool.weigh(slot, claim).n_usable for slot in slots), default=0) < WORTH_A_LOOKUP:
@@ -190,30 +190,27 @@ class SlotManager:
         began = time.perf_counter()
         found = await self._ask_store("find", lambda store: store.find(claim.tokens, salt=claim.owner))
         claim.lookup_seconds = time.perf_counter() - began
-        if found is None:
-            claim.missed = "unavailable"
-        else:
-            claim.n_found, claim.n_bytes, claim.missed = found.n_tokens, found.n_bytes, found.reason or "not_found"
+        claim.found = found or Restored(reason="unavailable")
 
     async def _prepare(self, claim: Claim) -> None:
         slot, claim.reason = claim.slot, None
         # it may be another one than those that could be had before
         await self._find(claim, [slot])
-        plan = self.pool.weigh(slot, claim)
+        plan, found = self.pool.weigh(slot, claim), claim.found
         if claim.asks and len(claim.tokens) >= slot.n_ctx:
             claim.reason = "prompt_too_long"  # the server says so
         elif claim.asks and len(claim.tokens) < WORTH_A_LOOKUP:
             claim.reason = "short"
-        elif claim.missed == "unavailable" or (claim.n_found <= plan.n_usable and plan.n_live < WORTH_A_LOOKUP):
+        elif found.reason == "unavailable" or (found.n_tokens <= plan.n_usable and plan.n_live < WORTH_A_LOOKUP):
             # every chat begins with the same few tokens: that is not yet a live prompt
-            claim.reason = claim.missed
+            claim.reason = found.reason or (None if found is NOT_ASKED else "not_found")
         if plan.save_first:
             await self._save(slot)
         if plan.erase_first:
             await self._empty(slot)
         if plan.restore:
             await self._restore(claim)
-        elif claim.n_found > plan.n_usable:
+        elif found.n_tokens > plan.n_usable:
             claim.reason = "slow"
             self.rates.left_out()
         claim.n_reused = self.pool.weigh(slot, claim).n_usable

@@ -15,9 +15,12 @@ from enum import IntEnum
 
 from prefixstore.format.keys import NO_TOKENS, Tokens, common_prefix
 from prefixstore.server.rates import Rates
+from prefixstore.server.slot_files import Restored
 
-__all__ = ["WORTH_A_SAVE", "Claim", "Plan", "PoolFullError", "PoolSlot", "Rows", "SlotPool"]
+__all__ = ["NOT_ASKED", "WORTH_A_SAVE", "Claim", "Plan", "PoolFullError", "PoolSlot", "Rows", "SlotPool"]
 
+# of a prompt for which the store was not asked
+NOT_ASKED = Restored()
 # Fewer new tokens are saved only when the server stops.
 WORTH_A_SAVE = 32
 # how long after a save that has failed
@@ -130,10 +133,8 @@ class Claim:
     # whether altered rows will do, as for the same requests that have left them there
     trusts: bool = False
     slot: PoolSlot = field(init=False)
-    # tokens of the prompt that the store has, and the bytes of their state; why nothing was found
-    n_found: int = 0
-    n_bytes: int = 0
-    missed: str | None = None
+    # what the store has of the prompt
+    found: Restored = NOT_ASKED
     n_restored: int = 0
     # tokens of the prompt that the slot is believed to hold when the request is sent
     n_reused: int = 0
@@ -150,11 +151,6 @@ class Claim:
     must_compute: bool = False
     # whose rows the slot has after that
     leaves: Rows = Rows.CLEAN
-
-    def forget_lookup(self) -> None:
-        """Have the store be asked again: what it has may be more by the time of the next step."""
-        self.lookup_seconds = self.missed = None
-        self.n_found = self.n_bytes = 0
 
     @property
     def told(self) -> str:
@@ -231,7 +227,8 @@ class SlotPool:
         if not self.idle(claim.wanted):
             if self.n_waiting >= self._max_waiting:
                 raise PoolFullError("too many requests wait for a slot")
-            claim.forget_lookup()
+            # by then there may be more in the store
+            claim.found = NOT_ASKED
             self.n_waiting += 1
             try:
                 # who waits longest is woken first
@@ -280,10 +277,10 @@ class SlotPool:
 
     def weigh(self, slot: PoolSlot, claim: Claim) -> Plan:
         """What to do with a slot for a claim, as far as it is known what the store has."""
-        n_live = self.live(slot, claim)
+        n_live, found = self.live(slot, claim), claim.found
         n_usable = n_live if self.can_cut or n_live == len(slot.tokens) else 0
-        is_faster = self.rates.is_faster(self.rates.restoring(claim.n_bytes), claim.n_found - n_usable)
-        restore = claim.n_found > n_usable and is_faster
+        is_faster = self.rates.is_faster(self.rates.restoring(found.n_bytes), found.n_tokens - n_usable)
+        restore = found.n_tokens > n_usable and is_faster
         # the end of an answer is lost, too, but the tokens of that are not known
         n_lost = len(slot.tokens) - (0 if restore else n_live)
         is_foreign = self.separated and slot.owner not in (None, claim.owner)
@@ -293,11 +290,13 @@ class SlotPool:
     def cost(self, slot: PoolSlot, claim: Claim) -> tuple[float, float]:
         """The seconds that a slot costs this request and later ones; of equal ones that used longest ago is cheaper."""
         rates, plan = self.rates, self.weigh(slot, claim)
-        kept = claim.n_found if plan.restore else plan.n_live
+        kept = claim.found.n_tokens if plan.restore else plan.n_live
         if kept < WORTH_KEEPING:
             # the first token of all prompts, say: no reason to take a slot from a conversation
             kept = 0
-        seconds = rates.computing(len(claim.tokens) - kept) + (rates.restoring(claim.n_bytes) if plan.restore else 0.0)
+        seconds = rates.computing(len(claim.tokens) - kept)
+        if plan.restore:
+            seconds += rates.restoring(claim.found.n_bytes)
         if plan.save_first:
             seconds += rates.saving(len(slot.tokens))
         # who comes back to what is lost here waits for a restore, or for the computing of what was not saved

@@ -34,6 +34,7 @@ from prefixstore.server.rates import AnswerTail, Rates, Usage
 from prefixstore.server.refusals import RefusedError
 from prefixstore.server.serving import ServeSettings, failure_of
 from prefixstore.server.session import ServerSession
+from prefixstore.server.slot_files import Restored
 from prefixstore.server.slot_manager import SlotManager
 from prefixstore.server.slot_pool import Claim, Plan, PoolFullError, PoolSlot, Rows, SlotPool
 from prefixstore.server.tenants import Admission, TenantSource
@@ -247,9 +248,7 @@ P60, P90 = tokens(*range(60)), tokens(*range(90))
 
 
 def weigh(pool: SlotPool, slot: PoolSlot, prompt: Any, found: tuple[int, int] = (0, 0)) -> Plan:
-    claim = Claim(prompt, None)
-    claim.n_found, claim.n_bytes = found
-    return pool.weigh(slot, claim)
+    return pool.weigh(slot, Claim(prompt, None, found=Restored(*found)))
 
 
 def test_the_slot_that_holds_most_of_the_prompt_is_chosen_then_the_one_used_longest_ago():
@@ -486,7 +485,7 @@ def test_a_request_that_waits_for_a_slot_finds_what_was_stored_meanwhile_and_ask
             await manager.acquire(tokens(*range(400, 500)), None)
         n_finds, store.n_tokens = store.n_finds, 200
         manager.release(held, None, began=False)
-        return (await waiting).n_found, store.n_finds - n_finds
+        return (await waiting).found.n_tokens, store.n_finds - n_finds
 
     assert with_slots(1, scene, store, rates=Rates(token_seconds=1.0), max_waiting=1) == (200, 1)
 
