@@ -114,7 +114,7 @@ def servers(model: Path, directory: Path) -> dict[str, Server]:
         "llama_cpp.server, RAM cache": Server(stock),
         # it keeps its files in the working directory
         "llama_cpp.server, disk cache": Server((*stock, "--cache_type", "disk")),
-        "prefixstore.server": Server((*ours("python", "--model", str(model)), *CONTEXT)),
+        "prefixstore serve --model": Server((*ours("python", "--model", str(model)), *CONTEXT)),
     }
 
 

@@ -14,7 +14,7 @@ __all__ = ["SMALLEST_BATCH", "ComputeRate", "RestoreDeadline"]
 WEIGHT = 0.3
 # batches of fewer tokens say nothing about the rate of a prefill
 SMALLEST_BATCH = 32
-# A restore must be slower by this factor before it is skipped. One in so many is tried anyway, to measure again.
+# What must be slower than computing by this factor before it is skipped. One in so many is tried anyway.
 MAX_SLOWDOWN = 1.2
 RETRY_EVERY = 64
 # capturing that adds more than this share to the time of a prompt waits until the completion has ended
@@ -40,7 +40,8 @@ class ComputeRate:
         self.page_seconds: float | None = None
         self.copy_seconds: float | None = None
         self._last_copy: float | None = None
-        self._skipped = 0
+        # restores and captures that were not tried
+        self._skipped = self._not_captured = 0
 
     def computed(self, n_tokens: int, seconds: float) -> None:
         """Note that a batch was evaluated."""
@@ -63,29 +64,32 @@ class ComputeRate:
             return True
         return self.copy_seconds * n_copies <= self.token_seconds * page_tokens * MAX_CAPTURE_SHARE
 
-    def late(self, pages: Sequence[Page], seconds: float) -> None:
+    def late(self, pages: Sequence[Page], seconds: float, n_copies: int | None = None) -> None:
         """Note that these pages were given up after so many seconds. Once may be a pause; twice in a row is slow."""
         if self.token_seconds is not None:
             seconds = self.token_seconds * sum(page.n_tokens for page in pages)
             seconds *= 1.0 if self.page_seconds is None else LATE_SLOWDOWN
-        self.restored(len(pages), seconds)
+        self.restored(n_copies or len(pages), seconds)
 
     def is_worth(self, n_tokens: int, n_pages: int) -> bool:
-        """Whether restoring `n_pages` is expected to be faster than computing the `n_tokens` they save."""
-        return self._saves(self.page_seconds, n_pages, n_tokens)
-
-    def is_worth_capturing(self, n_tokens: int, n_copies: int) -> bool:
-        """Whether capturing tokens in so many copies is expected to take no longer than computing them did."""
-        return self._saves(self.copy_seconds, n_copies, n_tokens)
-
-    def _saves(self, seconds: float | None, n: int, n_tokens: int) -> bool:
-        """Whether `n` times so many seconds are about what computing the tokens takes; now and then tried anyway."""
-        if self.token_seconds is None or seconds is None:
-            return True
-        if seconds * n <= self.token_seconds * n_tokens * MAX_SLOWDOWN:
+        """Whether restoring `n_pages` is expected to take little longer than computing the `n_tokens` they save."""
+        if self._saves(self.page_seconds, n_pages, n_tokens):
             return True
         self._skipped += 1
         return self._skipped % RETRY_EVERY == 0
+
+    def is_worth_capturing(self, n_tokens: int, n_copies: int) -> bool:
+        """Whether capturing tokens in so many copies is expected to take little longer than computing them did."""
+        if self._saves(self.copy_seconds, n_copies, n_tokens):
+            return True
+        self._not_captured += 1
+        return self._not_captured % RETRY_EVERY == 0
+
+    def _saves(self, seconds: float | None, n: int, n_tokens: int) -> bool:
+        """Whether `n` times so many seconds are little more than computing the tokens takes, as far as is known."""
+        if self.token_seconds is None or seconds is None:
+            return True
+        return seconds * n <= self.token_seconds * n_tokens * MAX_SLOWDOWN
 
     def seconds_of(self, pages: Sequence[Page], live: int, end: int) -> list[float]:
         """Seconds to compute what each of some pages holds of the tokens from `live` up to `end`.

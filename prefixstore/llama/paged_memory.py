@@ -6,6 +6,9 @@ written that far after the start of the buffer, so that whole cells fit in befor
 sections, or longer cells, sequence 1 is made to hold all cells, and sequence 0 those of the page while it is written;
 retagging visits every live cell. A page comes back in the same way: it is loaded as sequence 1, whose cells are then
 given to sequence 0. Tags change, tensors do not.
+
+Where each copy takes long, as with V transposed on a GPU, several pages leave together and are cut, and are joined
+before they come back: see `PagedMemory.copies_together`.
 """
 
 from __future__ import annotations
@@ -266,6 +269,6 @@ def _cut(
 
 
 def _is_range(mem: Any, sequence: int, start: int, end: int) -> bool:
-    """Whether a sequence has cells from `start` up to `end`, and no others."""
+    """Whether the first and the last cell of a sequence are those of these positions."""
     first = llama_cpp.llama_memory_seq_pos_min(mem, sequence)
     return bool((first, llama_cpp.llama_memory_seq_pos_max(mem, sequence)) == (start, end - 1))

@@ -50,18 +50,18 @@ class PageStrategy(Strategy):
         lineage = self.context.lineage
         if lineage.n // lineage.page_tokens == before // lineage.page_tokens:
             return False
-        # what is not captured now is when the completion ends, unless its rows are overwritten before
+        # what is not captured now is captured when the completion ends, unless its rows are overwritten before
         return self._memory.overwrites_window or self.context.rate.captures_along(
             lineage.page_tokens, self._memory.n_copies(1)
         )
 
     def before_leaving(self) -> None:
         """Capture the tail: a completion that was aborted has not saved it."""
-        if self.context.catch_up():
+        lineage = self.context.lineage
+        # it is left more than once: for a lookup, and when it is emptied
+        if self.context.catch_up() and self._left != (left := (lineage.n, *lineage.keys()[-1:])):
             self.capture(tail=True)
-            lineage = self.context.lineage
-            left = (lineage.n, *lineage.keys()[-1:])
-            if self._n_slow and left != self._left:
+            if self._n_slow:
                 self.context.engine.counters.count("dropped:slow", self._n_slow)
                 self._left = left
 
@@ -224,10 +224,11 @@ class PageStrategy(Strategy):
         is_late = deadline is not None and n_good < len(pages) and deadline.left(n_good) <= 0
         if is_late and is_kept:
             rate = context.far_rate if n_good >= n_near else context.rate
-            rate.late(pages[n_good : n_good + 1], (time.perf_counter() - started) / (n_good + 1))
+            seconds = (time.perf_counter() - started) / (n_good + 1)
+            rate.late(pages[n_good : n_good + 1], seconds, self._memory.n_copies(1))
         elif n_good <= n_near < len(pages) and is_kept:
             # the first of the pages that are far has not come
-            context.far_rate.restored(1, time.perf_counter() - started)
+            context.far_rate.restored(self._memory.n_copies(1), time.perf_counter() - started)
         if not is_kept and first + n_good:
             # the live prefix went with what was rejected: load it too, and verify each page before it is copied
             pages = path[: first + n_good]

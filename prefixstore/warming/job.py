@@ -349,7 +349,7 @@ class Job:
         self.show(self.progress)
 
 
-# -- how much it would be ---------------------------------------------------------------------------------------------
+# -- what is missing --------------------------------------------------------------------------------------------------
 
 
 def estimate(llm: Llama, store: PrefixStore, prompts: Iterable[PromptLike]) -> WarmReport:

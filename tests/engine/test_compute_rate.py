@@ -26,6 +26,16 @@ def test_a_restore_that_is_slower_is_skipped_and_now_and_then_tried():
     assert answers == 2 * [*[False] * (RETRY_EVERY - 1), True]
 
 
+def test_what_is_tried_again_of_restores_does_not_depend_on_captures():
+    rate = ComputeRate()
+    rate.computed(100, 1.0)
+    rate.restored(1, 100.0)
+    rate.captured(1, 100.0)
+    rate.captured(1, 100.0)
+    tried = [(rate.is_worth(100, 1), rate.is_worth_capturing(100, 1)) for _ in range(RETRY_EVERY)]
+    assert tried == [*[(False, False)] * (RETRY_EVERY - 1), (True, True)]
+
+
 def test_pages_are_captured_along_while_that_takes_a_small_share_of_computing():
     rate = ComputeRate()
     rate.computed(100, 1.0)

@@ -48,7 +48,7 @@ def packed(change: Change) -> bytes:
 
 
 class Names(NamedTuple):
-    """The names of the keys of a location. What is in braces keeps them on one node of a cluster."""
+    """The names of the keys of a location."""
 
     # a hash: what the location is, and how many rows and bytes it has
     meta: bytes
