@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from contextlib import suppress
 
 import pytest
 
 from prefixstore.backends import forks
-from prefixstore.backends.forks import opening, register_at_fork
+from prefixstore.backends.forks import ForkLevel, register_at_fork
 from prefixstore.errors import UnavailableError
-from tests.support import PATIENCE, ROOT, in_thread
+from tests.support import ROOT
 
 
 def exit_code_of_child(work):
@@ -29,9 +28,9 @@ def exit_code_of_child(work):
 class Noting:
     """A participant that notes what is called."""
 
-    def __init__(self, name, calls, *, is_handle=False, before=None):
+    def __init__(self, name, level, calls, *, before=None):
         self.name, self.calls, self.before = name, calls, before
-        register_at_fork(self, is_handle=is_handle)
+        register_at_fork(self, level)
 
     def before_fork(self):
         self.calls.append(f"before {self.name}")
@@ -46,44 +45,24 @@ class Noting:
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt, UnavailableError])
-def test_handles_are_renewed_first_and_one_that_fails_does_not_keep_the_others(monkeypatch, error):
+def test_handles_are_held_last_and_renewed_first_and_one_that_fails_does_not_keep_the_others(monkeypatch, error):
     # the traceback keeps it alive; no other test shall meet it
-    monkeypatch.setattr(forks, "_participants", {})
+    monkeypatch.setattr(forks, "_levels", {})
     calls, reported = [], []
 
     def fail():
         if error is not None:
             raise error
 
-    engine = Noting("engine", calls)
-    handles = [Noting("one", calls, is_handle=True, before=fail), Noting("two", calls, is_handle=True)]
+    levels = (ForkLevel.ENGINE, ForkLevel.OPENING, ForkLevel.HANDLE)
+    kept = [Noting(level.name, level, calls, before=fail if level == ForkLevel.OPENING else None) for level in levels]
     monkeypatch.setattr(sys, "unraisablehook", reported.append)
-    in_child = ["child one", "child two", "child engine"]
+    in_child = ["child HANDLE", "child OPENING", "child ENGINE"]
     assert exit_code_of_child(lambda: 7 if calls[-3:] == in_child else 1) == 7
     assert [report.exc_type for report in reported] == [error] * (error is not None)
-    assert sorted(calls[:3]) == ["before engine", "before one", "before two"]
-    assert calls[3:] == ["parent one", "parent two", "parent engine"]
-    assert (engine.name, len(handles)) == ("engine", 2)
-
-
-def test_a_fork_waits_for_a_handle_that_is_being_opened_and_the_child_can_open_one():
-    inside, leave = threading.Event(), threading.Event()
-
-    def open_slowly():
-        with opening():
-            inside.set()
-            leave.wait(PATIENCE)
-
-    def open_in_child():
-        with opening():
-            return 7
-
-    thread = in_thread(open_slowly)
-    assert inside.wait(PATIENCE)
-    threading.Timer(0.05, leave.set).start()
-    assert exit_code_of_child(open_in_child) == 7
-    assert leave.is_set()
-    thread.join(PATIENCE)
+    before = ["before ENGINE", "before OPENING", "before HANDLE"]
+    assert calls == [*before, "parent HANDLE", "parent OPENING", "parent ENGINE"]
+    assert len(kept) == 3
 
 
 def test_numpy_imports_nothing_while_other_threads_may_fork():

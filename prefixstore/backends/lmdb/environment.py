@@ -18,7 +18,7 @@ import lmdb
 
 from prefixstore.backends import refusals
 from prefixstore.backends.files import publish, sync_path
-from prefixstore.backends.forks import HandleLock, opening, register_at_fork
+from prefixstore.backends.forks import ForkLevel, ForkLock, HandleLock, register_at_fork
 from prefixstore.backends.lmdb.checked import CheckedFile, damaged, require_sound
 from prefixstore.backends.lmdb.errors import not_opened, prepare_directory, translate
 from prefixstore.backends.lmdb.walk import MAGIC, MAX_READERS
@@ -60,7 +60,7 @@ class Environment:
         self._identity: tuple[int, int] | None = None
         with self._handle_lock.exclusive():
             self._open()
-        register_at_fork(self, is_handle=True)
+        register_at_fork(self, ForkLevel.HANDLE)
 
     def _open(self, *, is_new: bool = False) -> None:
         """Open the file, and create it if it is not there; one that this process has just written is `is_new`."""
@@ -373,12 +373,13 @@ def _overwrite(path: Path) -> None:
 _abandoned: list[lmdb.Environment] = []
 # the environments of this process, by path
 _open: dict[Path, Environment] = {}
+_open_lock = ForkLock()
 
 
 def acquire(path: Path, map_size: int, *, read_only: bool, user: object) -> Environment:
     """The environment at this path, opened if this process has not opened it yet. To be given back to `release`."""
     path = Path(os.path.realpath(path))  # that of pathlib raises for a link to itself
-    with opening():
+    with _open_lock.held:
         environment = _open.get(path)
         if environment is not None and environment.read_only and not read_only and environment.users:
             raise LocationError(f"{path} is open read-only in this process; close that store first")
@@ -397,7 +398,7 @@ def acquire(path: Path, map_size: int, *, read_only: bool, user: object) -> Envi
 
 def release(user: object) -> None:
     """Give back the environment that a user has acquired, if any; the last user closes it."""
-    with opening():
+    with _open_lock.held:
         for environment in list(_open.values()):
             if user in environment.users:
                 environment.users.discard(user)

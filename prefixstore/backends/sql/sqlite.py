@@ -20,7 +20,7 @@ from urllib.parse import quote
 from prefixstore.backends import refusals
 from prefixstore.backends.contract import Change, Draft, View
 from prefixstore.backends.files import absolute, make_directory, publish, sync_path
-from prefixstore.backends.forks import HandleLock, opening, register_at_fork
+from prefixstore.backends.forks import ForkLevel, ForkLock, HandleLock, register_at_fork
 from prefixstore.backends.location import without_password
 from prefixstore.backends.sql import migrations
 from prefixstore.backends.sql.database import APPLICATION_ID, META, ROWS, Database, parse_url, translate
@@ -50,6 +50,9 @@ OLDEST = (3, 35, 0)
 OF_A_FILE = f"PRAGMA page_size={PAGE_BYTES}", f"PRAGMA application_id={APPLICATION_ID}"
 WAL = "PRAGMA journal_mode=WAL"
 
+# held while a file is created, recognized or upgraded
+_opening = ForkLock()
+
 
 class SQLite(Database):
     """Rows in a SQLite file. It is created, for its owner only, if it is not there, and so is its directory."""
@@ -67,7 +70,7 @@ class SQLite(Database):
         self._identity: tuple[int, int] | None = None
         # how long the file was when a transaction began
         self._size = 0
-        register_at_fork(self, is_handle=True)
+        register_at_fork(self, ForkLevel.HANDLE)
 
     # -- the file -----------------------------------------------------------------------------------------------------
 
@@ -81,7 +84,7 @@ class SQLite(Database):
         self.require_head(revision)
 
     def revision(self) -> str | None:
-        with opening():
+        with _opening.held:
             if not self._exists():
                 return None
             recognize(self.path)
@@ -91,7 +94,7 @@ class SQLite(Database):
         return [name for (name,) in driver.execute("SELECT name FROM sqlite_master")]
 
     def upgrade(self) -> None:
-        with opening():
+        with _opening.held:
             if not self._exists():
                 with self.translated():
                     tables = migrations.statements(None, self.DIALECT, self.location)
